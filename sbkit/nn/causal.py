@@ -1,4 +1,4 @@
-"""A convolutional front end that looks at no later frame, so that it runs on a stream as on whole utterances."""
+"""A causal convolutional front end, with the same outputs on a stream as on whole utterances."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SLOPE = 0.01  # of LeakyReLU
 
 
 class CausalFrontEnd(nn.Module):
-    """Features [B, T, F] to [B, T', F', C], as SpeechBrain's ``ConvolutionFrontEnd``, but padded on the left alone.
+    """Features [B, T, F] to [B, T', F', C], as SpeechBrain's ``ConvolutionFrontEnd``, but only padded on the left.
 
     With two layers of stride 2, T' is T / 4, rounded up, and frame j sees features up to 4 j. :meth:`forward_step`
     computes the same of features that come in pieces.
@@ -51,9 +51,9 @@ class CausalFrontEnd(nn.Module):
         return self.forward_step(x, self.state(x.shape[0], x))[0]
 
     def forward_step(self, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute the frames that follow those before: [B, T, F] and a state to [B, T', F', C] and the next state.
+        """Compute the next frames of a stream: [B, T, F] and a state to [B, T', F', C] and the next state.
 
-        T is a multiple of ``subsampling``, but for the last piece of a stream.
+        T is a multiple of ``subsampling``, except in the last piece of a stream.
         """
         x, after = x[..., None], []
         for layer, before in zip(self.layers, state, strict=True):
@@ -62,18 +62,17 @@ class CausalFrontEnd(nn.Module):
         return x, tuple(after)
 
     def state(self, batch: int, like: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Make the state before the first frame, zeros: of each layer the inputs [B, kernel_size - 1, F, C] that the
-        next step needs.
+        """Make the initial state, zeros: the last inputs [B, kernel_size - 1, F, C] of each layer.
 
-        like : a tensor whose type and device it gets; None: those of the weights
+        like : a tensor with its type and device; None: the weights
         """
         like = next(self.parameters()) if like is None else like
         return tuple(like.new_zeros(batch, *reach) for reach in self._reach)
 
 
 class _Layer(nn.Module):
-    """Convolution, layer norm, LeakyReLU and dropout: [B, T, F, C] and the frames before to [B, T', F', C'] and those
-    before the next step."""
+    """Convolution, layer norm, LeakyReLU and dropout: [B, T, F, C] and the frames before to [B, T', F', C'] and the
+    frames before the next step."""
 
     def __init__(self, features: int, inputs: int, outputs: int, kernel_size: int, stride: int, dropout: float):
         super().__init__()
@@ -89,7 +88,7 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         x = torch.cat([before.to(x.dtype), x], dim=1)
         left = x[:, x.shape[1] - self.reach[0]:]
-        # [B, C, T, F] of memory in which channels are last: nothing is moved.
+        # A view [B, C, T, F] of memory with channels last: nothing is copied.
         y = functional.conv2d(x.permute(0, 3, 1, 2), self.conv.weight, self.conv.bias, self.conv.stride,
                               self.conv.padding).permute(0, 2, 3, 1)
         return self._normed(y), left

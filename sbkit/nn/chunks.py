@@ -1,4 +1,4 @@
-"""Chunks of frames, beyond which a model that is to run live sees nothing while it trains."""
+"""Chunks of frames that limit the context of a model in training, so that it can also run live."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from torch import Tensor, nn
 
 from sbkit.errors import SbkitError
 
-#: Keeps these random numbers apart from those of the plan, which come from the same seed.
+#: Makes these random numbers differ from those of the plan, which have the same seed.
 _STREAM = int.from_bytes(b"chunks", "little")
 
 
 @dataclass
-class Seen(DynChunkTrainConfig):
-    """What frames see of a stream that comes in chunks of ``chunk_size``, with a left context of so many chunks."""
+class ChunkConfig(DynChunkTrainConfig):
+    """SpeechBrain's chunk size and number of left chunks, and the lookahead."""
 
     ahead: int = 0
-    """The last frames of a chunk, which are looked at, and heard with the next one."""
+    """The last frames of a chunk, which the others see, and which are computed again with the next chunk."""
 
 
 class Chunks:
-    """Draws for each optimizer step how much of an utterance a frame sees: its chunk and a left context, or all of it.
+    """Draws the context of frames for each optimizer step: a chunk and a left context, or the whole utterance.
 
     A frame sees its own chunk, to the end, and a limited number of frames before that, so a model that is fed a chunk
     at a time needs a state of constant size. One model learns several sizes, and whole utterances.
 
     sizes : of a chunk, in encoder frames; each is drawn equally often
-    left : how many encoder frames before its chunk a frame sees, multiples of every size; each is drawn equally often
+    left : left context in encoder frames, multiples of every size; each is drawn equally often
     whole : the share of steps that see whole utterances
     validate : the size for validation, with the most left context; ``null``: whole utterances
-    ahead : the last frames of a chunk that are only looked at when it is heard live, and heard again with the next one,
-        which sees what follows them; 0: none. Training isn't changed by it
+    ahead : lookahead on a stream: the last frames of a chunk, which are computed again with the next one, where they
+        see the frames after them; 0: none. It doesn't change training
 
     >>> Chunks(sizes=[8], whole=0.0).at(seed=1, step=0)
     DynChunkTrainConfig(chunk_size=8, left_context_size=8)
@@ -64,7 +64,7 @@ class Chunks:
         self.sizes, self.left, self.whole, self.validate = sorted(set(sizes)), sorted(set(left)), whole, validate
 
     def at(self, seed: int, step: int) -> DynChunkTrainConfig | None:
-        """Draw what a step sees, None for whole utterances; the same on all ranks and after resuming."""
+        """Draw the context of a step, None for whole utterances; the same on all ranks and after resuming."""
         rng = np.random.Generator(np.random.PCG64([seed % 2**64, step, _STREAM]))
         if rng.random() < self.whole:
             return None
@@ -72,11 +72,11 @@ class Chunks:
         return DynChunkTrainConfig(size, left // size)
 
     def costliest(self) -> DynChunkTrainConfig:
-        """Return what takes the most memory in training: the smallest chunks, which convolutions pad one by one."""
+        """Return the context that takes the most memory: the smallest chunks, which convolutions pad one by one."""
         return DynChunkTrainConfig(self.sizes[0], self.left[-1] // self.sizes[0])
 
-    def config(self, size: int, left: int | None = None) -> Seen:
-        """Return what evaluation with chunks of this size sees; raises for what the model wasn't trained for.
+    def config(self, size: int, left: int | None = None) -> ChunkConfig:
+        """Return the context of evaluation with chunks of this size; raises if the model wasn't trained for it.
 
         left : left context in frames; None: the most it was trained for
         """
@@ -85,14 +85,14 @@ class Chunks:
             if value not in known:
                 raise SbkitError(f"the model wasn't trained for {what} of {value} frames",
                                  hint=f"it was trained for {_listed(known)}")
-        return Seen(size, left // size, self.ahead)
+        return ChunkConfig(size, left // size, self.ahead)
 
     def in_milliseconds(self, frame_seconds: float) -> dict[int, int]:
-        """Map milliseconds to each size, for encoder frames of so many seconds."""
+        """Map each size in milliseconds to the size in encoder frames."""
         return {round(1000 * frame_seconds * size): size for size in self.sizes}
 
-    def validation(self) -> Seen | None:
-        """Return what validation sees, None for whole utterances."""
+    def validation(self) -> ChunkConfig | None:
+        """Return the context of validation, None for whole utterances."""
         return None if self.validate is None else self.config(self.validate)
 
 
@@ -105,11 +105,11 @@ def _listed(values: Sequence[int]) -> str:
 
 
 @contextmanager
-def seen_in_chunks(layers: nn.Module, frames: Tensor, config: DynChunkTrainConfig) -> Iterator[None]:
+def mask_last_chunk_padding(layers: nn.Module, frames: Tensor, config: DynChunkTrainConfig) -> Iterator[None]:
     """Context in which SpeechBrain's encoder masks padding only in the last chunk of an utterance.
 
-    Chunks of padding alone are seen by no other frame. If their frames were masked, they would see nothing at all,
-    which attention turns into NaN.
+    No other frame sees chunks that are only padding. If their frames were masked, they would have nothing to attend to,
+    which gives NaN.
 
     layers : the module that is called with ``src_key_padding_mask`` [B, T], True for padding
     frames : [B], real frames of each utterance

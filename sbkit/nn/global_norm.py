@@ -29,7 +29,7 @@ class GlobalNorm(nn.Module):
         self.folder = Path(folder)
         self.register_buffer("mean", torch.zeros(n_features))
         self.register_buffer("deviation", torch.full((n_features,), torch.nan))
-        self.known = self._pretends = False
+        self.known = self._missing_allowed = False
 
     def take(self, mean: Tensor, deviation: Tensor) -> None:
         """Use these statistics, [F] each."""
@@ -38,14 +38,14 @@ class GlobalNorm(nn.Module):
             self.deviation.copy_(deviation)
         self.known = True
 
-    def pretend(self) -> None:
+    def allow_missing(self) -> None:
         """Let features through as they are until there are statistics, for stand-in batches."""
-        self._pretends = True
+        self._missing_allowed = True
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """[B, T, F] -> [B, T, F]; ``lengths``, which other normalisations need, makes no difference."""
         if not self.known:
-            if self._pretends:
+            if self._missing_allowed:
                 return x
             self._check_loaded()
         return (x - self.mean) / self.deviation
@@ -60,5 +60,5 @@ class GlobalNorm(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:  # torch's hook, which says no more of them
         super()._load_from_state_dict(*args, **kwargs)
-        self._pretends = False
+        self._missing_allowed = False
         self.known = not self.deviation.isnan().any()

@@ -18,21 +18,21 @@ _NEVER = -1e30  # the logarithm of an impossible event; finite, so that the diff
 
 
 class TransducerHead(nn.Module):
-    """Prediction and joint network: what may follow the last tokens, and a frame of the encoder.
+    """Prediction and joint network: scores of the next token from the last tokens and a frame of the encoder.
 
-    The prediction network is an embedding and a convolution over the last ``context`` tokens. Since nothing else is
-    remembered, a search keeps only tokens, and so does a stream.
+    The prediction network is an embedding and a convolution over the last ``context`` tokens, so the state of a search
+    or a stream is only these tokens.
 
-    vocabulary : tokens; ``blank`` stands for those before the first
+    vocabulary : number of tokens; ``blank`` pads those before the first
     encoder_size : D of the encoder's states
     size : J, the size of the states that are joined
     """
 
     def __init__(self, vocabulary: int, encoder_size: int, size: int = 256, context: int = 2, blank: int = 0):
         super().__init__()
-        for name, value, most in (("size", size, MAX_SIZE), ("context", context, MAX_CONTEXT)):
-            if not 1 <= value <= most:
-                raise SbkitError(f"{name} is {value}", hint=f"use 1 to {most}")
+        for name, value, maximum in (("size", size, MAX_SIZE), ("context", context, MAX_CONTEXT)):
+            if not 1 <= value <= maximum:
+                raise SbkitError(f"{name} is {value}", hint=f"use 1 to {maximum}")
         self.vocabulary, self.size, self.context, self.blank = vocabulary, size, context, blank
         self.of_encoder = nn.Linear(encoder_size, size)
         self.embedding = nn.Embedding(vocabulary, size)
@@ -40,12 +40,12 @@ class TransducerHead(nn.Module):
         self.of_prediction = nn.Linear(size, size)
         self.out = nn.Linear(size, vocabulary)
 
-    def begun(self, tokens: Tensor) -> Tensor:
-        """Put blanks before tokens [B, U], from which the first is predicted: [B, context + U]."""
+    def with_start(self, tokens: Tensor) -> Tensor:
+        """Pad tokens [B, U] on the left with blanks, from which the first is predicted: [B, context + U]."""
         return functional.pad(tokens, (self.context, 0), value=self.blank)
 
     def predict(self, tokens: Tensor) -> Tensor:
-        """Map tokens [B, context - 1 + U] to states [B, U, J], each of the ``context`` tokens up to it."""
+        """Map tokens [B, context - 1 + U] to states [B, U, J], each of the last ``context`` tokens."""
         embedded = self.embedding(tokens).transpose(1, 2)
         return self.of_prediction(functional.relu(self.convolution(embedded).transpose(1, 2)))
 
@@ -56,7 +56,7 @@ class TransducerHead(nn.Module):
 
 def transducer_loss(logits: Tensor, targets: Tensor, frames: Tensor, target_lengths: Tensor, blank: int = 0,
                     ids: Sequence[str] | None = None) -> Tensor:
-    """Compute each utterance's negative log-likelihood [B], summed over all paths, without waiting for a device.
+    """Compute each utterance's negative log-likelihood [B], summed over all paths, without a host sync.
 
     logits : [B, T, U + 1, V] scores of what follows frame t and u tokens
     targets : [B, U] int64 labels; padding may have any value
@@ -78,58 +78,58 @@ class _NegLogLikelihood(torch.autograd.Function):
                 logits: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int) -> Tensor:
         total = logits.logsumexp(-1)
         silent = (logits[..., blank] - total).double()
-        said = (logits[:, :, :-1].gather(3, targets[:, None, :, None].expand(-1, logits.shape[1], -1, 1))[..., 0]
-                - total[:, :, :-1]).double()
-        # Beyond an utterance's end nothing is said: its last blank leads out of the lattice.
+        label = (logits[:, :, :-1].gather(3, targets[:, None, :, None].expand(-1, logits.shape[1], -1, 1))[..., 0]
+                 - total[:, :, :-1]).double()
+        # Nothing is emitted beyond an utterance's end: its last blank leads out of the lattice.
         time = torch.arange(logits.shape[1], device=logits.device)
         token = torch.arange(logits.shape[2], device=logits.device)
         inside = (time < frames[:, None])[:, :, None] & (token <= lengths[:, None])[:, None]
         last = (time == frames[:, None] - 1)[:, :, None] & (token == lengths[:, None])[:, None]
         silent = silent.where(inside, 0.0)
-        said = said.where((inside & (token < lengths[:, None])[:, None])[:, :, :-1], _NEVER)
-        before = _sums(silent, said)
+        label = label.where((inside & (token < lengths[:, None])[:, None])[:, :, :-1], _NEVER)
+        before = _sums(silent, label)
         likelihood = before.masked_fill(~last, 0.0).sum((1, 2)) + silent.masked_fill(~last, 0.0).sum((1, 2))
         ctx.blank = blank
-        ctx.save_for_backward(logits, total, targets, silent, said, before, inside, last, likelihood)
+        ctx.save_for_backward(logits, total, targets, silent, label, before, inside, last, likelihood)
         return -likelihood.to(logits.dtype)
 
     @staticmethod
     def backward(ctx: Any,  # torch's context of a function
                  *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, total, targets, silent, said, before, inside, last, likelihood = ctx.saved_tensors
-        after = _sums_back(silent, said, last)
+        logits, total, targets, silent, label, before, inside, last, likelihood = ctx.saved_tensors
+        after = _sums_back(silent, label, last)
         here = likelihood[:, None, None]
         following = functional.pad(after[:, 1:], (0, 0, 0, 1), value=_NEVER).where(~last, 0.0)
         of_silent = ((before + silent + following - here).exp() * inside).to(logits.dtype)
-        of_said = functional.pad((before[:, :, :-1] + said + after[:, :, 1:] - here).exp().to(logits.dtype), (0, 1))
+        of_label = functional.pad((before[:, :, :-1] + label + after[:, :, 1:] - here).exp().to(logits.dtype), (0, 1))
         scale = grads[0][:, None, None]
-        of_silent, of_said = of_silent * scale, of_said * scale
-        grad = (logits - total[..., None]).exp_().mul_((of_silent + of_said)[..., None])
+        of_silent, of_label = of_silent * scale, of_label * scale
+        grad = (logits - total[..., None]).exp_().mul_((of_silent + of_label)[..., None])
         grad[..., ctx.blank] -= of_silent
         index = functional.pad(targets, (0, 1), value=ctx.blank)[:, None, :, None].expand(-1, logits.shape[1], -1, 1)
-        grad.scatter_add_(3, index, -of_said[..., None])
+        grad.scatter_add_(3, index, -of_label[..., None])
         return grad, None, None, None, None
 
 
-def _sums(silent: Tensor, said: Tensor) -> Tensor:
-    """Logarithms of the sum over all paths to each point of the lattice, for log-probabilities of a blank [B, T, U + 1]
-    and of the next token [B, T, U].
+def _sums(silent: Tensor, label: Tensor) -> Tensor:
+    """Compute the logarithms of the sums over all paths to each point of the lattice, from log-probabilities of a blank
+    [B, T, U + 1] and of the next token [B, T, U].
 
-    One token after the other: over time, what was said before is a plain sum once the blanks since are divided out.
+    It loops over tokens: over time, the sum of paths is a cumulative sum once the blanks are divided out.
     """
     blanks = functional.pad(silent.cumsum(1), (0, 0, 1, 0))[:, :-1]
     rows = [blanks[:, :, 0]]
-    for u in range(said.shape[2]):
-        rows.append(torch.logcumsumexp(rows[-1] + said[:, :, u] - blanks[:, :, u + 1], 1) + blanks[:, :, u + 1])
+    for u in range(label.shape[2]):
+        rows.append(torch.logcumsumexp(rows[-1] + label[:, :, u] - blanks[:, :, u + 1], 1) + blanks[:, :, u + 1])
     return torch.stack(rows, 2)
 
 
-def _sums_back(silent: Tensor, said: Tensor, last: Tensor) -> Tensor:
-    """The same from each point to the end, which the blank at ``last`` [B, T, U + 1] reaches."""
+def _sums_back(silent: Tensor, label: Tensor, last: Tensor) -> Tensor:
+    """Compute the same for all paths from each point to the end, after the blank at ``last`` [B, T, U + 1]."""
     end = silent.where(last, _NEVER)
     blanks = silent.where(~last, 0.0).flip(1).cumsum(1).flip(1)  # from a frame on
     rows: list[Tensor] = []
     for u in range(silent.shape[2] - 1, -1, -1):
-        begins = end[:, :, u] if not rows else torch.logaddexp(end[:, :, u], rows[-1] + said[:, :, u])
+        begins = end[:, :, u] if not rows else torch.logaddexp(end[:, :, u], rows[-1] + label[:, :, u])
         rows.append(torch.logcumsumexp((begins - blanks[:, :, u]).flip(1), 1).flip(1) + blanks[:, :, u])
     return torch.stack(rows[::-1], 2)

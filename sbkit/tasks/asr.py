@@ -1,4 +1,4 @@
-"""The base class of recognisers: tasks that transcribe, score words, and say when they do not learn."""
+"""The base class of recognisers: tasks that transcribe, score words, and warn if they do not learn."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ LETTERS_PER_SECOND, PIECES_PER_SECOND = 16, 6
 
 
 class Choice(NamedTuple):
-    """One transcript of a search, with its score and the acoustic part of that, both natural logarithms."""
+    """One hypothesis of a search, with its score and the acoustic part of it, both natural logarithms."""
 
     text: str
     score: float
     acoustic: float
 
 
-def choices(found: Sequence[Any]) -> tuple[Choice, ...]:
-    """Convert a search's hypotheses for an utterance to what a row keeps."""
-    return tuple(Choice(one.text, one.score, one.acoustic) for one in found)
+def choices(hypotheses: Sequence[Any]) -> tuple[Choice, ...]:
+    """Convert a search's hypotheses of an utterance for its row."""
+    return tuple(Choice(one.text, one.score, one.acoustic) for one in hypotheses)
 
 
 class TranscribedUtterance(NamedTuple):
@@ -54,8 +54,8 @@ class TranscribedUtterance(NamedTuple):
     reference: str
     hypothesis: str
     confidence: float | None = None  # 0 to 1; None for an empty hypothesis, or if the task has none
-    nbest: Sequence[Choice] = ()  # a search's, best first
-    live: Sequence[LiveTranscript] = ()  # what a listener saw of it, for each chunk size of an evaluation
+    nbest: Sequence[Choice] = ()  # best first; empty without a search
+    live: Sequence[LiveTranscript] = ()  # its live transcripts, for each chunk size of an evaluation
 
 
 class ASR(Task):
@@ -67,8 +67,8 @@ class ASR(Task):
     loss_of_tokens: ClassVar[str | None] = None
     """The name in ``Loss.extras`` of a part that, per token, equals the tokens' entropy until something is learnt.
 
-    A run watches it, warns if it stays there, and widens SpecAugment's masks by it (``ramp``). None if the
-    loss has no such part: masks are then whole from the first step on.
+    A run warns if it stays there, and widens SpecAugment's masks as it falls (``ramp``). None if the loss has no such
+    part: masks then have their full width from the first step on.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -84,15 +84,15 @@ class ASR(Task):
     @classmethod
     def prepare(cls, keys: RecogniserKeys, manifests: Mapping[str, Manifest],
                 given: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the tokenizer.
+        """Train the tokenizer.
 
-        The number of characters depends on the corpus, so it replaces the recipe's ``output_neurons``, but not one that
-        was given on the command line.
+        The number of characters depends on the corpus, so it replaces the recipe's ``output_neurons``, but not one
+        given on the command line.
         """
         tokenizer, declared = keys.tokenizer, keys.output_neurons
         follows: dict[str, Any] = {}
         if keys.init_tokenizer == "keep":
-            tokenizer, follows = kept(keys, manifests["train"].texts, given)
+            tokenizer, follows = keep_tokenizer(keys, manifests["train"].texts, given)
         elif "output_neurons" not in given and declared == tokenizer.vocab_size:
             size = tokenizer.follow(manifests["train"].texts)
             if size is not None:
@@ -136,14 +136,14 @@ class ASR(Task):
     # ------------------------------------------------------------ training
 
     def open_run(self, texts: Sequence[str], steps: int) -> None:
-        """Compute the loss at chance from the training texts if the loss can be compared with it, and begin the run."""
+        """Compute the loss at chance from the training texts if the loss has a part to compare with it."""
         if self.loss_of_tokens is not None:
             self.progress.chance = self.keys.tokenizer.entropy(texts)
         super().open_run(texts, steps)
         self.notices.setup = self._setup(steps)
 
     def _setup(self, planned: int) -> Setup:
-        """Return what the advice of notices depends on."""
+        """Return the settings that the notices' advice depends on."""
         keys = self.keys
         masks, thaws = keys.spec_augment, self.trainer.freezing.until.values()
         return Setup(
@@ -155,13 +155,13 @@ class ASR(Task):
             fastest=max([1.0, *flattened(keys.learning_rates or {}).values()]), keys=frozenset(vars(self.hparams)))
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
-        """Train, and warn at the end of all that still holds."""
+        """Train, and repeat warnings that still hold at the end."""
         super().fit(*args, **kwargs)
         if not self.test_only:
             self._log_notices(self.notices.end())
 
     def close_step(self, result: StepResult) -> None:
-        """Record a step's loss for the masks and the rate that follow it, and for the warnings."""
+        """Record a step's loss, for masks, learning rate and warnings."""
         part = result.extras.get(self.loss_of_tokens or "")
         total, tokens = part or (result.total, result.count)
         self.progress.count(result.number, total, tokens, comparable=part is not None)
@@ -172,22 +172,22 @@ class ASR(Task):
         return self.loss_of_tokens is not None
 
     def open_step(self, number: int) -> None:
-        """Set the learning rate and the strength of masks, which follow what the model has learnt."""
-        learnt = self.progress.score_at(number)
-        followers: tuple[object, ...] = (self.keys.spec_augment, self.keys.schedule)
-        for each in followers:
+        """Set the learning rate and the strength of masks, which depend on the learning progress."""
+        score = self.progress.score_at(number)
+        dependents: tuple[object, ...] = (self.keys.spec_augment, self.keys.schedule)
+        for each in dependents:
             if hasattr(each, "set_score"):
-                each.set_score(learnt if self.progress.known else 1.0)  # whole where it is unknown
+                each.set_score(score if self.progress.known else 1.0)  # full strength if it is unknown
         super().open_step(number)
-        self._log_notices(self.notices.begin_step(number, self.progress, self._plain_rate()))
+        self._log_notices(self.notices.begin_step(number, self.progress, self._host_rate()))
 
-    def _plain_rate(self) -> float | None:
-        """The learning rate of the current step, also one that a recipe's own hooks set; None: it is on a device."""
+    def _host_rate(self) -> float | None:
+        """Return the step's learning rate, also one that a recipe's own hooks set; None if it is on a device."""
         rate = self.trainer.learning_rate if self.learning_rate is None else self.learning_rate
         return None if isinstance(rate, torch.Tensor) else rate
 
     def _log_notices(self, notices: Iterable[Notice]) -> None:
-        """Log notices, which are the same on all ranks, on the main one."""
+        """Log notices on the main rank; they are the same on all ranks."""
         for notice in notices:
             if ranks.is_main():
                 logger.log(logging.WARNING if notice.holds else logging.INFO, "%s", notice.text())
@@ -201,13 +201,13 @@ class ASR(Task):
         return {"WER": words.rate, "CER": characters.rate}
 
     def close_validation(self, rows: Sequence[TranscribedUtterance], stats: Mapping[str, float]) -> None:
-        """Take in how much was transcribed, which notices mention, and finish the validation."""
+        """Record the number of empty transcripts and the CER for the notices."""
         empty = sum(not row.hypothesis.strip() for row in rows)
         self.notices.validated(self.optimizer_step, empty, len(rows), stats["CER"])
         super().close_validation(rows, stats)
 
     def estimate(self, rows: Sequence[Any]) -> None:
-        """None: the words of a test say how sure its rates are."""
+        """None: the intervals of its rates are bootstrapped over words."""
 
     def results(self, rows: Sequence[TranscribedUtterance], loss: float, unread: Mapping[str, str]) -> Transcripts:
         return Transcripts.of(rows, loss, unread)
@@ -222,10 +222,11 @@ KEPT_TOKENIZER = "initial.model"
 _NEW = "write init_tokenizer: new, which keeps the rows of tokens that both have"
 
 
-def kept(keys: RecogniserKeys, texts: Sequence[str], given: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+def keep_tokenizer(keys: RecogniserKeys, texts: Sequence[str],
+                   given: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """Copy the source's tokenizer into the run's folder; returns it, and the keys whose values follow from it.
 
-    texts : of the train split, which it must be able to write
+    texts : of the train split, whose characters it must have
     given : the keys that were set on the command line
     """
     path = keys.tokenizer.folder / KEPT_TOKENIZER
@@ -248,7 +249,7 @@ def kept(keys: RecogniserKeys, texts: Sequence[str], given: Mapping[str, Any]) -
     kind = "char" if all(len(piece) == 1 for piece in plain) else "unigram"
     parts = given.get("tokenizer", {})
     own = {"model": str(path), "model_type": kind, "vocab_size": tokenizer.size}
-    ends = {"bos_index": tokenizer.bos_id, "eos_index": tokenizer.eos_id}  # -1: it has none
+    special = {"bos_index": tokenizer.bos_id, "eos_index": tokenizer.eos_id}  # -1: it has none
     return tokenizer, {"output_neurons": tokenizer.size, "token_type": kind,
-                       **{key: place if place >= 0 else None for key, place in ends.items()},
+                       **{key: index if index >= 0 else None for key, index in special.items()},
                        "tokenizer": {**(parts if isinstance(parts, Mapping) else {}), **own}}

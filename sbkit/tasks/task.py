@@ -1,8 +1,8 @@
 """The base class of a task: the class that a recipe names under ``brain``.
 
-Check, cost estimate, tune, training, evaluation, report and export know no particular task. They ask this class for its
-keys and stand-in batches, run its ``compute_forward`` and ``compute_objectives``, and show and save the results that it
-returns. ``docs/extend.md`` writes a complete task.
+Check, cost estimate, tune, training, evaluation, report and export work for any task. They get keys and stand-in
+batches from this class, run its ``compute_forward`` and ``compute_objectives``, and show and save its results.
+``docs/extend.md`` has a complete task.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Task(Brain):
 
     @classmethod
     def prepare(cls, keys: OwnKeys, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Make what depends on the corpus, such as a vocabulary; one rank calls it, before the model is built.
+        """Compute what depends on the corpus, such as a vocabulary; one rank calls it, before the model is built.
 
         given : the keys that were set on the command line
 
@@ -110,14 +110,14 @@ class Task(Brain):
 
     @classmethod
     def label(cls, keys: OwnKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> None:
-        """Make what is learnt from the corpus with other models, such as codes; one rank calls it, after ``prepare``.
+        """Label the corpus with other models, such as a codec; one rank calls it, after ``prepare``.
 
         bundles : opens these models
         """
 
     @classmethod
     def is_prepared(cls, keys: OwnKeys) -> bool:
-        """Whether everything that ``prepare`` makes exists already."""
+        """Whether the results of ``prepare`` exist already."""
         del keys
         return True
 
@@ -132,7 +132,7 @@ class Task(Brain):
 
     @classmethod
     def needs_text(cls) -> bool:
-        """Whether rows of a corpus without a text are left out: they are unless batches have no tokens."""
+        """Whether rows of a corpus without a text are left out: true if the task has an ``encoder``."""
         return cls.encoder.__func__ is not Task.encoder.__func__  # type: ignore[attr-defined]  # a bound method's
 
     @classmethod
@@ -143,13 +143,13 @@ class Task(Brain):
 
     @classmethod
     def check_outputs(cls, trace: Trace, findings: Findings) -> None:
-        """Check the shapes that a stand-in batch had on its way through the model, as far as it got."""
+        """Check the shapes of a stand-in batch in the model, up to where it failed."""
 
     @classmethod
     def check_start(cls, trace: Trace, findings: Findings) -> Section | None:
-        """Look at what a run is to start from, as far as that can be done before its corpus is prepared.
+        """Check the initial weights of a run, as far as possible before its corpus is prepared.
 
-        Returns a table of what it will take for the check's report; None if it starts from nothing, or can't.
+        Returns a table of the weights for the check's report; None if there are none, or they can't be used.
         """
         return check_start(trace, findings)
 
@@ -169,7 +169,7 @@ class Task(Brain):
 
     @classmethod
     def check_manifest(cls, keys: OwnKeys, split: str, manifest: Manifest) -> None:
-        """Warn about what the model cannot get right in a manifest that is to be scored; refuse what it cannot take."""
+        """Warn about texts that the model can't output in a manifest to score; raise if it can't be scored at all."""
 
     # ------------------------------------------------------------ initial weights
 
@@ -181,9 +181,9 @@ class Task(Brain):
     # ------------------------------------------------------------ training
 
     def stand_in(self, utterances: int, seconds: float, *, noise: bool = False) -> Batch:
-        """Make a batch of this size, from which the check, the cost estimate and tune learn what a step needs.
+        """Make a batch of this size, for the check, the cost estimate and tune.
 
-        noise : fill it with noise and random labels, because the values matter; otherwise they may be anything
+        noise : fill it with noise and random labels; otherwise the values may be anything
         """
         samples, labels = round(seconds * self.keys.sample_rate), max(1, round(seconds * self.labels_per_second))
         size, lengths = (utterances, samples), torch.full((utterances,), samples)
@@ -238,12 +238,12 @@ class Task(Brain):
 
     @property
     def tracks_learning(self) -> bool:
-        """Whether training knows how far its loss is below chance, which ``schedule.max_lr_at_chance`` waits for."""
+        """Whether the loss can be compared with chance, as ``schedule.max_lr_at_chance`` needs."""
         return False
 
     @property
     def peak_rate(self) -> float | None:
-        """The rate that the schedule rises to, if there is one."""
+        """The peak of the schedule, if there is one."""
         return super().peak_rate if self.keys.schedule is None else self.keys.schedule.warmup_end()[1]
 
     def open_step(self, number: int) -> None:
@@ -256,7 +256,7 @@ class Task(Brain):
 
     @property
     def shares_validation(self) -> bool:
-        """True: rows of all ranks are put together, so no utterance may be evaluated by two of them."""
+        """True: the rows of all ranks are gathered, so no utterance may be evaluated on two ranks."""
         return True
 
     def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
@@ -285,11 +285,12 @@ class Task(Brain):
         return Results({"loss": loss, **self.stats(rows)}, utterances=len(rows), unread=dict(unread))
 
     def estimate(self, rows: Sequence[Any]) -> MetricEstimate | None:
-        """How sure a test's metric is, by drawing rows anew; override it where ``stats`` compares rows."""
+        """Estimate the uncertainty of a test's metric by a bootstrap over rows; override it if ``stats`` compares rows.
+        """
         return estimate(self.metric, rows, self.stats)
 
     def tested_results(self, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Results:
-        """Build the results of a test and how sure they are."""
+        """Build the results of a test and their uncertainty."""
         found = self.results(rows, loss, unread)
         found.estimate = self.estimate(rows)
         if self.metric.name != "loss":
@@ -333,16 +334,16 @@ class Task(Brain):
                              hint="leave it out")
 
     def take_chunks(self, chunk: Sequence[int | None]) -> None:
-        """Hear tests as live speech, in chunks of each of these sizes, as ``sbkit evaluate --chunk`` asks.
+        """Run tests as on live streams, in chunks of each of these sizes, for ``sbkit evaluate --chunk``.
 
-        chunk : milliseconds; None is the whole utterance. The first gives the transcripts that are written
+        chunk : milliseconds; None is the whole utterance. The transcripts of the first are written
         """
         raise SbkitError(f"{type(self).__name__} doesn't recognise in chunks, so it can't use --chunk", hint="leave "
                                                                                                              "it out")
 
     @property
     def recogniser(self) -> str | None:
-        """The bundle of a recogniser that hears this task's tests, if its recipe names one."""
+        """The bundle of a recogniser that transcribes this task's tests, if its recipe names one."""
         return vars(self.keys).get("recogniser")
 
     def take_recogniser(self, transcribe: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
@@ -350,15 +351,15 @@ class Task(Brain):
         raise SbkitError(f"{type(self).__name__} generates no speech, so it can't use --recogniser",
                          hint="leave it out")
 
-    def tune_search(self, manifest: Manifest, hear: Callable[[Manifest], object]) -> dict[str, Any]:
+    def tune_search(self, manifest: Manifest, evaluate: Callable[[Manifest], object]) -> dict[str, Any]:
         """Tune the search's weights on a dev split; returns facts for result.json.
 
-        hear : runs the model over a manifest, which fills ``rows``
+        evaluate : runs the model over a manifest, which fills ``rows``
         """
         raise SbkitError(f"{type(self).__name__} has no search to tune", hint="leave out --tune-lm")
 
     def searching(self) -> contextlib.AbstractContextManager[object]:
-        """Context around a pass over a test set, for a search that runs over the whole set at its end."""
+        """Context for a pass over a test set, at whose end a search may run over the whole set."""
         return contextlib.nullcontext()
 
     def search_facts(self) -> dict[str, Any]:
@@ -414,7 +415,7 @@ class Task(Brain):
             )
 
     def _refuse_unknown_metric(self, epoch: int | None, stats: Mapping[str, float]) -> None:
-        """End a run if its best checkpoint can't be chosen, after saving the epoch, so that it is not trained again."""
+        """Raise if the best checkpoint can't be chosen, after saving the epoch, so that it needn't be trained again."""
         if self.metric.name not in stats:
             self.checkpointer.save_checkpoint(meta={"loss": stats["loss"], "epoch": epoch})
             ranks.raise_on_main(SbkitError(

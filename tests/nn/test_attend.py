@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sbkit.nn.fast import dropout
-from sbkit.nn.fast.attention import RelPosMHAXL, RoPEMHA, attend, turned_heads
+from sbkit.nn.fast.attention import RelPosMHAXL, RoPEMHA, attend, split_rotary_heads
 
 P, SCALE = 0.3, 0.25
 
@@ -70,4 +70,4 @@ def test_heads_turned_as_complex_numbers_equal_those_turned_pair_by_pair(precisi
 
     for ours, theirs in zip(joined(attention._turned), joined(attention._rotated), strict=True):
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
-    assert all(part.is_contiguous() for part in turned_heads(qkv, torch.ones(9, 8), torch.zeros(9, 8)))
+    assert all(part.is_contiguous() for part in split_rotary_heads(qkv, torch.ones(9, 8), torch.zeros(9, 8)))

@@ -10,7 +10,7 @@ from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 
 from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import accelerate
-from sbkit.nn.chunks import Chunks, Seen, seen_in_chunks
+from sbkit.nn.chunks import ChunkConfig, Chunks, mask_last_chunk_padding
 
 DRAWN = Chunks(sizes=[4, 8, 16], left=[16, 32], whole=0.25)
 
@@ -38,12 +38,12 @@ def test_another_seed_and_another_step_draw_something_else():
 def test_what_is_only_looked_at_changes_what_a_stream_hears_and_no_step_of_training():
     ahead = Chunks(sizes=[4, 8, 16], left=[16, 32], whole=0.25, ahead=3)
     assert [ahead.at(1, step) for step in range(20)] == [DRAWN.at(1, step) for step in range(20)]
-    assert not any(isinstance(ahead.at(1, step), Seen) for step in range(20))
-    assert ahead.config(8) == Seen(8, 4, 3) and ahead.validation() == Seen(16, 2, 3)
+    assert not any(isinstance(ahead.at(1, step), ChunkConfig) for step in range(20))
+    assert ahead.config(8) == ChunkConfig(8, 4, 3) and ahead.validation() == ChunkConfig(16, 2, 3)
 
 
 def test_what_it_was_not_trained_for_is_refused_with_what_it_was():
-    assert DRAWN.config(8) == Seen(8, 4) and DRAWN.config(8, 16) == Seen(8, 2)
+    assert DRAWN.config(8) == ChunkConfig(8, 4) and DRAWN.config(8, 16) == ChunkConfig(8, 2)
     assert DRAWN.validation() == DRAWN.config(16) and Chunks(validate=None).validation() is None
     with pytest.raises(SbkitError, match="wasn't trained for chunks of 12 frames") as error:
         DRAWN.config(12)
@@ -80,7 +80,7 @@ def test_each_frame_sees_some_frame_and_a_real_one_all_real_ones_of_its_chunks(l
             masks["keys"] = src_key_padding_mask
 
     encoder = Encoder()
-    with seen_in_chunks(encoder, frames, config):
+    with mask_last_chunk_padding(encoder, frames, config):
         encoder(src=torch.zeros(len(lengths), t, 6))
     pairs = make_transformer_src_mask(torch.zeros(1, t, 6), dynchunktrain_config=config)
     seen = ~(pairs[None] | masks["keys"][:, None])
@@ -104,7 +104,7 @@ def test_short_utterances_beside_long_ones_give_no_nan(attention, fast):
         accelerate(encoder)
     x, frames = torch.randn(3, 40, 6, requires_grad=True), torch.tensor([40, 5, 1])
     config = DynChunkTrainConfig(4, 1)
-    with seen_in_chunks(encoder.encoder, frames, config):
+    with mask_last_chunk_padding(encoder.encoder, frames, config):
         out = encoder.encode(x, frames / 40, dynchunktrain_config=config)
     assert out.isfinite().all()
     (out * (torch.arange(40) < frames[:, None])[..., None]).square().sum().backward()

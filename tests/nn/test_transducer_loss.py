@@ -85,9 +85,9 @@ def test_a_prediction_depends_on_the_last_tokens_alone():
     torch.manual_seed(0)
     head = TransducerHead(6, 8, size=12, context=2)
     tokens = torch.tensor([[1, 2, 3, 4], [5, 2, 3, 4]])
-    begun = head.begun(tokens)
-    assert begun.tolist() == [[0, 0, 1, 2, 3, 4], [0, 0, 5, 2, 3, 4]]
-    whole = head.predict(begun)
+    started = head.with_start(tokens)
+    assert started.tolist() == [[0, 0, 1, 2, 3, 4], [0, 0, 5, 2, 3, 4]]
+    whole = head.predict(started)
     assert whole.shape == (2, 5, 12), "one more than tokens: before the first"
     torch.testing.assert_close(whole[0, 3:], whole[1, 3:])
     assert not torch.allclose(whole[0, 1:3], whole[1, 1:3])

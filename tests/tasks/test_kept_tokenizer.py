@@ -13,7 +13,7 @@ from sbkit.errors import SbkitError
 from sbkit.runs import initial
 from sbkit.runs.initial.source import WeightSource
 from sbkit.tasks import asr
-from sbkit.tasks.asr import kept
+from sbkit.tasks.asr import keep_tokenizer
 
 TEXTS = ["a cab", "bad cab", "a bee"]
 
@@ -34,7 +34,7 @@ def keys(tmp_path, init_from="there", checkpoints=()):
 
 
 def test_it_becomes_the_runs_own_and_sizes_follow(tmp_path, source):
-    tokenizer, follows = kept(keys(tmp_path), ["bad bee"], {"tokenizer": {"max_texts": 3}})
+    tokenizer, follows = keep_tokenizer(keys(tmp_path), ["bad bee"], {"tokenizer": {"max_texts": 3}})
     path = tmp_path / "ours" / asr.KEPT_TOKENIZER
     assert path.read_bytes() == source.tokenizer.read_bytes()
     theirs = Tokenizer(tmp_path, model=source.tokenizer).load()
@@ -45,32 +45,32 @@ def test_it_becomes_the_runs_own_and_sizes_follow(tmp_path, source):
 
 
 def test_a_run_that_goes_on_needs_the_source_no_more(tmp_path, source, monkeypatch):
-    first, follows = kept(keys(tmp_path), TEXTS, {})
+    first, follows = keep_tokenizer(keys(tmp_path), TEXTS, {})
     shutil.rmtree(tmp_path / "theirs")
     monkeypatch.setattr(initial, "source_of", lambda keys: pytest.fail("it is asked for"))
-    again, same = kept(keys(tmp_path, checkpoints=["one"]), TEXTS, {})
+    again, same = keep_tokenizer(keys(tmp_path, checkpoints=["one"]), TEXTS, {})
     assert again.pieces() == first.pieces() and same == follows
 
 
 def test_characters_that_it_lacks_are_an_error_that_names_them(tmp_path, source):
     with pytest.raises(SbkitError, match="has no piece for 2 characters of the train split: 'ñ' x 2, 'o' x 1") as error:
-        kept(keys(tmp_path), ["a ñña", "boa"], {})
+        keep_tokenizer(keys(tmp_path), ["a ñña", "boa"], {})
     assert "init_tokenizer: new" in error.value.hint
 
 
 def test_a_source_without_one_is_told(tmp_path, source):
     source.tokenizer = None
     with pytest.raises(SbkitError, match="keep: the run there has no tokenizer"):
-        kept(keys(tmp_path), TEXTS, {})
+        keep_tokenizer(keys(tmp_path), TEXTS, {})
 
 
 def test_there_has_to_be_a_source(tmp_path, source):
     with pytest.raises(SbkitError, match="init_tokenizer: keep needs a model to take the tokenizer from"):
-        kept(keys(tmp_path, None), TEXTS, {})
+        keep_tokenizer(keys(tmp_path, None), TEXTS, {})
 
 
 def test_a_file_that_is_no_tokenizer_is_not_copied(tmp_path, source):
     torch.save({"a": 1}, source.tokenizer)
     with pytest.raises(SbkitError, match="is not a SentencePiece model"):
-        kept(keys(tmp_path), TEXTS, {})
+        keep_tokenizer(keys(tmp_path), TEXTS, {})
     assert not (tmp_path / "ours" / asr.KEPT_TOKENIZER).exists()

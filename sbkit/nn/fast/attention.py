@@ -112,7 +112,7 @@ def _complex(x: Tensor) -> Tensor:
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
-def turned_heads(qkv: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
+def split_rotary_heads(qkv: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
     """Split [B, T, H, 3 K] into queries, keys and values [B, H, T, K], with rotary positions.
 
     cosines, sines : [T, K] in fp32 in SpeechBrain's layout: each angle twice, with the first sine negated
@@ -220,7 +220,7 @@ class RoPEMHA(attention.RoPEMHA):
         """Split and rotate in one pass, with complex numbers, into the layout that matrix products need."""
         t, size = qkv.shape[1], qkv.shape[3] // 3
         table = attention._get_precomputed_values(t, size, torch.float32, qkv.device)
-        return turned_heads(qkv, table.cosines[:t], table.sines[:t])
+        return split_rotary_heads(qkv, table.cosines[:t], table.sines[:t])
 
     def _rotated(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Split and rotate with operations that compilers support."""

@@ -75,7 +75,7 @@ class Encoder(nn.Module):
         self.network = build_network(self.settings, self.options)
         self.width = self.network.width
         self.longest_seconds = self.network.longest_seconds
-        self.makes_loudness_equal = self.network.normalizes  # so that loudness has no effect
+        self.normalizes_loudness = self.network.normalizes  # so that loudness has no effect
         self.adapter_language = adapter_language
         if adapter_language is not None and not self._adapters():
             raise SbkitError(f"adapter_language is {adapter_language}, but {self.source} has no language adapters",

@@ -1,1 +1,1 @@
-"""Recognisers that hear a stream piece by piece, with the same results as of the whole."""
+"""Recognisers on a stream, chunk by chunk, with the same results as on the whole utterance."""

@@ -1,4 +1,4 @@
-"""What a recogniser must be made of to run on a stream: asked before it is trained, and when it is exported."""
+"""What a recogniser needs to run on a stream, checked before training and at export."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from sbkit.nn.adapters import HOULSBY
 from sbkit.nn.fast.fused import Layer
 from sbkit.nn.kaldi import FilterBank
 
-Recognizer = Any  # that of sbkit.tasks.recognise, a room above this one
+Recognizer = Any  # sbkit.tasks.recognise's, which this package can't import
 
 
-class Lack(NamedTuple):
-    """What a recogniser lacks."""
+class Missing(NamedTuple):
+    """A requirement that a recogniser doesn't meet."""
 
     part: str
     """``chunks``, ``encoder``, ``frontend`` or ``compute_features``."""
     reason: str
     """Why that part doesn't run on a stream, as the end of a sentence."""
     instead: str
-    """What does."""
+    """What to use instead."""
     argument: str = ""
-    """The part's argument that makes the difference."""
+    """The part's argument to change."""
 
 
-def of_step(recognizer: Recognizer) -> Iterator[Lack]:
-    """Yield what a recogniser lacks for a step on features, ``StreamingEncoder``."""
+def for_step(recognizer: Recognizer) -> Iterator[Missing]:
+    """Yield the unmet requirements of ``StreamingEncoder``, a step on features."""
     layers = getattr(recognizer.encoder, "encoder", None)
     if recognizer.chunks is None:
-        yield Lack("chunks", "it wasn't trained in chunks", "chunks, as hparams/streaming.yaml does")
+        yield Missing("chunks", "it wasn't trained in chunks", "chunks, as hparams/streaming.yaml does")
     if not isinstance(layers, ConformerEncoder):
-        yield Lack("encoder", f"its encoder is a {type(layers or recognizer.encoder).__name__}",
-                   "SpeechBrain's Conformer", "encoder_module")
+        yield Missing("encoder", f"its encoder is a {type(layers or recognizer.encoder).__name__}",
+                      "SpeechBrain's Conformer", "encoder_module")
     elif not isinstance(layers.layers[0].mha_layer, RoPEMHA):
-        yield Lack("encoder", f"its attention is {layers.attention_type}, but a stream needs rotary positions",
-                   "attention_type: RoPEMHA", "attention_type")
+        yield Missing("encoder", f"its attention is {layers.attention_type}, but a stream needs rotary positions",
+                      "attention_type: RoPEMHA", "attention_type")
     elif _adapted(layers):
-        yield Lack("encoder", "it has adapters after whole layers, attention or convolution modules, whose forward a "
-                   "step doesn't call", "LoRA, or adapters of other parts, such as *.ffn_module1")
+        yield Missing("encoder", "it has adapters after whole layers, attention or convolution modules, whose forward "
+                      "a step doesn't call", "LoRA, or adapters of other parts, such as *.ffn_module1")
     if not hasattr(recognizer.frontend, "forward_step"):
         named = "it has no front end" if recognizer.frontend is None else \
             f"its front end, {type(recognizer.frontend).__name__}, takes whole utterances only"
-        yield Lack("frontend", named, "sbkit.nn.causal.CausalFrontEnd")
+        yield Missing("frontend", named, "sbkit.nn.causal.CausalFrontEnd")
 
 
 def _adapted(layers: Layer) -> bool:
@@ -55,20 +55,19 @@ def _adapted(layers: Layer) -> bool:
     return any(hasattr(part, HOULSBY) for part in (layers, *parts))
 
 
-def of_stream(recognizer: Recognizer) -> Iterator[Lack]:
-    """Yield what a recogniser lacks to hear the samples of a stream."""
-    yield from of_step(recognizer)
+def for_stream(recognizer: Recognizer) -> Iterator[Missing]:
+    """Yield the unmet requirements of a stream of samples."""
+    yield from for_step(recognizer)
     features = recognizer.compute_features
     if not isinstance(features, FilterBank):
-        made = "it has no features" if features is None else f"its features come from {type(features).__name__}"
-        yield Lack("compute_features", f"{made}, but a stream needs a FilterBank",
-                   "sbkit.nn.kaldi.FilterBank")
+        found = "it has no features" if features is None else f"its features come from {type(features).__name__}"
+        yield Missing("compute_features", f"{found}, but a stream needs a FilterBank", "sbkit.nn.kaldi.FilterBank")
     elif features.size < features.hop:
-        yield Lack("compute_features", "its features leave out samples: a frame is shorter than the step to the next",
-                   "a frame_length of at least frame_shift", "frame_length")
+        yield Missing("compute_features", "its features skip samples: a frame is shorter than the step to the next",
+                      "a frame_length of at least frame_shift", "frame_length")
 
 
-def refuse(lacks: Iterator[Lack]) -> None:
-    """Raise for the first of what a recogniser lacks."""
-    for lack in lacks:
-        raise SbkitError(f"this model can't run on a stream: {lack.reason}", hint=f"train with {lack.instead}")
+def check(requirements: Iterator[Missing]) -> None:
+    """Raise for the first unmet requirement."""
+    for missing in requirements:
+        raise SbkitError(f"this model can't run on a stream: {missing.reason}", hint=f"train with {missing.instead}")

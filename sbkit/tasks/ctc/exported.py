@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Callable[[np.ndarray], np.ndarray],
              decode: Callable[[list[int]], str], sample_rate: int) -> Comparison:
-    """Build the comparison of log-probabilities of clips, and of their words, with the checkpoint's.
+    """Compare log-probabilities and words of clips with the checkpoint's.
 
     decode : token ids to text, by the checkpoint's own tokenizer
     """
@@ -41,10 +41,10 @@ def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Callable
         vocabulary.check(spans.ids)
         return vocabulary.text(vocabulary.words(spans))
 
-    made = Comparison(clips, reference, sample_rate, text,
-                      lambda output: decode(_spans(output, blank).ids.tolist()))
-    made.what = "log-probabilities"
-    return made
+    comparison = Comparison(clips, reference, sample_rate, text,
+                            lambda output: decode(_spans(output, blank).ids.tolist()))
+    comparison.what = "log-probabilities"
+    return comparison
 
 
 def _spans(log_probs: np.ndarray, blank_id: int) -> TokenSpans:
@@ -63,16 +63,16 @@ class Recogniser(ExportedRecognizer):
 
     @classmethod
     def of(cls, recognizer: Recognizer, keys: CTCKeys, run: Path) -> Recogniser:
-        """Export the recogniser of a run, which is in evaluation mode and stays as it is."""
+        """Export the recogniser of a run in evaluation mode, which isn't changed."""
         return cls(Graph(recognizer), OUTPUTS, keys.sample_rate, recognizer=recognizer, keys=keys, run=run,
                    from_forward=lambda scores: (scores.ctc.float().log_softmax(-1), scores.frames))
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """All formats; not SpeechBrain's if features or encoder take lengths, which SpeechBrain doesn't give them."""
-        model = self.recognizer
-        given = not (model.takes_lengths or model.features_take_lengths)
-        return (*super().formats, layout.SPEECHBRAIN) if given else super().formats
+        """All formats; not SpeechBrain's if features or encoder take lengths, which SpeechBrain doesn't pass."""
+        if self.recognizer.takes_lengths or self.recognizer.features_take_lengths:
+            return super().formats
+        return *super().formats, layout.SPEECHBRAIN
 
     def write(self, name: str, folder: Path, config: Config, title: str) -> None:
         assert name == layout.SPEECHBRAIN, "the only one"
@@ -90,7 +90,7 @@ class Recogniser(ExportedRecognizer):
                         config.sample_rate)
 
     def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
-        """The models that sherpa-onnx runs: for whole recordings, for streams if it learnt in chunks, or both."""
+        """Return the models for sherpa-onnx: for whole recordings, for streams if trained in chunks, or both."""
         sherpa_stream.imported()
         model, rate = self.recognizer, self.keys.sample_rate
 
@@ -102,24 +102,25 @@ class Recogniser(ExportedRecognizer):
                 raise SbkitError("--chunk needs a model that was trained in chunks, but the recipe has no chunks",
                                  hint="train one with hparams/streaming.yaml, or leave out --chunk")
             return [whole()]
-        milliseconds = sherpa_stream.chosen(model.chunks, model.subsampling * model.hop_samples / rate, chunk)
+        frame_seconds = model.subsampling * model.hop_samples / rate
+        milliseconds = sherpa_stream.chunk_milliseconds(model.chunks, frame_seconds, chunk)
         kinds: dict[str, Callable[[], Target]] = {
             "whole recordings": whole,
             "streams": lambda: sherpa.CTCStream(model, milliseconds, self.compared)}
-        made: list[Target] = []
-        refused: dict[str, SbkitError] = {}
-        for what, make in kinds.items():
+        targets: list[Target] = []
+        errors: dict[str, SbkitError] = {}
+        for what, build in kinds.items():
             try:
-                made.append(make())
+                targets.append(build())
             except SbkitError as error:
-                refused[what] = error
-        if not made:
-            raise refused["streams"]
-        if "streams" not in refused:
+                errors[what] = error
+        if not targets:
+            raise errors["streams"]
+        if "streams" not in errors:
             sherpa_stream.check_version()
-        for what, why in refused.items():
-            logger.warning("sherpa-onnx gets no model for %s: %s", what, why.message)
-        return made
+        for what, reason in errors.items():
+            logger.warning("sherpa-onnx gets no model for %s: %s", what, reason.message)
+        return targets
 
     def readme(self, name: str, config: Config, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
         return readme.text(name, config, comparison, of_targets)

@@ -1,4 +1,4 @@
-"""How likely labels are by a CTC model, against what it hears: for rows that it was not trained on."""
+"""How likely labels are by a CTC model, compared with its own transcript, for rows that it was not trained on."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _IMPOSSIBLE = -1e4  # log-likelihood of a label that has more tokens than its re
 
 
 def score(run: Path, manifest: Manifest, device: str | torch.device) -> list[LabelScore]:
-    """Score each row by the run's best checkpoint and a language model of its training labels; unreadable rows are
-    absent.
+    """Score each row by the run's best checkpoint and a language model of its training labels; leaves out unreadable
+    rows.
 
-    The scores are kept in the run's folder, and computed again only if the checkpoint or a row is another.
+    The scores are cached in the run's folder until the checkpoint or a row changes.
     """
     recipe = restore.read_run(run)
     brain, keys = restore.build(recipe, device), recipe.keys
@@ -40,11 +40,11 @@ def score(run: Path, manifest: Manifest, device: str | torch.device) -> list[Lab
     [checkpoint] = restore.take_weights(brain)
     path, key = run / "label_scores.json", [Path(checkpoint.path).name, checkpoint.meta["unixtime"], manifest.digest()]
     try:
-        kept = untrusted.parse_json(path.read_text(encoding="utf-8"))
-        if kept["of"] == key:
-            return [LabelScore(*row) for row in kept["scores"]]
+        cached = untrusted.parse_json(path.read_text(encoding="utf-8"))
+        if cached["of"] == key:
+            return [LabelScore(*row) for row in cached["scores"]]
     except (OSError, ValueError, TypeError, KeyError):
-        pass  # nothing is kept, or it is damaged
+        pass  # there is no cache, or it is damaged
     search = _search(brain, list(keys.corpus.manifest("train").texts), run / "labels.arpa")
     loader = EvalLoader(
         manifest, recipe.task.encoder(keys), columns=BatchColumns(recipe.task.columns, keys),
@@ -61,7 +61,7 @@ def score(run: Path, manifest: Manifest, device: str | torch.device) -> list[Lab
 
 
 def _search(brain: CTC, labels: Sequence[str], path: Path) -> BeamSearch:
-    """A search by words that labels have, so that hardly anything is heard that nobody would say."""
+    """Make a search with a language model of the labels, so that transcripts are plausible texts."""
     unit = "word" if units(labels) == "word" else "piece"
     lm.build(labels, path, unit=unit, tokenizer=brain.keys.tokenizer)
     search = BeamSearch(brain.keys.tokenizer, lm=path, unit=unit, blank_id=brain.keys.blank_index)
@@ -71,19 +71,19 @@ def _search(brain: CTC, labels: Sequence[str], path: Path) -> BeamSearch:
 
 def _of_batch(brain: CTC, search: BeamSearch, batch: Batch) -> Iterator[LabelScore]:
     with brain.evaluation_ctx:
-        found = brain.compute_forward(batch, Stage.VALID)
-    log_probs = found.ctc.float().log_softmax(-1)
-    heard = [several[0] for several in search.decode(log_probs, found.frames)]
-    ids = [torch.from_numpy(one.spans.ids) for one in heard]
-    hypotheses = _likelihoods(brain, log_probs, found.frames, pad_sequence(ids, batch_first=True),
+        outputs = brain.compute_forward(batch, Stage.VALID)
+    log_probs = outputs.ctc.float().log_softmax(-1)
+    best = [nbest[0] for nbest in search.decode(log_probs, outputs.frames)]
+    ids = [torch.from_numpy(one.spans.ids) for one in best]
+    hypotheses = _likelihoods(brain, log_probs, outputs.frames, pad_sequence(ids, batch_first=True),
                               torch.tensor([len(each) for each in ids]))
-    labels = _likelihoods(brain, log_probs, found.frames, batch.tokens, batch.token_lengths)
-    for name, text, one, likely, label in zip(batch.ids, batch.texts, heard, hypotheses, labels, strict=True):
-        yield LabelScore(name, text, one.text, likely - label, one.confidence or 0.0)
+    labels = _likelihoods(brain, log_probs, outputs.frames, batch.tokens, batch.token_lengths)
+    for name, text, one, hypothesis, label in zip(batch.ids, batch.texts, best, hypotheses, labels, strict=True):
+        yield LabelScore(name, text, one.text, hypothesis - label, one.confidence or 0.0)
 
 
 def _likelihoods(brain: CTC, log_probs: Tensor, frames: Tensor, tokens: Tensor, lengths: Tensor) -> list[float]:
-    """The log-likelihood [B] of tokens [B, U], summed over all alignments."""
+    """Compute the log-likelihood [B] of tokens [B, U] over all alignments."""
     tokens, lengths = tokens.to(log_probs.device), lengths.to(log_probs.device)
     found = ctc_loss(log_probs, tokens, frames, lengths, blank=brain.keys.blank_index, from_logits=False)
     likelihoods: list[float] = (-found.losses).masked_fill(~found.feasible, _IMPOSSIBLE).tolist()

@@ -1,4 +1,4 @@
-"""What joint training and losses on inner layers need of an encoder: checks, and the outputs of its inner layers."""
+"""Checks of an encoder for joint training and for losses on inner layers, and the outputs of these layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sbkit.tasks.ctc.keys import CTCKeys
 
 
 def stack(encoder: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
-    """Find the part of a transformer that has the list ``layers``, and that list; raises if there is none."""
+    """Return the part of a transformer that has the list ``layers``, and that list; raises if there is none."""
     for part in (encoder, getattr(encoder, "encoder", None)):
         layers = getattr(part, "layers", None)
         if isinstance(part, nn.Module) and isinstance(layers, nn.ModuleList):
@@ -28,10 +28,10 @@ def stack(encoder: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
 
 
 @contextmanager
-def tapped(encoder: nn.Module, layers: Sequence[int]) -> Iterator[list[Tensor]]:
+def layer_outputs(encoder: nn.Module, layers: Sequence[int]) -> Iterator[list[Tensor]]:
     """Context in which a forward of ``encoder`` fills the list with the outputs of ``layers``, each [B, T, D].
 
-    They are normalised as the encoder normalises the output of its last layer.
+    They are normalised like the output of the last layer.
 
     layers : their numbers, counted from 1
     """
@@ -57,7 +57,7 @@ def tapped(encoder: nn.Module, layers: Sequence[int]) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def has_its_decoder(keys: CTCKeys, built: Built, findings: Findings) -> bool:
+def has_decoder(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     """Check that the encoder has a decoder for joint training."""
     if keys.ctc_weight >= 1:
         return True
@@ -78,12 +78,12 @@ def has_its_decoder(keys: CTCKeys, built: Built, findings: Findings) -> bool:
 
 
 def _decodes(encoder: nn.Module) -> bool:
-    """Whether a module's forward takes tokens and their padding id, as joint training passes them."""
+    """Whether a module's forward takes tokens and their padding id, which joint training passes."""
     takes = signature(encoder.forward).parameters.values()
     return any(each.name == "pad_idx" or each.kind == each.VAR_KEYWORD for each in takes)
 
 
-def has_layers_between(keys: CTCKeys, built: Built, findings: Findings) -> bool:
+def has_inner_layers(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     """Check that the encoder has inner layers for ``intermediate_ctc``."""
     encoder = getattr(keys, keys.encoder_key)
     if not keys.intermediate_ctc:
@@ -91,13 +91,13 @@ def has_layers_between(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     try:
         count = len(stack(encoder)[1])
     except SbkitError as error:
-        told, hint = f"but {error.message}", "write intermediate_ctc: 0"
+        problem, hint = f"but {error.message}", "write intermediate_ctc: 0"
     else:
         if keys.intermediate_layers or hasattr(encoder, "encode"):
             return True
-        told = f"and it is unknown which layers of {type(encoder).__name__} give what the head takes"
+        problem = f"but it is unknown which layers of {type(encoder).__name__} return what the head takes"
         hint = f"name them, such as intermediate_layers: [{max(1, count // 2)}], or write intermediate_ctc: 0"
     findings.error("forward", built.nodes["intermediate_ctc"].place, "intermediate_ctc",
                    f"it is {keys.intermediate_ctc:g}, so inner layers of {keys.encoder_key} train with their own loss, "
-                   f"{told}", hint)
+                   f"{problem}", hint)
     return False

@@ -72,7 +72,7 @@ print(stream.result.text)
 
 `omnilingual` is sherpa-onnx's kind of model that takes the waveform.
 """
-#: The section on streams in sherpa-onnx, with places for what ``SherpaStream`` fills in.
+#: The template of the section on streams in sherpa-onnx, for ``SherpaStream``.
 SHERPA_STREAM = """### Streams in sherpa-onnx, version {version} or later
 
 ```python

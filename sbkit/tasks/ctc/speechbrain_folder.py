@@ -65,7 +65,7 @@ pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer
 
 
 class Part(NamedTuple):
-    """A module on the way from waveforms to scores, with its definition in the recipe."""
+    """A module between waveforms and scores, with its definition in the recipe."""
 
     key: str
     module: Any  # for the attributes of its class
@@ -108,7 +108,7 @@ def _parts(recognizer: Recognizer, nodes: dict[str, Node]) -> list[Part]:
     parts = [Part(key, module, nodes[key]) for key, module in wanted if module is not None]
     for part in parts:
         for node in part.node.walk():
-            node.comments = {}  # they are about their neighbours in the recipe
+            node.comments = {}  # they refer to other keys of the recipe
         if isinstance(part.module, TransformerASR) and isinstance(part.node.value, dict):
             part.node.value["num_decoder_layers"] = from_python(0, "num_decoder_layers")  # CTC needs no decoder
     return parts
@@ -180,7 +180,7 @@ encoder: !new:speechbrain.nnet.containers.LengthsCapableSequential
 
 
 def _fill(module: nn.Module, part: Part) -> None:
-    """Give a stock module the trained weights; raises if it has some that the trained one lacks."""
+    """Load the trained weights into a stock module; raises if some are missing."""
     if part.fixed:
         norm = part.module
         spread = (norm.glob_std if norm.std_norm else torch.ones_like(norm.glob_std)).clamp(min=norm.epsilon)
@@ -189,10 +189,10 @@ def _fill(module: nn.Module, part: Part) -> None:
     else:
         state = part.module.state_dict()
     own = module.state_dict()
-    absent = sorted(set(own) - set(state))
-    if absent:
-        raise SbkitError(f"{part.key}: the recipe describes weights that were not trained: {absent[0]} (and "
-                         f"{len(absent) - 1} more)", hint=f"has the run's {layout.RECIPE} been changed?")
+    missing = sorted(set(own) - set(state))
+    if missing:
+        raise SbkitError(f"{part.key}: the recipe describes weights that were not trained: {missing[0]} (and "
+                         f"{len(missing) - 1} more)", hint=f"has the run's {layout.RECIPE} been changed?")
     module.load_state_dict({key: state[key] for key in own})
 
 
@@ -205,7 +205,8 @@ def _also_as(path: Path, name: Path) -> None:
 
 
 def runner(bundle: Path, at_least: int = 1) -> Runner:
-    """Return a runner by stock SpeechBrain's ``EncoderASR``, one utterance at a time: it has no lengths in samples."""
+    """Return a runner with stock SpeechBrain's ``EncoderASR``, one utterance at a time, since it takes no sample
+    counts."""
     from speechbrain.inference.ASR import EncoderASR
 
     for name in ("fetching", "parameter_transfer"):
@@ -214,10 +215,7 @@ def runner(bundle: Path, at_least: int = 1) -> Runner:
         model = EncoderASR.from_hparams(source=str(bundle), savedir=folder, run_opts={"device": "cpu"})
 
     def run(signals: Sequence[np.ndarray]) -> list[np.ndarray]:
-        found = []
-        for signal in signals:
-            batch, _ = padded([signal], at_least)
-            found.append(model.encode_batch(torch.from_numpy(batch), torch.ones(1))[0].numpy())
-        return found
+        batches = (torch.from_numpy(padded([signal], at_least)[0]) for signal in signals)
+        return [model.encode_batch(batch, torch.ones(1))[0].numpy() for batch in batches]
 
     return run

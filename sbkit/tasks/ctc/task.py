@@ -23,7 +23,7 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.tasks.ctc.keys import CTCKeys
-from sbkit.tasks.ctc.parts import has_its_decoder, has_layers_between, stack, tapped
+from sbkit.tasks.ctc.parts import has_decoder, has_inner_layers, layer_outputs, stack
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.recognise.parts import parts_fit
 from sbkit.tasks.recognise.search import options
@@ -43,7 +43,7 @@ class Scores(NamedTuple):
     attention: Tensor | None = None  # [B, U + 1, V] scores of the decoder, in joint training
     intermediate: Sequence[Tensor] = ()  # [B, T, V] each: scores of inner layers of the encoder, in training
     encoded: Tensor | None = None  # [B, T, D] encoder states, for a search with the decoder
-    live: Sequence[Tensor] = ()  # [B, T, V] each: what ``LiveTest.scores`` returns, in a test in chunks
+    live: Sequence[Tensor] = ()  # [B, T, V] each: those of ``LiveTest.scores``, in a test in chunks
 
 
 class CTC(RecognitionTask):
@@ -53,11 +53,11 @@ class CTC(RecognitionTask):
       finds the test's transcripts. Without it, and in validation, the best token of each frame is taken.
     - ``ctc_weight: 1.0`` trains CTC alone. Below 1, the rest of the loss is the attention decoder's label-smoothed
       cross-entropy. Both are means per token over the whole optimizer step.
-    - ``intermediate_ctc: 0.3`` gives that share of the CTC loss to inner layers of the encoder, through the same head:
-      to ``intermediate_layers``, by default the middle layer of SpeechBrain's transformers and none of other encoders.
-    - ``consistency: 0.2`` is CR-CTC: each utterance is seen twice with different augmentations, and that much of the
-      divergence of the two outputs is added to the loss, rising over ``consistency_warmup`` (a share of the run). A
-      step then computes and holds twice as much as ``max_batch_seconds`` says.
+    - ``intermediate_ctc: 0.3`` is the share of the CTC loss on inner layers of the encoder, through the same head: on
+      ``intermediate_layers``, by default the middle layer of SpeechBrain's transformers and none of other encoders.
+    - ``consistency: 0.2`` is CR-CTC: each utterance is used twice with different augmentations, and the divergence of
+      the two outputs, times this weight, is added to the loss. The weight rises over ``consistency_warmup`` (a share of
+      the run). A step then needs twice the computation and memory for its ``max_batch_seconds``.
     """
 
     Keys: ClassVar[type[TaskKeys]] = CTCKeys
@@ -80,7 +80,7 @@ class CTC(RecognitionTask):
 
     @classmethod
     def check_parts(cls, keys: CTCKeys, built: Built, findings: Findings) -> bool:
-        return parts_fit(keys, built, findings, has_its_decoder, has_layers_between)
+        return parts_fit(keys, built, findings, has_decoder, has_inner_layers)
 
     # ------------------------------------------------------------ training
 
@@ -93,20 +93,21 @@ class CTC(RecognitionTask):
         model, training = self.recognizer, stage == Stage.TRAIN
         views = self.views if training else 1
         with section("features"):
-            feats, heard = model.features(batch.signals, batch.signal_lengths, training=training, views=views,
-                                          counted=batch.weight != 0)
-        with tapped(model.encoder, self._tapped_layers() if training else []) as states:
+            feats, feat_frames = model.features(batch.signals, batch.signal_lengths, training=training, views=views,
+                                                counted=batch.weight != 0)
+        with layer_outputs(model.encoder, self._intermediate_layers() if training else []) as states:
             if self.joint:
                 tokens = functional.pad(self.safe_tokens(batch), (1, 0), value=self.keys.ends[0])
-                encoded, frames, decoded = model.encode_and_decode(feats, heard, tokens.repeat(views, 1))
+                encoded, frames, decoded = model.encode_and_decode(feats, feat_frames, tokens.repeat(views, 1))
                 attention = self.keys.seq_lin(decoded)
             else:
-                (encoded, frames), attention = model.encode(feats, heard, self.visible_context(stage, batch)), None
-        searched = stage == Stage.TEST and isinstance(self.decoder, JointSearch)
+                encoded, frames = model.encode(feats, feat_frames, self.visible_context(stage, batch))
+                attention = None
+        joint_search = stage == Stage.TEST and isinstance(self.decoder, JointSearch)
         ctc = model.head(encoded)
-        live = self.live.scores(feats, heard, ctc) if self.live is not None and stage == Stage.TEST else ()
+        live = self.live.scores(feats, feat_frames, ctc) if self.live is not None and stage == Stage.TEST else ()
         return Scores(ctc, frames, attention, [model.head(state) for state in states],
-                      encoded if searched else None, live)
+                      encoded if joint_search else None, live)
 
     def compute_objectives(self, scores: Scores, batch: Batch, stage: Stage) -> Loss:
         """Compute the loss, summed over the batch, and the number of its tokens; two views count as two batches."""
@@ -116,8 +117,8 @@ class CTC(RecognitionTask):
         tokens = (batch.token_lengths * ctc.feasible).sum()
         total = ctc.total
         if scores.intermediate:
-            within = [self._ctc(each, scores.frames, batch).total for each in scores.intermediate]
-            total = torch.lerp(total, torch.stack(within).mean(), self.keys.intermediate_ctc)
+            inner = [self._ctc(each, scores.frames, batch).total for each in scores.intermediate]
+            total = torch.lerp(total, torch.stack(inner).mean(), self.keys.intermediate_ctc)
         if stage == Stage.TRAIN and self.views > 1:
             log_probs = scores.ctc.log_softmax(-1, dtype=torch.float32)
             total = total + self._consistency_weight() * consistency(log_probs, scores.frames * ctc.feasible)
@@ -127,12 +128,12 @@ class CTC(RecognitionTask):
         if stage == Stage.TRAIN:
             return Loss(total, tokens, {self.loss_of_tokens: (ctc.total, tokens)})
         more = () if scores.encoded is None else (self.next_token(scores),)
-        self.transcribe(self.searched(scores.ctc), scores.frames, batch, stage, scores.live, *more)
+        self.transcribe(self.search_input(scores.ctc), scores.frames, batch, stage, scores.live, *more)
         return Loss(total, tokens)
 
     @property
     def views(self) -> int:
-        """How many times a training step sees each utterance."""
+        """How many augmented versions of each utterance a training step uses."""
         return 2 if self.keys.consistency else 1
 
     def _consistency_weight(self) -> float:
@@ -144,14 +145,14 @@ class CTC(RecognitionTask):
         encoder = self.recognizer.encoder
         try:
             return list(encoder.stack if isinstance(encoder, Encoder) else stack(encoder)[1])
-        except SbkitError:  # a user's encoder, whose layers are under names of their own
+        except SbkitError:  # a user's encoder with other names of layers
             return None
 
-    def _tapped_layers(self) -> list[int]:
+    def _intermediate_layers(self) -> list[int]:
         if not self.keys.intermediate_ctc:
             return []
         layers, encoder = self.keys.intermediate_layers, self.recognizer.encoder
-        if layers or not hasattr(encoder, "encode"):  # the layers of a user's encoder may return anything
+        if layers or not hasattr(encoder, "encode"):  # layers of a user's encoder may return anything
             return layers or []
         middle = len(stack(encoder)[1]) // 2
         return [middle] if middle else []
@@ -164,7 +165,7 @@ class CTC(RecognitionTask):
     def _cross_entropy(self, scores: Tensor, batch: Batch, counted: Tensor) -> Tensor:
         """Sum the label-smoothed cross-entropy of the tokens and the end of sentence: [B, U + 1, V] to a scalar.
 
-        counted : [B], which utterances are part of the step's mean
+        counted : [B], True for utterances in the step's mean
         """
         target = functional.pad(self.safe_tokens(batch), (0, 1))
         target = target.scatter(1, batch.token_lengths[:, None], self.keys.ends[1])
@@ -177,7 +178,7 @@ class CTC(RecognitionTask):
 
     # ------------------------------------------------------------ transcripts
 
-    def searched(self, scores: Tensor) -> Tensor:
+    def search_input(self, scores: Tensor) -> Tensor:
         return scores.float().log_softmax(-1)
 
     def greedy(self, scores: Tensor, frames: Tensor) -> list[TokenSpans]:
@@ -190,7 +191,7 @@ class CTC(RecognitionTask):
         given, weight = options(request, self.keys), self.keys.ctc_weight
         if set(given) - {"beam", "nbest"} or request.tune_lm:
             raise SbkitError("the joint search takes no language model, no word score and no hot words",
-                             hint="leave out these, or --joint")
+                             hint="leave them out, or --joint")
         if not self.joint:
             raise SbkitError(f"{request.run} has no trained attention decoder: its recipe says ctc_weight: {weight}",
                              hint="train with less than 1, such as --ctc_weight 0.3, or leave out --joint")
@@ -208,7 +209,7 @@ class CTC(RecognitionTask):
     def next_token(self, scores: Scores) -> Step:
         """Return the attention decoder as a function for a joint search."""
         encoded = scores.encoded
-        assert encoded is not None, "compute_forward kept it for this search"
+        assert encoded is not None, "compute_forward returns it for this search"
 
         def step(tokens: Tensor, rows: Tensor) -> Tensor:
             frames = scores.frames[rows]

@@ -1,1 +1,1 @@
-"""What recognisers share, whatever their loss and their search: keys, features to encoder, labels, windows, graphs."""
+"""What all recognisers share: keys, features, encoder, labels, streams, search and graphs."""

@@ -1,4 +1,4 @@
-"""Checks that a recogniser that trains in chunks sees no further than a chunk, and can be exported for streams."""
+"""Checks that a recogniser with ``chunks`` sees no frames beyond its chunk, and can be exported for streams."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from torch import Tensor, nn
 
 from sbkit.errors import SbkitError
 from sbkit.nn.streaming import requirements
-from sbkit.nn.streaming.requirements import Lack
+from sbkit.nn.streaming.requirements import Missing
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.recognizer import Recognizer
 
-#: What frames are computed of and what follows them, in seconds; the first is compared but for its last tenth, which a
-#: window around each frame may reach.
+#: Seconds of audio whose features are compared, and of audio after it; the last tenth of the first isn't compared,
+#: since the window around its frames may reach into the second.
 _BEFORE, _AFTER, _WINDOW = 1.0, 1.0, 0.1
-#: How much louder the second is: more decibels than SpeechBrain's Fbank leaves below the maximum of an utterance.
+#: How much louder the second is: more decibels than SpeechBrain's Fbank keeps below the maximum of an utterance.
 _LOUDER = 1e5
-#: Positions that depend on distances only: whole utterances can be heard in chunks.
+#: Attention with relative positions, which doesn't depend on where an utterance begins.
 _POSITIONS = "RoPEMHA", "RelPosMHAXL"
 
 
 @torch.no_grad()
-def sees_no_further(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
-    """Report which parts of a recipe with ``chunks`` look further ahead than a chunk; returns whether none does.
+def chunks_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
+    """Report parts of a recipe with ``chunks`` whose outputs depend on frames beyond a chunk; returns whether none do.
 
-    Parts that don't, but for which a stream has no step, get a warning: such a model learns, transcribes and is
-    evaluated in chunks, and its bundle is for whole recordings alone. Frames that are ``ahead`` need that step.
+    Other parts that can't run step by step get a warning: such a model can be trained and evaluated in chunks, but its
+    bundle is for whole recordings only. Lookahead (``ahead``) needs these steps.
     """
     if keys.chunks is None:
         return True
     fits = {"encoder": _encoder(keys, built, findings), "compute_features": _features(keys, built, findings),
             "normalize": _normalization(keys, built, findings), "frontend": check_front_end(keys, built, findings)}
     model = Recognizer.of(keys)
-    stepless = set(requirements.of_step(model)) if keys.chunks.ahead else set()
-    for lack in requirements.of_stream(model):
-        if lack in stepless and fits[lack.part]:
-            findings.error("chunks", *_named(built.nodes["chunks"], "ahead"), "lookahead frames need a model that runs "
-                           f"step by step on a stream: {lack.reason}",
-                           f"use {lack.instead}, or write ahead: 0")
-        elif fits[lack.part]:
-            _warn(lack, keys, built, findings)
+    stepless = set(requirements.for_step(model)) if keys.chunks.ahead else set()
+    for missing in requirements.for_stream(model):
+        if missing in stepless and fits[missing.part]:
+            findings.error("chunks", *_location(built.nodes["chunks"], "ahead"), "lookahead frames need a model that "
+                           f"runs step by step on a stream: {missing.reason}",
+                           f"use {missing.instead}, or write ahead: 0")
+        elif fits[missing.part]:
+            _warn(missing, keys, built, findings)
     return all(fits.values()) and not stepless
 
 
@@ -82,11 +82,11 @@ def _normalization(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     model = Recognizer.of(keys)
     model.normalize = copy.deepcopy(keys.normalize)
     try:
-        _computed(model.features, torch.randn(1, round(_BEFORE * keys.sample_rate)))  # for running statistics
+        _computed(model.features, torch.randn(1, round(_BEFORE * keys.sample_rate)))  # so it has running statistics
         model.normalize.eval()
         if _same_before(lambda signals: _computed(model.features, signals), keys):
             return True
-    except SbkitError:  # it waits for statistics of the corpus
+    except SbkitError:  # the corpus's statistics aren't known yet
         return True
     _refuse(findings, built.nodes["normalize"], "norm_type", "it normalises over the whole utterance, which isn't "
             "known on a stream", "use sbkit.nn.global_norm.GlobalNorm")
@@ -98,7 +98,7 @@ def _computed(features: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], signa
 
 
 def _same_before(compute: Callable[[Tensor], Tensor], keys: EncoderKeys) -> bool:
-    """Whether frames [1, T, F] of a quiet second are the same before a second that is quiet and one that is loud."""
+    """Whether frames [1, T, F] of a quiet second are the same before a quiet and before a loud second."""
     before, after = (1e-3 * torch.randn(1, round(seconds * keys.sample_rate)) for seconds in (_BEFORE, _AFTER))
     frames = round((_BEFORE - _WINDOW) * 1000 / keys.hop_length)
     quiet, loud = (compute(torch.cat([before, rest], 1))[:, :frames] for rest in (after, _LOUDER * after))
@@ -106,7 +106,7 @@ def _same_before(compute: Callable[[Tensor], Tensor], keys: EncoderKeys) -> bool
 
 
 def check_front_end(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
-    """Check that the front end's frames see no features of later ones."""
+    """Check that the front end is causal."""
     if keys.CNN is None or not _sees_later_frames(keys.CNN, keys):
         return True
     _refuse(findings, built.nodes["CNN"], "", "its frames depend on features of later frames, which may be in the next "
@@ -127,17 +127,17 @@ def _sees_later_frames(module: nn.Module, keys: EncoderKeys) -> bool:
 
 def _refuse(findings: Findings, node: Node, argument: str, message: str, suggestion: str) -> None:
     """Add a finding at an argument of a part, or at the part if it doesn't have that argument."""
-    findings.error("chunks", *_named(node, argument), message, f"{suggestion}, or leave chunks out")
+    findings.error("chunks", *_location(node, argument), message, f"{suggestion}, or leave chunks out")
 
 
-def _warn(lack: Lack, keys: EncoderKeys, built: Built, findings: Findings) -> None:
-    """Add a finding about a model that learns in chunks, and that can't be exported for streams all the same."""
-    key = {"encoder": keys.encoder_key, "frontend": "CNN"}.get(lack.part, lack.part)
+def _warn(missing: Missing, keys: EncoderKeys, built: Built, findings: Findings) -> None:
+    """Add a finding about a model with chunks that can't be exported for streams."""
+    key = {"encoder": keys.encoder_key, "frontend": "CNN"}.get(missing.part, missing.part)
     node = built.nodes.get(key) or built.nodes["chunks"]
-    findings.warning("chunks", *_named(node, lack.argument), "the model trains in chunks but can't be exported for "
-                     f"streams: {lack.reason}", f"use {lack.instead}")
+    findings.warning("chunks", *_location(node, missing.argument), "the model trains in chunks but can't be exported "
+                     f"for streams: {missing.reason}", f"use {missing.instead}")
 
 
-def _named(node: Node, argument: str) -> tuple[Place, str]:
+def _location(node: Node, argument: str) -> tuple[Place, str]:
     there = isinstance(node.value, dict) and argument in node.value
     return (node.place_of(argument), node.key_of(argument)) if there else (node.place, node.key)

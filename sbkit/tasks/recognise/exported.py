@@ -1,4 +1,4 @@
-"""The export of a recogniser whose encoder sbkit puts together: its graphs, its configuration and its vocabulary."""
+"""The export of a recogniser: its graphs, its configuration and its vocabulary."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from sbkit.tasks.recognise.window import longest_seconds
 
 logger = logging.getLogger(__name__)
 
-_MIN_CHUNK, _MAX_CHUNK = 10.0, 30.0  # seconds of audio to give a model at once
+_MIN_CHUNK, _MAX_CHUNK = 10.0, 30.0  # seconds of audio per forward
 _SPACED = 0.1  # the share of texts with a space above which spaces separate words
 
 
 @dataclass
 class ExportedRecognizer(Exported):
-    """A recogniser to export, whose graph maps waveforms to what its head gives for each frame."""
+    """A recogniser to export, whose graph maps waveforms to its head's outputs for each frame."""
 
     graph: Graph
     recognizer: Recognizer = field(kw_only=True)
@@ -46,11 +46,11 @@ class ExportedRecognizer(Exported):
     @abstractmethod
     def compared(self, clips: ComparisonClips, config: OwnBundle, folder: Path,
                  reference: Callable[[np.ndarray], Any]) -> Comparison:
-        """Make the comparison of clips with what ``reference`` gives for each, from the files in ``folder``."""
+        """Compare the model in ``folder`` with ``reference`` on clips."""
 
     @property
     def companions(self) -> Sequence[Companion]:
-        """The graph for streams, if the model learnt in chunks."""
+        """The graph for streams, if the model was trained in chunks."""
         if self.recognizer.chunks is None:
             return ()
         try:
@@ -60,14 +60,14 @@ class ExportedRecognizer(Exported):
             return ()
 
     def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:
-        found, tokenizer = choose(corpus, self.sample_rate, count, longest_seconds(self.recognizer.encoder)), \
-            self.keys.tokenizer
+        clips = choose(corpus, self.sample_rate, count, longest_seconds(self.recognizer.encoder))
+        tokenizer = self.keys.tokenizer
         silent = {self.keys.blank_index, *tokenizer.silent_ids()}
-        said = "".join(piece for place, piece in enumerate(tokenizer.pieces()) if place not in silent)
-        if said == said.upper() != said.lower():  # a model of capitals, which only others have trained
-            for clip in found.alone:
+        characters = "".join(piece for place, piece in enumerate(tokenizer.pieces()) if place not in silent)
+        if characters == characters.upper() != characters.lower():  # an imported model that outputs capitals
+            for clip in clips.alone:
                 clip.text = clip.text and clip.text.upper()
-        return found
+        return clips
 
     def trace(self) -> torch.export.ExportedProgram:
         return trace(self.graph)
@@ -76,10 +76,10 @@ class ExportedRecognizer(Exported):
         return Config(**self.described(program, clips))
 
     def described(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> dict[str, Any]:
-        """Return what a configuration says of every recogniser."""
+        """Return the values of every recogniser's configuration."""
         keys, model, tokenizer = self.keys, self.recognizer, self.keys.tokenizer
         ends = keys.bos_index, keys.eos_index, *tokenizer.silent_ids()
-        most = longest_seconds(model.encoder)
+        longest = longest_seconds(model.encoder)
         texts = [clip.text for clip in clips.alone if clip.text]
         spaced = not texts or sum(" " in text for text in texts) > _SPACED * len(texts)
         return {
@@ -87,8 +87,8 @@ class ExportedRecognizer(Exported):
             "vocabulary": len(tokenizer.pieces()), "blank_id": keys.blank_index,
             "silent_ids": sorted({i for i in ends if i is not None and i > 0}),
             "word_separator": "▁" if spaced else None, "min_samples": graph.least_samples(program),
-            "chunk_seconds": round(min(max(clips.longest, _MIN_CHUNK), most or _MAX_CHUNK, _MAX_CHUNK), 2),
-            "longest_seconds": most}
+            "chunk_seconds": round(min(max(clips.longest, _MIN_CHUNK), longest or _MAX_CHUNK, _MAX_CHUNK), 2),
+            "longest_seconds": longest}
 
     def write_beside(self, folder: Path, config: OwnBundle) -> None:
         """Write tokens.txt."""

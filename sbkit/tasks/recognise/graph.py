@@ -1,4 +1,4 @@
-"""A recogniser as one graph from waveforms to log-probabilities, traced with open batch and time dimensions."""
+"""A recogniser as one graph from waveforms to log-probabilities, traced with dynamic batch and time dimensions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sbkit.nn.lengths import LengthRule, N
 from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
 
 EXAMPLE = (2, 24_000)  # the batch that is traced; sizes of 0 and 1 would become constants
-#: Names of inputs and outputs, and their open dimensions.
+#: Names of outputs, and their dynamic dimensions.
 OUTPUTS = {"log_probs": ("batch", "frames"), "frames": ("batch",)}
 _UNUSED = ("decoder", "custom_tgt_module", "positional_encoding_decoder")  # of a transformer; an encoder needs none
 
@@ -28,7 +28,7 @@ _UNUSED = ("decoder", "custom_tgt_module", "positional_encoding_decoder")  # of 
 class Graph(nn.Module):
     """A recogniser as one function of waveforms; an utterance's result does not depend on its batch.
 
-    Its parts are copied, so the recogniser stays as it is.
+    Its parts are copied, so the recogniser isn't changed.
     """
 
     frontend: nn.Module | None
@@ -54,12 +54,12 @@ class Graph(nn.Module):
         self.requires_grad_(False)
 
     def _after(self, frames: N) -> N:
-        """The number of frames after the front end for that before it: an integer, a symbol or a tensor."""
+        """Return the front end's number of output frames for input frames: an integer, a symbol or a tensor."""
         return (frames + self.shift) // self.factor
 
     def forward(self, signals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities [B, T, V], or what else the head gives, or encoder states without a head, and frame
-        counts [B] of waveforms [B, S] and sample counts [B]."""
+        """Compute log-probabilities [B, T, V], or other outputs of the head, or encoder states without a head, and
+        frame counts [B] of waveforms [B, S] and sample counts [B]."""
         lengths = lengths.clamp(max=signals.shape[1])
         feats, frames = (signals, lengths) if self.features is None else self.features(signals, lengths)
         if self.normalize is not None:
@@ -91,7 +91,7 @@ def closed_form(rule: LengthRule) -> tuple[int, int]:
 
 
 def trace(graph: Graph) -> torch.export.ExportedProgram:
-    """Trace the graph with open batch and time dimensions."""
+    """Trace the graph with dynamic batch and time dimensions."""
     batch, samples = EXAMPLE
     example = (torch.randn(batch, samples) * 0.1, torch.tensor([samples, samples * 2 // 3]))
     program = trace_module(graph, example, {"signals": (0, 1), "lengths": (0,)})
@@ -102,18 +102,17 @@ def trace(graph: Graph) -> torch.export.ExportedProgram:
 
 def reference(recognizer: Recognizer, at_least: int = 1,
               chunks: DynChunkTrainConfig | None = None) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from a waveform [S] to the checkpoint's log-probabilities [T, V], or
-    what else its head gives, one utterance at a time.
+    """Return a function from a waveform [S] to the checkpoint's log-probabilities [T, V], or other outputs of its head.
 
     at_least : shorter waveforms are padded with zeros to this many samples, as in every runtime
-    chunks : what a frame sees; None: the whole utterance
+    chunks : the context of frames; None: the whole utterance
     """
 
     @torch.no_grad()
     def run(signal: np.ndarray) -> np.ndarray:
         signals = torch.from_numpy(signal)[None]
         signals = torch.nn.functional.pad(signals, (0, max(0, at_least - len(signal))))
-        found, frames = recognizer.outputs(signals, torch.tensor([len(signal)]), chunks)
-        return found[0, : int(frames[0])].numpy()
+        outputs, frames = recognizer.outputs(signals, torch.tensor([len(signal)]), chunks)
+        return outputs[0, : int(frames[0])].numpy()
 
     return run

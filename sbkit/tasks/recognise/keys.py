@@ -1,4 +1,4 @@
-"""Keys of recognisers whose encoder sbkit puts together: features, front end, encoder, special tokens, search."""
+"""Keys of recognisers with features, front end and encoder, of their special tokens and of their search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from sbkit.nn.chunks import Chunks
 
-#: Keys that the encoder may stand under.
+#: Keys for the encoder.
 ENCODERS = ("Transformer", "encoder")
 #: Keys of parts that take features.
 _ON_FEATURES = ("normalize", "spec_augment", "CNN")
@@ -47,7 +47,7 @@ class EncoderKeys(RecogniserKeys):
 
     @property
     def encoder_key(self) -> str:
-        """The key that the encoder is under, or should be."""
+        """The key of the encoder."""
         return next((name for name in ENCODERS if getattr(self, name) is not None), ENCODERS[0])
 
     @property

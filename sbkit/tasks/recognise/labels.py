@@ -1,4 +1,4 @@
-"""Checks the labels of a prepared corpus: they are in the vocabulary, and the audio is long enough for the loss."""
+"""Checks that the labels of a prepared corpus are in the vocabulary, and that the audio is long enough for the loss."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sbkit.recipe.source import Findings, Node, Place
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.recognizer import Recognizer
 
-#: Utterances whose labels are checked in a split; of more than that, those with the most text per second.
-MOST = 200_000
+#: The most utterances of a split whose labels are checked: those with the most text per second.
+MAX_CHECKED = 200_000
 #: If the loss can't align a larger share of a split's utterances than this, the recipe is wrong and not the data.
 TOO_MANY = 0.5
 
 
 class LabelProblems(NamedTuple):
-    """What was found in the labels of a split."""
+    """Problems in the labels of a split."""
 
     checked: int
     outside: list[str]
@@ -37,9 +37,9 @@ class LabelProblems(NamedTuple):
 def count_problems(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Recognizer, size: int, sample_rate: int,
                    blank: int = 0) -> LabelProblems:
     """Compare the labels of a split with the vocabulary and with the frames that CTC needs of its audio."""
-    if len(manifest) > MOST:  # the fastest speech runs out of frames first
+    if len(manifest) > MAX_CHECKED:  # the fastest speech runs out of frames first
         density = pc.binary_length(manifest.texts.arrow).to_numpy(zero_copy_only=False) / manifest.durations
-        manifest = manifest.select(np.sort(np.argpartition(-density, MOST)[:MOST]))
+        manifest = manifest.select(np.sort(np.argpartition(-density, MAX_CHECKED)[:MAX_CHECKED]))
     outside: list[str] = []
     short: list[str] = []
     empty: list[str] = []
@@ -80,12 +80,12 @@ def check_labels(keys: EncoderKeys, model: Recognizer, manifests: Mapping[str, M
             findings.error("labels", place, "corpus", f"{split}: {len(found.outside)} {of} have a label outside 1 to "
                            f"{last}: {_some(found.outside)}", "was the tokenizer made for this vocabulary?")
         if found.short and ctc:
-            tell = findings.error if alone and len(found.short) > TOO_MANY * found.checked else findings.warning
-            tell("too-short", place, "corpus",
-                 f"{split}: {len(found.short)} {of} have fewer encoder frames than CTC needs for their tokens "
-                 f"and repeats: {_some(found.short)}",
-                 f"{'nothing' if alone else 'by CTC nothing'} is learned from them: subsample less, take a larger "
-                 "vocabulary, or check their texts")
+            report = findings.error if alone and len(found.short) > TOO_MANY * found.checked else findings.warning
+            report("too-short", place, "corpus",
+                   f"{split}: {len(found.short)} {of} have fewer encoder frames than CTC needs for their tokens "
+                   f"and repeats: {_some(found.short)}",
+                   f"{'nothing' if alone else 'by CTC nothing'} is learned from them: subsample less, take a larger "
+                   "vocabulary, or check their texts")
         if found.empty:
             findings.warning("no-labels", place, "corpus",
                              f"{split}: the tokenizer finds no token in {len(found.empty)} {of}: {_some(found.empty)}",

@@ -1,4 +1,4 @@
-"""A test as a listener of live speech sees it: transcripts that grow with each chunk, for several sizes at once."""
+"""A test as on live streams: transcripts that grow with each chunk, for several chunk sizes at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sbkit.decode.greedy import align
 from sbkit.decode.spans import TokenSpans, Word, words
 from sbkit.decode.token_search import TokenSearch
 from sbkit.errors import SbkitError
-from sbkit.nn.chunks import Seen
+from sbkit.nn.chunks import ChunkConfig
 from sbkit.nn.ctc import ctc_frames_needed
 from sbkit.score import chunk_size
 from sbkit.score.latency import COLUMNS, LiveRates, LiveTranscript, live_transcript, rates
@@ -26,61 +26,61 @@ from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.transcripts import Transcripts
 
-Scored = Any  # a tensor, or several: what the task finds transcripts in
+Scores = Any  # a tensor, or several: the outputs that the task decodes
 
 
-class Text(NamedTuple):
-    """One transcript of the beginning of an utterance."""
+class PartialTranscript(NamedTuple):
+    """A transcript of an utterance up to some chunk."""
 
     text: str
     confidence: float | None
-    nbest: Sequence[Choice] = ()  # of a whole utterance: a stream has one transcript
+    nbest: Sequence[Choice] = ()  # of a whole utterance: a stream has only one transcript
 
 
 def frame_seconds(model: Recognizer, keys: EncoderKeys) -> float:
-    """Return how long a frame of the encoder is."""
+    """Return the seconds between two frames of the encoder."""
     return model.subsampling * model.hop_samples / keys.sample_rate
 
 
-def _shown(words: Sequence[Word], space: str) -> Text:
+def _partial(words: Sequence[Word], space: str) -> PartialTranscript:
     confidence = sum(word.confidence for word in words) / len(words) if words else None
-    return Text(space.join(word.text for word in words), confidence)
+    return PartialTranscript(space.join(word.text for word in words), confidence)
 
 
-class HearingTask(ASR):
-    """A recogniser whose encoder states become scores, and these transcripts."""
+class DecodingTask(ASR):
+    """A recogniser that decodes transcripts from scores of its encoder states."""
 
     keys: EncoderKeys
     recognizer: Recognizer
 
-    def scored(self, encoded: Tensor) -> Scored:
-        """Compute what transcripts are found in, from encoder states [B, T, D]."""
+    def compute_scores(self, encoded: Tensor) -> Scores:
+        """Compute the scores to decode from encoder states [B, T, D]."""
         return self.recognizer.head(encoded)
 
-    def of_ctc(self, scores: Scored) -> Tensor | None:
-        """Return a CTC head's part of these [B, T, V], by which words are aligned; None if there is none."""
+    def ctc_scores(self, scores: Scores) -> Tensor | None:
+        """Return the CTC head's scores [B, T, V], for aligning words; None if there is no such head."""
         return scores
 
     @abstractmethod
-    def searched(self, scores: Scored) -> Tensor:
-        """Return what a ``Search`` takes of these."""
+    def search_input(self, scores: Scores) -> Tensor:
+        """Return the input of ``Search.decode``."""
 
     @abstractmethod
     def greedy(self, scores: Tensor, frames: Tensor) -> Iterable[TokenSpans]:
-        """Decode what a ``Search`` takes [B, T, ...], and frames [B], without one."""
+        """Decode the input of a search [B, T, ...] of ``frames`` [B] greedily."""
 
 
 class LiveTest:
-    """Hears each utterance of a test in chunks of each size that was asked for.
+    """Transcribes each utterance of a test in chunks of several sizes.
 
-    The encoder hears the utterances of a batch at once, as if each came chunk by chunk, which gives a stream's scores.
-    What was live_transcript after a chunk is what a stream's search shows of the scores up to there.
+    The encoder computes all chunks of a batch at once, with the same scores as on a stream. The transcript after each
+    chunk is that of a stream's search on the scores so far.
 
-    task : whose model hears
+    task : whose model is tested
     chunk : sizes in milliseconds; None is the whole utterance. The first one's transcripts are the test's
     """
 
-    def __init__(self, task: HearingTask, chunk: Sequence[int | None]):
+    def __init__(self, task: DecodingTask, chunk: Sequence[int | None]):
         keys = task.keys
         if keys.chunks is None:
             raise SbkitError("--chunk needs a model that was trained in chunks, but the recipe has no chunks",
@@ -97,100 +97,102 @@ class LiveTest:
                              hint=f"it was trained for {', '.join(map(str, sorted(sizes)))} and {chunk_size.WHOLE}")
         return None if chunk is None else sizes[chunk]
 
-    def config(self, chunk: int | None) -> Seen | None:
-        """Return what each frame sees with chunks of this size, which was asked for; None: the whole utterance."""
+    def config(self, chunk: int | None) -> ChunkConfig | None:
+        """Return the context of frames with chunks of this size; None: the whole utterance."""
         size = self._sizes[chunk]
         assert self.keys.chunks is not None, "the constructor refuses that"
         return None if size is None else self.keys.chunks.config(size)
 
-    def scores(self, feats: Tensor, frames: Tensor, first: Scored) -> list[Scored]:
-        """Compute the task's ``scored`` of features [B, T', F] for each size in order, and for whole utterances at the
-        end.
+    def scores(self, feats: Tensor, frames: Tensor, first: Scores) -> list[Scores]:
+        """Compute the scores of features [B, T', F] for each size in order, and for whole utterances at the end.
 
-        first : that of the first size
+        first : the scores of the first size
         """
-        found: dict[int | None, Scored] = {self.chunk[0]: first}
+        found: dict[int | None, Scores] = {self.chunk[0]: first}
         for chunk in self._sizes:
             if chunk not in found:
                 encoded, _ = self.task.recognizer.encode(feats, frames, self.config(chunk))
-                found[chunk] = self.task.scored(encoded)
+                found[chunk] = self.task.compute_scores(encoded)
         return [found[chunk] for chunk in (*self.chunk, None)]
 
-    def texts(self, scores: Scored, frames: Tensor, cuts: Sequence[Sequence[int]], search: TokenSearch | None,
-              live: bool) -> list[list[Text]]:
+    def partials(self, scores: Scores, frames: Tensor, cuts: Sequence[Sequence[int]], search: TokenSearch | None,
+                 live: bool) -> list[list[PartialTranscript]]:
         """Transcribe each utterance of a batch up to each of its ``cuts``, the last of which is its end.
 
         search : finds the transcripts; None: they are decoded greedily
         live : decode as a stream, whose words settle; False: there is one cut, and the whole utterance is known
         """
-        searched = self.task.searched(scores)
+        inputs = self.task.search_input(scores)
         if search is None:
-            return self._beginnings(self.task.greedy(searched, frames), cuts)
+            return self._prefixes(self.task.greedy(inputs, frames), cuts)
         if live:
-            return self._by_streams(search, searched, cuts)
-        return [[Text(best[0].text, best[0].confidence, choices(best))] for best in search.decode(searched, frames)]
+            return self._by_streams(search, inputs, cuts)
+        return [[PartialTranscript(best[0].text, best[0].confidence, choices(best))]
+                for best in search.decode(inputs, frames)]
 
-    def _by_streams(self, search: TokenSearch, searched: Tensor, cuts: Sequence[Sequence[int]]) -> list[list[Text]]:
-        """Search utterances as streams, each of which is over with its last chunk."""
-        spelling, grown = search.spelling(self.frame_seconds), []
-        for scores, ends in zip(searched.cpu().numpy(), cuts, strict=True):
+    def _by_streams(self, search: TokenSearch, inputs: Tensor,
+                    cuts: Sequence[Sequence[int]]) -> list[list[PartialTranscript]]:
+        """Search each utterance as a stream that ends with its last chunk."""
+        spelling, transcripts = search.spelling(self.frame_seconds), []
+        for scores, ends in zip(inputs.cpu().numpy(), cuts, strict=True):
             stream = search.stream(spelling)
             settled: list[Word] = []
-            texts = []
+            partials = []
             for start, end in pairwise([0, *ends]):
-                heard = stream.feed(scores[start:end])
+                results = stream.feed(scores[start:end])
                 if end == ends[-1]:
-                    heard.append(stream.finish())
-                settled += [word for each in heard for word in each.settled]
-                texts.append(_shown(settled + heard[-1].partial, "" if search.separator is None else " "))
-            grown.append(texts)
-        return grown
+                    results.append(stream.finish())
+                settled += [word for each in results for word in each.settled]
+                partials.append(_partial(settled + results[-1].partial, "" if search.separator is None else " "))
+            transcripts.append(partials)
+        return transcripts
 
-    def rows(self, scores: Sequence[Scored], frames: Tensor, batch: Batch,
+    def rows(self, scores: Sequence[Scores], frames: Tensor, batch: Batch,
              search: TokenSearch | None) -> Iterator[TranscribedUtterance]:
-        """Yield the row of each utterance, with what was live_transcript of it with chunks of each size.
+        """Yield the row of each utterance, with the transcripts after each chunk of each size.
 
         scores : as returned by :meth:`scores`
         frames : [B], frames of each utterance
-        search : as for :meth:`texts`
+        search : as for :meth:`partials`
         """
-        ctc = self.task.of_ctc(scores[-1])
+        ctc = self.task.ctc_scores(scores[-1])
         ends = [None] * len(batch.ids) if ctc is None else \
             self._word_ends(ctc.float().log_softmax(-1), frames, batch)
         seconds = (batch.signal_lengths / self.keys.sample_rate).tolist()
-        seen: list[list[LiveTranscript]] = [[] for _ in batch.ids]
-        finals: list[Text] = []
+        live_transcripts: list[list[LiveTranscript]] = [[] for _ in batch.ids]
+        finals: list[PartialTranscript] = []
         for chunk, each in zip(self.chunk, scores, strict=False):
             cuts = [self._cuts(chunk, count) for count in frames.tolist()]
             ahead = 0 if self._sizes[chunk] is None else self._ahead
-            grown = self.texts(each, frames, cuts, search, self._sizes[chunk] is not None)
-            for i, texts in enumerate(grown):
+            partials = self.partials(each, frames, cuts, search, self._sizes[chunk] is not None)
+            for i, transcripts in enumerate(partials):
                 times = [min((cut + ahead) * self.frame_seconds, seconds[i]) for cut in cuts[i][:-1]] + [seconds[i]]
-                seen[i].append(live_transcript([one.text for one in texts], times, batch.texts[i].split(), ends[i]))
-            finals = finals or [texts[-1] for texts in grown]
-        for name, said, final, live in zip(batch.ids, batch.texts, finals, seen, strict=True):
-            yield TranscribedUtterance(name, said, final.text, final.confidence, final.nbest, tuple(live))
+                texts = [one.text for one in transcripts]
+                live_transcripts[i].append(live_transcript(texts, times, batch.texts[i].split(), ends[i]))
+            finals = finals or [transcripts[-1] for transcripts in partials]
+        for name, reference, final, live in zip(batch.ids, batch.texts, finals, live_transcripts, strict=True):
+            yield TranscribedUtterance(name, reference, final.text, final.confidence, final.nbest, tuple(live))
 
-    def _beginnings(self, found: Iterable[TokenSpans], cuts: Sequence[Sequence[int]]) -> list[list[Text]]:
-        """Write the beginnings of utterances whose tokens nothing later changes: one is there from its first frame on.
-        """
-        decode, grown = self.keys.tokenizer.decode, []
-        for spans, ends in zip(found, cuts, strict=True):
+    def _prefixes(self, decoded: Iterable[TokenSpans],
+                  cuts: Sequence[Sequence[int]]) -> list[list[PartialTranscript]]:
+        """Transcribe utterances up to each cut, for greedy decoding: each token is final from its first frame on."""
+        decode, transcripts = self.keys.tokenizer.decode, []
+        for spans, ends in zip(decoded, cuts, strict=True):
             ids, starts = spans.ids.tolist(), spans.starts.tolist()
             confidence = float(spans.confidence.mean()) if len(spans) else None
-            grown.append([Text(decode(ids[:bisect_left(starts, end)]), confidence) for end in ends])
-        return grown
+            transcripts.append([PartialTranscript(decode(ids[:bisect_left(starts, end)]), confidence) for end in ends])
+        return transcripts
 
     def _cuts(self, chunk: int | None, frames: int) -> list[int]:
-        """Return the frames up to which an utterance is said with each chunk, the last of them its end."""
+        """Return the number of final frames after each chunk of an utterance."""
         size = self._sizes[chunk]
-        moves = size and size - self._ahead
-        return [*range(moves, frames - self._ahead, moves), frames] if moves else [frames]
+        shift = size and size - self._ahead
+        return [*range(shift, frames - self._ahead, shift), frames] if shift else [frames]
 
     def _word_ends(self, log_probs: Tensor, frames: Tensor, batch: Batch) -> list[list[float] | None]:
-        """Return when each word of a text ends, by the model's own alignment; None where there is none.
+        """Return when each word of a text ends, by the model's own alignment; None if it can't be aligned.
 
-        That is where a word has no token, or the text more tokens than there are frames.
+        That is if a word has no token, or the text has more tokens than there are frames.
         """
         lengths = batch.token_lengths
         fits = ((ctc_frames_needed(batch.tokens, lengths) <= frames) & (lengths > 0)).cpu()
@@ -198,19 +200,19 @@ class LiveTest:
         found: list[list[float] | None] = [None] * len(batch.ids)
         if not len(rows):
             return found
-        there = rows.to(log_probs.device)
-        aligned = align(log_probs[there], frames[there], batch.tokens[there], lengths[there],
+        index = rows.to(log_probs.device)
+        aligned = align(log_probs[index], frames[index], batch.tokens[index], lengths[index],
                         self.keys.blank_index, [batch.ids[i] for i in rows.tolist()])
         for i, spans in zip(rows.tolist(), aligned, strict=True):
-            heard = words(spans, self.keys.tokenizer.piece, self.frame_seconds)
-            if len(heard) == len(batch.texts[i].split()):
-                found[i] = [word.end for word in heard]
+            aligned_words = words(spans, self.keys.tokenizer.piece, self.frame_seconds)
+            if len(aligned_words) == len(batch.texts[i].split()):
+                found[i] = [word.end for word in aligned_words]
         return found
 
 
 @dataclass
 class LiveTranscripts(Transcripts):
-    """Rows of a test that was heard in chunks of several sizes; the transcripts are those of the first."""
+    """Rows of a test in chunks of several sizes; the transcripts are those of the first."""
 
     chunk: Sequence[int | None] = field(kw_only=True)
     """Milliseconds of each size in the rows' ``live``; None is the whole utterance."""
@@ -219,8 +221,9 @@ class LiveTranscripts(Transcripts):
     def live(self) -> list[LiveRates]:
         """The rates with chunks of each size."""
         scored = [row for row in self.rows if row.reference.split()]
-        said = [(row.id, row.reference) for row in scored]
-        return [rates(chunk, said, [row.live[number] for row in scored]) for number, chunk in enumerate(self.chunk)]
+        references = [(row.id, row.reference) for row in scored]
+        return [rates(chunk, references, [row.live[number] for row in scored])
+                for number, chunk in enumerate(self.chunk)]
 
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "chunks": [each.facts() for each in self.live]}

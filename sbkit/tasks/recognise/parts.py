@@ -14,25 +14,25 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import SECONDS, on_stand_ins
 from sbkit.recipe.values import static
-from sbkit.tasks.recognise.chunk_check import sees_no_further
+from sbkit.tasks.recognise.chunk_check import chunks_fit
 from sbkit.tasks.recognise.keys import EncoderKeys
-from sbkit.tasks.recognise.window import hears_all
+from sbkit.tasks.recognise.window import durations_fit
 
 K = TypeVar("K", bound=EncoderKeys)
 
 
 def parts_fit(keys: K, built: Built, findings: Findings, *own: Callable[[K, Built, Findings], bool]) -> bool:
-    """Report what does not fit; returns whether a batch can be sent through.
+    """Report parts that don't fit; returns whether a batch can be sent through.
 
-    own : what a task checks of the encoder for itself
+    own : further checks of a task
     """
     # each check relies on those before it
-    checks = (_rates_fit, hears_all, _features_fit, _front_end_fits, *own, sees_no_further)
+    checks = (_rates_fit, durations_fit, _features_fit, _front_end_fits, *own, chunks_fit)
     return all(check(keys, built, findings) for check in checks)
 
 
 def _rates_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
-    """Check that features and encoder, if they have a sample rate, have the one at which recordings are read."""
+    """Check that the sample rate of features and encoder, if they have one, is that of the recordings."""
     for key in ("compute_features", keys.encoder_key):
         part = getattr(keys, key)
         for module in part.modules() if isinstance(part, nn.Module) else ():
@@ -55,7 +55,7 @@ def _report_rate(node: Node, takes: Collection[str], rate: int, read: int, findi
 
 
 def _features_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
-    """Check that features are as many, and as wide, as the recipe's keys say, since frames are counted by those."""
+    """Check that features have the number of frames and the width that the recipe's keys say."""
     features = keys.compute_features
     if features is None:  # an encoder on waveforms
         return True
@@ -66,19 +66,19 @@ def _features_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     if len(shape) != 3:  # a user's encoder may take something else
         return True
     frames, width = shape[1:]
-    expected = _frames_said(features, samples, round(keys.sample_rate * keys.hop_length / 1000))
+    expected = _expected_frames(features, samples, round(keys.sample_rate * keys.hop_length / 1000))
     wrong = [("hop_length", frames, expected, f"makes {frames} frames of {SECONDS:g} s, but a hop_length of "
               f"{keys.hop_length:g} ms gives {expected}"),
              ("n_mels", width, keys.n_mels, f"makes {width} features a frame, but n_mels is {keys.n_mels}")]
-    for key, found, said, message in wrong:
-        if found != said:
+    for key, found, expected, message in wrong:
+        if found != expected:
             place, name = (built.nodes[key].place, key) if key in built.nodes else (node.place, node.key)
             findings.error("shape-mismatch", place, name, f"compute_features {message}",
                            f"write {key} at the top of the recipe, and `{key}: !ref <{key}>` under compute_features")
-    return all(found == said for _, found, said, _ in wrong)
+    return all(found == expected for _, found, expected, _ in wrong)
 
 
-def _frames_said(features: nn.Module, samples: int, hop: int) -> int:
+def _expected_frames(features: nn.Module, samples: int, hop: int) -> int:
     """Return how many frames there should be: by the layer's own rule, unless that isn't one for every ``hop``."""
     few, more = (feature_frames(features, samples + hop * each, hop) for each in (0, 100))
     return few if more - few == 100 else samples // hop + 1
@@ -86,29 +86,29 @@ def _frames_said(features: nn.Module, samples: int, hop: int) -> int:
 
 def _of_silence(features: nn.Module, samples: int) -> Tensor:
     """Compute the features [1, T, F] of an utterance of zeros."""
-    given = [torch.zeros(1, samples), torch.full((1,), samples)]
-    return features(*given[:1 + takes_lengths(features)])
+    inputs = [torch.zeros(1, samples), torch.full((1,), samples)]
+    return features(*inputs[:1 + takes_lengths(features)])
 
 
 def _front_end_fits(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
-    """Check that the front end takes the features; the recogniser then finds its subsampling by trying it."""
+    """Check that the front end takes the features; the recogniser later probes its subsampling."""
     node, features, front_end = built.nodes.get("CNN"), keys.compute_features, keys.CNN
     if front_end is None or features is None or node is None:
         return True
     samples = round(SECONDS * keys.sample_rate)
     shape = node.value.get("input_shape") if isinstance(node.value, dict) else None
-    said = static(shape.value[-1]) if shape is not None and isinstance(shape.value, list) and shape.value else None
+    expected = static(shape.value[-1]) if shape is not None and isinstance(shape.value, list) and shape.value else None
 
     def width_of_features(_: object) -> int:
-        made = _of_silence(features, samples)
-        if said == made.shape[-1] or not isinstance(said, int):
-            front_end(made)
-        return made.shape[-1]
+        feats = _of_silence(features, samples)
+        if expected == feats.shape[-1] or not isinstance(expected, int):
+            front_end(feats)
+        return feats.shape[-1]
 
     width = on_stand_ins(nn.Sequential(features, front_end), width_of_features)
-    if isinstance(said, int) and said != width:
+    if isinstance(expected, int) and expected != width:
         findings.error("shape-mismatch", node.place_of("input_shape"), node.key_of("input_shape"),
-                       f"it expects {said} features, but compute_features makes {width}",
+                       f"it expects {expected} features, but compute_features makes {width}",
                        "write `input_shape: [8, 10, !ref <n_mels>]`")
         return False
     return True

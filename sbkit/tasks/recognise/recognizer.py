@@ -10,17 +10,17 @@ from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sbkit.nn.chunks import Chunks, Seen, seen_in_chunks
+from sbkit.nn.chunks import ChunkConfig, Chunks, mask_last_chunk_padding
 from sbkit.nn.lengths import LengthRule, N, feature_frames, lengths_to_mask, takes_lengths
-from sbkit.nn.streaming.layers import in_turn
+from sbkit.nn.streaming.layers import encode_in_chunks
 from sbkit.nn.tf32 import without_tf32
 from sbkit.tasks.recognise.keys import EncoderKeys
 
 # Zero frames appended to every utterance before the convolutions, more than their kernels reach, so that the last
 # frames of an utterance are the same alone and in a batch.
 GUARD_FRAMES = 16
-# Feature frames that go through features and front end at once on a CPU outside training: few enough for intermediate
-# results to stay in its caches and not to add to the memory peak.
+# The most frames at once in features and front end on a CPU outside training, so that intermediate results stay in its
+# caches and don't raise the memory peak.
 FRAMES_AT_ONCE = 4000
 
 
@@ -40,8 +40,8 @@ class Recognizer:
     normalize : called with features and relative lengths, as SpeechBrain's ``InputNormalization``
     augment : called in training with features [B, T, F] and lengths [B]
     hop_samples : samples between two frames of ``features``
-    chunks : what the encoder learns to see, if it is to run live
-    scores_tokens : whether the head's outputs are scores of tokens, from which log-probabilities are made
+    chunks : the context of frames in training, for a model that also runs live
+    scores_tokens : whether the head's outputs are scores of tokens, to be normalised to log-probabilities
     """
 
     def __init__(
@@ -101,8 +101,7 @@ class Recognizer:
     ) -> tuple[Tensor, Tensor]:
         """Compute normalised features [B, T, F] and frame counts [B] from waveforms [B, S] and sample counts [B].
 
-        views : return each utterance this many times, each augmented differently: [views B, T, F], all first views
-            first
+        views : augmented versions of each utterance: [views B, T, F], the first versions of all utterances first
         counted : whether the batch may update running statistics; False for stand-ins, if ``normalize`` is sbkit's
         """
         if self.compute_features is None:
@@ -136,14 +135,14 @@ class Recognizer:
                chunks: DynChunkTrainConfig | None = None) -> tuple[Tensor, Tensor]:
         """Compute encoder states [B, T', D] and their counts [B] from features [B, T, F].
 
-        chunks : what each frame sees, for SpeechBrain's Conformer; None: the whole utterance
+        chunks : the context of frames, for SpeechBrain's Conformer; None: the whole utterance
         """
-        heard = frames
+        input_frames = frames
         source, frames = self.embed(feats, frames)
-        if isinstance(chunks, Seen) and chunks.ahead:
-            encoded = in_turn(self.encoder, source, heard, self.frontend_rule.factor, chunks)
+        if isinstance(chunks, ChunkConfig) and chunks.ahead:
+            encoded = encode_in_chunks(self.encoder, source, input_frames, self.frontend_rule.factor, chunks)
         elif chunks is not None:
-            with seen_in_chunks(self.encoder.encoder, frames, chunks):
+            with mask_last_chunk_padding(self.encoder.encoder, frames, chunks):
                 encoded = self.encoder.encode(source, frames / source.shape[1], dynchunktrain_config=chunks)
         elif hasattr(self.encoder, "encode"):
             encoded = self.encoder.encode(source, frames / source.shape[1])
@@ -169,20 +168,19 @@ class Recognizer:
 
     def outputs(self, signals: Tensor, samples: Tensor,
                 chunks: DynChunkTrainConfig | None = None) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities [B, T', V], or whatever else the head gives, in fp32, and frame counts [B] from
+        """Compute log-probabilities [B, T', V], or other outputs of the head, in fp32, and frame counts [B] from
         waveforms [B, S]."""
         encoded, frames = self.encode(*self.features(signals, samples), chunks)
         return self.scores(encoded), frames
 
     def scores(self, encoded: Tensor) -> Tensor:
-        """Compute log-probabilities, or whatever else the head gives, in fp32 from encoder states [B, T', D]."""
-        found: Tensor = self.head(encoded).float()
-        return found.log_softmax(-1) if self.scores_tokens else found
+        """Compute log-probabilities, or other outputs of the head, in fp32 from encoder states [B, T', D]."""
+        outputs: Tensor = self.head(encoded).float()
+        return outputs.log_softmax(-1) if self.scores_tokens else outputs
 
 
 def by_rows(layer: Callable[..., Tensor], at_once: int, x: Tensor, *more: Tensor) -> Tensor:
-    """Return ``layer(x, *more)`` for a layer that treats rows separately; a few rows at once on a CPU without
-    gradients."""
+    """Return ``layer(x, *more)``, computed a few rows at a time on a CPU without gradients."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.device.type != "cpu":
         return layer(x, *more)  # comparing sizes would tie a compiler's graph to them
     rows = max(1, at_once // max(1, x.shape[1]))

@@ -28,12 +28,12 @@ from sbkit.score.edits import count
 from sbkit.system.cores import usable_cores
 from sbkit.tasks.asr import TranscribedUtterance, choices
 from sbkit.tasks.recognise.keys import EncoderKeys
-from sbkit.tasks.recognise.live import HearingTask, LiveTest
+from sbkit.tasks.recognise.live import DecodingTask, LiveTest
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 
-ENOUGH = 2000  # utterances to tune on
+TUNING_UTTERANCES = 2000
 LM_WEIGHTS, WORD_SCORES = (0.0, 0.3, 0.6, 1.0, 1.5), (-1.0, 0.5, 2.0, 3.5)
 FINER = (0.15, 0.75)  # steps from the best pair so far to its neighbours
 ROUNDS = 4  # rounds of such steps at most; fewer if none is better
@@ -48,11 +48,11 @@ class BestWeights(NamedTuple):
 
 
 class Recorder:
-    """A stand-in for a search: records what there is to search, and decodes greedily itself."""
+    """Stands in for a search: records its inputs for later, and decodes greedily."""
 
     def __init__(self, search: TokenSearch, greedy: Callable[[Tensor, Tensor], Iterable[TokenSpans]]):
         self.search, self.tokenizer, self._greedy = search, search.tokenizer, greedy
-        self.batches: list[Any] = []  # of what the search takes
+        self.batches: list[Any] = []  # inputs of the search
 
     def __len__(self) -> int:
         return sum(map(len, self.batches))
@@ -64,15 +64,15 @@ class Recorder:
                 for spans in self._greedy(scores, lengths)]
 
 
-def some_of(manifest: Manifest) -> Manifest:
-    """Take as many utterances as tuning needs, evenly from the whole manifest."""
-    if len(manifest) <= ENOUGH:
+def tuning_subset(manifest: Manifest) -> Manifest:
+    """Choose the utterances for tuning, evenly from the whole manifest."""
+    if len(manifest) <= TUNING_UTTERANCES:
         return manifest
-    return manifest.select(np.linspace(0, len(manifest) - 1, ENOUGH).astype(np.int64))
+    return manifest.select(np.linspace(0, len(manifest) - 1, TUNING_UTTERANCES).astype(np.int64))
 
 
 def best_weights(recorder: Recorder, rows: Sequence[Any]) -> BestWeights:
-    """Search the recorded batches with one pair of weights after another; all ranks call it, each with its share.
+    """Find the best pair of weights on the recorded batches; all ranks call it, each with its share.
 
     rows : the task's rows for the recorder's transcripts on this rank, in the same order
     """
@@ -112,62 +112,62 @@ def _around(pair: tuple[float, float]) -> Iterator[tuple[float, float]]:
         yield lm, word
 
 
-_PAYS = 1000  # utterances for which another process is worth its start
+_PER_PROCESS = 1000  # utterances for which starting another process pays off
 LARGE = 200e6  # bytes of an ARPA file that is too large to hold in every process
 
 
-class SearchingTask(HearingTask):
-    """A recogniser whose tests may be searched, by what ``decoder`` is or an evaluation asks for."""
+class SearchingTask(DecodingTask):
+    """A recogniser whose tests may use a search: the recipe's ``decoder``, or the one of an evaluation's options."""
 
     Search: ClassVar[type[TokenSearch]]
     decoder: Any  # of any kind
-    """A search, a recorder in its place, or a recipe's own; None: none."""
+    """A search, a recorder instead of it, or a recipe's own; None: greedy decoding."""
     live: LiveTest | None
-    """Hears tests in chunks; None: none does."""
+    """Tests in chunks; None: on whole utterances only."""
 
-    def equip(self, search: Any) -> Any:  # a TokenSearch, or a recipe's own
-        """Give a search what it needs of the model; returns it."""
+    def prepare_search(self, search: Any) -> Any:  # a TokenSearch, or a recipe's own
+        """Give a search the parts of the model that it needs; returns it."""
         if search.tokenizer is None:
             search.tokenizer = self.keys.tokenizer
         return search
 
     def transcribe(self, scores: Tensor, frames: Tensor, batch: Batch, stage: Stage, live: Sequence[Any] = (),
-                   *more: Any) -> None:  # of ``LiveTest.scores``; what else a recipe's own search takes
-        """Add a row for each utterance of a batch: what ``decoder`` finds in a test, otherwise greedily."""
+                   *more: Any) -> None:  # of ``LiveTest.scores``; further arguments of a recipe's own search
+        """Add a row for each utterance of a batch, decoded by ``decoder`` in a test, otherwise greedily."""
         if not batch.weight:  # a placeholder for an empty batch
             return
-        decoder = self.equip(self.decoder) if stage == Stage.TEST and self.decoder is not None else None
+        decoder = self.prepare_search(self.decoder) if stage == Stage.TEST and self.decoder is not None else None
         if self.live is not None and live:
             self.rows += self.live.rows(live, frames, batch, decoder)
         elif decoder is None:
-            found = list(self.greedy(scores, frames))
-            texts = (self.keys.tokenizer.decode(spans.ids.tolist()) for spans in found)
-            confidences = (float(spans.confidence.mean()) if len(spans) else None for spans in found)
+            decoded = list(self.greedy(scores, frames))
+            texts = (self.keys.tokenizer.decode(spans.ids.tolist()) for spans in decoded)
+            confidences = (float(spans.confidence.mean()) if len(spans) else None for spans in decoded)
             self.rows += map(TranscribedUtterance, batch.ids, batch.texts, texts, confidences)
         else:
-            for name, text, several in zip(batch.ids, batch.texts, decoder.decode(scores, frames, *more), strict=True):
-                best = several[0]
-                self.rows.append(TranscribedUtterance(name, text, best.text, best.confidence, choices(several)))
+            for name, text, nbest in zip(batch.ids, batch.texts, decoder.decode(scores, frames, *more), strict=True):
+                best = nbest[0]
+                self.rows.append(TranscribedUtterance(name, text, best.text, best.confidence, choices(nbest)))
 
     def take_search(self, request: EvaluateRequest) -> None:
         self.decoder = build(request, self)
 
-    def tune_search(self, manifest: Manifest, hear: Callable[[Manifest], object]) -> dict[str, Any]:
-        live, self.live = self.live, None  # tuning needs the last transcripts alone, with chunks of the first size
+    def tune_search(self, manifest: Manifest, evaluate: Callable[[Manifest], object]) -> dict[str, Any]:
+        live, self.live = self.live, None  # tuning only needs final transcripts, with chunks of the first size
         try:
-            return tune(self, manifest, hear)
+            return tune(self, manifest, evaluate)
         finally:
             self.live = live
 
     def searching(self) -> contextlib.AbstractContextManager[object]:
-        return over_all(self) if self.live is None else contextlib.nullcontext()
+        return search_all_at_end(self) if self.live is None else contextlib.nullcontext()
 
     def search_facts(self) -> dict[str, Any]:
         return {} if self.decoder is None else describe(self.decoder)
 
 
 def build(request: EvaluateRequest, brain: SearchingTask) -> Any:  # a TokenSearch, or a recipe's own
-    """Build and load the search that an ``EvaluateRequest`` describes; the recipe's own if it describes none."""
+    """Build and load the search of an ``EvaluateRequest``, by default the recipe's own."""
     if request.joint:
         raise SbkitError(f"{type(brain).__name__} has no attention decoder, so it can't use --joint",
                          hint="leave it out")
@@ -180,12 +180,12 @@ def build(request: EvaluateRequest, brain: SearchingTask) -> Any:  # a TokenSear
         search = brain.Search(keys.tokenizer, blank_id=keys.blank_index, **given)
     if search is None:
         return None
-    brain.equip(search)
+    brain.prepare_search(search)
     return search.load() if isinstance(search, TokenSearch) else search
 
 
 def options(request: EvaluateRequest, keys: EncoderKeys) -> dict[str, Any]:
-    """Return the options of a search that were given."""
+    """Return the given options of a search."""
     names = "lm", "lm_weight", "word_score", "beam", "nbest"
     given = {name: value for name in names if (value := getattr(request, name)) is not None}
     if request.hot_words:
@@ -216,12 +216,12 @@ def describe(search: object) -> dict[str, Any]:
             "beam": search.beam, "hot_words": search.hot_words.boosts}
 
 
-def tune(brain: SearchingTask, manifest: Manifest, hear: Callable[[Manifest], object]) -> dict[str, Any]:
-    """Give the brain's search the weights that make the fewest errors on dev; returns facts for result.json."""
+def tune(brain: SearchingTask, manifest: Manifest, evaluate: Callable[[Manifest], object]) -> dict[str, Any]:
+    """Set the weights of the brain's search that give the fewest errors on dev; returns facts for result.json."""
     search = brain.decoder
-    manifest = some_of(manifest)
+    manifest = tuning_subset(manifest)
     brain.decoder = recorder = Recorder(search, brain.greedy)
-    hear(manifest)
+    evaluate(manifest)
     with search_processes(search, len(recorder)):
         tuned = best_weights(recorder, brain.rows)
     search.weights = tuned.weights
@@ -233,11 +233,11 @@ def tune(brain: SearchingTask, manifest: Manifest, hear: Callable[[Manifest], ob
 
 
 @contextlib.contextmanager
-def over_all(brain: SearchingTask) -> Iterator[None]:
-    """Context in which a search that ``keeps_events`` only records; at its end it searches all utterances and updates
-    the brain's rows.
+def search_all_at_end(brain: SearchingTask) -> Iterator[None]:
+    """Context in which a search that ``keeps_events`` only records its inputs; at its end it searches all utterances
+    and updates the brain's rows.
 
-    It is faster on many utterances at once, and can use several processes.
+    Searching many utterances at once is faster, and can use several processes.
     """
     search = brain.decoder
     if not isinstance(search, TokenSearch) or not search.keeps_events:
@@ -249,19 +249,18 @@ def over_all(brain: SearchingTask) -> Iterator[None]:
     finally:
         brain.decoder = search
     with search_processes(search, len(recorder)):
-        found = search.search(search.join(recorder.batches))
-    brain.rows = [row._replace(hypothesis=hypotheses[0].text, confidence=hypotheses[0].confidence,
-                               nbest=choices(hypotheses))
-                  for row, hypotheses in zip(brain.rows, found, strict=True)]
+        hypotheses = search.search(search.join(recorder.batches))
+    brain.rows = [row._replace(hypothesis=nbest[0].text, confidence=nbest[0].confidence, nbest=choices(nbest))
+                  for row, nbest in zip(brain.rows, hypotheses, strict=True)]
 
 
 @contextlib.contextmanager
 def search_processes(search: TokenSearch, utterances: int) -> Iterator[None]:
-    """Context in which a search has as many processes as are worth their start."""
+    """Context in which a search uses as many processes as pay off."""
     before = search.workers
     small = search.lm is None or kenlm_binary.is_kenlm_binary(search.lm) or os.path.getsize(search.lm) < LARGE
     if small and search.keeps_events:
-        search.workers = max(before, min(usable_cores() // ranks.world_size(), utterances // _PAYS) - 1)
+        search.workers = max(before, min(usable_cores() // ranks.world_size(), utterances // _PER_PROCESS) - 1)
     try:
         yield
     finally:

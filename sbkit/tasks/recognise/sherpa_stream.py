@@ -1,11 +1,11 @@
-"""Exports a model that learnt in chunks for sherpa-onnx's streams, as the kinds of NeMo's models that it runs.
+"""Exports a model that was trained in chunks for sherpa-onnx's streams, as one of NeMo's kinds of models.
 
-sherpa-onnx computes the features, and gives the model windows of one size and the state that it returned before: two
-tensors of floats of any shape, zeros at first, and a number. It differs from how a bundle's own graph is run in this:
+sherpa-onnx computes the features, and gives the model windows of one size and its last state: two tensors of floats of
+any shape, zeros at first, and a number. This differs from a bundle's own graph for streams:
 
 - Its features are NeMo's, since version 2.0.1. Normalisation is in the graph.
-- It gives the model whole windows alone, and the last one only if a frame follows it. So a stream must be followed by
-  silence as long as a chunk; then all of its frames have been heard.
+- It only gives the model whole windows, and the last one only if a frame follows it. So a stream must be followed by
+  silence as long as a chunk, or its last frames are lost.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from sbkit.tasks.recognise.streams import Compare
 if TYPE_CHECKING:
     from sherpa_onnx import OnlineRecognizer
 
-#: The first version whose features these are: the settings of FilterBank but for ``n_mels``.
+#: The first version with these features: all settings of FilterBank except ``n_mels``.
 VERSION = "2.0.1"
 _FEATURES = {"sample_rate": 16_000, "frame_length": 25.0, "frame_shift": 10.0, "low": 0.0, "high": 8000.0,
              "preemphasis": 0.97, "scale": 1.0, "snip_edges": False, "remove_dc": False, "window": "hann",
              "mel": "slaney"}
 SAMPLE_RATE, _HOP = 16_000, 160
-_MILLISECONDS = 640  # of a chunk, if no other is asked for
-_BATCH = 2  # that is traced
+_MILLISECONDS = 640  # default size of a chunk
+_BATCH = 2  # for tracing
 
-#: Names of inputs, and their open dimensions; sherpa-onnx goes by their order.
+#: Names of inputs, and their dynamic dimensions; their order matters to sherpa-onnx.
 _CACHES = ("cache_last_channel", "cache_last_time", "cache_last_channel_len")
 INPUTS = dict.fromkeys(("audio_signal", "length", *_CACHES), ("batch",))
 
@@ -56,7 +56,7 @@ Caches = tuple[Tensor, Tensor, Tensor]
 
 
 def packed(state: EncoderState) -> Caches:
-    """Pack a state: keys and values [B, 2 L, left, D], all else [B, 1, 1, N], and how many frames were seen [B]."""
+    """Pack a state: keys and values [B, 2 L, left, D], the rest [B, 1, 1, N], and the numbers of frames seen [B]."""
     rest = torch.cat([state.convolution.flatten(1), state.front], 1)
     return torch.cat([state.keys, state.values], 1), rest[:, None, None], state.seen
 
@@ -71,38 +71,38 @@ def unpacked(caches: Caches, convolution: torch.Size) -> EncoderState:
 
 
 class StreamStep(nn.Module):
-    """One step of a recogniser on streams, from features and caches to what its head gives and the next caches.
+    """One step of a recogniser on streams, from features and caches to its outputs and the next caches.
 
-    written : what the head gives [B, C, ...], to what sherpa-onnx takes of it
-    repeats : how often that has each frame
+    output : the head's outputs [B, C, ...] to those that sherpa-onnx expects
+    repeats : frames of the latter for each of the former
     """
 
-    def __init__(self, step: StreamingEncoder, written: nn.Module, repeats: int):
+    def __init__(self, step: StreamingEncoder, output: nn.Module, repeats: int):
         super().__init__()
-        self.step, self.written, self.repeats = step, written, repeats
+        self.step, self.output, self.repeats = step, output, repeats
         self.convolution = step.state(1).convolution.shape[1:]
 
     def forward(self, audio_signal: Tensor, length: Tensor, cache_last_channel: Tensor, cache_last_time: Tensor,
                 cache_last_channel_len: Tensor) -> tuple[Tensor, ...]:
-        """Compute what is written of C frames, how many of it are real [B], and the next caches.
+        """Compute the outputs of C frames, how many of them are real [B], and the next caches.
 
         audio_signal : [B, F, T] features, of which ``length`` [B] frames are real
         cache_last_channel, cache_last_time, cache_last_channel_len : as :func:`packed` makes them
         """
         state = unpacked((cache_last_channel, cache_last_time, cache_last_channel_len), self.convolution)
-        found, counts, after = self.step(audio_signal.transpose(1, 2), length, state)
-        said = found.shape[1] - self.step.ahead  # sherpa-onnx hears full windows alone, and all that is returned
-        return self.written(found[:, :said]), counts.clamp(max=said) * self.repeats, *packed(after)
+        outputs, counts, after = self.step(audio_signal.transpose(1, 2), length, state)
+        final = outputs.shape[1] - self.step.ahead  # sherpa-onnx has only full windows, and takes all outputs
+        return self.output(outputs[:, :final]), counts.clamp(max=final) * self.repeats, *packed(after)
 
 
 class SherpaStream(Target):
-    """The recogniser for streams, in chunks of one size; one that sherpa-onnx can't run is refused."""
+    """The recogniser for streams, in chunks of one size; raises if sherpa-onnx can't run it."""
 
     name = layout.SHERPA_STREAM
     output: ClassVar[str]
-    """The name of what ``written`` gives."""
+    """The name of the model's first output."""
     section: ClassVar[str]
-    """The section of README.md that shows how to run it, with places for what it is."""
+    """The template of the section of README.md that shows how to run it."""
 
     def __init__(self, recognizer: Recognizer, milliseconds: int, compared: Compare):
         graph = StreamingGraph(recognizer)
@@ -111,7 +111,7 @@ class SherpaStream(Target):
         self.frames = milliseconds * SAMPLE_RATE // _HOP // 1000
         """Features of a window."""
         self.chunk = self.frames // graph.step.subsampling
-        self.moves = self.frames - graph.step.ahead * graph.step.subsampling
+        self.shift = self.frames - graph.step.ahead * graph.step.subsampling
         """Features from one window to the next."""
         self.bands = graph.bank.mel.shape[1]
 
@@ -121,15 +121,15 @@ class SherpaStream(Target):
         return self.frames * _HOP
 
     @abstractmethod
-    def opened(self, folder: Path) -> OnlineRecognizer:
+    def open_recognizer(self, folder: Path) -> OnlineRecognizer:
         """Open the written model with sherpa-onnx's own recogniser."""
 
     @abstractmethod
-    def written(self, config: Config) -> tuple[nn.Module, int]:
+    def output_layer(self, config: Config) -> tuple[nn.Module, int]:
         """Return the last arguments of ``StreamStep``."""
 
     def facts(self, config: Config) -> dict[str, object]:
-        """Return what the file says of itself, besides what it does for every kind."""
+        """Return further metadata of this kind's file."""
         return {}
 
     def readme(self) -> str:
@@ -147,8 +147,9 @@ class SherpaStream(Target):
         """Write the ONNX model."""
         caches = packed(self.graph.step.state(_BATCH))
         example = (torch.randn(_BATCH, self.bands, self.frames), torch.tensor([self.frames, self.frames - 1]), *caches)
-        program = trace_module(StreamStep(self.graph.step, *self.written(config)), example, dict.fromkeys(INPUTS, (0,)))
-        facts = {"window_size": self.frames, "chunk_shift": self.moves,
+        step = StreamStep(self.graph.step, *self.output_layer(config))
+        program = trace_module(step, example, dict.fromkeys(INPUTS, (0,)))
+        facts = {"window_size": self.frames, "chunk_shift": self.shift,
                  "subsampling_factor": self.graph.step.subsampling, "vocab_size": config.vocabulary - 1,
                  **{f"{name}_dim{i}": size for name, cache in zip(_CACHES[:2], caches[:2], strict=True)
                     for i, size in enumerate(cache.shape[1:], 1)},
@@ -157,32 +158,30 @@ class SherpaStream(Target):
         write_onnx(program, path, INPUTS, outputs, {name: str(fact) for name, fact in facts.items()})
 
     def compare(self, folder: Path, config: Config, comparison: Comparison) -> None:
-        """Compare the words that sherpa-onnx hears with the checkpoint's, of clips that silence follows."""
-        heard = self.compared(comparison.clips, config, folder, self._reference())
-        heard.other_words = 0.0
-        recognizer = self.opened(folder)
-        heard.add_words(layout.SHERPA, lambda signal: transcribe(recognizer, signal, self.tail),
-                        layout.size(folder, config.models[self.name]))
-        comparison.companions[self.name] = {f"{self.milliseconds} ms": heard}
+        """Compare sherpa-onnx's transcripts of clips, followed by silence, with the checkpoint's."""
+        streamed = self.compared(comparison.clips, config, folder, self._reference())
+        streamed.other_words = 0.0
+        recognizer = self.open_recognizer(folder)
+        streamed.add_words(layout.SHERPA, lambda signal: transcribe(recognizer, signal, self.tail),
+                           layout.size(folder, config.models[self.name]))
+        comparison.companions[self.name] = {f"{self.milliseconds} ms": streamed}
 
     def _reference(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Return a function from a waveform [S] to what the checkpoint's head gives for the windows that sherpa-onnx
-        hears."""
+        """Return a function from a waveform [S] to the checkpoint's outputs for the windows that sherpa-onnx uses."""
         assert self.recognizer.chunks is not None, "others are refused"
         run = reference(self.recognizer, chunks=self.recognizer.chunks.config(self.chunk))
 
-        def heard(signal: np.ndarray) -> np.ndarray:
-            whole = followed(signal, self.tail)
-            behind = self.graph.bank.frames(len(whole)) - 1 - self.frames  # a frame must follow each window
-            windows = behind // self.moves + 1
-            return run(whole)[: windows * self.moves // self.graph.step.subsampling]
+        def outputs(signal: np.ndarray) -> np.ndarray:
+            whole = with_silence(signal, self.tail)
+            after_first = self.graph.bank.frames(len(whole)) - 1 - self.frames  # a frame must follow each window
+            windows = after_first // self.shift + 1
+            return run(whole)[: windows * self.shift // self.graph.step.subsampling]
 
-        return heard
+        return outputs
 
 
-def chosen(chunks: Chunks, frame_seconds: float, milliseconds: int | None) -> int:
-    """Return the milliseconds of a chunk that was asked for, which the model must have learnt; None: those nearest to
-    640."""
+def chunk_milliseconds(chunks: Chunks, frame_seconds: float, milliseconds: int | None) -> int:
+    """Return the chunk size, which the model must have been trained for; None: the size nearest to 640 ms."""
     sizes = chunks.in_milliseconds(frame_seconds)
     if milliseconds is None:
         return min(sizes, key=lambda each: abs(each - _MILLISECONDS))
@@ -196,10 +195,9 @@ def _check(graph: StreamingGraph) -> None:
     """Raise if sherpa-onnx would run the model differently from how it was trained."""
     bank = graph.bank
     settings = {**bank.settings, "high": bank.settings["high"] or bank.sample_rate / 2}
-    other = [name for name, value in _FEATURES.items() if settings[name] != value]
+    other = ", ".join(f"{name}: {settings[name]}" for name, value in _FEATURES.items() if settings[name] != value)
     if other:
-        told = ", ".join(f"{name}: {settings[name]}" for name in other)
-        raise SbkitError(f"sherpa-onnx computes other features for streams than this model was trained on ({told})",
+        raise SbkitError(f"sherpa-onnx computes other features for streams than this model was trained on ({other})",
                          hint="train with the compute_features of hparams/streaming.yaml, or leave out --target sherpa")
 
 
@@ -214,7 +212,7 @@ def check_version() -> None:
 
 
 def imported() -> ModuleType:
-    """Import sherpa-onnx, whose own recogniser tries each model."""
+    """Import sherpa-onnx, with which each model is tested."""
     try:
         import sherpa_onnx
     except ImportError:
@@ -226,13 +224,13 @@ def imported() -> ModuleType:
 def transcribe(recognizer: OnlineRecognizer, signal: np.ndarray, tail: int) -> str:
     """Transcribe a signal [S], followed by silence, with sherpa-onnx."""
     stream = recognizer.create_stream()
-    stream.accept_waveform(SAMPLE_RATE, followed(signal, tail))
+    stream.accept_waveform(SAMPLE_RATE, with_silence(signal, tail))
     stream.input_finished()
     while recognizer.is_ready(stream):
         recognizer.decode_stream(stream)
     return " ".join(recognizer.get_result(stream).split())
 
 
-def followed(signal: np.ndarray, tail: int) -> np.ndarray:
-    """Return a signal [S] and so many samples of silence."""
+def with_silence(signal: np.ndarray, tail: int) -> np.ndarray:
+    """Append ``tail`` samples of silence to a signal [S]."""
     return np.concatenate([signal, np.zeros(tail, np.float32)])

@@ -1,4 +1,4 @@
-"""A recogniser as a graph that takes a stream chunk by chunk: samples and a state to log-probabilities and the next."""
+"""A recogniser as a graph for streams: the samples of a chunk and a state to log-probabilities and the next state."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sbkit.nn.streaming.encoder import StreamingEncoder
 from sbkit.nn.streaming.layers import EncoderState
 from sbkit.tasks.recognise.recognizer import Recognizer
 
-#: Names of inputs, and their open dimensions.
+#: Names of inputs, and their dynamic dimensions.
 INPUTS = {"samples": ("batch", "samples"), "frames": ("batch",), **dict.fromkeys(EncoderState._fields, ("batch",))}
-_BATCH = 2  # that is traced; sizes of 0 and 1 would become constants
+_BATCH = 2  # for tracing; sizes of 0 and 1 would become constants
 
 
 def outputs(scores: str) -> dict[str, tuple[str, ...]]:
-    """Return the names of the outputs, of which the first is ``scores``, and their open dimensions."""
+    """Return the names of the outputs, of which the first is ``scores``, and their dynamic dimensions."""
     return {scores: ("batch", "chunk"), "counts": ("batch",),
             **{f"next_{name}": ("batch",) for name in EncoderState._fields}}
 
@@ -29,12 +29,12 @@ def outputs(scores: str) -> dict[str, tuple[str, ...]]:
 class StreamingGraph(nn.Module):
     """One step of a recogniser on streams, as a function of their samples and states.
 
-    Its parts are copied, so the recogniser stays as it is; one that can't run on a stream is refused.
+    Its parts are copied, so the recogniser isn't changed; raises if it can't run on a stream.
     """
 
     def __init__(self, recognizer: Recognizer):
         super().__init__()
-        requirements.refuse(requirements.of_stream(recognizer))
+        requirements.check(requirements.for_stream(recognizer))
         bank, chunks = recognizer.compute_features, recognizer.chunks
         assert isinstance(bank, FilterBank) and chunks is not None, "others are refused"
         self.bank = copy.deepcopy(bank).eval()
@@ -44,10 +44,10 @@ class StreamingGraph(nn.Module):
 
     def forward(self, samples: Tensor, frames: Tensor, keys: Tensor, values: Tensor, convolution: Tensor, front: Tensor,
                 seen: Tensor) -> tuple[Tensor, ...]:
-        """Compute log-probabilities [B, C, V], how many of C are said [B], and the next state.
+        """Compute log-probabilities [B, C, V], how many of C are final [B], and the next state.
 
         samples : [B, S], the windows of a chunk
-        frames : [B], feature frames of the windows that are real; 0: nothing for this stream
+        frames : [B], real feature frames of the windows; 0: no new audio of this stream
         keys, values, convolution, front, seen : as in ``sbkit.nn.streaming.layers.EncoderState``
         """
         features = self.bank.from_frames(framed(samples, self.bank.size, self.bank.hop))
@@ -55,11 +55,11 @@ class StreamingGraph(nn.Module):
         return log_probs, counts, *state
 
     def window(self, chunk: int) -> int:
-        """Return the samples of a window for a chunk of so many encoder frames."""
+        """Return the number of samples in the window of a chunk of encoder frames."""
         return chunk * self.step.subsampling * self.bank.hop + self.bank.size - self.bank.hop
 
     def described(self) -> Streaming:
-        """Return what config.json says of it, but for its files."""
+        """Return its description for config.json, without its files."""
         bank, state = self.bank, self.step.state(1)
         before = -bank.first
         after = 0 if bank.snip_edges else bank.size - bank.hop + bank.hop // 2 - before
@@ -70,7 +70,7 @@ class StreamingGraph(nn.Module):
                    for name, part in state._asdict().items()})
 
     def trace(self) -> torch.export.ExportedProgram:
-        """Trace it with any number of streams and any size of a chunk."""
+        """Trace it with dynamic numbers of streams and sizes of chunks."""
         samples = self.window(max(2, self.chunks[-1]))
         full = (samples - self.bank.size) // self.bank.hop + 1
         example = (torch.randn(_BATCH, samples) * 0.1, torch.tensor([full, full - 1]), *self.step.state(_BATCH))

@@ -1,4 +1,4 @@
-"""The streaming graph of a recogniser in its bundle: what is said of it, and its comparison chunk by chunk."""
+"""The streaming graph of a recogniser in its bundle: its description, and its comparison chunk by chunk."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import Call, Runner, open_runner
 from sbkit.export.windows import Window, Windows
-from sbkit.nn.chunks import Seen
-from sbkit.nn.streaming.layers import in_turn
+from sbkit.nn.chunks import ChunkConfig
+from sbkit.nn.streaming.layers import encode_in_chunks
 from sbkit.tasks.recognise import streaming_graph
 from sbkit.tasks.recognise.graph import reference
 from sbkit.tasks.recognise.recognizer import Recognizer
 
-_NOTHING = Window(np.zeros(0, np.float32), 0)
+_EMPTY = Window(np.zeros(0, np.float32), 0)
 
 
-#: Builds the comparison of clips with what a function gives for each, given the bundle's folder.
+#: Builds the comparison of a bundle's model with a function on clips.
 Compare = Callable[[ComparisonClips, OwnBundle, Path, Callable[[np.ndarray], np.ndarray]], Comparison]
 
 
 class Streams(Companion):
     """A recogniser's graph for streams; it is compared with whole utterances in chunks of each size.
 
-    A recogniser that can't run on a stream is refused. ``scores`` names what the graph gives.
+    Raises if the recogniser can't run on a stream. ``scores`` is the name of the graph's first output.
     """
 
     name, files = "stream", layout.STREAMS
@@ -73,43 +73,44 @@ class Streams(Companion):
 
 @torch.no_grad()
 def check_steps(recognizer: Recognizer, signal: Tensor) -> None:
-    """Raise unless a clip [S] sounds the same step by step as in the chunks that the model learnt in.
+    """Raise unless the outputs for a clip [S] are the same step by step as in the chunks of training.
 
-    What a stream with frames ahead should give is itself computed by steps, so comparing it with a graph says nothing
-    about them.
+    The reference of a stream with lookahead is itself computed step by step, so the comparison with the graph can't
+    detect this.
     """
     chunks = recognizer.chunks
     assert chunks is not None, "others are refused"
-    seen = Seen(chunks.sizes[-1], chunks.left[-1] // chunks.sizes[-1])
+    config = ChunkConfig(chunks.sizes[-1], chunks.left[-1] // chunks.sizes[-1])
     feats, frames = recognizer.features(signal[None], torch.tensor([len(signal)]))
-    learnt, counts = recognizer.encode(feats, frames, seen)
-    stepped = in_turn(recognizer.encoder, recognizer.embed(feats, frames)[0], frames, recognizer.subsampling, seen)
-    apart, other = (recognizer.scores(states[:, : int(counts)]) for states in (learnt, stepped))
-    if not torch.allclose(apart, other, atol=1e-3, rtol=1e-3):
+    trained, counts = recognizer.encode(feats, frames, config)
+    stepped = encode_in_chunks(recognizer.encoder, recognizer.embed(feats, frames)[0], frames, recognizer.subsampling,
+                               config)
+    expected, found = (recognizer.scores(states[:, : int(counts)]) for states in (trained, stepped))
+    if not torch.allclose(expected, found, atol=1e-3, rtol=1e-3):
         raise SbkitError("the encoder's outputs on a stream, step by step, differ from those in the chunks of its "
-                         f"training by up to {float((apart - other).abs().max()):.2g}",
+                         f"training by up to {float((expected - found).abs().max()):.2g}",
                          hint="your own code changes what its layers compute; without that it can run on a stream")
 
 
 def run(call: Call, config: Config, chunk: int, signals: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Run a streaming graph on a batch of waveforms [S], each of which begins a step after the one before.
+    """Run a streaming graph on a batch of waveforms [S], each of which starts one step after the one before.
 
     Returns each one's log-probabilities [T, V].
     """
     windows = Windows(config, chunk)
-    rows = [[_NOTHING] * i + windows.feed(signal) + windows.finish() for i, signal in enumerate(signals)]
-    found: list[list[np.ndarray]] = [[] for _ in rows]
-    assert config.streaming is not None, "asked of models that take streams"
+    rows = [[_EMPTY] * i + windows.feed(signal) + windows.finish() for i, signal in enumerate(signals)]
+    outputs: list[list[np.ndarray]] = [[] for _ in rows]
+    assert config.streaming is not None, "only models for streams get here"
     state = [np.zeros((len(rows), *part["shape"]), part["type"]) for part in config.streaming.state.values()]
     for number in range(max(1, *map(len, rows))):
-        now = [row[number] if number < len(row) else _NOTHING for row in rows]
+        current = [row[number] if number < len(row) else _EMPTY for row in rows]
         samples = np.zeros((len(rows), windows.samples), np.float32)
-        for place, window in zip(samples, now, strict=True):
-            place[: len(window.samples)] = window.samples
-        log_probs, counts, *state = call(samples, np.array([window.frames for window in now]), *state)
-        for said, row, count in zip(found, log_probs, counts, strict=True):
-            said.append(row[:count])
-    return [np.concatenate(said) for said in found]
+        for padded, window in zip(samples, current, strict=True):
+            padded[: len(window.samples)] = window.samples
+        log_probs, counts, *state = call(samples, np.array([window.frames for window in current]), *state)
+        for parts, row, count in zip(outputs, log_probs, counts, strict=True):
+            parts.append(row[:count])
+    return [np.concatenate(parts) for parts in outputs]
 
 
 def _runner(config: Config, size: int) -> str:

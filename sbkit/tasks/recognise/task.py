@@ -1,4 +1,4 @@
-"""The base class of recognisers whose encoder sbkit puts together: what CTC and a transducer have in common."""
+"""The base class of recognisers with features, front end and encoder, such as CTC and transducers."""
 
 from __future__ import annotations
 
@@ -39,38 +39,38 @@ class RecognitionTask(SearchingTask):
     """A task with features, front end and encoder; a derived one has the head and the loss.
 
     ``chunks``, a ``sbkit.nn.chunks.Chunks``, trains a model that can run live: in most steps a frame sees its chunk and
-    a limited left context. A test is of whole utterances unless an evaluation asks for chunks.
+    a limited left context. Tests use whole utterances unless an evaluation asks for chunks.
     """
 
     heads: ClassVar[tuple[str, ...]]
-    """The keys of what gives scores of tokens."""
+    """The keys of the heads whose outputs are scores of tokens."""
     scores_tokens: ClassVar[bool] = True
-    """Whether ``head`` gives scores of tokens, frame by frame."""
+    """Whether the outputs of ``head`` are scores of tokens, frame by frame."""
     keys: EncoderKeys
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if isinstance(self.keys.normalize, GlobalNorm):
             feature_statistics.load(self.keys.normalize)
-        # Built now, since it tries the layers out: in the first forward, a search for a step's culprit would see that.
+        # Built now, since it probes the layers, which must not happen while a failing step is diagnosed.
         self.recognizer = Recognizer.of(self.keys, self.head(), self.scores_tokens)
         if self.keys.chunks is not None and self.keys.chunks.ahead:
-            requirements.refuse(requirements.of_step(self.recognizer))
+            requirements.check(requirements.for_step(self.recognizer))
         self.decoder = self.keys.decoder
-        self.tested_in: DynChunkTrainConfig | None = None
-        """What each frame sees in a test; None: the whole utterance."""
+        self.test_context: DynChunkTrainConfig | None = None
+        """The context of frames in a test; None: the whole utterance."""
         self.live: LiveTest | None = None
 
     @abstractmethod
     def head(self) -> nn.Module:
-        """Return what follows the encoder frame by frame."""
+        """Return the layer after the encoder, frame by frame."""
 
     # ------------------------------------------------------------ before there is a model
 
     @classmethod
     def prepare(cls, keys: RecogniserKeys, manifests: Mapping[str, Manifest],
                 given: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the tokenizer, and the statistics of a ``GlobalNorm`` unless checkpoints hold them."""
+        """Train the tokenizer, and compute the statistics of a ``GlobalNorm`` unless checkpoints hold them."""
         assert isinstance(keys, EncoderKeys), "this task's own"
         refuse_longer(keys, manifests)
         follows = super().prepare(keys, manifests, given)
@@ -93,9 +93,9 @@ class RecognitionTask(SearchingTask):
         return known and super().is_prepared(keys)
 
     def stand_in(self, utterances: int, seconds: float, *, noise: bool = False) -> Batch:
-        """Make a batch as every task does, for which a model whose corpus isn't prepared needs no statistics."""
+        """Make a batch, for which ``GlobalNorm`` needs no statistics."""
         if isinstance(self.keys.normalize, GlobalNorm):
-            self.keys.normalize.pretend()
+            self.keys.normalize.allow_missing()
         return super().stand_in(utterances, seconds, noise=noise)
 
     # ------------------------------------------------------------ the check
@@ -112,7 +112,7 @@ class RecognitionTask(SearchingTask):
         return check_labels(keys, Recognizer.of(keys), manifests, findings, nodes)
 
     def describe(self) -> tuple[list[str], dict[str, Any]]:
-        """Say how long a frame of features, one of the encoder and a chunk are."""
+        """Describe the lengths of a feature frame, of an encoder frame and of a chunk."""
         model = self.recognizer
         hop = 1000 * model.hop_samples / self.keys.sample_rate
         frame = hop * model.subsampling
@@ -140,9 +140,9 @@ class RecognitionTask(SearchingTask):
     # ------------------------------------------------------------ chunks
 
     def visible_context(self, stage: Stage, batch: Batch) -> DynChunkTrainConfig | None:
-        """Return what each frame sees in a stage: the same for all micro-batches and ranks of an optimizer step.
+        """Return the context of frames in a stage: the same for all micro-batches and ranks of an optimizer step.
 
-        On stand-ins it is what takes the most memory.
+        On stand-ins it is the one that takes the most memory.
         """
         if self.keys.chunks is None:
             return None
@@ -150,14 +150,14 @@ class RecognitionTask(SearchingTask):
             return self.keys.chunks.costliest()
         if stage == Stage.TRAIN:
             return self.keys.chunks.at(int(self.keys.seed or 0), self.optimizer_step)
-        return self.keys.chunks.validation() if stage == Stage.VALID else self.tested_in
+        return self.keys.chunks.validation() if stage == Stage.VALID else self.test_context
 
     def take_chunks(self, chunk: Sequence[int | None]) -> None:
         if self.decoder is not None and self.decoder.nbest > 1 and chunk[0] is not None:
             raise SbkitError("--nbest lists the transcripts of the first size of --chunk, but a stream has only one",
                              hint="name whole first, as in --chunk whole,320, or leave out --nbest")
         self.live = LiveTest(self, chunk)
-        self.tested_in = self.live.config(chunk[0])
+        self.test_context = self.live.config(chunk[0])
 
     def results(self, rows: Sequence[TranscribedUtterance], loss: float, unread: Mapping[str, str]) -> Transcripts:
         found = super().results(rows, loss, unread)

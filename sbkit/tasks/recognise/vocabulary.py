@@ -1,4 +1,4 @@
-"""Checks that vocabulary, special ids, tokenizer and model agree, and tells which tensors have a row per token."""
+"""Checks that vocabulary, special ids, tokenizer and model agree, and finds the tensors with a row per token."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _INDICES = ("blank_index", "bos_index", "eos_index")
 
 
 def token_tables(keys: EncoderKeys, heads: Iterable[object]) -> TokenTables:
-    """Return the tensors of all heads' last layers and embeddings and of the decoder's embedding, and what their rows
-    stand for."""
+    """Return the tensors of all heads' last layers and embeddings and of the decoder's embedding, and the tokens of
+    their rows."""
     encoder = getattr(keys, keys.encoder_key)
     layers: list[nn.Module] = []
     for head in heads:
@@ -38,7 +38,7 @@ def token_tables(keys: EncoderKeys, heads: Iterable[object]) -> TokenTables:
 def check_sizes(traced: Trace, findings: Findings, heads: Iterable[str]) -> None:
     """Check that ``output_neurons``, the special ids, the tokenizer and the model agree.
 
-    heads : the keys of what gives scores of tokens
+    heads : the keys of the heads whose outputs are scores of tokens
     """
     built = traced.built
     size = built.hparams.get("output_neurons")
@@ -83,15 +83,15 @@ def _check_embedding(built: Built, size: int, findings: Findings) -> None:
         target = getattr(built.hparams.get(key), "custom_tgt_module", None)
         for table in target.modules() if isinstance(target, nn.Module) else ():
             if isinstance(table, nn.Embedding) and table.num_embeddings != size:
-                node, tell = built.nodes[key], findings.error if table.num_embeddings < size else findings.warning
-                tell("vocabulary", node.place_of("tgt_vocab"), node.key_of("tgt_vocab"),
-                     f"the decoder knows {table.num_embeddings} tokens, but output_neurons is {size}",
-                     "write `tgt_vocab: !ref <output_neurons>`")
+                node, report = built.nodes[key], findings.error if table.num_embeddings < size else findings.warning
+                report("vocabulary", node.place_of("tgt_vocab"), node.key_of("tgt_vocab"),
+                       f"the decoder knows {table.num_embeddings} tokens, but output_neurons is {size}",
+                       "write `tgt_vocab: !ref <output_neurons>`")
 
 
 def _check_tokenizer(built: Built, size: int, findings: Findings) -> None:
     """Check the tokenizer's size: that of its file if it exists, else its argument."""
-    tokenizer: Any = built.hparams.get("tokenizer")  # a Tokenizer, if it has what is asked for here
+    tokenizer: Any = built.hparams.get("tokenizer")  # of any class; only those with these attributes are checked
     node = built.nodes.get("tokenizer")
     if node is None or not hasattr(tokenizer, "vocab_size") or not hasattr(tokenizer, "path"):
         return

@@ -1,4 +1,4 @@
-"""The longest utterances that an encoder hears, if there is a limit, held against the recipe and the corpus."""
+"""Checks that no utterance of the recipe's corpus is longer than its encoder takes."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ from sbkit.tasks.recognise.keys import EncoderKeys
 
 
 def longest_seconds(encoder: object) -> float | None:
-    """Return the seconds of the longest utterance that an encoder takes; None if any will do."""
+    """Return the seconds of the longest utterance that an encoder takes; None: there is no limit."""
     seconds: float | None = getattr(encoder, "longest_seconds", None)
     return seconds
 
 
-def hears_all(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
-    """Check that the corpus lets in no utterances of training that are longer than the encoder takes."""
-    most, corpus = longest_seconds(getattr(keys, keys.encoder_key)), keys.corpus
-    if most is None or not hasattr(corpus, "max_duration"):
+def durations_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
+    """Check that the corpus's max_duration doesn't allow longer utterances in training than the encoder takes."""
+    max_seconds, corpus = longest_seconds(getattr(keys, keys.encoder_key)), keys.corpus
+    if max_seconds is None or not hasattr(corpus, "max_duration"):
         return True
     node: Node = built.nodes["corpus"]
-    there = isinstance(node.value, dict)
-    place, key = (node.place_of("max_duration"), node.key_of("max_duration")) if there else (node.place, node.key)
-    limit = f"write max_duration: {_limit(keys, most):g} under corpus"
+    place, key = (node.place_of("max_duration"), node.key_of("max_duration")) if isinstance(node.value, dict) \
+        else (node.place, node.key)
+    hint = f"write max_duration: {_max_duration(keys, max_seconds):g} under corpus"
     if corpus.max_duration is None:
         findings.warning("duration", place, key, "the corpus allows utterances of any length, but the encoder takes at "
-                         f"most {most:g} s: a longer one is an error when the corpus is prepared", limit)
+                         f"most {max_seconds:g} s: a longer one is an error when the corpus is prepared", hint)
         return True
     longest = float(planned_seconds(keys.augment, corpus.max_duration))
-    if longest <= most:
+    if longest <= max_seconds:
         return True
     slowed = f" ({longest:.1f} s when slowed down)" if longest > corpus.max_duration else ""
     findings.error("duration", place, key, f"the corpus allows utterances of {corpus.max_duration:g} s{slowed}, but "
-                   f"the encoder takes at most {most:g} s", limit)
+                   f"the encoder takes at most {max_seconds:g} s", hint)
     return False
 
 
 def refuse_longer(keys: EncoderKeys, manifests: Mapping[str, Manifest]) -> None:
-    """Refuse a prepared corpus with utterances that are longer than the encoder takes."""
-    most = longest_seconds(getattr(keys, keys.encoder_key))
-    if most is not None and (problems := list(_longer(keys, manifests, most))):
-        raise SbkitError("; ".join(problems), hint=f"leave them out, with max_duration: {_limit(keys, most):g} and "
-                         f"limit_splits: [{', '.join(manifests)}] under corpus, or cut them")
+    """Raise if a prepared corpus has utterances that are longer than the encoder takes."""
+    max_seconds = longest_seconds(getattr(keys, keys.encoder_key))
+    if max_seconds is not None and (problems := list(_longer(keys, manifests, max_seconds))):
+        raise SbkitError("; ".join(problems), hint="leave them out, with max_duration: "
+                         f"{_max_duration(keys, max_seconds):g} and limit_splits: [{', '.join(manifests)}] under "
+                         "corpus, or cut them")
 
 
 def _longer(keys: EncoderKeys, manifests: Mapping[str, Manifest], max_seconds: float) -> Iterator[str]:
@@ -61,5 +62,5 @@ def _longer(keys: EncoderKeys, manifests: Mapping[str, Manifest], max_seconds: f
                    f"the encoder takes: {ids}")
 
 
-def _limit(keys: EncoderKeys, most: float) -> float:
-    return most if keys.augment is None else int(10 * most / keys.augment.stretch) / 10
+def _max_duration(keys: EncoderKeys, max_seconds: float) -> float:
+    return max_seconds if keys.augment is None else int(10 * max_seconds / keys.augment.stretch) / 10

@@ -1,4 +1,4 @@
-"""The export of a transducer: the encoder's graph, and those of its prediction and its joint network."""
+"""The export of a transducer: graphs of the encoder, of the prediction network and of the joint network."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from sbkit.tasks.transducer.search import TorchJoint
 from sbkit.tasks.transducer.sherpa import SherpaTransducer
 
 OUTPUTS = {"states": ("batch", "frames"), "frames": ("batch",)}
-_ROWS = 2  # that are traced; sizes of 0 and 1 would become constants
+_ROWS = 2  # for tracing; sizes of 0 and 1 would become constants
 
 
 class Prediction(nn.Module):
@@ -55,10 +55,10 @@ class Joiner(Prediction):
 
 
 class TransducerComparison(Comparison):
-    """Compares the encoder's states, the scores of all that a search asks for, and the words in them.
+    """Compares the encoder's states, the joint network's scores during a search, and the words found.
 
-    The scores are those on the path of the checkpoint's own search, so that they can be compared one by one; the words
-    are of a search of one's own, in the bundle's graphs.
+    The scores are those on the path of the checkpoint's search, so that they can be compared one by one; the words are
+    of a search in the bundle's graphs.
 
     reference : runs the checkpoint's encoder on a waveform [S]
     own, exported : prediction and joint network of the checkpoint, and of the bundle
@@ -92,28 +92,28 @@ class TransducerComparison(Comparison):
         return super().undecided(expected[1])
 
     def tied(self, expected: Any, found: Any) -> bool:  # pairs of arrays
-        """Whether a search parts from the checkpoint's, and only where that scores two tokens almost equally."""
+        """Whether a search differs from the checkpoint's only where the latter scores two tokens almost equally."""
         (_, mine), (_, theirs) = expected, found
         return bool((mine.argmax(-1) != theirs.argmax(-1)).any()) and tied(mine, theirs)
 
 
 class SearchPath(NamedTuple):
-    """What a search asks a joint network in an utterance."""
+    """The inputs of a joint network on the path of a search through an utterance."""
 
     frames: np.ndarray
-    """The frame [N] of each question: as often as it has tokens, and once more."""
+    """The frame [N] of each step: a frame occurs once for each of its tokens, and once for the final blank."""
     tokens: np.ndarray
-    """The last tokens [N, context] of each."""
+    """The last tokens [N, context] of each step."""
 
     @classmethod
     def of(cls, spans: TokenSpans, frames: int, joint: Joint) -> SearchPath:
-        asked = np.sort(np.concatenate([spans.starts, np.arange(frames)]))
-        said = np.arange(len(asked)) - asked  # each frame before has been left once
+        steps = np.sort(np.concatenate([spans.starts, np.arange(frames)]))
+        emitted = np.arange(len(steps)) - steps  # tokens before each step, since each frame has one blank
         history = np.concatenate([np.full(joint.context, joint.blank), spans.ids]).astype(np.int64)
-        return cls(asked, np.lib.stride_tricks.sliding_window_view(history, joint.context)[said].copy())
+        return cls(steps, np.lib.stride_tricks.sliding_window_view(history, joint.context)[emitted].copy())
 
     def scores(self, joint: Joint, states: np.ndarray) -> np.ndarray:
-        """Ask a joint network all of that: log-probabilities [N, V]."""
+        """Compute a joint network's log-probabilities [N, V] of all steps."""
         return joint.join(states[self.frames], joint.predict(self.tokens))
 
 
@@ -131,7 +131,7 @@ class ExportedTransducer(ExportedRecognizer):
 
     @classmethod
     def of(cls, recognizer: Recognizer, keys: TransducerKeys) -> ExportedTransducer:
-        """Export the recogniser of a run, which is in evaluation mode and stays as it is."""
+        """Export the recogniser of a run in evaluation mode, which isn't changed."""
         return cls(Graph(recognizer), OUTPUTS, keys.sample_rate, recognizer=recognizer, keys=keys,
                    from_forward=lambda scores: (scores.states.float(), scores.frames))
 
@@ -154,27 +154,28 @@ class ExportedTransducer(ExportedRecognizer):
                              self.metadata(config) | {"context_size": str(head.context)})
 
     def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
-        """The model that sherpa-onnx runs, for streams."""
+        """Return the model for sherpa-onnx, for streams."""
         sherpa_stream.imported()
         model = self.recognizer
         if model.chunks is None:
             raise SbkitError("sherpa-onnx runs a transducer in chunks, but the recipe has no chunks",
                              hint="train one with hparams/transducer.yaml, or leave out --target")
-        frame = model.subsampling * model.hop_samples / self.sample_rate
-        made = SherpaTransducer(model, sherpa_stream.chosen(model.chunks, frame, chunk), self.compared,
-                                self.keys.transducer, self.keys.tokenizer.pieces())
+        frame_seconds = model.subsampling * model.hop_samples / self.sample_rate
+        milliseconds = sherpa_stream.chunk_milliseconds(model.chunks, frame_seconds, chunk)
+        target = SherpaTransducer(model, milliseconds, self.compared, self.keys.transducer,
+                                  self.keys.tokenizer.pieces())
         sherpa_stream.check_version()
-        return [made]
+        return [target]
 
     def compared(self, clips: ComparisonClips, config: TransducerConfig, folder: Path,
                  reference: Callable[[np.ndarray], np.ndarray]) -> TransducerComparison:
         vocabulary = Vocabulary.read(folder, config)
         return TransducerComparison(
             clips, reference, config.sample_rate, TorchJoint(self.keys.transducer, self.keys.blank_index),
-            self._written(folder, config), lambda spans: vocabulary.text(vocabulary.words(spans)),
+            self._exported_joint(folder, config), lambda spans: vocabulary.text(vocabulary.words(spans)),
             self.keys.tokenizer.decode)
 
-    def _written(self, folder: Path, config: TransducerConfig) -> Joint:
+    def _exported_joint(self, folder: Path, config: TransducerConfig) -> Joint:
         decoder, joiner = (open_runner(layout.ONNX, folder / name) for name in (config.decoder, config.joiner))
         return GraphJoint(lambda tokens: decoder(tokens)[0], lambda *states: joiner(*states)[0], config.vocabulary,
                           config.context, config.blank_id)

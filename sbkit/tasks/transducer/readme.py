@@ -71,7 +71,7 @@ ms; config.json has the sizes under `streaming`.
 """
 
 
-#: The section on streams in sherpa-onnx, with places for what ``SherpaStream`` fills in.
+#: The template of the section on streams in sherpa-onnx, for ``SherpaStream``.
 SHERPA_STREAM = """### Streams in sherpa-onnx
 
 `{file}` with `decoder.sherpa.onnx`, `joiner.sherpa.onnx` and `tokens.sherpa.txt` is a transducer of NeMo's kind for

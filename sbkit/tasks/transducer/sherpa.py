@@ -1,9 +1,9 @@
-"""Exports a transducer that learnt in chunks for sherpa-onnx's streams, as the kind that it calls *nemo_transducer*.
+"""Exports a transducer trained in chunks for sherpa-onnx's streams, as the kind that it calls *nemo_transducer*.
 
-Of sherpa-onnx's transducers only NeMo's may say several tokens in a frame, which letters need, and only they are given
-the features of ``hparams/transducer.yaml``. NeMo's prediction network is an LSTM; ours sees the last tokens, so these
-are the state that sherpa-onnx keeps for it. NeMo's blank is the last token, so tokens have other ids there, in a
-tokens.txt of their own.
+Of sherpa-onnx's transducers only NeMo's may emit several tokens in a frame, which letters need, and only they get the
+features of ``hparams/transducer.yaml``. NeMo's prediction network is an LSTM; ours sees the last tokens, so these are
+the state that sherpa-onnx keeps for it. NeMo's blank is the last token, so tokens have other ids there, in their own
+tokens.txt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 DECODER, JOINER, TOKENS = "decoder.sherpa.onnx", "joiner.sherpa.onnx", "tokens.sherpa.txt"
 _NEVER = -1e4  # the score of a token that can't occur
-_BATCH = 2  # that is traced
+_BATCH = 2  # for tracing
 
 
 def order(vocabulary: int, blank: int) -> list[int]:
@@ -38,7 +38,7 @@ def order(vocabulary: int, blank: int) -> list[int]:
 
 
 class SherpaPrediction(nn.Module):
-    """Tokens [B, 1] by sherpa-onnx's ids and the state before them to what is predicted [B, J, 1], and the state after.
+    """Tokens [B, 1] by sherpa-onnx's ids and the state before them to predictions [B, J, 1] and the state after them.
 
     The state [1, B, H] has the tokens before, each as its id plus one, and zero for the blank.
     """
@@ -52,15 +52,15 @@ class SherpaPrediction(nn.Module):
 
     def forward(self, targets: Tensor, target_length: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
         vocabulary = self.head.vocabulary
-        said = torch.cat([h[0], ((targets + 1) % vocabulary).float()], 1)[:, -self.head.context:]
-        predicted = self.head.predict(self.ours[(said.long() - 1) % vocabulary])
-        return predicted.transpose(1, 2), target_length, said[None, :, -h.shape[2]:], c
+        last = torch.cat([h[0], ((targets + 1) % vocabulary).float()], 1)[:, -self.head.context:]
+        predicted = self.head.predict(self.ours[(last.long() - 1) % vocabulary])
+        return predicted.transpose(1, 2), target_length, last[None, :, -h.shape[2]:], c
 
 
 class SherpaJoiner(nn.Module):
     """States [B, J, 1] of a frame and of the last tokens to scores [B, 1, 1, V] by sherpa-onnx's ids.
 
-    Tokens that are no text are ``silent``: sherpa-onnx would write them out, so they are not said.
+    Tokens that are no text are ``silent``: sherpa-onnx would output them, so they never occur.
     """
 
     ours: Tensor
@@ -74,8 +74,8 @@ class SherpaJoiner(nn.Module):
 
     def forward(self, encoder_outputs: Tensor, decoder_outputs: Tensor) -> Tensor:
         scores = self.head.join(encoder_outputs[:, :, 0], decoder_outputs[:, :, 0])[:, self.ours]
-        said = scores[:, :-1].masked_fill(self.never, _NEVER)
-        return torch.cat([said, scores[:, -1:]], 1)[:, None, None]
+        tokens = scores[:, :-1].masked_fill(self.never, _NEVER)
+        return torch.cat([tokens, scores[:, -1:]], 1)[:, None, None]
 
 
 class _Transposed(nn.Module):
@@ -100,7 +100,7 @@ class SherpaTransducer(SherpaStream):
         """The number of tokens in a state."""
         return max(1, self.head.context - 1)
 
-    def written(self, config: Config) -> tuple[nn.Module, int]:
+    def output_layer(self, config: Config) -> tuple[nn.Module, int]:
         return _Transposed(), 1
 
     def facts(self, config: Config) -> dict[str, object]:
@@ -126,7 +126,7 @@ class SherpaTransducer(SherpaStream):
                              {each: dimensions[each] for each in outputs}, {"comment": "made by sbkit"})
         write_tokens(folder / TOKENS, [self.pieces[i] for i in ids], len(ids) - 1)
 
-    def opened(self, folder: Path) -> OnlineRecognizer:
+    def open_recognizer(self, folder: Path) -> OnlineRecognizer:
         encoder, decoder, joiner, tokens = (
             str(folder / name) for name in (layout.MODELS[self.name], DECODER, JOINER, TOKENS))
         return imported().OnlineRecognizer.from_transducer(

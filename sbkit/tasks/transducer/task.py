@@ -43,14 +43,14 @@ class TransducerScores(NamedTuple):
     frames: Tensor  # [B] int64
     joined: Tensor  # [B, T, U + 1, V] scores of what follows each frame and token
     ctc: Tensor | None  # [B, T, V] scores of the CTC head
-    live: Sequence[tuple[Tensor, Tensor | None]] = ()  # what ``LiveTest.scores`` returns, in a test in chunks
+    live: Sequence[tuple[Tensor, Tensor | None]] = ()  # those of ``LiveTest.scores``, in a test in chunks
 
 
 class Transducer(RecognitionTask):
     """The Brain of ``hparams/transducer.yaml``.
 
-    ``ctc_weight: 0.3`` gives that share of the loss to a CTC head on the same encoder, which makes it learn sooner and
-    isn't used afterwards. Both are sums over utterances, divided by the tokens of the whole optimizer step.
+    ``ctc_weight: 0.3`` is the share of the loss of a CTC head on the same encoder, which makes it learn sooner and is
+    only used in training. Both are sums over utterances, divided by the tokens of the whole optimizer step.
     """
 
     Keys: ClassVar[type[TaskKeys]] = TransducerKeys
@@ -88,16 +88,18 @@ class Transducer(RecognitionTask):
         """Compute scores [B, T, U + 1, V] of waveforms [B, S] and the tokens of their texts [B, U]."""
         model, head = self.recognizer, self.keys.transducer
         with section("features"):
-            feats, heard = model.features(batch.signals, batch.signal_lengths, training=stage == Stage.TRAIN,
-                                          counted=batch.weight != 0)
-        encoded, frames = model.encode(feats, heard, self.visible_context(stage, batch))
-        states, ctc = self.scored(encoded)
-        predicted = head.predict(head.begun(self.safe_tokens(batch)))
+            feats, feat_frames = model.features(batch.signals, batch.signal_lengths, training=stage == Stage.TRAIN,
+                                                counted=batch.weight != 0)
+        encoded, frames = model.encode(feats, feat_frames, self.visible_context(stage, batch))
+        states, ctc = self.compute_scores(encoded)
+        predicted = head.predict(head.with_start(self.safe_tokens(batch)))
         joined = head.join(states[:, :, None], predicted[:, None])
-        live = self.live.scores(feats, heard, (states, ctc)) if self.live is not None and stage == Stage.TEST else ()
+        live: Sequence[tuple[Tensor, Tensor | None]] = ()
+        if self.live is not None and stage == Stage.TEST:
+            live = self.live.scores(feats, feat_frames, (states, ctc))
         return TransducerScores(states, frames, joined, ctc, live)
 
-    def scored(self, encoded: Tensor) -> tuple[Tensor, Tensor | None]:
+    def compute_scores(self, encoded: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute the states that are joined [B, T, J], and the CTC head's scores [B, T, V] if there is one."""
         return self.recognizer.head(encoded), None if self.keys.ctc_lin is None else self.keys.ctc_lin(encoded)
 
@@ -118,10 +120,10 @@ class Transducer(RecognitionTask):
 
     # ------------------------------------------------------------ transcripts
 
-    def of_ctc(self, scores: tuple[Tensor, Tensor | None]) -> Tensor | None:
+    def ctc_scores(self, scores: tuple[Tensor, Tensor | None]) -> Tensor | None:
         return scores[1]
 
-    def searched(self, scores: tuple[Tensor, Tensor | None]) -> Tensor:
+    def search_input(self, scores: tuple[Tensor, Tensor | None]) -> Tensor:
         return scores[0].float()
 
     def greedy(self, scores: Tensor, frames: Tensor) -> list[TokenSpans]:
@@ -129,9 +131,9 @@ class Transducer(RecognitionTask):
         search = TransducerSearch(TorchJoint(self.keys.transducer, self.keys.blank_index), len(rows))
         return search.feed([row[:count] for row, count in zip(rows, frames.tolist(), strict=True)])
 
-    def equip(self, search: TransducerBeam) -> TransducerBeam:
+    def prepare_search(self, search: TransducerBeam) -> TransducerBeam:
         search.joint = TorchJoint(self.keys.transducer, self.keys.blank_index)
-        return super().equip(search)
+        return super().prepare_search(search)
 
     def exported(self, run: Path) -> ExportedTransducer:
         from sbkit.tasks.transducer.exported import ExportedTransducer

@@ -95,16 +95,16 @@ def test_what_is_shorter_than_a_frame_is_one(folders, kind, least, two):
 def test_waveforms_are_made_equally_loud_where_the_model_was_used_to_it(tmp_path):
     encoders.make(tmp_path / "group", "wav2vec2-group", normalizes=True)
     encoders.make(tmp_path / "layer", "wav2vec2-layer", normalizes=False)
-    assert loaded(tmp_path / "group").makes_loudness_equal and not loaded(tmp_path / "layer").makes_loudness_equal
+    assert loaded(tmp_path / "group").normalizes_loudness and not loaded(tmp_path / "layer").normalizes_loudness
     for kind in ("layer", "group"):  # as the processors of transformers 5 save theirs
         own = tmp_path / kind / "preprocessor_config.json"
         whole = {"feature_extractor": json.loads(own.read_text())}
         (own.parent / "processor_config.json").write_text(json.dumps(whole))
         own.unlink()
-    assert loaded(tmp_path / "group").makes_loudness_equal and not loaded(tmp_path / "layer").makes_loudness_equal
+    assert loaded(tmp_path / "group").normalizes_loudness and not loaded(tmp_path / "layer").normalizes_loudness
     (tmp_path / "layer" / "processor_config.json").unlink()
     (tmp_path / "group" / "processor_config.json").unlink()
-    assert loaded(tmp_path / "layer").makes_loudness_equal and not loaded(tmp_path / "group").makes_loudness_equal
+    assert loaded(tmp_path / "layer").normalizes_loudness and not loaded(tmp_path / "group").normalizes_loudness
 
 
 @pytest.mark.parametrize("kind", encoders.KINDS)

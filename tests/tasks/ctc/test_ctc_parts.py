@@ -6,7 +6,7 @@ from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
 from torch import nn
 
 from sbkit.errors import SbkitError
-from sbkit.tasks.ctc.parts import tapped
+from sbkit.tasks.ctc.parts import layer_outputs
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def encoder():
 
 def test_a_tapped_layer_is_the_encoder_that_ends_there(encoder):
     x = torch.randn(2, 7, 8)
-    with tapped(encoder, [1, 2]) as states:
+    with layer_outputs(encoder, [1, 2]) as states:
         encoder(x)
     for count, state in enumerate(states, start=1):
         cut = encoder.layers
@@ -30,16 +30,16 @@ def test_a_tapped_layer_is_the_encoder_that_ends_there(encoder):
 
 
 def test_no_layers_cost_nothing():
-    with tapped(nn.Linear(2, 2), []) as states:
+    with layer_outputs(nn.Linear(2, 2), []) as states:
         assert states == []
 
 
 @pytest.mark.parametrize("layers", [[0], [3], [9]])
 def test_layers_that_are_not_within_are_named(encoder, layers):
-    with pytest.raises(SbkitError, match="the encoder has 3 layers"), tapped(encoder, layers):
+    with pytest.raises(SbkitError, match="the encoder has 3 layers"), layer_outputs(encoder, layers):
         pass
 
 
 def test_an_encoder_without_layers_is_told():
-    with pytest.raises(SbkitError, match="Linear has no list of layers"), tapped(nn.Linear(2, 2), [1]):
+    with pytest.raises(SbkitError, match="Linear has no list of layers"), layer_outputs(nn.Linear(2, 2), [1]):
         pass

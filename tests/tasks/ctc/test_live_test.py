@@ -48,7 +48,7 @@ def listener(chunk, chunks=CHUNKS, encode=None):
     model = SimpleNamespace(subsampling=4, hop_samples=160, encode=encode, head=lambda states: states)
     keys = SimpleNamespace(chunks=chunks, sample_rate=16_000, blank_index=0, tokenizer=Letters())
     task = SimpleNamespace(recognizer=model, keys=keys)
-    for name in ("scored", "of_ctc", "searched", "greedy"):
+    for name in ("compute_scores", "ctc_scores", "search_input", "greedy"):
         setattr(task, name, functools.partial(getattr(CTC, name), task))
     return LiveTest(task, chunk)
 

@@ -24,7 +24,7 @@ from sbkit.tasks.ctc import sherpa
 from sbkit.tasks.ctc.exported import Recogniser
 from sbkit.tasks.ctc.sherpa import CTCStream, SherpaOutput
 from sbkit.tasks.recognise import sherpa_stream
-from sbkit.tasks.recognise.sherpa_stream import chosen, packed, unpacked
+from sbkit.tasks.recognise.sherpa_stream import chunk_milliseconds, packed, unpacked
 
 MILLISECONDS, CHUNK = 160, 4
 
@@ -41,7 +41,7 @@ def stream():
 
 
 @pytest.fixture(scope="module")
-def written(stream, tmp_path_factory):
+def output_layer(stream, tmp_path_factory):
     to = tmp_path_factory.mktemp("sherpa") / "sherpa.onnx"
     stream.save(to, described(stream.graph))
     return to
@@ -121,7 +121,7 @@ def test_tokens_without_text_become_blanks_and_long_frames_are_repeated(stream):
 
 @pytest.mark.parametrize("asked, expected", [(None, 160), (80, 80), (320, 320)])
 def test_a_chunk_is_the_one_asked_for_or_the_nearest_to_640_ms(asked, expected):
-    assert chosen(CHUNKS, 0.02 if asked is None else 0.04, asked) == expected
+    assert chunk_milliseconds(CHUNKS, 0.02 if asked is None else 0.04, asked) == expected
 
 
 def exported(made, equal=False):
@@ -130,7 +130,7 @@ def exported(made, equal=False):
     equal : whether it hears all recordings equally loud
     """
     keys = SimpleNamespace(sample_rate=16_000, tokenizer=SimpleNamespace(decode=str))
-    whole = SimpleNamespace(normalize=None, encoder=SimpleNamespace(makes_loudness_equal=equal))
+    whole = SimpleNamespace(normalize=None, encoder=SimpleNamespace(normalizes_loudness=equal))
     return Recogniser(whole, {}, 16_000, recognizer=made, keys=keys, run=None)
 
 

@@ -79,7 +79,7 @@ def ours(made, signal):
 
 def heard(recognizer, signal, tail=TAIL):
     stream = recognizer.create_stream()
-    stream.accept_waveform(16_000, sherpa_stream.followed(signal, tail))
+    stream.accept_waveform(16_000, sherpa_stream.with_silence(signal, tail))
     stream.input_finished()
     while recognizer.is_ready(stream):
         recognizer.decode_stream(stream)
@@ -116,7 +116,7 @@ def test_its_readme_shows_how_to_run_it_and_it_hears_our_own_words(made, sherpa_
 def test_streams_in_a_batch_are_heard_as_alone(made, recognizer):
     opened_ = [recognizer.create_stream() for _ in LENGTHS]
     for stream, signal in zip(opened_, signals(), strict=True):
-        stream.accept_waveform(16_000, sherpa_stream.followed(signal, TAIL))
+        stream.accept_waveform(16_000, sherpa_stream.with_silence(signal, TAIL))
         stream.input_finished()
     while ready := [stream for stream in opened_ if recognizer.is_ready(stream)]:
         recognizer.decode_streams(ready)

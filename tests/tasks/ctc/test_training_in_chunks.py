@@ -19,7 +19,7 @@ from speechbrain.utils.epoch_loop import EpochCounter
 
 from sbkit.data.batch import Batch
 from sbkit.nn.accelerate import accelerate
-from sbkit.nn.chunks import Chunks, Seen
+from sbkit.nn.chunks import ChunkConfig, Chunks
 from sbkit.recipe.check import check
 from sbkit.tasks.ctc import CTC
 from sbkit.tasks.recognise.recognizer import Recognizer
@@ -93,10 +93,10 @@ def test_each_stage_sees_what_it_is_to_see(monkeypatch):
     for step in range(6):
         made.train_state.optimizer_step = step
         assert seen(made, Stage.TRAIN, monkeypatch)[0] == CHUNKS.at(3, step)
-    assert seen(made, Stage.VALID, monkeypatch)[0] == Seen(4, 2)
+    assert seen(made, Stage.VALID, monkeypatch)[0] == ChunkConfig(4, 2)
     assert seen(made, Stage.TEST, monkeypatch)[0] is None
-    made.tested_in = CHUNKS.config(2)
-    assert seen(made, Stage.TEST, monkeypatch)[0] == Seen(2, 4)
+    made.test_context = CHUNKS.config(2)
+    assert seen(made, Stage.TEST, monkeypatch)[0] == ChunkConfig(2, 4)
     assert seen(brain(None), Stage.TRAIN, monkeypatch)[0] is None
 
 

@@ -55,7 +55,7 @@ def test_speech_that_is_slowed_down_counts_and_any_length_is_doubtful(given, sev
     findings, place = Findings(), Place("x", 1)
     node = SimpleNamespace(value={}, place=place, key="corpus", place_of=lambda name: place,
                            key_of=lambda name: f"corpus.{name}")
-    assert window.hears_all(given, SimpleNamespace(nodes={"corpus": node}), findings) == (severity != "error")
+    assert window.durations_fit(given, SimpleNamespace(nodes={"corpus": node}), findings) == (severity != "error")
     found = [(each.severity, each.message, each.suggestion) for each in findings]
     assert [each[0] for each in found] == ([severity] if severity else [])
     assert all(told in message and mend in suggestion for _, message, suggestion in found)

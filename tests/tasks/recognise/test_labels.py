@@ -61,7 +61,7 @@ def test_frames_are_counted_as_the_loss_counts_them(texts, frames):
 
 
 def test_of_a_large_split_the_densest_are_looked_at(monkeypatch):
-    monkeypatch.setattr(labels, "MOST", 3)
+    monkeypatch.setattr(labels, "MAX_CHECKED", 3)
     found = labels.count_problems(manifest(["a", "abcabc", "ab", "abcab", "abcabca"], 0.05), Spelling(), Even(), 8,
                                   16_000)
     assert (found.checked, found.short) == (3, ["u1", "u4"])

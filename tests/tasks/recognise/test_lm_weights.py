@@ -105,9 +105,9 @@ def test_the_recorder_keeps_what_a_search_needs_and_hears_greedily():
 
 
 def test_a_large_dev_set_is_taken_evenly():
-    count = 3 * evaluation.ENOUGH
+    count = 3 * evaluation.TUNING_UTTERANCES
     manifest = Manifest(ids=[str(i) for i in range(count)], durations=[1.0] * count, wavs=[""] * count,
                         texts=[""] * count)
-    some = evaluation.some_of(manifest)
-    assert len(some) == evaluation.ENOUGH and some.ids[0] == "0" and some.ids[-1] == str(count - 1)
-    assert evaluation.some_of(some) is some
+    some = evaluation.tuning_subset(manifest)
+    assert len(some) == evaluation.TUNING_UTTERANCES and some.ids[0] == "0" and some.ids[-1] == str(count - 1)
+    assert evaluation.tuning_subset(some) is some

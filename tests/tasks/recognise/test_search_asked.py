@@ -39,7 +39,7 @@ def test_what_is_searched_at_the_end_is_what_each_batch_would_have_given(arpa):
     search = BeamSearch(Tokens(PIECES), lm=arpa, nbest=2)
     expected = [several for batch in batches for several in search.decode(*batch)]
     brain = SimpleNamespace(decoder=search, rows=[], greedy=greedy)
-    with search_asked.over_all(brain):
+    with search_asked.search_all_at_end(brain):
         for log_probs, lengths in batches:
             brain.rows += [TranscribedUtterance("id", "a", several[0].text)
                            for several in brain.decoder.decode(log_probs, lengths)]

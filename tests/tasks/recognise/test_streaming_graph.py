@@ -24,7 +24,7 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def written(model, tmp_path_factory):
+def output_layer(model, tmp_path_factory):
     """The files of each format."""
     folder, program = tmp_path_factory.mktemp("stream"), StreamingGraph(model).trace()
     paths = {name: folder / file for name, file in layout.STREAMS.items()}
@@ -99,7 +99,7 @@ def test_the_recogniser_stays_as_it_was(model):
 
 @pytest.mark.parametrize("given, told", [
     ({"features": nn.Identity()}, "its features come from Identity, .* needs a FilterBank; train with sbkit"),
-    ({"features": FilterBank(n_mels=BANDS, frame_length=8.0)}, "its features leave out samples"),
+    ({"features": FilterBank(n_mels=BANDS, frame_length=8.0)}, "its features skip samples"),
     ({"attention_type": "RelPosMHAXL"}, "its attention is RelPosMHAXL"),
 ])
 def test_what_cannot_run_on_a_stream_is_refused(given, told):
