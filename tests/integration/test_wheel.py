@@ -93,14 +93,13 @@ def test_a_starter_is_checked_trained_exported_transcribed_and_served(installed,
     pytest.importorskip("espeakng_loader", reason="the clips are synthesised with the extra 'demo'")
     pytest.importorskip("onnxruntime", reason="the bundle needs the extra 'export'")
 
-    def sbkit(*commands, cwd=tmp_path / "mine"):
-        return run(["-c", EACH, *map(json.dumps, commands)], cwd, **alone)
+    def sbkit(*commands):
+        return run(["-c", EACH, *map(json.dumps, commands)], tmp_path / "mine", **alone)
 
     alone = {"PYTHONPATH": str(installed), "SBKIT_CACHE": str(tmp_path / "cache")}
-    where = run(["-c", "import sbkit; print(sbkit.__file__)"], tmp_path, **alone).strip()
-    assert Path(where).is_relative_to(installed)
-    run(["-m", "sbkit", "demo-data", "data", "--hours", "0.04", "--workers", "1"], tmp_path, **alone)
-    assert "mine/hparams/ctc.yaml" in sbkit(["new", "mine"], cwd=tmp_path)
+    said = run(["-c", f"import sbkit; print(sbkit.__file__); {EACH}", *map(json.dumps, (
+        ["demo-data", "data", "--hours", "0.04", "--workers", "1"], ["new", "mine"]))], tmp_path, **alone)
+    assert Path(said.splitlines()[0]).is_relative_to(installed) and "mine/hparams/ctc.yaml" in said
     large = "recipes/CommonVoice/ASR/CTC/hparams/large.yaml"
     said = sbkit(["check", "hparams/ctc.yaml", "--json", *TINY],
                  ["check", large, "--no-run", "--data_folder", "../data", "--language", "fr"])
