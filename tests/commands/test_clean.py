@@ -103,6 +103,7 @@ def test_a_whole_one_is_taken_up_where_it_was_stopped(words, tmp_path, capfd, mo
     runs = sorted(folder.glob("*/fold-*"))
     assert len(runs) == 2 and all((run / "tested.json").exists() for run in runs)
     assert not list(folder.glob("suspects*"))
+    monkeypatch.setattr(folds, "train", lambda *given: None)  # both are complete
     monkeypatch.setattr(label_scores, "score", lambda run, rows, device: [
         LabelScore(row.id, row.text, row.text, 0.0, 1.0) for row in rows])
     assert cli.main(["clean", *words]) == 0
