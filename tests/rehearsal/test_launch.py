@@ -64,7 +64,7 @@ FIGURES = {"host_ms": 5.0, "card_ms": 2.0, "operations": 1, "peak_bytes": 3 << 2
 GRADIENTS = ("all_reduce", "6 float32")
 
 
-def test_a_process_that_ends_without_a_word_is_an_error_with_the_last_words_of_its_log(tmp_path, monkeypatch):
+def test_a_process_that_ends_without_an_error_is_a_finding_with_the_last_lines_of_its_log(tmp_path, monkeypatch):
     def live(diary, number):
         diary.write("ready", "")
         if number == 1:
@@ -100,7 +100,7 @@ def test_a_card_for_which_torch_has_no_kernels_is_an_error(tmp_path, monkeypatch
     assert error.code == "no-kernels" and "capability is 7.0" in error.message and error.message.endswith("sm_90")
 
 
-def test_a_launch_goes_well_only_if_each_process_says_so(tmp_path, monkeypatch):
+def test_a_launch_succeeds_only_if_each_process_does(tmp_path, monkeypatch):
     assert launched(lambda diary, number: None, tmp_path, monkeypatch, "resume")[1]
     assert not launched(lambda diary, number: os._exit(0), tmp_path, monkeypatch, "fail")[1]
     assert not launched(lambda diary, number: number or diary.write("ready", ""), tmp_path, monkeypatch, "train")[1]
@@ -152,7 +152,7 @@ def test_collectives_are_counted_in_all_launches(tmp_path, monkeypatch):
     (False, False, "(and step_seconds), or --compile --compile_mode reduce-overhead, helps"),
     (True, False, "(and step_seconds), or --compile_mode reduce-overhead, helps"),
     (True, True, "(and step_seconds) helps")])
-def test_a_card_that_waits_for_the_host_is_given_what_is_left_to_do(compiled, graphs, advice):
+def test_the_advice_for_a_launch_bound_step_names_options_that_are_off(compiled, graphs, advice):
     figures = FIGURES | {"card_ms": 12.0, "compiled": compiled, "cuda_graphs": graphs}
     lines = [{"launch": "train", "rank": 0, "stage": "steps", "at": 1.0, "figures": figures}]
     [remark] = assemble("recipe.yaml", lines, 2, CARDS["H100"], 0.0).sections["figures"].remarks
@@ -227,14 +227,14 @@ def test_the_count_of_flops_is_left_out_only_where_stand_ins_lack_an_operation(s
     assert ("skip" in diary.path.read_text()) == left_out
 
 
-def test_an_epoch_of_noise_has_its_steps_though_crops_are_all_that_is_trained_on(tmp_path):
+def test_an_epoch_of_noise_has_all_steps_although_training_uses_crops(tmp_path):
     recipe = load.open_recipe(load.load(CODEC, {"output_folder": str(tmp_path)}), CODEC)
     made = corpus.write(recipe, tmp_path / "data", 2)
     rows = len((tmp_path / "data" / "train.csv").read_text().splitlines()) - 1
     assert rows * recipe.hparams["crop_seconds"] >= corpus.STEPS * made["step_seconds"]
 
 
-def test_what_a_model_knew_is_not_rehearsed(tmp_path):
+def test_replay_is_not_rehearsed(tmp_path):
     known = str(run_folders.corpus(tmp_path / "known", train=4, dev=2, test=2))
     given = {"output_folder": str(tmp_path), "init_from": "model", "replay": 0.2, "replay_from": known}
     words = corpus.write(load.open_recipe(load.load(CTC, given), CTC), tmp_path / "data", 1)["args"]

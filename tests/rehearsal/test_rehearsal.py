@@ -229,7 +229,7 @@ def test_a_task_that_knows_its_words_is_refused_without_a_corpus(home):
 
 
 @pytest.mark.slow
-def test_a_run_whose_weights_are_divided_ends_well_and_is_not_asked_to_repeat_a_step(home):
+def test_a_sharded_run_succeeds_and_does_not_repeat_a_step(home):
     report = rehearse(home, "spotter.yaml", "--fsdp", "true", "--brain", "!name:faults.Ending", code=0)
     found = stages(report)
     assert found.pop("a batch that doesn't fit") == "skipped: no rank can repeat a step alone"

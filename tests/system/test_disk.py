@@ -34,7 +34,7 @@ def test_a_disk_error_names_the_path_and_the_free_space(tmp_path):
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "none"), ValueError("x"), SbkitError("mine")])
-def test_other_errors_stay_what_they_are(tmp_path, error):
+def test_other_errors_are_not_changed(tmp_path, error):
     with pytest.raises(type(error)) as found, disk.disk_errors_as_user_error(tmp_path):
         raise error
     assert found.value is error

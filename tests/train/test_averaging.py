@@ -46,7 +46,7 @@ def test_half_precision_is_summed_in_full(tmp_path):
     assert mean["0.weight"].dtype == torch.bfloat16 and torch.equal(mean["0.weight"], expected)
 
 
-def test_damaged_ones_are_left_out_and_replaced_by_the_next_best(tmp_path, caplog):
+def test_damaged_checkpoints_are_replaced_by_the_next_best(tmp_path, caplog):
     ckpt, _ = saved(tmp_path, [1.0, 2.0, 3.0])
     path = ckpt.find_checkpoint(min_key="WER").paramfiles["model"]
     path.write_bytes(path.read_bytes()[:-1])
@@ -57,7 +57,7 @@ def test_damaged_ones_are_left_out_and_replaced_by_the_next_best(tmp_path, caplo
     assert "Averaging 2 of 3 requested checkpoints" in caplog.text
 
 
-def test_what_can_not_be_averaged_is_an_error(tmp_path):
+def test_checkpoints_that_cannot_be_averaged_are_an_error(tmp_path):
     ckpt, _ = saved(tmp_path, [1.0])
     with pytest.raises(SbkitError, match="has 'PER'"):
         average(ckpt, "model", 1, min_key="PER")
@@ -128,7 +128,7 @@ def test_swapped_evaluates_with_averages_and_gives_the_own_weights_back():
     assert all(torch.equal(param, own[name]) for name, param in net.named_parameters())
 
 
-def test_a_resumed_average_goes_on_bit_by_bit(tmp_path):
+def test_a_resumed_average_continues_to_the_same_bits(tmp_path):
     torch.manual_seed(1)
     net = model()
     ema = EMA(net, decay=0.9)
@@ -186,6 +186,6 @@ def test_frozen_parameters_stay_the_models():
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, 2])
-def test_decays_that_make_no_average(decay):
+def test_invalid_decays_are_refused(decay):
     with pytest.raises(SbkitError, match="decay"):
         EMA(model(), decay)

@@ -36,7 +36,7 @@ ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
 # ------------------------------------------------------------------ what it takes
 
 
-def test_a_part_that_a_recipe_does_without_is_null_under_modules_too():
+def test_modules_may_be_null():
     assert list(options.check_modules({"lin": torch.nn.Linear(1, 1), "normalize": None})) == ["lin"]
 
 
@@ -48,7 +48,7 @@ def test_a_part_that_a_recipe_does_without_is_null_under_modules_too():
     ({"keys": torch.nn.Linear(1, 1)}, "'keys' can't be the name"),
     ({"a.b": torch.nn.Linear(1, 1)}, "'a.b' can't be the name"),
 ])
-def test_something_under_modules_that_is_no_module_is_named(modules, says):
+def test_an_entry_of_modules_that_is_not_a_module_is_named(modules, says):
     with pytest.raises(SbkitError, match=says):
         sbkit.Brain(modules, run_opts={"device": "cpu"})
 
@@ -112,7 +112,7 @@ def test_losses_are_fp32_in_every_precision_and_layers_are_not(precision):
     assert toy.trainer.computed.loss.total.dtype == torch.float32
 
 
-def test_the_scaler_is_saved_and_goes_on(tmp_path):
+def test_the_scaler_is_saved_and_continues(tmp_path):
     toy = brain(precision="fp16", checkpointer=Checkpointer(tmp_path))
     toy.fit(range(1, 2), ToyTrainLoader())
     toy.checkpointer.save_checkpoint()
@@ -167,7 +167,7 @@ def test_a_report_says_which_weights_it_was_made_with(tmp_path, caplog, monkeypa
 
 
 @pytest.mark.gpu(values=True)
-def test_on_a_card_a_report_is_made_with_the_weights_of_a_step_later(tmp_path):
+def test_on_a_gpu_a_report_uses_the_weights_of_the_next_step(tmp_path):
     toy, told, kept, again = bad_third_step(tmp_path, device="cuda")
     assert told["late"] == 1 and torch.equal(kept, toy.after[3].cpu()) and "Weights: those after step 4" in again
 
@@ -183,7 +183,7 @@ def test_in_fp16_a_sum_of_many_overflows_no_more_than_its_mean(device):
         assert other.norm == pytest.approx(one.norm, rel=0.01) and other.loss == pytest.approx(one.loss, rel=0.01)
 
 
-def test_in_fp16_a_step_that_overflows_is_skipped_and_one_that_is_nan_is_looked_into(tmp_path, caplog):
+def test_in_fp16_a_step_that_overflows_is_skipped_and_one_that_is_nan_is_examined(tmp_path, caplog):
     toy = brain(Long, precision="fp16", hparams={"output_folder": str(tmp_path)}, nonfinite_patience=3)
 
     def spoil(batch):
@@ -229,7 +229,7 @@ def test_what_counts_host_syncs_finds_them():
     assert "optim.py" in text  # an optimizer that can't skip by itself is the one wait there is
 
 
-def test_an_epoch_s_last_accumulation_is_stepped_and_weighs_what_it_holds():
+def test_an_epoch_s_last_accumulation_is_a_step_weighted_by_its_size():
     class Mean(ToyBrain):
         def compute_forward(self, batch, stage):
             return self.modules.model[0](batch).sum(-1)
@@ -286,7 +286,7 @@ def test_frozen_optimizers_stay_frozen():
     assert not torch.equal(toy.modules.model[2].weight, layers()[2].weight)
 
 
-def test_without_an_optimizer_gradients_can_be_looked_at():
+def test_without_an_optimizer_gradients_can_be_read():
     model = layers()
     toy = ToyBrain({"model": model}, None, {"model": model}, {"device": "cpu", "noprogressbar": True})
     toy.on_fit_start()
@@ -312,7 +312,7 @@ def spoiled(bad_steps):
     return ToyTrainLoader(6, 6, touch=touch)
 
 
-def test_what_backward_makes_of_a_stand_in_reaches_no_weight():
+def test_the_gradient_of_a_placeholder_reaches_no_weight():
     def fit(value):
         def touch(batch):
             if batch.micro == 1:
@@ -496,7 +496,7 @@ def test_a_data_worker_that_dies_during_a_step_is_one_clear_error():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ["fit(range(1, 4), ToyTrainLoader())", "evaluate(ToyEvalLoader())"])
-def test_a_script_goes_on_when_whoever_reads_its_output_leaves(act):
+def test_a_script_continues_when_the_reader_of_its_output_exits(act):
     done = subprocess.run([sys.executable, "-c", f"""
 import os, sys
 from toys import ToyEvalLoader, ToyTrainLoader, brain

@@ -254,7 +254,7 @@ def test_it_is_known_which_modes_record_cuda_graphs(device, mode, on):
     assert graphs.on is on
 
 
-def test_with_cuda_graphs_each_batch_is_announced_and_gradients_outlive_it(monkeypatch):
+def test_with_cuda_graphs_each_batch_is_announced_and_gradients_survive_it(monkeypatch):
     """Replays write over what came before: here gradients as backward left them are spoilt at the next batch."""
     written, announced = [], []
 

@@ -120,7 +120,7 @@ def test_the_same_files_are_written(tmp_path):
 
 
 @pytest.mark.parametrize("first, second", [(sb.core.Brain, sbkit.Brain), (sbkit.Brain, sb.core.Brain)])
-def test_each_goes_on_from_the_other_s_checkpoint(tmp_path, first, second):
+def test_each_resumes_from_the_other_s_checkpoint(tmp_path, first, second):
     sgd = partial(torch.optim.AdamW, lr=0.1)
     _, whole, _ = run(sb.core.Brain, tmp_path / "whole", [], sgd, epochs=4, evaluate=False)
     run(first, tmp_path / "cut", [], sgd, epochs=2, evaluate=False)
@@ -158,7 +158,7 @@ def mid_epoch(folder, die_at=None, workers=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("die_at, workers", [(3, 0), (5, 2), (11, 0)])
-def test_speechbrain_s_loaders_go_on_where_the_run_died_in_the_middle_of_an_epoch(tmp_path, die_at, workers):
+def test_speechbrain_s_loaders_resume_where_the_run_died_in_the_middle_of_an_epoch(tmp_path, die_at, workers):
     whole, weight = mid_epoch(tmp_path / "whole")
     with pytest.raises(Killed):
         mid_epoch(tmp_path / "cut", die_at, workers)

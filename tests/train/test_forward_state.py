@@ -53,7 +53,7 @@ def unequal(one, other):
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_what_a_forward_wrote_is_put_back_or_left(steps_before):
+def test_state_that_a_forward_wrote_is_restored_if_the_step_was_skipped(steps_before):
     torch.manual_seed(0)
     module = Writing()
     kept = ForwardState(module)
@@ -77,7 +77,7 @@ def test_what_a_forward_wrote_is_put_back_or_left(steps_before):
     assert unequal(after, everything(module)) == []
 
 
-def test_put_back_always():
+def test_state_can_always_be_restored():
     module = Writing()
     kept, before = ForwardState(module), everything(module)
     marks = module.table._version

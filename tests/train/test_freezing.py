@@ -49,7 +49,7 @@ def toy(freeze, modules=None, hparams=None, **options):
     return brain(Named, modules=modules, hparams={"first": modules[0], "freeze": freeze, **(hparams or {})}, **options)
 
 
-def test_what_is_frozen_stays_as_it_was_and_has_no_state():
+def test_frozen_parameters_do_not_change_and_have_no_state():
     made = toy({"first": True, "model.4": True})
     before = state(made)
     made.fit([1, 2], ToyTrainLoader(4))
@@ -60,7 +60,7 @@ def test_what_is_frozen_stays_as_it_was_and_has_no_state():
     assert all(parameter.grad is None for parameter in made.modules["model"][0].parameters())
 
 
-def test_modules_that_are_frozen_whole_run_as_in_use():
+def test_frozen_modules_run_in_evaluation_mode():
     modes = []
 
     class Looking(Named):
@@ -166,7 +166,7 @@ def cut_and_resumed(folder, die_at):
     return run(folder)
 
 
-def test_what_is_frozen_for_some_steps_trains_from_then_on(tmp_path):
+def test_parameters_frozen_for_some_steps_train_from_then_on(tmp_path):
     start = {name: value.clone() for name, value in model().state_dict().items()}
     with pytest.raises(Stop):
         run(tmp_path, 7)
@@ -180,12 +180,12 @@ def test_what_is_frozen_for_some_steps_trains_from_then_on(tmp_path):
 
 
 @pytest.mark.parametrize("die_at", [2, 3, 4, 7, 8])
-def test_a_run_that_died_before_at_or_after_the_thaw_goes_on_as_if_it_had_not(tmp_path, die_at):
+def test_a_run_that_died_before_at_or_after_unfreezing_resumes_exactly(tmp_path, die_at):
     compare(run(tmp_path / "whole"), cut_and_resumed(tmp_path / "cut", die_at))
 
 
 @pytest.mark.slow
-def test_so_on_two_ranks(tmp_path):
+def test_unfreezing_works_on_two_ranks(tmp_path):
     first, second = results(run, tmp_path / "whole")
     assert same(first[0], second[0]) and not first[3]  # and no backward searches for what it doesn't reach
     for die_at in (6, 7, 9):
@@ -203,7 +203,7 @@ def on_a_corner(_):
 
 
 @pytest.mark.slow
-def test_what_thaws_and_is_not_reached_is_left_out_of_the_averaging():
+def test_unfrozen_parameters_that_the_loss_does_not_reach_are_not_averaged():
     (first, searches), (second, _) = results(on_a_corner, None)
     assert same(first, second) and not searches
     assert torch.equal(first["model.3.weight"], layers()[3].weight)
@@ -229,7 +229,7 @@ def own(_):
 
 
 @pytest.mark.slow
-def test_a_fit_batch_of_the_recipes_own_thaws_too_on_two_ranks():
+def test_unfreezing_works_with_a_recipes_own_fit_batch_on_two_ranks():
     first, second = results(own, None)
     assert same(first, second) and not torch.equal(first["model.0.weight"], layers()[0].weight)
 
@@ -246,7 +246,7 @@ def divided(folder):
 
 
 @pytest.mark.slow
-def test_divided_parameters_neither_thaw_nor_are_saved_as_adapters(tmp_path):
+def test_sharded_parameters_are_neither_unfrozen_nor_saved_as_adapters(tmp_path):
     results(divided, tmp_path)
 
 
@@ -259,7 +259,7 @@ def test_the_size_that_fits_is_found_again_when_more_parameters_train():
     assert seen == [5.0, 5.0, 0.0, 0.0]
 
 
-def test_what_a_model_keeps_frozen_itself_never_thaws():
+def test_parameters_that_a_model_itself_keeps_frozen_are_never_unfrozen():
     """Convolutions of a pretrained encoder and the base of adapters get no gradient, whatever the recipe thaws."""
     modules = torch.nn.ModuleDict({"model": torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])})
     modules["model"][0].weight.requires_grad_(False)
@@ -271,7 +271,7 @@ def test_what_a_model_keeps_frozen_itself_never_thaws():
     assert [name for name, each in modules.named_parameters() if not each.requires_grad] == ["model.0.weight"]
 
 
-def test_the_base_of_adapters_stays_frozen_when_they_thaw():
+def test_the_base_of_adapters_stays_frozen_when_they_are_unfrozen():
     model = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))])
     LoRA(model[0], "0", rank=1)
     modules = torch.nn.ModuleDict({"model": model})
@@ -281,7 +281,7 @@ def test_the_base_of_adapters_stays_frozen_when_they_thaw():
     assert trained == {"model.0.0.lora.1.weight", "model.0.0.lora.2.weight"}
 
 
-def test_a_module_rests_whoever_froze_its_parts():
+def test_a_module_is_in_evaluation_mode_whoever_froze_its_parts():
     """Spans are masked and values dropped by the module above: a frozen encoder is to do neither."""
     encoder = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     encoder[0].requires_grad_(False)
@@ -322,7 +322,7 @@ def test_the_start_says_what_learns_and_since_when(caplog):
     assert "parameters are trained from the first step" in lines[-1] and "until step 2 and 16 for good" in lines[-1]
 
 
-def test_where_all_learns_alike_it_says_nothing(caplog):
+def test_no_table_is_logged_if_all_parts_learn_at_one_rate(caplog):
     assert not any("What learns" in each for each in said(caplog, None))
 
 

@@ -56,7 +56,7 @@ def test_a_part_trains_at_its_multiple_of_the_rate():
     assert toy.trainer.learning_rate == pytest.approx(0.1)
 
 
-def test_a_step_is_so_many_times_as_long():
+def test_a_factor_multiplies_the_update():
     plain, scaled = made(), made(learning_rates={"head": 4})
     start = state(plain)
     for toy in (plain, scaled):
@@ -99,14 +99,14 @@ def test_vectors_without_weight_decay_have_their_multiples_too():
 
 
 @pytest.mark.parametrize("of_a_part", [1, 4])
-def test_a_layer_learns_slower_the_deeper_it_lies_and_its_part_multiplies_that(of_a_part):
+def test_lower_layers_learn_slower_times_the_factor_of_their_part(of_a_part):
     found = rates(made(Deep, deep(), layer_decay=0.5, learning_rates={"model.1.0": of_a_part}))
     assert {name: value for name, value in found.items() if name.endswith("weight")} == pytest.approx({
         "model.0.weight": 0.0125, "model.1.1.weight": 0.025, "model.1.0.weight": 0.05 * of_a_part,
         "model.1.2.weight": 0.1, "model.2.weight": 0.1})
 
 
-def test_looking_for_the_order_leaves_nothing_behind():
+def test_finding_the_order_of_layers_changes_nothing():
     torch.manual_seed(3)
     toy = made(Deep, deep(), layer_decay=0.5)
     drawn = torch.rand(1)
@@ -135,7 +135,7 @@ class Own(ToyBrain):
 
 
 @pytest.mark.parametrize("hparams", [{"learning_rates": {"head": 2}}, {"layer_decay": 0.9}])
-def test_optimizers_of_the_recipes_own_have_no_multiples(hparams):
+def test_factors_are_refused_with_a_recipes_own_optimizers(hparams):
     with pytest.raises(SbkitError, match="Own creates its own optimizers"):
         made(Own, **hparams)
 
@@ -150,7 +150,7 @@ def trained(folder, factor, epochs):
     return toy
 
 
-def test_a_run_goes_on_with_the_multiples_that_its_recipe_has_now(tmp_path):
+def test_a_resumed_run_has_the_factors_of_its_present_recipe(tmp_path):
     whole = trained(tmp_path / "whole", 3.0, 2)
     trained(tmp_path / "cut", 3.0, 1)
     again = trained(tmp_path / "cut", 3.0, 2)

@@ -35,7 +35,7 @@ class Counting(ToyTrainLoader):
         self.counts = state
 
 
-def test_a_resumed_run_remembers_how_much_was_damaged(tmp_path):
+def test_a_resumed_run_keeps_the_count_of_damaged_recordings(tmp_path):
     def run(loader, **run_opts):
         toy = brain(checkpointer=Checkpointer(tmp_path), **run_opts)
         toy.fit([1], loader)

@@ -75,7 +75,7 @@ def test_the_direction_is_that_of_the_singular_vectors():
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-36, 1e-38, 1e-45])
-def test_next_to_nothing_in_gives_next_to_nothing_out(scale):
+def test_tiny_gradients_give_tiny_updates(scale):
     assert newton_schulz(scale * drawn(2, 30, 50)).abs().max() < 0.2
 
 
@@ -100,7 +100,7 @@ def test_any_weight_is_updated_at_one_size(shape):
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 and later have one")
-def test_matrices_move_as_with_torchs_muon():
+def test_matrices_are_updated_as_with_torchs_muon():
     shapes = [(16, 16), (16, 40), (40, 16)]
     ours, theirs = parameters(*shapes), parameters(*shapes)
     one = Muon(ours, lr=0.02, modules=[holder(*ours)], update_rms=0.2, weight_decay=0.1)
@@ -113,7 +113,7 @@ def test_matrices_move_as_with_torchs_muon():
         assert (mine - its).norm() < 0.03 * moved, mine.shape  # bfloat16, and another order of additions
 
 
-def test_all_else_moves_as_with_adamw():
+def test_other_parameters_are_updated_as_with_adamw():
     shapes = [(16,), (28, 16), (3, 16, 16)]
     ours, theirs = parameters(*shapes), parameters(*shapes)
     descend(Muon(ours, modules=[nn.Linear(1, 1)], lr=0.02, weight_decay=0.1), ours, 5)
@@ -122,7 +122,7 @@ def test_all_else_moves_as_with_adamw():
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-7)
 
 
-def test_of_the_flagship_it_takes_the_matrices_alone(tmp_path):
+def test_of_the_flagship_only_matrices_are_updated_by_muon(tmp_path):
     hparams = load.load(ROOT / "hparams" / "ctc.yaml", {"output_folder": str(tmp_path), "num_encoder_layers": 1})
     model = hparams["model"]
     optimizer = hparams["opt_class"](model.parameters())
@@ -151,7 +151,7 @@ def test_matrices_are_orthogonalised_in_turn(every):
     assert counts == [1] * len(weights)
 
 
-def test_a_gradient_now_and_then_keeps_no_weight_from_its_turn():
+def test_a_weight_with_gradients_in_some_steps_only_gets_its_turn():
     weights = parameters((6, 6), (6, 6), (6, 6))
     optimizer = Muon(weights, modules=[holder(*weights)], orthogonalize_every=2)
     counts = [0, 0, 0]
@@ -166,7 +166,7 @@ def test_a_gradient_now_and_then_keeps_no_weight_from_its_turn():
 
 
 @pytest.mark.parametrize("shapes", [[(8, 8)], [(8,)]])
-def test_gradients_are_divided_by_the_scale_that_is_given(shapes):
+def test_gradients_are_divided_by_the_loss_scale(shapes):
     ours, theirs = parameters(*shapes), parameters(*shapes)
     layers = [holder(*(each if len(shapes[0]) == 2 else parameters((2, 2)))) for each in (ours, theirs)]
     one, other = (Muon(each, modules=[layer], lr=0.01) for each, layer in zip((ours, theirs), layers, strict=True))
@@ -187,14 +187,14 @@ def test_filters_in_any_layout_move():
     assert (layer.weight - before).abs().min() > 0
 
 
-def test_a_weight_that_is_looked_up_too_learns_as_with_adamw():
+def test_a_weight_that_is_also_an_embedding_is_updated_as_with_adamw():
     lookup, head = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
     head.weight = lookup.weight
     both = nn.ModuleList([lookup, head, nn.Linear(6, 6)])
     assert Muon(both.parameters(), modules=[both]).matrices == {id(both[2].weight)}
 
 
-def test_a_weight_that_thaws_has_a_direction_at_once():
+def test_an_unfrozen_weight_has_a_direction_at_once():
     weights = parameters((6, 6), (6, 6))
     optimizer = Muon(weights, modules=[holder(*weights)], orthogonalize_every=100)
     weights[0].grad = drawn(6, 6)
@@ -206,7 +206,7 @@ def test_a_weight_that_thaws_has_a_direction_at_once():
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("stop", [1, 4, 5])
-def test_a_run_goes_on_to_the_same_bits(every, stop):
+def test_a_resumed_run_reaches_the_same_bits(every, stop):
     def made():
         weights = parameters((8, 8), (8, 20), (8,), (24, 8))
         return weights, Muon(weights, lr=0.01, modules=[holder(weights[0], weights[1], weights[3])],
@@ -225,7 +225,7 @@ def test_a_run_goes_on_to_the_same_bits(every, stop):
     assert all(torch.equal(*pair) for pair in zip(whole, second, strict=True))
 
 
-def test_it_goes_on_from_adamw(caplog):
+def test_a_run_with_adamw_can_be_resumed_with_muon(caplog):
     weights = parameters((8, 8), (8,), (8, 8), (8, 8))
     before = torch.optim.AdamW(weights, lr=0.5)
     descend(before, weights, 2)
@@ -274,7 +274,7 @@ def test_ranks_share_the_work_and_have_the_same_bits_whatever_their_processors(w
 
 
 @pytest.mark.gpu
-def test_an_update_of_more_matrices_launches_hardly_more_kernels():
+def test_an_update_of_more_matrices_launches_few_more_kernels():
     if not nullcard.active():
         pytest.skip("launches are counted on a null card")
 
@@ -314,7 +314,7 @@ def test_a_brain_learns_with_it():
     assert {id(weight) for weight, state in toy.optimizer.state.items() if "direction" in state} == {id(made[0].weight)}
 
 
-def test_divided_parameters_are_refused(monkeypatch):
+def test_sharded_parameters_are_refused(monkeypatch):
     made = layers()
     toy = brain(opt_class=partial(Muon, modules=[made]), modules=made, hparams={"fsdp": True})
     monkeypatch.setattr(sharding.ranks, "world_size", lambda: 2)

@@ -45,7 +45,7 @@ def run(folder, die_at=None, steps=5, output_folder=None, **run_opts):
 
 
 @pytest.mark.parametrize("die_at", [3, 5, 7, 12])
-def test_a_run_that_died_within_a_step_goes_on_as_if_it_had_not(tmp_path, die_at):
+def test_a_run_that_died_within_a_step_resumes_exactly(tmp_path, die_at):
     whole = run(tmp_path / "whole")
     with pytest.raises(Stop):
         run(tmp_path / "cut", die_at)
@@ -125,7 +125,7 @@ def assert_the_same(one, other):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_signal_in_validation_stops_it_and_the_run_goes_on_as_if_it_had_not(tmp_path, place):
+def test_a_signal_in_validation_stops_it_and_the_run_resumes_exactly(tmp_path, place):
     whole, _ = ended(tmp_path / "whole")
     expected = everything_of(whole, tmp_path / "whole")
     cut, end = ended(tmp_path / "cut", place, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -140,7 +140,7 @@ def test_a_signal_in_validation_stops_it_and_the_run_goes_on_as_if_it_had_not(tm
 
 @pytest.mark.parametrize("every", [0, 2])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_run_that_died_in_validation_goes_on_as_if_it_had_not(tmp_path, place, every):
+def test_a_run_that_died_in_validation_resumes_exactly(tmp_path, place, every):
     def die():
         raise Stop
 

@@ -76,7 +76,7 @@ def drawn_by(rank, monkeypatch, device="cpu", world=2, step=0):
     return draw()
 
 
-def test_ranks_draw_masks_of_their_own_and_decide_alike(monkeypatch):
+def test_ranks_draw_their_own_masks_but_make_the_same_decisions(monkeypatch):
     first, again, second, later = (drawn_by(rank, monkeypatch, step=step) for rank, step in
                                    ((0, 0), (0, 0), (1, 0), (0, 9)))
     assert first == again and first[:2] == second[:2] == later[:2]  # Python's
@@ -86,14 +86,14 @@ def test_ranks_draw_masks_of_their_own_and_decide_alike(monkeypatch):
     assert draw() == drawn_by(0, monkeypatch, world=1)
 
 
-def test_beside_a_card_torch_on_the_host_draws_alike_too(monkeypatch):
+def test_with_a_gpu_torch_on_the_host_draws_the_same_on_all_ranks(monkeypatch):
     seeds = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     first, second = (drawn_by(rank, monkeypatch, device="cuda:0") for rank in (0, 1))
     assert first[4] == second[4] and first[2] != second[2] and len({*seeds}) == 3
 
 
-def test_numbers_drawn_from_a_seed_of_their_own_leave_all_others_as_they_were():
+def test_numbers_drawn_from_another_seed_do_not_change_the_generators():
     before = capture()
     with seeded(1, 2):
         first = draw()
@@ -106,7 +106,7 @@ def test_numbers_drawn_from_a_seed_of_their_own_leave_all_others_as_they_were():
 
 
 @pytest.mark.gpu(values=True)
-def test_ranks_draw_masks_of_their_own_on_a_card(monkeypatch):
+def test_ranks_draw_their_own_masks_on_a_gpu(monkeypatch):
     drawn = []
     for rank in (0, 1, 0):
         drawn_by(rank, monkeypatch, device="cuda")
@@ -148,7 +148,7 @@ class Cards:
 
 
 @pytest.mark.parametrize("before, after", [(0, 1), (1, 0), (1, 1)])
-def test_a_run_that_goes_on_on_another_card_has_the_generator_of_the_one_it_had(tmp_path, monkeypatch, before, after):
+def test_a_run_resumed_on_another_gpu_keeps_its_generator(tmp_path, monkeypatch, before, after):
     cards = Cards(monkeypatch, 10, 11)
     checkpointer = Checkpointer(tmp_path, {"rng": RngState(device=f"cuda:{before}")})
     checkpointer.save_checkpoint()
@@ -159,7 +159,7 @@ def test_a_run_that_goes_on_on_another_card_has_the_generator_of_the_one_it_had(
 
 
 @pytest.mark.gpu(values=True)
-def test_a_card_s_numbers_go_on_whatever_its_number_is(tmp_path):
+def test_a_gpus_random_numbers_continue_whatever_its_index_is(tmp_path):
     before, after = torch.device("cuda", 0), torch.device("cuda", torch.cuda.device_count() - 1)
     checkpointer = Checkpointer(tmp_path, {"rng": RngState(device=before)})
     torch.rand(5, device=before), torch.rand(9, device=after)  # so that two cards differ

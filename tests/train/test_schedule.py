@@ -53,7 +53,7 @@ def test_no_step_rises_by_more(peak, warmup, rise, total, shape):
     assert max(rates) <= peak * (1 + 1e-9)
 
 
-def test_a_high_rate_waits_until_something_is_heard():
+def test_the_rate_is_limited_while_the_loss_is_at_chance():
     schedule, optimizer = limited(peak=0.003, max_lr_at_chance=0.002)
     found = []
     for score in (0.0, 0.1, 0.25, 0.4, 1.0):
@@ -67,7 +67,7 @@ def test_a_high_rate_waits_until_something_is_heard():
 
 @given(peak=st.floats(1e-5, 1), max_lr_at_chance=st.none() | st.floats(1e-5, 1), step=st.integers(1, 1000),
        scores=st.lists(st.floats(0, 1), min_size=2, max_size=2).map(sorted))
-def test_who_hears_more_may_learn_as_fast_as_who_hears_less(peak, max_lr_at_chance, step, scores):
+def test_a_better_score_never_lowers_the_rate(peak, max_lr_at_chance, step, scores):
     schedule, optimizer = limited(peak, max_lr_at_chance)
     rates = []
     for score in scores:
@@ -91,7 +91,7 @@ def limited(peak, max_lr_at_chance):
     ({"max_rise_per_step": 0}, "max_rise_per_step is 0, so the rate could never rise"),
     ({"peak": -0.1}, "schedule peak is -0.1, but can't be below 0"), ({"peak": float("nan")}, "peak is nan, but can't"),
     ({"warmup": -1}, "schedule warmup is -1, but can't be below 0"), ({"shape": "cos"}, "'cos' is not one of cosine")])
-def test_what_makes_no_schedule_is_refused(given, said):
+def test_invalid_schedules_are_refused(given, said):
     with pytest.raises(SbkitError, match=said):
         Schedule(**{"peak": 1.0, **given})
     assert Schedule(peak=0.0, warmup=0)(1) == 0.0

@@ -94,7 +94,7 @@ def step_on_stand_ins(*args, **overrides):
     {}, {"precision": "bf16"}, {"precision": "fp16"}, {"ctc_weight": 0.3}, {"ctc_weight": 0.3, "precision": "fp16"},
     {"consistency": 0.2}, {"intermediate_ctc": 0.3, "num_encoder_layers": 2}, {"ema_decay": 0.99},
 ], ids=lambda overrides: " ".join(f"{key}={value}" for key, value in overrides.items()) or "as it is")
-def test_all_of_a_step_is_on_the_device_and_no_value_is_looked_at(overrides, tmp_path, peeked):
+def test_a_step_stays_on_the_device_and_reads_no_value(overrides, tmp_path, peeked):
     step_on_stand_ins(tmp_path, **overrides)
     assert [tensor.device for tensor in peeked] == [CUDA]
 
@@ -103,7 +103,7 @@ def test_all_of_a_step_is_on_the_device_and_no_value_is_looked_at(overrides, tmp
     ("conformer", "RelPosMHAXL", "sentence"), ("conformer", "regularMHA", "global"),
     ("transformer", "RelPosMHAXL", "global"), ("transformer", "regularMHA", "sentence"),
     ("branchformer", "RelPosMHAXL", "sentence"), ("branchformer", "regularMHA", "global")])
-def test_so_with_other_parts(encoder, attention, norm, tmp_path, peeked):
+def test_other_layers_never_wait_for_the_device(encoder, attention, norm, tmp_path, peeked):
     step_on_stand_ins(tmp_path, parts=[
         ("encoder_module: conformer", f"encoder_module: {encoder}"),
         ("attention_type: RoPEMHA", f"attention_type: {attention}"), ("norm_type: sentence", f"norm_type: {norm}")])
@@ -141,6 +141,6 @@ def test_a_tensor_that_was_left_behind_is_found(tmp_path, peeked):
         step_on_stand_ins(tmp_path, LeavesBehind)
 
 
-def test_a_value_that_is_looked_at_is_found(tmp_path, peeked):
+def test_a_value_that_is_read_is_found(tmp_path, peeked):
     with pytest.raises(DataDependentOutputException):
         step_on_stand_ins(tmp_path, Looks)

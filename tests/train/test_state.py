@@ -57,7 +57,7 @@ def test_a_checkpoint_of_speechbrains_is_read(saved, steps):
     assert (again.step, again.optimizer_step, again.epoch_step, again.average.value()) == (7, steps, 0, 1.5)
 
 
-def test_a_validation_that_is_broken_off_leaves_the_epochs_training_as_it_was():
+def test_an_interrupted_validation_does_not_change_the_epochs_training_state():
     found = state()
     before = found.state_dict(2.0)
     found.end_training()

@@ -118,7 +118,7 @@ def test_extras_are_summed_and_must_not_change_within_a_step():
         step.add(as_loss(torch.tensor(1.0)))
 
 
-def test_a_stand_in_counts_for_nothing_even_if_its_loss_is_nan():
+def test_a_placeholder_does_not_count_even_if_its_loss_is_nan():
     loss = as_loss(Loss(torch.tensor(math.nan), 7.0, {"ctc": (torch.tensor(math.nan), 7.0)}), weight=0.0)
     assert loss.total == 0 and loss.count == 0 and loss.weightless
     assert loss.extras == {"ctc": (0.0, 0.0)}
@@ -205,7 +205,7 @@ def test_an_optimizer_whose_fused_form_refuses_the_device_is_the_plain_one():
     assert not skips_itself(fused(Refuses)(model().parameters()))
 
 
-def test_facts_are_given_late_where_the_device_runs_behind():
+def test_results_arrive_a_step_later_on_an_asynchronous_device():
     step = StepAccumulator(CPU)
     step.device = torch.device("cuda")  # only decides how many are held back
     sums = []

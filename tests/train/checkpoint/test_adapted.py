@@ -89,7 +89,7 @@ def test_another_base_is_refused_where_the_runs_own_is_gone(tmp_path):
         made(tmp_path / "two", rank=3)[1].load_state_dict(state)
 
 
-def test_what_holds_no_frozen_base_is_refused(tmp_path):
+def test_a_model_without_a_frozen_base_is_refused(tmp_path):
     encoder = nn.Linear(3, 3)
     with pytest.raises(SbkitError, match="nothing in the base is frozen"):
         Adapted(nn.ModuleList([encoder]), encoder, tmp_path)

@@ -189,7 +189,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("writer", [Checkpointer, stock.Checkpointer], ids=["ours", "speechbrain's"])
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_with_one_warning(tmp_path, damage, writer, caplog):
+def test_a_damaged_checkpoint_is_skipped_with_one_warning(tmp_path, damage, writer, caplog):
     run = Run(tmp_path, kind=writer)
     weights = run.epoch()
     run.epoch()
@@ -235,7 +235,7 @@ def test_all_damaged_is_an_error_and_not_a_start_from_scratch(tmp_path):
         assert part in str(error.value)
 
 
-def test_what_speechbrain_was_killed_while_writing_is_passed_over(tmp_path):
+def test_a_checkpoint_that_speechbrain_did_not_finish_is_skipped(tmp_path):
     """Its CKPT.yaml comes first: a folder with nothing else looks like a checkpoint."""
     run = Run(tmp_path)
     weights = run.epoch()
@@ -312,7 +312,7 @@ def test_an_optimizer_that_needs_what_another_did_not_save_is_an_error(tmp_path,
     (torch.optim.AdamW, {"fused": False}, {"fused": True}),
     (torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.8}),
     (Muon, {"orthogonalize_every": 4, "update_rms": 0.1, "weight_decay": 0.1}, {"weight_decay": 0.0})])
-def test_an_optimizer_goes_on_with_the_options_of_now_at_the_rate_that_it_came_to(tmp_path, opt_class, before, now):
+def test_a_resumed_optimizer_has_the_new_options_and_the_old_rate(tmp_path, opt_class, before, now):
     layer = torch.nn.Linear(4, 4)
     more = {"modules": [layer]} if opt_class is Muon else {}
     first = opt_class(layer.parameters(), lr=0.1, **more, **before)
@@ -449,7 +449,7 @@ TORCH_SCHEDULERS = {
 
 
 @pytest.mark.parametrize("make", TORCH_SCHEDULERS.values(), ids=TORCH_SCHEDULERS)
-def test_torchs_schedulers_go_on_where_they_were(tmp_path, make, asynchronous):
+def test_torchs_schedulers_continue_where_they_were(tmp_path, make, asynchronous):
     def begin():
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0, momentum=0.9)
         schedule = make(optimizer)

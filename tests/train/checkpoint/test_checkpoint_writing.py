@@ -65,7 +65,7 @@ def values(model):
 # ------------------------------------------------------------------ in the background
 
 
-def test_the_state_is_that_of_the_call_however_training_goes_on(tmp_path, model, monkeypatch):
+def test_the_state_is_that_of_the_call_while_training_continues(tmp_path, model, monkeypatch):
     gate = Gate(monkeypatch)
     ckpt = checkpointer(tmp_path, model)
     fill(model, 1.0)
@@ -225,7 +225,7 @@ def test_at_the_end_of_an_epoch_it_ends_the_run_and_the_last_good_one_stays(
 
 
 @both_ways
-def test_in_mid_epoch_training_goes_on_twice_and_ends_the_third_time(
+def test_in_mid_epoch_two_failed_saves_are_warnings_and_the_third_is_an_error(
         tmp_path, model, monkeypatch, caplog, asynchronous):
     ckpt = checkpointer(tmp_path, model, asynchronous)
     disk = Full(monkeypatch)
@@ -246,7 +246,7 @@ def test_in_mid_epoch_training_goes_on_twice_and_ends_the_third_time(
     assert len(shown(tmp_path)) == 1
 
 
-def test_what_went_wrong_in_the_background_is_raised_by_the_next_look_which_waits_for_nothing(
+def test_an_error_in_the_background_is_raised_without_waiting(
         tmp_path, model, monkeypatch):
     ckpt = checkpointer(tmp_path, model, True)
     disk, go_on = Full(monkeypatch), threading.Event()

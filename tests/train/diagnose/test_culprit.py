@@ -174,7 +174,7 @@ def test_what_a_report_says(tmp_path, breaks, spoil, what, parts):
         assert part in text
 
 
-def test_what_cannot_be_shown_again_says_so_and_is_kept(tmp_path):
+def test_a_failure_that_cannot_be_reproduced_is_reported_and_saved(tmp_path):
     text = told(Recipe(), clips(), tmp_path)
     assert "run again, everything was finite (loss " in text and "could not be reproduced" in text
     assert find_culprit(tmp_path).name == "step-12-rank-0"
@@ -270,7 +270,7 @@ def test_a_run_without_culprits_and_a_damaged_one(tmp_path):
         replay(Recipe(), tmp_path)
 
 
-def test_only_so_many_are_kept_and_the_newest_is_found(tmp_path):
+def test_the_number_of_culprits_is_limited_and_the_newest_is_found(tmp_path):
     for step in range(1, 5):
         text = report(Recipe("layer"), tmp_path, [KeptBatch(clips())], step=step, limit=3)
     assert sorted(path.name for path in (tmp_path / "culprits").iterdir()) == [
@@ -298,7 +298,7 @@ def test_a_disk_that_cannot_be_written_costs_the_report_not_the_run(tmp_path, ca
     assert "could not be written" in caplog.text
 
 
-def test_a_stand_in_is_never_guilty(tmp_path):
+def test_a_placeholder_batch_is_never_a_culprit(tmp_path):
     good, stand_in = clips(), dataclasses.replace(clips(), weight=0.0)
     stand_in.signals = stand_in.signals * math.nan
     good.token_lengths[0] = 30
@@ -440,7 +440,7 @@ def report_of_two(folder):
 
 
 @pytest.mark.slow
-def test_every_rank_hears_of_the_one_rank_that_failed(tmp_path):
+def test_every_rank_gets_the_report_of_the_rank_that_failed(tmp_path):
     for text in processes.results(report_of_two, str(tmp_path / "run")):
         assert "rank 1, micro-batch 1" in text and "rank 0" not in text.replace("step-3-rank-0", ""), text
         assert "affected utterances: clip-2" in text

@@ -137,7 +137,7 @@ PLACES = ["write", "main's hook", "a hook of rank 1"]
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("where", PLACES)
-def test_a_full_disk_in_mid_epoch_lets_all_go_on(tmp_path, where, asynchronous):
+def test_a_full_disk_in_mid_epoch_lets_all_ranks_continue(tmp_path, where, asynchronous):
     assert results(full, tmp_path, where, asynchronous, False) == [(None, 2), (None, 0)]
     assert list(tmp_path.iterdir()) == []
 
@@ -169,7 +169,7 @@ def test_a_wrong_metric_is_reported_once(tmp_path):
         assert len(list(tmp_path.glob("CKPT*"))) == 1
 
 
-def test_damage_is_passed_over_on_all_ranks_alike(tmp_path):
+def test_damaged_checkpoints_are_skipped_on_all_ranks(tmp_path):
     results(keep_two, tmp_path)
     newest = sorted(tmp_path.iterdir())[-1]
     (newest / "model.ckpt").write_bytes(b"")

@@ -202,7 +202,7 @@ def test_slurm_failure_without_a_warning_is_not_requeued(slurm, tmp_path):
     (["--nodes", "two", "x.yaml"], "a range"), (["--wrong", "x.yaml"], "unknown option --wrong"),
     (["--id"], "--id needs a value"), (["--script", "no.py", "x.yaml"], "there is no script no.py"),
 ])
-def test_launch_local_refuses_what_it_does_not_understand(arguments, says):
+def test_launch_local_refuses_unknown_arguments(arguments, says):
     done = subprocess.run(["bash", TOOLS / "launch_local.sh", *arguments], capture_output=True, text=True)
     assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1
 

@@ -39,7 +39,7 @@ def prepare(fail):
     return found["rank"], len(found["big"]), ranks.gather_objects(ranks.rank())
 
 
-def test_what_the_main_process_made_is_given_to_all():
+def test_results_of_the_main_process_are_shared_with_all_ranks():
     assert results(prepare, False, world=3) == [(0, 9 << 20, [0, 1, 2])] * 3
 
 
@@ -170,7 +170,7 @@ def run(folder, epochs=3, stop_rank=None, stop_at=None, validates=False):
     return state(toy), toy.optimizer_step, [loss for _, loss in toy.ends]
 
 
-def test_a_signal_to_one_rank_stops_all_and_any_number_of_ranks_goes_on(tmp_path):
+def test_a_signal_to_one_rank_stops_all_and_any_number_of_ranks_resumes(tmp_path):
     whole, steps, losses = results(run, tmp_path / "whole", world=2)[0]
     first, second = outcomes(run, tmp_path / "cut", 3, 1, 7, world=2)
     assert isinstance(first.error, Stopped) and first.error.exit_code == 143
@@ -254,7 +254,7 @@ exec(leaves)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system doesn't list a process's threads")
-def test_a_script_of_ones_own_leaves_the_group_at_its_end():
+def test_a_script_leaves_the_process_group_at_its_end():
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
            "MASTER_ADDR": "127.0.0.1"}
     code = ENDS_AT_ONCE.format(cases=[(*case, str(free_port())) for case in CASES])

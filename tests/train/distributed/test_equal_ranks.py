@@ -66,7 +66,7 @@ def train_in_fp16(micros):
     return state(toy), toy.scaler.state_dict(), toy.ends
 
 
-def test_so_in_fp16_whose_loss_scale_all_ranks_share():
+def test_the_same_holds_in_fp16_whose_loss_scale_all_ranks_share():
     expected, _, ends = train_in_fp16(1)
     (first, scale, _), (second, other, other_ends) = results(train_in_fp16, 2)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -150,7 +150,7 @@ def train_masked(seed):
     return toy.masks, toy.left_out, state(toy)
 
 
-def test_each_rank_draws_masks_of_its_own_while_what_python_decides_holds_for_all():
+def test_ranks_draw_their_own_masks_but_pythons_decisions_are_the_same():
     (first, decided, weights), (second, also, others) = results(train_masked, 3)
     assert decided == also and all(torch.equal(weights[name], others[name]) for name in weights)
     assert not any(torch.equal(one, other) for one, other in zip(first, second, strict=True))

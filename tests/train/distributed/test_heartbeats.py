@@ -38,7 +38,7 @@ def stopped_for_a_while(stopped, seconds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])  # without torchrun rank 0 holds the store
-def test_a_stopped_rank_is_named_once_and_when_it_answers_again(stopped):
+def test_a_stopped_rank_is_named_once_and_when_it_responds_again(stopped):
     (pids, first), (_, second) = results(stopped_for_a_while, stopped, 10.0)
     said, own = (first, second) if stopped else (second, first)
     assert own == [] and len(said) == 2, (first, second)

@@ -103,7 +103,7 @@ def test_all_ranks_end_at_once_with_one_message(tmp_path, fails, error, code, st
 
 @pytest.mark.gpu(cards=2)
 @pytest.mark.parametrize("fails", [0, 1])
-def test_so_on_two_cards(tmp_path, fails):
+def test_the_same_on_two_gpus(tmp_path, fails):
     codes, said, seconds = ends(tmp_path, fails, 'ValueError("a damaged clip")', None,
                                 '"cuda", int(__import__("os").environ["LOCAL_RANK"])')
     assert codes == [1, 1] and seconds < 10, said

@@ -98,7 +98,7 @@ def go_on(options, folder):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_divided_or_not(tmp_path):
+def test_a_checkpoint_can_be_resumed_sharded_or_not(tmp_path):
     results(train, {"fsdp": True}, tmp_path)
     divided, _ = results(go_on, {"fsdp": True}, tmp_path)
     whole, _ = results(go_on, {}, tmp_path)
@@ -134,7 +134,7 @@ def score_the_mean(options, folder, card=False):
 
 
 @pytest.mark.slow
-def test_the_mean_of_checkpoints_is_tested_divided_or_not(tmp_path):
+def test_the_mean_of_checkpoints_is_tested_sharded_or_not(tmp_path):
     (expected, _, _, _), _ = results(score_the_mean, {}, tmp_path / "ddp")
     for loss, *found in results(score_the_mean, {"fsdp": True}, tmp_path / "fsdp"):
         assert loss == pytest.approx(expected, rel=1e-5)
@@ -143,7 +143,7 @@ def test_the_mean_of_checkpoints_is_tested_divided_or_not(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.gpu(cards=2, values=True)
-def test_so_it_is_on_cards(tmp_path):
+def test_the_mean_of_checkpoints_is_tested_on_gpus(tmp_path):
     for _, *found in results(score_the_mean, {"fsdp": True}, tmp_path, True):
         assert_the_mean_was_tested(*found)
 

@@ -111,7 +111,7 @@ def test_what_two_unreached_layers_share_is_not_waited_for():
 
 
 @pytest.mark.gpu(cards=2)
-def test_so_on_two_cards():
+def test_the_same_on_two_gpus():
     """No search: no host wait for the map of used parameters, and the same weights."""
     (first, order, searches, *_), (second, *_) = results(trained, ToyBrain, {"device": "cuda"})
     (expected, *_), _ = results(trained, ToyBrain, {"device": "cuda", **SEARCHING})

@@ -86,7 +86,7 @@ def test_a_step_in_parts_is_the_step_it_would_have_been(cls, micros, caplog):
 
 
 @pytest.mark.slow
-def test_what_failed_once_is_not_tried_again(caplog):
+def test_a_size_that_failed_once_is_not_tried_again(caplog):
     toy = train(Narrow)
     assert toy.attempts == 2  # eight rows, then four
     told = [r.message for r in caplog.records if r.name == oom.__name__]
@@ -140,7 +140,7 @@ class Wrong(ToyBrain):
     (Full, SbkitError, r"out of memory on cpu with a single utterance.*max_duration"),
     (Greedy, SbkitError, r"out of memory on cpu.*MemoryError.*sbkit tune"),
     (Wrong, RuntimeError, "cannot be multiplied")])
-def test_what_parts_do_not_help_against_ends_the_run(cls, error, says):
+def test_errors_that_parts_cannot_avoid_end_the_run(cls, error, says):
     with pytest.raises(error, match=says) as ended:
         train(cls)
     assert getattr(ended.value, "exit_code", 1) == 1
@@ -222,7 +222,7 @@ class Stuck(ToyBrain):
         return super().compute_forward(batch, stage)
 
 
-def test_a_thread_in_which_onednn_is_stuck_is_left(monkeypatch):
+def test_a_thread_in_which_onednn_is_stuck_is_replaced(monkeypatch):
     monkeypatch.setattr(host, "bounded", lambda: True)
     toy = train(Stuck)
     assert toy.stuck == (threading.get_ident(),) and toy.optimizer_step == 10
@@ -266,7 +266,7 @@ on_linux = pytest.mark.skipif(not host.can_bound(), reason="only Linux keeps a p
 
 @pytest.mark.slow
 @on_linux
-def test_a_process_without_memory_for_its_step_goes_on_in_parts():
+def test_a_process_without_memory_for_its_step_continues_in_parts():
     ((apart, steps, told),) = results(train_with_little, 0, 32, 135, world=1)
     assert apart < 1e-5 and steps == 6
     assert told[0].startswith("Step 1: no memory left on cpu for a micro-batch of 32 utterances")
@@ -274,7 +274,7 @@ def test_a_process_without_memory_for_its_step_goes_on_in_parts():
 
 @on_linux
 @pytest.mark.slow
-def test_of_two_processes_one_goes_on_in_parts():
+def test_one_of_two_processes_continues_in_parts():
     (apart, _, plenty), (_, steps, told) = results(train_with_little, 1, 64, 135)
     assert apart < 1e-5 and steps == 6 and plenty == []
     assert "of this size are now computed in" in told[0]
@@ -324,14 +324,14 @@ def test_the_size_that_fit_is_kept_if_a_step_takes_no_more_memory(tmp_path, capl
     assert saved_and_resumed(tmp_path, caplog, **changed) == held and ("tried again" in caplog.text) == (not held)
 
 
-def test_nor_does_it_on_a_card_with_less_memory(tmp_path, caplog, monkeypatch):
+def test_the_size_that_fit_is_not_kept_on_a_gpu_with_less_memory(tmp_path, caplog, monkeypatch):
     found = iter(["a card, 80 GiB", "a card, 24 GiB"])
     monkeypatch.setattr(oom.devices, "described", lambda device: next(found))
     assert saved_and_resumed(tmp_path, caplog) == 0.0
     assert "was on a card, 80 GiB in fp32 and is now on a card, 24 GiB in fp32" in caplog.text
 
 
-def test_nor_does_that_of_a_checkpoint_which_does_not_say_where(caplog):
+def test_the_size_that_fit_is_not_kept_from_a_checkpoint_without_a_device(caplog):
     toy = brain()
     toy.on_fit_start()
     with caplog.at_level("INFO", logger="sbkit.train.memory.oom"):
@@ -415,7 +415,7 @@ def test_one_rank_of_two_may_run_out_of_memory(cls, most, micros):
 
 
 @pytest.mark.slow
-def test_steps_that_went_well_once_are_averaged_during_their_backward():
+def test_steps_of_a_size_that_fit_are_averaged_during_their_backward():
     whole = state(train(ToyBrain))
     for found, _, got in results(train_as_rank, ToyCounting, 1, 4.0):
         assert furthest(whole, found) < 1e-5 and got == 4.0

@@ -24,14 +24,14 @@ def moved(monkeypatch):
     return call
 
 
-def test_each_thread_that_is_stuck_is_left_for_another(moved):
+def test_a_stuck_thread_is_replaced(moved):
     first = moved(threading.get_ident)
     assert first == moved(threading.get_ident) != threading.get_ident()
     moved.leave_if_stuck(STUCK)
     assert moved(threading.get_ident) not in (first, threading.get_ident())
 
 
-def test_what_is_called_there_sees_and_gives_what_it_would_here(moved):
+def test_calls_in_another_thread_behave_the_same(moved):
     with torch.no_grad():
         assert moved(torch.is_grad_enabled) is False
     assert moved(torch.is_grad_enabled) is True and moved(int, "11", base=2) == 3
@@ -40,7 +40,7 @@ def test_what_is_called_there_sees_and_gives_what_it_would_here(moved):
     assert moved(len, "abc") == 3
 
 
-def test_nothing_of_a_call_stays_behind(moved):
+def test_a_call_leaves_no_references(moved):
     def fail(held):
         raise RuntimeError("no room")
 

@@ -94,13 +94,13 @@ def test_a_process_with_little_memory_says_what_fits():
 
 
 @pytest.mark.slow
-def test_a_batch_that_does_not_fit_can_not_be_measured(trial):
+def test_measuring_a_batch_that_does_not_fit_is_an_error(trial):
     with pytest.raises(SbkitError, match="sbkit tune finds the largest"):
         trials.time_steps(lambda batch: False, trial.batch(1, 1.0), torch.device("cpu"))
 
 
 @pytest.mark.slow
-def test_measured_steps_stand_in_the_bill(capsys, monkeypatch):
+def test_measured_steps_are_in_the_cost_section(capsys, monkeypatch):
     from sbkit import cli
 
     monkeypatch.setattr(trials, "STEPS", 1)

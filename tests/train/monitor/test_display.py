@@ -154,7 +154,7 @@ def test_hidden_shows_nothing(capsys, clock):
     assert captured.out == captured.err == ""
 
 
-def test_tensors_are_looked_at_when_the_bar_is_drawn_and_never_waited_for(clock):
+def test_tensors_are_read_when_the_bar_is_drawn_without_waiting(clock):
     looked = []
 
     def loss():

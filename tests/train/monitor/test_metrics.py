@@ -133,7 +133,7 @@ def test_a_checkpoint_right_after_a_resume_holds_the_same_place(tmp_path):
 
 
 @pytest.mark.parametrize("broken", ["{\"kind\": \"st", "x" * 200_000])
-def test_a_line_that_a_crash_broke_off_is_dropped(tmp_path, broken):
+def test_an_incomplete_line_from_a_crash_is_dropped(tmp_path, broken):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n' + broken, encoding="utf-8")
     MetricsLog(tmp_path).write("step", step=2)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]

@@ -137,7 +137,7 @@ def test_what_the_compiler_reads_for_itself_is_no_wait_of_a_step(card, shown):
     assert counter.per_step() == 0 and not shown
 
 
-def test_who_looks_for_waits_is_left_alone(card, shown):
+def test_a_sync_debug_mode_of_the_user_is_kept(card, shown):
     counter = HostWaits(CUDA)
     card.mode = 2
     with counter:
@@ -305,7 +305,7 @@ def test_a_shorter_epoch_is_reported_at_its_end(clock, caplog):
     assert len(caplog.records) == 1 and counted.close() is not None and len(caplog.records) == 1
 
 
-def test_one_rank_tells_it(clock, caplog, monkeypatch):
+def test_only_one_rank_warns(clock, caplog, monkeypatch):
     monkeypatch.setattr(waits.ranks, "is_main", lambda: False)
     counted = Contention(CPU)
     clock.pass_(30, t1=30.0)
