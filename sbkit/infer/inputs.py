@@ -1,5 +1,4 @@
-"""Recordings named on the command line: files, folders, lists, standard input; their references, and where what
-is made of them is written."""
+"""Recordings named on the command line: files, folders, lists, standard input; their references and output paths."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ STDIN = "-"
 
 
 def collect(names: Sequence[str], references: str | None = None, schemes: Sequence[str] = ()) -> list[Recording]:
-    """Find the recordings behind the names, each with a unique id.
+    """Find the recordings that the names stand for, each with a unique id.
 
     schemes : URL schemes allowed in manifests; a URL among the names themselves is always opened
     """
@@ -38,9 +37,9 @@ def collect(names: Sequence[str], references: str | None = None, schemes: Sequen
     found: list[Recording] = []
     empty = []
     for name in names:
-        behind = list(_behind(name, allowed))
-        found += behind
-        empty += [] if behind else [name]
+        named = list(_named(name, allowed))
+        found += named
+        empty += [] if named else [name]
     if found and empty:
         logger.warning("There is no audio in %s: looked for %s", ", ".join(empty), ", ".join(SUFFIXES))
     if not found:
@@ -51,14 +50,14 @@ def collect(names: Sequence[str], references: str | None = None, schemes: Sequen
     return found
 
 
-def _behind(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
+def _named(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
     if name == STDIN:
         yield Recording(_from_stdin(), "stdin", called="standard input")
         return
     path = Path(name)
     if path.is_dir():
         for file in sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES and each.is_file()):
-            yield Recording(str(file), _shown(file.relative_to(path).with_suffix("")))
+            yield Recording(str(file), _decoded_name(file.relative_to(path).with_suffix("")))
     elif path.suffix.lower() in (".csv", ".tsv") and path.is_file():
         yield from _rows(path, Remote(schemes))
     elif path.suffix.lower() in (".json", ".jsonl", ".ndjson") and path.is_file():
@@ -66,11 +65,11 @@ def _behind(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
     elif not path.exists() and "?offset=" not in name and "://" not in name:
         raise SbkitError(f"{name}: no such file")
     else:
-        yield Recording(name, _shown(path.stem), remote=Remote(tuple(filter(None, [scheme_of(name)]))))
+        yield Recording(name, _decoded_name(path.stem), remote=Remote(tuple(filter(None, [scheme_of(name)]))))
 
 
-def _shown(path: str | os.PathLike[str]) -> str:
-    """Decode a file name, which on disk is bytes: invalid UTF-8 could not be written into a transcript."""
+def _decoded_name(path: str | os.PathLike[str]) -> str:
+    """Decode a file name without errors: invalid UTF-8 could not be written into a transcript."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
@@ -83,7 +82,7 @@ def _rows(path: Path, remote: Remote) -> Iterator[Recording]:
 
 
 def _beside(wav: str, folder: Path) -> str:
-    """A relative path from the list's folder, as in training, unless the working directory alone has it."""
+    """A path relative to the list's folder, as in training, unless only the working directory has it."""
     beside = os.path.join(folder, wav)  # an absolute one stays
     return wav if "://" in wav or (os.path.exists(wav) and not os.path.exists(beside)) else beside
 
@@ -103,7 +102,7 @@ def _json_rows(path: Path, remote: Remote) -> Iterator[Recording]:
 
 
 def _from_stdin() -> str:
-    """Save standard input to a file, because decoders must seek and it may not fit in memory."""
+    """Save standard input to a file, because decoders seek in it and it may not fit in memory."""
     audio = standard_input("audio", "cat clip.mp3 | sbkit ... -")
     handle, name = tempfile.mkstemp(prefix="sbkit-stdin-")
     atexit.register(Path(name).unlink, missing_ok=True)
@@ -113,8 +112,7 @@ def _from_stdin() -> str:
 
 
 def lengths(recordings: Sequence[Recording], rate: int) -> list[float]:
-    """The seconds of recordings by their headers; 0 for one that can't be read, which is reported when its turn comes.
-    """
+    """The seconds of recordings by their headers; 0 for one that can't be read, which is reported later."""
     found = []
     for each in recordings:
         try:
@@ -125,18 +123,18 @@ def lengths(recordings: Sequence[Recording], rate: int) -> list[float]:
 
 
 def _make_unique(recordings: list[Recording]) -> None:
-    """Give clips of the same name their suffix or a number, so that their transcripts don't collide."""
-    def clashing() -> set[str]:
+    """Add a suffix or a number to equal ids, so that their outputs don't collide."""
+    def repeated() -> set[str]:
         return {name for name, times in Counter(each.id for each in recordings).items() if times > 1}
 
-    twice = clashing()
+    duplicates = repeated()
     for each in recordings:
-        if each.id in twice and isinstance(each.audio, str):
+        if each.id in duplicates and isinstance(each.audio, str):
             each.id += os.path.splitext(each.audio)[1]
-    twice = clashing()
+    duplicates = repeated()
     taken = {each.id for each in recordings}
     for each in recordings:
-        if each.id in twice:
+        if each.id in duplicates:
             each.id = next(name for number in itertools.count(1) if (name := f"{each.id}-{number}") not in taken)
             taken.add(each.id)
 
@@ -176,17 +174,17 @@ def _texts(path: Path) -> dict[str, str]:
     return texts
 
 
-def below(folder: Path, recording: Recording, suffix: str) -> Path:
-    """The path of what is made of a recording: always below ``folder``, whatever the id contains."""
+def output_path(folder: Path, recording: Recording, suffix: str) -> Path:
+    """The path of a recording's output: always in ``folder``, whatever the id contains."""
     parts = [part for part in recording.id.replace("\\", "/").split("/") if part not in ("", ".", "..")]
     return folder.joinpath(*(parts or ["_"])).with_name(f"{parts[-1] if parts else '_'}.{suffix}")
 
 
-def refuse_meeting(folder: Path, recordings: Sequence[Recording]) -> None:
-    """Raise if files of two recordings would have the same path: ids may differ in parts that a path drops."""
+def check_output_paths(folder: Path, recordings: Sequence[Recording]) -> None:
+    """Raise if two recordings would have the same output path, because their ids differ only in parts that it drops."""
     first: dict[Path, Recording] = {}
     for each in recordings:
-        other = first.setdefault(below(folder, each, "txt"), each)
+        other = first.setdefault(output_path(folder, each, "txt"), each)
         if other is not each:
             raise SbkitError(f"{other.id!r} and {each.id!r} would be written to the same file",
                              hint="change one of the ids")

@@ -1,11 +1,11 @@
-"""Labels recordings without transcripts: what a recogniser is sure of becomes a corpus. Resumes where it was stopped.
+"""Labels recordings without transcripts: a recogniser's confident transcripts become a corpus. Interrupted runs resume.
 
-    CORPUS/train.jsonl                      what is kept: JSON lines, which a recipe takes as any other corpus
-    CORPUS/labelling/left_out-train.jsonl   what is not, each with its reason
-    CORPUS/labelling/heard-train.jsonl      a line for each recording that was transcribed; nothing is heard twice
-    CORPUS/labelling/calibration.json       how far the recogniser's confidence can be trusted
+    CORPUS/train.jsonl                      the rows that are kept: JSON lines, which a recipe reads like any corpus
+    CORPUS/labelling/left_out-train.jsonl   the other rows, each with its reason
+    CORPUS/labelling/heard-train.jsonl      a line for each recording that was transcribed, so that none is twice
+    CORPUS/labelling/calibration.json       how reliable the recogniser's confidence is
 
-A shard of several has files of its own, such as ``train-3-of-16.jsonl``.
+Each of several shards has its own files, such as ``train-3-of-16.jsonl``.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from sbkit.export.layout import Config
 from sbkit.infer.engine import Engine
 from sbkit.infer.formats import ModelRequest
 from sbkit.infer.inputs import STDIN, collect
-from sbkit.infer.pipeline import Done, Options, Pipeline
+from sbkit.infer.pipeline import Options, Pipeline, PipelineResult
 from sbkit.infer.recordings import Recording
-from sbkit.infer.transcription import SOME_FAILED, claim, print_first
+from sbkit.infer.transcription import SOME_FAILED, print_first, record_settings
 from sbkit.score.calibration import MIN_UTTERANCES, Calibration, reliability, word_accuracy
 from sbkit.score.run_files import MANIFESTS, RECIPE
 from sbkit.system import disk, untrusted
@@ -45,9 +45,9 @@ from sbkit.system.console import atomic_write, progress, table, time_span
 
 FOLDER = "labelling"
 CALIBRATION = "calibration.json"
-#: What becomes of a row: it is kept, or left out for a reason.
+#: Whether a row is kept, or why it is left out.
 KEPT, UNREADABLE, NO_WORDS, NO_PAUSE, UNSURE = "kept", "unreadable", "no words", "no pause", "low confidence"
-#: A cut needs a pause of at least so many seconds, of which a piece keeps some at its ends.
+#: The shortest pause to cut at, and the longest silence that a piece keeps at each end.
 PAUSE_SECONDS, MARGIN_SECONDS = 0.4, 0.5
 _KEEPS = (0.95, 0.9, 0.8, 0.7, 0.5)  # for which the hours are shown
 _MAX_BYTES = 1 << 24  # of calibration.json
@@ -55,18 +55,18 @@ _HINT = "name a list with transcripts, such as manifests/dev.csv of the run that
 
 
 class RecordingShard(NamedTuple):
-    """One of several parts into which recordings are split, from 1 to ``shards``."""
+    """One of ``shards`` parts of the recordings, counted from 1."""
 
     number: int = 1
     shards: int = 1
 
     @property
     def name(self) -> str:
-        """The name of its files, as a split of a corpus has it."""
+        """The name of its files and split."""
         return "train" if self.shards == 1 else f"train-{self.number}-of-{self.shards}"
 
     def has(self, key: str) -> bool:
-        """Whether a recording belongs to it, whatever other recordings there are."""
+        """Whether a recording belongs to it, independent of the other recordings."""
         return zlib.crc32(key.encode()) % self.shards == self.number - 1
 
 
@@ -81,7 +81,7 @@ class LabelRequest(SearchRequest, ModelRequest):
     files : files, folders, manifests, JSON lines
     to : the folder of the corpus
     calibrate : a list with transcripts that the recogniser was not trained on
-    keep : the least word accuracy to expect of a row
+    keep : the minimum expected word accuracy of a row
     schemes : URL schemes allowed in lists
     """
 
@@ -97,13 +97,13 @@ class LabelRequest(SearchRequest, ModelRequest):
 
 
 def label(request: LabelRequest) -> int:
-    """Transcribe what isn't yet, write the corpus, and return the exit code."""
+    """Transcribe the recordings that weren't yet, write the corpus, and return the exit code."""
     if STDIN in request.files:
         raise SbkitError("a corpus can't have recordings from standard input", hint="save them to files")
     to = request.to.resolve()
-    if own := [name for name in request.files if Path(name).resolve().is_relative_to(to)]:
-        raise SbkitError(f"{own[0]} is inside {request.to}, where labels are written", hint="choose another --to")
-    mine = {key: each for each in collect(request.files, None, request.schemes)
+    if inside := [name for name in request.files if Path(name).resolve().is_relative_to(to)]:
+        raise SbkitError(f"{inside[0]} is inside {request.to}, where labels are written", hint="choose another --to")
+    recordings = {key: each for each in collect(request.files, None, request.schemes)
             if request.shard.has(key := _key(each))}
     with Engine(request.bundle, request.model, request.device, request.threads) as engine:
         print(engine.running, file=sys.stderr)
@@ -114,17 +114,17 @@ def label(request: LabelRequest) -> int:
         with disk.disk_errors_as_user_error(request.to):
             with locked(work / ".lock"):
                 calibrated = any(work.glob("[!.]*"))
-                claim(work, request.bundle, {"model": engine.running.model, "search": request.search,
+                record_settings(work, request.bundle, {"model": engine.running.model, "search": request.search,
                                              "shards": request.shard.shards}, redo=None if calibrated else True)
                 calibration = _calibration(request, pipeline)
             with locked(work / f".{request.shard.name}.lock"):
-                heard = work / f"heard-{request.shard.name}.jsonl"
-                errors = _hear(pipeline, mine, heard)
-                return _write(request, heard, calibration, errors)
+                transcribed = work / f"heard-{request.shard.name}.jsonl"
+                errors = _transcribe(pipeline, recordings, transcribed)
+                return _write(request, transcribed, calibration, errors)
 
 
 def _key(recording: Recording) -> str:
-    """What is the same for a recording, however it is named on the command line."""
+    """A recording's identity, independent of how the command line names it."""
     return json.dumps([*_place(str(recording.audio), recording.start), recording.duration])
 
 
@@ -136,24 +136,24 @@ def _place(audio: str, start: float) -> tuple[str, float]:
 
 
 def _calibration(request: LabelRequest, pipeline: Pipeline) -> Calibration:
-    """Read the folder's calibration, or make it; print how reliable it is."""
+    """Read the folder's calibration, or compute it; print how reliable it is."""
     path = request.to / FOLDER / CALIBRATION
     try:
-        listed = disk.sha256(request.calibrate)
+        digest = disk.sha256(request.calibrate)
     except OSError as error:
         raise SbkitError(f"--calibrate {request.calibrate}: {error.strerror or error}", hint=_HINT) from None
     if not path.exists():
-        made = _calibrate(request, pipeline) | {"list": listed}
+        computed = _calibrate(request, pipeline) | {"list": digest}
         with atomic_write(path) as file:
-            json.dump(made, file, indent=1)
+            json.dump(computed, file, indent=1)
     try:
         facts = untrusted.read_json(path, _MAX_BYTES)
         found = Calibration(facts["confidences"], facts["accuracies"])
         rows = [(each[0], f"{100 * each[1]:.1f}", f"{100 * each[2]:.1f}") for each in facts["bins"]]
-        other, difference = facts["list"] != listed, 100 * facts["error"]
+        changed, difference = facts["list"] != digest, 100 * facts["error"]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise SbkitError(f"{path} cannot be read: {error}", hint="remove it to calibrate again") from error
-    if other:
+    if changed:
         raise SbkitError(f"{request.to} was calibrated on another list than {request.calibrate}",
                          hint="name that one again, or choose another --to")
     print(table(["utterances", "expected word accuracy %", "measured %"], rows))
@@ -167,32 +167,32 @@ def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
     if len(recordings) < MIN_UTTERANCES:
         raise SbkitError(f"{request.calibrate}: {len(recordings)} recordings with a transcript can't show how reliable "
                          "confidences are", hint=f"give at least {MIN_UTTERANCES}")
-    _refuse_trained_on(request, recordings, pipeline.engine.config.trained.get("checkpoint"))
+    _check_not_trained_on(request, recordings, pipeline.engine.config.trained.get("checkpoint"))
     rules = TextRules.for_language(pipeline.engine.config.language)
     references, hypotheses, confidences = [], [], []
-    for done in sorted(_run(pipeline, recordings, "calibrating"), key=lambda each: each.index):
-        said, heard = recordings[done.index].reference, done.transcript
-        if said and heard is not None and heard.confidence is not None:
-            both = (rules(text) for text in (said, heard.text))
-            reference, hypothesis = (text.split() if heard.spaced else list(text.replace(" ", "")) for text in both)
-            references.append(reference)
-            hypotheses.append(hypothesis)
-            confidences.append(heard.confidence)
+    for result in sorted(_run(pipeline, recordings, "calibrating"), key=lambda each: each.index):
+        reference, transcript = recordings[result.index].reference, result.transcript
+        if reference and transcript is not None and transcript.confidence is not None:
+            both = (rules(text) for text in (reference, transcript.text))
+            words = [text.split() if transcript.spaced else list(text.replace(" ", "")) for text in both]
+            references.append(words[0])
+            hypotheses.append(words[1])
+            confidences.append(transcript.confidence)
     if not confidences:
         raise SbkitError(f"{request.calibrate}: the recogniser found no words in any recording that has a "
                          "transcript", hint=_HINT)
-    accuracy, words = word_accuracy(references, hypotheses)
+    accuracy, counts = word_accuracy(references, hypotheses)
     try:
-        found = reliability(np.array(confidences), accuracy, words)
+        found = reliability(np.array(confidences), accuracy, counts)
     except SbkitError as error:
         raise SbkitError(f"{request.calibrate}: {error.message}", hint=error.hint) from None
-    return asdict(Calibration.fit(np.array(confidences), accuracy, words)) | found._asdict()
+    return asdict(Calibration.fit(np.array(confidences), accuracy, counts)) | found._asdict()
 
 
-def _refuse_trained_on(request: LabelRequest, recordings: Sequence[Recording], checkpoint: object) -> None:
-    """Refuse recordings that the model was trained on, as far as its bundle or the list lies in the folder of its run.
+def _check_not_trained_on(request: LabelRequest, recordings: Sequence[Recording], checkpoint: object) -> None:
+    """Raise if the model was trained on these recordings. Checked if the bundle or the list is in its run's folder.
 
-    checkpoint : the name of that which was exported, by which that folder is known
+    checkpoint : the name of the exported one, which identifies that folder
     """
     run, of_list = request.bundle.resolve().parent, Path(request.calibrate).resolve().parent.parent
     if (of_list / RECIPE).is_file() and any(each.name == checkpoint for each in of_list.glob("*/CKPT*")):
@@ -200,53 +200,53 @@ def _refuse_trained_on(request: LabelRequest, recordings: Sequence[Recording], c
     train = run / MANIFESTS / "train.csv"
     if not train.is_file():
         return
-    learnt = Manifest.read(train)
-    known = {_place(*row) for row in zip(learnt.wavs, learnt.starts.tolist(), strict=True)}
-    seen = sum(_place(str(each.audio), each.start) in known for each in recordings)
+    manifest = Manifest.read(train)
+    trained = {_place(*row) for row in zip(manifest.wavs, manifest.starts.tolist(), strict=True)}
+    seen = sum(_place(str(each.audio), each.start) in trained for each in recordings)
     if seen:
         raise SbkitError(f"{request.calibrate}: the model was trained on {seen} of its {len(recordings)} recordings "
                          f"({train}), and is overconfident on them", hint=_HINT)
 
 
-def _run(pipeline: Pipeline, recordings: Sequence[Recording], what: str) -> Iterator[Done]:
+def _run(pipeline: Pipeline, recordings: Sequence[Recording], what: str) -> Iterator[PipelineResult]:
     with progress(what=what, total=len(recordings), unit="file", show=len(recordings) > 1) as bar, \
             contextlib.closing(pipeline.run(recordings)) as results:
-        for done in results:
-            yield done
+        for each in results:
+            yield each
             bar.update()
 
 
-# ---------------------------------------------------------------------- hearing
+# ---------------------------------------------------------------------- transcribing
 
 
-def _hear(pipeline: Pipeline, recordings: Mapping[str, Recording], path: Path) -> dict[str, str]:
-    """Transcribe what the file of heard recordings lacks, and add it there; returns what could not be read, and why."""
-    known = {each["key"] for each in _heard(path)}
+def _transcribe(pipeline: Pipeline, recordings: Mapping[str, Recording], path: Path) -> dict[str, str]:
+    """Transcribe recordings that the file lacks, and append them; returns those that can't be read, and why."""
+    known = {each["key"] for each in _read_lines(path)}
     errors = {key: "its path is not UTF-8: rename it" for key, each in recordings.items() if not _is_utf8(each)}
     todo = [(key, each) for key, each in recordings.items() if key not in known and key not in errors]
     if done := len(recordings) - len(todo) - len(errors):
         print(f"{done} of {len(recordings)} are already done", file=sys.stderr)
     seconds, began = 0.0, time.perf_counter()
-    # Without a buffer: a process that is killed has written every line that is complete.
+    # Unbuffered, so that a process that is killed has written all complete lines.
     with open(path, "ab", buffering=0) as file:
         if file.tell():
             file.write(b"\n")  # ends a line that was interrupted
         for result in _run(pipeline, [each for _, each in todo], "labelling"):
-            (key, recording), made = todo[result.index], result.transcript
-            if made is None or made.warning is not None:
-                errors[key] = str(result.error.cause if result.error else made and made.warning)
+            (key, recording), transcript = todo[result.index], result.transcript
+            if transcript is None or transcript.warning is not None:
+                errors[key] = str(result.error.cause if result.error else transcript and transcript.warning)
                 continue
-            seconds += made.duration
-            pieces = cut_at_pauses(made.words, made.duration, pipeline.engine.config.chunk_seconds)
+            seconds += transcript.duration
+            pieces = cut_at_pauses(transcript.words, transcript.duration, pipeline.engine.config.chunk_seconds)
             text = pipeline.engine.vocabulary.text
-            line = {"key": key, "id": recording.id, "duration": round(made.duration, 4), "pieces": [
+            line = {"key": key, "id": recording.id, "duration": round(transcript.duration, 4), "pieces": [
                 [round(recording.start + each.start, 3), round(each.end - each.start, 3), text(each.words),
                  each.confidence] for each in pieces]}
             data = json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
             if file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    taken = time.perf_counter() - began
-    print(f"transcribed {time_span(seconds)} in {time_span(taken)}", file=sys.stderr)
+    elapsed = time.perf_counter() - began
+    print(f"transcribed {time_span(seconds)} in {time_span(elapsed)}", file=sys.stderr)
     return errors
 
 
@@ -254,8 +254,8 @@ def _is_utf8(recording: Recording) -> bool:
     return os.fsencode(str(recording.audio)).decode("utf-8", "replace") == recording.audio
 
 
-def _heard(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file of heard recordings, except those that were interrupted."""
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file of transcribed recordings, except interrupted ones."""
     if path.exists():
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -263,7 +263,7 @@ def _heard(path: Path) -> Iterator[dict[str, Any]]:
                     yield untrusted.parse_json(line)
 
 
-# ---------------------------------------------------------------------- pieces of the length that training takes
+# ---------------------------------------------------------------------- pieces short enough for training
 
 
 class Piece(NamedTuple):
@@ -280,10 +280,10 @@ class Piece(NamedTuple):
 
 
 def cut_at_pauses(words: Sequence[Word], duration: float, longest: float) -> list[Piece]:
-    """Cut a recording of ``duration`` seconds into pieces; neighbours are joined up to half of ``longest``.
+    """Cut a recording longer than ``longest`` seconds at pauses; short neighbours are joined up to half of ``longest``.
 
-    A recording that isn't longer, or has no words, is one piece, as it is. Of others, what lies between pieces has no
-    words, and a piece without a pause may be too long.
+    A recording that isn't longer, or has no words, is one piece. Audio between pieces has no words. A piece without a
+    pause may be too long.
     """
     if duration <= longest or not words:
         return [Piece(0.0, duration, list(words))]
@@ -297,7 +297,7 @@ def cut_at_pauses(words: Sequence[Word], duration: float, longest: float) -> lis
     starts = [max(0.0, each[0].start - MARGIN_SECONDS) for each in joined]
     ends = [min(duration, each[-1].end + MARGIN_SECONDS) for each in joined]
     for i in range(1, len(joined)):
-        if ends[i - 1] > starts[i]:  # a short pause, of which each takes half
+        if ends[i - 1] > starts[i]:  # a short pause: each piece gets half of it
             ends[i - 1] = starts[i] = (joined[i - 1][-1].end + joined[i][0].start) / 2
     return [Piece(*each) for each in zip(starts, ends, joined, strict=True)]
 
@@ -306,22 +306,22 @@ def cut_at_pauses(words: Sequence[Word], duration: float, longest: float) -> lis
 
 
 def _write(request: LabelRequest, path: Path, calibration: Calibration, errors: Mapping[str, str]) -> int:
-    """Write what is kept and what is not, and print how much of each; returns the exit code."""
+    """Write the rows that are kept and those that are left out, print a summary, and return the exit code."""
     name, longest = f"{request.shard.name}.jsonl", Config.read(request.bundle).chunk_seconds
     rows: Counter[str] = Counter()
     hours: Counter[str] = Counter()
-    sure: list[tuple[float, float]] = []  # expected accuracies and hours
+    candidates: list[tuple[float, float]] = []  # expected accuracies and hours
     with atomic_write(request.to / name) as kept, atomic_write(request.to / FOLDER / f"left_out-{name}") as rest:
-        for heard in _heard(path):
-            hours[NO_WORDS] += (heard["duration"] - sum(each[1] for each in heard["pieces"])) / 3600
-            for row, confidence in _rows(heard):
+        for recording in _read_lines(path):
+            hours[NO_WORDS] += (recording["duration"] - sum(each[1] for each in recording["pieces"])) / 3600
+            for row, confidence in _rows(recording):
                 expected = 0.0 if confidence is None else float(calibration(np.float64(confidence)))
                 reason = NO_WORDS if confidence is None else NO_PAUSE if row["duration"] > longest else (
                     KEPT if expected >= request.keep else UNSURE)
                 rows[reason] += 1
                 hours[reason] += row["duration"] / 3600
                 if reason in (KEPT, UNSURE):
-                    sure.append((expected, row["duration"] / 3600))
+                    candidates.append((expected, row["duration"] / 3600))
                 row["confidence"] = round(expected, 4)
                 line = row if reason == KEPT else row | {"reason": reason}
                 (kept if reason == KEPT else rest).write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -329,29 +329,29 @@ def _write(request: LabelRequest, path: Path, calibration: Calibration, errors: 
             rows[UNREADABLE] += 1
             line = {"audio_filepath": json.loads(key)[0], "reason": UNREADABLE, "detail": problem}
             rest.write(json.dumps(line, ensure_ascii=False) + "\n")
-    _report(request, rows, hours, sure, errors)
+    _report(request, rows, hours, candidates, errors)
     return SOME_FAILED if errors else 0
 
 
-def _rows(heard: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float | None]]:
-    """The rows of a recording that was heard, and the recogniser's confidence in each."""
-    for start, duration, text, confidence in heard["pieces"]:
-        name = heard["id"] + (f"-{start:.2f}" if len(heard["pieces"]) > 1 else "")
-        yield {"id": name, "audio_filepath": json.loads(heard["key"])[0], "offset": start, "duration": duration,
+def _rows(recording: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float | None]]:
+    """The rows of a transcribed recording, and the recogniser's confidence in each."""
+    for start, duration, text, confidence in recording["pieces"]:
+        name = recording["id"] + (f"-{start:.2f}" if len(recording["pieces"]) > 1 else "")
+        yield {"id": name, "audio_filepath": json.loads(recording["key"])[0], "offset": start, "duration": duration,
                "text": text}, confidence
 
 
 def _report(request: LabelRequest, rows: Mapping[str, int], hours: Mapping[str, float],
-            sure: Sequence[tuple[float, float]], errors: Mapping[str, str]) -> None:
+            candidates: Sequence[tuple[float, float]], errors: Mapping[str, str]) -> None:
     print_first("left out", [f"{json.loads(key)[0]}: {problem}" for key, problem in errors.items()])
     print(table(["", "rows", "hours"], [(each, rows[each], f"{hours[each]:.2f}") for each in (
         KEPT, UNSURE, NO_WORDS, NO_PAUSE, UNREADABLE) if each == KEPT or rows[each] or hours[each] > 0.005]))
-    kept = [each for each in sure if each[0] >= request.keep]
+    kept = [each for each in candidates if each[0] >= request.keep]
     if total := sum(length for _, length in kept):
         mean = sum(expected * length for expected, length in kept) / total
         print(f"expected word accuracy of the rows that are kept: {100 * mean:.1f} %")
-    if kept != sure:
+    if kept != candidates:
         print("hours kept with other values of --keep: " + ", ".join(
-            f"{least:g}: {sum(length for expected, length in sure if expected >= least):.2f} h" for least in _KEEPS))
+            f"{keep:g}: {sum(length for expected, length in candidates if expected >= keep):.2f} h" for keep in _KEEPS))
     print(f"{request.to / request.shard.name}.jsonl  (left out: {request.to / FOLDER}; another --keep reuses these "
           "transcripts)")

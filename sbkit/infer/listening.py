@@ -1,4 +1,4 @@
-"""Listens to a microphone or to a program's samples, and shows the words as they come."""
+"""Transcribes a microphone or a program's samples, and shows the words as they come."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class ListenRequest(SearchRequest, ModelRequest):
     bundle : the folder that ``sbkit export`` made
     source : ``-`` for 16-bit PCM from standard input; None for the microphone
     rate : samples per second; None: the model's, or what the microphone has
-    microphone : its number, or a part of its name
-    chunk : milliseconds that are heard at once; None: the model's middle size
-    json : write objects for programs
+    microphone : its number or a part of its name
+    chunk : milliseconds that are decoded at once; None: the model's middle size
+    json : write JSON lines for programs
     """
 
     bundle: Path
@@ -50,10 +50,10 @@ class ListenRequest(SearchRequest, ModelRequest):
 
 
 class CtrlC(AbstractContextManager["CtrlC"]):
-    """Has Ctrl-C interrupt the wait for an item, and not what is done with it, which may be half done then."""
+    """Lets Ctrl-C interrupt the wait for an item, but not its processing."""
 
     def __enter__(self) -> CtrlC:
-        self._pressed = self._holds = False
+        self._pressed = self._defers = False
         self._before = signal.getsignal(signal.SIGINT)
         if self._before is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._press)
@@ -62,35 +62,35 @@ class CtrlC(AbstractContextManager["CtrlC"]):
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
 
-    def only_between(self, items: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """Give the items, and hold Ctrl-C back while there is one; pressed twice, it interrupts all the same."""
+    def defer_during(self, items: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """Yield the items, and defer Ctrl-C while one is processed; pressed twice, it interrupts anyway."""
         for item in items:
-            self._holds = True
+            self._defers = True
             yield item
-            self._holds = False
+            self._defers = False
             if self._pressed:
                 raise KeyboardInterrupt
 
     def _press(self, _signum: int, _frame: FrameType | None) -> None:
-        if self._pressed or not self._holds:
+        if self._pressed or not self._defers:
             raise KeyboardInterrupt
         self._pressed = True
 
 
 def listen(request: ListenRequest) -> int:
-    """Listen until the samples end, or to Ctrl-C, and return the exit code."""
+    """Listen until the samples end or Ctrl-C, and return the exit code."""
     _check(request)
-    search = request.search  # before a model is loaded for it
+    search = request.search  # raises before a model is loaded
     with CtrlC() as ctrl_c:
         try:
             with StreamEngine(request.bundle, request.model, request.device, request.threads, max_streams=1) as engine:
                 return _listen(engine, request, search, ctrl_c)
-        except KeyboardInterrupt:  # before there was anything to hear, or while the rest was heard
+        except KeyboardInterrupt:  # while the model is loaded, or the rest is decoded
             return _STOPPED
 
 
 def _check(request: ListenRequest) -> None:
-    """Refuse what can't be listened to before a model is loaded for it."""
+    """Raise for an invalid source before a model is loaded."""
     if request.source not in (STDIN, None):
         missing = "" if Path(request.source).exists() else ", and there is no such file"
         raise SbkitError(f"listen takes a microphone, or - for standard input, but not {request.source}{missing}",
@@ -109,25 +109,25 @@ def _listen(engine: StreamEngine, request: ListenRequest, search: dict[str, Any]
     captions, lines, code = _captions(engine, request), Lines(engine.config.chunk_seconds), 0
     failed: SbkitError | None = None
 
-    def show(heard: list[StreamResult]) -> None:
-        for each in heard:
+    def show(results: list[StreamResult]) -> None:
+        for each in results:
             for line in lines.add(each):
                 captions.show(line)
 
     try:
         try:
-            for samples in ctrl_c.only_between(source):
+            for samples in ctrl_c.defer_during(source):
                 show(stream.feed(samples))
         except KeyboardInterrupt:
             code = _STOPPED
-        except SbkitError as error:  # of the source; what it gave is heard to the end, unless the model failed
+        except SbkitError as error:  # of the source: what it recorded is still decoded
             failed = error
         rest = stream.finish()
         show(rest)
         captions.end(rest[-1].seconds)
     finally:
         captions.close()
-    if source.warning is not None:  # not within the line in progress
+    if source.warning is not None:  # after the line in progress
         print(source.warning, file=sys.stderr)
     if failed is not None:
         raise failed

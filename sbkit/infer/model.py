@@ -1,4 +1,4 @@
-"""The Python API: load a bundle, give it audio, read the transcript."""
+"""The Python API: load a bundle and transcribe audio."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Model(LoadedBundle[Engine]):
         self._pipeline = Pipeline(engine, options)
         self._lock = threading.Lock()
         self._streams: StreamEngine | None = None
-        self._searched: tuple[dict[str, Any], Decoder] | None = None
+        self._stream_search: tuple[dict[str, Any], Decoder] | None = None
 
     @overload
     def transcribe(self, audio: list[Source]) -> list[Transcript]: ...
@@ -50,35 +50,35 @@ class Model(LoadedBundle[Engine]):
         """Transcribe recordings of any format and length.
 
         audio : a path, the bytes of a file, a binary file, or float samples [S] at the model's rate; or a list of
-            these, whose transcripts come in the same order
+            these, for a list of transcripts in the same order
 
         Raises ``sbkit.data.audio.AudioError`` for the first recording that can't be read.
         """
         if not isinstance(audio, list):
             return self.transcribe([audio])[0]
         found: dict[int, Transcript] = {}
-        for done in self._pipeline.run([
+        for result in self._pipeline.run([
                 Recording.of(each, Path(each).stem if isinstance(each, (str, os.PathLike)) else "") for each in audio]):
-            if done.error is not None:
-                raise done.error
-            assert done.transcript is not None, "a recording has a transcript or an error"
-            found[done.index] = done.transcript
+            if result.error is not None:
+                raise result.error
+            assert result.transcript is not None, "a recording has a transcript or an error"
+            found[result.index] = result.transcript
         return [found[i] for i in range(len(audio))]
 
     def stream(self, chunk: int | None = None, rate: int | None = None, lm: str | Path | None = None,
                hot_words: Mapping[str, float] | Sequence[str] | None = None, lm_weight: float | None = None,
                word_score: float | None = None, beam: int | None = None) -> Stream:
-        """Begin to hear a stream as its samples come, with a bundle that has a graph for that.
+        """Transcribe a stream as its samples come, with a bundle that has a graph for streams.
 
-        >>> for heard in model.stream()(microphone):                              # doctest: +SKIP
-        ...     print(" ".join(word.text for word in heard.settled + heard.partial))
+        >>> for result in model.stream()(microphone):                             # doctest: +SKIP
+        ...     print(" ".join(word.text for word in result.settled + result.partial))
 
-        Streams that are open at the same time share batches, each fed by a thread of its own.
+        Streams that are open at the same time share batches; feed each of them in its own thread.
 
-        chunk : milliseconds that are heard at once, one that the model was trained for; None: the one in their middle
-        rate : samples per second of what the stream is fed; None: the model's
+        chunk : milliseconds that are decoded at once, a size that the model was trained for; None: the middle one
+        rate : the samples per second that the stream is fed; None: the model's
         lm, hot_words, lm_weight, word_score, beam : options of ``sbkit.decode.beam.BeamSearch``; without any, streams
-            are decoded as recordings are
+            are decoded like recordings
         """
         given = {"lm": lm, "hot_words": phrase_boosts(hot_words) or None, "lm_weight": lm_weight,
                  "word_score": word_score, "beam": beam}
@@ -93,12 +93,12 @@ class Model(LoadedBundle[Engine]):
         return self._streams
 
     def _decoder(self, search: dict[str, Any]) -> Decoder:
-        """The decoder of a search, the same as last time where nothing changed: a language model is read once."""
+        """Return a search's decoder; the last one is cached, so that its language model is read once."""
         if not search:
             return self._pipeline.decoder
-        if self._searched is None or self._searched[0] != search:
-            self._searched = search, decoder(self.engine.vocabulary, search)
-        return self._searched[1]
+        if self._stream_search is None or self._stream_search[0] != search:
+            self._stream_search = search, decoder(self.engine.vocabulary, search)
+        return self._stream_search[1]
 
     def close(self) -> None:
         super().close()
@@ -121,7 +121,7 @@ def _voice(bundle: str | Path, model: str, device: str, threads: int | None) -> 
     return Voice(VoiceEngine(bundle, model, device, threads))
 
 
-#: What loads each kind of bundle, given its folder, model, device, threads, and more if it takes that.
+#: Loads each kind of bundle, given its folder, model, device, threads and other options that it takes.
 LOADERS: layout.ByKind[Callable[..., Any]] = layout.ByKind({
     layout.Config: _recogniser, layout.GraphConfig: _graph, layout.VoiceConfig: _voice, layout.CodecConfig: codec,
     layout.EnhancerConfig: enhancer})
@@ -131,15 +131,14 @@ def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int
          compile: str | None = None, options: Options | None = None, buckets: Sequence[tuple[int, float]] | None = None
          ) -> Any:  # one of those below
     """Load a bundle: a recogniser has ``transcribe``, a voice ``speak``, a codec ``encode`` and ``decode``, an enhancer
-    ``enhance`` and ``stream``, a model of another task ``run``, and one of a kind of your own what you added to
-    ``LOADERS``.
+    ``enhance`` and ``stream``, a model of another task ``run``; your own kinds of bundles are loaded by ``LOADERS``.
 
     >>> model = load("bundle")                            # doctest: +SKIP
     >>> print(model.transcribe("clip.mp3").text)          # doctest: +SKIP
 
     bundle : the folder that ``sbkit export`` made
     device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; an unavailable one is an error, never a silent fallback
-    model : ``onnx``, ``int8`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has
+    model : ``onnx``, ``int8`` or ``torch``, which can run code; ``auto`` takes the first of the others in the bundle
     threads : CPU threads of one run
     compile : a mode of ``torch.compile``, for ``model="torch"``
     options : how recordings are cut into chunks and batched

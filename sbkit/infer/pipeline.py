@@ -1,4 +1,4 @@
-"""Transcribes many recordings with one engine: threads read and cut them, chunks of similar length share a batch."""
+"""Transcribes many recordings with one engine: threads read and cut them, chunks of similar length are batched."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from sbkit.infer.engine import Engine
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript
 
-_BATCHES_WAITING = 4  # batches' worth of chunks to choose similar lengths from
-_BATCHES_RUNNING = 2  # one running, and one waiting
+_BATCHES_WAITING = 4  # chunks to choose similar lengths from, in batches
+_BATCHES_RUNNING = 2  # one runs while the next is queued
 
 
 @dataclass
 class Options:
     """How recordings are cut into chunks and batched.
 
-    batch_seconds : audio in one batch, including padding; None for the device's default
-    chunk_seconds : longest chunk; None for the length that the model was trained on
+    batch_seconds : audio in one batch, including padding; None: the device's default
+    chunk_seconds : longest chunk; None: the length that the model was trained on
     readers : threads that decode audio
-    search : options of ``sbkit.decode.beam.BeamSearch`` (lm, hot_words, ...); None for the best label of each frame
+    search : options of ``sbkit.decode.beam.BeamSearch`` (lm, hot_words, ...); None: greedy decoding
     """
 
     batch_seconds: float | None = None
@@ -39,10 +39,10 @@ class Options:
     search: Mapping[str, Any] | None = None
 
 
-class Done(NamedTuple):
-    """The result for a recording: a transcript, or the error."""
+class PipelineResult(NamedTuple):
+    """A recording's transcript, or its error."""
 
-    index: int  # type: ignore[assignment]  # hides a tuple method that nobody calls
+    index: int  # type: ignore[assignment]  # hides an unused tuple method
     transcript: Transcript | None
     error: AudioError | None
 
@@ -55,8 +55,8 @@ class _ReadChunk(NamedTuple):
     chunk: Chunk
 
 
-class _Ended(NamedTuple):
-    """The end of a recording from a reader: the number of chunks, and the error if any."""
+class _EndOfRecording(NamedTuple):
+    """The end of a recording from a reader: its number of chunks, and the error, if any."""
 
     recording: int
     chunks: int
@@ -64,7 +64,7 @@ class _Ended(NamedTuple):
 
 
 class Pipeline:
-    """Transcribes recordings in whatever order is fast; memory does not grow with their length."""
+    """Transcribes recordings in the fastest order; memory does not grow with their length."""
 
     def __init__(self, engine: Engine, options: Options | None = None):
         self.engine, self.options = engine, options or Options()
@@ -75,16 +75,16 @@ class Pipeline:
         self._frame = config.hop_samples * config.subsampling
         self.decoder = decoder(engine.vocabulary, self.options.search)
 
-    def run(self, recordings: Sequence[Recording]) -> Generator[Done, None, None]:
+    def run(self, recordings: Sequence[Recording]) -> Generator[PipelineResult, None, None]:
         """Yield each recording's result as soon as it is complete."""
         if not recordings:
             return
         stop = threading.Event()
-        room = max(8, int(_BATCHES_WAITING * self._budget / (self._chunk_seconds * self.engine.config.sample_rate)))
-        read: queue.Queue[_ReadChunk | _Ended | None] = queue.Queue(room)
-        turn = iter(range(len(recordings)))
+        size = max(8, int(_BATCHES_WAITING * self._budget / (self._chunk_seconds * self.engine.config.sample_rate)))
+        read: queue.Queue[_ReadChunk | _EndOfRecording | None] = queue.Queue(size)
+        indices = iter(range(len(recordings)))
         lock = threading.Lock()
-        readers = [threading.Thread(target=self._read, args=(recordings, turn, lock, read, stop), daemon=True)
+        readers = [threading.Thread(target=self._read, args=(recordings, indices, lock, read, stop), daemon=True)
                    for _ in range(max(1, min(self.options.readers, len(recordings))))]
         for reader in readers:
             reader.start()
@@ -92,18 +92,18 @@ class Pipeline:
             yield from self._collect(recordings, read, len(readers))
         finally:
             stop.set()
-            while any(reader.is_alive() for reader in readers):  # a reader may be waiting for room in the queue
+            while any(reader.is_alive() for reader in readers):  # a reader may be waiting for a full queue
                 with contextlib.suppress(queue.Empty):
                     read.get(timeout=0.05)
 
     # ------------------------------------------------------------------ reading
 
-    def _read(self, recordings: Sequence[Recording], turn: Iterator[int], lock: threading.Lock,
-              read: queue.Queue[_ReadChunk | _Ended | None], stop: threading.Event) -> None:
+    def _read(self, recordings: Sequence[Recording], indices: Iterator[int], lock: threading.Lock,
+              read: queue.Queue[_ReadChunk | _EndOfRecording | None], stop: threading.Event) -> None:
         rate = self.engine.config.sample_rate
         while not stop.is_set():
             with lock:
-                index = next(turn, None)
+                index = next(indices, None)
             if index is None:
                 break
             number = 0
@@ -115,23 +115,23 @@ class Pipeline:
                     number += 1
                 if not number:
                     raise AudioError(recordings[index].name, "holds no audio")
-                read.put(_Ended(index, number))
+                read.put(_EndOfRecording(index, number))
             except BaseException as error:
-                read.put(_Ended(index, number, error))
+                read.put(_EndOfRecording(index, number, error))
         read.put(None)
 
     # ------------------------------------------------------------------ batches
 
-    def _collect(self, recordings: Sequence[Recording], read: queue.Queue[_ReadChunk | _Ended | None], readers: int,
-                 ) -> Iterator[Done]:
-        heard: dict[int, Assembly] = {}
+    def _collect(self, recordings: Sequence[Recording], read: queue.Queue[_ReadChunk | _EndOfRecording | None],
+                 readers: int) -> Iterator[PipelineResult]:
+        partial: dict[int, Assembly] = {}
         ready: dict[int, Assembly] = {}
         waiting: list[_ReadChunk] = []
         running: deque[tuple[list[_ReadChunk], Future[Any]]] = deque()
         while readers or waiting or running:
             while readers and (room := _BATCHES_WAITING * self._budget - sum(
                     len(each.chunk.signal) for each in waiting)) > 0:
-                # Wait for a reader only if nothing else is to do and there is less than a batch.
+                # Wait for a reader only if there is less than a batch and nothing else to do.
                 idle = not running and room > (_BATCHES_WAITING - 1) * self._budget
                 if idle and ready:
                     yield from self._finish(recordings, ready)
@@ -142,10 +142,10 @@ class Pipeline:
                     elif isinstance(item, _ReadChunk):
                         waiting.append(item)
                     elif item.error is None:
-                        heard.setdefault(item.recording, Assembly()).expected = item.chunks
-                        _move(item.recording, heard, ready)
+                        partial.setdefault(item.recording, Assembly()).expected = item.chunks
+                        _move_if_complete(item.recording, partial, ready)
                     else:
-                        yield self._failed(item.recording, item.error, heard, waiting)
+                        yield self._failed(item.recording, item.error, partial, waiting)
                     continue
                 break
             while waiting and len(running) < _BATCHES_RUNNING:
@@ -154,9 +154,9 @@ class Pipeline:
             if running:
                 batch, future = running.popleft()
                 for each, log_probs in zip(batch, future.result(), strict=True):
-                    heard.setdefault(each.recording, Assembly()).add(each.number, each.chunk, log_probs, self._frame,
+                    partial.setdefault(each.recording, Assembly()).add(each.number, each.chunk, log_probs, self._frame,
                                                               self.decoder)
-                    _move(each.recording, heard, ready)
+                    _move_if_complete(each.recording, partial, ready)
             if len(ready) >= self.decoder.at_once:
                 yield from self._finish(recordings, ready)
         yield from self._finish(recordings, ready)
@@ -172,32 +172,33 @@ class Pipeline:
     # ------------------------------------------------------------------ words
 
     @staticmethod
-    def _failed(recording: int, error: BaseException, heard: dict[int, Assembly], waiting: list[_ReadChunk]) -> Done:
+    def _failed(recording: int, error: BaseException, partial: dict[int, Assembly], waiting: list[_ReadChunk]
+                ) -> PipelineResult:
         if not isinstance(error, AudioError):
             raise error
         waiting[:] = [each for each in waiting if each.recording != recording]
-        heard[recording] = Assembly(expected=-1)  # its remaining chunks are dropped
-        return Done(recording, None, error)
+        partial[recording] = Assembly(expected=-1)  # its remaining chunks are dropped
+        return PipelineResult(recording, None, error)
 
-    def _finish(self, recordings: Sequence[Recording], ready: dict[int, Assembly]) -> Iterator[Done]:
+    def _finish(self, recordings: Sequence[Recording], ready: dict[int, Assembly]) -> Iterator[PipelineResult]:
         if not ready:
             return
-        found = self.decoder.tokens([each.stretches for each in ready.values()])
-        done = list(zip(ready.items(), found, strict=True))
+        tokens = self.decoder.tokens([each.stretches for each in ready.values()])
+        done = list(zip(ready.items(), tokens, strict=True))
         ready.clear()
-        for (index, heard), parts in done:
-            spoken = words(parts, self.engine.vocabulary)
-            made = transcript(recordings[index].id, heard, spoken, self.engine.vocabulary)
-            made.warning = recordings[index].warning
-            yield Done(index, made, None)
+        for (index, assembly), parts in done:
+            vocabulary = self.engine.vocabulary
+            found = transcript(recordings[index].id, assembly, words(parts, vocabulary), vocabulary)
+            found.warning = recordings[index].warning
+            yield PipelineResult(index, found, None)
 
 
 def batch_seconds(device: str) -> float:
-    """The default audio in one batch, including padding: larger batches outgrow a CPU's caches, smaller ones don't
-    fill a GPU."""
+    """The default audio in one batch, including padding: larger batches exceed a CPU's caches, smaller ones don't use a
+    whole GPU."""
     return 480.0 if device != "cpu" else 20.0
 
 
-def _move(index: int, heard: dict[int, Assembly], ready: dict[int, Assembly]) -> None:
-    if heard[index].complete:
-        ready[index] = heard.pop(index)
+def _move_if_complete(index: int, partial: dict[int, Assembly], ready: dict[int, Assembly]) -> None:
+    if partial[index].complete:
+        ready[index] = partial.pop(index)

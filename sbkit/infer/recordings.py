@@ -1,4 +1,4 @@
-"""Recordings as blocks of samples at the model's rate, so that hours of audio need no memory."""
+"""Recordings as blocks of samples at the model's rate, so that hours of audio need little memory."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Recording:
     remote: Remote = NO_REMOTE
     """Which URLs may be opened, if ``audio`` is one."""
     warning: str | None = None
-    """What is missing of it, known once its blocks were read."""
+    """What is missing of it; known after its blocks were read."""
 
     @classmethod
     def of(cls, source: Source, id: str = "") -> Recording:
-        """Return a recording as it is, or that of an audio."""
+        """Return a recording of some audio; a recording is returned unchanged."""
         return source if isinstance(source, Recording) else cls(source, id)
 
     @property
@@ -88,12 +88,12 @@ def _decoded(recording: Recording, source: str | os.PathLike[str] | bytes | Bina
     start, duration = recording.start, recording.duration
     with audio.open_recording(source, recording.name, recording.remote) as opened:
         own = opened.file.samplerate
-        promised, there = opened.frames()
+        expected, available = opened.frames()
         first = round(start * own)
         if duration is not None:
-            promised = first + round(duration * own)
-            there = min(there, opened.file.frames, promised)
-        recording.warning = audio.length_mismatch(promised - first, there - first, own)
+            expected = first + round(duration * own)
+            available = min(available, opened.file.frames, expected)
+        recording.warning = audio.length_mismatch(expected - first, available - first, own)
         resampler = soxr.ResampleStream(own, rate, 1, dtype="float32", quality="MQ") if own != rate else None
         for signal in opened.blocks(start, duration, lost_seconds=_LOST_SECONDS, block_seconds=BLOCK_SECONDS):
             audio.check_finite(recording.name, signal)

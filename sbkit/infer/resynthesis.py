@@ -1,4 +1,4 @@
-"""The command ``sbkit resynthesize``: shards of codes to files of sound."""
+"""The command ``sbkit resynthesize``: decodes shards of codes to audio files."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from sbkit.infer.formats import ModelRequest
 from sbkit.infer.sound_file import SoundWriter
 from sbkit.system.console import progress, time_span
 
-#: What the command writes beside the sounds: ids, texts and speakers of them.
+#: The manifest of the audio files: ids, texts and speakers.
 SOUNDS = "manifest.csv"
-#: Codes that are decoded at once.
+#: Seconds of codes that are decoded at once.
 AT_ONCE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class ResynthesizeRequest(ModelRequest):
-    """What to turn back, and where to.
+    """The codes to decode, and the output folder.
 
-    folder : of codes, or of one such folder for each split
-    to : the folder of sounds
+    folder : of codes, or with such a folder for each split
+    to : the output folder
     format : ``wav`` or ``flac``
     """
 
@@ -49,45 +49,45 @@ class ResynthesizeRequest(ModelRequest):
 
 
 def resynthesize(request: ResynthesizeRequest) -> int:
-    """Turn codes back and return the exit code. All of them are checked before anything is written."""
+    """Decode codes and return the exit code. All of them are checked before anything is written."""
     books = books_of(layout.CodecConfig.read(request.bundle))
     to = request.to.resolve()
     publish.clean_up(to)
-    _check_place(request)
+    _check_output(request)
     codes = {name: Codes(folder, books) for name, folder in _folders(request.folder).items()}
     for each in codes.values():
         each.check()
     with codec(request.bundle, request.model, request.device, request.threads) as loaded:
         print(loaded.running, file=sys.stderr)
         began, seconds = time.perf_counter(), 0.0
-        with publish.temporary_folder(to) as aside:
+        with publish.temporary_folder(to) as staging:
             for name, each in codes.items():
-                seconds += _write(loaded, each, aside / name, f"resynthesizing {name}".rstrip(), request.format)
-            publish.publish(aside, to, request.force)
-    took, count = time.perf_counter() - began, sum(map(len, codes.values()))
-    print(f"{request.to}: {count:,} recordings, {time_span(seconds)}; it took {time_span(took)} (real-time factor "
-          f"{took / seconds:.4f})")
+                seconds += _write(loaded, each, staging / name, f"resynthesizing {name}".rstrip(), request.format)
+            publish.publish(staging, to, request.force)
+    elapsed, count = time.perf_counter() - began, sum(map(len, codes.values()))
+    print(f"{request.to}: {count:,} recordings, {time_span(seconds)}; it took {time_span(elapsed)} (real-time factor "
+          f"{elapsed / seconds:.4f})")
     return 0
 
 
-def _check_place(request: ResynthesizeRequest) -> None:
+def _check_output(request: ResynthesizeRequest) -> None:
     to = request.to
     if to.exists() and not request.force:
         raise SbkitError(f"{to} exists", hint="choose another folder, or replace it with --force")
-    made = to.is_dir() and (any(to.glob(SOUNDS)) or any(to.glob(f"*/{SOUNDS}")) or not any(to.iterdir()))
-    if to.exists() and not made:
+    ours = to.is_dir() and (any(to.glob(SOUNDS)) or any(to.glob(f"*/{SOUNDS}")) or not any(to.iterdir()))
+    if to.exists() and not ours:
         raise SbkitError(f"{to} has files that sbkit resynthesize didn't write, so it is not replaced",
                          hint="choose another folder")
 
 
 def _folders(folder: Path) -> dict[str, Path]:
-    """The folder of codes by an empty name, or those of splits by theirs."""
-    below = {each.parent.name: each.parent for each in sorted(folder.glob(f"*/{MANIFEST}"))}
-    return {"": folder} if (folder / MANIFEST).is_file() or not below else below
+    """The folder of codes under an empty name, or each split's folder under its name."""
+    splits = {each.parent.name: each.parent for each in sorted(folder.glob(f"*/{MANIFEST}"))}
+    return {"": folder} if (folder / MANIFEST).is_file() or not splits else splits
 
 
 def _write(codec: CodecModel, codes: Codes, folder: Path, what: str, format: str) -> float:
-    """Write the sounds of a folder of codes and a manifest of them; returns their seconds."""
+    """Decode a folder of codes into audio files and a manifest; returns their seconds."""
     folder.mkdir(exist_ok=True)
     names = iter(file_names(codes.ids))
     rows: list[tuple[str, float, str, str, str]] = []
@@ -125,15 +125,15 @@ def write_sound(path: Path, sound: np.ndarray, format: str, rate: int) -> None:
         writer.end()
 
 
-_BYTES = 180  # of the 255 that a file's name may have: a suffix, and what makes it unique, come behind it
-#: Of a name that are looked at: composing makes one of four at most.
+_BYTES = 180  # of the 255 that a file name may have; the rest is for a number and a suffix
+#: Characters of a name that are read: NFC composes at most four into one.
 _CHARACTERS = 4 * _BYTES
-#: Names that Windows gives to devices.
+#: Device names on Windows.
 _DEVICES = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\.|$)")
 
 
 def file_name(name: str) -> str:
-    """Return a name without separators and other characters that some file system refuses or reads otherwise."""
+    """Return a name without separators and other characters that are special or invalid on some file system."""
     begin = name[:_CHARACTERS].encode("utf-8", "replace").decode("utf-8")
     text = re.sub(r"[^\w.+=@,-]", "_", unicodedata.normalize("NFC", begin)).strip(".")
     text = text.encode()[:_BYTES].decode("utf-8", "ignore").rstrip(".")
@@ -141,7 +141,7 @@ def file_name(name: str) -> str:
 
 
 def file_names(names: Iterable[str]) -> list[str]:
-    """Return a file name for each; those that would be the same, also where case doesn't count, get a number."""
+    """Return a file name for each; names that are the same, ignoring case, get a number."""
     taken: set[str] = set()
     counters: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(2))
     found = []

@@ -1,4 +1,4 @@
-"""Runs a model that gives tensors on recordings; writes its outputs to the screen or to a folder."""
+"""Runs a model that outputs tensors on recordings; prints its outputs or writes them to a folder."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from sbkit.data.audio import AudioError
 from sbkit.errors import SbkitError
 from sbkit.infer.formats import ModelRequest
 from sbkit.infer.graph_model import GraphEngine, GraphModel, Output
-from sbkit.infer.inputs import below, collect, refuse_meeting
+from sbkit.infer.inputs import check_output_paths, collect, output_path
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcription import SOME_FAILED
 from sbkit.system.console import atomic_write, progress, time_span
 
-#: Numbers of a recording that the screen takes; more belong into files.
-_SHOWN = 10_000
+#: Maximum values of a recording that are printed; more must be written to files.
+_MAX_PRINTED = 10_000
 
 
 @dataclass(frozen=True)
 class RunRequest(ModelRequest):
-    """What to run on what.
+    """The model to run, and its recordings.
 
-    bundle : the folder that ``sbkit export`` made
+    bundle : the folder that ``sbkit export`` result
     files : files, folders, manifests, ``-``
-    output : the folder for files; None for lines of JSON on the screen
-    formats : any of ``npz`` (all outputs), ``json`` and ``wav`` (the first output, if it is sound)
+    output : the folder for files; None: print lines of JSON
+    formats : any of ``npz`` (all outputs), ``json`` and ``wav`` (the first output, if it is audio)
     schemes : URL schemes allowed in manifests
     """
 
@@ -47,7 +47,7 @@ def run(request: RunRequest) -> int:
     if request.output is None and "wav" in request.formats:
         raise SbkitError("wav can't be printed", hint="add --output FOLDER")
     if request.output is not None:
-        refuse_meeting(request.output, recordings)
+        check_output_paths(request.output, recordings)
     errors, audio, began = 0, 0.0, time.perf_counter()
     with GraphModel(GraphEngine(request.bundle, request.model, request.device, request.threads)) as model:
         print(model.running, file=sys.stderr)
@@ -56,41 +56,41 @@ def run(request: RunRequest) -> int:
             try:
                 seconds = recording.seconds(config.sample_rate)
                 audio += seconds
-                made = model.run(recording)
+                result = model.run(recording)
             except AudioError as error:
                 errors += 1
                 print(f"left out: {error}", file=sys.stderr)
                 continue
-            assert isinstance(made, Output), "of one recording"
+            assert isinstance(result, Output), "one recording has one output"
             if request.output is None:
-                if made.size > _SHOWN:
-                    raise SbkitError(f"{recording.name} has {made.size:,} output values, too many to print",
+                if result.size > _MAX_PRINTED:
+                    raise SbkitError(f"{recording.name} has {result.size:,} output values, too many to print",
                                      hint="write files: --output FOLDER")
-                sys.stdout.write(_line(recording, made))
+                sys.stdout.write(_line(recording, result))
             else:
-                _write(request.output, recording, made, request.formats, config.sample_rate, seconds)
+                _write(request.output, recording, result, request.formats, config.sample_rate, seconds)
     where = f" -> {request.output}" if request.output is not None else ""
     print(f"{len(recordings) - errors} of {len(recordings)} recordings, {audio:.1f} s of audio in "
           f"{time_span(time.perf_counter() - began)}{where}", file=sys.stderr)
     return SOME_FAILED if errors else 0
 
 
-def _line(recording: Recording, made: Output) -> str:
-    return json.dumps({"id": recording.id, **made.facts()}, ensure_ascii=False) + "\n"
+def _line(recording: Recording, result: Output) -> str:
+    return json.dumps({"id": recording.id, **result.facts()}, ensure_ascii=False) + "\n"
 
 
-def _write(folder: Path, recording: Recording, made: Output, formats: Sequence[str], rate: int,
+def _write(folder: Path, recording: Recording, result: Output, formats: Sequence[str], rate: int,
            seconds: float) -> None:
     for name in formats:
-        path = below(folder, recording, name)
+        path = output_path(folder, recording, name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if name == "json":
                 with atomic_write(path) as file:
-                    file.write(_line(recording, made))
+                    file.write(_line(recording, result))
             elif name == "wav":
-                path.write_bytes(made.wav(rate, seconds * rate))
+                path.write_bytes(result.wav(rate, seconds * rate))
             else:
-                np.savez(path, allow_pickle=False, **made.outputs)
+                np.savez(path, allow_pickle=False, **result.outputs)
         except OSError as error:
             raise SbkitError(f"cannot write {path}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Samples as WAV, FLAC, MP3, Opus or bare PCM, in a file or as a stream of bytes, as libsndfile writes them."""
+"""Writes samples as WAV, FLAC, MP3, Opus or raw PCM, to a file or a stream of bytes, with libsndfile."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sbkit.errors import SbkitError
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A format.
+class SoundFormat:
+    """A format of sound files.
 
     format, subtype : libsndfile's names for it
     media_type : its type in HTTP
-    rates : those that it can have; none: any
-    streams : whether it can be read where its beginning doesn't say how long it is
-    options : how libsndfile writes it
+    rates : supported sample rates; none: any
+    streams : whether it can be read without a length in its header
+    options : for libsndfile
     """
 
     format: str
@@ -39,23 +39,23 @@ class Kind:
         return self.subtype in soundfile.available_subtypes(self.format)
 
     def rate(self, rate: int) -> int:
-        """Return the rate that sound of this rate is written with: the next that the format can have."""
+        """Return the rate to write sound of this rate with: the next that the format supports."""
         higher = [each for each in self.rates if each >= rate]
         return higher[0] if higher else (self.rates or (rate,))[-1]
 
 
 _OPUS_RATES = (8_000, 12_000, 16_000, 24_000, 48_000)
 _MP3_RATES = (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000)
-#: By its first frame's bit rate a player tells how long it is, if its beginning doesn't say so.
+#: A constant bit rate, by which players estimate the length of a stream without one in its header.
 _MP3_OPTIONS = {"bitrate_mode": "CONSTANT", "compression_level": 0.5}  # 80 kbit/s, from 32 kHz on 176
 KINDS = {
-    "mp3": Kind("MP3", "MPEG_LAYER_III", "audio/mpeg", _MP3_RATES, options=_MP3_OPTIONS),
-    "opus": Kind("OGG", "OPUS", "audio/ogg", _OPUS_RATES),
-    "flac": Kind("FLAC", "PCM_16", "audio/flac", streams=False),
-    "wav": Kind("WAV", "PCM_16", "audio/wav"),
-    "pcm": Kind("RAW", "PCM_16", "audio/pcm", (24_000,)),
+    "mp3": SoundFormat("MP3", "MPEG_LAYER_III", "audio/mpeg", _MP3_RATES, options=_MP3_OPTIONS),
+    "opus": SoundFormat("OGG", "OPUS", "audio/ogg", _OPUS_RATES),
+    "flac": SoundFormat("FLAC", "PCM_16", "audio/flac", streams=False),
+    "wav": SoundFormat("WAV", "PCM_16", "audio/wav"),
+    "pcm": SoundFormat("RAW", "PCM_16", "audio/pcm", (24_000,)),
 }
-#: The format that each suffix of a file stands for.
+#: The format of each file suffix.
 SUFFIXES = {".wav": "wav", ".wave": "wav", ".flac": "flac", ".mp3": "mp3", ".ogg": "opus", ".oga": "opus",
             ".opus": "opus"}
 _BLOCK = 1 << 16  # samples
@@ -64,12 +64,12 @@ _UNKNOWN_SIZE = 0xFFFFFFFF
 
 
 def kinds() -> list[str]:
-    """The names of the formats that can be written here."""
+    """The names of the formats that this machine can write."""
     return [name for name, kind in KINDS.items() if kind.available]
 
 
 def kind_of(path: Path) -> str:
-    """Return the format that a file's suffix stands for, or raise."""
+    """Return the format of a file's suffix, or raise."""
     name = SUFFIXES.get(path.suffix.lower())
     if name is None or not KINDS[name].available:
         usable = [suffix for suffix, each in SUFFIXES.items() if KINDS[each].available]
@@ -82,22 +82,23 @@ class SoundWriter:
     """Writes samples into a binary file.
 
     kind : one of ``KINDS``
-    rate : samples per second of what is written; another one that the format needs is made of it
+    rate : samples per second of the input; resampled if the format doesn't support it
     """
 
     def __init__(self, file: IO[bytes] | _Sink, kind: str, rate: int):
-        which = KINDS[kind]
-        own = which.rate(rate)
+        format = KINDS[kind]
+        own = format.rate(rate)
         self._resampler = soxr.ResampleStream(rate, own, 1, dtype="float32") if own != rate else None
-        endian = "LITTLE" if which.format in ("RAW", "WAV") else None
+        endian = "LITTLE" if format.format in ("RAW", "WAV") else None
         self._out = _DeferredErrors(file)
-        self._file = soundfile.SoundFile(self._out, "w", own, 1, which.subtype, endian, which.format, **which.options)
+        self._file = soundfile.SoundFile(self._out, "w", own, 1, format.subtype, endian, format.format,
+                                         **format.options)
 
     def add(self, samples: np.ndarray, last: bool = False) -> None:
         """Write float samples [S] from -1 to 1."""
         if self._resampler is not None:
             samples = self._resampler.resample_chunk(samples, last=last)
-        for begin in range(0, len(samples), _BLOCK):  # not at once: libsndfile keeps a long block on its stack
+        for begin in range(0, len(samples), _BLOCK):  # in blocks: libsndfile keeps a whole block on its stack
             with self._out:
                 self._file.write(samples[begin : begin + _BLOCK].clip(-1.0, 1.0))
 
@@ -108,16 +109,16 @@ class SoundWriter:
             self._file.close()
 
     def close(self) -> None:
-        """Leave the file, which has no end unless :meth:`end` wrote it."""
+        """Close the file; it is incomplete without :meth:`end`."""
         self._out.drop()
         self._file.close()
 
 
 class SoundStream:
-    """Encodes samples as they come into bytes that are sent on.
+    """Encodes samples into bytes as they come.
 
-    A format's header is written at its end, when the length is known. If its bytes were taken before, the stream keeps
-    the one that it began with, which says that the length is unknown.
+    libsndfile rewrites the header at the end, when the length is known. If the first bytes were taken before, the
+    stream keeps its first header, with an unknown length.
     """
 
     def __init__(self, kind: str, rate: int):
@@ -136,7 +137,7 @@ class SoundStream:
         self._ended = True
 
     def take(self) -> bytes:
-        """Return the bytes that are ready and were not taken yet: none before the end, if the format has to say it."""
+        """Return bytes that are ready and were not taken yet; none before the end if the header needs the length."""
         if self._whole and not self._ended:
             return b""
         if not self._ended and not self._sink.taken:
@@ -146,7 +147,7 @@ class SoundStream:
 
 
 class _DeferredErrors:
-    """A file whose errors are raised at the end of a block, because libsndfile loses those of what it calls."""
+    """A file whose errors are raised at the end of a ``with`` block, because libsndfile loses errors of callbacks."""
 
     def __init__(self, file: IO[bytes] | _Sink):
         self._file: IO[bytes] | _Sink | None = file
@@ -182,7 +183,7 @@ class _DeferredErrors:
 
 
 class _Sink:
-    """A file whose beginning is gone once it was taken; what is written there later is dropped."""
+    """A file whose bytes can be taken; later writes to taken bytes are dropped."""
 
     def __init__(self) -> None:
         self.data, self.taken, self._at = bytearray(), 0, 0
@@ -202,9 +203,9 @@ class _Sink:
         return size
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        from_where: dict[int, Callable[[], int]] = {
+        origins: dict[int, Callable[[], int]] = {
             io.SEEK_SET: int, io.SEEK_CUR: self.tell, io.SEEK_END: lambda: self.taken + len(self.data)}
-        self._at = from_where[whence]() + offset
+        self._at = origins[whence]() + offset
         return self._at
 
     def tell(self) -> int:

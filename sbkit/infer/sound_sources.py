@@ -1,4 +1,4 @@
-"""Sources of live samples: a program's 16-bit PCM, unless it begins like a file, and the microphone."""
+"""Sources of live samples: 16-bit PCM from standard input, and the microphone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sbkit.data.tar import kind_of
 from sbkit.errors import SbkitError, first_line
 from sbkit.infer.samples import from_pcm
 
-_AT_ONCE = 1 << 16  # bytes read at most; as many as there are
+_READ_BYTES = 1 << 16  # at most; fewer if fewer are available
 _BLOCK_SECONDS = 0.04  # of the microphone
-_BEHIND_SECONDS = 30.0  # that the microphone may be ahead of the model
+_MAX_DELAY_SECONDS = 30.0  # of the model behind the microphone
 
 
 class Pcm:
-    """Reads 16-bit little-endian samples [N] of one channel from standard input, as soon as they are there.
+    """Reads 16-bit little-endian samples [N] of one channel from standard input, as soon as they are available.
 
     file : standard input, read to its end
     rate : samples per second
@@ -31,31 +31,31 @@ class Pcm:
     def __init__(self, file: BufferedIOBase, rate: int):
         self._file, self.rate = file, rate
         self.warning: str | None = None
-        """What is to be told after the last samples."""
+        """To be printed after the last samples."""
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        held, beginning, empty = b"", Beginning(), True
-        while data := self._file.read1(_AT_ONCE):
-            if (kind := beginning.file(data)) is not None:
+        rest, sniffer, empty = b"", FileSniffer(), True
+        while data := self._file.read1(_READ_BYTES):
+            if (kind := sniffer.kind(data)) is not None:
                 raise SbkitError(f"{self.name} is a file ({kind}), but must be raw 16-bit samples",
                                  hint="sbkit transcribe reads files; or: ffmpeg -i FILE -f s16le -ac 1 "
                                       f"-ar {self.rate} -")
-            held, empty = held + data, False
-            whole = len(held) // 2 * 2
-            yield from_pcm(held[:whole])
-            held = held[whole:]
+            rest, empty = rest + data, False
+            whole = len(rest) // 2 * 2
+            yield from_pcm(rest[:whole])
+            rest = rest[whole:]
         if empty:
             self.warning = f"{self.name} was empty"
-        if held:
+        if rest:
             self.warning = f"{self.name} ended in the middle of a sample: is it 16-bit PCM of one channel?"
 
 
 class Microphone:
     """Records one channel from a microphone, with the package sounddevice.
 
-    rate : samples per second; None: the model's, or the microphone's own where it can't do that
+    rate : samples per second; None: the model's if the microphone supports it, or its default
     own : the model's
-    device : a number or a part of a name, as ``python -m sounddevice`` lists them; None: the system's choice
+    device : a number or a part of a name, as ``python -m sounddevice`` lists them; None: the system's default
     """
 
     def __init__(self, rate: int | None, own: int, device: str | None = None):
@@ -64,15 +64,15 @@ class Microphone:
         self._device = int(device) if device is not None and device.isdecimal() else device
         try:
             found = self._library.query_devices(self._device, "input")
-            self.name, self.rate = str(found["name"]), self._possible(rate or own, rate is None, found)
+            self.name, self.rate = str(found["name"]), self._supported_rate(rate or own, rate is None, found)
         except (self._library.PortAudioError, ValueError) as error:
             raise self._unusable(error) from error
 
-    def _possible(self, rate: int, others: bool, found: dict[str, Any]) -> int:
+    def _supported_rate(self, rate: int, fallback: bool, found: dict[str, Any]) -> int:
         try:
             self._library.check_input_settings(device=self._device, channels=1, dtype="int16", samplerate=rate)
         except self._library.PortAudioError:
-            if not others:
+            if not fallback:
                 raise
             return round(found["default_samplerate"])
         return rate
@@ -86,9 +86,9 @@ class Microphone:
                 callback=lambda data, *_: blocks.put(np.frombuffer(bytes(data), np.int16)))
             with recording:
                 while (block := blocks.get()) is not None:
-                    if blocks.qsize() * _BLOCK_SECONDS > _BEHIND_SECONDS:
-                        raise SbkitError(f"the model is {_BEHIND_SECONDS:g} s behind the microphone: this machine is "
-                                         "too slow for it", hint="take a larger --chunk, --model int8, or no --lm")
+                    if blocks.qsize() * _BLOCK_SECONDS > _MAX_DELAY_SECONDS:
+                        raise SbkitError(f"the model is {_MAX_DELAY_SECONDS:g} s behind the microphone: this machine "
+                                         "is too slow for it", hint="take a larger --chunk, --model int8, or no --lm")
                     yield block
         except self._library.PortAudioError as error:
             raise self._unusable(error) from error
@@ -113,19 +113,19 @@ def _sounddevice() -> ModuleType:
     return sounddevice
 
 
-_LONGEST = 1_443  # the longest frame of an MP3, and the beginning of the next
+_SNIFFED_BYTES = 1_443  # the longest frame of an MP3, and the start of the next
 
 
-class Beginning:
-    """Looks at the first bytes of one stream, as they come."""
+class FileSniffer:
+    """Detects whether a stream's first bytes are those of a file."""
 
     def __init__(self) -> None:
         self._seen = b""
 
-    def file(self, data: bytes) -> str | None:
-        """Take the next bytes, and return the kind of file that the stream is, if it is one."""
-        if len(self._seen) >= _LONGEST:
+    def kind(self, data: bytes) -> str | None:
+        """Take the next bytes, and return the file type, or None."""
+        if len(self._seen) >= _SNIFFED_BYTES:
             return None
-        self._seen += data[: _LONGEST - len(self._seen)]
+        self._seen += data[: _SNIFFED_BYTES - len(self._seen)]
         found = kind_of(self._seen)
         return None if found is None else found.name

@@ -1,4 +1,4 @@
-"""The command ``sbkit speak``: a text of any length to a file of sound."""
+"""The command ``sbkit speak``: speaks a text of any length into an audio file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import numpy as np
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.formats import ModelRequest
-from sbkit.infer.sentences import Script
+from sbkit.infer.sentences import PhraseReader
 from sbkit.infer.sound_file import SoundStream, SoundWriter, kind_of
-from sbkit.infer.voice import Voice, checked_speed, speaker_of
+from sbkit.infer.voice import Voice, check_speed, speaker_of
 from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress, time_span
@@ -37,7 +37,7 @@ class SpeakRequest(ModelRequest):
 
     text : ``-`` for standard input; None: in ``file``
     to : a file, whose suffix names the format, or ``-`` for 16-bit WAV to standard output
-    skip_unknown : leave characters out that the voice never learnt
+    skip_unknown : skip characters that the voice never learnt
     """
 
     bundle: Path
@@ -50,16 +50,16 @@ class SpeakRequest(ModelRequest):
 
 
 def speak(request: SpeakRequest) -> int:
-    """Speak and return the exit code. All of the text is checked before any of it is spoken."""
+    """Speak and return the exit code. The whole text is checked before any of it is spoken."""
     if (request.text is None) == (request.file is None):
         raise SbkitError("give a text, - for standard input, or --file FILE",
                          hint='sbkit speak BUNDLE "good morning" --to morning.wav')
     config = layout.VoiceConfig.read(request.bundle)
     kind = _kind(request.to)
     speaker_of(config, request.voice)
-    checked_speed(request.speed)
+    check_speed(request.speed)
     with _opened(request) as text:
-        script = Script(config, request.skip_unknown)
+        script = PhraseReader(config, request.skip_unknown)
         count = sum(len(piece.ids) for piece in script.read(_blocks(text, request)))
         if script.unknown.counts:
             print(f"left out because the voice never learnt it: {script.unknown}", file=sys.stderr)
@@ -81,10 +81,10 @@ def _speak(voice: Voice, text: IO[str], request: SpeakRequest, write: Callable[[
             seconds += speech.seconds
             bar.update(min(len(speech.text), count - bar.n))
         bar.update(count - bar.n)
-    took = time.perf_counter() - began
+    elapsed = time.perf_counter() - began
     where = "" if request.to == STD else f" -> {request.to}"
-    factor = f" (real-time factor {took / seconds:.4f})" if seconds else ""
-    print(f"{seconds:.1f} s of speech in {time_span(took)}{factor}{where}", file=sys.stderr)
+    factor = f" (real-time factor {elapsed / seconds:.4f})" if seconds else ""
+    print(f"{seconds:.1f} s of speech in {time_span(elapsed)}{factor}{where}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------- the text
@@ -93,11 +93,11 @@ def _speak(voice: Voice, text: IO[str], request: SpeakRequest, write: Callable[[
 @contextlib.contextmanager
 def _opened(request: SpeakRequest) -> Iterator[IO[str]]:
     """Open the text as a file that can be read twice."""
-    with contextlib.ExitStack() as stay:
+    with contextlib.ExitStack() as stack:
         if request.file is not None and not request.file.is_fifo():
-            binary = stay.enter_context(_file(request.file))
+            binary = stack.enter_context(_file(request.file))
         else:
-            binary = stay.enter_context(tempfile.TemporaryFile("w+b"))
+            binary = stack.enter_context(tempfile.TemporaryFile("w+b"))
             with disk.disk_errors_as_user_error(tempfile.gettempdir(), "a copy of the text"):
                 write_text(request, binary)
                 binary.flush()
@@ -107,13 +107,13 @@ def _opened(request: SpeakRequest) -> Iterator[IO[str]]:
 
 
 def write_text(request: SpeakRequest, to: IO[bytes]) -> None:
-    """Write a text that can't be read twice into a file."""
+    """Write a text that can't be read twice to a file."""
     if request.file is not None:
         with _file(request.file) as source:
             shutil.copyfileobj(source, to)
     elif request.text == STD:
-        told = "echo good morning | sbkit speak BUNDLE - --to morning.wav"
-        shutil.copyfileobj(standard_input("a text", told).buffer, to)
+        example = "echo good morning | sbkit speak BUNDLE - --to morning.wav"
+        shutil.copyfileobj(standard_input("a text", example).buffer, to)
     else:
         to.write((request.text or "").encode("utf-8", "surrogateescape"))
 
@@ -139,7 +139,7 @@ def _blocks(text: IO[str], request: SpeakRequest) -> Iterator[str]:
 
 
 class _Piped(SoundStream):
-    """Sound that goes to standard output as it comes."""
+    """Writes sound to standard output as it comes."""
 
     def add(self, samples: np.ndarray) -> None:
         super().add(samples)
@@ -165,7 +165,7 @@ def _kind(to: str) -> str:
 
 @contextlib.contextmanager
 def _output(to: str, kind: str, rate: int) -> Iterator[Callable[[np.ndarray], None]]:
-    """Yield what writes samples [S], in another thread: Ctrl-C within what libsndfile calls would be lost there."""
+    """Yield a function that writes samples [S] in another thread: Ctrl-C in a callback of libsndfile would be lost."""
     with _encoder(to, kind, rate) as encoder, ThreadPoolExecutor(1, "sbkit-sound") as thread:
         yield lambda samples: thread.submit(encoder.add, samples).result()
         thread.submit(encoder.end).result()

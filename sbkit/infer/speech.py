@@ -1,4 +1,4 @@
-"""What a voice said: samples, and the times of words in them."""
+"""A voice's output: samples, and the times of their words."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class SpokenWord(NamedTuple):
 
 @dataclass
 class Speech:
-    """A text as sound."""
+    """A spoken text."""
 
     text: str
-    """As the voice's symbols write it."""
+    """The text in the voice's symbols."""
     samples: np.ndarray
     """Float32 [S] from -1 to 1."""
     sample_rate: int
@@ -40,7 +40,7 @@ class Speech:
 
 
 def spoken(piece: Phrase, sound: SpeechOutput, config: VoiceConfig, pause: float) -> Speech:
-    """Make the speech of a piece, after ``pause`` seconds of silence."""
+    """Return a phrase's speech, after ``pause`` seconds of silence."""
     silence = np.zeros(round(pause * config.sample_rate), dtype=np.float32)
     ends = silence.size / config.sample_rate + np.cumsum(sound.frames) * config.frame_seconds
     starts = ends - sound.frames * config.frame_seconds
@@ -49,7 +49,7 @@ def spoken(piece: Phrase, sound: SpeechOutput, config: VoiceConfig, pause: float
 
 
 def pauses(pieces: Iterator[Phrase], speed: float) -> Iterator[tuple[Phrase, float]]:
-    """Yield each piece with the seconds of silence before it."""
+    """Yield each phrase with the seconds of silence before it."""
     before = 0.0
     for piece in pieces:
         yield piece, before / speed
@@ -59,15 +59,15 @@ def pauses(pieces: Iterator[Phrase], speed: float) -> Iterator[tuple[Phrase, flo
 def joined(parts: Sequence[Speech], pieces: Sequence[Phrase]) -> Speech:
     words: list[SpokenWord] = []
     sentences: list[str] = []
-    samples, begun = 0, False
+    samples, in_sentence = 0, False
     for part, piece in zip(parts, pieces, strict=True):
-        after = samples / part.sample_rate
-        words += [word._replace(start=word.start + after, end=word.end + after) for word in part.words]
+        offset = samples / part.sample_rate
+        words += [word._replace(start=word.start + offset, end=word.end + offset) for word in part.words]
         samples += len(part.samples)
-        if begun:
+        if in_sentence:
             sentences[-1] += f" {piece.text}"
         else:
             sentences.append(piece.text)
-        begun = not piece.ends
+        in_sentence = not piece.ends
     return replace(parts[0], text=" ".join(sentences), samples=np.concatenate([part.samples for part in parts]),
                    words=words, sentences=sentences)

@@ -1,4 +1,4 @@
-"""The command ``sbkit tokenize``: a corpus to shards of codes."""
+"""The command ``sbkit tokenize``: encodes a corpus to shards of codes."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from sbkit.infer.resynthesis import file_name
 from sbkit.system import disk
 from sbkit.system.console import progress, time_span
 
-#: Where the lists of a corpus are kept, and audio that had to be unpacked, so that another run need not look again.
+#: Folder of the corpus's manifests and unpacked audio, which later runs reuse.
 PREPARED = "manifests"
-#: Audio that is read while as much is coded.
+#: Seconds of audio that are read while as many are encoded.
 AT_ONCE_SECONDS = 600.0
-#: Why a recording is left out that can be read: what the codec makes of it are no codes, or no shard can hold it.
+#: Why a readable recording is left out: its codes are invalid, or don't fit in a shard.
 UNCODABLE = "uncodable"
-_NAMED = 5  # recordings that were left out, on the screen
+_LISTED = 5  # recordings that were left out that are printed
 _SHOWN = 100  # characters of their ids
 _ONE_FILE = (".csv", ".json", ".jsonl", ".ndjson", ".parquet")
 
 
 @dataclass(frozen=True)
 class TokenizeRequest(ModelRequest):
-    """What to code, and where to.
+    """The corpus to encode, and the output folder.
 
-    corpus : whatever a recipe's ``data_folder`` may be, or one of its lists
-    to : gets a folder for each split
-    splits : as the corpus calls them; none: its train, dev and test split, or all if it calls none so
-    schemes : of URLs that recordings may have
+    corpus : anything that a recipe's ``data_folder`` may be, or a list
+    to : the output folder, with a folder for each split
+    splits : the corpus's names of them; none: its train, dev and test split, or all if it has none of these
+    schemes : URL schemes allowed for recordings
     """
 
     bundle: Path
@@ -63,16 +63,16 @@ class TokenizeRequest(ModelRequest):
     force: bool = False
 
 
-#: Rows of a manifest, and the samples of each, which are being read.
+#: Rows of a manifest, and the samples of each, which may still be read.
 Window = list[tuple[int, Future[np.ndarray]]]
 
 
 def tokenize(request: TokenizeRequest) -> int:
-    """Code a corpus and return the exit code. Each split is there as a whole, or not at all, and is coded once."""
+    """Encode a corpus and return the exit code. Each split is written as a whole, once."""
     config = layout.CodecConfig.read(request.bundle)
     folders = {}
     for name, folder in _folders(request).items():
-        if not request.force and _coded(name, folder, request, config):
+        if not request.force and _is_encoded(name, folder, request, config):
             print(f"{folder}: already encoded from this list by this codec; --force encodes it again")
             continue
         check_place(folder, request.force)
@@ -90,7 +90,7 @@ def tokenize(request: TokenizeRequest) -> int:
 
 
 def _splits(request: TokenizeRequest) -> list[str]:
-    """The corpus's own names of the splits to code."""
+    """The corpus's names of the splits to encode."""
     names = _corpus(request, "").names()
     unknown = [name for name in request.splits if name not in names]
     if unknown:
@@ -102,7 +102,7 @@ def _splits(request: TokenizeRequest) -> list[str]:
 
 
 def _folders(request: TokenizeRequest) -> dict[str, Path]:
-    """The folder of each split; raises if two have the same, also where case doesn't count, or one the lists' own."""
+    """The folder of each split; raises if two are the same, ignoring case, or one is the manifests' folder."""
     taken: dict[str, str] = {}
     folders: dict[str, Path] = {}
     for name in _splits(request):
@@ -118,12 +118,12 @@ def _folders(request: TokenizeRequest) -> dict[str, Path]:
 
 
 def _kind(name: str) -> str | None:
-    """Which of sbkit's splits a corpus's split is, by its name."""
+    """Which of train, dev and test a corpus's split is, by its name."""
     return next((split for split in SPLITS if name.lower() in ALIASES[split]), None)
 
 
 def _corpus(request: TokenizeRequest, name: str) -> Corpus:
-    """The corpus, of which one split is looked at."""
+    """The corpus with one of its splits."""
     source: str | dict[str, str] = request.corpus
     if request.corpus.endswith(_ONE_FILE) and "://" not in request.corpus:
         source = {Path(request.corpus).stem: request.corpus}
@@ -135,84 +135,84 @@ def _corpus(request: TokenizeRequest, name: str) -> Corpus:
 # ---------------------------------------------------------------------- a split
 
 
-def _coded(name: str, folder: Path, request: TokenizeRequest, config: layout.CodecConfig) -> bool:
-    """Whether a folder has the codes of the split's list by this codec: an earlier call may have stopped after it."""
+def _is_encoded(name: str, folder: Path, request: TokenizeRequest, config: layout.CodecConfig) -> bool:
+    """Whether the folder has the codes of the split's manifest by this codec, from an earlier call."""
     if not (folder / MANIFEST).is_file():
         return False
-    there = Codes(folder)
-    if there.made_from is None or there.books.codec != config.codec:
+    codes = Codes(folder)
+    if codes.made_from is None or codes.books.codec != config.codec:
         return False
     [manifest] = _corpus(request, name).prepare(needs_text=False).values()
-    return there.made_from == manifest.digest()
+    return codes.made_from == manifest.digest()
 
 
 def _tokenize(codec: CodecModel, name: str, folder: Path, request: TokenizeRequest) -> None:
-    """Code a split, and say what became of it."""
+    """Encode a split and print a summary."""
     corpus = _corpus(request, name)
     [manifest] = corpus.prepare(needs_text=False).values()
     left_out, began = exclusions.read(corpus.folder), time.perf_counter()
     with writing(folder, codec.books, request.force, made_from=manifest.digest()) as out:
-        done = _Done(codec, manifest, out)
+        encoder = _SplitEncoder(codec, manifest, out)
         with progress(what=f"tokenizing {name}", total=len(manifest), unit="clip") as bar:
             for window in _read(manifest, codec.sample_rate, request.readers):
-                done.add(window)
+                encoder.add(window)
                 bar.update(len(window))
-        left_out = pa.concat_tables([left_out, *done.left_out(name)])
+        left_out = pa.concat_tables([left_out, *encoder.left_out(name)])
         exclusions.write(out.folder, [left_out])
-        _report_left_out(name, folder, left_out, done)
-    took = time.perf_counter() - began
+        _report_left_out(name, folder, left_out, encoder)
+    elapsed = time.perf_counter() - began
     books, size = codec.books, sum(each.stat().st_size for each in folder.iterdir())
-    print(f"{folder}: {done.utterances:,} utterances, {time_span(done.seconds)}, {done.frames:,} frames at "
+    print(f"{folder}: {encoder.utterances:,} utterances, {time_span(encoder.seconds)}, {encoder.frames:,} frames at "
           f"{books.bit_rate:.0f} bit/s, {disk.size(size)} instead of "
-          f"{disk.size(2 * codec.sample_rate * done.seconds)} as 16-bit samples; it took {time_span(took)} "
-          f"(real-time factor {took / done.seconds:.4f})")
+          f"{disk.size(2 * codec.sample_rate * encoder.seconds)} as 16-bit samples; it took {time_span(elapsed)} "
+          f"(real-time factor {elapsed / encoder.seconds:.4f})")
 
 
-class _Done:
-    """What became of the rows of a split so far."""
+class _SplitEncoder:
+    """Encodes the rows of a split, and counts them."""
 
     def __init__(self, codec: CodecModel, manifest: Manifest, out: CodesWriter):
         self._codec, self._manifest, self._out = codec, manifest, out
         self.utterances, self.seconds, self.frames = 0, 0.0, 0
-        self._lost: dict[str, list[tuple[int, str]]] = {UNDECODABLE: [], UNCODABLE: []}
+        self._left_out: dict[str, list[tuple[int, str]]] = {UNDECODABLE: [], UNCODABLE: []}
 
     def add(self, window: Window) -> None:
-        heard: list[tuple[int, np.ndarray]] = []
+        signals: list[tuple[int, np.ndarray]] = []
         for row, future in window:
             try:
-                heard.append((row, future.result()))
+                signals.append((row, future.result()))
             except AudioError as error:
-                self._lost[UNDECODABLE].append((row, error.cause))
-        manifest, coded = self._manifest, self._codec.encode_each([signal for _, signal in heard])
-        for (row, signal), codes in zip(heard, coded, strict=True):
+                self._left_out[UNDECODABLE].append((row, error.cause))
+        manifest, encoded = self._manifest, self._codec.encode_each([signal for _, signal in signals])
+        for (row, signal), codes in zip(signals, encoded, strict=True):
             if isinstance(codes, SbkitError):
-                self._lost[UNCODABLE].append((row, codes.message))
+                self._left_out[UNCODABLE].append((row, codes.message))
                 continue
             try:
                 self._out.add(manifest.ids[row], codes, manifest.texts[row] or None, manifest.speakers[row] or None)
             except UnstorableUtterance as error:
-                self._lost[UNCODABLE].append((row, error.cause))
+                self._left_out[UNCODABLE].append((row, error.cause))
                 continue
             self.utterances, self.frames = self.utterances + 1, self.frames + len(codes)
             self.seconds += len(signal) / self._codec.sample_rate
 
     def left_out(self, split: str) -> list[pa.Table]:
-        return [exclusions.rows(split, reason, [self._manifest.ids[row] for row, _ in lost],
-                                [self._manifest.wavs[row] for row, _ in lost], [why for _, why in lost], seal=True)
-                for reason, lost in self._lost.items() if lost]
+        return [exclusions.rows(split, reason, [self._manifest.ids[row] for row, _ in rows],
+                                [self._manifest.wavs[row] for row, _ in rows], [why for _, why in rows], seal=True)
+                for reason, rows in self._left_out.items() if rows]
 
 
-def _report_left_out(name: str, folder: Path, left_out: pa.Table, done: _Done) -> None:
-    """Say how many rows were left out and why; raise if it is all of them."""
-    rows = done.utterances + left_out.num_rows
+def _report_left_out(name: str, folder: Path, left_out: pa.Table, encoder: _SplitEncoder) -> None:
+    """Print how many rows were left out and why; raise if all were."""
+    rows = encoder.utterances + left_out.num_rows
     reasons = Counter(left_out["reason"].to_pylist())
     counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
     examples = [f"{id[:_SHOWN]}: {detail or reason}" for id, detail, reason
-                in zip(*(left_out[column][:_NAMED].to_pylist() for column in ("ID", "detail", "reason")), strict=True)]
-    if not done.utterances:
+                in zip(*(left_out[column][:_LISTED].to_pylist() for column in ("ID", "detail", "reason")), strict=True)]
+    if not encoder.utterances:
         raise SbkitError(f"all {rows:,} rows of {name} were left out: {counted}", hint=f"for example {examples[0]}")
     if left_out.num_rows:
-        print(f"{name}: {rows:,} rows read, {done.utterances:,} kept, {left_out.num_rows:,} left out: {counted}\n  "
+        print(f"{name}: {rows:,} rows read, {encoder.utterances:,} kept, {left_out.num_rows:,} left out: {counted}\n  "
               + "\n  ".join(examples) + f"\n  all are in {folder / exclusions.NAME}", file=sys.stderr)
 
 
@@ -220,7 +220,7 @@ def _report_left_out(name: str, folder: Path, left_out: pa.Table, done: _Done) -
 
 
 def _read(manifest: Manifest, sample_rate: int, readers: int) -> Iterator[Window]:
-    """Yield rows in their order, some minutes at a time, the next of which are being read."""
+    """Yield rows in order, some minutes at a time, while the next are being read."""
     ahead: deque[Window] = deque()
     pool = ThreadPoolExecutor(readers, "sbkit-reader")
     try:
@@ -236,7 +236,7 @@ def _read(manifest: Manifest, sample_rate: int, readers: int) -> Iterator[Window
 
 
 def _windows(durations: np.ndarray) -> list[range]:
-    """Cut rows into stretches of a few minutes, or one row that is longer."""
+    """Split rows into windows of a few minutes, or of one row that is longer."""
     ends = np.cumsum(durations, dtype=np.float64) // AT_ONCE_SECONDS
     cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(durations)]
     return [range(*pair) for pair in itertools.pairwise(cuts) if pair[0] < pair[1]]

@@ -11,7 +11,7 @@ from typing import Any
 from sbkit.decode.spans import PAUSE_SECONDS, Word
 from sbkit.errors import SbkitError
 
-#: A segment ends at a pause, or when it would become longer than this, or than two lines on a screen.
+#: A segment ends at a pause, or before it exceeds these: the characters are two lines of subtitles.
 SEGMENT_SECONDS, SEGMENT_CHARACTERS = 7.0, 84
 
 
@@ -43,7 +43,7 @@ class Transcript:
     spaced: bool = True
     """Whether words are written with spaces between them."""
     warning: str | None = None
-    """What of the recording is missing in it."""
+    """What is missing of the recording."""
 
     @property
     def confidence(self) -> float | None:

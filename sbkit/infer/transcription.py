@@ -1,4 +1,4 @@
-"""Transcribes recordings to the screen or to a folder; resumes where it was stopped."""
+"""Transcribes recordings and prints the transcripts or writes them to a folder; interrupted runs resume."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from sbkit.errors import SbkitError
 from sbkit.export.layout import CONFIG
 from sbkit.infer.engine import Engine
 from sbkit.infer.formats import ModelRequest
-from sbkit.infer.inputs import below, collect, lengths, refuse_meeting
-from sbkit.infer.pipeline import Done, Options, Pipeline
+from sbkit.infer.inputs import check_output_paths, collect, lengths, output_path
+from sbkit.infer.pipeline import Options, Pipeline, PipelineResult
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import FORMATS, Transcript, check_formats
 from sbkit.system.console import atomic_write, counted, progress, time_span
 
-#: File in a folder of transcripts that records what made them.
-MADE_BY = ".sbkit-transcribe.json"
+#: File in a folder of transcripts with the model and options that they were made with.
+SETTINGS = ".sbkit-transcribe.json"
 SOME_FAILED = 1  # exit code if some recordings could not be read
-_ARGUMENTS = {"bundle": "BUNDLE", "shards": "--shard", "hot_words": "--hot-word"}  # where the name is another
+_ARGUMENTS = {"bundle": "BUNDLE", "shards": "--shard", "hot_words": "--hot-word"}  # options whose names differ
 _SHOWN = 20  # number of errors shown on the screen
 
 
@@ -36,7 +36,7 @@ class TranscribeRequest(SearchRequest, ModelRequest):
 
     bundle : the folder that ``sbkit export`` made
     files : files, folders, manifests, ``-``
-    output : the folder for transcripts; None for the screen
+    output : the folder for transcripts; None: print them
     formats : any of ``txt, json, srt, vtt, ctm``
     overwrite : redo existing transcripts
     references : a manifest, or lines ``name<TAB>text``, to score against
@@ -63,15 +63,16 @@ def transcribe(request: TranscribeRequest) -> int:
     if request.output is None and len(formats) > 1:
         raise SbkitError("several formats can't be printed", hint="add --output FOLDER")
     if request.output is not None:
-        refuse_meeting(request.output, recordings)
+        check_output_paths(request.output, recordings)
     with Engine(request.bundle, request.model, request.device, request.threads) as engine:
         print(engine.running, file=sys.stderr)
         waiting = recordings
         if request.output is not None:
-            claim(request.output, request.bundle, {"model": engine.running.model, "search": request.search,
-                                                   "chunk_seconds": request.chunk_seconds}, request.overwrite)
+            record_settings(request.output, request.bundle, {
+                "model": engine.running.model, "search": request.search, "chunk_seconds": request.chunk_seconds,
+            }, request.overwrite)
             waiting = [each for each in recordings if request.overwrite
-                       or not all(below(request.output, each, name).exists() for name in formats)]
+                       or not all(output_path(request.output, each, name).exists() for name in formats)]
             if len(waiting) < len(recordings):
                 print(f"{len(recordings) - len(waiting)} are already done", file=sys.stderr)
         return _run(engine, waiting, request, formats)
@@ -81,7 +82,7 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
     seconds_of = lengths(recordings, engine.config.sample_rate)
     order = sorted(range(len(recordings)), key=lambda i: -seconds_of[i])
     options = Options(request.batch_seconds, request.chunk_seconds, request.readers, request.search)
-    errors: list[Done] = []
+    errors: list[PipelineResult] = []
     found: dict[int, Transcript | None] = {}
     shown, passed, start = 0, 0.0, time.perf_counter()
     bar = progress(what="seconds transcribed", total=round(sum(seconds_of)), unit="s", show=len(recordings) > 1)
@@ -94,8 +95,8 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
             elif request.output is not None and done.transcript is not None:
                 _write(request.output, recordings[index], done.transcript, formats)
             if request.output is None and sys.stdout.isatty():
-                bar.clear()  # otherwise the first line would be printed after it
-            while request.output is None and shown in found:  # in the order in which the recordings were given
+                bar.clear()  # otherwise the first line would follow it on its line
+            while request.output is None and shown in found:  # in the recordings' order
                 if (ready := found[shown]) is not None:
                     sys.stdout.write(_text(ready, formats[0], alone=len(recordings) == 1))
                     sys.stdout.flush()
@@ -103,16 +104,16 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
             passed += seconds_of[index]
             bar.update(round(passed) - bar.n)
     seconds = time.perf_counter() - start
-    # In which order decides what its interval is drawn from.
-    heard = [(recordings[index], made) for index, made in sorted(found.items()) if made is not None]
-    warnings = [f"{each.name}: {made.warning}" for each, made in heard if made.warning is not None]
+    # In the recordings' order, because it decides the error rate's bootstrap interval.
+    transcribed = [(recordings[index], each) for index, each in sorted(found.items()) if each is not None]
+    warnings = [f"{each.name}: {result.warning}" for each, result in transcribed if result.warning is not None]
     _summary(len(recordings), sum(seconds_of), seconds, errors, warnings, request)
-    if any(recording.reference for recording, _ in heard):
-        _score(heard)
+    if any(recording.reference for recording, _ in transcribed):
+        _score(transcribed)
     return SOME_FAILED if errors else 0
 
 
-def _summary(count: int, audio: float, seconds: float, errors: list[Done], warnings: list[str],
+def _summary(count: int, audio: float, seconds: float, errors: list[PipelineResult], warnings: list[str],
              request: TranscribeRequest) -> None:
     print_first("warning", warnings)
     print_first("left out", [str(done.error) for done in errors])
@@ -124,23 +125,23 @@ def _summary(count: int, audio: float, seconds: float, errors: list[Done], warni
 
 
 def print_first(what: str, lines: Sequence[str]) -> None:
-    """Print the first of some lines to the screen, and how many more there are."""
+    """Print the first ``_SHOWN`` of some lines to stderr, and the number of others."""
     for line in lines[:_SHOWN]:
         print(f"{what}: {line}", file=sys.stderr)
     if len(lines) > _SHOWN:
         print(f"{what}: {len(lines) - _SHOWN} more", file=sys.stderr)
 
 
-def _score(heard: list[tuple[Recording, Transcript]]) -> None:
+def _score(transcribed: list[tuple[Recording, Transcript]]) -> None:
     from sbkit.score.rates import ErrorRates
     from sbkit.score.significance import interval
 
     words, characters = ErrorRates("word"), ErrorRates("character")
-    rows = [(each.id, each.reference, transcript.text) for each, transcript in heard if each.reference]
-    lacking = [each.id for each, _ in heard if not each.reference]
-    if lacking:
-        print(f"not scored: {counted(len(lacking), 'recording')} without a reference: {', '.join(lacking[:5])}"
-              f"{', ...' if len(lacking) > 5 else ''}", file=sys.stderr)
+    rows = [(each.id, each.reference, transcript.text) for each, transcript in transcribed if each.reference]
+    unscored = [each.id for each, _ in transcribed if not each.reference]
+    if unscored:
+        print(f"not scored: {counted(len(unscored), 'recording')} without a reference: {', '.join(unscored[:5])}"
+              f"{', ...' if len(unscored) > 5 else ''}", file=sys.stderr)
     words.add(*zip(*rows, strict=True))
     characters.add(*zip(*rows, strict=True))
     low, high = interval(words)
@@ -148,7 +149,7 @@ def _score(heard: list[tuple[Recording, Transcript]]) -> None:
           f"{len(rows)} with a reference", file=sys.stderr)
 
 
-# ---------------------------------------------------------------------- the screen
+# ---------------------------------------------------------------------- printing
 
 
 def _text(transcript: Transcript, format: str, alone: bool) -> str:
@@ -159,12 +160,12 @@ def _text(transcript: Transcript, format: str, alone: bool) -> str:
     return FORMATS[format](transcript)
 
 
-# ---------------------------------------------------------------------- the folder
+# ---------------------------------------------------------------------- writing
 
 
 def _write(output: Path, recording: Recording, transcript: Transcript, formats: list[str]) -> None:
     for name in formats:
-        path = below(output, recording, name)
+        path = output_path(output, recording, name)
         try:
             with atomic_write(path) as file:
                 file.write(FORMATS[name](transcript))
@@ -173,25 +174,25 @@ def _write(output: Path, recording: Recording, transcript: Transcript, formats: 
                              hint="the same command continues from here") from error
 
 
-def claim(output: Path, bundle: Path, options: Mapping[str, Any], redo: bool | None = None) -> None:
-    """Record what makes the transcripts of a folder; raises if another model made the existing ones.
+def record_settings(output: Path, bundle: Path, options: Mapping[str, Any], redo: bool | None = None) -> None:
+    """Record the settings of a folder's transcripts; raises if existing ones were made with others.
 
-    options : what they depend on besides the bundle
-    redo : whether existing ones are redone; None where a command can't
+    options : the settings besides the bundle
+    redo : whether existing transcripts are redone; None if the command can't
     """
     facts = {"bundle": hashlib.sha256((bundle / CONFIG).read_bytes()).hexdigest(), **options}
-    path = output / MADE_BY
+    path = output / SETTINGS
     try:
-        there = dict(json.loads(path.read_text(encoding="utf-8")))
+        existing = dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        there = None
+        existing = None
     except (OSError, ValueError, TypeError) as error:
         raise SbkitError(f"{path} cannot be read: {error}", hint="choose another folder") from error
-    if there not in (None, facts) and not redo:
-        was, now = ({**each, **(each.get("search") or {}), "search": None} for each in (there, facts))
-        others = [name for name in dict.fromkeys([*now, *was]) if was.get(name) != now.get(name)]
-        said = ", ".join(_ARGUMENTS.get(name, f"--{name.replace('_', '-')}") for name in others)
-        raise SbkitError(f"{output} contains transcripts made with another {said}",
+    if existing not in (None, facts) and not redo:
+        before, now = ({**each, **(each.get("search") or {}), "search": None} for each in (existing, facts))
+        changed = [name for name in dict.fromkeys([*now, *before]) if before.get(name) != now.get(name)]
+        names = ", ".join(_ARGUMENTS.get(name, f"--{name.replace('_', '-')}") for name in changed)
+        raise SbkitError(f"{output} contains transcripts made with another {names}",
                          hint="choose another folder" + ("" if redo is None else ", or redo them with --overwrite"))
     try:
         with atomic_write(path) as file:

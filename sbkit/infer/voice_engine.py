@@ -16,14 +16,14 @@ from sbkit.export import layout
 from sbkit.infer.bundle_engine import BatchEngine, ModelFailed, pad
 from sbkit.infer.onnx_session import Interface
 
-#: One symbol, in the first voice and at its own speed.
+#: One symbol with the first speaker, at speed 1.
 _EXAMPLE = np.ones((1, 1), np.int64), np.ones(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.float32)
 _INTERFACE = Interface(dict(zip(layout.VOICE_INPUTS, _EXAMPLE, strict=True)), layout.VOICE_OUTPUTS)
 
 
 @dataclass(frozen=True)
 class SpeechInput:
-    """One text of a batch: ids of symbols, the number of a speaker, and a speed."""
+    """One text of a batch: symbol ids, a speaker's number and a speed."""
 
     ids: Sequence[int]
     speaker: int = 0
@@ -35,14 +35,14 @@ class SpeechInput:
 
 @dataclass(frozen=True)
 class SpeechOutput:
-    """What a line sounds like: samples [S] float32 from -1 to 1, and the frames of each symbol [U]."""
+    """A line's samples [S] float32 from -1 to 1, and the frames of each symbol [U]."""
 
     samples: np.ndarray
     frames: np.ndarray
 
 
 class VoiceEngine(BatchEngine):
-    """Computes samples from ids of symbols."""
+    """Computes samples from symbol ids."""
 
     config: layout.VoiceConfig
     kind = "voice"
@@ -50,10 +50,10 @@ class VoiceEngine(BatchEngine):
     def _read(self) -> None:
         self.config = layout.VoiceConfig.read(self.folder)
         if self.config.spelling is not None:
-            pronunciation(self.config.spelling)  # what it needs is missed now, not with the first text
+            pronunciation(self.config.spelling)  # raises now if something that it needs is missing
 
     def submit(self, lines: Sequence[SpeechInput]) -> Future[Any]:
-        """Queue a batch; the future gives a ``SpeechOutput`` for each line."""
+        """Queue a batch; the future has a ``SpeechOutput`` for each line."""
         for line in lines:
             if not 0 < len(line) <= self.config.max_symbols:
                 raise ValueError(f"a line must have 1 to {self.config.max_symbols} symbols, not {len(line)}")
@@ -61,7 +61,7 @@ class VoiceEngine(BatchEngine):
         return super().submit(lines)
 
     def _check(self, line: SpeechInput) -> None:
-        """Refuse ids that would be looked up in other rows, or in none."""
+        """Raise for ids that are out of range."""
         symbols, speakers = len(self.config.symbols), len(self.config.speakers)
         if not all(isinstance(each, (int, np.integer)) and 1 <= each < symbols for each in line.ids):
             raise ValueError(f"ids of symbols must be whole numbers from 1 to {symbols - 1}")
@@ -76,11 +76,11 @@ class VoiceEngine(BatchEngine):
         return _INTERFACE
 
     def _warm_up(self, path: Path) -> None:
-        self._run([SpeechInput([1])])  # what it gives is looked at
+        self._run([SpeechInput([1])])  # checks its output
         symbols, speakers = len(self.config.symbols), len(self.config.speakers)
         try:
             self._run([SpeechInput([symbols - 1], speakers - 1)])
-        except ModelFailed as error:  # of an index
+        except ModelFailed as error:  # an index was out of range
             raise SbkitError(f"{path} can't speak the last of {symbols} symbols with the last of {speakers} voices: "
                              f"{error.message}",
                              hint=f"do it and {layout.CONFIG} come from the same export? export it again") from error
@@ -93,11 +93,11 @@ class VoiceEngine(BatchEngine):
         if [each.ndim for each in found] != [2, 1, 2] or any(len(each) != len(lines) for each in found):
             raise SbkitError(f"the voice output {[list(each.shape) for each in found]} for {len(lines)} texts",
                              hint="export it again")
-        return [_sound(*parts) for parts in zip(*found, lengths.tolist(), strict=True)]
+        return [_unpad(*parts) for parts in zip(*found, lengths.tolist(), strict=True)]
 
 
-def _sound(audio: np.ndarray, samples: int, durations: np.ndarray, symbols: int) -> SpeechOutput:
-    """Cut a row of a batch off its padding; raises for what is no sound."""
+def _unpad(audio: np.ndarray, samples: int, durations: np.ndarray, symbols: int) -> SpeechOutput:
+    """Remove a row's padding; raises if its output is invalid."""
     if not 0 <= samples <= len(audio):
         raise SbkitError(f"the voice output {len(audio)} samples but {samples} as their number",
                          hint="export it again")

@@ -14,11 +14,11 @@ from typing import Any
 from starlette.requests import Request
 
 from sbkit.errors import shown
-from sbkit.infer.sentences import Phrase, Script
+from sbkit.infer.sentences import Phrase, PhraseReader
 from sbkit.infer.sound_file import KINDS, SoundStream, kinds
 from sbkit.infer.speech import Speech, pauses, spoken
 from sbkit.infer.symbols import UnknownCharacters, UnspeakableText
-from sbkit.infer.voice import checked_speed, speaker_of
+from sbkit.infer.voice import check_speed, speaker_of
 from sbkit.infer.voice_engine import SpeechInput, SpeechOutput
 from sbkit.serve import replies
 from sbkit.serve.errors import ApiError, failed, invalid, refused_for, too_large, unsupported
@@ -84,7 +84,7 @@ def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
                       "input", "string_above_max_length")
     speaker, kind = _speaker(fields.get("voice"), served), _kind(fields)
     with refused_for("speed"):
-        speed = checked_speed(1.0 if (given := fields.get("speed")) is None else given)
+        speed = check_speed(1.0 if (given := fields.get("speed")) is None else given)
     streamed = _text(fields, "stream_format") or _AUDIO
     if streamed not in (_AUDIO, _SSE):
         raise invalid(f"stream_format {shown(streamed)} must be {_AUDIO} or {_SSE}", "stream_format",
@@ -128,7 +128,7 @@ def _pieces(text: str, fields: dict[str, Any], served: ServedVoice) -> list[Phra
     if not isinstance(skip, (bool, type(None))):
         raise invalid(f"skip_unknown must be true or false, not {shown(skip)}", "skip_unknown")
     try:
-        return list(Script(served.config, bool(skip)).read(text))
+        return list(PhraseReader(served.config, bool(skip)).read(text))
     except UnspeakableText as error:
         code = "unknown_characters" if isinstance(error, UnknownCharacters) else "empty_input"
         raise invalid(str(error), "input", code) from None

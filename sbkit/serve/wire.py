@@ -10,7 +10,7 @@ import numpy as np
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from sbkit.infer.samples import Resampler, as_floats, from_pcm
-from sbkit.infer.sound_sources import Beginning
+from sbkit.infer.sound_sources import FileSniffer
 from sbkit.serve.errors import ApiError, invalid
 from sbkit.serve.text import json_object
 
@@ -74,7 +74,7 @@ class Intake:
     def __init__(self, rate: int, own: int):
         self._rate, self._own = rate, own
         self._longest = int(2 * rate * _LONGEST_FRAME_SECONDS)
-        self._resampler, self._beginning = Resampler(rate, own), Beginning()
+        self._resampler, self._sniffer = Resampler(rate, own), FileSniffer()
         self._frames: list[bytes] = []
         self._came = self._taken = 0  # bytes
 
@@ -91,7 +91,7 @@ class Intake:
         """Add a frame of the client; raises ``ApiError`` for one that can't be audio."""
         if not frame:
             raise invalid("a frame of audio is empty: send none while there is no audio", code="empty_frame")
-        if (kind := self._beginning.file(frame)) is not None:
+        if (kind := self._sniffer.kind(frame)) is not None:
             raise invalid(f"the audio is a file ({kind}), but must be raw 16-bit samples: send a file to "
                           "/v1/audio/transcriptions", code="invalid_audio")
         if len(frame) % 2:

@@ -224,7 +224,7 @@ def test_no_samples_come_from_a_terminal_or_from_nowhere(bundle, monkeypatch, ca
 def test_ctrl_c_waits_until_an_item_is_done_with():
     done = []
     with pytest.raises(KeyboardInterrupt), CtrlC() as ctrl_c:
-        for item in ctrl_c.only_between([1, 2, 3]):
+        for item in ctrl_c.defer_during([1, 2, 3]):
             if item == 2:
                 signal.raise_signal(signal.SIGINT)
             done.append(item)
@@ -233,7 +233,7 @@ def test_ctrl_c_waits_until_an_item_is_done_with():
 
 def test_ctrl_c_twice_waits_for_nothing():
     with pytest.raises(KeyboardInterrupt), CtrlC() as ctrl_c:
-        for _ in ctrl_c.only_between([1]):
+        for _ in ctrl_c.defer_during([1]):
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             raise AssertionError

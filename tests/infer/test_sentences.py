@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sbkit.errors import SbkitError
 from sbkit.export.layout import VoiceConfig
 from sbkit.infer import UnknownCharacters, UnspeakableText
-from sbkit.infer.sentences import Script
+from sbkit.infer.sentences import PhraseReader
 
 
 def voice(**changes):
@@ -20,7 +20,7 @@ def voice(**changes):
 
 
 def pieces(text, skip_unknown=False, **changes):
-    return [(piece.text, piece.ends) for piece in Script(voice(**changes), skip_unknown).read(text)]
+    return [(piece.text, piece.ends) for piece in PhraseReader(voice(**changes), skip_unknown).read(text)]
 
 
 def spelled(ids):
@@ -53,26 +53,26 @@ LETTERS = ["<pad>", " ", *"abcdefghijklmnopqrstuvwxyz"]
     ("¿Qu? ¡Si!", [("¿qu?", 0.25), ("¡si!", 0.25)]),
 ])
 def test_marks_that_are_no_symbols_are_pauses_and_no_errors(text, expected):
-    found = list(Script(voice(symbols=LETTERS)).read(text))
+    found = list(PhraseReader(voice(symbols=LETTERS)).read(text))
     assert [(piece.text, piece.pause) for piece in found] == expected
     letters = "".join(LETTERS[number] for piece in found for number in piece.ids if number > 1)
     assert letters == "".join(each for each in text.lower() if each.isalpha())
 
 
 def test_a_mark_that_is_a_symbol_is_spoken_and_the_voice_pauses_by_itself():
-    [piece] = Script(voice()).read("well, yes.")
+    [piece] = PhraseReader(voice()).read("well, yes.")
     assert piece.text == "well, yes." and spelled(piece.ids) == "well, yes."
 
 
 def test_marks_within_a_word_are_not_left_out_in_silence():
     with pytest.raises(UnknownCharacters, match=r"never learnt '\.' \(character 3\)"):
-        list(Script(voice(symbols=LETTERS)).read("ab.cd"))
+        list(PhraseReader(voice(symbols=LETTERS)).read("ab.cd"))
 
 
 @pytest.mark.parametrize("text", ["...", "— !", "\" ?"])
 def test_a_text_of_nothing_but_marks_is_not_called_empty(text):
     with pytest.raises(UnspeakableText, match="only characters that the voice never learnt"):
-        list(Script(voice(symbols=LETTERS)).read(text))
+        list(PhraseReader(voice(symbols=LETTERS)).read(text))
 
 
 def test_sentences_without_spaces_are_found_and_stay_without():
@@ -92,10 +92,10 @@ def test_no_symbol_is_lost_or_added_however_a_text_comes_and_no_piece_is_too_lon
     blocks = [text[begin : begin + size] for begin in range(0, len(text), size)]
     if not known:
         with pytest.raises(UnspeakableText):
-            list(Script(config, skip_unknown=True).read(text))
+            list(PhraseReader(config, skip_unknown=True).read(text))
         return
-    found = list(Script(config, skip_unknown=True).read(blocks))
-    assert [piece.ids for piece in found] == [piece.ids for piece in Script(config, skip_unknown=True).read(text)]
+    found = list(PhraseReader(config, skip_unknown=True).read(blocks))
+    assert [piece.ids for piece in found] == [piece.ids for piece in PhraseReader(config, skip_unknown=True).read(text)]
     assert all(0 < len(piece.ids) <= most for piece in found)
     assert "".join(spelled(piece.ids) for piece in found).replace(" ", "") == "".join(known)
     for piece in found:
@@ -126,7 +126,7 @@ def test_characters_that_the_voice_never_learnt_are_named_with_their_places():
 
 
 def test_a_decomposed_character_is_the_symbol_that_it_looks_like():
-    [piece] = Script(voice(symbols=["<pad>", *"aé"])).read("A\u0065\u0301")
+    [piece] = PhraseReader(voice(symbols=["<pad>", *"aé"])).read("A\u0065\u0301")
     assert piece.ids == (1, 2)
 
 
@@ -143,7 +143,7 @@ def test_a_book_needs_no_more_memory_than_a_sentence(word):
     blocks = (word * 1_000 for _ in range(10))
     tracemalloc.start()
     try:
-        assert sum(len(piece.ids) for piece in Script(voice(), skip_unknown=True).read(blocks)) > 300
+        assert sum(len(piece.ids) for piece in PhraseReader(voice(), skip_unknown=True).read(blocks)) > 300
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

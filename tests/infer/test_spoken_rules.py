@@ -10,7 +10,7 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.layout import VoiceConfig
 from sbkit.infer import UnknownCharacters
-from sbkit.infer.sentences import Script
+from sbkit.infer.sentences import PhraseReader
 
 SYMBOLS = ["<pad>", " ", "'", *"abcdefghijklmnopqrstuvwxyzıéʻ"]
 
@@ -23,7 +23,8 @@ def voice(language, symbols=SYMBOLS, **changes):
 
 
 def spoken(config, text, skip_unknown=False):
-    return "".join(config.symbols[number] for piece in Script(config, skip_unknown).read(text) for number in piece.ids)
+    phrases = PhraseReader(config, skip_unknown).read(text)
+    return "".join(config.symbols[number] for phrase in phrases for number in phrase.ids)
 
 
 @pytest.mark.parametrize("language, text, expected", [
@@ -51,7 +52,7 @@ def test_punctuation_that_the_rules_keep_is_spoken_and_the_case_that_they_keep_i
 
 
 def test_the_text_that_is_told_still_has_its_marks():
-    [piece] = Script(voice("en")).read("It’s a (pin-tip).")
+    [piece] = PhraseReader(voice("en")).read("It’s a (pin-tip).")
     assert piece.text == "it's a (pin-tip)." and [word for word, _, _ in piece.words] == ["it's", "a", "(pin-tip)."]
 
 

@@ -15,7 +15,7 @@ import soundfile
 
 from sbkit.cli import main
 from sbkit.infer.inputs import collect
-from sbkit.infer.transcription import MADE_BY
+from sbkit.infer.transcription import SETTINGS
 from sbkit.score.rates import ErrorRates
 from sbkit.score.significance import interval
 
@@ -66,7 +66,7 @@ def test_several_come_in_the_order_they_were_named_in(bundle, clips, capsys):
 def test_a_folder_is_searched_and_its_shape_is_kept(bundle, clips, tmp_path, capsys):
     out = tmp_path / "out"
     assert run(bundle, clips, "--output", out, "--format", "txt,json,srt,vtt,ctm") == 0
-    files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file() and path.name != MADE_BY)
+    files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file() and path.name != SETTINGS)
     kinds = ("ctm", "json", "srt", "txt", "vtt")
     assert files == sorted(f"{stem}.{kind}" for stem in ("deep/er/three", "deep/two", "one") for kind in kinds)
     assert (out / "deep/two.txt").read_text() == "more words here\n"
