@@ -122,7 +122,7 @@ def test_an_id_that_is_in_no_codebook_is_told_before_anything_runs(codec, monkey
 
 @pytest.mark.parametrize("codes, expected", [
     (np.zeros((3, 2), np.float32), "whole numbers, not float32"), (np.zeros((3, 1), int), r"\[frames, 2\]"),
-    (np.zeros((1, 3, 2), int), r"recording 0: its codes must be \[frames, 2\], not \[1, 3, 2\]"), (3, "one for each"),
+    (np.zeros((1, 3, 2), int), r"recording 0: its codes must be \[frames, 2\], not \[1, 3, 2\]"), (3, "per codebook"),
 ])
 def test_what_are_no_codes_of_a_recording_is_told(codec, codes, expected):
     with pytest.raises(SbkitError, match=expected):

@@ -82,7 +82,7 @@ def test_a_voice_that_needs_espeak_is_refused_without_it_when_it_is_loaded(bundl
 @pytest.mark.parametrize("changes, told", [
     ({"spelling": "../xx"}, "spelling is '../xx', but must be a voice of espeak-ng"),
     ({"spelling": 3}, "spelling is 3"),
-    ({"characters": []}, "characters must be a list"), ({"spelling": None}, "with a spelling alone"),
+    ({"characters": []}, "must be characters if there is a spelling"), ({"spelling": None}, "and none otherwise"),
     ({"characters": ["ab"]}, "not one character")], ids=str)
 def test_a_damaged_spelling_is_refused(tmp_path, asked, changes, told):
     voices.make(tmp_path / "v", **(PHONES | changes))
