@@ -36,7 +36,7 @@ def _check(words: list[str]) -> int:
     from sbkit.recipe import arguments
     from sbkit.recipe.check import check
 
-    given, words = arguments.own_options(words, "see sbkit check --help", FLAGS,
+    given, words = arguments.command_options(words, "see sbkit check --help", FLAGS,
                                          as_or_on=str, html=Path, price=_rate)
     if given.price is not None and given.no_run:
         raise SbkitError("--price needs the model, which --no-run doesn't build", hint="drop one of them")
@@ -49,20 +49,20 @@ def _check(words: list[str]) -> int:
         return _rehearse(words, given)
     if given.html is not None:
         raise SbkitError("--html writes the report of a rehearsal", hint="add --as CARDS, such as --as 8xH100")
-    request = arguments.parse(words, beside=not given.no_run)
+    request = arguments.parse(words, importable=not given.no_run)
     measure = None
     if given.measure:
         from sbkit.train.memory.trials import measurement
 
         measure = measurement(request, planned=given.price is not None)
-    asked = None
+    pricing = None
     if given.price is not None:
-        from sbkit.recipe.price import Asked
+        from sbkit.recipe.price import PriceRequest
         from sbkit.rehearsal.cards import CARDS
 
-        asked = Asked(given.price, watts={card.name: card.watts for card in CARDS.values()})
+        pricing = PriceRequest(given.price, watts={card.name: card.watts for card in CARDS.values()})
     report = check(request.path, request.overrides, run_opts=request.run_opts, run=not given.no_run, measure=measure,
-                   asked=asked)
+                   pricing=pricing)
     if given.json:
         print(report.json())
     else:
@@ -102,12 +102,12 @@ def _rehearse(words: list[str], given: argparse.Namespace) -> int:
     report = assemble(str(request.path), rehearse(words, count, card), count, card, time.perf_counter() - started)
     if given.price is not None:
         from sbkit.recipe.check import check
-        from sbkit.recipe.price import Asked
+        from sbkit.recipe.price import PriceRequest
 
         figures = report.sections["figures"].values if "figures" in report.sections else {}
         host_seconds = DRIVER * figures.get("host_ms", 0.0) / 1000
-        asked = Asked(given.price, count, card.name, {card.name: card.watts}, host_seconds)
-        priced = check(request.path, request.overrides, run_opts=request.run_opts, asked=asked)
+        pricing = PriceRequest(given.price, count, card.name, {card.name: card.watts}, host_seconds)
+        priced = check(request.path, request.overrides, run_opts=request.run_opts, pricing=pricing)
         report.sections |= {name: each for name, each in priced.sections.items() if name == "price"}
         report.notes += [note for note in priced.notes if note.startswith("the price")]
     print(report.json() if given.json else page(report))

@@ -32,7 +32,7 @@ def run(words: list[str]) -> int:
     from sbkit.tasks.ctc import CTC, label_scores
     from sbkit.train import device as devices
 
-    given, words = arguments.own_options(words, "such as --folds 3", folds=int)
+    given, words = arguments.command_options(words, "such as --folds 3", folds=int)
     count = 2 if given.folds is None else given.folds
     if count < 2:
         raise SbkitError(f"--folds {count}: a row is judged by a model not trained on it", hint="write 2 or more")

@@ -21,7 +21,7 @@ def run(words: list[str]) -> int:
     from sbkit.train.memory import batch_size_search as sizes
     from sbkit.train.memory.trials import open_trial
 
-    given, words = arguments.own_options(words, "such as --memory 16", ("fresh",), memory=float)
+    given, words = arguments.command_options(words, "such as --memory 16", ("fresh",), memory=float)
     request = arguments.parse(words)
     device = devices.resolve(request.run_opts.device)
     gib = sizes.memory_budget(given.memory, device)

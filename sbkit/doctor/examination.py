@@ -140,9 +140,9 @@ def compilers() -> Iterator[MachineFinding]:
 
 SHARED_MEMORY = "/dev/shm"
 #: Bytes that a few batches of a few data workers need.
-_SHARED = 2 << 30
-_LITTLE_MEMORY = 4 << 30
-_FILES = 4096
+_LOW_SHARED_MEMORY = 2 << 30
+_LOW_MEMORY = 4 << 30
+_MIN_OPEN_FILES = 4096
 
 
 def cores() -> Iterator[MachineFinding]:
@@ -165,7 +165,7 @@ def main_memory() -> Iterator[MachineFinding]:
     total, free = host.total(), host.available()
     found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     found += "; limited for this process (ulimit -v or -d)" if host.bounded() else ""
-    yield note_if(free < _LITTLE_MEMORY, "memory", found, "sbkit tune --memory finds batches that fit")
+    yield note_if(free < _LOW_MEMORY, "memory", found, "sbkit tune --memory finds batches that fit")
 
 
 def shared_memory() -> Iterator[MachineFinding]:
@@ -175,7 +175,7 @@ def shared_memory() -> Iterator[MachineFinding]:
         return
     state = os.statvfs(SHARED_MEMORY)
     free, total = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
-    yield note_if(free < _SHARED, "shared memory",
+    yield note_if(free < _LOW_SHARED_MEMORY, "shared memory",
                   f"{SHARED_MEMORY}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB free",
                   "fewer batches are read ahead: docker run --shm-size=8g, or fewer workers")
 
@@ -184,7 +184,7 @@ def open_files() -> Iterator[MachineFinding]:
     """Check the limit of open files; each batch on its way from a worker uses some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = min(65536, hard) if hard != resource.RLIM_INFINITY else 65536
-    yield note_if(soft != resource.RLIM_INFINITY and soft < _FILES, "open files",
+    yield note_if(soft != resource.RLIM_INFINITY and soft < _MIN_OPEN_FILES, "open files",
                   f"{_limit(soft)} (at most {_limit(hard)})", f"ulimit -n {more}, before a run with many data workers")
 
 
@@ -217,7 +217,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("memory", main_memory), ("shared memory", shared_memory), ("open files", open_files),
     ("locale", language), ("caches", folders.caches),
 )
-_WIDEST = 120
+_MAX_WIDTH = 120
 
 
 def examine(data: Path | None = None, run: Path | None = None) -> list[MachineFinding]:
@@ -246,7 +246,7 @@ def as_table(found: Sequence[MachineFinding], width: int = 80) -> str:
     """Format the findings as a table, with what to do below those that are not ok."""
     first = max(len(each.verdict) for each in found)
     second = max(len(each.what) for each in found)
-    room = max(30, min(width, _WIDEST) - first - second - 4)
+    room = max(30, min(width, _MAX_WIDTH) - first - second - 4)
     lines = []
     for each in found:
         texts = textwrap.wrap(each.found, room) or [""]

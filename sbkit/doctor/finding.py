@@ -14,7 +14,7 @@ from sbkit.errors import summary
 
 OK, NOTE, IN_THE_WAY = "ok", "note", "in the way"
 #: A check that takes longer is abandoned: a network folder may never answer.
-PATIENCE_SECONDS = 30.0
+TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def note_if(wrong: object, what: str, found: str, fix: str) -> MachineFinding:
 Check = Callable[[], Iterable[MachineFinding]]
 
 
-def run_check(what: str, check: Check, patience: float = PATIENCE_SECONDS) -> list[MachineFinding]:
+def run_check(what: str, check: Check, timeout: float = TIMEOUT_SECONDS) -> list[MachineFinding]:
     """Run a check and return its findings; a failure or a timeout is a finding too."""
     found: list[MachineFinding] = []
 
@@ -48,15 +48,15 @@ def run_check(what: str, check: Check, patience: float = PATIENCE_SECONDS) -> li
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(patience)
+    thread.join(timeout)
     seen = list(found)
     if thread.is_alive():
-        seen.append(MachineFinding(what, f"no answer within {patience:g} s", NOTE,
+        seen.append(MachineFinding(what, f"no answer within {timeout:g} s", NOTE,
                                    "is a network folder or the driver stuck?"))
-    return [replace(each, found=without_names(each.found), fix=without_names(each.fix)) for each in seen]
+    return [replace(each, found=anonymised(each.found), fix=anonymised(each.fix)) for each in seen]
 
 
-def without_names(text: str) -> str:
+def anonymised(text: str) -> str:
     """Replace the home folder, user and host: the output gets pasted into public places."""
     text = text.replace(str(Path.home()), "~") if Path.home() != Path("/") else text
     text = re.sub(rf"(?<=/){re.escape(_user())}(?=/|\b)", "USER", text)

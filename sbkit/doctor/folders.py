@@ -12,14 +12,14 @@ from pathlib import Path
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding, note_if
 from sbkit.system.disk import cache_folder
 
-_LITTLE_DISK = 5 << 30
+_LOW_DISK = 5 << 30
 _BLOCK = 1 << 20
 _SECONDS = 1.0  # spent on reading, and on writing
 _TEST_BYTES = 256 << 20  # most bytes read, and written
 #: Below this speed, 8 data workers that read FLAC wait for the disk.
 _SLOW = 50e6
 _SAMPLED_FILES = 2000  # most files sampled from a data folder
-_AHEAD = 60.0  # seconds: tolerated clock difference of machines that share a folder
+_MAX_CLOCK_SKEW = 60.0  # seconds: tolerated clock difference of machines that share a folder
 
 
 def caches() -> Iterator[MachineFinding]:
@@ -35,7 +35,7 @@ def caches() -> Iterator[MachineFinding]:
             yield MachineFinding(what, f"{folder} can't be written", NOTE,
                                  f"export {variable}=FOLDER, with a writable folder")
         else:
-            yield note_if(free < _LITTLE_DISK, what, f"{folder}, {_gib(free)} free",
+            yield note_if(free < _LOW_DISK, what, f"{folder}, {_gib(free)} free",
                           f"make room, or export {variable}=FOLDER")
 
 
@@ -86,9 +86,9 @@ def output(folder: Path) -> Iterator[MachineFinding]:
                              "give --output_folder a writable folder")
         return
     speed, free = _write_speed(_existing_parent(folder)), _free(folder)
-    little = free < _LITTLE_DISK
-    yield note_if(little or speed < _SLOW, "output", f"{folder}: {_gib(free)} free, writes {speed / 1e6:.0f} MB/s",
-                  "a checkpoint needs three times its model's size: make room" if little else
+    low = free < _LOW_DISK
+    yield note_if(low or speed < _SLOW, "output", f"{folder}: {_gib(free)} free, writes {speed / 1e6:.0f} MB/s",
+                  "a checkpoint needs three times its model's size: make room" if low else
                   "checkpoints are slow: use a local disk, or a longer ckpt_interval_minutes")
 
 
@@ -109,7 +109,7 @@ def time_stamps(run: Path) -> Iterator[MachineFinding]:
         return
     newest = max((path.lstat().st_mtime for path in islice(_files(run), _SAMPLED_FILES)), default=0.0)
     ahead = newest - time.time()
-    wrong = ahead > _AHEAD
+    wrong = ahead > _MAX_CLOCK_SKEW
     found = (f"the newest file of {run} is {ahead / 60:.0f} min in the future" if wrong else
              f"no file of {run} is in the future" if newest else f"{run} is empty")
     yield note_if(wrong, "clock", found,

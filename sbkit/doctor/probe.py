@@ -29,14 +29,14 @@ def inspect_library(library: str) -> dict[str, Any]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS,
                               env=helper_process.environment())
-        output, ended = done.stdout, _how(done)
+        output, ended = done.stdout, _failure(done)
     except subprocess.TimeoutExpired as late:
         output, ended = (late.stdout or b"").decode(errors="replace"), f"no answer within {_SECONDS} s"
     lines = (json.loads(line) for line in output.splitlines() if line.startswith('["'))
     return {"ended": ended, **dict(lines)}
 
 
-def _how(done: subprocess.CompletedProcess[str]) -> str:
+def _failure(done: subprocess.CompletedProcess[str]) -> str:
     """Describe why the process ended early; empty if it did not."""
     if done.returncode < 0:
         return f"the process that imported it was ended by {processes.ended_by(-done.returncode)}"
@@ -75,10 +75,10 @@ def _attention() -> dict[str, Any]:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         capability = torch.cuda.get_device_capability(index)
         half = torch.bfloat16 if capability >= (8, 0) else torch.float16
-        made = {head: attention_kernel.kernel(capability, half, head, cudnn=cudnn) for head in _HEADS}
+        kernels = {head: attention_kernel.kernel(capability, half, head, cudnn=cudnn) for head in _HEADS}
         found.append({"precision": "bf16" if half == torch.bfloat16 else "fp16",
-                      "kernels": {kernel.name: [head for head in made if made[head].name == kernel.name]
-                                  for kernel in made.values()}})
+                      "kernels": {kernel.name: [head for head in kernels if kernels[head].name == kernel.name]
+                                  for kernel in kernels.values()}})
     return {"cards": found}
 
 
@@ -119,9 +119,9 @@ LIBRARIES = tuple(_PARTS)
 
 def main(library: str) -> None:
     """Print each part's facts as soon as they are known."""
-    for part, ask in _PARTS[library].items():
+    for part, describe in _PARTS[library].items():
         try:
-            facts = ask()
+            facts = describe()
         except Exception as error:
             facts = {"error": summary(error)}
         print(json.dumps([part, facts]), flush=True)

@@ -19,7 +19,7 @@ from sbkit.recipe import names
 from sbkit.recipe.overrides import NoValue
 from sbkit.recipe.report import did_you_mean
 
-#: Begin values that may go on in the next word, as in ``--betas [0.9, 0.98]``.
+#: Beginnings of values that may continue in the next word, as in ``--betas [0.9, 0.98]``.
 _OPENS = "[", "{", "(", "!", "'", '"'
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
@@ -34,17 +34,17 @@ class CommandLine:
     check: bool = True
 
 
-def parse(argv: list[str], beside: bool = True) -> CommandLine:
+def parse(argv: list[str], importable: bool = True) -> CommandLine:
     """Split ``argv`` into the recipe, the run options and the overrides of the recipe's keys.
 
-    beside: make modules beside the recipe importable from now on
+    importable : make modules beside the recipe importable from now on
     """
     parser = RunOptions._create_parser()
     parser.allow_abbrev = False  # --debug_b is a typo, not --debug_batches
     parser.error = _raise
     parser.add_argument("--no-check", "--no_check", dest="no_check", action="store_true")
     for action in parser._actions:
-        action.default = argparse.SUPPRESS  # an absent option wasn't given, and the recipe's value counts
+        action.default = argparse.SUPPRESS  # without the option, the recipe's value counts
         if action.dest == "optimizer_step_limit":
             action.type = int
         if "precision" in action.dest:
@@ -52,19 +52,19 @@ def parse(argv: list[str], beside: bool = True) -> CommandLine:
     given, rest = parser.parse_known_args(argv)
     given = vars(given)
     path = locate(given.pop("param_file"))
-    if beside:
-        import_beside(path)
+    if importable:
+        make_importable(path)
     check = not given.pop("no_check", False)
     run_opts = RunOptions(**given, param_file=str(path), overridden_args=set(given) | {"param_file"})
     return CommandLine(path, run_opts, parse_overrides(rest), check)
 
 
-def own_options(words: list[str], hint: str, flags: Sequence[str] = (),
+def command_options(words: list[str], hint: str, flags: Sequence[str] = (),
                 **options: Callable[[str], object]) -> tuple[argparse.Namespace, list[str]]:
     """Split a command's own ``--name value`` and ``--flag`` from its other arguments.
 
-    hint : follows the message about one that can't be read
-    options : what reads the value of each, ``as_or_on`` for ``--as`` and ``--on``; one that isn't given is None
+    hint : added to the message about one that can't be read
+    options : a parser for the value of each, ``as_or_on`` for ``--as`` and ``--on``; None if it isn't given
     """
     def refuse(message: str) -> NoReturn:
         raise SbkitError(message, hint=hint)
@@ -80,8 +80,8 @@ def own_options(words: list[str], hint: str, flags: Sequence[str] = (),
     return parser.parse_known_args(words)
 
 
-def import_beside(recipe: Path) -> None:
-    """Make modules importable that lie beside a recipe, above its folder, or in the working directory.
+def make_importable(recipe: Path) -> None:
+    """Make modules importable that are beside a recipe, above its folder, or in the working directory.
 
     SpeechBrain's recipes name classes in such files (``custom_model.py`` above ``hparams/``).
     """

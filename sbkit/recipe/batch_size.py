@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from sbkit.recipe.keys import TaskKeys
-from sbkit.recipe.parts import frozen_for_good
+from sbkit.recipe.parts import permanently_frozen
 from sbkit.recipe.values import unwrapped
 from sbkit.system.console import atomic_write
 from sbkit.system.disk import cache_folder
 
-#: The recommended share of the largest batch that fits, because memory fragments and some texts are longer than others.
+#: The recommended share of the largest batch that fits, because memory fragments and some texts are longer.
 MARGIN = 0.9
 
 
@@ -30,7 +30,7 @@ class BatchSize:
     edges: list[float]
     """Seconds of the longest utterance of each bucket that was tried, ascending."""
     fits: list[int]
-    """For each of them, how many such utterances fit at once."""
+    """The number of such utterances that fit at once, for each bucket."""
     most: float
     """Seconds beyond which no larger batch was tried."""
     share: float = MARGIN
@@ -48,7 +48,7 @@ class BatchSize:
 
 
 def model_of(modules: Mapping[str, nn.Module]) -> list[Any]:
-    """Plain data that identifies a model: its layers and sizes, as the recipe builds them."""
+    """Plain data that identifies a model: its layers and sizes."""
     modules = {name: module for name, module in modules.items() if module is not None}
     sizes = [[name, key, list(t.shape), str(t.dtype)] for name, module in modules.items()
              for key, t in module.state_dict().items()]
@@ -61,7 +61,7 @@ def result_file(model: list[Any], keys: TaskKeys, precision: str, device: torch.
     facts = [
         model, torch.cuda.get_device_name(device) if cuda else device.type, precision, torch.__version__,
         str(keys.activation_checkpointing), keys.numbers_of_the_task(), str(unwrapped(keys.opt_class)[0]),
-        keys.average is not None, *([frozen_for_good(keys.freeze)] if keys.freeze else []),
+        keys.average is not None, *([permanently_frozen(keys.freeze)] if keys.freeze else []),
     ]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return cache_folder() / "tune" / f"{key}.json"

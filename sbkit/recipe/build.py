@@ -1,9 +1,8 @@
 """Builds the objects of a recipe as HyperPyYAML does, and stores the line of each.
 
-The check looks at objects, so they must be built: names in the YAML are imported and called, including ``!apply:``, and
-may do whatever a program can. Since a check may run while a training writes into the same folder, a checkpointer gets a
-temporary folder. Weights aren't initialised, which saves time. Keys that HyperPyYAML drops (``__set_seed``) aren't
-called.
+Names in the YAML are imported and called, including ``!apply:``, and can do anything that a program can. A checkpointer
+gets a temporary folder, because a training may be writing into the recipe's. Weights aren't initialised, which saves
+time. Keys that HyperPyYAML drops (``__set_seed``) aren't called.
 """
 
 from __future__ import annotations
@@ -31,33 +30,33 @@ from sbkit.recipe.signatures import arguments, locate
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.values import static
 
-_FILLING = frozenset(("uniform_", "normal_", "exponential_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
-                      "kaiming_normal_"))
-#: Functions of torch.nn.init that compute before they fill a tensor.
-_COMPUTING = ("orthogonal_", "trunc_normal_", "sparse_")
+_INIT_METHODS = frozenset(("uniform_", "normal_", "exponential_", "xavier_uniform_", "xavier_normal_",
+                           "kaiming_uniform_", "kaiming_normal_"))
+#: Functions of torch.nn.init that do more than fill a tensor.
+_INIT_FUNCTIONS = ("orthogonal_", "trunc_normal_", "sparse_")
 
 
-class _Unfilled(TorchFunctionMode):
-    """Leaves weights uninitialised within it: most of a check looks only at shapes and devices."""
+class _SkipInit(TorchFunctionMode):
+    """Leaves weights uninitialised within it, because most of a check needs only shapes and devices."""
 
     def __init__(self) -> None:
         super().__init__()
         self.skipped: list[Callable[[], object]] = []
 
-    def __enter__(self) -> _Unfilled:
-        self.kept = {name: getattr(torch.nn.init, name) for name in _COMPUTING}
-        for name, function in self.kept.items():
+    def __enter__(self) -> _SkipInit:
+        self.original = {name: getattr(torch.nn.init, name) for name in _INIT_FUNCTIONS}
+        for name, function in self.original.items():
             setattr(torch.nn.init, name, functools.partial(self._skip, function))
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]  # as above
-        for name, function in self.kept.items():
+        for name, function in self.original.items():
             setattr(torch.nn.init, name, function)
 
     def __torch_function__(self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> object:
-        if getattr(func, "__name__", "") in _FILLING:
+        if getattr(func, "__name__", "") in _INIT_METHODS:
             return self._skip(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -71,9 +70,9 @@ class _NotBuilt(Exception):
 
 
 class Built:
-    """The objects of a recipe by key, and the nodes they were built from.
+    """The objects of a recipe by key, and the nodes from which they were built.
 
-    findings : takes what can't be built
+    findings : gets errors of objects that can't be built
     folder : for checkpoints
     """
 
@@ -84,19 +83,19 @@ class Built:
         """Nodes by top-level key."""
         self.missing: set[str] = set()
         """Top-level keys that could not be built."""
-        self._made: dict[Node, object] = {}
+        self._objects: dict[Node, object] = {}
         self._failed: set[Node] = set()
         self._origins: dict[int, tuple[object, Node]] = {}
         self._skipped: list[Callable[[], object]] = []
 
     def initialise(self) -> None:
-        """Give weights their initial values, which building left out."""
+        """Initialise the weights, which building skipped."""
         with torch.no_grad():
             while self._skipped:
                 self._skipped.pop(0)()
 
     def place(self, key: str) -> Place:
-        """Where a key is written; nowhere if it isn't."""
+        """The place of a key; without file and line if the recipe lacks it."""
         return self.nodes[key].place if key in self.nodes else Place()
 
     def origin(self, obj: object) -> Node | None:
@@ -105,8 +104,8 @@ class Built:
         return found[1] if found is not None and found[0] is obj else None
 
     def build_all(self, root: Node) -> None:
-        with _Unfilled() as unfilled:
-            self._skipped = unfilled.skipped
+        with _SkipInit() as skip_init:
+            self._skipped = skip_init.skipped
             for key, node in root.value.items():
                 if not isinstance(key, str) or key.startswith("__"):
                     continue
@@ -118,18 +117,18 @@ class Built:
 
     def make(self, node: Node) -> object:
         """The object of a node, built once."""
-        if node in self._made:
-            return self._made[node]
-        if node in self._failed or node.spoilt:
+        if node in self._objects:
+            return self._objects[node]
+        if node in self._failed or node.unusable:
             raise _NotBuilt
         try:
-            made = self._made[node] = self._make(node)
+            built = self._objects[node] = self._make(node)
         except _NotBuilt:
             self._failed.add(node)
             raise
-        if not node.scalar or node.tag:  # of an object that several nodes are, the first is the definition
-            self._origins.setdefault(id(made), (made, node))
-        return made
+        if not node.scalar or node.tag:  # if several nodes are the same object, the first defines it
+            self._origins.setdefault(id(built), (built, node))
+        return built
 
     def _make(self, node: Node) -> object:
         kind, _, name = node.tag.partition(":")
@@ -140,7 +139,7 @@ class Built:
             args, kwargs = self._arguments(node)
             return functools.partial(target, *args, **kwargs) if args or kwargs else target
         if node.tag.startswith("!!python/"):
-            raise _NotBuilt  # PyYAML's own tags to call Python; the check doesn't call them
+            raise _NotBuilt  # PyYAML's own tags that call Python; the check doesn't call them
         if isinstance(node.value, dict):
             return {key: self.make(child) for key, child in node.value.items()}
         if isinstance(node.value, list):
@@ -172,12 +171,12 @@ class Built:
         raise _NotBuilt
 
     def _add_error(self, node: Node, message: str, hint: str) -> None:
-        self.findings.error("not-built", *node.culprit_by(message), message, hint)
+        self.findings.error("not-built", *node.culprit_named_in(message), message, hint)
 
 
 @contextlib.contextmanager
 def build(root: Node, findings: Findings) -> Iterator[Built]:
-    """Build everything that has no mistake in it; failures become findings with their lines."""
+    """Build everything without a known mistake; failures become findings with their lines."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         with tempfile.TemporaryDirectory(prefix="sbkit-check-") as folder:
@@ -191,7 +190,7 @@ def build(root: Node, findings: Findings) -> Iterator[Built]:
 
 
 def _given(kwargs: Mapping[str, Any]) -> str:
-    """A hint with the numbers, texts and lists among the arguments, which are likely to blame."""
+    """A hint with the numbers, texts and lists among the arguments, which are likely causes."""
     shown = [f"{key} {value!r}" for key, value in kwargs.items()
              if all(isinstance(one, (bool, int, float, str, type(None)))
                     for one in (value if isinstance(value, (list, tuple)) else [value]))]

@@ -1,4 +1,4 @@
-"""Checks a recipe as a whole: reads it, builds it as a run does, and looks for mistakes that a run would meet late."""
+"""Checks a recipe as a whole: reads it, builds it as a run does, and finds mistakes that would end a run later."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from sbkit.recipe import (
 )
 from sbkit.recipe.build import Built, build
 from sbkit.recipe.keys import TaskClass
-from sbkit.recipe.reading import nothing_from, read
+from sbkit.recipe.reading import read, without_imports_from
 from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import Findings, Node
@@ -51,19 +51,19 @@ logger = logging.getLogger(__name__)
 
 def check(
     path: str | Path, overrides: Mapping[str, Any] | None = None, *, run_opts: RunOptions | None = None,
-    run: bool = True, starting: bool = False, measure: Callable[[], cost.Measured] | None = None,
-    asked: price.Asked | None = None,
+    run: bool = True, starting: bool = False, measure: Callable[[], cost.StepMeasurement] | None = None,
+    pricing: price.PriceRequest | None = None,
 ) -> Report:
     """Check a recipe; the report has all mistakes at once.
 
     path, overrides : the recipe's file and values that replace those in it
     run_opts : SpeechBrain's run options; their numbers are checked, and the cost depends on device and precision
-    run : import what the recipe names, build its objects and look at ownership, devices, shapes, vocabulary and cost;
+    run : import what the recipe names, build its objects and check ownership, devices, shapes, vocabulary and cost;
         otherwise nothing is built or called, and only SpeechBrain, torch and sbkit are imported
-    starting : a run begins here and now: its corpus has to be there, its labels are checked once it is prepared,
+    starting : a run starts on this machine: its corpus must exist, its labels are checked once it is prepared,
         and the cost is only counted for a GPU, whose memory is limited
-    measure : takes a few steps and measures them for the cost
-    asked : what the whole run is to be priced for
+    measure : measures a few steps for the cost
+    pricing : the request to predict the price of the whole run
     """
     started = time.perf_counter()
     report, findings = Report(str(path), built=run), Findings()
@@ -71,11 +71,11 @@ def check(
     if run:
         root = read(Path(path), overrides or {}, findings)
     else:
-        with nothing_from(Path.cwd(), Path(path).parent, Path(path).parent.parent):
-            root = read(Path(path), overrides or {}, findings, unseen=report.notes)
+        with without_imports_from(Path.cwd(), Path(path).parent, Path(path).parent.parent):
+            root = read(Path(path), overrides or {}, findings, unchecked=report.notes)
         report.notes.append("modules, devices, shapes, labels and cost: nothing is built with --no-run")
     if root is not None and run:
-        _check_built(root, findings, report, run_opts, starting, measure, asked)
+        _check_built(root, findings, report, run_opts, starting, measure, pricing)
     owned = {finding.key for finding in findings if finding.code == "not-owned"}  # more specific
     findings[:] = [each for each in findings if each.code != "unread-key" or each.key not in owned]
     report.add(findings)
@@ -84,8 +84,8 @@ def check(
 
 
 def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOptions | None, starting: bool,
-                 measure: Callable[[], cost.Measured] | None, asked: price.Asked | None) -> None:
-    with logging_disabled(logging.INFO), build(root, findings) as built:  # the run logs what constructors say
+                 measure: Callable[[], cost.StepMeasurement] | None, pricing: price.PriceRequest | None) -> None:
+    with logging_disabled(logging.INFO), build(root, findings) as built:  # the run itself logs messages of constructors
         modules = ownership.check_modules(built, findings)
         if modules is None:
             if "modules" in root.value:
@@ -111,11 +111,11 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
         _check_corpus(built, traced.task, findings, starting)
         labels, note = _check_prepared(traced, findings) if not starting else (None, "")
         if traced.brain is not None and not any(each.severity == "error" for each in findings):
-            report.notes += filter(None, [real_batches.try_them(traced, findings)])
+            report.notes += filter(None, [real_batches.try_batches(traced, findings)])
         learns = _learning(traced, torch.nn.ModuleDict(modules), findings)
-        costs = _cost(owned, traced, findings, report, run_opts, starting, measure, asked)
+        costs = _cost(owned, traced, findings, report, run_opts, starting, measure, pricing)
         if complete:
-            report.notes += filter(None, [devices.prove(owned, table, traced, findings)])
+            report.notes += filter(None, [devices.check_moved(owned, table, traced, findings)])
         sections = {"shapes": trace.section(traced), "start": start, "learning": learns, "labels": labels,
                     "mixture": _mixture(traced, _device(run_opts)), "leaks": None if starting else _leaks(built),
                     **costs}
@@ -125,7 +125,7 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
 
 
 def _learning(traced: trace.Trace, modules: torch.nn.ModuleDict, findings: Findings) -> Section | None:
-    """The table of what learns; rates that no layers can have are a finding."""
+    """The table of trained parts; wrong values of layer_decay are a finding."""
     built = traced.built
     if not traced.complete:
         return None
@@ -137,16 +137,16 @@ def _learning(traced: trace.Trace, modules: torch.nn.ModuleDict, findings: Findi
     try:
         factors = traced.brain.rate_factors()
     except SbkitError as error:
-        key = "layer_decay"  # the names of learning_rates have been looked at
+        key = "layer_decay"  # learning_rates has been checked
         findings.error("setting", built.place(key), key, error.message.removeprefix(f"{key}: "), error.hint or "")
         return None
     schedule = traced.keys.schedule
-    return parts.what_learns(known, until, factors, None if schedule is None else schedule.peak)
+    return parts.trained_parts(known, until, factors, None if schedule is None else schedule.peak)
 
 
 def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, report: Report,
-          run_opts: RunOptions | None, starting: bool, measure: Callable[[], cost.Measured] | None,
-          asked: price.Asked | None) -> dict[str, Section]:
+          run_opts: RunOptions | None, starting: bool, measure: Callable[[], cost.StepMeasurement] | None,
+          pricing: price.PriceRequest | None) -> dict[str, Section]:
     """The tables ``cost`` and, if it is asked for, ``price``."""
     built = traced.built
     if not traced.complete:
@@ -154,7 +154,7 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     device = _device(run_opts)
     if starting and cost.memory_of(str(device)) is None:
         return {}
-    chosen = run_opts.precision if _chosen(run_opts, "precision") else built.hparams.get("precision")
+    chosen = run_opts.precision if _given(run_opts, "precision") else built.hparams.get("precision")
     precision = chosen or RunOptions.precision
     absent = device.type == "cuda" and not torch.cuda.is_available()
     if absent:
@@ -167,76 +167,78 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     planned = _plan(traced, device)
     typical = None if planned is None or starting else flops.typical_seconds(planned[0].durations)
     try:
-        made = cost.make(traced, owned, device, precision, measured, typical)
-    except Exception as error:  # such as an operation without support for stand-ins; the run itself may work
+        estimate = cost.estimate_cost(traced, owned, device, precision, measured, typical)
+    except Exception as error:  # such as an operation that fake tensors lack; the run itself may work
         logger.debug("no cost", exc_info=True)
-        report.notes.append(f"the cost: {trace.without_stand_in(error) or summary(error)}")
+        report.notes.append(f"the cost: {trace.needs_real_tensors(error) or summary(error)}")
         return {}
-    if made is None:
+    if estimate is None:
         report.notes.append("the cost: the recipe's batching has no max_batch_seconds")
         return {}
     tried = batch_size.cached(batch_size.result_file(batch_size.model_of(owned.roots), traced.keys, precision, device))
-    made.check_fits(findings, built.nodes.get("batching"), tried)
+    estimate.check_fits(findings, built.nodes.get("batching"), tried)
     audio = () if planned is None else (
         mixture.hours_of_pass(planned[0]), planned[1].passes, traced.keys.epoch_counter.limit)
-    if planned is not None and measured is None and asked is None and made.hours_per_100 is not None and not starting:
+    if estimate.hours_per_100 is not None and planned is not None and measured is None and pricing is None \
+            and not starting:
         with contextlib.suppress(SbkitError):  # no dev or test set
-            made = _as_runs_took(traced, made, device, precision, planned[1], math.prod(audio))
-    section = cost.section(made, tried, *audio)
+            estimate = _timed_by_finished_runs(traced, estimate, device, precision, planned[1], math.prod(audio))
+    section = cost.section(estimate, tried, *audio)
     section.remarks += _attention(traced, owned, device, precision, findings)
     sections = {"cost": section}
-    if asked is not None and not wrong:
+    if pricing is not None and not wrong:
         if planned is None:
             report.notes.append("the price: the corpus is not prepared, so the length of the run is unknown; "
                                 "prepare it with sbkit prepare, the same recipe and keys")
-        elif (priced := _price(traced, made, device, precision, asked, planned[1], measured)) is not None:
-            section.rows = [row for row in section.rows if not row[0].startswith("time ")]  # the price knows better
+        elif (priced := _price(traced, estimate, device, precision, pricing, planned[1], measured)) is not None:
+            section.rows = [row for row in section.rows if not row[0].startswith("time ")]  # the price has these
             sections["price"] = priced
         else:
             report.notes.append(f"the price: the speed of {device} is unknown; --measure times a few steps")
     return sections
 
 
-def _work(traced: trace.Trace, made: cost.CostEstimate, device: torch.device, precision: str, asked: price.Asked,
-          plan: Plan) -> tuple[finished_runs.Setting, finished_runs.Steps]:
-    """What the whole run runs on, and what it computes."""
+def _setting_and_steps(traced: trace.Trace, estimate: cost.CostEstimate, device: torch.device, precision: str,
+                       pricing: price.PriceRequest, plan: Plan) -> tuple[finished_runs.Setting, finished_runs.Steps]:
+    """The device of the whole run, and its steps."""
     keys = traced.keys
     epochs, (dev, test) = keys.epoch_counter.limit, (keys.corpus.manifest(split).hours for split in ("dev", "test"))
     steps = finished_runs.steps_of(
-        traced.task, made.cost.operations, price.padded_seconds(plan, asked.processes), keys.batching.max_batch_seconds,
-        epochs * len(plan), 3600 * (epochs * dev + test) / asked.processes)
+        traced.task, estimate.cost.operations, price.padded_seconds(plan, pricing.processes),
+        keys.batching.max_batch_seconds, epochs * len(plan), 3600 * (epochs * dev + test) / pricing.processes)
     threads = torch.get_num_threads() if device.type == "cpu" else 0
-    name = asked.device or (torch.cuda.get_device_name(device) if device.type == "cuda" else
+    name = pricing.device or (torch.cuda.get_device_name(device) if device.type == "cuda" else
                             finished_runs.cpu_model(describe()))
-    return finished_runs.Setting(name, precision, threads, asked.processes), steps
+    return finished_runs.Setting(name, precision, threads, pricing.processes), steps
 
 
-def _as_runs_took(traced: trace.Trace, made: cost.CostEstimate, device: torch.device, precision: str, plan: Plan,
-                  audio: float) -> cost.CostEstimate:
-    """The estimate with a time by finished runs of this machine, if there are enough.
+def _timed_by_finished_runs(traced: trace.Trace, estimate: cost.CostEstimate, device: torch.device, precision: str,
+                            plan: Plan, audio: float) -> cost.CostEstimate:
+    """The estimate with a time fitted to finished runs on this machine, if there are enough.
 
     audio : hours that the whole run trains on
     """
-    setting, steps = _work(traced, made, device, precision, price.Asked(0.0), plan)
-    said = price.predict(steps, finished_runs.read(setting), None)
-    if said is None:
-        return made
-    return dataclasses.replace(made, hours_per_100=100 * steps.steps * said.step_seconds / 3600 / audio, runs=said.runs)
+    setting, steps = _setting_and_steps(traced, estimate, device, precision, price.PriceRequest(0.0), plan)
+    prediction = price.predict(steps, finished_runs.read(setting), None)
+    if prediction is None:
+        return estimate
+    hours = steps.steps * prediction.step_seconds / 3600
+    return dataclasses.replace(estimate, hours_per_100=100 * hours / audio, runs=prediction.runs)
 
 
-def _price(traced: trace.Trace, made: cost.CostEstimate, device: torch.device, precision: str, asked: price.Asked,
-           plan: Plan, measured: cost.Measured | None) -> Section | None:
-    """The price of the whole run; None if nothing is known of the device's speed."""
-    setting, steps = _work(traced, made, device, precision, asked, plan)
+def _price(traced: trace.Trace, estimate: cost.CostEstimate, device: torch.device, precision: str,
+           pricing: price.PriceRequest, plan: Plan, measured: cost.StepMeasurement | None) -> Section | None:
+    """The price of the whole run; None if the device's speed is unknown."""
+    setting, steps = _setting_and_steps(traced, estimate, device, precision, pricing, plan)
     name = setting.device
-    peak = (peak_of_card(name, precision) if asked.device else peak_of(device, precision))[0]
+    peak = (peak_of_card(name, precision) if pricing.device else peak_of(device, precision))[0]
     trial = measured.planned * steps.audio if measured is not None and measured.planned is not None else None
-    said = price.predict(steps, finished_runs.read(setting), peak, trial, asked.host_seconds)
-    if said is None:
+    prediction = price.predict(steps, finished_runs.read(setting), peak, trial, pricing.host_seconds)
+    if prediction is None:
         return None
-    if asked.device is None:  # a run here will say how right it was
-        finished_runs.keep_prediction(setting, steps, said)
-    return price.section(asked, setting, steps, said)
+    if pricing.device is None:  # a run here will show how accurate it was
+        finished_runs.store_prediction(setting, steps, prediction)
+    return price.section(pricing, setting, steps, prediction)
 
 
 def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device, precision: str,
@@ -252,7 +254,7 @@ def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device
 
 
 def _plan(traced: trace.Trace, device: torch.device) -> tuple[Manifest, Plan] | None:
-    """The training set and the plan of a run that begins, None if no earlier run has prepared them."""
+    """The training set and the plan of a new run, None if the corpus is not prepared."""
     keys = traced.keys
     if not hasattr(keys.corpus, "manifest_path") or not keys.corpus.manifest_path("train").exists():
         return None
@@ -265,14 +267,14 @@ def _plan(traced: trace.Trace, device: torch.device) -> tuple[Manifest, Plan] | 
 
 
 def _device(run_opts: RunOptions | None) -> torch.device:
-    name = getattr(run_opts, "device", None) if _chosen(run_opts, "device") else None
+    name = getattr(run_opts, "device", None) if _given(run_opts, "device") else None
     try:
         return torch.device(name or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise SbkitError(f"--device {name!r} is no device", hint="write cpu, cuda or cuda:1") from error
 
 
-def _chosen(run_opts: RunOptions | None, name: str) -> TypeGuard[RunOptions]:
+def _given(run_opts: RunOptions | None, name: str) -> TypeGuard[RunOptions]:
     return name in getattr(run_opts, "overridden_args", ())
 
 
@@ -308,7 +310,7 @@ def _corpora(built: Built) -> Iterator[tuple[Any, Node]]:
 def _check_source(corpus: Any,  # of any class with check_exists
                   node: Node, findings: Findings, starting: bool) -> None:
     """Check that the source, and a list of rows to leave out, exist."""
-    # Of the demo corpus, only the language can be none that there is.
+    # Without a source it is the demo corpus, which may lack the language.
     argument = "source" if getattr(corpus, "source", None) is not None else "language"
     if (listed := getattr(corpus, "exclude", None)) is not None and not listed.is_file():
         argument = "exclude"
@@ -333,7 +335,7 @@ def _check_source(corpus: Any,  # of any class with check_exists
 
 def _check_longest(built: Built, corpus: Any, node: Node,  # of any class with check_exists
                    findings: Findings) -> None:
-    """Warn of a limit for the duration of utterances that is larger than a batch."""
+    """Warn if a batch is shorter than the longest allowed utterance."""
     longest = getattr(corpus, "max_duration", None)
     most = getattr(built.hparams.get("batching"), "max_batch_seconds", None)
     if longest is None or most is None:
@@ -347,7 +349,7 @@ def _check_longest(built: Built, corpus: Any, node: Node,  # of any class with c
 
 
 def _mixture(traced: trace.Trace, device: torch.device) -> Section | None:
-    """What each part of a mixture is in training; None of one that no earlier run has prepared."""
+    """Shares of the parts of a mixture in training; None if the mixture is not prepared."""
     planned = _plan(traced, device) if traced.complete and isinstance(traced.keys.corpus, Mixture) else None
     if planned is None:
         return None
@@ -361,7 +363,7 @@ def _mixture(traced: trace.Trace, device: torch.device) -> Section | None:
 
 
 def _leaks(built: Built) -> Section | None:
-    """What the splits of a corpus share that an earlier run has prepared; None of one that isn't prepared."""
+    """Texts, speakers and audio that splits of a corpus share; None if the corpus is not prepared."""
     corpus: object = built.hparams.get("corpus")
     entries = stored_json(corpus.report_path).get("leaks") if isinstance(corpus, Corpus) else None
     if entries is None:
@@ -370,7 +372,7 @@ def _leaks(built: Built) -> Section | None:
 
 
 def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | None, str]:
-    """The task's check of labels in a corpus that an earlier run has prepared, or why they weren't checked."""
+    """The task's check of labels in a prepared corpus, or why they weren't checked."""
     corpus: object = traced.built.hparams.get("corpus")
     if not hasattr(corpus, "manifest_path"):
         return None, ""

@@ -1,4 +1,4 @@
-"""Values that arguments of SpeechBrain's and torch's classes may have, if those check them late or not at all."""
+"""Allowed values of arguments of SpeechBrain's and torch's classes that check them late or not at all."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Range(NamedTuple):
 
 class Texts(NamedTuple):
     of: str
-    """What the texts are, for messages."""
+    """A word for the texts in messages."""
     among: tuple[str, ...] = ()
-    """The texts that there may be; any, if there are none."""
+    """The allowed texts; any text if it is empty."""
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, (list, tuple)) and all(
@@ -69,23 +69,23 @@ ARGUMENTS: dict[str, dict[str, tuple[str, ...] | Range]] = {
 
 
 class Clash(NamedTuple):
-    """A combination of arguments that doesn't work, though each by itself is right."""
+    """A combination of arguments that doesn't work, although each by itself is allowed."""
 
     applies: Callable[[Mapping[str, Any]], bool]
-    """Whether all arguments, including defaults of those left out, are such a combination.
+    """Whether the arguments, with defaults, are such a combination; an exception means no.
 
-    If it can't be computed of them, they aren't: a value is known later, or of a wrong type.
+    A value may be known only later, or have a wrong type.
     """
     key: str
     """The argument to blame."""
     message: str
-    """With the names of arguments in braces, for their values."""
+    """Names of arguments in braces are replaced by their values."""
     suggestion: str | Callable[[Mapping[str, Any]], str]
     fails: bool = True
-    """False if it runs nevertheless, or only the decoder fails; then it is a warning."""
+    """Whether it is an error; a warning if it runs anyway, or only the decoder fails."""
 
 
-#: Such combinations by the name of a class, as above; ``tests/recipe/test_choices.py`` tries them all.
+#: These combinations by the name of a class, as above; ``tests/recipe/test_choices.py`` tests them all.
 CLASHES: dict[str, tuple[Clash, ...]] = {
     "TransformerInterface": (
         Clash(lambda a: (a["encoder_module"], a["attention_type"]) == ("branchformer", "RoPEMHA"), "attention_type",
@@ -130,7 +130,7 @@ CLASHES: dict[str, tuple[Clash, ...]] = {
 
 
 def _near_heads(size: int, heads: int) -> str:
-    """The one or two numbers of heads nearest to ``heads`` whose shares are equal, and even if ``size`` is."""
+    """The one or two numbers of heads nearest to ``heads`` that divide ``size``; parts of an even size are even."""
     fit = (n for n in range(1, 257) if size % n == 0 and (size // n + size) % 2 == 0)
     return " or ".join(map(str, sorted(sorted(fit, key=lambda n: abs(n - heads))[:2])))
 
@@ -138,12 +138,12 @@ def _near_heads(size: int, heads: int) -> str:
 def check_choices(target: object, named: Mapping[Any, Node], node: Node, findings: Findings) -> None:
     """Add findings about named arguments that a class can't use, alone or in combination."""
     if not inspect.isclass(target) or not target.__module__.startswith(_LIBRARIES):
-        return  # a user's class may allow more
+        return  # a user's class may allow other values
     for base in target.__mro__:
         wanted = ARGUMENTS.get(base.__name__, {}) if base.__module__.startswith(_LIBRARIES) else {}
         for key in filter(named.__contains__, wanted):
             value = static(named[key])
-            problem = None if named[key].spoilt else _problem(target.__name__, key, value, wanted[key])
+            problem = None if named[key].unusable else _problem(target.__name__, key, value, wanted[key])
             if problem:
                 findings.error("wrong-value", node.blame(key), node.key_of(key), *problem)
     if not node.wrong:
@@ -157,17 +157,17 @@ def _check_clashes(target: type, named: Mapping[Any, Node], node: Node, findings
         return
     given: defaultdict[str, Any] = defaultdict(lambda: UNKNOWN)
     given.update((name, parameter.default) for name, parameter in inspect.signature(target).parameters.items())
-    given.update((key, UNKNOWN if child.spoilt else static(child)) for key, child in named.items())
+    given.update((key, UNKNOWN if child.unusable else static(child)) for key, child in named.items())
     for clash in clashes:
         try:
             applies = clash.applies(given)
         except (TypeError, ValueError, ArithmeticError):
             continue
         if applies:
-            tell = findings.error if clash.fails else findings.warning
+            report = findings.error if clash.fails else findings.warning
             place = node.blame(clash.key) if clash.fails else node.place_of(clash.key)
             hint = clash.suggestion if isinstance(clash.suggestion, str) else clash.suggestion(given)
-            tell("wrong-value", place, node.key_of(clash.key), clash.message.format_map(given), hint)
+            report("wrong-value", place, node.key_of(clash.key), clash.message.format_map(given), hint)
 
 
 def _problem(name: str, key: str, value: object, wanted: tuple[str, ...] | Range) -> tuple[str, str] | None:

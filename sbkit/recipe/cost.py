@@ -1,7 +1,7 @@
 """What training a recipe will need, as parameters, memory, the largest batch that fits and hours per epoch.
 
-The memory of a step is counted while forward and backward run on stand-ins: it is that of all tensors that are alive at
-the same time. The hours are estimated from the number of operations, unless a measurement is given.
+The memory of a step is counted while forward and backward run on fake tensors: it is that of all tensors alive at the
+same time. The hours are estimated from the number of operations, unless a measurement is given.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from sbkit.data.augment import planned_seconds
 from sbkit.nn.accelerate import restore
 from sbkit.recipe import flops, speed
 from sbkit.recipe.batch_size import BatchSize
-from sbkit.recipe.flops import Arithmetic
+from sbkit.recipe.flops import FlopCounter
 from sbkit.recipe.ownership import Owned
 from sbkit.recipe.parts import flattened
 from sbkit.recipe.price import EFFICIENCY
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node, Place
-from sbkit.recipe.trace import Trace, build_brain, gpu_stand_ins
+from sbkit.recipe.trace import Trace, build_brain, fake_gpu_works
 from sbkit.recipe.values import unwrapped
 from sbkit.system.console import counted, time_span
 
@@ -35,13 +35,13 @@ GIB = 2**30
 SIZES = (16, 24, 40, 80, 141)
 #: Share of a device's memory that a step may use; the rest is for the context, the allocator and kernels.
 USABLE = 0.85
-#: What cuBLAS holds for matrix products: 32 MiB in the thread of forward, and as much in that of backward.
+#: Workspace of cuBLAS for matrix products: 32 MiB each in the threads of forward and backward.
 WORKSPACE = 64 << 20
 #: A GPU's memory is allocated in blocks of this many bytes.
 BLOCK = 512
 #: Seconds of the longest utterance if the corpus sets no limit.
 LONGEST = 20.0
-#: What a GPU copies for as long as it computes these: inputs that are not contiguous.
+#: Operations for which a GPU copies inputs that are not contiguous.
 _COPYING = {getattr(torch.ops.aten, name) for name in (
     "native_layer_norm", "native_layer_norm_backward", "convolution", "convolution_backward", "cumsum",
     "_softmax", "_log_softmax", "_log_softmax_backward_data")}
@@ -60,7 +60,7 @@ class BatchCost:
     operations: float
     """FLOPs of training on a second of audio."""
     typical: float | None = None
-    """The duration of the utterances in which that is counted: the corpus's, as a run does; None: ``seconds``."""
+    """The duration of the utterances for which that is counted, by the corpus; None: ``seconds``."""
 
     @property
     def batch_seconds(self) -> float:
@@ -68,7 +68,7 @@ class BatchCost:
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepMeasurement:
     """A measurement of a few real steps on a device."""
 
     device: str
@@ -81,10 +81,10 @@ class Measured:
     """The audio of such a step."""
 
 
-class Alive(Arithmetic):
+class MemoryCounter(FlopCounter):
     """Counts operations, and the bytes of the tensors that are alive at the same time.
 
-    Among them are those that a GPU's kernels make for themselves, where that is known.
+    These include temporary tensors of a GPU's kernels, as far as they are known.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor] = ()) -> None:
@@ -99,12 +99,12 @@ class Alive(Arithmetic):
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor.untyped_storage())
-        beside: list[torch.Tensor] = []
+        temporary: list[torch.Tensor] = []  # tensors of these sizes
         if func._overloadpacket in _COPYING:
-            beside = [each for each in args if isinstance(each, torch.Tensor) and not _is_dense(each)]
+            temporary = [each for each in args if isinstance(each, torch.Tensor) and not _is_dense(each)]
         elif func._overloadpacket is torch.ops.aten._softmax_backward_data:
-            beside = [args[1]]  # its gradient times it
-        self.peak = max(self.peak, self.now + sum(each.numel() * each.element_size() for each in beside))
+            temporary = [args[1]]  # the product of gradient and output
+        self.peak = max(self.peak, self.now + sum(each.numel() * each.element_size() for each in temporary))
         return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -122,21 +122,21 @@ class Alive(Arithmetic):
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether convolutions and norms take it as it lies in memory."""
+    """Whether convolutions and norms take it without a copy."""
     return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
 def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float, typical: float | None = None) -> BatchCost:
-    """Count the cost of one micro-batch of the longest utterances by running it on stand-ins.
+    """Count the cost of one micro-batch of the longest utterances by running it on fake tensors.
 
-    typical : what ``flops.typical_seconds`` gives for the corpus, if that is known
+    typical : ``flops.typical_seconds`` of the corpus, if it is known
     """
     hparams = traced.built.hparams
     longest = min(longest_utterance(hparams), batch_seconds)
     utterances = max(1, int(batch_seconds / longest))
     brain = build_brain(type(traced.brain), hparams, precision="fp32" if precision == "fp32" else "bf16")
     try:
-        counted = flops.run(brain, utterances, longest, Alive, gpu=gpu_stand_ins())
+        counted = flops.run(brain, utterances, longest, MemoryCounter, gpu=fake_gpu_works())
         operations = (flops.operations_per_second(brain, typical) if typical is not None else
                       counted.operations / (utterances * longest))
     finally:
@@ -170,13 +170,13 @@ class CostEstimate:
     hours_per_100: float | None
     """Hours of computation for 100 hours of audio; None if the speed of the device is unknown."""
     device: str
-    measured: Measured | None = None
+    measured: StepMeasurement | None = None
     inexact: Sequence[str] = ()
     """Why the count of memory is too high, if it is."""
     unfreezes: int = 0
     """Steps after which all temporarily frozen parts are trained; the estimate is for the time after that."""
     runs: int = 0
-    """The number of finished runs of this machine that the time follows from."""
+    """The number of finished runs on this machine from which the time was fitted."""
 
     @property
     def step_memory(self) -> int:
@@ -187,7 +187,7 @@ class CostEstimate:
         """Seconds of audio, including padding, whose micro-batch fits into ``memory`` bytes."""
         return max(0.0, (USABLE * memory - self.weights) / (self.cost.memory / self.cost.batch_seconds))
 
-    def largest_shown(self, memory: float) -> str:
+    def largest_text(self, memory: float) -> str:
         """The same as text, rounded to two digits because it is an estimate."""
         value = int(self.largest(memory))
         step = 10 ** max(len(str(value)) - 2, 0)
@@ -208,13 +208,13 @@ class CostEstimate:
         findings.warning(
             "too-large", written.place if written else Place(), written.key if written else "max_batch_seconds",
             f"a micro-batch of {self.cost.batch_seconds:g} s needs about {_gib(self.step_memory)}, {self.device} has "
-            f"{_gib(memory)}", f"set max_batch_seconds to {self.largest_shown(memory)} or less: the optimizer steps "
+            f"{_gib(memory)}", f"set max_batch_seconds to {self.largest_text(memory)} or less: the optimizer steps "
             "stay the same, with more micro-batches")
 
 
-def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
-         measured: Measured | None = None, typical: float | None = None) -> CostEstimate | None:
-    """The cost estimate of a recipe whose forward was traced; None if it can't be made."""
+def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: str,
+         measured: StepMeasurement | None = None, typical: float | None = None) -> CostEstimate | None:
+    """Estimate the cost of a recipe whose forward was traced; None if it can't be estimated."""
     hparams = traced.built.hparams
     batch_seconds = getattr(hparams.get("batching"), "max_batch_seconds", None)
     if not traced.complete or not isinstance(batch_seconds, (int, float)):
@@ -232,14 +232,14 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
         peak = speed.speed_of(device, precision)
         hours = None if peak is None else cost.operations * 100 / (peak * EFFICIENCY)
     freeze = hparams.get("freeze")
-    turns = [value for value in flattened(freeze).values() if value is not True] if freeze else []
+    thaws = [value for value in flattened(freeze).values() if value is not True] if freeze else []
     layers = [layer for root in owned.roots.values() for layer in root.modules()]
     inexact = [f"{what} needs less memory than is counted here{why}" for what, why, applies in (
         ("activation_checkpointing", "", hparams.get("activation_checkpointing")),
         ("an LSTM or GRU", ": what cuDNN saves of it is unknown", any(isinstance(each, nn.RNNBase) for each in layers))
     ) if applies]
     return CostEstimate(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad),
-                        weights, cost, hours, str(device), measured, inexact, int(max(turns, default=0)))
+                        weights, cost, hours, str(device), measured, inexact, int(max(thaws, default=0)))
 
 
 def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: float | None = None, passes: int = 1,
@@ -262,10 +262,10 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
     total = memory_of(estimate.device)
     if total is not None:
         rows.append([f"largest max_batch_seconds on {estimate.device}, {total / GIB:.0f} GiB",
-                     estimate.largest_shown(total)])
+                     estimate.largest_text(total)])
     else:
         enough = [size for size in SIZES if estimate.largest(size * 1e9) >= estimate.cost.seconds]
-        by_size = ", ".join(f"{size} GB: {estimate.largest_shown(size * 1e9)}" for size in enough)
+        by_size = ", ".join(f"{size} GB: {estimate.largest_text(size * 1e9)}" for size in enough)
         rows.append(["largest max_batch_seconds by GPU", by_size or "none"])
     device = torch.device(estimate.device).type
     rows += [[f"largest by sbkit tune, {one.gib:g} GiB on {device}", f"{one.seconds} s"] for one in tried]
@@ -289,7 +289,7 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
 
 
 def _amounts(hours: float, passes: int, epochs: int) -> dict[str, float]:
-    """Hours of audio by what takes them."""
+    """Hours of audio by the row of the table."""
     times = f", {passes} times {time_span(3600 * hours)}" if passes > 1 else ""
     return {f"time of an epoch, {time_span(3600 * hours * passes)} of audio{times}": hours * passes,
             f"time of the run, {counted(epochs, 'epoch')}": hours * passes * epochs}
@@ -305,13 +305,13 @@ def _remarks(estimate: CostEstimate) -> list[str]:
                 f"{speed.flops(cost.operations)} in training, in utterances of "
                 f"{cost.typical or cost.seconds:.3g} s", *estimate.inexact, *_unfreezing(estimate)]
     largest = "the largest micro-batch that max_batch_seconds allows"
-    if measured.planned is not None and measured.planned_seconds is not None:  # the price is by this one
-        said = (f"a micro-batch of typical utterances, {measured.planned_seconds:.3g} s of audio, takes "
+    if measured.planned is not None and measured.planned_seconds is not None:  # the price follows from this one
+        text = (f"a micro-batch of typical utterances, {measured.planned_seconds:.3g} s of audio, takes "
                 f"{time_span(measured.planned * measured.planned_seconds)}")
     else:
-        said = (f"{largest}, {measured.batch_seconds:.3g} s of audio, takes {time_span(measured.step_seconds)}; the "
+        text = (f"{largest}, {measured.batch_seconds:.3g} s of audio, takes {time_span(measured.step_seconds)}; the "
                 "times scale this to all audio")
-    remarks = [f"measured on {measured.device}: {said}"]
+    remarks = [f"measured on {measured.device}: {text}"]
     if measured.peak_bytes:
         remarks.append(f"measured: a peak of {_gib(measured.peak_bytes)} with {largest}")
     return remarks + _unfreezing(estimate)

@@ -18,13 +18,13 @@ from sbkit.recipe.ownership import (
 )
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings
-from sbkit.recipe.trace import Trace, gpu_stand_ins, trace_moved
+from sbkit.recipe.trace import Trace, fake_gpu_works, trace_moved
 
 
 def section(built: Built, owned: Owned) -> Section:
     """A table with one row per module of the recipe: its size, trainable share, optimizer and checkpoint.
 
-    The column of the device is empty until ``prove`` fills it.
+    The column of the device is empty until ``check_moved`` fills it.
     """
     found = recoverables(built)
     saved = {name: saved_by(obj) for name, obj in (found or {}).items()}
@@ -45,7 +45,7 @@ def section(built: Built, owned: Owned) -> Section:
 
 
 def _listed(built: Built, owned: Owned) -> list[tuple[str, nn.Module]]:
-    """The modules with a key of their own; for a container, its members."""
+    """The modules that have a key in the recipe; for a container, its members."""
     keys: dict[int, tuple[str, nn.Module]] = {}
     for name, root in owned.roots.items():
         inner = [m for m in _members(root) if built.origin(m) is not None and m is not root]
@@ -56,7 +56,7 @@ def _listed(built: Built, owned: Owned) -> list[tuple[str, nn.Module]]:
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    """The members of a ModuleList, ModuleDict or Sequential, including nested ones; any other module itself."""
+    """The members of a ModuleList, ModuleDict or Sequential, including nested ones; otherwise the module itself."""
     if type(module) not in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
         return [module]
     return [inner for child in module.children() for inner in _members(child)]
@@ -72,10 +72,10 @@ def _row(key: str, module: nn.Module, saved: dict[str, dict[int, torch.Tensor]],
             (trains if trained else "no") if count else "-", (", ".join(holders) or "no") if state else "-"]
 
 
-def prove(owned: Owned, table: Section, traced: Trace, findings: Findings) -> str:
-    """Move the modules to ``meta`` to see which tensors stay behind, then run the forward as if they were on a GPU.
+def check_moved(owned: Owned, table: Section, traced: Trace, findings: Findings) -> str:
+    """Move the modules to ``meta`` to find tensors that stay behind, then run the forward on a fake GPU.
 
-    A constant that stays is a finding, unless the forward that uses it works nevertheless. The modules can't be used
+    A constant that stays behind is a finding, unless the forward that uses it works. The modules can't be used
     afterwards. Returns what couldn't be tried, if anything.
     """
     built, modules = traced.built, nn.ModuleDict(owned.roots)
@@ -84,11 +84,11 @@ def prove(owned: Owned, table: Section, traced: Trace, findings: Findings) -> st
     left, note = left_behind(built, owned), ""
     for row, (_, module) in zip(table.rows, listed, strict=True):
         row[4] = _place(module, left)
-    if traced.complete and gpu_stand_ins():
+    if traced.complete and fake_gpu_works():
         note = trace_moved(traced, modules, findings).note
     elif traced.complete:
         table.remarks.append(f"no forward on a fake GPU: torch {torch.__version__} needs a driver for it")
-    if traced.complete:  # what the forward uses either works, or was reported when it failed
+    if traced.complete:  # tensors that the forward uses work, or were reported when it failed
         left = [t for t in left if t.path.split(".")[0].split("[")[0] not in traced.outputs]
     if traced.complete or (traced.task is None and "brain" not in built.nodes):
         report_left_behind(left, owned, findings)

@@ -1,4 +1,4 @@
-"""The files of a recipe: read as trees in which each key and value has its place, and which is based on which."""
+"""The files of a recipe, read as trees with the place of each key and value, and the files they are based on."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _PLAIN_TAGS = frozenset(_YAML_TAG + kind for kind in (
 
 
 def chain(path: Path, findings: Findings, prefix: str = "") -> Files:
-    """The file of a recipe and those it is based on, each with its tree as it is written; empty if it can't be read.
+    """The file of a recipe and those it is based on, each with its unresolved tree; empty if it can't be read.
 
-    findings : takes what is wrong with this file; mistakes in the others are reported when they are included
+    findings : gets mistakes in this file; those in the others are reported when they are included
     prefix : the key that this file is included under, for messages
     """
     files: Files = []
@@ -50,7 +50,7 @@ def chain(path: Path, findings: Findings, prefix: str = "") -> Files:
 
 
 def levels(files: Files) -> Iterator[tuple[Path, Node]]:
-    """The mappings with keys of a recipe, each with its file; the first one that has a key decides its value.
+    """The mappings with keys of a recipe, each with its file; the first one with a key decides its value.
 
     Each file has its own keys, and then those under ``recipe``, which override keys of the file it is based on.
     """
@@ -111,7 +111,7 @@ def _refers(root: Node, key: object) -> bool:
 
 
 class ShallowComposer(Composer):
-    """A composer with a limit on nesting; ruamel's own descends as deep as a text has brackets."""
+    """A composer with a limit on nesting; ruamel's own has none."""
 
     depth = 0
 
@@ -128,7 +128,7 @@ class ShallowComposer(Composer):
 
 @functools.lru_cache(maxsize=16)
 def _compose(text: str) -> yaml_nodes.Node | None:
-    """Parse a text, once for all that are based on it; what is returned is only read."""
+    """Parse a text; cached for all recipes that are based on it, so the result must not be changed."""
     yaml = YAML(pure=True)
     yaml.Composer = ShallowComposer
     return yaml.compose(text)
@@ -174,7 +174,7 @@ def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
 
 
 def _comment_lines(upwards: Iterable[str]) -> list[str]:
-    """The comments and empty lines above a line, given from there upwards."""
+    """The comments and empty lines above a line; ``upwards`` begins with the nearest."""
     found = itertools.takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), upwards)
     return [line.strip() for line in found][::-1]
 
@@ -241,7 +241,7 @@ class _Converter:
         return node
 
     def keep_comments(self, node: Node, key: object, first: Any, value: Any) -> None:  # ruamel's, as above
-        """Remember the comments of what begins a line: those above it, and the one behind it."""
+        """Store the comments of a key or item that begins a line: those above it, and the one after it."""
         start = first.start_mark
         if self.lines[start.line][:start.column].strip("- "):
             return

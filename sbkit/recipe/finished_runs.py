@@ -1,4 +1,4 @@
-"""The file of what this machine's finished runs computed and took, and of what a check had predicted for them."""
+"""The file of this machine's finished runs: what they computed, how long they took, and what a check predicted."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from sbkit.system.disk import cache_folder
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-#: The share of the time that training may wait for a core. It isn't counted, but with more a run says little.
-WAITED = 0.45
-#: Seconds of the shortest run that counts: of a shorter one most is its beginning and its end.
-SHORTEST = 10.0
-#: How far two runs may be apart in what a step computes and count as the same, for one counted on another torch.
-SAME = 0.02
+#: Runs whose training waited for a core for more than this share of the time are left out.
+MAX_WAIT_SHARE = 0.45
+#: Seconds of the shortest run that counts: most of a shorter one is start and end.
+MIN_SECONDS = 10.0
+#: Relative difference of operations and audio within which steps of two runs count as the same: torch's counts vary.
+TOLERANCE = 0.02
 
 
 class Setting(NamedTuple):
-    """On what a run computes; runs are compared within one."""
+    """The device and settings of a run; only runs of the same setting are compared."""
 
     device: str
     precision: str
@@ -38,14 +38,14 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """What the steps of a run compute on one device, and what is evaluated.
+    """The work of a run's steps on one device, and the audio of its evaluations.
 
     operations : floating point operations of a step
     micro_batches : of a step
     audio : seconds of audio of a step, padding included
     steps : of the run
     evaluated : seconds of audio of all validations and the test
-    task : the name of sbkit's class that trains, or that a class of yours derives from; empty: an older line
+    task : the name of sbkit's task, or of the one that a user's task derives from; empty: an older line
     """
 
     operations: float
@@ -55,20 +55,21 @@ class Steps:
     evaluated: float
     task: str = ""
 
-    def like(self, other: Steps) -> bool:
-        """Whether a step of both computes the same; an older line may be of any task."""
+    def same_as(self, other: Steps) -> bool:
+        """Whether their steps compute the same; an older line may be of any task."""
         tasks = {self.task, other.task} - {""}
-        return len(tasks) < 2 and self.micro_batches == other.micro_batches and math.isclose(
-            self.operations, other.operations, rel_tol=SAME) and math.isclose(self.audio, other.audio, rel_tol=SAME)
+        return len(tasks) < 2 and self.micro_batches == other.micro_batches and all(
+            math.isclose(mine, its, rel_tol=TOLERANCE)
+            for mine, its in ((self.operations, other.operations), (self.audio, other.audio)))
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A line of the file: a run that was neither resumed nor shared its cores.
+    """A line of the file: a run that was not resumed and did not share its cores.
 
-    step_seconds : of a step, without what it waited for a core that others used
-    hours : from the first step to the end of the test, without that
-    predicted : what a check had said, if one had
+    step_seconds : of a step, without waiting for a core
+    hours : from the first step to the end of the test, without waiting for a core
+    predicted : the prediction of a check, if there was one
     """
 
     setting: Setting
@@ -79,24 +80,24 @@ class FinishedRun:
 
     @property
     def trial(self) -> float:
-        """Seconds of a step as a check had measured them; 0: none had."""
+        """Seconds of a step as a check measured them; 0: not measured."""
         return 0.0 if self.predicted is None else self.predicted.trial or 0.0
 
     @property
     def evaluation(self) -> float:
-        """Seconds of an evaluation for those of training on the same audio."""
+        """Time of an evaluation relative to training on the same audio."""
         rest = 3600 * self.hours - self.steps.steps * self.step_seconds
         return max(0.0, rest) / max(1e-9, self.steps.evaluated * self.step_seconds / self.steps.audio)
 
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """What a run will take.
+    """The predicted time of a run.
 
     step_seconds : of a step
     hours, low, high : of the whole run, with the interval
     by : fit, trial or peak: finished runs, a few steps, or the device's peak
-    runs : the number of runs from which it follows
+    runs : the number of finished runs that were used
     trial : seconds of a step as a trial measured them
     """
 
@@ -122,11 +123,11 @@ def read(setting: Setting | None = None) -> list[FinishedRun]:
     runs = []
     for line in _lines("run"):
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            said = line["predicted"] and RunEstimate(**line["predicted"])
+            predicted = line["predicted"] and RunEstimate(**line["predicted"])
             run = FinishedRun(Setting(**line["setting"]), Steps(**line["steps"]), float(line["step_seconds"]),
-                              float(line["hours"]), said)
+                              float(line["hours"]), predicted)
             numbers = (run.step_seconds, run.hours, *dataclasses.astuple(run.steps)[:-1])  # all but the task
-            if all(0 < value < math.inf for value in numbers) and 3600 * run.hours >= SHORTEST:
+            if all(0 < value < math.inf for value in numbers) and 3600 * run.hours >= MIN_SECONDS:
                 runs.append(run)
     return [run for run in runs if setting in (None, run.setting)]
 
@@ -154,8 +155,8 @@ def _append(kind: str, setting: Setting, steps: Steps, **values: object) -> None
         logger.info("%s can't be written, so later predictions don't use this run: %s", table_file(), error)
 
 
-def keep_prediction(setting: Setting, steps: Steps, prediction: RunEstimate) -> None:
-    """Write down what a check predicts, for the run to be compared with."""
+def store_prediction(setting: Setting, steps: Steps, prediction: RunEstimate) -> None:
+    """Store the prediction of a check, to compare it with the run."""
     _append("check", setting, steps, predicted=dataclasses.asdict(prediction))
 
 
@@ -165,7 +166,7 @@ def _predicted(setting: Setting, steps: Steps) -> dict[str, Any] | None:
     for line in _lines("check"):
         with contextlib.suppress(KeyError, TypeError, ValueError):
             if line["setting"] == setting._asdict() and line["steps"]["steps"] == steps.steps and \
-                    Steps(**line["steps"]).like(steps):
+                    Steps(**line["steps"]).same_as(steps):
                 found = line["predicted"]
     return found
 
@@ -174,12 +175,12 @@ def _predicted(setting: Setting, steps: Steps) -> dict[str, Any] | None:
 
 
 def cpu_model(environment: Mapping[str, Any]) -> str:
-    """The name of the CPU without its number of cores, since threads are what a run computes with."""
+    """The name of the CPU without its number of cores, because only the threads of a run count."""
     return re.sub(r", \d+ cores?$", "", str(environment.get("cpu")))
 
 
 def setting_of(run: Mapping[str, Any], threads: int) -> Setting:
-    """The setting of a run, from the line of its log that says how it was started, and its number of threads."""
+    """The setting of a run, from the line of its log about its start, and its number of threads."""
     on_cpu = not str(run["device"]).startswith("cuda")
     cards = str(run["environment"].get("gpu", "")).split(" x ", 1)[-1]
     return Setting(cpu_model(run["environment"]) if on_cpu else cards, run["precision"], threads if on_cpu else 0,
@@ -188,11 +189,11 @@ def setting_of(run: Mapping[str, Any], threads: int) -> Setting:
 
 def record(log: Iterable[Mapping[str, Any]], brain: type, threads: int, max_batch_seconds: float, dev_seconds: float,
            test_seconds: float) -> bool:
-    """Add a finished run to the file, and return whether it was: not one that was resumed, short or shared its cores.
+    """Add a finished run to the file unless it was resumed, short or shared its cores; return whether it was added.
 
     log : the lines of its metrics.jsonl
     brain : the class that trained
-    threads : that a process computed with
+    threads : of a process
     max_batch_seconds : of a micro-batch
     dev_seconds, test_seconds : audio of a validation and of the test
     """
@@ -205,9 +206,9 @@ def record(log: Iterable[Mapping[str, Any]], brain: type, threads: int, max_batc
     trained = sum(line["train_seconds"] for line in epochs)
     waited = sum(line.get("core_wait_share", 0.0) * line["train_seconds"] for line in epochs)
     seconds = tests[0]["time"] - starts[0]["time"] - waited
-    if seconds < SHORTEST:
+    if seconds < MIN_SECONDS:
         return False
-    if waited > WAITED * trained:
+    if waited > MAX_WAIT_SHARE * trained:
         logger.info("Predictions of cost don't use this run: its training waited for a core %.0f %% of the time",
                     100 * waited / trained)
         return False
@@ -224,11 +225,11 @@ def record(log: Iterable[Mapping[str, Any]], brain: type, threads: int, max_batc
 
 def steps_of(brain: type, operations: float, audio: float, max_batch_seconds: float, steps: int,
              evaluated: float) -> Steps:
-    """What steps compute on one device.
+    """The work of steps on one device.
 
     brain : the class that trains
     operations : for a second of audio
     audio : seconds of a step on one device, padding included
     """
-    task = next(each.__name__ for each in brain.__mro__ if each.__module__.startswith("sbkit."))  # no name of yours
+    task = next(each.__name__ for each in brain.__mro__ if each.__module__.startswith("sbkit."))  # no user's names
     return Steps(operations * audio, max(1, math.ceil(audio / max_batch_seconds)), audio, steps, evaluated, task)

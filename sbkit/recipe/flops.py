@@ -1,4 +1,4 @@
-"""The number of operations for a second of audio in training, counted on stand-ins without taking a real step."""
+"""The number of operations for a second of audio in training, counted on fake tensors without a real step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sbkit.recipe import gpu_step
 from sbkit.recipe.keys import Task
-from sbkit.recipe.trace import on_stand_ins
+from sbkit.recipe.trace import on_fake_tensors
 
 
-class Arithmetic(TorchDispatchMode):
+class FlopCounter(TorchDispatchMode):
     """Counts floating point operations by the formulas of torch's FlopCounterMode.
 
-    It takes half the time, because it doesn't find out which layer an operation belongs to.
+    It takes half the time, because it doesn't track the layer of each operation.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor] = ()) -> None:
@@ -57,19 +57,19 @@ def operations_per_second(brain: Task, seconds: float) -> float:
     Parts that don't contribute to the loss (an attention decoder with CTC alone) aren't counted, nor is the backward of
     frozen parts.
     """
-    with sdpa_kernel(SDPBackend.MATH):  # the counter doesn't know a CPU's fused attention
-        utterances = brain.keys.batching.min_batch_utterances  # BatchNorm takes no single one
-        return run(brain, utterances, seconds, Arithmetic).operations / (utterances * seconds)
+    with sdpa_kernel(SDPBackend.MATH):  # the counter has no formula for a CPU's fused attention
+        utterances = brain.keys.batching.min_batch_utterances  # BatchNorm needs two
+        return run(brain, utterances, seconds, FlopCounter).operations / (utterances * seconds)
 
 
-A = TypeVar("A", bound="Arithmetic")
+A = TypeVar("A", bound="FlopCounter")
 
 
 def run(brain: Task, utterances: int, seconds: float, counts: type[A], gpu: bool = False) -> A:
-    """Run forward, loss and backward of a training micro-batch on stand-ins; return the counter.
+    """Run forward, loss and backward of a training micro-batch on fake tensors; return the counter.
 
-    The Brain is unchanged afterwards, whatever device its modules are on: stand-ins have no memory, and other state
-    that a forward changes is restored.
+    The Brain is unchanged afterwards, on any device: fake tensors have no memory, and other state that a forward
+    changes is restored.
 
     gpu : run as on a GPU, whatever device the modules are on; gradients of weights aren't counted then
     """
@@ -81,11 +81,11 @@ def run(brain: Task, utterances: int, seconds: float, counts: type[A], gpu: bool
         weights = [mode.from_tensor(tensor) for tensor in (*brain.modules.parameters(), *brain.modules.buffers())]
         batch = brain.stand_in(utterances, seconds).to(brain.device)
         with brain.trainer.keeping_computed(), torch.enable_grad(), counts(weights) as counter:
-            backward(lambda: brain.trainer.loss_of(batch))  # it holds the outputs until the end, as in training
+            backward(lambda: brain.trainer.loss_of(batch))  # outputs are held until the end, as in training
         return counter
 
     with gpu_step.without_driver() if gpu else contextlib.nullcontext(), gpu_step.without_fused_layers():
-        return on_stand_ins(brain, counted)
+        return on_fake_tensors(brain, counted)
 
 
 def _backward(compute: Callable[[], torch.Tensor]) -> None:

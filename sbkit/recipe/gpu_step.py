@@ -1,4 +1,4 @@
-"""Forward and backward on stand-ins of a GPU, on a machine that may have none, to count what they cost there.
+"""Forward and backward on fake GPU tensors, on a machine that may have no GPU, to count what they cost there.
 
 Forward has the GPU's autocast and attention. Autograd's engine needs a driver for a GPU's gradients, so backward goes
 from node to node here, in the engine's order.
@@ -30,10 +30,10 @@ ALIGNED = 16
 
 
 def move(brain: Task) -> None:
-    """Move the modules of a Brain onto stand-ins of a GPU."""
-    beside = [value for value in vars(brain.hparams).values() if isinstance(value, nn.Module)]
-    moved: dict[int, Tensor] = {}  # a weight that two layers share stays one
-    for layer in (each for root in (brain.modules, *beside) for each in root.modules()):
+    """Move the modules of a Brain to fake GPU tensors."""
+    other = [value for value in vars(brain.hparams).values() if isinstance(value, nn.Module)]
+    moved: dict[int, Tensor] = {}  # two layers still share a weight afterwards
+    for layer in (each for root in (brain.modules, *other) for each in root.modules()):
         for held in (layer._parameters, layer._buffers):
             for name, tensor in held.items():
                 if tensor is not None and id(tensor) not in moved:
@@ -58,7 +58,7 @@ def without_driver() -> Iterator[None]:
 def without_fused_layers() -> Iterator[None]:
     """Within it, an LSTM consists of matrix products, which are counted.
 
-    It would ask cuDNN to lay out its weights, and stand-ins have none; oneDNN's is one operation with no formula.
+    cuDNN would lay out its weights, which needs real tensors, and oneDNN's LSTM is one operation without a formula.
     """
     enabled, *_ = torch.backends.mkldnn.set_flags(False)
     try:
@@ -69,7 +69,7 @@ def without_fused_layers() -> Iterator[None]:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Lets attention be a GPU's fused kernel, which keeps no weights of each pair of frames."""
+    """Replaces attention by a GPU's fused kernel, which stores no weights of each pair of frames."""
 
     def __torch_function__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),  # any of torch's
                            kwargs: Mapping[str, Any] | None = None) -> object:
@@ -95,8 +95,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None 
     return found[0]
 
 
-class Saved(saved_tensors_hooks):
-    """Holds what forward saves for backward, and lets go of it as backward has used it."""
+class SavedTensors(saved_tensors_hooks):
+    """Holds tensors that forward saves for backward, and frees them when backward has used them."""
 
     def __init__(self) -> None:
         self.used: list[list[Tensor]] = []
@@ -117,35 +117,35 @@ def backward(compute: Callable[[], Tensor]) -> None:
 
     Gradients of weights are dropped, and one that adds to another counts as added in place.
     """
-    saved = Saved()
+    saved = SavedTensors()
     with FusedAttention(), saved:
         _walk(compute(), saved)
 
 
-def _walk(loss: Tensor, saved: Saved) -> None:
+def _walk(loss: Tensor, saved: SavedTensors) -> None:
     assert loss.grad_fn is not None, "a loss depends on weights"
     order = itertools.count()
-    ahead = [(-loss.grad_fn._sequence_nr(), next(order), loss.grad_fn)]
-    coming: dict[Node, list[Tensor | None]] = {loss.grad_fn: [torch.ones_like(loss)]}
-    # Without a graph task of the engine, a checkpoint would compute anew for each tensor that it saved.
+    queue = [(-loss.grad_fn._sequence_nr(), next(order), loss.grad_fn)]
+    pending: dict[Node, list[Tensor | None]] = {loss.grad_fn: [torch.ones_like(loss)]}
+    # Without a graph task of the engine, activation checkpointing would recompute for each tensor that it saved.
     with torch.no_grad(), getattr(checkpoint, "GraphExecGroup", contextlib.nullcontext)():
-        while ahead:
-            node = heapq.heappop(ahead)[-1]
-            left = _gradients(node, coming.pop(node))
+        while queue:
+            node = heapq.heappop(queue)[-1]
+            left = _gradients(node, pending.pop(node))
             saved.free_used()
             while left:
                 child, slot, gradient = left.pop()
                 inputs = child._input_metadata
-                if child not in coming:
-                    coming[child] = [None] * len(inputs)
-                    heapq.heappush(ahead, (-child._sequence_nr(), next(order), child))
-                if coming[child][slot] is None:
-                    coming[child][slot] = _shaped(gradient, inputs[slot])
+                if child not in pending:
+                    pending[child] = [None] * len(inputs)
+                    heapq.heappush(queue, (-child._sequence_nr(), next(order), child))
+                if pending[child][slot] is None:
+                    pending[child][slot] = _shaped(gradient, inputs[slot])
                 del gradient
 
 
 def _gradients(node: Node, given: list[Tensor | None]) -> list[tuple[Node, int, Tensor]]:
-    """Run the backward of a node; the nodes that get a gradient, the number of their output that it is of, and it."""
+    """Run the backward of a node; return nodes that get a gradient, the index of their output, and the gradient."""
     edges = list(node.next_functions)
     found: Any  # a gradient, or several
     if isinstance(node, BackwardCFunction):  # which has an edge for each input that needs a gradient
@@ -156,7 +156,7 @@ def _gradients(node: Node, given: list[Tensor | None]) -> list[tuple[Node, int, 
         found = [one for one, needed in zip(found, node.needs_input_grad, strict=False) if needed]
         edges = [edge for edge in edges if edge[0] is not None]
     else:
-        found = node(*given)  # type: ignore[operator]  # its type says less than it can
+        found = node(*given)  # type: ignore[operator]  # torch's type isn't callable
         found = found if isinstance(found, tuple) else (found,)
     return [(child, slot, one) for (child, slot), one in zip(edges, found, strict=False)
             if child is not None and one is not None and not hasattr(child, "variable")]

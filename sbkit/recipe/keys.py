@@ -1,4 +1,4 @@
-"""Keys of a recipe, declared by a class with type, range, default and a line of text, and read once at load."""
+"""Keys of a recipe, declared by a class with type, range, default and a description, and read once at load."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from sbkit.errors import SbkitError
 
 K = TypeVar("K", bound="Keys")
-#: What only sbkit.tasks, a room above this one, has types for.
+#: Types of sbkit.tasks, which this package must not import.
 TaskClass = Any  # the class under ``brain``
 Task = Any  # an object of that class
 TaskKeys = Any  # an object of its Keys
-#: What to do about a key that a run needs.
+#: A hint for a missing key that a run needs.
 COMPLETE = "hparams/ has a complete recipe for each task"
-#: What is wrong with one that is null, as the end of a sentence.
+#: The problem of a needed key that is null, as the end of a sentence.
 NULL = "is null, and a run needs it"
 #: Types of scalars: one, and several.
 _SCALARS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
@@ -34,9 +34,9 @@ def key(what: str, default: object = dataclasses.MISSING,
         allowed: Container[object] | None = None) -> Any:  # of the field's type, as dataclasses.field says too
     """Declare a field of ``Keys``.
 
-    what : what the key does, in one line
-    default : its value in recipes that don't have it; a key without a default is needed
-    allowed : the numbers or other values that it may have; by default all of its type
+    what : a description in one line
+    default : its value in recipes that lack it; a key without a default is needed
+    allowed : the allowed values; by default all of its type
     """
     return dataclasses.field(default=default, metadata={"what": what, "allowed": allowed})
 
@@ -58,12 +58,12 @@ class Declared(NamedTuple):
     allowed: Container[object] | None
     default: object
     needed: bool
-    """Whether it has no default, so that a recipe must have it."""
+    """Whether a recipe must have it, because it has no default."""
     by: str
     """The name of the class that declares it."""
 
     def problem(self, value: object) -> str:
-        """What is wrong with a value, as the end of a sentence; empty if nothing is."""
+        """The problem of a value, as the end of a sentence; empty if it is allowed."""
         if value is None:
             return "" if self.optional else f"is null, and must be {self.wanted}"
         if value not in self.allowed if self.allowed is not None else not _fits(self.hint, value):
@@ -77,20 +77,20 @@ class Declared(NamedTuple):
 
     @property
     def built(self) -> bool:
-        """Whether it may only be an object or null: by its annotation, which names a class and no type of scalars."""
+        """Whether it must be an object or null: its annotation names a class, and no scalar type."""
         scalars = {"Any", "object", *(kind.__name__ for kind in _SCALARS)}
         return _is_any(self.hint) and scalars.isdisjoint(each.strip() for each in self.kind.split("|"))
 
     @property
     def wanted(self) -> str:
-        """The values it may have, in words; empty if any object may be its value."""
+        """The allowed values in words; empty if any object is allowed."""
         if self.allowed is not None:
             return str(self.allowed)
         return "" if _is_any(self.hint) else _words(self.hint)
 
     @property
     def plain(self) -> list[type]:
-        """The types of scalars that it may have; empty if it may have other types as well."""
+        """Its scalar types; empty if other types are allowed as well."""
         options = [each for each in _options(self.hint) if each is not type(None)]
         return options if all(each in _SCALARS for each in options) else []
 
@@ -137,13 +137,13 @@ class Keys:
                 if declared.needed and declared.optional and name in hparams and hparams[name] is None]
 
     def clashes(self) -> Iterator[Problem]:
-        """The problems of keys in combination, each of which is right by itself; for derived classes to override."""
+        """The problems of combined keys, each of which is right by itself; for derived classes to override."""
         yield from ()
 
-    if not typing.TYPE_CHECKING:  # which finds a key that isn't declared by itself
+    if not typing.TYPE_CHECKING:  # a type checker finds undeclared keys itself
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise an error for a needed key that the recipe lacks; Python calls this for missing attributes only."""
+            """Raise an error for a needed key that the recipe lacks; Python calls this only for missing attributes."""
             if name in type(self).declared():
                 raise SbkitError(f"the recipe has no {name}: {type(self).declared()[name].what}",
                                  hint=COMPLETE)
@@ -199,13 +199,13 @@ def _options(kind: object) -> tuple[Any, ...]:
 
 
 def _is_any(kind: object) -> bool:
-    """Whether any object will do: for a union, where one of its members says so; classes aren't compared."""
+    """Whether any object is allowed, by the type or by a member of a union; classes aren't compared."""
     known = {type(None), typing.Literal, *_SCALARS, *_LISTS, *_MAPPINGS}
     return any((typing.get_origin(one) or one) not in known for one in _options(kind))
 
 
 def _fits(kind: object, value: object) -> bool:
-    """Whether a value has a type, with all elements of lists and mappings; truth is no number."""
+    """Whether a value has a type, with all elements of lists and mappings; a bool is no number."""
     if len(options := _options(kind)) > 1:
         return any(_fits(one, value) for one in options)
     if _is_any(kind):

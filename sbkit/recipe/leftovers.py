@@ -1,4 +1,4 @@
-"""Undoes what a forward on stand-ins leaves in caches and attributes, and names what can't be undone."""
+"""Removes fake tensors that a forward leaves in caches and attributes, and reports those that it can't."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ _CONTAINERS = (dict, list, set, deque)
 Container = dict[Any, object] | list[object] | set[object] | deque[object]
 _CACHE = type(functools.cache(len))
 _OPAQUE = (type, ModuleType, FrameType, GeneratorType, _CACHE)  # not looked into; a cache is emptied instead
-_DEPTH = 8  # holders that are followed upwards from a stand-in
+_DEPTH = 8  # levels of objects that are followed from a fake tensor to what holds it
 
 
-class StandIns:
-    """The stand-ins that a forward makes: remembered, as to look for them among all objects takes longer than it."""
+class FakeTensors:
+    """The fake tensors that a forward creates, recorded, because to search all objects for them takes longer."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._made: list[TensorWeakRef] = []
+        self._refs: list[TensorWeakRef] = []
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """Within it, each one that is made is remembered."""
+    def recorded(self) -> Iterator[None]:
+        """Record each one that is created within it."""
         real = FakeTensor.__new__
 
-        def make(cls: type[FakeTensor], *given: Any, **named: Any) -> FakeTensor:  # Any: of torch's own constructor
-            made = real(cls, *given, **named)
-            self._made.append(TensorWeakRef(made))
-            return made
+        def new(cls: type[FakeTensor], *args: Any, **kwargs: Any) -> FakeTensor:  # Any: of torch's own constructor
+            fake = real(cls, *args, **kwargs)
+            self._refs.append(TensorWeakRef(fake))
+            return fake
 
-        with mock.patch.object(FakeTensor, "__new__", make):
+        with mock.patch.object(FakeTensor, "__new__", new):
             yield
 
     def alive(self) -> list[FakeTensor]:
-        """Those that something holds."""
-        return [each for made in self._made if (each := made()) is not None]
+        """Return those that still exist."""
+        return [fake for ref in self._refs if (fake := ref()) is not None]
 
-    def refuse_left(self) -> None:
-        """Raise if something still holds one."""
+    def raise_if_left(self) -> None:
+        """Raise if one still exists."""
         if not self.alive():
             return
         gc.collect()  # objects that hold each other
@@ -63,10 +63,10 @@ class StandIns:
                 hint="register such a tensor as a buffer, or compute it in each forward")
 
 
-class Holdings:
-    """What all objects hold that can be reached from some, before a forward on stand-ins.
+class HeldObjects:
+    """A copy of all containers that can be reached from some objects, to restore after a forward on fake tensors.
 
-    These are attributes, containers, and the globals of the files in which the classes are defined.
+    These include attributes, and the globals of the files in which the classes are defined.
     """
 
     def __init__(self, *roots: object) -> None:
@@ -78,54 +78,54 @@ class Holdings:
             else:
                 self._before[id(each)] = each, _plain(each)
 
-    def restore(self, made: StandIns) -> None:
-        """Put back what stand-ins replaced, and empty functions' caches."""
+    def restore(self, fakes: FakeTensors) -> None:
+        """Put back what fake tensors replaced, and empty functions' caches."""
         for tensor in self._tensors:
             if type(tensor.grad) is FakeTensor:
                 tensor.grad = None
-        if not made.alive():
+        if not fakes.alive():
             return
         for container, before in self._before.values():
-            if self._gained_stand_ins(container, before):
+            if self._gained_fakes(container, before):
                 _refill(container, before)
-        if made.alive():
+        if fakes.alive():
             for cache in _caches():
                 cache.cache_clear()
 
-    def _gained_stand_ins(self, container: Container, before: Container) -> bool:
+    def _gained_fakes(self, container: Container, before: Container) -> bool:
         known = {id(value) for value in _values(before)}
         new = [value for value in _values(container) if id(value) not in known]
         return bool(new) and any(type(each) is FakeTensor for each in _reached(new, {*self._before}))
 
 
 def _reached(roots: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor | Container]:
-    """Yield the tensors and containers that can be reached; an object's attributes are such a container."""
-    ahead, classes = list(roots), set[type]()
-    while ahead:
-        each = ahead.pop()
+    """Yield the tensors and containers that can be reached; an object's ``__dict__`` is one of them."""
+    stack, classes = list(roots), set[type]()
+    while stack:
+        each = stack.pop()
         if id(each) in seen or type(each) in weakref.ProxyTypes or isinstance(each, _OPAQUE):
             continue
-        if not gc.is_tracked(each) and not isinstance(each, _CONTAINERS):  # a number, a text: most of what is met
+        if not gc.is_tracked(each) and not isinstance(each, _CONTAINERS):  # most objects: numbers, texts
             continue
         seen.add(id(each))
         if isinstance(each, torch.Tensor):
             yield each
         elif isinstance(each, FunctionType):
-            ahead += [each.__dict__, *(each.__closure__ or ())]
+            stack += [each.__dict__, *(each.__closure__ or ())]
         elif isinstance(each, CellType):
-            ahead += gc.get_referents(each)
+            stack += gc.get_referents(each)
         elif isinstance(each, _CONTAINERS):
             yield each
-            ahead += _values(each)
+            stack += _values(each)
         elif isinstance(each, (tuple, frozenset)):
-            ahead += each
+            stack += each
         else:
-            ahead += [getattr(each, "__dict__", None), *gc.get_referents(each)]
+            stack += [getattr(each, "__dict__", None), *gc.get_referents(each)]
             for kind in type(each).__mro__:
                 if kind not in classes and not (kind.__module__ == "builtins" or kind.__module__.startswith("torch.")):
                     classes.add(kind)
                     space = vars(sys.modules.get(kind.__module__, object))
-                    ahead += [value for held in (vars(kind), space) for value in held.values()
+                    stack += [value for held in (vars(kind), space) for value in held.values()
                               if isinstance(value, _CONTAINERS)]
                     if isinstance(space, dict) and id(space) not in seen:
                         seen.add(id(space))
@@ -137,7 +137,7 @@ def _values(container: Container) -> list[object]:
 
 
 def _plain(container: Container) -> Container:
-    """Copy a container of any class into a dict or a list, as it is: a class's own ``[]`` might build what it holds."""
+    """Copy a container of any class into a dict or a list, without its own ``[]``, which might build items."""
     return dict(dict.items(container)) if isinstance(container, dict) else list(container)
 
 
@@ -148,7 +148,7 @@ def _refill(container: Container, before: Container) -> None:
 
 
 def _caches() -> list[functools._lru_cache_wrapper[object]]:
-    """The functions whose functools.cache holds stand-ins."""
+    """The functions whose functools.cache holds fake tensors."""
     plain = (torch.Tensor, tuple, *_CONTAINERS)
     return [cache for cache in gc.get_objects() if type(cache) is _CACHE and any(
         type(each) is FakeTensor
@@ -156,7 +156,7 @@ def _caches() -> list[functools._lru_cache_wrapper[object]]:
 
 
 def _holders(*leaks: object) -> Iterator[object]:
-    """Yield what holds stand-ins, from the inside out."""
+    """Yield the objects that hold fake tensors, from the inside out."""
     level, seen = [*leaks], {id(leak) for leak in leaks}
     for _ in range(_DEPTH):
         level = [each for each in gc.get_referrers(*level) if id(each) not in seen and not isinstance(each, FrameType)]
@@ -166,7 +166,7 @@ def _holders(*leaks: object) -> Iterator[object]:
 
 
 def _name(leak: FakeTensor) -> str:
-    """Name the object, class or file that holds a stand-in, and the attribute."""
+    """Name the object, class or file that holds a fake tensor, and the attribute."""
     inside = {id(leak)}
     for holder in _holders(leak):
         held = getattr(holder, "__dict__", {})

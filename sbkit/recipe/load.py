@@ -27,7 +27,7 @@ from sbkit.recipe.source import Findings, Node
 if TYPE_CHECKING:
     from speechbrain.utils.run_opts import RunOptions
 
-#: Findings about keys that may be misspelt or without effect: a check refuses them, but they can be loaded.
+#: Errors of a check about keys that may be misspelt or without effect; such recipes can still be loaded.
 _LOADED = ("shadowed", "unknown-override", "null-in-text")
 
 
@@ -58,7 +58,7 @@ def check_overrides(path: Path, overrides: Mapping[str, Any]) -> None:
 
 
 def chain(path: Path) -> Files:
-    """The files of a recipe, each with its tree as it is written; refuses one that can't be read."""
+    """The files of a recipe, each with its unresolved tree; raises if one can't be read."""
     found = files.chain(path, findings := Findings())
     if findings:
         raise findings.as_error()
@@ -66,9 +66,9 @@ def chain(path: Path) -> Files:
 
 
 def tree(path: Path) -> Node:
-    """A recipe as it is written, such as the resolved one in a run's folder, with all keys at one level.
+    """The unresolved tree of a recipe, with all keys at one level.
 
-    Nothing is imported or built, and the caller may change it.
+    Nothing is imported or built, and the caller may change the tree.
     """
     return flatten(chain(path)[0][1])
 

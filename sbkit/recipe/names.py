@@ -16,14 +16,14 @@ from sbkit.recipe.files import Files, keys
 from sbkit.recipe.keys import Declared
 from sbkit.recipe.overrides import named
 from sbkit.recipe.report import did_you_mean
-from sbkit.recipe.signatures import Outside, locate
+from sbkit.recipe.signatures import ForbiddenImport, locate
 from sbkit.recipe.source import Findings, Node, Place
 
 #: The class with the keys of every recipe that has a ``brain``.
 EVERY_TASK = "sbkit.runs.keys.TaskKeys"
 #: Options of SpeechBrain's Brain, which a recipe may have as keys.
 RUN_OPTIONS = tuple(name for name in RunOptions.__dataclass_fields__ if name != "overridden_args")
-#: Options of the command that runs, which ``arguments.own_options`` notes, so that a misspelt one gets a suggestion.
+#: Options of the running command, by ``arguments.command_options``, so that a misspelt one gets a suggestion.
 COMMAND_OPTIONS = ["no-check"]
 
 
@@ -56,7 +56,7 @@ def declared_in(files: Files, overrides: Mapping[str, Any], packages: tuple[str,
     try:
         name = named("brain", files, overrides)
         declaring = getattr(locate(name, packages), "Keys", None) if name else None
-    except Outside:
+    except ForbiddenImport:
         declaring = locate(EVERY_TASK)
     except LookupError:  # reported where the name is checked
         declaring = None
@@ -90,10 +90,10 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
     if "brain" not in root.value:  # a user's script may read any key
         return
     cls = brain_class(root)
-    read, tested = hparams_named(cls) if cls is not None else (set(), set())
+    read, tested = hparams_read(cls) if cls is not None else (set(), set())
     useful = set(declared(root)) | set(RUN_OPTIONS) | read | tested | {key for key in referred if key in root.value}
     reported = {finding.key for finding in findings}
-    lacking = read - set(root.value) | reported  # reported as missing, with similar names
+    missing = read - set(root.value) | reported  # reported as missing, with similar names
     for key in root.value:
         if not isinstance(key, str) or key in useful | reported or key.startswith("__"):
             continue
@@ -107,9 +107,9 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
                            f"write it inside, {owner}: {inside}, or use --{key} on the command line")
             continue
         beside = {each for each in useful if each in root.value and root.place_of(each).file == place.file}
-        options = useful - beside - lacking
+        options = useful - beside - missing
         # two keys in one file mean different things, unless only a letter differs
-        near = did_you_mean(key, options, cutoff=0.75) or did_you_mean(key, beside - lacking, cutoff=0.95)
+        near = did_you_mean(key, options, cutoff=0.75) or did_you_mean(key, beside - missing, cutoff=0.95)
         if not near and not hasattr(cls, "stand_in"):  # not a task: a user's script may read any key
             continue
         longer = sorted(each for each in options if each.startswith(f"{key}_"))
@@ -118,15 +118,15 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
                          if near and not re.search(r"\d", key) else "leave it out: it has no effect")
 
 
-def hparams_named(cls: type) -> tuple[set[str], set[str]]:
-    """Attributes of ``self.hparams`` that the code of a Brain reads, and names that it gives to getattr or hasattr."""
-    parts = [_named_in(base) for base in cls.__mro__]
+def hparams_read(cls: type) -> tuple[set[str], set[str]]:
+    """Attributes of ``self.hparams`` that the code of a Brain reads, and names that it passes to getattr or hasattr."""
+    parts = [_hparams_read_in(base) for base in cls.__mro__]
     return {name for read, _ in parts for name in read}, {name for _, tested in parts for name in tested}
 
 
 @functools.lru_cache(maxsize=64)
-def _named_in(base: type) -> tuple[frozenset[str], frozenset[str]]:
-    """The same for what stands in one class, which most recipes share."""
+def _hparams_read_in(base: type) -> tuple[frozenset[str], frozenset[str]]:
+    """The same for one class, cached because most recipes share it."""
     nothing: frozenset[str] = frozenset()
     if base.__module__.partition(".")[0] in ("speechbrain", "builtins") or base.__name__ == "Brain":
         return nothing, nothing  # SpeechBrain sets defaults for what it reads

@@ -1,4 +1,4 @@
-"""Values in place of those of a recipe: from the command line, and from a file that is based on it."""
+"""Overrides of a recipe's values: from the command line, and from a file that is based on it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sbkit.recipe.files import Files, levels
 from sbkit.recipe.report import COMMAND_LINE, did_you_mean
 from sbkit.recipe.source import BASE, INCLUDE, Findings, Node, Place
 
-#: Tags that may stand alone, or with a mapping of arguments (of overrides for an include).
+#: Tags that may have no value, or a mapping of arguments (for an include, of overrides).
 TAKES_PARTS = ("!new:", "!name:", "!apply:", "!applyref:", INCLUDE)
 _COMMAND_LINE, _NO_VALUE = Place(), Place(column=-1)
 
 
 class NoValue(int):
-    """The true that a key without a value means on the command line, where the recipe's own value is true or false."""
+    """The value of a key without one on the command line: true, if the recipe's own value is true or false."""
 
     def __repr__(self) -> str:
         return "True"
@@ -57,7 +57,7 @@ def named(key: str, files: Files, overrides: Mapping[str, Any]) -> str:
 def override(files: Files, given: Node, findings: Findings, declared: Collection[str] = ()) -> None:
     """Apply overrides to a recipe's first file: a plain mapping changes parts of a value, anything else replaces it.
 
-    What belongs to a file that this one is based on is left for that one, under ``recipe``.
+    Overrides of a file that this one is based on are put under ``recipe``, for that file.
 
     declared : keys that aren't misspelt even if no file has them
     """
@@ -65,9 +65,9 @@ def override(files: Files, given: Node, findings: Findings, declared: Collection
 
 
 def _placed(given: Node, files: Files) -> Node:
-    """Overrides of a recipe, each nested under ``recipe`` as deep as the file that its key belongs to.
+    """Nest each override under ``recipe`` as deep as the file of its key.
 
-    That is the first file that has the key, else the last one, so that all see it.
+    That is the first file with the key, or else the last one, so that all files can refer to it.
     """
     placed = Node({}, given.place, given.key)
     for key, value in given.value.items():
@@ -82,7 +82,7 @@ def _placed(given: Node, files: Files) -> Node:
 
 
 def _insert(into: Node, given: Node) -> None:
-    """Add values; later ones win, and a plain mapping changes parts of what is there."""
+    """Add values: they replace earlier ones, and a plain mapping changes parts of a mapping."""
     for key, value in given.value.items():
         old = into.value.get(key)
         if old is not None and isinstance(old.value, dict) and isinstance(value.value, dict) and not value.tag:
@@ -117,8 +117,8 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
 
 
 def _may_be_true(root: Node, target: Node) -> bool:
-    """Whether a value is true or false, or may be: it refers to what isn't known here."""
-    for _ in root.value:  # no more steps than keys, should they refer to each other in a circle
+    """Whether a value is true or false, or may be because its reference isn't resolved here."""
+    for _ in root.value:  # at most one step per key, in case references are circular
         refers = re.fullmatch(r"<([\w.\[\]]+)>", str(target.value)) if target.tag == "!ref" else None
         if refers is None:
             return isinstance(target.value, bool)
@@ -140,7 +140,7 @@ def _advise(target: Node) -> str:
 
 
 def _report_typo(root: Node, key: object, new: Node, findings: Findings) -> None:
-    """Report a key that is added to a mapping and is similar to one that it has."""
+    """Report a new key of a mapping that is similar to an existing one."""
     if key in root.value or not isinstance(key, str) or root.tag.startswith(("!new:", "!name:", "!apply", INCLUDE)):
         return  # arguments are compared with the signature, and overrides of an included file with that file
     written = [k for k in root.value if isinstance(k, str) and root.place_of(k).file != COMMAND_LINE]

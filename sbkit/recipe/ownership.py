@@ -1,7 +1,7 @@
 """Checks that all tensors reachable from a recipe are under ``modules``, are trained and are saved.
 
-A Brain moves, trains, synchronises and saves what is under ``modules`` and nothing else. A layer that is
-reached only through a searcher, a list or a partial stays on the CPU and keeps its initial weights.
+A Brain moves, trains, synchronises and saves only what is under ``modules``. A layer that is reached only through a
+searcher, a list or a partial stays on the CPU and keeps its initial weights.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from sbkit.recipe.values import unwrapped
 
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType,
            torch.dtype, torch.device, torch.Size, torch.Generator)
-#: Keys that sbkit's Brain adds to checkpoints by itself.
+#: Keys that sbkit's Brain itself adds to checkpoints.
 _SAVED_BY_BRAIN = ("ema",)
-#: A limit of objects to visit, more than any recipe has: a data set in a list isn't visited to its end.
-_MOST = 500_000
+#: A limit of objects to visit, more than any recipe has, for a data set in a list.
+_MAX_OBJECTS = 500_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +51,13 @@ class Tensor:
 
 
 def tensors(built: Built) -> Iterator[Tensor]:
-    """All tensors reachable from the objects of a recipe, once for each module that has them."""
+    """All tensors reachable from the objects of a recipe, once for each module that contains them."""
     seen: set[int] = set()
     keep: list[object] = []  # keeps objects alive, so that no other object gets the same id
     todo: deque[tuple[object, str, nn.Module | None, bool, str, Node | None]] = deque()
     for key, value in built.hparams.items():
         todo.append((value, key, None, False, key, built.nodes.get(key)))
-    while todo and len(seen) < _MOST:
+    while todo and len(seen) < _MAX_OBJECTS:
         obj, path, module, registered, key, node = todo.popleft()
         if isinstance(obj, torch.Tensor):
             yield Tensor(obj, path, module, registered, key, node.place if node else Place())
@@ -76,7 +76,7 @@ def tensors(built: Built) -> Iterator[Tensor]:
 
 
 def _inside(obj: object) -> Iterator[tuple[str, object, bool]]:
-    """The contents of an object: (its part of the path, the value, whether a module has it registered)."""
+    """The contents of an object: (part of the path, value, whether a module has registered it)."""
     if isinstance(obj, Mapping):
         yield from ((f"[{name}]", value, False) for name, value in list(obj.items()))
     elif isinstance(obj, (list, tuple, set, frozenset, deque)):
@@ -111,7 +111,7 @@ def _inside(obj: object) -> Iterator[tuple[str, object, bool]]:
 
 
 class Owned:
-    """The modules under ``modules`` with their parameters and buffers, which a Brain takes care of."""
+    """The modules under ``modules``, with their parameters and buffers."""
 
     def __init__(self, modules: Mapping[str, nn.Module]):
         self.roots = dict(modules)
@@ -124,7 +124,7 @@ class Owned:
 
 
 def check_modules(built: Built, findings: Findings) -> dict[str, nn.Module] | None:
-    """Check that everything under ``modules`` is a module; return those that are, None if there are none at all."""
+    """Check that everything under ``modules`` is a module; return the modules, None without ``modules``."""
     node = built.nodes.get("modules")
     modules = built.hparams.get("modules")
     if node is None or not isinstance(modules, Mapping):
@@ -153,25 +153,25 @@ def _can_name(name: object) -> bool:
 
 def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
     """Add findings about parameters that are not under ``modules``, by the key that builds them."""
-    strangers: dict[str, list[Tensor]] = {}
+    unowned: dict[str, list[Tensor]] = {}
     for tensor in tensors(built):
         if tensor.registered and tensor.value not in owned:
-            strangers.setdefault(tensor.key, []).append(tensor)
+            unowned.setdefault(tensor.key, []).append(tensor)
     for key, obj in built.hparams.items():
         if _keeps_statistics(obj) and id(obj) not in owned.modules:
             findings.warning("not-owned", built.nodes[key].place, key,
                              f"{type(obj).__name__} keeps running statistics and is not under modules: it never leaves "
                              "training mode, so validation changes them", _fixes(key, owned))
-    fetched = _fetched(built)
-    for key, found in strangers.items():
+    pretrained = _pretrained(built)
+    for key, found in unowned.items():
         parameters = {id(t.value): t for t in found if isinstance(t.value, nn.Parameter)}.values()
         if not parameters:
-            continue  # constants are reported by `report_left_behind`, unless the forward works with them
+            continue  # `report_left_behind` reports constants, unless the forward works with them
         first, place = next(iter(parameters)), found[0].place
         trained = any(t.value.requires_grad for t in parameters)
         kind = type(first.module).__name__ if len({id(t.module) for t in parameters}) == 1 else _kind(built, key)
         via = "" if first.path.startswith(key.split(".")[0]) else f" (it's reached through {first.path})"
-        if parameters and all(id(p.value) in fetched for p in parameters):
+        if parameters and all(id(p.value) in pretrained for p in parameters):
             findings.warning("not-owned", place, key,
                              f"{kind}, whose weights the pretrainer loads, is not under modules{via}: it would stay "
                              "on the CPU unless what uses it moves it", _fixes(key, owned))
@@ -183,18 +183,18 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
             _fixes(key, owned))
 
 
-def _fetched(built: Built) -> set[int]:
+def _pretrained(built: Built) -> set[int]:
     """Ids of the parameters that SpeechBrain's Pretrainer loads again in each run."""
     collected = getattr(built.hparams.get("pretrainer"), "loadables", {})
     return {id(p) for module in collected.values() if isinstance(module, nn.Module) for p in module.parameters()}
 
 
 def _or_frozen(built: Built, trained: set[int]) -> str:
-    """Another suggestion, for weights that the pretrainer loads and that would be trained; empty if there are none."""
-    brought = _fetched(built)
+    """Another suggestion, for weights that the pretrainer loads and that would be trained; otherwise empty."""
+    pretrained = _pretrained(built)
     for key, module in built.hparams.items():
         own = {id(p) for p in module.parameters()} if isinstance(module, nn.Module) else set()
-        if not own.isdisjoint(trained) and own <= brought:
+        if not own.isdisjoint(trained) and own <= pretrained:
             return f"; or, to keep the pretrainer's weights, write `freeze: {{{key}: true}}`"
     return ""
 
@@ -205,7 +205,7 @@ def _kind(built: Built, key: str) -> str:
 
 
 def _keeps_statistics(obj: object) -> bool:
-    """Whether it normalises by statistics of the corpus: SpeechBrain's keeps them outside of its state dict."""
+    """Whether it normalises by statistics of the corpus, which SpeechBrain's keeps outside of its state dict."""
     return isinstance(obj, GlobalNorm) or (isinstance(obj, nn.Module) and getattr(obj, "norm_type", None) == "global")
 
 
@@ -214,9 +214,9 @@ def _fixes(key: str, owned: Owned) -> str:
         return "give it its own key, and refer to that under modules"
     name = key.split(".")[-1]
     reference = key if "." not in key else key.replace(".", "[", 1).replace(".", "][") + "]"
-    mend = f"write `{name}: !ref <{reference}>` under modules"
+    fix = f"write `{name}: !ref <{reference}>` under modules"
     lists = [n for n, module in owned.roots.items() if isinstance(module, nn.ModuleList)]
-    return mend + (f", or put `!ref <{reference}>` into the ModuleList {lists[0]}" if lists else "")
+    return fix + (f", or put `!ref <{reference}>` into the ModuleList {lists[0]}" if lists else "")
 
 
 def left_behind(built: Built, before: Owned) -> list[Tensor]:
@@ -261,29 +261,29 @@ def saved_by(recoverable: object) -> dict[int, torch.Tensor]:
     """Parameters and buffers by id that are in the file of a recoverable, or in a file that it is based on."""
     if not isinstance(recoverable, nn.Module):
         return {}
-    # Of a class that says itself what it saves.
+    # A class may have a method that returns them.
     saved: Callable[[], Iterable[object]] | None = getattr(recoverable, "saved", None)
     kept = saved() if callable(saved) else recoverable.state_dict(keep_vars=True).values()
     return {id(t): t for t in kept if isinstance(t, torch.Tensor)}
 
 
 def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
-    """Check that each parameter is in exactly one recoverable, and that other objects with a state are in one.
+    """Check that each parameter is in exactly one recoverable, and other objects with a state in at least one.
 
-    Weights that the pretrainer loads in each run need none if they aren't trained.
+    Weights that the pretrainer loads in each run need no recoverable if they aren't trained.
     """
     saved = recoverables(built)
     node = built.nodes.get("checkpointer")
     if saved is None or node is None:
         return
     holders = {name: saved_by(obj) for name, obj in saved.items()}
-    fetched = _fetched(built)
-    brought = {id(p) for p in owned.parameters.values() if id(p) in fetched and not p.requires_grad}
+    pretrained = _pretrained(built)
+    not_saved = {id(p) for p in owned.parameters.values() if id(p) in pretrained and not p.requires_grad}
     for root_name, root in owned.roots.items():
         by_holders: dict[tuple[str, ...], list[str]] = {}
         owned_by = dict(root.named_parameters())
         for name, parameter in owned_by.items():
-            if id(parameter) in brought:
+            if id(parameter) in not_saved:
                 continue
             by_holders.setdefault(tuple(h for h, held in holders.items() if id(parameter) in held), []).append(name)
         for held_by, names in by_holders.items():
@@ -291,7 +291,7 @@ def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
                 findings.error("not-saved", node.place, "checkpointer.recoverables",
                                f"{len(names)} parameters of {root_name} are in no checkpoint, such as {names[0]}",
                                f"add `{root_name}: !ref <{root_name}>` to the recoverables"
-                               + _or_frozen(built, {id(owned_by[name]) for name in names} & fetched))
+                               + _or_frozen(built, {id(owned_by[name]) for name in names} & pretrained))
             elif len(held_by) > 1:
                 findings.warning("saved-twice", node.place, "checkpointer.recoverables",
                                  f"{len(names)} parameters of {root_name} are saved by {' and by '.join(held_by)}",
@@ -344,14 +344,14 @@ def check_optimizer(built: Built, owned: Owned, findings: Findings) -> None:
         opt_class([nn.Parameter(torch.zeros(1))])
     except Exception as error:  # each optimizer has its own errors for wrong arguments
         message = error.message if isinstance(error, SbkitError) else str(error)
-        findings.error("not-built", *node.culprit_by(message),
+        findings.error("not-built", *node.culprit_named_in(message),
                        f"{node.tag.partition(':')[2].rpartition('.')[2] or 'it'} refuses its arguments: {message}",
                        getattr(error, "hint", None) or "")
         return
     made = unwrapped(opt_class)[0]
     if built.hparams.get("fsdp") and "fsdp" in built.nodes and getattr(made, "needs_whole_parameters", False):
-        several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # of a start with torchrun
-        tell = findings.error if several else findings.warning
-        tell("setting", built.nodes["fsdp"].place, "fsdp",
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # torchrun sets it
+        report = findings.error if several else findings.warning
+        report("setting", built.nodes["fsdp"].place, "fsdp",
              f"the optimizer {made.__name__} needs unsharded parameters, so no run on several devices starts",
              "remove this, or use opt_class: !name:torch.optim.AdamW")

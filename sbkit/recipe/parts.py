@@ -25,14 +25,14 @@ FOR_GOOD = float("inf")
 LayerNames = str | type | Iterable[str | type]
 
 
-def what_learns(parts: ParameterGroups, until: Mapping[str, float], factors: Mapping[str, float], peak: float | None,
+def trained_parts(parts: ParameterGroups, until: Mapping[str, float], factors: Mapping[str, float], peak: float | None,
             ) -> Section | None:
-    """Make the table; None if all learns from the first step, at one rate.
+    """Make the table of trained parts; None if all are trained from the first step, at one rate.
 
     parts : all parameters, by their names in the recipe
-    until : the optimizer steps in which a parameter doesn't learn, by path; ``FOR_GOOD``: never
-    factors : what the learning rate is multiplied by, by path; 1 where there is none
-    peak : the highest learning rate of the run; None: it is not known
+    until : the optimizer step until which a parameter is frozen, by path; ``FOR_GOOD``: all steps
+    factors : factors of the learning rate, by path; 1 if there is none
+    peak : the highest learning rate of the run; None: unknown
     """
     if not until and not factors:
         return None
@@ -40,7 +40,7 @@ def what_learns(parts: ParameterGroups, until: Mapping[str, float], factors: Map
     multiples: dict[str, set[float]] = {}
     distinct = {id(parameter): path for path, parameter in reversed(parts.parameters.items())}
     for path in filter(set(distinct.values()).__contains__, parts.parameters):
-        part, begins = parts.called(path).partition(".")[0], until.get(path, 0)
+        part, begins = parts.name(path).partition(".")[0], until.get(path, 0)
         sizes.setdefault(part, Counter())[begins] += parts.parameters[path].numel()
         if begins < FOR_GOOD:
             multiples.setdefault(part, set()).add(factors.get(path, 1.0))
@@ -56,7 +56,7 @@ def what_learns(parts: ParameterGroups, until: Mapping[str, float], factors: Map
 
 
 def _summary(counts: Counter[float]) -> str:
-    """All of a model in one line."""
+    """The whole model in one line."""
     total, frozen = counts.total(), _frozen(counts)
     first = " from the first step" if any(0 < step < FOR_GOOD for step in counts) else ""
     trained = f"{counts[0]:,} of {total:,} parameters are trained{first} ({100 * counts[0] / max(1, total):.1f} %)"
@@ -72,7 +72,7 @@ def _when(step: float) -> str:
 
 
 def _range(numbers: Iterable[float]) -> str:
-    """Numbers as text: one, or the least and the largest."""
+    """Numbers as text: one, or the smallest and the largest."""
     ordered = sorted(numbers)
     return " to ".join(dict.fromkeys(f"{each:.3g}" for each in (ordered[:1] + ordered[-1:])))
 
@@ -100,11 +100,11 @@ FACTORS = Patterns("a number above 0", lambda value: value in POSITIVE)
 
 
 class ParameterGroups:
-    """The parameters of some modules, which can be found by all their names.
+    """The parameters of some modules, by all their names.
 
     modules : the trained modules
-    recipe : objects of the recipe by key, some of which are among the modules
-    tensors : tensors by path to use instead of the modules' parameters
+    recipe : objects of the recipe by key, including modules
+    tensors : tensors by path, instead of the modules' parameters
     """
 
     def __init__(self, modules: nn.Module, recipe: Mapping[str, Any], tensors: Mapping[str, Any] | None = None):
@@ -117,23 +117,23 @@ class ParameterGroups:
 
     @classmethod
     def of_names(cls, tensors: Mapping[str, Any]) -> ParameterGroups:
-        """Parts of tensors that have only one name each."""
+        """Group tensors that have only one name each."""
         return cls(nn.ModuleDict(), {}, tensors)
 
     def names(self, path: str) -> list[str]:
-        """All names of the part with this path; if a key of the recipe means it, the first one begins with the key."""
+        """All names of the part with this path; if it belongs to a key of the recipe, the first begins with the key."""
         words, found = path.split("."), []
         for count in range(len(words), 0, -1):
             if key := self._keyed.get(".".join(words[:count])):
                 found.append(".".join([key, *words[count:]]))
         return [*found, *([] if path in found else [path])]
 
-    def called(self, path: str) -> str:
-        """The name of a path that is closest to the recipe: ``Transformer.decoder`` for ``model.1.decoder``."""
+    def name(self, path: str) -> str:
+        """The name of a path by the recipe's keys: ``Transformer.decoder`` for ``model.1.decoder``."""
         return self.names(path)[0]
 
     def matching(self, pattern: str) -> set[str]:
-        """The paths of the parameters that match a pattern; one that layers share has several paths."""
+        """The paths of the parameters that match a pattern; a shared parameter has several."""
         below = f"{pattern}.*"
         ids = {self._ids[path] for name, path in self._names
                if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, below)}
@@ -171,14 +171,14 @@ def flattened(wanted: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def frozen_for_good(freeze: Mapping[str, Any] | None) -> dict[str, bool]:
-    """The value of ``freeze`` at the end of a run, when only permanently frozen parts are still frozen."""
+def permanently_frozen(freeze: Mapping[str, Any] | None) -> dict[str, bool]:
+    """The value of ``freeze`` at the end of a run, when only permanently frozen parts are frozen."""
     return {pattern: value is True for pattern, value in flattened(freeze or {}).items()}
 
 
 def frozen_until(value: bool | int) -> float:
-    """The optimizer step up to which a part is frozen."""
-    return float("inf") if value is True else float(value)
+    """The optimizer step until which a part is frozen."""
+    return FOR_GOOD if value is True else float(value)
 
 
 def layers_called(modules: nn.Module, wanted: LayerNames, key: str) -> list[nn.Module]:
@@ -240,7 +240,7 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
         node = built.nodes.get(key)
         if node is not None and built.hparams.get(key) is not None and \
                 _check(node, key, allowed, parts if complete else None, findings):
-            built.hparams[key] = None  # reported, and not usable further on
+            built.hparams[key] = None  # reported, and unusable for later checks
     for key in ("activation_checkpointing", "fsdp") if complete else ():
         if (named := built.hparams.get(key)) and isinstance(named, (str, type, Sequence)):
             try:
@@ -248,7 +248,7 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
             except SbkitError as error:
                 findings.error("no-such-part", built.place(key), key, error.message.removeprefix(f"{key}: "),
                                error.hint or "")
-                built.hparams[key] = None  # the cost doesn't count on it
+                built.hparams[key] = None  # the cost ignores it
     freeze = built.hparams.get("freeze")
     if not freeze or not complete:
         return
@@ -266,7 +266,7 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
 
 
 def _check(node: Node, key: str, allowed: Patterns, parts: ParameterGroups | None, findings: Findings) -> bool:
-    """Add findings about one of these keys; whether there are any."""
+    """Add findings about one of these keys; return whether there are any."""
     before = len(findings)
     if not isinstance(node.value, dict):
         findings.error("setting", node.place, key, f"it must be {allowed}", f"write {key}: {{CNN: {_example(key)}}}")

@@ -1,9 +1,9 @@
-"""What a whole run will take, by what this machine's finished runs took: hours, cost and energy, with intervals.
+"""Predicts hours, cost and energy of a whole run, with intervals, from this machine's finished runs.
 
-From the runs of one device (``finished_runs``), the seconds of a micro-batch are ``c * FLOPs ** a * audio ** b``, by
-least squares of the logarithms: larger matrices are computed at a higher speed, so ``a`` is below 1. What that says is
-multiplied by what runs of the same task took of it. The interval holds four fifths of the errors that the rule makes on
-runs that were left out of it, and grows away from the runs.
+For one device (``finished_runs``), the seconds of a micro-batch are ``c * FLOPs ** a * audio ** b``, fitted by least
+squares of the logarithms: larger matrices are faster per FLOP, so ``a`` is below 1. The result is corrected by the mean
+error on runs of the same task. The interval covers four fifths of the errors on held-out runs, and is wider for steps
+that differ in size from those of the runs.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sbkit.recipe.finished_runs import FinishedRun, RunEstimate, Setting, Steps
-from sbkit.recipe.report import Section, few
+from sbkit.recipe.report import Section, amount
 from sbkit.system.console import counted, time_span
 
 if TYPE_CHECKING:
     from sbkit.data.plan import Plan
 
-#: The share of runs that are to be within the interval.
+#: The share of runs that the interval should cover.
 COVERAGE = 0.8
-#: How much it takes to believe in other slopes than "as the FLOPs": the sum of squared logarithms of runs' sizes.
+#: Weight of the prior slopes, seconds proportional to FLOPs, against the sum of squared logarithms of runs' sizes.
 PRIOR = 0.1
-#: Kinds of runs of a device from which its speed is fitted; with fewer it is guessed from the device's peak.
-LEAST = 4
-#: Speed of training as a share of that of a large matrix product, and how far off a guess from it may be.
-EFFICIENCY, GUESS = 0.35, 3.0
-#: How far off a measurement of a few steps may be until finished runs say so, and the narrowest interval of all.
-TRIED, NARROWEST = 1.5, 1.05
-#: Seconds of a validation or test for those of training on the same audio, until finished runs say so.
+#: Minimum kinds of runs to fit a device's speed; with fewer it is guessed from the device's peak.
+MIN_KINDS = 4
+#: Speed of training as a share of that of a large matrix product, and the factor of the interval of such a guess.
+EFFICIENCY, GUESS_FACTOR = 0.35, 3.0
+#: The factor of the interval of a measurement until there are finished runs, and the smallest factor of all.
+TRIAL_FACTOR, MIN_FACTOR = 1.5, 1.05
+#: Time of a validation or test relative to training on the same audio, until there are finished runs.
 EVALUATION = 1.0
-#: A prediction that is off by more than this, in the median of all, is not right.
+#: Predictions are not accurate if their median error is above this.
 ALLOWED_ERROR = 0.2
-#: Steps of an epoch from whose sizes those of the whole run are known.
-SAMPLED = 200
+#: Steps of an epoch from whose sizes those of the whole run are estimated.
+SAMPLED_STEPS = 200
 
 
 def padded_seconds(plan: Plan, processes: int) -> float:
-    """The mean of a step's audio on one of so many devices, padding included, in seconds."""
+    """The mean seconds of audio in a step on one of ``processes`` devices, padding included."""
     epoch = plan.epoch(1)
-    chosen = np.unique(np.linspace(0, len(epoch) - 1, min(SAMPLED, len(epoch))).round().astype(int))
+    chosen = np.unique(np.linspace(0, len(epoch) - 1, min(SAMPLED_STEPS, len(epoch))).round().astype(int))
     return float(np.mean([sum(len(part) * float(epoch.durations[part].max()) for part in epoch.share(i, 0, processes)
                               if len(part)) for i in chosen]))
 
@@ -53,15 +53,15 @@ def padded_seconds(plan: Plan, processes: int) -> float:
 
 
 def run_hours(steps: Steps, step_seconds: float, evaluation: float = EVALUATION) -> float:
-    """Hours of the whole run; ``evaluation``: seconds of one for those of training on the same audio."""
+    """Hours of the whole run; ``evaluation``: its time relative to training on the same audio."""
     return step_seconds * (steps.steps + evaluation * steps.evaluated / steps.audio) / 3600
 
 
 class Fitted(NamedTuple):
-    """What runs say of steps.
+    """A prediction for steps, fitted to runs.
 
-    evaluation : seconds of one for those of training on the same audio
-    distance : how much larger an error is to be expected than of steps like those of the runs
+    evaluation : time of an evaluation relative to training on the same audio
+    distance : the factor of the expected error, which is 1 for steps like those of the runs
     """
 
     step_seconds: float
@@ -69,11 +69,11 @@ class Fitted(NamedTuple):
     distance: float
 
 
-def kinds_of(runs: Iterable[FinishedRun]) -> list[list[FinishedRun]]:
-    """Group runs whose steps compute the same, since one model that is trained often must not be all that counts."""
+def group_by_steps(runs: Iterable[FinishedRun]) -> list[list[FinishedRun]]:
+    """Group runs whose steps compute the same, so that one model that is trained often doesn't dominate."""
     groups: list[list[FinishedRun]] = []
     for run in runs:
-        group = next((each for each in groups if each[0].steps.like(run.steps)), None)
+        group = next((each for each in groups if each[0].steps.same_as(run.steps)), None)
         if group is None:
             groups.append([run])
         else:
@@ -82,9 +82,9 @@ def kinds_of(runs: Iterable[FinishedRun]) -> list[list[FinishedRun]]:
 
 
 def fit(kinds: Sequence[Sequence[FinishedRun]], steps: Steps) -> Fitted:
-    """Fit the rule for such steps: each kind of run counts once, and the less the more its steps differ in size.
+    """Fit the rule for such steps: each kind of run counts once, and less if its steps differ more in size.
 
-    Seconds are multiplied by what the kinds of runs of the same task took of those that the rule says of them.
+    Seconds are corrected by the mean error of the rule on runs of the same task.
     """
     def size(of: Steps) -> np.ndarray:
         return np.log(np.array([of.operations, of.audio]) / of.micro_batches)
@@ -100,18 +100,19 @@ def fit(kinds: Sequence[Sequence[FinishedRun]], steps: Steps) -> Fitted:
         mean, offset = np.average(seconds, weights=weights), np.average(offsets, axis=0, weights=weights)
         covariance = np.linalg.inv((offsets - offset).T * weights @ (offsets - offset) + PRIOR * np.eye(2))
         slopes = covariance @ ((offsets - offset).T * weights @ (seconds - mean) + PRIOR * np.array([1.0, 0.0]))
-        slopes = np.clip(slopes, 0.0, 1.0)  # nothing that is larger saves time
+        slopes = np.clip(slopes, 0.0, 1.0)  # larger steps never take less time
         return mean - offset @ slopes, math.sqrt(1 + offset @ covariance @ offset)
 
     errors = [np.mean([math.log(run.step_seconds / run.steps.micro_batches) for run in kind]) - rule(kind[0].steps)[0]
               for kind in kinds if kind[-1].steps.task == steps.task != ""]
-    found, distance = rule(steps)
+    log_seconds, distance = rule(steps)
     evaluation = float(np.median([np.median([run.evaluation for run in kind]) for kind in kinds]))
-    return Fitted(steps.micro_batches * math.exp(found + sum(errors) / max(1, len(errors))), evaluation, distance)
+    correction = sum(errors) / max(1, len(errors))
+    return Fitted(steps.micro_batches * math.exp(log_seconds + correction), evaluation, distance)
 
 
-def left_out(kinds: Sequence[Sequence[FinishedRun]]) -> list[float]:
-    """Measured hours for predicted ones, of each kind from all others, as they would be at no distance from those."""
+def held_out_errors(kinds: Sequence[Sequence[FinishedRun]]) -> list[float]:
+    """Measured divided by predicted hours of each kind, fitted to all others, and scaled to distance 1."""
     found = []
     for index, kind in enumerate(kinds):
         rule = fit([*kinds[:index], *kinds[index + 1:]], kind[0].steps)
@@ -121,51 +122,51 @@ def left_out(kinds: Sequence[Sequence[FinishedRun]]) -> list[float]:
 
 
 def width(ratios: Sequence[float]) -> float:
-    """The factor within which ``COVERAGE`` of errors are to be, from at least ``LEAST`` that were made.
+    """The factor that covers ``COVERAGE`` of errors, from at least ``MIN_KINDS`` of them.
 
     >>> width([1.1, 0.8, 1.0, 1.05])
     1.25
     """
     place = math.ceil(COVERAGE * (len(ratios) + 1))
-    return max(NARROWEST, sorted(max(ratio, 1 / ratio) for ratio in ratios)[place - 1])
+    return max(MIN_FACTOR, sorted(max(ratio, 1 / ratio) for ratio in ratios)[place - 1])
 
 
 def predict(steps: Steps, runs: Sequence[FinishedRun], peak: float | None, trial: float | None = None,
             host_seconds: float = 0.0) -> RunEstimate | None:
-    """Predict a run; None if nothing is known of the device.
+    """Predict a run; None if nothing is known about the device.
 
     runs : finished ones of the same setting
     peak : operations per second of the device
     trial : seconds of a step, measured just now
-    host_seconds : of a step, on which a device waits that is faster
+    host_seconds : the host's time per step, for which a faster device waits
     """
     if trial is not None:
         tried = [run for run in runs if run.trial]
-        if len(kinds_of(tried)) < LEAST:
-            return _within(trial, run_hours(steps, trial), TRIED, "trial", 0, trial)
-        scale, evaluation, ratios = after_trials(tried)
-        return _within(scale * trial, run_hours(steps, scale * trial, evaluation), width(ratios), "trial", len(tried),
-                       trial)
-    if len(kinds := kinds_of(runs)) >= LEAST:
+        if len(group_by_steps(tried)) < MIN_KINDS:
+            return _estimate(trial, run_hours(steps, trial), TRIAL_FACTOR, "trial", 0, trial)
+        scale, evaluation, ratios = trial_ratios(tried)
+        return _estimate(scale * trial, run_hours(steps, scale * trial, evaluation), width(ratios), "trial", len(tried),
+                         trial)
+    if len(kinds := group_by_steps(runs)) >= MIN_KINDS:
         rule = fit(kinds, steps)
-        # A peak that is measured while others compute is too low, but no run was faster than the true one.
+        # A peak measured while other processes compute is too low, but no run was faster than the true one.
         fastest = max(peak, *(run.steps.operations / run.step_seconds for run in runs)) if peak else math.inf
         each = max(rule.step_seconds, steps.operations / fastest)
-        return _within(each, run_hours(steps, each, rule.evaluation), width(left_out(kinds)) ** rule.distance, "fit",
-                       len(runs))
+        return _estimate(each, run_hours(steps, each, rule.evaluation),
+                         width(held_out_errors(kinds)) ** rule.distance, "fit", len(runs))
     if peak is None:
         return None
     guess = max(steps.operations / (EFFICIENCY * peak), host_seconds)
-    return _within(guess, run_hours(steps, guess), GUESS, "peak", len(runs))
+    return _estimate(guess, run_hours(steps, guess), GUESS_FACTOR, "peak", len(runs))
 
 
-def after_trials(tried: Sequence[FinishedRun]) -> tuple[float, float, list[float]]:
-    """What finished runs took of what trial steps had said; of each kind the last one counts.
+def trial_ratios(tried: Sequence[FinishedRun]) -> tuple[float, float, list[float]]:
+    """Compare finished runs with their trial steps; of each kind only the last run counts.
 
-    Returns the median ratio of their steps, the median of their evaluations, and their hours for those predicted from
-    all other kinds.
+    Returns the median ratio of their steps, the median of their evaluations, and measured divided by predicted hours of
+    each kind, predicted from all others.
     """
-    runs = [kind[-1] for kind in kinds_of(tried)]
+    runs = [kind[-1] for kind in group_by_steps(tried)]
     found = np.array([(run.step_seconds / run.trial, run.evaluation) for run in runs])
     others = [np.median(np.delete(found, index, axis=0), axis=0) for index in range(len(runs))]
     ratios = [run.hours / run_hours(run.steps, scale * run.trial, evaluation)
@@ -174,8 +175,8 @@ def after_trials(tried: Sequence[FinishedRun]) -> tuple[float, float, list[float
     return float(scale), float(evaluation), ratios
 
 
-def _within(step_seconds: float, hours: float, factor: float, by: str, runs: int,
-            trial: float | None = None) -> RunEstimate:
+def _estimate(step_seconds: float, hours: float, factor: float, by: str, runs: int,
+              trial: float | None = None) -> RunEstimate:
     return RunEstimate(step_seconds, hours, hours / factor, hours * factor, by, runs, trial)
 
 
@@ -183,14 +184,14 @@ def _within(step_seconds: float, hours: float, factor: float, by: str, runs: int
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What ``sbkit check --price`` asks for.
+class PriceRequest:
+    """The options of ``sbkit check --price``.
 
-    rate : the price of a device for an hour
+    rate : the price of a device per hour
     processes : the number of devices
-    device : the name of a card that isn't here; None: this machine's
-    watts : the most that a device takes, by its data sheet; None: unknown
-    host_seconds : of a step, as it is to be expected with the card's driver
+    device : the name of a card that this machine lacks; None: this machine's device
+    watts : maximum power by the name of a device, by its data sheet
+    host_seconds : the host's time per step that is expected with the card's driver
     """
 
     rate: float
@@ -200,65 +201,65 @@ class Asked:
     host_seconds: float = 0.0
 
 
-def section(asked: Asked, setting: Setting, steps: Steps, said: RunEstimate) -> Section:
+def section(request: PriceRequest, setting: Setting, steps: Steps, estimate: RunEstimate) -> Section:
     """The prediction as a table of the report."""
     devices = setting.processes
-    each = said.hours / said.low
-    training = steps.steps * said.step_seconds / 3600
-    rows = [[f"time of training, {steps.steps:,} steps of {time_span(said.step_seconds)}", *_times(training, each)],
-            ["time of validations and the test", *_times(said.hours - training, each)],
-            ["time of the run", *_times(said.hours, each)],
-            [f"cost of {counted(devices, 'device')} at {asked.rate:g} an hour each",
-             *_spread(said.hours * devices * asked.rate, each)]]
-    watts = asked.watts.get(setting.device)
+    each = estimate.hours / estimate.low
+    training = steps.steps * estimate.step_seconds / 3600
+    rows = [[f"time of training, {steps.steps:,} steps of {time_span(estimate.step_seconds)}", *_times(training, each)],
+            ["time of validations and the test", *_times(estimate.hours - training, each)],
+            ["time of the run", *_times(estimate.hours, each)],
+            [f"cost of {counted(devices, 'device')} at {request.rate:g} an hour each",
+             *_amounts(estimate.hours * devices * request.rate, each)]]
+    watts = request.watts.get(setting.device)
     if watts is not None:
         rows.append([f"kWh at most, at {watts} W per device",
-                     *_spread(said.hours * devices * watts / 1000, each)])
-    values = dataclasses.asdict(said) | {
-        "training_hours": training, "cost": said.hours * devices * asked.rate, "rate": asked.rate, "devices": devices,
-        "kwh_at_most": watts and said.hours * devices * watts / 1000, "device": setting.device,
+                     *_amounts(estimate.hours * devices * watts / 1000, each)])
+    values = dataclasses.asdict(estimate) | {
+        "training_hours": training, "cost": estimate.hours * devices * request.rate, "rate": request.rate,
+        "devices": devices, "kwh_at_most": watts and estimate.hours * devices * watts / 1000, "device": setting.device,
         "threads": setting.threads, "steps": steps.steps, "operations_per_step": steps.operations,
         "micro_batches_per_step": steps.micro_batches}
-    return Section("Price of the run", ["what", "how much", "from", "to"], rows, [_why(setting, steps, said)], values)
+    return Section("Price of the run", ["what", "how much", "from", "to"], rows,
+                   [_explanation(setting, steps, estimate)], values)
 
 
 def _times(hours: float, factor: float) -> tuple[str, str, str]:
     return time_span(3600 * hours), time_span(3600 * hours / factor), time_span(3600 * hours * factor)
 
 
-def _spread(value: float, factor: float) -> tuple[str, str, str]:
-    return few(value), few(value / factor), few(value * factor)
+def _amounts(value: float, factor: float) -> tuple[str, str, str]:
+    return amount(value), amount(value / factor), amount(value * factor)
 
 
-def _why(setting: Setting, steps: Steps, said: RunEstimate) -> str:
-    """Say in one sentence what a prediction follows from."""
+def _explanation(setting: Setting, steps: Steps, estimate: RunEstimate) -> str:
+    """Explain in one sentence how a prediction was made."""
     threads = f", {counted(setting.threads, 'thread')}" if setting.threads else ""
     on = f"{setting.device} in {setting.precision}{threads}"
-    wide = f"the interval is a guess, a factor of {GUESS:g}"
-    if said.by == "fit":
-        far = ", whose steps differ much in size" if said.high > GUESS * said.hours else ""
+    runs = counted(estimate.runs, "finished run")
+    covers = f"the interval covers {COVERAGE:.0%} of the errors on held-out runs"
+    guess = "the interval is a guess, a factor of "
+    if estimate.by == "fit":
+        far = ", whose steps differ much in size" if estimate.high > GUESS_FACTOR * estimate.hours else ""
         return ("the seconds of a micro-batch are c * FLOPs^a * audio^b, corrected by runs of the same task, if any, "
-                f"and fitted to {counted(said.runs, 'finished run')} on {on}{far}; the interval covers {COVERAGE:.0%} "
-                "of the errors on held-out runs")
-    if said.by == "trial":
-        how = f"the interval is a guess, a factor of {TRIED:g}, until {LEAST} kinds of runs so measured have finished"
-        if said.runs and said.trial:
-            how = (f"times {said.step_seconds / said.trial:.3g}, as {counted(said.runs, 'finished run')} took; the "
-                   f"interval covers {COVERAGE:.0%} of the errors on held-out runs")
+                f"and fitted to {runs} on {on}{far}; {covers}")
+    if estimate.by == "trial":
+        how = f"{guess}{TRIAL_FACTOR:g}, until {MIN_KINDS} kinds of runs predicted this way have finished"
+        if estimate.runs and estimate.trial:
+            how = f"times {estimate.step_seconds / estimate.trial:.3g}, as {runs} took; {covers}"
         return (f"measured: a few steps of the planned size on {on}, scaled to the {steps.audio:.3g} s of audio that a "
                 f"step of this run has on average, padding included; {how}")
-    return (f"{counted(said.runs, 'finished run')} on {on}, too few to fit (at least {LEAST} kinds): a step takes "
-            f"its FLOPs at {EFFICIENCY:.0%} of the peak, or its kernel launches in a rehearsal if those take longer; "
-            f"{wide}")
+    return (f"{runs} on {on}, too few to fit (at least {MIN_KINDS} kinds): a step takes its FLOPs at {EFFICIENCY:.0%} "
+            f"of the peak, or its kernel launches in a rehearsal if those take longer; {guess}{GUESS_FACTOR:g}")
 
 
 def summary(runs: Sequence[FinishedRun]) -> tuple[str, bool]:
-    """How right the predictions of finished runs were, in words and as whether they are within ``ALLOWED_ERROR``."""
-    said = [(run.hours, run.predicted) for run in runs if run.predicted is not None]
-    if not said:
+    """How accurate predictions of finished runs were, as text, and whether they are within ``ALLOWED_ERROR``."""
+    predicted = [(run.hours, run.predicted) for run in runs if run.predicted is not None]
+    if not predicted:
         return f"{counted(len(runs), 'finished run')}, none of them predicted by sbkit check --price", True
-    error = float(np.median([abs(hours / each.hours - 1) for hours, each in said]))
-    within = sum(each.low <= hours <= each.high for hours, each in said)
-    how = "off by" if len(said) == 1 else "median error"
-    return (f"{counted(len(runs), 'finished run')}, {len(said)} predicted: {how} {error:.0%}, "
-            f"{within} of {len(said)} within their interval"), error <= ALLOWED_ERROR
+    error = float(np.median([abs(hours / each.hours - 1) for hours, each in predicted]))
+    within = sum(each.low <= hours <= each.high for hours, each in predicted)
+    how = "off by" if len(predicted) == 1 else "median error"
+    return (f"{counted(len(runs), 'finished run')}, {len(predicted)} predicted: {how} {error:.0%}, "
+            f"{within} of {len(predicted)} within their interval"), error <= ALLOWED_ERROR

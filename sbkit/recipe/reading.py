@@ -11,35 +11,35 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.recipe.keys import COMPLETE, NULL
-from sbkit.recipe.names import RUN_OPTIONS, brain_class, check_names, declared, hparams_named
+from sbkit.recipe.names import RUN_OPTIONS, brain_class, check_names, declared, hparams_read
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.settings import check_settings
-from sbkit.recipe.signatures import Outside, bind, locate
+from sbkit.recipe.signatures import ForbiddenImport, bind, locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
 from sbkit.recipe.values import check_text, static
 
-#: Packages that may be imported: the check itself runs their code.
+#: Packages that may be imported, because the check itself uses them.
 PACKAGES = ("speechbrain", "torch", "sbkit")
 _CALLED = ("!apply", "!applyref")
 _TAGS = ("!new:", "!name:", "!apply:", "!applyref:", "!module:")
 _ALL_TAGS = (*_TAGS, "!ref", "!copy", "!include:", "!PLACEHOLDER", "!tuple")
 
 
-def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unseen: list[str] | None = None,
+def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked: list[str] | None = None,
          ) -> Node | None:
     """The recipe as one tree of resolved values, None if it can't be read; mistakes are added to ``findings``.
 
-    unseen: notes on what wasn't looked at are added to it, and only ``PACKAGES`` are imported; None imports all names
+    unchecked : gets notes on what wasn't checked, and only ``PACKAGES`` are imported; None imports all names
     """
     referred: set[str] = set()
-    root = resolve(path, overrides, findings, referred, None if unseen is None else PACKAGES)
+    root = resolve(path, overrides, findings, referred, None if unchecked is None else PACKAGES)
     if root is None:
         return None
     root = flatten(root)
     nodes = list(root.walk())
-    if unseen is not None:
-        unseen += _hide(root)
+    if unchecked is not None:
+        unchecked += _mask_unchecked(root)
     for node in nodes:  # texts first, so that an argument that refers to one isn't reported again
         for child in node.children():
             if child.scalar and child.value is not UNKNOWN:
@@ -150,7 +150,7 @@ def _check_brain(root: Node, findings: Findings) -> None:
     if not any(base.__name__ == "Brain" for base in cls.__mro__):
         _wrong(brain, findings, "wrong-kind", f"{cls.__name__} is not a Brain", "write !name:sbkit.tasks.ctc.CTC")
         return
-    read, tested = hparams_named(cls)  # what it tests for may be missing
+    read, tested = hparams_read(cls)  # keys that it tests for may be missing
     for name in sorted(read - tested - set(root.value) - set(RUN_OPTIONS) - set(declared(root))):
         near = did_you_mean(name, map(str, root.value), cutoff=0.8)
         findings.warning("missing-key", brain.place, "brain",
@@ -158,14 +158,14 @@ def _check_brain(root: Node, findings: Findings) -> None:
                          f"is {near} a misspelling of it?" if near else f"add {name}: VALUE")
 
 
-# ---------------------------------------------------------------------------------------------- what is not looked at
+# ---------------------------------------------------------------------------------------------- what is not checked
 
 
-def _hide(root: Node) -> list[str]:
-    """Make nodes unknown that must not be imported or called; return their places with the reasons."""
+def _mask_unchecked(root: Node) -> list[str]:
+    """Replace nodes that must not be imported or called by unknown ones; return their places with the reasons."""
     notes = {}
     for node in list(root.walk()):
-        why, known = _why_unseen(node.tag)
+        why, known = _why_unchecked(node.tag)
         if why:
             notes[node.place.file, node.place.line, node.place.column, node.key] = ": ".join(filter(None, (
                 str(node.place), node.key, why)))
@@ -175,8 +175,8 @@ def _hide(root: Node) -> list[str]:
     return [notes[place] for place in sorted(notes)]
 
 
-def _why_unseen(tag: str) -> tuple[str, bool]:
-    """Why a tag is not looked at, empty if it is; and whether the name in it may be imported."""
+def _why_unchecked(tag: str) -> tuple[str, bool]:
+    """Why a tag is not checked, empty if it is; and whether the name in it may be imported."""
     kind, _, name = tag.partition(":")
     if tag.startswith("!!python/"):
         return f"{tag} runs Python when it is read", False
@@ -186,7 +186,7 @@ def _why_unseen(tag: str) -> tuple[str, bool]:
         return "", True
     try:
         locate(name, PACKAGES)
-    except Outside as error:
+    except ForbiddenImport as error:
         return f"{tag}: {error}", False
     except LookupError:  # reported with the other mistakes
         return "", True
@@ -194,8 +194,8 @@ def _why_unseen(tag: str) -> tuple[str, bool]:
 
 
 @contextlib.contextmanager
-def nothing_from(*folders: Path) -> Iterator[None]:
-    """Import nothing from these folders within it, where files with the name of a missing package may lie."""
+def without_imports_from(*folders: Path) -> Iterator[None]:
+    """Import nothing from these folders within it, because they may contain files named like a missing package."""
     before = list(sys.path)
     left_out = {os.path.realpath(folder) for folder in folders}
     sys.path[:] = [each for each in before if os.path.realpath(each) not in left_out]

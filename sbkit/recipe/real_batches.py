@@ -1,6 +1,6 @@
-"""Sends two small batches of noise through the recipe's Brain, for what stand-ins without values can't show.
+"""Sends small batches of noise through the recipe's Brain, for checks that need values, which fake tensors lack.
 
-A batch of one utterance, an utterance beside padding, and the statistics of a validation.
+These are a batch of one utterance, an utterance with padding, and the statistics of a validation.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from sbkit.system.console import logging_disabled
 logger = logging.getLogger(__name__)
 
 SECONDS = 2.0
-"""Of the utterance; as much padding is added."""
-MOST_NUMBERS = 300_000_000
-"""Of a model that is computed, in less than some seconds and GiB."""
-APART = 0.1
-"""Outputs with padding may be this far from those without, by their norms."""
+"""Duration of the utterance, and of its padding."""
+MAX_PARAMETERS = 300_000_000
+"""Larger models are not tried: they take too long and too much memory."""
+TOLERANCE = 0.1
+"""Allowed relative difference between outputs with padding and without, by their norms."""
 
 
-def try_them(traced: Trace, findings: Findings) -> str:
-    """Add what they show to the findings; returns why something couldn't be tried, if so."""
+def try_batches(traced: Trace, findings: Findings) -> str:
+    """Run the batches and add findings; returns what couldn't be tried and why, if anything."""
     brain = traced.brain
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        return ""  # one rank checks, and the task's code may wait for all
+        return ""  # one rank checks, and the task's code may wait for the others
     numbers = sum(each.numel() for each in brain.modules.parameters())
-    if numbers > MOST_NUMBERS:
+    if numbers > MAX_PARAMETERS:
         return (f"a batch of one, padding and the metric: a model of {numbers / 1e6:,.0f} million parameters is too "
                 "large to try")
     traced.built.initialise()
-    with brain.restoring(), _as_it_runs(traced), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the run gives them again
+    with brain.restoring(), _accelerated(traced), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run repeats them
         batching, place = traced.built.hparams.get("batching"), traced.built.nodes["brain"].place
         least = getattr(batching, "min_batch_utterances", 1)
         error = _training(brain, max(least, 1), findings, place)
@@ -61,7 +61,7 @@ def try_them(traced: Trace, findings: Findings) -> str:
             if brain.is_prepared(brain.keys):
                 with logging_disabled(logging.WARNING):  # noise has no transcript
                     _validation(brain, traced, findings)
-        except Exception as error:  # the task's own code on noise, which a corpus may never have
+        except Exception as error:  # from the task's code, on noise that a corpus may not have
             logger.debug("not tried on noise", exc_info=True)
             what, line = "a validation of one recording of noise", own_line(error)
             if not line:
@@ -72,9 +72,8 @@ def try_them(traced: Trace, findings: Findings) -> str:
 
 
 @contextlib.contextmanager
-def _as_it_runs(traced: Trace) -> Iterator[None]:
-    """Swap SpeechBrain's layers for faster equivalents if the run will: these give the same with padding, and those
-    don't quite."""
+def _accelerated(traced: Trace) -> Iterator[None]:
+    """Replace SpeechBrain's layers by faster ones if the run will: only these ignore padding exactly."""
     parts = [traced.brain.modules, *(each for each in traced.built.hparams.values() if isinstance(each, nn.Module))]
     if not traced.keys.accelerate:
         parts = []
@@ -88,14 +87,14 @@ def _as_it_runs(traced: Trace) -> Iterator[None]:
 
 
 def _training(brain: Task, utterances: int, findings: Findings, place: Place) -> Exception | None:
-    """Compute a training batch; returns the error with which it ended."""
+    """Compute a training batch; returns its error, if any."""
     brain.modules.train()
     try:
         with torch.no_grad():
             batch = brain.stand_in(utterances, SECONDS, noise=True)
-            batch.token_lengths = (batch.token_lengths // 4).clamp(min=1)  # so few that frames of 80 ms do
+            batch.token_lengths = (batch.token_lengths // 4).clamp(min=1)  # enough frames even at 80 ms each
             loss = brain.compute_objectives(brain.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-    except Exception as error:  # each layer has its own
+    except Exception as error:  # each layer raises its own
         return error
     if float(getattr(loss, "count", 1)) == 0:
         findings.error("loss", place, "brain", "the loss of a training batch has a count of 0, so nothing is learnt "
@@ -108,19 +107,19 @@ def _padding(brain: Task, traced: Trace, findings: Findings) -> None:
     signal = 0.1 * torch.randn(samples, generator=torch.Generator().manual_seed(0))
     longer = torch.cat((signal, torch.zeros(samples)))
     alone, again, padded = (_outputs(brain, each, samples, i) for i, each in enumerate((signal, signal, longer)))
-    if not len(alone) == len(again) == len(padded) or any(map(_apart, alone, again)):
-        return  # it draws numbers, so nothing can be compared
-    apart = max(map(_apart, alone, padded), default=0.0)
-    if apart > APART:
+    if not len(alone) == len(again) == len(padded) or any(map(_difference, alone, again)):
+        return  # outputs are random, so they can't be compared
+    difference = max(map(_difference, alone, padded), default=0.0)
+    if difference > TOLERANCE:
         node = traced.built.nodes["brain"]
         findings.warning("padding", node.place, "brain",
                          f"an utterance's outputs depend on its padding, and so on other utterances of a batch: padded "
-                         f"to twice its length, they are {100 * apart:.0f} % off",
+                         f"to twice its length, they are {100 * difference:.0f} % off",
                          "leave padding out of means and normalisation, by batch.signal_lengths")
 
 
 def _outputs(brain: Task, signal: Tensor, samples: int, seed: int) -> list[Tensor]:
-    """The numbers that ``compute_forward`` gives for one utterance; those that it draws follow from the seed."""
+    """The outputs of ``compute_forward`` for one utterance, with this random seed."""
     torch.manual_seed(0)
     batch = brain.clip_batch(signal, samples)
     torch.manual_seed(seed)
@@ -130,17 +129,17 @@ def _outputs(brain: Task, signal: Tensor, samples: int, seed: int) -> list[Tenso
             and len(leaf) == 1]
 
 
-def _apart(alone: Tensor, padded: Tensor) -> float:
-    """How far the part that both have is apart; of frames, in the middle one, since edges may differ.
+def _difference(alone: Tensor, padded: Tensor) -> float:
+    """The relative difference of their common part, as the median over frames, because edges may differ.
 
-    0 if one isn't part of the other.
+    It is 0 if ``padded`` is smaller than ``alone``.
     """
     if alone.dim() != padded.dim() or any(map(int.__gt__, alone.shape, padded.shape)):
         return 0.0
     part = padded[tuple(slice(size) for size in alone.shape)]
-    apart, size = ((each.flatten(2).norm(dim=2) if each.dim() > 2 else each.norm(dim=1)) for each in
+    error, size = ((each.flatten(2).norm(dim=2) if each.dim() > 2 else each.norm(dim=1)) for each in
                    (part - alone, alone))
-    return float((apart / size.clamp(min=1e-9)).median())
+    return float((error / size.clamp(min=1e-9)).median())
 
 
 def _validation(brain: Task, traced: Trace, findings: Findings) -> None:

@@ -43,7 +43,7 @@ class Finding:
         return f"{self.where}: {self.severity}: {key}{self.message}{hint}"
 
 
-def few(value: float) -> str:
+def amount(value: float) -> str:
     """An amount of money or energy: 1,234.5, 0.42, under 0.01, 0."""
     return f"{value:,.1f}" if value >= 1 else f"{value:.2f}" if value >= 0.01 else "under 0.01" if value else "0"
 
@@ -80,7 +80,7 @@ class Report:
     built: bool = True
     """Whether the objects of the recipe were built and checked as well."""
     partly: bool = False
-    """Whether stand-ins ended before the loss was computed, so that much of the check is left out."""
+    """Whether the run on fake tensors ended before the loss, so that much of the check is left out."""
 
     def add(self, found: Iterable[Finding]) -> None:
         """Add findings that aren't there yet."""
@@ -95,7 +95,7 @@ class Report:
 
     @property
     def errors(self) -> list[Finding]:
-        """Findings that would end or spoil a run, ordered by file and line."""
+        """Findings that would end a run or make its results wrong, ordered by file and line."""
         return self._with_severity(ERROR)
 
     @property
@@ -108,7 +108,7 @@ class Report:
         return "\n".join(map(str, [*self.errors, *self.warnings]))
 
     def facts(self) -> str:
-        """The tables, and notes on what wasn't looked at."""
+        """The tables, and notes on what wasn't checked."""
         tables = [section.text() for section in self.sections.values()]
         notes = "\n".join(f"not checked: {note}" for note in self.notes)
         return "\n\n".join(filter(None, [*tables, notes]))
@@ -144,7 +144,7 @@ def did_you_mean(word: str, options: Iterable[str], cutoff: float = 0.6) -> str 
 
 
 def listed(names: Iterable[str], limit: int = 12) -> str:
-    """Names separated by commas; of more than ``limit``, only the first and how many follow."""
+    """Names separated by commas; after ``limit`` names only the number of the others."""
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

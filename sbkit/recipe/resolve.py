@@ -3,8 +3,8 @@
 It differs from HyperPyYAML in two ways, so that a recipe can replace any part of the one it is based on:
 
 - HyperPyYAML merges a mapping into the value that it overrides, and keeps that value's tag. Here a value with a tag
-  (``!new:``, ``!name:``, ``!apply:``, ``!ref``, ...) replaces the whole value; a plain mapping changes parts of it,
-  including arguments of an object that is written without any.
+  (``!new:``, ``!name:``, ``!apply:``, ``!ref``, ...) replaces the whole value; a plain mapping changes parts of it, or
+  adds arguments to an object without any.
 - A reference under an ``!include:``, if its key isn't in its own file, means a key of the included file.
 """
 
@@ -33,18 +33,18 @@ from sbkit.recipe.values import data
 
 PLACEHOLDER = "!PLACEHOLDER"
 _APPLYREF = "!applyref:"
-_LONGEST = 10_000  # characters of a text with references put in; each of them can double it
+_LONGEST = 10_000  # characters of a text with resolved references, each of which can double it
 
 
 def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referred: set[str] | None = None,
             packages: tuple[str, ...] | None = None, call: bool = False) -> Node | None:
-    """The recipe as one tree: includes read, overrides applied, references replaced by what they name.
+    """The recipe as one tree: includes read, overrides applied, references replaced by their targets.
 
-    What several places refer to is one Node.
+    References to the same target become the same Node.
 
-    referred : the keys that references name are added to it
+    referred : gets the keys that references name
     packages : packages that may be imported to find the keys that the task declares; None: all
-    call : call what is behind ``!applyref:``; otherwise what it returns, and texts with that in them, are unknown
+    call : call functions of ``!applyref:``; otherwise their results, and texts that contain them, are unknown
     """
     files = chain(path, findings)
     if not files:
@@ -88,11 +88,11 @@ class _Resolver:
         self.seen: dict[Node, Node] = {}
 
     def walk(self, node: Node, included: bool = False) -> Node:
-        """Replace what is inside a node, then the node itself.
+        """Resolve the children of a node, then the node itself.
 
-        included: the node is under an include, so references to keys of that file are left to it
+        included : the node is under an include, so references to keys of that file are not resolved here
         """
-        if node in self.seen:  # shared, or inside itself
+        if node in self.seen:  # shared, or circular
             return self.seen[node]
         self.seen[node] = node
         included = included or node.tag.startswith(INCLUDE)
@@ -100,7 +100,7 @@ class _Resolver:
             node.value[key] = self.walk(child, included)
         found = (self._leave(node) if included else None) or self._replace(node)
         if included and found is not node and not found.scalar:
-            found = self.walk(found)  # it may be further below, where it isn't visited again
+            found = self.walk(found)  # it may be further below, where it would be skipped as visited
         if included and node.tag and not found.tag and isinstance(found.value, dict):
             found = dataclasses.replace(found, whole=True)
         self.seen[node] = found
@@ -123,16 +123,16 @@ class _Resolver:
         return node
 
     def _called(self, node: Node) -> Node:
-        """What is behind ``!applyref:``, called."""
+        """The result of the function of ``!applyref:``."""
         try:
             args, kwargs = arguments(node)
-            made = locate(node.tag[len(_APPLYREF):])(*map(data, args), **{key: data(kwargs[key]) for key in kwargs})
-        except Exception as error:  # whatever a function raises
+            result = locate(node.tag[len(_APPLYREF):])(*map(data, args), **{key: data(kwargs[key]) for key in kwargs})
+        except Exception as error:  # a function can raise anything
             return self._error("not-built", node, f"{node.tag} fails: {summary(error)}")
-        return from_python(made, node.key, node.place)
+        return from_python(result, node.key, node.place)
 
     def _leave(self, node: Node) -> Node | None:
-        """A reference to keys of the included file, with keys of this file replaced; None if it has none of those."""
+        """A reference with only the keys of this file resolved; None if it has no keys of the included file."""
         if node.tag not in ("!ref", "!copy") or not node.scalar:
             return None
         text = str(node.value)
@@ -154,7 +154,7 @@ class _Resolver:
             found = Node(text, node.place, node.key)
             found.wrong = not seen and self._report_literal(text, node)
             return found
-        if len(seen) > 50:  # a circle, which is reported elsewhere
+        if len(seen) > 50:  # circular, which is reported elsewhere
             return self._unknown(node)
         seen = (*seen, text)
         if REFERENCE.fullmatch(text):
@@ -234,7 +234,7 @@ class _Resolver:
                                   f"{str(node.value).replace(match, 'None')!r}", f"give {match.strip('<>')} a value")
         return str(target.value)
 
-    # ------------------------------------------------------------ what goes wrong
+    # ------------------------------------------------------------ mistakes
 
     def _report_missing(self, reference: str, part: str, branch: Node, node: Node) -> None:
         name = reference or "<>"
@@ -259,36 +259,36 @@ class _Resolver:
         self._error("dangling-ref", node, f"there is no <{name}>", suggestion)
 
     def _report_later(self, target: Node, node: Node) -> None:
-        """Report a reference to a reference further below, or to itself by a circle."""
+        """Report a reference to a reference further below, or a circular one."""
         if not self._report_circle(target, node):
             self._error("later-ref", node,
                         f"{target.key} is itself a reference, and it is further below ({target.place})",
                         f"move {target.key} above {node.key}: a recipe is read from top to bottom")
 
     def _report_circle(self, target: Node, node: Node) -> bool:
-        """Report a circle of references that begins with ``target``; whether there is one."""
-        way, branches, done = [node], [iter([target])], set[Node]()
+        """Report a circle of references that begins with ``target``; return whether there is one."""
+        path, branches, done = [node], [iter([target])], set[Node]()
         while branches:
             found = next(branches[-1], None)
             if found is None:
                 branches.pop()
-                done.add(way.pop())
-            elif found in way:
-                circle = [*way[way.index(found):], found]
+                done.add(path.pop())
+            elif found in path:
+                circle = [*path[path.index(found):], found]
                 if not found.wrong:
                     self._error("circular-ref", found,
                                 f"this reference is circular: {' -> '.join(n.key for n in circle)}",
                                 f"give {found.key} a value")
-                for each in way:
+                for each in path:
                     each.wrong = True
                 return True
             elif found not in done:
-                way.append(found)
+                path.append(found)
                 branches.append(self._referred(found))
         return False
 
     def _referred(self, node: Node) -> Iterator[Node]:
-        """The existing nodes that an unresolved reference names."""
+        """The existing targets of an unresolved reference."""
         names = REFERENCE.findall(str(node.value)) if node.tag in ("!ref", "!copy") else []
         return filter(None, (self._find(name, node, quietly=True) for name in names))
 
@@ -303,7 +303,7 @@ class _Resolver:
         return True
 
     def _error(self, code: str, node: Node, message: str, suggestion: str = "") -> Node:
-        """Report a mistake; what stands in for the node from then on."""
+        """Report a mistake; return the unknown node that replaces this one."""
         self.findings.error(code, node.place, node.key, message, suggestion)
         return self._unknown(node)
 
@@ -369,7 +369,7 @@ def compute(text: str) -> object:
         tree = ast.parse(text, mode="eval")
         if _repeats_text(tree):
             raise ValueError("a quoted text can't be multiplied")
-        for node in ast.walk(tree):  # of floats, nested powers overflow at once instead of filling the memory
+        for node in ast.walk(tree):  # nested powers of floats overflow at once, those of ints would fill the memory
             if isinstance(node, ast.Constant) and isinstance(node.value, int):
                 node.value = float(node.value)
         parse_arithmetic(ast.unparse(tree))

@@ -1,4 +1,4 @@
-"""Checks of the keys that a run reads by name: values of declared keys, run options, and kinds of classes."""
+"""Checks the keys that a run reads by name: values of declared keys, run options, and kinds of classes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
 from sbkit.recipe.values import data, static
 
 _PRECISIONS = ("auto", *next(a.choices for a in RunOptions._create_parser()._actions if a.dest == "precision"))
-_COUNTED = {field.name: type(field.default) for field in dataclasses.fields(RunOptions)
+_NUMBERS = {field.name: type(field.default) for field in dataclasses.fields(RunOptions)
             if type(field.default) in (int, float)}
-_LEAST = {"grad_accumulation_factor": 1, "nonfinite_patience": 0, "max_grad_norm": 0}
+_MINIMUM = {"grad_accumulation_factor": 1, "nonfinite_patience": 0, "max_grad_norm": 0}
 
 
 def check_settings(root: Node, findings: Findings) -> None:
@@ -30,15 +30,15 @@ def check_settings(root: Node, findings: Findings) -> None:
     known = declared(root)
     for key, node in root.value.items():
         value = static(node)
-        if value is UNKNOWN or node.spoilt or not isinstance(key, str):
+        if value is UNKNOWN or node.unusable or not isinstance(key, str):
             continue
         if key in _CHECKS:
             _CHECKS[key](root, key, value, findings)
-        if node.spoilt:
+        if node.unusable:
             continue
         if key in known:
             _check_declared(root, known[key], value, findings)
-        elif key in _COUNTED and not _is_number(value):
+        elif key in _NUMBERS and not _is_number(value):
             _report(root, key, f"it is {_shown(value)}, and must be a number", findings)
         elif _too_low(key, value):
             _report_too_low(root.place_of(key), key, key, value, findings)
@@ -47,7 +47,7 @@ def check_settings(root: Node, findings: Findings) -> None:
 
 
 def _check_declared(root: Node, known: Declared, value: object, findings: Findings) -> None:
-    """Add a finding about a value without the type, or not among the values, that its key is declared with."""
+    """Add a finding about a value that doesn't match the declared type or values of its key."""
     given = data(value) if isinstance(value, Node) else value
     if given is UNKNOWN:  # an object, or a list of them: neither a number nor a text
         if known.plain:
@@ -55,7 +55,7 @@ def _check_declared(root: Node, known: Declared, value: object, findings: Findin
     elif known.name not in BY_PART and (problem := known.problem(given)):
         hint = COMPLETE if given is None and known.needed else f"it sets: {known.what}" if given is True else ""
         _report(root, known.name, f"it {problem}", findings, hint)
-    elif known.built and isinstance(value, (str, bool)) and value != "None":  # which is told for any key
+    elif known.built and isinstance(value, (str, bool)) and value != "None":  # check_text reports "None"
         null = "" if known.needed else " or null"
         findings.warning("setting", root.place_of(known.name), known.name,
                          f"it is {_shown(value)}, and must be an object{null}",
@@ -71,7 +71,7 @@ def check_options(run_opts: RunOptions | None, findings: Findings) -> None:
 
 
 def _too_low(name: str, value: Any) -> bool:  # a number, or a text that is one, where it is compared
-    return name in _LEAST and value is not None and _is_number(value) and float(value) < _LEAST[name]
+    return name in _MINIMUM and value is not None and _is_number(value) and float(value) < _MINIMUM[name]
 
 
 def _report_too_low(place: Place, written: str, name: str, value: object, findings: Findings) -> None:
@@ -79,11 +79,11 @@ def _report_too_low(place: Place, written: str, name: str, value: object, findin
         findings.warning("setting", place, written, f"it is {value}, so no gradient would be clipped",
                          "write 0 if that is meant")
     else:
-        findings.error("setting", place, written, f"it is {value}, and must be {_LEAST[name]} or more")
+        findings.error("setting", place, written, f"it is {value}, and must be {_MINIMUM[name]} or more")
 
 
 def _check_averaged(root: Node, known: Mapping[str, Declared], findings: Findings) -> None:
-    """Check that as many checkpoints are kept as are averaged, and that their weights aren't averages already."""
+    """Check that enough checkpoints are kept to average, and that their weights aren't averages already."""
     key = "average_checkpoints"
     count = _number(root, known[key])
     if count is None or count < 2:
@@ -98,7 +98,7 @@ def _check_averaged(root: Node, known: Mapping[str, Declared], findings: Finding
 
 
 def _number(root: Node, known: Declared) -> int | None:
-    """The value of a key that is a whole number; None if it is known only later, or wrong and reported already."""
+    """The value of a key that is a whole number; None if it is known only later, or already reported as wrong."""
     value = static(root.value[known.name]) if known.name in root.value else known.default
     return value if isinstance(value, int) and not known.problem(value) else None
 
@@ -138,7 +138,7 @@ def _builds(tag: str, kind: str) -> bool:
 
 
 def _check_class(root: Node, key: str, value: object, findings: Findings) -> None:
-    """Check that a key names a class of which the run builds an object."""
+    """Check that a key names a class from which the run builds an object."""
     wanted = _CLASSES[key]
     tag = value.tag if isinstance(value, Node) else ""
     if _builds(tag, wanted.base):
@@ -169,7 +169,7 @@ _CHECKS: dict[str, Callable[[Node, str, object, Findings], None]] = {
 
 
 class _NamedClass(NamedTuple):
-    """A key's class, of which the run builds an object: its base, and what a message says of it."""
+    """A key's class, from which the run builds an object: its base, and parts of messages about it."""
 
     base: str
     name: str
@@ -184,7 +184,7 @@ _CLASSES = {"brain": _NamedClass("Brain", "a Brain", "when the modules are there
 
 
 def _is_number(value: object) -> bool:
-    """Whether a run option takes it for a number: ``"5"`` and null are allowed."""
+    """Whether a run option accepts it as a number: ``"5"`` and null are allowed."""
     if isinstance(value, str):
         try:
             return math.isfinite(float(value))

@@ -1,4 +1,4 @@
-"""Checks names and arguments in a recipe against the Python objects they name: those are imported, never called."""
+"""Checks names and arguments in a recipe against the Python objects they name, which are imported but not called."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _TRUTHS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 # ---------------------------------------------------------------------------------------------- names
 
 
-class Outside(LookupError):
-    """Raised for a name that is, or is reached through, an object of a package that may not be imported."""
+class ForbiddenImport(LookupError):
+    """Raised for a name of, or through, an object in a package that must not be imported."""
 
 
-def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:  # whatever has the name
+def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:  # an object of any type
     """The object with a dotted name; LookupError has a message and a hint if there is none.
 
-    packages: the packages that it, and every step on the way to it, must belong to (``torch.os.system`` doesn't);
-        otherwise ``Outside`` is raised, and no other package is imported
+    packages : the packages that each part of the name must belong to (``torch.os.system`` doesn't); otherwise
+        ``ForbiddenImport`` is raised, and no other package is imported
 
     >>> locate("collections.OrderedDict")
     <class 'collections.OrderedDict'>
@@ -52,9 +52,9 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:  # whatev
     if not all(part.isidentifier() for part in parts):
         raise LookupError(f"{name!r} is not the name of a class or function", "write it as module.Class")
     if packages is not None:
-        _refuse_outside(parts[0], packages)
+        _check_allowed(parts[0], packages)
         if any(part.startswith("_") for part in parts):
-            raise Outside("names that begin with _ are not looked up")
+            raise ForbiddenImport("names that begin with _ are not looked up")
     target, used = None, 0
     for i in range(1, len(parts) + 1):
         module = ".".join(parts[:i])
@@ -78,23 +78,23 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:  # whatev
             target = getattr(target, parts[i])
         except AttributeError:
             owner = ".".join(parts[:i]) or "Python"
-            near = did_you_mean(parts[i], _offers(target))
+            near = did_you_mean(parts[i], _attributes(target))
             hint = f"did you mean {owner}.{near}?" if near else ""
             raise LookupError(f"{owner} has no {parts[i]}", hint) from None
         except Exception as error:  # SpeechBrain imports some modules lazily, and that can fail
             raise LookupError(f"importing {'.'.join(parts[: i + 1])} fails: {first_line(error)}", "") from error
         if packages is not None:
             home = target.__name__ if inspect.ismodule(target) else getattr(target, "__module__", None)
-            _refuse_outside(home, packages)
+            _check_allowed(home, packages)
     return target
 
 
-def _refuse_outside(module: object, packages: tuple[str, ...]) -> None:
+def _check_allowed(module: object, packages: tuple[str, ...]) -> None:
     if str(module).partition(".")[0] not in packages:
-        raise Outside(f"it is not in {', '.join(packages[:-1])} or {packages[-1]}, so it is not imported")
+        raise ForbiddenImport(f"it is not in {', '.join(packages[:-1])} or {packages[-1]}, so it is not imported")
 
 
-def _offers(owner: object) -> list[str]:
+def _attributes(owner: object) -> list[str]:
     names = [name for name in dir(owner) if not name.startswith("_")]
     if inspect.ismodule(owner) and getattr(owner, "__path__", None):
         for folder in owner.__path__:
@@ -127,7 +127,7 @@ def bind(target: Callable[..., Any], node: Node, findings: Findings, partial: bo
     if len(positional) > len(by_place) and rest is None:
         findings.error("too-many-arguments", node.place, node.key,
                        f"{name} takes at most {counted(len(by_place), 'argument')}, and gets {len(positional)}",
-                       _taken(by_place))
+                       _expected(by_place))
         node.wrong = True
     filled = set()
     for i, value in enumerate(positional):
@@ -178,8 +178,8 @@ def arguments(node: Node) -> tuple[list[Node], dict[Any, Node]]:
     return [], {}
 
 
-def _taken(by_place: list[inspect.Parameter]) -> str:
-    """A hint on the possible arguments; if that is a single list, how to write it."""
+def _expected(by_place: list[inspect.Parameter]) -> str:
+    """A hint with the possible arguments; if that is a single list, how to write it."""
     if len(by_place) == 1 and re.search("Iterable|Sequence|[Ll]ist", str(by_place[0].annotation)):
         return f"{by_place[0].name} is itself a list: write [[a, b]], or put a second - before the first item"
     return f"it takes {listed(p.name for p in by_place)}" if by_place else ""
@@ -187,9 +187,9 @@ def _taken(by_place: list[inspect.Parameter]) -> str:
 
 def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], value: Node, node: Node,
              key: object, findings: Findings) -> None:
-    """Compare an argument with its annotation, or else with the type of its default."""
+    """Compare an argument with its annotation, or without one with the type of its default."""
     given = static(value)
-    if given is UNKNOWN or value.spoilt or (given == parameter.default and not isinstance(given, Node)):
+    if given is UNKNOWN or value.unusable or (given == parameter.default and not isinstance(given, Node)):
         return
     hint = hints.get(parameter.name)
     wanted = None
@@ -301,7 +301,7 @@ def _plain_fits(kind: type, inner: tuple[Any, ...], given: object) -> bool:
     if isinstance(given, tuple):
         return kind is object or issubclass(tuple, kind) or kind in (list, collections.abc.MutableSequence)
     if isinstance(given, str) and kind in (collections.abc.Sequence, collections.abc.Iterable, list, tuple):
-        return not inner and kind not in (list, tuple)  # as a Sequence[str], a text would be taken letter by letter
+        return not inner and kind not in (list, tuple)  # a text as a Sequence[str] would be read letter by letter
     if kind.__module__.split(".")[0] == "torch" and kind.__name__ in ("dtype", "device"):
         return isinstance(given, (str, int))
     return isinstance(given, kind)

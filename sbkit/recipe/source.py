@@ -1,4 +1,4 @@
-"""What is written in a recipe and where: its nodes, their places, and findings about them."""
+"""The nodes of a recipe, their places in its files, and findings about them."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class Node:
     whole: bool = False
     """Whether it is a plain mapping that replaces the whole value it overrides, since it was written as a reference."""
     comments: dict[Any, tuple[list[str], str]] = field(default_factory=dict)
-    """Comments by key or index: the lines above it, and what is behind it; under None the lines at a file's end."""
+    """Comments by key or index: the lines above it, and the one after it; under None the lines at a file's end."""
 
     def __post_init__(self) -> None:
         while self.key.startswith(f"{BASE}."):  # keys under it are keys of the recipe
             self.key = self.key.removeprefix(f"{BASE}.")
 
-    def at(self, *keys: str) -> Any:  # as the text says
-        """The value under a key, or under keys in one another; None if there is none."""
+    def at(self, *keys: str) -> Any:  # as documented
+        """The value under a key, or under nested keys; None if there is none."""
         value = self.value
         for key in keys:
             value = value[key].value if isinstance(value, dict) and key in value else None
@@ -88,10 +88,10 @@ class Node:
         return f"{self.key}.{key}" if self.key else str(key)
 
     def origin_of(self, key: object) -> tuple[Place, str]:
-        """The place and full name of what gives one of its keys or items its value.
+        """The place and full name of the origin of the value of one of its keys or items.
 
-        That is what its reference names, if that is no object, and another file or the command line gave it; otherwise
-        the key or item.
+        That is the target of its reference, if that is a value in another file or on the command line; otherwise it is
+        the key or item itself.
         """
         child = self.value.get(key) if isinstance(self.value, dict) else None
         while child is not None and child.source is not None:
@@ -101,10 +101,10 @@ class Node:
         return (here, self.key_of(key)) if child is None or own else (child.place, child.key)
 
     def culprit(self, named: Collection[object] = ()) -> tuple[Place, str]:
-        """The place and full name to blame for an error of the whole, which names some of its keys.
+        """The place and full name to blame for an error that names some of its keys.
 
-        One key alone is to blame. Of several, and if none is named, it is those that the command line gave, or else a
-        file other than its own; if there are none of these either, it is itself to blame.
+        A single key is to blame. With several or none, blame keys set on the command line, or else in another file; if
+        there are none of these, the node itself.
         """
         keys = named or (self.value if isinstance(self.value, dict) else ())
         found = list(dict.fromkeys(map(self.origin_of, keys)))
@@ -114,13 +114,13 @@ class Node:
         given = [each for each in given if each[0].file == COMMAND_LINE] or given
         return (self.place, self.key) if not given else given[0] if len(given) == 1 else (given[0][0], self.key)
 
-    def culprit_by(self, message: str) -> tuple[Place, str]:
+    def culprit_named_in(self, message: str) -> tuple[Place, str]:
         """The place and full name to blame for an error whose message mentions some of its keys."""
         words = set(re.split(r"[\s'`:\[\]]+", message))
         return self.culprit([key for key in self.value if key in words] if isinstance(self.value, dict) else ())
 
     def blame(self, key: object) -> Place:
-        """Mark the value of a key as wrong, and what its reference names, to be reported once; return what to blame."""
+        """Mark the value of a key and the target of its reference as wrong, to report them once; return its origin."""
         self.wrong = True
         child = self.value.get(key) if isinstance(self.value, dict) else None
         while child is not None:
@@ -129,22 +129,22 @@ class Node:
         return self.origin_of(key)[0]
 
     @property
-    def spoilt(self) -> bool:
+    def unusable(self) -> bool:
         """Whether it can't be built, because of a mistake in it, or in its source, that is reported already."""
-        return self.wrong or self.value is UNKNOWN or (self.source is not None and self.source.spoilt)
+        return self.wrong or self.value is UNKNOWN or (self.source is not None and self.source.unusable)
 
     @property
     def scalar(self) -> bool:
         return not isinstance(self.value, (dict, list))
 
     def items(self) -> list[tuple[Any, Node]]:
-        """The nodes directly inside it, by key or index."""
+        """Its child nodes, by key or index."""
         if isinstance(self.value, dict):
             return list(self.value.items())
         return list(enumerate(self.value)) if isinstance(self.value, list) else []
 
     def children(self) -> list[Node]:
-        """The same without these."""
+        """Its child nodes."""
         return [child for _, child in self.items()]
 
     def walk(self) -> Iterator[Node]:
@@ -158,7 +158,7 @@ class Node:
                 stack.extend(reversed(node.children()))
 
     def texts(self) -> dict[str, str]:
-        """Each tag and value inside it as text, by full name; what has several names, by the shortest one only."""
+        """Each tag and value inside it as text, by full name; nodes with several names only by the shortest."""
         found: dict[str, str] = {}
         waiting, seen = deque([("", self)]), set[Node]()
         while waiting:
@@ -169,8 +169,8 @@ class Node:
             value = "null" if node.value is None else str(node.value) if node.scalar else ""
             if node.scalar and not (node.tag or value):
                 value = "''"
-            if said := f"{node.tag} {value}".strip():
-                found[name] = said
+            if text := f"{node.tag} {value}".strip():
+                found[name] = text
             in_list = isinstance(node.value, list)
             waiting.extend((f"{name}[{key}]" if in_list else f"{name}.{key}".lstrip("."), child)
                            for key, child in node.items())
@@ -181,7 +181,7 @@ class Findings(list[Finding]):
     """A list of findings, with a method to add each kind."""
 
     def error(self, code: str, place: Place, key: str, message: str, suggestion: str = "") -> None:
-        """Add a finding that would end or spoil a run."""
+        """Add a finding that would end a run or make its results wrong."""
         self.append(Finding(ERROR, code, place.file, place.line, key, message, suggestion, place.column))
 
     def warning(self, code: str, place: Place, key: str, message: str, suggestion: str = "") -> None:

@@ -1,5 +1,5 @@
-"""The speed of a device: operations per second by data sheet or by a large matrix product, its share that training uses
-(MFU: model FLOPs utilisation), and its best precision."""
+"""The speed of a device: operations per second by data sheet or by a large matrix product, the share of it that
+training reaches (MFU: model FLOPs utilisation), and its best precision."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MEASURE_SECONDS = 0.3
 def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
     """The highest operations per second that training could reach, and the source; None for a card not in the table.
 
-    For a CPU, whose data sheet doesn't tell the clock under load, it is the speed of a matrix product.
+    For a CPU, whose data sheet lacks the clock under load, it is the speed of a matrix product.
     """
     if device.type != "cuda":
         return speed_of(device, precision), "a large matrix product here"
@@ -44,7 +44,7 @@ def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
 
 
 def peak_of_card(name: str, precision: str) -> tuple[float | None, str]:
-    """The same of a card by its name, which need not be here; fp32 is TF32 where that is allowed."""
+    """The same for a card by its name, which this machine may lack; fp32 means TF32 if that is allowed."""
     column = 0 if precision in ("bf16", "fp16") else 2 if torch.get_float32_matmul_precision() == "highest" else 1
     for words, peaks in PEAKS.items():
         if re.search(rf"\b{words}\b(?! (?:Ti|D|Laptop)\b)", name) and "MIG" not in name:  # MIG: a slice of a card
@@ -74,7 +74,7 @@ def speed_of(device: torch.device, precision: str) -> float | None:
 
 
 def native_precision(device: torch.device) -> str:
-    """The precision that ``auto`` means: bf16 if the device computes in it and doesn't emulate it, else fp32."""
+    """The precision that ``auto`` means: bf16 if the device supports it without emulation, else fp32."""
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device.type == "cpu":

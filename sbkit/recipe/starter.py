@@ -17,7 +17,7 @@ from sbkit.recipe.report import did_you_mean
 HOME = Path(sbkit.__file__).parent / "starter"
 RECIPES = "hparams"
 OWN = "mine"
-"""The name of a task that the user is to write; its starter is in a folder of its own."""
+"""The name of the template for a user's own task; it is in a separate folder."""
 _ALWAYS = (Path("README.md"), Path("train.py"))
 
 
@@ -27,7 +27,7 @@ def tasks() -> list[str]:
 
 
 def files(task: str) -> dict[Path, Path]:
-    """The files of a task's starter: where each lies, by its path in the new folder."""
+    """The files of a task's starter, by their paths in the new folder."""
     if task not in tasks():
         near = did_you_mean(task, tasks())
         raise SbkitError(f"there is no task {task!r}",
@@ -37,9 +37,9 @@ def files(task: str) -> dict[Path, Path]:
         places = [path for path in sorted(own.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
         return {path.relative_to(own): path for path in places}
     flagship = HOME / RECIPES / f"{task}.yaml"
-    resting = [path.relative_to(HOME) for path in sorted((HOME / "recipes").rglob(f"{RECIPES}/*.yaml"))
-               if chain(path)[-1][0].samefile(flagship)]
-    return {place: HOME / place for place in (*_ALWAYS, flagship.relative_to(HOME), *resting)}
+    based = [path.relative_to(HOME) for path in sorted((HOME / "recipes").rglob(f"{RECIPES}/*.yaml"))
+             if chain(path)[-1][0].samefile(flagship)]
+    return {place: HOME / place for place in (*_ALWAYS, flagship.relative_to(HOME), *based)}
 
 
 def write(folder: Path, task: str) -> list[Path]:

@@ -1,8 +1,7 @@
-"""Runs a training batch through the recipe's Brain on stand-in tensors, to find shapes and mismatches.
+"""Runs a training batch through the recipe's Brain on torch's fake tensors, to find shapes and mismatches.
 
-Stand-ins (torch's FakeTensor) have shapes, types and devices but no memory, so neither data nor a GPU is needed, and
-the size of the model doesn't matter. The code is that of training: the task's ``compute_forward`` and
-``compute_objectives``.
+Fake tensors have shapes, types and devices but no memory, so neither data nor a GPU is needed, and the size of the
+model doesn't matter. The code is that of training: the task's ``compute_forward`` and ``compute_objectives``.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import gpu_step
 from sbkit.recipe.build import Built
 from sbkit.recipe.keys import Keys, Task, TaskClass, TaskKeys
-from sbkit.recipe.leftovers import Holdings, StandIns
-from sbkit.recipe.parts import frozen_for_good
+from sbkit.recipe.leftovers import FakeTensors, HeldObjects
+from sbkit.recipe.parts import permanently_frozen
 from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.values import static
@@ -48,26 +47,26 @@ from sbkit.system.console import logging_disabled
 
 #: Utterances of the batch, and seconds of each.
 UTTERANCES, SECONDS = 2, 3.0
-#: Methods by which modules are called.
+#: Methods of modules that a forward calls.
 _CALLS = ("forward", "encode", "decode")
 # Torch's messages about sizes that don't match.
 _MISMATCHES = (
-    re.compile(r"got \[\d+, (?P<got>\d+)\] X \[(?P<wanted>\d+), \d+\]"),
-    re.compile(r"\(\d+x(?P<got>\d+) and (?P<wanted>\d+)x\d+\)"),
-    re.compile(r"to have (?P<wanted>\d+) channels, but got (?P<got>\d+) channels"),
-    re.compile(r"shape \[\*, (?P<wanted>\d+)\], but got input of size\s?\[.*?(?P<got>\d+)\]"),
+    re.compile(r"got \[\d+, (?P<given>\d+)\] X \[(?P<wanted>\d+), \d+\]"),
+    re.compile(r"\(\d+x(?P<given>\d+) and (?P<wanted>\d+)x\d+\)"),
+    re.compile(r"to have (?P<wanted>\d+) channels, but got (?P<given>\d+) channels"),
+    re.compile(r"shape \[\*, (?P<wanted>\d+)\], but got input of size\s?\[.*?(?P<given>\d+)\]"),
 )
 _HOME, _PYTHON = Path(sbkit.__file__).parent, Path(sysconfig.get_paths()["stdlib"])
 _OTHER_DEVICE = re.compile(r"two different devices (\S+), (\S+)|Expected all tensors to be on the same device")
 
 
 class Trace:
-    """The result of running a forward on stand-ins."""
+    """The result of running a forward on fake tensors."""
 
     def __init__(self, built: Built) -> None:
         self.built = built
         self.task: TaskClass = task_of(built)
-        """The class under ``brain``; None if it isn't a task, so that its needs are unknown."""
+        """The class under ``brain``; None if it isn't a task, so that its requirements are unknown."""
         self.brain: Task = None
         """The recipe's Brain, None if it couldn't be built."""
         self.keys: TaskKeys = None
@@ -75,7 +74,7 @@ class Trace:
         self.outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
         """The class of each object of the recipe and the shape of its output, by key, in the order of the calls."""
         self.stage = "forward"
-        """What was computed last: it, or the loss."""
+        """What ran last: the forward or the loss."""
         self.complete = False
         self.note = ""
         """Why the forward ended early, if that isn't a mistake."""
@@ -86,41 +85,41 @@ class Trace:
 
 
 @contextlib.contextmanager
-def stand_ins(*holders: object) -> Iterator[StandIns]:
+def fake_tensors(*holders: object) -> Iterator[FakeTensors]:
     """Within it, new tensors have shapes but no memory, and real weights are treated like them.
 
-    holders : what may come to hold stand-ins; it holds what it held before, afterwards
+    holders : objects that may hold fake tensors afterwards, and are restored
     """
-    held = Holdings(attention._get_precomputed_values, *holders)  # in which SpeechBrain caches rotary tables
-    made = StandIns()
-    # A compiled layer that is called within another mode would never be compiled afterwards.
+    held = HeldObjects(attention._get_precomputed_values, *holders)  # SpeechBrain's function caches rotary tables
+    fakes = FakeTensors()
+    # Otherwise a layer of torch.compile that is called within this mode would never be compiled afterwards.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     try:
         # Torch logs a traceback for each mismatch, which becomes a finding here.
-        with logging_disabled(logging.ERROR), warnings.catch_warnings(), eager, made.noted(), made.mode:
+        with logging_disabled(logging.ERROR), warnings.catch_warnings(), eager, fakes.recorded(), fakes.mode:
             warnings.simplefilter("ignore")
-            yield made
+            yield fakes
     finally:
-        held.restore(made)
+        held.restore(fakes)
 
 
 T = TypeVar("T")
 
 
-def on_stand_ins(holder: Task | nn.Module, compute: Callable[[FakeTensorMode], T]) -> T:
-    """Return what ``compute`` returns on stand-ins; a Brain or module, and all that it reaches, stays as it was."""
-    with getattr(holder, "restoring", contextlib.nullcontext)(), stand_ins(holder) as made:
-        result = compute(made.mode)
-    made.refuse_left()
+def on_fake_tensors(holder: Task | nn.Module, compute: Callable[[FakeTensorMode], T]) -> T:
+    """Return what ``compute`` returns on fake tensors; the Brain or module, and all objects in it, are unchanged."""
+    with getattr(holder, "restoring", contextlib.nullcontext)(), fake_tensors(holder) as fakes:
+        result = compute(fakes.mode)
+    fakes.raise_if_left()
     return result
 
 
 @functools.cache
-def gpu_stand_ins() -> bool:
-    """Whether stand-ins can be on a GPU here: torch 2.9 and older need a driver for that."""
+def fake_gpu_works() -> bool:
+    """Whether fake tensors can be on a GPU here: torch 2.9 and older need a driver for that."""
     real = torch.ones(1)
     try:
-        with stand_ins():
+        with fake_tensors():
             real.to("cuda:0")
     except RuntimeError:
         return False
@@ -130,22 +129,22 @@ def gpu_stand_ins() -> bool:
 def task_of(built: Built) -> TaskClass:
     """The class under ``brain``; None if it isn't a task.
 
-    The needs of any other Brain are unknown, and so is what a user's script does with the parts of its recipe.
+    The requirements of any other Brain are unknown, and so is how a user's script uses the parts of its recipe.
     """
-    named = built.hparams.get("brain")
-    return named if hasattr(named, "Keys") and hasattr(named, "stand_in") else None
+    brain = built.hparams.get("brain")
+    return brain if hasattr(brain, "Keys") and hasattr(brain, "stand_in") else None
 
 
 def build_brain(task: TaskClass, hparams: Mapping[str, Any], precision: str = "fp32", **more: Any) -> Task:
     """Build the Brain of a recipe, without output folder and checkpoints; ``more`` replaces values of keys."""
     kept = {key: value for key, value in hparams.items() if key not in ("output_folder", "schedule", "precision")}
-    more = {"freeze": frozen_for_good(hparams.get("freeze")), **more}
+    more = {"freeze": permanently_frozen(hparams.get("freeze")), **more}
     return task(modules=hparams["modules"], hparams={**kept, **more}, checkpointer=None,
                 run_opts=RunOptions(device="cpu", precision=precision, overridden_args={"device", "precision"}))
 
 
 def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) -> Trace:
-    """Run a training batch through the recipe's Brain on stand-ins; the first mismatch becomes a finding."""
+    """Run a training batch through the recipe's Brain on fake tensors; the first mismatch becomes a finding."""
     found = Trace(built)
     task = found.task
     if task is None:
@@ -162,12 +161,12 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
         if _report_clashes(found.keys, built, findings) or not task.check_parts(found.keys, built, findings):
             return found
         found.brain = build_brain(task, {**built.hparams, "modules": modules}, accelerate=False)
-        on_stand_ins(found.brain, lambda _: _run(found, "cpu"))
+        on_fake_tensors(found.brain, lambda _: _run(found, "cpu"))
     return found
 
 
 def _report_clashes(keys: Keys, built: Built, findings: Findings) -> bool:
-    """Add findings about keys that can't be combined; whether there are any."""
+    """Add findings about keys that can't be combined; return whether there are any."""
     clashes = list(keys.clashes())
     for key, message, hint in clashes:
         node = built.nodes.get(key, built.nodes["modules"])
@@ -176,9 +175,9 @@ def _report_clashes(keys: Keys, built: Built, findings: Findings) -> bool:
 
 
 def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> Trace:
-    """Repeat the forward with modules on a stand-in GPU; it fails where a tensor is still on the CPU.
+    """Repeat the forward with the modules on a fake GPU; it fails where a tensor is still on the CPU.
 
-    modules: all that a Brain moves, on the ``meta`` device
+    modules : all that a Brain moves, on the ``meta`` device
     """
     found = Trace(before.built)
     found.brain = before.brain
@@ -188,7 +187,7 @@ def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> Tr
         _run(found, "cuda:0")
 
     with _reporting(found, findings), torch.no_grad(), gpu_step.without_driver():
-        on_stand_ins(found.brain, run)
+        on_fake_tensors(found.brain, run)
     return found
 
 
@@ -203,7 +202,7 @@ def _reporting(found: Trace, findings: Findings) -> Iterator[None]:
         found.note = (f"the {found.stage} after {where}, which reads values of tensors on the host "
                       f"(.item() or similar){own_line(error)} or computes shapes from them; that also stalls a GPU")
     except Exception as error:  # each layer has its own errors for a shape that doesn't fit
-        call = without_stand_in(error)
+        call = needs_real_tensors(error)
         if call is None:
             _report(error, found, findings)
         else:
@@ -221,11 +220,11 @@ def own_line(error: BaseException) -> str:
     return ""
 
 
-def without_stand_in(error: BaseException) -> str | None:
-    """The name of the call that needs real tensors or a real GPU, if that is why stand-ins ended with an error."""
+def needs_real_tensors(error: BaseException) -> str | None:
+    """The name of the call that needs real tensors or a real GPU, if that is why a run on fake tensors failed."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for caller, frame in itertools.pairwise(frames):
-        if frame.f_code.co_name == "run_fallback_kernel":  # torch's last resort: the real operation, on zeros
+        if frame.f_code.co_name == "run_fallback_kernel":  # torch then runs the real operation on zeros
             return str(frame.f_locals["func"].name())
         if frame.f_code.co_name == "_lazy_init" and frame.f_globals["__name__"] == "torch.cuda":
             return f"{caller.f_globals['__name__']}.{caller.f_code.co_name}"
@@ -234,7 +233,7 @@ def without_stand_in(error: BaseException) -> str | None:
 
 def _run(found: Trace, device: str) -> None:
     batch = found.brain.stand_in(UTTERANCES, SECONDS).to(device)
-    with _watched(found):
+    with _recording_shapes(found):
         outputs = found.brain.compute_forward(batch, Stage.TRAIN)
         found.stage = "loss"
         found.brain.compute_objectives(outputs, batch, Stage.TRAIN)
@@ -242,7 +241,7 @@ def _run(found: Trace, device: str) -> None:
 
 
 @contextlib.contextmanager
-def _watched(found: Trace) -> Iterator[None]:
+def _recording_shapes(found: Trace) -> Iterator[None]:
     """Within it, record the shape of the first output of each object of the recipe."""
     watched = [(key, obj) for key, obj in found.built.hparams.items() if isinstance(obj, nn.Module)]
     patched: list[tuple[nn.Module, str]] = []
@@ -261,8 +260,8 @@ def _watched(found: Trace) -> Iterator[None]:
 
 def _recording(call: Callable[..., Any], key: str, module: nn.Module, found: Trace) -> Callable[..., Any]:
     @functools.wraps(call)
-    def noted(*args: Any, **kwargs: Any) -> object:
-        _refuse_misfit(call, key, module, found.task, args, kwargs)
+    def recorded(*args: Any, **kwargs: Any) -> object:
+        _check_call(call, key, module, found.task, args, kwargs)
         out = call(*args, **kwargs)
         first = out
         while isinstance(first, (tuple, list)) and first:
@@ -271,27 +270,27 @@ def _recording(call: Callable[..., Any], key: str, module: nn.Module, found: Tra
             found.outputs.setdefault(key, (type(module).__name__, tuple(first.shape)))
         return out
 
-    return noted
+    return recorded
 
 
 # ---------------------------------------------------------------------------------------------- what went wrong
 
 
-def _refuse_misfit(call: Callable[..., Any], key: str, module: nn.Module, task: TaskClass, args: tuple[Any, ...],
+def _check_call(call: Callable[..., Any], key: str, module: nn.Module, task: TaskClass, args: tuple[Any, ...],
                    kwargs: Mapping[str, Any]) -> None:
-    """Raise if a part of the recipe doesn't take what it is called with, which Python tells by counts alone."""
+    """Raise if a part of the recipe doesn't take its arguments; Python's own error has only their number."""
     try:
-        taken = inspect.signature(call)
+        signature = inspect.signature(call)
     except (ValueError, TypeError):  # C functions may have none
         return
     try:
-        taken.bind(*args, **kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError:
         given = " and ".join([*map(_shown, args), *(f"{name} {_shown(value)}" for name, value in kwargs.items())])
         declared = task.Keys.declared().get(key) if task is not None else None
         raise SbkitError(
             f"it is called with {given}, but {type(module).__name__}.{call.__name__} takes "
-            f"{listed(taken.parameters) or 'nothing'}",
+            f"{listed(signature.parameters) or 'nothing'}",
             hint="wrap it in a module that takes them" + (f"; this key is {declared.what}" if declared else "")
         ) from None
 
@@ -304,7 +303,7 @@ def _shown(value: object) -> str:
 
 
 def _blame(error: BaseException, built: Built) -> tuple[Node | None, nn.Module | None]:
-    """The innermost object of the recipe whose code was running at an error, and the innermost layer."""
+    """The innermost object of the recipe whose code raised an error, and the innermost layer."""
     node, layer = None, None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
@@ -326,7 +325,7 @@ def _report(error: Exception, found: Trace, findings: Findings) -> None:
     inside = f" (in its {type(layer).__name__})" if layer is not None and built.origin(layer) is not node else ""
     text = " ".join(str(error).split())
     if _OTHER_DEVICE.search(text) and any(f.code == "not-owned" and f.key == key for f in findings):
-        return  # which explains it
+        return  # that finding explains it
     if _OTHER_DEVICE.search(text):
         findings.error("device-mismatch", place, key,
                        f"a tensor stays on the CPU while the rest is on a device{inside}",
@@ -337,12 +336,12 @@ def _report(error: Exception, found: Trace, findings: Findings) -> None:
         return
     for pattern in _MISMATCHES:
         if match := pattern.search(text):
-            got, wanted = int(match["got"]), int(match["wanted"])
-            message = f"the input has {got} values per frame, and {wanted} are expected{inside}"
+            given, wanted = int(match["given"]), int(match["wanted"])
+            message = f"the input has {given} values per frame, and {wanted} are expected{inside}"
             argument = _argument(node, wanted)
             if node is not None and argument is not None:
                 place, key = node.place_of(argument), node.key_of(argument)
-                suggestion = f"set {argument} to {got}, or make the layer before it output {wanted}"
+                suggestion = f"set {argument} to {given}, or make the layer before it output {wanted}"
             else:
                 suggestion = f"make the layer before it output {wanted}"
             findings.error("shape-mismatch", place, key, message, suggestion)
@@ -372,7 +371,7 @@ def _argument(node: Node | None, value: int) -> str | None:
 
 
 def section(found: Trace) -> Section | None:
-    """The table of output shapes, with the task's remarks."""
+    """The report's table of output shapes, with the task's remarks."""
     if not found.outputs:
         return None
     rows = [[key, kind, f"[{', '.join(['B', *map(str, shape[1:])])}]"] for key, (kind, shape) in found.outputs.items()]

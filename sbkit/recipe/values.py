@@ -1,4 +1,4 @@
-"""Values of a recipe's scalars in Python, and a check for texts that were meant as numbers, tuples, truth or null."""
+"""Python values of a recipe's scalars, and a check for texts that were meant as numbers, tuples, bools or null."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def static(node: Node) -> object:
 
 
 def data(node: Node) -> object:
-    """The Python value of a scalar, list or mapping; UNKNOWN if it, or anything in it, is an object or known later."""
+    """The Python value of a scalar, list or mapping; UNKNOWN if any of it is an object or known later."""
     value = static(node)
     if not isinstance(value, Node):
         return value
@@ -54,7 +54,7 @@ def is_tuple(value: object) -> bool:
 
 
 def as_tuple(text: str) -> Any:  # a tuple, or UNKNOWN
-    """The tuple that HyperPyYAML makes of a text such as ``(3, 3)``; PyYAML reads its items, so ``1e-3`` is a text."""
+    """The tuple that HyperPyYAML reads from ``(3, 3)``; PyYAML reads its items, so ``1e-3`` is a text."""
     try:
         return tuple(yaml.safe_load(f"[{text[1:-1]}]"))
     except yaml.YAMLError:
@@ -62,7 +62,7 @@ def as_tuple(text: str) -> Any:  # a tuple, or UNKNOWN
 
 
 def looks_like_number(text: str) -> str | None:
-    """The right spelling of the number that a text was meant as; None if it wasn't meant as one.
+    """The number that was meant, spelt correctly; None if the text wasn't meant as a number.
 
     >>> looks_like_number("1,000"), looks_like_number("0,5"), looks_like_number("1e-3"), looks_like_number("fr")
     ('1000', '0.5', '1e-3', None)
@@ -82,7 +82,7 @@ def looks_like_number(text: str) -> str | None:
 
 
 def expression(text: str) -> bool:
-    """Whether a text is arithmetic that isn't computed, such as ``1/3`` or ``2 * 80``."""
+    """Whether a text is arithmetic, such as ``1/3`` or ``2 * 80``, which YAML doesn't compute."""
     return bool(_EXPRESSION.fullmatch(text.strip())) and any(char.isdigit() for char in text)
 
 
@@ -149,14 +149,14 @@ def _report(node: Node, findings: Findings, code: str, what: str, hint: str) -> 
     node.wrong = True
 
 
-def unwrapped(made: object) -> tuple[Any, dict[str, Any]]:
-    """Return the function or class inside of partials, and its options; the outer ones count.
+def unwrapped(value: object) -> tuple[Any, dict[str, Any]]:
+    """Return the function or class inside partials, and its options; outer ones replace inner ones.
 
     >>> unwrapped(functools.partial(functools.partial(int, base=8), base=2))
     (<class 'int'>, {'base': 2})
     """
     options: dict[str, Any] = {}
-    while isinstance(made, functools.partial):
-        options = {**made.keywords, **options}
-        made = made.func
-    return made, options
+    while isinstance(value, functools.partial):
+        options = {**value.keywords, **options}
+        value = value.func
+    return value, options

@@ -18,7 +18,7 @@ _WIDTH = 100  # of a list in one line
 
 
 def text(root: Node) -> str:
-    """A recipe as text, with its comments; what several places refer to is written once, as an anchor."""
+    """A recipe as text, with its comments; a node with several references is written once, with an anchor."""
     return "".join(f"{line.rstrip()}\n" for line in _Writer(root).block(root, ""))
 
 
@@ -29,7 +29,7 @@ class _Writer:
         self.anchors: dict[Node, str] = {}
 
     def block(self, node: Node, indent: str) -> Iterator[str]:
-        """The lines of a mapping or list, an item a line."""
+        """The lines of a mapping or list, one item per line."""
         for key, child in node.items():
             above, behind = node.comments.get(key, ([], ""))
             yield from (indent + line for line in above)
@@ -40,7 +40,7 @@ class _Writer:
         yield from (indent + line for line in node.comments.get(None, ([], ""))[0])
 
     def lines(self, node: Node, indent: str) -> Iterator[str]:
-        """What stands behind the key of a value, and the lines below it."""
+        """The text after the key of a value, and the lines below it."""
         if node in self.anchors:
             yield f"*{self.anchors[node]}"
             return
@@ -57,7 +57,7 @@ class _Writer:
             yield from self.block(node, indent + "    ")
 
     def flow(self, node: Node) -> str | None:
-        """A short list of plain values in one line; None of anything else that isn't empty."""
+        """A short list of plain values, or an empty one or mapping, in one line; None for anything else."""
         if not node.value:
             return "{}" if isinstance(node.value, dict) else "[]"
         inside = [self.flow(child) if not child.scalar else scalar(child.value) for child in node.children()

@@ -150,7 +150,7 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         count = max(1, int(trial.batching.max_batch_seconds / seconds))
         operations = None
         try:
-            operations = flops.run(brain, count, seconds, flops.Arithmetic).operations
+            operations = flops.run(brain, count, seconds, flops.FlopCounter).operations
         except NotImplementedError as error:
             if not str(error).startswith("Could not run "):  # torch's message for an operation without a meta kernel
                 raise

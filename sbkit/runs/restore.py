@@ -13,7 +13,7 @@ from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.errors import SbkitError, summary
 from sbkit.recipe import load, writing
-from sbkit.recipe.arguments import import_beside
+from sbkit.recipe.arguments import make_importable
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Node
 from sbkit.runs import pretrained
@@ -59,7 +59,7 @@ def read_run(run: str | Path) -> Recipe:
         missing = f"is not a run: it has no {RECIPE}" if run.is_dir() else "does not exist"
         raise SbkitError(f"{run} {missing}", hint="name the output_folder of a run")
     tree = moved_recipe(path, run)
-    import_beside(_origin(path))
+    make_importable(_origin(path))
     try:
         hparams = load_hyperpyyaml(writing.text(tree))
     except Exception as error:

@@ -22,7 +22,7 @@ from sbkit.nn import attention_kernel
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.nn.fast.norm import flatten_norms
 from sbkit.nn.tf32 import allow_tf32
-from sbkit.recipe.parts import ParameterGroups, what_learns
+from sbkit.recipe.parts import ParameterGroups, trained_parts
 from sbkit.recipe.speed import Utilisation
 from sbkit.recipe.values import unwrapped
 from sbkit.system.console import outlast_terminal
@@ -170,7 +170,7 @@ class Brain(sb.core.Brain):
     def _log_what_learns(self) -> None:
         """Log which parts learn at which rate, unless all learn at the same one."""
         parts = ParameterGroups(self.modules, vars(self.hparams))
-        table = what_learns(parts, self.trainer.freezing.until, self._factors, self.peak_rate)
+        table = trained_parts(parts, self.trainer.freezing.until, self._factors, self.peak_rate)
         if table is not None and ranks.is_main():
             logger.info("%s", table.text())
 

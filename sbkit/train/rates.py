@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.parts import ParameterGroups
-from sbkit.recipe.trace import on_stand_ins
+from sbkit.recipe.trace import on_fake_tensors
 
 Rate = float | torch.Tensor  # a group's rate may be either
 #: Length of the stand-in utterance that shows the order of the layers.
@@ -41,7 +41,7 @@ def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], pa
     Groups are saved with a readable ``name``: the parts in them, and the factor.
     """
     by_id = {id(parts.parameters[path]): factor for path, factor in wanted.items()}
-    called = {id(parameter): parts.called(path).partition(".")[0] for path, parameter in parts.parameters.items()}
+    called = {id(parameter): parts.name(path).partition(".")[0] for path, parameter in parts.parameters.items()}
 
     def build(params: Iterable[Any]) -> Optimizer:
         params = list(params)
@@ -140,4 +140,4 @@ def _order(brain: sb.Brain) -> dict[int, int]:
             brain.loss_of(brain.stand_in(1, _SECONDS).to(brain.device))
         return uses.order
 
-    return on_stand_ins(brain, order)
+    return on_fake_tensors(brain, order)

@@ -275,7 +275,7 @@ def test_a_check_that_breaks_or_never_answers_is_a_line():
     one, rest = run_check("disk", broken)
     assert one.verdict == OK
     assert rest == MachineFinding("disk", "unknown: ZeroDivisionError: of all things", NOTE)
-    (late,) = run_check("disk", lambda: time.sleep(60), patience=0.05)
+    (late,) = run_check("disk", lambda: time.sleep(60), timeout=0.05)
     assert late.found == "no answer within 0.05 s"
 
 
@@ -284,4 +284,4 @@ def test_neither_home_nor_user_nor_host_are_told(monkeypatch, tmp_path):
     monkeypatch.setenv("LOGNAME", "alice")
     monkeypatch.setattr(finding.socket, "gethostname", lambda: "gpu-box-7")
     told = f"{tmp_path}/alice/.venv, /data/alice/cv and nfs on gpu-box-7:/export, not malice"
-    assert finding.without_names(told) == "~/.venv, /data/USER/cv and nfs on HOST:/export, not malice"
+    assert finding.anonymised(told) == "~/.venv, /data/USER/cv and nfs on HOST:/export, not malice"

@@ -15,7 +15,7 @@ from sbkit.recipe import flops, load, trace
 HPARAMS = Path(__file__).parents[2] / "hparams"
 
 
-class Dimensions(flops.Arithmetic):
+class Dimensions(flops.FlopCounter):
     """Records over how many dimensions each layer norm goes."""
 
     def __init__(self, weights=()):

@@ -8,8 +8,8 @@ from written import SMALL, changed, write
 
 from sbkit import cli
 from sbkit.recipe.check import check
-from sbkit.recipe.reading import PACKAGES, nothing_from
-from sbkit.recipe.signatures import Outside, locate
+from sbkit.recipe.reading import PACKAGES, without_imports_from
+from sbkit.recipe.signatures import ForbiddenImport, locate
 
 HOSTILE = """
 ran: {ran}
@@ -97,7 +97,7 @@ def test_mistakes_in_a_recipe_are_found_as_ever(tmp_path):
     "sbkit.__main__", "torch.Tensor.__class__", "torch.utils.data.dataloader.os", "sbkit.cli.main.__globals__",
 ])
 def test_no_way_leads_through_a_package_to_what_is_not_its_own(name):
-    with pytest.raises(Outside):
+    with pytest.raises(ForbiddenImport):
         locate(name, PACKAGES)
 
 
@@ -113,7 +113,7 @@ def test_a_missing_package_is_not_taken_from_the_folder(tmp_path, monkeypatch):
     (tmp_path / "lacking_package.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    with nothing_from(tmp_path), pytest.raises(ModuleNotFoundError):
+    with without_imports_from(tmp_path), pytest.raises(ModuleNotFoundError):
         __import__("lacking_package")
     assert sys.path[0] == ""
 

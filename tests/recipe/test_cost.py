@@ -63,7 +63,7 @@ def test_times_are_those_of_an_epoch_and_of_the_run_however_often_it_goes_throug
                     "scale this to all audio"]),
     ((0.02, 15.0), ["a micro-batch of typical utterances, 15 s of audio, takes 0.3 s"])])
 def test_what_was_measured_is_said_in_one_line(planned, said):
-    measured = cost.Measured("cpu", 116.0, 2.3, None, *planned)
+    measured = cost.StepMeasurement("cpu", 116.0, 2.3, None, *planned)
     made = cost.CostEstimate(1, 0, cost.GIB, cost.BatchCost(3, 20.0, 8 * cost.GIB, 1e9), 2.0, "cpu", measured)
     remarks = cost.section(made).remarks
     assert remarks == [f"measured on cpu: {each}" for each in said]

@@ -65,9 +65,9 @@ def test_other_runs_spoil_nothing(lines, caplog):
 def test_a_run_is_joined_with_the_last_prediction_for_it():
     steps = Steps(20e9, 1, 20.0, 100, 400.0, "CTC")
     for hours in (1.0, 0.0080):
-        finished_runs.keep_prediction(CPU, steps, RunEstimate(0.2, hours, 0.9 * hours, 1.1 * hours, "peak"))
-    finished_runs.keep_prediction(CPU, dataclasses.replace(steps, steps=200), RunEstimate(0.2, 3.0, 2.0, 4.0, "peak"))
-    finished_runs.keep_prediction(CPU._replace(precision="fp32"), steps, RunEstimate(0.2, 3.0, 2.0, 4.0, "peak"))
+        finished_runs.store_prediction(CPU, steps, RunEstimate(0.2, hours, 0.9 * hours, 1.1 * hours, "peak"))
+    finished_runs.store_prediction(CPU, dataclasses.replace(steps, steps=200), RunEstimate(0.2, 3.0, 2.0, 4.0, "peak"))
+    finished_runs.store_prediction(CPU._replace(precision="fp32"), steps, RunEstimate(0.2, 3.0, 2.0, 4.0, "peak"))
     assert recorded(log())
     assert finished_runs.read()[0].predicted.hours == 0.0080
     assert price.summary(finished_runs.read()) == \

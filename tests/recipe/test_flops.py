@@ -50,7 +50,7 @@ def test_it_is_what_the_formulas_say(hparams):
 def test_it_is_what_torch_counts(tmp_path):
     brain = brain_of(load.load(RECIPE, {**TINY, "ctc_weight": 0.3, "output_folder": str(tmp_path)}))
     with FlopCounterMode(display=False) as theirs:
-        ours = flops.run(brain, 2, SECONDS, flops.Arithmetic)
+        ours = flops.run(brain, 2, SECONDS, flops.FlopCounter)
     assert ours.operations == theirs.get_total_flops() > 0
 
 
@@ -62,9 +62,9 @@ def test_an_lstm_is_counted_on_a_card_as_on_a_cpu(hparams):
         brain.modules["model"].append(nn.ModuleList([lstm]))
         brain.modules.to(device)
         brain.device = torch.device(device)
-        without = flops.run(brain, 2, SECONDS, flops.Arithmetic).operations
+        without = flops.run(brain, 2, SECONDS, flops.FlopCounter).operations
         brain.trainer.loss_of = lambda batch: plain(batch) + lstm(torch.ones(9, 2, 16, device=device))[0].sum()
-        return flops.run(brain, 2, SECONDS, flops.Arithmetic).operations - without
+        return flops.run(brain, 2, SECONDS, flops.FlopCounter).operations - without
 
     assert counted("cuda") == counted("cpu") > 9 * 2 * 2 * 16 * 128
 
@@ -73,7 +73,7 @@ def test_an_lstm_is_counted_on_a_card_as_on_a_cpu(hparams):
 def test_what_a_forward_gives_is_held_until_backward_ends_as_in_training(gpu, hparams, monkeypatch):
     computed, given, held = hparams["brain"].compute_forward, [], []
 
-    class Looking(flops.Arithmetic):
+    class Looking(flops.FlopCounter):
         def __torch_dispatch__(self, *call):
             held.extend(each() is not None for each in given)
             return super().__torch_dispatch__(*call)

@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sbkit.recipe import gpu_step
-from sbkit.recipe.flops import Arithmetic
-from sbkit.recipe.trace import stand_ins
+from sbkit.recipe.flops import FlopCounter
+from sbkit.recipe.trace import fake_tensors
 
 
 class Scaled(torch.autograd.Function):
@@ -42,10 +42,10 @@ def forward(layers, weight, x, recomputed):
 def test_it_computes_what_the_engine_does_and_frees_what_it_has_used(recomputed):
     found = []
     for by_node in (True, False):
-        with stand_ins():
+        with fake_tensors():
             layers, weight = nn.ModuleList(map(block, range(4))), nn.Parameter(torch.ones(16, 16))
             x = torch.ones(8, 16, requires_grad=True)
-            with Arithmetic() as counter:
+            with FlopCounter() as counter:
                 if by_node:
                     gpu_step.backward(lambda: forward(layers, weight, x, recomputed))  # noqa: B023 (called here)
                 else:
@@ -57,7 +57,7 @@ def test_it_computes_what_the_engine_does_and_frees_what_it_has_used(recomputed)
 @pytest.mark.parametrize("shape", [(2, 5, 16), (2, 4, 5, 16)])
 @pytest.mark.parametrize("mask", [None, torch.ones(5, 5, dtype=torch.bool)])
 def test_attention_of_any_shape_has_the_shape_that_it_has(shape, mask):
-    with stand_ins():
+    with fake_tensors():
         x = torch.ones(shape)
         with gpu_step.FusedAttention():
             found = nn.functional.scaled_dot_product_attention(x, x, x, None if mask is None else mask.clone())

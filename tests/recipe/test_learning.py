@@ -8,7 +8,7 @@ from torch import nn
 from written import SMALL
 
 from sbkit.recipe.check import check
-from sbkit.recipe.parts import FOR_GOOD, ParameterGroups, what_learns
+from sbkit.recipe.parts import FOR_GOOD, ParameterGroups, trained_parts
 
 
 def parts():
@@ -19,12 +19,12 @@ def parts():
 
 
 def test_where_all_learns_at_one_rate_there_is_none():
-    assert what_learns(parts(), {}, {}, 0.1) is None
+    assert trained_parts(parts(), {}, {}, 0.1) is None
 
 
 def test_it_says_of_each_part_what_is_frozen_for_how_long_and_its_rate():
     until = {"model.0.weight": FOR_GOOD, "model.1.0.weight": 5, "model.1.0.bias": 5, "model.1.1.bias": FOR_GOOD}
-    found = what_learns(parts(), until, {"model.1.1.weight": 0.5, "model.2.weight": 10, "model.2.bias": 10}, 0.002)
+    found = trained_parts(parts(), until, {"model.1.1.weight": 0.5, "model.2.weight": 10, "model.2.bias": 10}, 0.002)
     assert found.columns == ["part", "trained", "frozen", "rate factor", "peak rate"]
     assert found.rows == [
         ["front", "3", "9 for good", "1", "0.002"],
@@ -36,7 +36,7 @@ def test_it_says_of_each_part_what_is_frozen_for_how_long_and_its_rate():
 
 
 def test_where_the_rate_is_not_known_and_nothing_thaws_that_is_left_out():
-    found = what_learns(parts(), {"model.2.weight": FOR_GOOD, "model.2.bias": FOR_GOOD}, {}, None)
+    found = trained_parts(parts(), {"model.2.weight": FOR_GOOD, "model.2.bias": FOR_GOOD}, {}, None)
     assert found.columns[-1] == "rate factor" and found.rows[-1] == ["head", "0", "2 for good", ""]
     assert found.remarks == ["18 of 20 parameters are trained (90.0 %); frozen: 2 for good"]
 
@@ -44,7 +44,7 @@ def test_where_the_rate_is_not_known_and_nothing_thaws_that_is_left_out():
 def test_a_weight_that_layers_share_is_counted_once():
     tied = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
     tied["b"].weight = tied["a"].weight
-    found = what_learns(ParameterGroups(tied, {}), {"a.weight": FOR_GOOD, "b.weight": FOR_GOOD}, {}, None)
+    found = trained_parts(ParameterGroups(tied, {}), {"a.weight": FOR_GOOD, "b.weight": FOR_GOOD}, {}, None)
     assert found.rows == [["a", "0", "9 for good", ""]] and torch.equal(tied["a"].weight, tied["b"].weight)
 
 

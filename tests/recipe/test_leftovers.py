@@ -126,7 +126,7 @@ class Model:
         return y.sum()
 
 
-def stand_ins():
+def fake_tensors():
     gc.collect()
     return sum(type(each) is FakeTensor for each in gc.get_objects())
 
@@ -138,19 +138,19 @@ def contents(layer):
 
 @pytest.mark.parametrize("wrong", [{}, {"ctc_lin": "not a layer"}, {"compute_features": "not a layer"}])
 def test_a_check_leaves_no_stand_ins_to_the_run_that_it_is_of(wrong):
-    before = stand_ins()
+    before = fake_tensors()
     report = check(Path(__file__).parents[2] / "hparams" / "ctc.yaml", wrong)
     assert bool(report.errors) == bool(wrong)
-    assert stand_ins() == before
+    assert fake_tensors() == before
 
 
 @pytest.mark.parametrize("keep", [at_attribute, at_list_in_dict, at_plain_object, at_class, at_own_container, at_global,
                                   at_new_global, at_functions, at_closure, at_partial, at_gradient])
 def test_what_a_forward_keeps_is_as_before(keep):
-    model, before = Model(keep), stand_ins()
+    model, before = Model(keep), fake_tensors()
     held = contents(model.modules["layer"]).replace("[0]", "[0, 0]")
-    flops.run(model, 2, 3.0, flops.Arithmetic)
-    assert stand_ins() == before
+    flops.run(model, 2, 3.0, flops.FlopCounter)
+    assert fake_tensors() == before
     assert contents(model.modules["layer"]) == held
     assert model.objects.rule.table.tolist() == LengthRule.identity().table.tolist()
 
@@ -163,5 +163,5 @@ def test_who_keeps_what_cannot_be_undone_is_named():
         Unknown.table = x.detach()
 
     with pytest.raises(SbkitError, match=r"Unknown\.table.*training would use") as caught:
-        flops.run(Model(keep), 2, 3.0, flops.Arithmetic)
+        flops.run(Model(keep), 2, 3.0, flops.FlopCounter)
     assert "buffer" in caught.value.hint

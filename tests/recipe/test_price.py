@@ -16,7 +16,7 @@ from sbkit import cli
 from sbkit.recipe import finished_runs, price
 from sbkit.recipe.check import check
 from sbkit.recipe.finished_runs import FinishedRun, RunEstimate, Setting, Steps
-from sbkit.recipe.price import Asked
+from sbkit.recipe.price import PriceRequest
 from sbkit.recipe.speed import flops
 from sbkit.tasks.ctc import CTC
 
@@ -95,8 +95,8 @@ def test_the_interval_holds_the_share_that_it_says(ratios):
 def test_a_model_that_is_trained_often_counts_once():
     others = [finished(gflop, 0.01 * gflop) for gflop in (5, 10, 20)]
     often = [finished(40, 0.8)] * 50
-    assert [len(kind) for kind in price.kinds_of([*others, *often])] == [1, 1, 1, 50]
-    once, many = (price.fit(price.kinds_of([*others, *runs]), often[0].steps) for runs in (often[:1], often))
+    assert [len(kind) for kind in price.group_by_steps([*others, *often])] == [1, 1, 1, 50]
+    once, many = (price.fit(price.group_by_steps([*others, *runs]), often[0].steps) for runs in (often[:1], often))
     assert many == pytest.approx(once)
 
 
@@ -104,7 +104,7 @@ def test_too_few_runs_are_a_guess_from_the_peak():
     steps = Steps(35e9, 1, 12.0, 100, 120.0)
     said = price.predict(steps, [finished(10, 0.1)] * 9, peak=100e9)  # nine runs of one kind
     assert said.by == "peak" and said.step_seconds == pytest.approx(1.0)
-    assert said.high / said.hours == said.hours / said.low == pytest.approx(price.GUESS)
+    assert said.high / said.hours == said.hours / said.low == pytest.approx(price.GUESS_FACTOR)
     assert price.predict(steps, [], peak=1e15, host_seconds=0.5).step_seconds == 0.5
     assert price.predict(steps, [], peak=None) is None
 
@@ -113,7 +113,7 @@ def test_enough_runs_are_fitted_and_their_errors_make_the_interval():
     runs = [finished(gflop, 0.01 * gflop) for gflop in (5, 10, 20, 40)]
     said = price.predict(finished(30, 1.0).steps, runs, peak=1e12)
     assert said.by == "fit" and said.step_seconds == pytest.approx(0.3)
-    assert price.NARROWEST < said.high / said.hours < 1.06
+    assert price.MIN_FACTOR < said.high / said.hours < 1.06
     far = price.predict(finished(3000, 1.0).steps, runs, peak=1e12)
     assert far.step_seconds == pytest.approx(30.0) and far.high / far.hours > 1.1
     growing = [finished(gflop, 0.05 * gflop**0.5) for gflop in (5, 10, 20, 40)]  # at up to 126 GFLOP a second
@@ -125,33 +125,35 @@ def test_enough_runs_are_fitted_and_their_errors_make_the_interval():
 
 def test_trial_steps_are_scaled_by_what_runs_took_of_theirs():
     steps = finished(30, 1.0).steps
-    assert price.predict(steps, [], None, trial=0.2).high == pytest.approx(110 * 0.2 * price.TRIED / 3600)
+    assert price.predict(steps, [], None, trial=0.2).high == pytest.approx(110 * 0.2 * price.TRIAL_FACTOR / 3600)
     runs = [finished(gflop, 0.012 * gflop, predicted=RunEstimate(0.0, 1.0, 1.0, 1.0, "trial", 0, 0.01 * gflop))
             for gflop in (5, 10, 20, 40)]
     said = price.predict(steps, runs, None, trial=0.2)
     assert said.step_seconds == pytest.approx(0.24) and said.hours == pytest.approx(110 * 0.24 / 3600)
-    assert said.runs == 4 and said.high / said.hours == pytest.approx(price.NARROWEST)
+    assert said.runs == 4 and said.high / said.hours == pytest.approx(price.MIN_FACTOR)
 
 
 def test_cost_and_energy_are_of_all_devices():
     card = Setting("Card", "bf16", 0, 8)
     said = RunEstimate(3.6, 10.0, 5.0, 20.0, "peak")
-    table = price.section(Asked(2.5, 8, "Card", watts={"Card": 700}), card, Steps(1e12, 1, 12.0, 9000, 1.0), said)
+    steps = Steps(1e12, 1, 12.0, 9000, 1.0)
+    table = price.section(PriceRequest(2.5, 8, "Card", watts={"Card": 700}), card, steps, said)
     assert table.rows[2:] == [["time of the run", "10 h", "5 h", "20 h"],
                               ["cost of 8 devices at 2.5 an hour each", "200.0", "100.0", "400.0"],
                               ["kWh at most, at 700 W per device", "56.0", "28.0", "112.0"]]
     assert table.values["cost"] == 200.0 and table.values["kwh_at_most"] == 56.0
     assert "too few to fit" in table.remarks[0]
-    tiny = price.section(Asked(2.5), CPU, Steps(1e9, 1, 2.74, 26, 1.0), RunEstimate(0.005, 7.7e-5, 5e-5, 1e-4, "trial"))
+    small = Steps(1e9, 1, 2.74, 26, 1.0)
+    tiny = price.section(PriceRequest(2.5), CPU, small, RunEstimate(0.005, 7.7e-5, 5e-5, 1e-4, "trial"))
     assert [row[1] for row in tiny.rows] == ["0.13 s", "0.15 s", "0.28 s", "under 0.01"]
-    free = price.section(Asked(0.0), CPU, Steps(1e9, 1, 2.74, 26, 1.0), RunEstimate(0.005, 1.0, 0.5, 2.0, "trial"))
+    free = price.section(PriceRequest(0.0), CPU, small, RunEstimate(0.005, 1.0, 0.5, 2.0, "trial"))
     assert free.rows[-1][1:] == ["0", "0", "0"]
     assert "scaled to the 2.74 s of audio that a step of this run has" in tiny.remarks[0]
-    here = price.section(Asked(2.5), CPU, Steps(1e12, 1, 12.0, 9000, 1.0), said)
+    here = price.section(PriceRequest(2.5), CPU, steps, said)
     assert not any("kWh" in row[0] for row in here.rows) and here.values["kwh_at_most"] is None
     for high, far in ((14.0, False), (130.0, True)):
         said = RunEstimate(3.6, 10.0, 1.0, high, "fit", 20)
-        fitted = price.section(Asked(2.5), CPU, Steps(1e12, 1, 12.0, 9000, 1.0), said)
+        fitted = price.section(PriceRequest(2.5), CPU, steps, said)
         assert ("20 finished runs on Some CPU in bf16, 1 thread, whose steps differ much in size" in
                 fitted.remarks[0]) is far
 
@@ -166,7 +168,7 @@ def test_what_cannot_be_priced_is_refused_at_once(words, said, capsys):
 
 @pytest.mark.slow
 def test_a_corpus_that_is_not_prepared_has_no_price():
-    report = check(Path(__file__).parent / "small.yaml", asked=Asked(2.5))
+    report = check(Path(__file__).parent / "small.yaml", pricing=PriceRequest(2.5))
     assert "price" not in report.sections
     assert any(note.startswith("the price: the corpus is not prepared") for note in report.notes)
 

@@ -135,7 +135,7 @@ def test_results_that_depend_on_padding_are_a_warning(tmp_path):
 
 
 def test_padding_is_tried_on_the_layers_that_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(real_batches, "APART", 1e-4)
+    monkeypatch.setattr(real_batches, "TOLERANCE", 1e-4)
     report, found = checked(tmp_path)
     assert found == [] and not any("noise" in note for note in report.notes), "SpeechBrain's own are some per cent off"
     _, ((code, _),) = checked(tmp_path, "Unmasked")

@@ -13,7 +13,7 @@ from sbkit.recipe import trace
 from sbkit.recipe.check import check
 from sbkit.recipe.cost import USABLE, WORKSPACE, BatchCost, CostEstimate, states_per_parameter
 from sbkit.recipe.load import load
-from sbkit.recipe.trace import gpu_stand_ins
+from sbkit.recipe.trace import fake_gpu_works
 from sbkit.tasks.ctc import CTC
 from sbkit.tasks.recognise.recognizer import Recognizer
 
@@ -121,7 +121,7 @@ def test_an_lstm_is_no_mistake_on_a_machine_without_a_driver(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available() or not gpu_stand_ins(), reason="it can be tried with a driver")
+@pytest.mark.skipif(torch.cuda.is_available() or not fake_gpu_works(), reason="it can be tried with a driver")
 @pytest.mark.parametrize("name, call", [
     ("Gated", "aten::_thnn_fused_gru_cell"), ("Waiting", "torch.cuda.synchronize")])
 def test_what_needs_a_driver_is_a_note_where_there_is_none(tmp_path, name, call):
@@ -142,7 +142,7 @@ def test_a_loss_without_a_kernel_for_stand_ins_is_a_note_and_one_that_fails_is_i
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not gpu_stand_ins(), reason="this torch needs a driver to stand in for a GPU")
+@pytest.mark.skipif(not fake_gpu_works(), reason="this torch needs a driver to stand in for a GPU")
 def test_a_constant_that_stays_on_the_cpu_is_an_error_where_the_forward_meets_it(tmp_path):
     report = check(head(tmp_path, "Uneasy"))
     assert [(f.code, f.key) for f in report.errors] == [("device-mismatch", "ctc_lin")]
@@ -173,7 +173,7 @@ def test_a_recipe_that_names_no_brain_is_checked_as_far_as_it_goes(text, tmp_pat
 
 
 def test_stand_ins_take_no_memory_and_end():
-    with trace.stand_ins():
+    with trace.fake_tensors():
         assert torch.empty(1 << 50).numel() == 1 << 50
     assert type(torch.empty(1)) is torch.Tensor
 
@@ -205,7 +205,7 @@ def test_the_largest_batch_fits_and_no_larger_one():
                             device="cpu")
     largest = estimate.largest(20e9)
     assert estimate.weights + largest * 2e9 / 40 == pytest.approx(USABLE * 20e9)
-    assert estimate.largest(1e9) == 0 and estimate.largest_shown(20e9) == "320 s"
+    assert estimate.largest(1e9) == 0 and estimate.largest_text(20e9) == "320 s"
 
 
 def test_optimizers_differ_in_what_they_keep():

@@ -17,7 +17,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.fast.attention import rotary_table
 from sbkit.nn.native import library
-from sbkit.recipe.trace import stand_ins
+from sbkit.recipe.trace import fake_tensors
 from sbkit.train import compiling
 from sbkit.train.distributed.ddp import DDPWrapper
 from sbkit.train.distributed.parallel import LossModule
@@ -74,7 +74,7 @@ def test_layers_that_stand_ins_went_through_are_compiled_afterwards():
     modules = stacked()
     assert compiling.compile_blocks(modules, None, "cpu") == 3
     before = compiling.graphs()
-    with stand_ins(modules), FlopCounterMode(display=False):
+    with fake_tensors(modules), FlopCounterMode(display=False):
         modules["model"][0][0](torch.randn(2, 9, 4)).sum().backward()
     modules.zero_grad()
     modules["model"][0][0](torch.randn(2, 9, 4))

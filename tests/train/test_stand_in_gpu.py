@@ -19,12 +19,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from sbkit.nn import ctc
 from sbkit.recipe import load
-from sbkit.recipe.trace import gpu_stand_ins, stand_ins
+from sbkit.recipe.trace import fake_gpu_works, fake_tensors
 from sbkit.tasks.ctc import CTC
 from sbkit.train import precision, step
 
 CUDA = torch.device("cuda:0")
-pytestmark = pytest.mark.skipif(not gpu_stand_ins(), reason="this torch has no stand-ins of a GPU without a driver")
+pytestmark = pytest.mark.skipif(not fake_gpu_works(), reason="this torch has no stand-ins of a GPU without a driver")
 
 
 def losses_on_the_device(log_probs, targets, input_lengths, target_lengths, blank):
@@ -70,7 +70,7 @@ def step_on_stand_ins(*args, **overrides):
     hparams, brain = made(*args, **overrides)
     brain.open_stage(Stage.TRAIN, 1)
     batches = [batch_of(0, micro) for micro in range(2)]
-    with stand_ins(), warnings.catch_warnings():
+    with fake_tensors(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # autocast finds no card
         onto_the_device(hparams, brain)
         brain.scaler = precision.Scaler(CUDA.type, enabled=brain.precision == "fp16")
@@ -116,7 +116,7 @@ def test_statistics_that_a_checkpoint_left_on_the_cpu_are_moved_in_evaluation(ov
     brain.modules.eval()
     batch, norm = batch_of(0, 0), hparams["normalize"]
     statistics = torch.zeros(80), torch.ones(80)
-    with stand_ins(), torch.no_grad():
+    with fake_tensors(), torch.no_grad():
         onto_the_device(hparams, brain)
         norm.glob_mean, norm.glob_std = statistics
         scores = brain.compute_forward(batch.to(CUDA), Stage.VALID)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sbkit.doctor.finding import without_names
+from sbkit.doctor.finding import anonymised
 from sbkit.system.console import atomic_write
 
 from .check import BAD, FAILED, Result, headline, passed
@@ -69,7 +69,7 @@ def page(made: Made) -> str:
         "## Each alone",
         *(block for result in made.results for block in _details(made, result)),
     ]
-    return without_names("\n\n".join(blocks)) + "\n"
+    return anonymised("\n\n".join(blocks)) + "\n"
 
 
 def _rows(results: Sequence[Result]) -> Iterable[list[str]]:

@@ -82,13 +82,13 @@ class Match:
                              hint="name another one, or its run")
         if not best:
             raise SbkitError(f"init_from: no tensor of {self.source.description} has a name of this model's: it has "
-                             f"{_some(self.theirs)}, the model {_some(map(self.parts.called, self.own))}",
+                             f"{_some(self.theirs)}, the model {_some(map(self.parts.name, self.own))}",
                              hint="is it a model of the same kind? its recipe's keys and this one's should be the same")
         return best
 
     def _namings(self) -> Iterator[Callable[[str], str | None]]:
         """What a file may call a tensor: by its key, by its path, or by its path below some part of the model."""
-        yield self.parts.called
+        yield self.parts.name
         yield lambda path: path
         for above in dict.fromkeys(_heads(self.parts, self.own)):
             def below(path: str, above: str = above) -> str | None:
@@ -172,7 +172,7 @@ class Match:
         except SbkitError as error:
             why = "init_leave" if self.left.issuperset(rest) else f"{self.source.description} lacks them"
             raise SbkitError(f"init_from: {len(rest)} tensors of the pretrained encoder have to come from its source "
-                             f"({why}), such as {self.parts.called(rest[0])}, and {error.message}",
+                             f"({why}), such as {self.parts.name(rest[0])}, and {error.message}",
                              hint=error.hint) from error
 
     def _check_places(self) -> None:
@@ -201,13 +201,13 @@ class Match:
                               f"{self._leaving(paths)}")
 
     def _key(self, path: str) -> str:
-        return self.parts.called(path).partition(".")[0]
+        return self.parts.name(path).partition(".")[0]
 
     def _lists(self) -> Iterator[tuple[str, dict[str, set[str]]]]:
         """What stands before the numbers of each list of the recipe's parts, and what tensors each of them has."""
         for path, module in self.modules.named_modules():
             if isinstance(module, (nn.ModuleList, nn.Sequential)) and \
-                    any(not self.parts.called(f"{path}.{place}").endswith(f".{place}") for place in range(len(module))):
+                    any(not self.parts.name(f"{path}.{place}").endswith(f".{place}") for place in range(len(module))):
                 yield f"{path}.", _entries(self.own, f"{path}.")
 
     def _counted(self) -> dict[str, dict[str, str]]:
@@ -241,7 +241,7 @@ class Match:
 
     def _outcomes(self, rows: Mapping[str, list[int]] | None) -> list[ParameterOutcome]:
         fates = [self._outcome(path, rows) for path in self.own]
-        fates += [ParameterOutcome(self.parts.called(path), sum(self.theirs[name].numel() for name in names.values()),
+        fates += [ParameterOutcome(self.parts.name(path), sum(self.theirs[name].numel() for name in names.values()),
                                    TAKEN, "running statistics") for path, names in self.counted.items()]
         known = {*self.found.values(), *(name for names in self.counted.values() for name in names.values())}
         surplus = [ParameterOutcome(name, tensor.numel(), LEFT, "init_leave" if name in self.left_there else
@@ -269,7 +269,7 @@ class Match:
 
     def _outcome(self, path: str, rows: Mapping[str, list[int]] | None) -> ParameterOutcome:
         """rows : of tensors with a row for each token, as ``_rows`` gives them; None before the corpus is prepared"""
-        own, name = self.own[path], self.parts.called(path)
+        own, name = self.own[path], self.parts.name(path)
         if path in self.left or path not in self.found:
             why = "init_leave" if path in self.left else "not in the source"
             if id(own) in self.pretrained:
@@ -306,13 +306,13 @@ class Match:
         try:
             theirs = self.source.vocabulary()
         except SbkitError as error:
-            sizes = dict.fromkeys(f"{self.parts.called(path)}: {len(self.theirs[self.found[path]])} there, "
+            sizes = dict.fromkeys(f"{self.parts.name(path)}: {len(self.theirs[self.found[path]])} there, "
                                   f"{len(self.own[path])} here" for path in paths)
             raise SbkitError(f"init_from: {error.message}, so it is unknown which token each row stands for "
                              f"({'; '.join(sizes)})", hint=self._leaving(paths)) from error
         wrong = [path for path in paths if len(self.theirs[self.found[path]]) != len(theirs.pieces)]
         if wrong:
-            raise SbkitError(f"init_from: {self.parts.called(wrong[0])} of {self.source.description} has "
+            raise SbkitError(f"init_from: {self.parts.name(wrong[0])} of {self.source.description} has "
                              f"{len(self.theirs[self.found[wrong[0]]])} rows, but its tokenizer "
                              f"{len(theirs.pieces)} entries", hint=self._leaving(wrong))
         return theirs
@@ -329,7 +329,7 @@ class Match:
                 wrong.append(path)
         if not wrong:
             return
-        told = [f"{self.parts.called(path)}: {_shape(self.theirs[self.found[path]])} there, {_shape(self.own[path])} "
+        told = [f"{self.parts.name(path)}: {_shape(self.theirs[self.found[path]])} there, {_shape(self.own[path])} "
                 "here" for path in wrong[:_LISTED]]
         more = f"\n  and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
         raise SbkitError(f"init_from: {len(wrong)} tensors of {self.source.description} have another shape:\n  "
@@ -338,10 +338,10 @@ class Match:
 
     def _leaving(self, paths: Sequence[str]) -> str:
         """How to go without these: the modules that they are in, at most two words of each."""
-        modules = [self.parts.called(path).split(".")[:-1] or [self.parts.called(path)] for path in paths]
+        modules = [self.parts.name(path).split(".")[:-1] or [self.parts.name(path)] for path in paths]
         children: dict[str, set[str]] = {}
         for path in self.own:
-            words = self.parts.called(path).split(".")
+            words = self.parts.name(path).split(".")
             children.setdefault(words[0], set()).add(words[1] if len(words) > 1 else "")
         near = dict.fromkeys(".".join(words[:2 if len(children[words[0]]) > 1 else 1]) for words in modules)
         names = near if len(near) <= _SHORT else dict.fromkeys(words[0] for words in modules)

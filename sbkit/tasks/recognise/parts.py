@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sbkit.nn.lengths import feature_frames, takes_lengths
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings, Node
-from sbkit.recipe.trace import SECONDS, on_stand_ins
+from sbkit.recipe.trace import SECONDS, on_fake_tensors
 from sbkit.recipe.values import static
 from sbkit.tasks.recognise.chunk_check import chunks_fit
 from sbkit.tasks.recognise.keys import EncoderKeys
@@ -62,7 +62,7 @@ def _features_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     node = built.nodes["compute_features"]
     samples = round(SECONDS * keys.sample_rate)
     with torch.no_grad():
-        shape = on_stand_ins(features, lambda _: _of_silence(features, samples).shape)
+        shape = on_fake_tensors(features, lambda _: _of_silence(features, samples).shape)
     if len(shape) != 3:  # a user's encoder may take something else
         return True
     frames, width = shape[1:]
@@ -105,7 +105,7 @@ def _front_end_fits(keys: EncoderKeys, built: Built, findings: Findings) -> bool
             front_end(feats)
         return feats.shape[-1]
 
-    width = on_stand_ins(nn.Sequential(features, front_end), width_of_features)
+    width = on_fake_tensors(nn.Sequential(features, front_end), width_of_features)
     if isinstance(expected, int) and expected != width:
         findings.error("shape-mismatch", node.place_of("input_shape"), node.key_of("input_shape"),
                        f"it expects {expected} features, but compute_features makes {width}",

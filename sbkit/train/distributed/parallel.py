@@ -286,7 +286,7 @@ def warn_unreached(modules: nn.Module, recipe: Mapping[str, Any], warned: set[st
         parts = ParameterGroups(modules, recipe)
         logger.warning("The loss does not reach these parameters, so they are not trained (expected for a part that "
                        "the recipe does not use, such as a decoder): %s",
-                       ", ".join(map(parts.called, names)).replace("_orig_mod.", ""))
+                       ", ".join(map(parts.name, names)).replace("_orig_mod.", ""))
     warned |= unreached
 
 

@@ -26,8 +26,8 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
 from sbkit.errors import SbkitError
 from sbkit.recipe import arguments, batch_size, flops, load
-from sbkit.recipe.cost import Measured, longest_utterance
-from sbkit.recipe.parts import frozen_for_good
+from sbkit.recipe.cost import StepMeasurement, longest_utterance
+from sbkit.recipe.parts import permanently_frozen
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
 from sbkit.system import helper_process
@@ -80,7 +80,7 @@ def open_trial(request: arguments.CommandLine, device: torch.device) -> Iterator
         recipe = load.open_recipe(load.load(request.path, {**request.overrides, "output_folder": folder}), request.path)
         model = batch_size.model_of(recipe.keys.modules)  # before a Brain replaces layers with faster equivalents
         brain = recipe.brain(request.run_opts, output_folder=None, schedule=None, checkpointer=None,
-                             freeze=frozen_for_good(recipe.keys.freeze))
+                             freeze=permanently_frozen(recipe.keys.freeze))
         brain.on_fit_start()
         brain.open_step(brain.optimizer_step + 1)
         brain.trainer.freezing.train()
@@ -212,12 +212,12 @@ def _read_ahead(utterances: int, seconds: float, workers: int, sample_rate: int)
 # ---------------------------------------------------------------------------------------------- measuring
 
 
-def measurement(request: arguments.CommandLine, planned: bool = False) -> Callable[[], Measured]:
+def measurement(request: arguments.CommandLine, planned: bool = False) -> Callable[[], StepMeasurement]:
     """Return a function that times a few real steps at the planned size, for ``sbkit check --measure``.
 
     planned : also time steps of the run's size, to predict how long the run takes
     """
-    def measure() -> Measured:
+    def measure() -> StepMeasurement:
         device = devices.resolve(request.run_opts.device)
         with open_trial(request, device) as trial:
             seconds = trial.edges[-1]
@@ -250,7 +250,7 @@ def _time_planned(trial: Trial) -> tuple[float, float]:
     return min(times[1:]) / CYCLE / batch.padded_seconds, batch.padded_seconds
 
 
-def time_steps(step: Callable[[Batch], bool], batch: Batch, device: torch.device) -> Measured:
+def time_steps(step: Callable[[Batch], bool], batch: Batch, device: torch.device) -> StepMeasurement:
     """Return the median time of steps on one batch, after a first one for warm-up, and the peak of memory."""
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     if device.type == "cuda":
@@ -267,4 +267,4 @@ def time_steps(step: Callable[[Batch], bool], batch: Batch, device: torch.device
         if sum(times) > MAX_SECONDS:
             break
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Measured(str(device), batch.padded_seconds, float(np.median(times)), peak)
+    return StepMeasurement(str(device), batch.padded_seconds, float(np.median(times)), peak)
