@@ -2,9 +2,9 @@
 
 libsndfile decodes (WAV, FLAC, MP3, Ogg Vorbis and Opus), soxr resamples. Decoding takes four fifths of reading a 48 kHz
 MP3. With quality "MQ", soxr keeps 0 to 7.3 kHz within 0.1 dB (7.5 kHz: -0.5), attenuates everything above 8 kHz by
-100 dB, and distorts a tone below 7 kHz 110 dB below its level, which is less than 16 bits can represent. "HQ" would add
-nothing audible for 2 to 3 % more time, "LQ" would lose everything above 6 kHz and save no time. The filter is computed
-in 20 microseconds, so it isn't cached. (Tried, and not faster: matrix products, FFTs, decoding and resampling block by
+100 dB, and distorts a tone below 7 kHz 110 dB below its level, which is less than 16 bits can represent. "HQ" would
+change nothing audible for 2 to 3 % more time, "LQ" would lose everything above 6 kHz and save no time. The filter is
+computed in 20 microseconds, so it isn't cached. (Not faster: matrix products, FFTs, decoding and resampling block by
 block in the cache, reusing a buffer.)
 """
 
@@ -28,23 +28,23 @@ from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.errors import SbkitError
 from sbkit.system import untrusted
 
-#: Of files that are recordings.
+#: File name suffixes of recordings.
 SUFFIXES = (".aif", ".aifc", ".aiff", ".au", ".caf", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".rf64", ".snd", ".sph",
             ".w64", ".wav", ".wave")
-#: The longest stretch that one call decodes, so that a damaged header can't fill the memory.
+#: The most that one call decodes, so that a damaged header can't fill the memory.
 MAX_SECONDS = 4 * 3600.0
-#: A sample rate outside of this range is that of a damaged header.
+#: A sample rate outside this range means that the header is damaged.
 MIN_RATE, MAX_RATE = 1_000, 768_000
-#: A file that has less audio than its header says, by more than both of these, was cut off (MP3 padding is less).
+#: A file has been cut off if it has less audio than its header says by more than both of these (MP3 padding is less).
 TRUNCATED_SECONDS, TRUNCATED_SHARE = 0.1, 0.1
-#: A recording that is longer than its row says by no more than the sum of these (rounding in a list, an encoder's
-#: padding) is read to its end. If more follows, or if the row has a start, the row is a segment of the recording.
+#: A recording that is longer than its row says by at most the sum of these (rounding in a list, an encoder's padding)
+#: is read to its end. If it is longer still, or if the row has a start, the row is a segment of the recording.
 LONGER_SECONDS, LONGER_SHARE = 0.2, 0.02
-#: A recording that is shorter than its row says, by more than both of these, was cut off.
+#: A recording has been cut off if it is shorter than its row says by more than both of these.
 MISSING_SECONDS, MISSING_SHARE = 0.5, 0.1
 #: A number of frames above this means that it is unknown (libsndfile gives 2^63-1).
 NO_LENGTH = 2**40
-#: Within the last page of an Ogg Vorbis file, which has at most so many frames, libsndfile seeks about 20 ms off.
+#: The most frames in a page of Ogg Vorbis: in the last page of a file, libsndfile seeks about 20 ms off.
 VORBIS_PAGE = 2**18
 #: The number of shards that one process keeps open.
 OPEN_SHARDS = 64
@@ -66,16 +66,16 @@ def read_audio(
     wav: str | os.PathLike[str] | bytes | BinaryIO, *, start: float = 0.0, duration: float | None = None,
     sample_rate: int | None = 16_000, speed: float = 1.0, slack: float = 0.0, remote: Remote = NO_REMOTE,
 ) -> np.ndarray:
-    """Read a recording, or a stretch of it: decode, mix to mono and resample in one pass.
+    """Read a recording, or a segment of it: decode, mix to mono and resample in one pass.
 
     wav: a path, a member of an uncompressed tar (``shard.tar?offset=1536&size=20480``), a URL of either that
         ``remote`` allows, the bytes of a file, or a binary file.
-    start, duration: the stretch to read, in seconds; without ``duration`` it ends with the recording.
-        Only this stretch is decoded, unless libsndfile can't seek exactly: MP3s of variable bit rate are decoded
-        from their beginning, and the last seconds of Ogg Vorbis from before them.
+    start, duration: the segment to read, in seconds; without ``duration`` it ends with the recording.
+        Only this segment is decoded, unless libsndfile can't seek exactly: MP3s of variable bit rate are decoded
+        from their beginning, and the last seconds of Ogg Vorbis from an earlier page.
     sample_rate: sample rate of the result; ``None`` keeps the recording's.
-    slack: if the recording ends at most so many seconds after the stretch, it is read to its end.
-    speed: makes the recording faster (1.1) or slower (0.9), with its pitch, in the same resampling.
+    slack: if the recording ends at most this many seconds after the segment, it is read to its end.
+    speed: 1.1 makes the recording faster and higher, 0.9 slower and lower, in the same resampling.
 
     Returns
     -------
@@ -96,7 +96,7 @@ def read_audio(
 
 def read_utterance(wav: str, start: float, duration: float, *, sample_rate: int = 16_000,
                    speed: float = 1.0, remote: Remote = NO_REMOTE) -> np.ndarray:
-    """Read the recording of a manifest's row, float32 mono ``[S]``; ``AudioError`` if much of it is missing."""
+    """Read the recording of a manifest's row, float32 mono ``[S]``; ``AudioError`` if it was cut off."""
     slack = 0.0 if start else longer(duration)
     signal = read_audio(wav, start=start, duration=duration, sample_rate=sample_rate, speed=speed, slack=slack,
                         remote=remote)
@@ -111,15 +111,14 @@ def check_finite(name: str, signal: np.ndarray) -> None:
 
 
 def check_whole(wav: str, duration: float, seconds: float) -> None:
-    """Raise ``AudioError`` if a row of ``duration`` has so few ``seconds`` of audio that it must have been cut off."""
+    """Raise ``AudioError`` if a row of ``duration`` has only ``seconds`` of audio because it was cut off."""
     missing = duration - seconds
     if missing > MISSING_SECONDS and missing > MISSING_SHARE * duration:
         raise AudioError(wav, f"{missing:.2f} of its {duration:.2f} s are missing")
 
 
 def longer(duration: Duration) -> Duration:
-    """Seconds by which a recording may be longer than its row's ``duration``, a number or an array, and be read whole.
-    """
+    """Return by how many seconds a recording may exceed its row's ``duration``, and still be read to its end."""
     return LONGER_SECONDS + LONGER_SHARE * duration
 
 
@@ -142,18 +141,17 @@ def audio_info(wav: str | os.PathLike[str] | bytes | BinaryIO, remote: Remote = 
         return file.frames / file.samplerate, file.samplerate, file.channels
 
 
-def length_mismatch(promised: int, there: int, rate: int) -> str | None:
-    """What is wrong with a recording whose file holds another number of frames than its header promises, if they
-    differ by more than the rounding of a list may."""
-    if abs(promised - there) <= longer(promised / rate) * rate:
+def length_mismatch(declared: int, actual: int, rate: int) -> str | None:
+    """Describe how the frames in a recording's file differ from its header; None if only by rounding."""
+    if abs(declared - actual) <= longer(declared / rate) * rate:
         return None
-    if there < promised:
-        return f"cut off: {there / rate:.2f} of {promised / rate:.2f} s can be read"
-    return f"its header says {promised / rate:.2f} s, but it goes on to {there / rate:.2f} s, which can't be read"
+    if actual < declared:
+        return f"cut off: {actual / rate:.2f} of {declared / rate:.2f} s can be read"
+    return f"its header says {declared / rate:.2f} s, but it goes on to {actual / rate:.2f} s, which can't be read"
 
 
 def describe(wav: str | os.PathLike[str] | bytes | BinaryIO) -> str:
-    """The name of a recording for messages: its path, or how many bytes it has."""
+    """Return the name of a recording for messages: its path, or its number of bytes."""
     if isinstance(wav, (str, os.PathLike)):
         return os.fspath(wav)
     if isinstance(wav, (bytes, bytearray, memoryview)):
@@ -193,16 +191,16 @@ class OpenRecording(NamedTuple):
     file: soundfile.SoundFile
     name: str
     exact: int
-    """The last frame that can be sought exactly."""
+    """The last frame to which seeking is exact."""
     frames: Callable[[], tuple[int, int]]
-    """Gives the frames that its header promises, and those that the file holds."""
+    """Returns the number of frames by its header, and by the content of the file."""
 
     def blocks(self, start: float, duration: float | None, slack: float = 0.0, lost_seconds: float = TRUNCATED_SECONDS,
                block_seconds: float | None = None) -> Iterator[np.ndarray]:
-        """Decode a stretch, as in ``read_audio``: mono blocks [S], none of them empty.
+        """Decode a segment, as in ``read_audio``: mono blocks [S], none of them empty.
 
-        lost_seconds: so much of its end may be missing, or a tenth of it if that is more.
-        block_seconds: of each block but the last; None: all is one.
+        lost_seconds: this much of its end may be missing, or a tenth of it if that is more.
+        block_seconds: length of each block except the last; None: one block.
         """
         file, name, rate = self.file, self.name, self.file.samplerate
         first = round(start * rate)
@@ -219,7 +217,7 @@ class OpenRecording(NamedTuple):
             file.seek(at)
         file.seekable = lambda: False  # otherwise soundfile seeks after each read, which is slow, and inexact for MP3
         size = wanted if block_seconds is None else round(block_seconds * rate)
-        at += sum(map(len, self._read(first - at, size)))  # where seeking isn't exact, decode what comes before too
+        at += sum(map(len, self._read(first - at, size)))  # where seeking isn't exact, decode what comes before, too
         if at < first:
             raise AudioError(name, f"cut off: it ends after {at / rate:.2f} of {file.frames / rate:.2f} s, before the "
                                    f"part from {start:.2f} s on")
@@ -252,10 +250,7 @@ class OpenRecording(NamedTuple):
 @contextlib.contextmanager
 def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
                    remote: Remote = NO_REMOTE) -> Iterator[OpenRecording]:
-    """Open a recording.
-
-    Whatever goes wrong with the recording while it is open is an ``AudioError`` that begins with ``name``.
-    """
+    """Open a recording; errors in it while it is open are raised as ``AudioError``, which begins with ``name``."""
     handle = file = None
     data = b""
 
@@ -297,8 +292,8 @@ def _decoder(source: int | bytes) -> soundfile.SoundFile:
     try:
         return soundfile.SoundFile(source if isinstance(source, int) else io.BytesIO(source), closefd=False)
     except soundfile.SoundFileError:
-        # Of a nameless file libsndfile takes ``._`` and ``.AppleDouble/`` in the working folder, such as macOS leaves,
-        # for a part, and then refuses an MP3. Under this name it has none.
+        # For a file without a name, libsndfile takes ``._`` and ``.AppleDouble/`` in the working folder, which macOS
+        # creates, for its resource fork, and then refuses an MP3. With this name it finds none.
         with contextlib.ExitStack() as until_opened:
             if not isinstance(source, int):
                 copy = until_opened.enter_context(tempfile.TemporaryFile())
@@ -309,7 +304,7 @@ def _decoder(source: int | bytes) -> soundfile.SoundFile:
 
 
 def _as_mp3(file: soundfile.SoundFile, read: Callable[[int, int], bytes]) -> tuple[soundfile.SoundFile, bool]:
-    """An MP3 with its true length, opened again with a tag if libsndfile guessed it, and whether seeking is exact."""
+    """Return an MP3, reopened with a tag if libsndfile guessed its length, and whether seeking is exact."""
     found = mp3.inspect(read)
     if found is None:
         return file, False
@@ -329,7 +324,7 @@ def _check_header(name: str, rate: int, frames: int) -> None:
 
 
 def _cause(error: soundfile.SoundFileError, handle: int | None, data: bytes) -> str:
-    """The reason why a file can't be decoded, where libsndfile says only 'System error' or the like."""
+    """Return why a file can't be decoded, where libsndfile only says 'System error' or the like."""
     if handle is not None and os.path.isdir(f"/proc/self/fd/{handle}"):
         return "is a folder, not a recording"
     if (os.fstat(handle).st_size if handle is not None else len(data)) == 0:
@@ -355,17 +350,17 @@ def to_mono(signal: np.ndarray) -> np.ndarray:
     return out
 
 
-def will_need(wavs: Iterable[str]) -> None:
-    """Ask the kernel to read these members of shards ahead, all at once instead of one after another."""
+def prefetch(wavs: Iterable[str]) -> None:
+    """Ask the kernel to prefetch these members of shards, all at once instead of one after another."""
     for wav in wavs:
         path, offset, size = split_member(wav)
         if size is not None and "://" not in path:
-            with contextlib.suppress(OSError):  # reading it will say what is wrong
+            with contextlib.suppress(OSError):  # reading it will raise the error
                 os.posix_fadvise(_shard(path).handle, offset, size, os.POSIX_FADV_WILLNEED)
 
 
 class _Shard:
-    """An open shard, closed when nobody uses it any more."""
+    """An open shard, closed when it is no longer used."""
 
     def __init__(self, path: str):
         self.handle = untrusted.open_handle(path)
@@ -375,9 +370,9 @@ class _Shard:
             os.close(self.handle)
 
     def read(self, offset: int, size: int) -> bytes:
-        """Read without the file's position, so that threads and forked processes can share it."""
+        """Read without moving the file's position, so that threads and forked processes can share it."""
         parts, left = [], size
-        while left and (part := os.pread(self.handle, left, offset + size - left)):  # which gives at most 2 GiB
+        while left and (part := os.pread(self.handle, left, offset + size - left)):  # pread returns at most 2 GiB
             parts.append(part)
             left -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -1,6 +1,6 @@
-"""Waveform augmentation in the data workers, reproducible after a resume: speed, noise, telephones and so on.
+"""Waveform augmentation in the data workers, reproducible after a resume: speed, noise, reverberation, codecs, gain.
 
-Every utterance has its own random generator, seeded by (seed, pass_number, utterance), so that its augmentation depends
+Every utterance has its own random generator, seeded by (seed, pass number, utterance), so that its augmentation depends
 neither on the number of workers nor on where a run was stopped.
 
     augment: !new:sbkit.data.augment.Augment
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _TRIES = 5
 #: Decoded impulse responses that a worker keeps; about 8 MB if each has a second.
 _KEPT_RESPONSES = 128
-#: libsndfile's format and subtype of a codec, the sample rate that it is used at, and how it is set.
+#: libsndfile's format and subtype of each codec, its sample rate, and its options.
 _CODECS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "ulaw": ("WAV", "ULAW", 8000, {}), "alaw": ("WAV", "ALAW", 8000, {}), "gsm": ("WAV", "GSM610", 8000, {}),
     "adpcm": ("WAV", "IMA_ADPCM", 8000, {}),
@@ -55,14 +55,14 @@ class Augment:
     """A list of augmentations, applied in this order. ``SpeedPerturb`` must be the first: it happens while reading.
 
     An augmentation whose attribute ``aligned`` is true also changes the signals that a task declares as aligned with
-    the recording, with the same random numbers; any other changes the recording alone.
+    the recording, with the same random numbers; others change only the recording.
 
-    Slower speech is longer, and a crop shorter, so that the plan of batches is made from the durations that ``planned``
-    returns: then they never exceed ``max_batch_seconds``.
+    Slower speech is longer, and a crop shorter, so batches are planned with the durations that ``planned`` returns, and
+    never exceed ``max_batch_seconds``.
     """
 
     def __init__(self, stages: Sequence[Callable[..., np.ndarray]]):
-        every: Sequence[Any] = stages  # some have attributes besides being callable
+        every: Sequence[Any] = stages  # callables, some with further attributes
         speeds = [stage for stage in every if isinstance(stage, SpeedPerturb)]
         if len(speeds) > 1 or (speeds and every[0] is not speeds[0]):
             raise SbkitError("augment: SpeedPerturb may appear only once, as the first stage")
@@ -71,7 +71,7 @@ class Augment:
         self._longest = min((stage.seconds for stage in self.stages if isinstance(stage, Crop)), default=None)
 
     def set_sample_rate(self, sample_rate: int) -> None:
-        """Set the sample rate of stages that read recordings themselves; refuse a stage that was given another one."""
+        """Set the sample rate of stages that need it; refuse a stage that was given another one."""
         for stage in self.stages:
             own = getattr(stage, "sample_rate", sample_rate)
             if own is None:
@@ -86,19 +86,19 @@ class Augment:
         return self._speed.stretch if self._speed else 1.0
 
     def planned(self, durations: np.ndarray | float) -> np.ndarray:
-        """Return the most that each utterance can take, in seconds."""
+        """Return the longest duration that each utterance can get, in seconds."""
         stretched = np.multiply(durations, self.stretch)
         return stretched if self._longest is None else np.minimum(stretched, self._longest)
 
     def check(self) -> None:
-        """List the folders of all stages, so that a missing one is reported before the first batch."""
+        """List the folders of all stages, so that a missing one is an error before the first batch."""
         for stage in self.stages:
             if hasattr(stage, "files"):
                 stage.files.check()
 
     @staticmethod
     def rng(seed: int, pass_number: int, name: str) -> np.random.Generator:
-        """The random generator of one utterance, the ``pass_number``-th time that it is heard."""
+        """Return the random generator of an utterance in the ``pass_number``-th pass over it."""
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         return np.random.Generator(np.random.PCG64([seed % 2**64, pass_number, int.from_bytes(digest, "little")]))
 
@@ -125,8 +125,7 @@ class Augment:
 
 
 def planned_seconds(augment: object, durations: np.ndarray | float) -> np.ndarray:
-    """How long utterances of training can get in seconds, [N] or a number: a recipe's ``augment`` slows some down, and
-    may crop all."""
+    """Return the longest duration of training utterances in seconds, [N] or a number, after a recipe's ``augment``."""
     planned = getattr(augment, "planned", None)
     return np.asarray(durations, np.float64) if planned is None else planned(durations)
 
@@ -135,7 +134,7 @@ class SpeedPerturb:
     """Change speed and pitch together (sox's ``speed``), as part of the resampling while reading, so at no extra cost.
 
     speeds: factors to choose from; 0.9 is slower and makes the utterance 1/0.9 times as long.
-    prob: probability that a factor is drawn; otherwise the speed stays as it is.
+    prob: probability that a factor is drawn; otherwise the speed is 1.
     """
 
     def __init__(self, speeds: Sequence[float] = (0.9, 1.0, 1.1), prob: float = 1.0):
@@ -157,9 +156,9 @@ class SpeedPerturb:
 
 
 class Crop:
-    """Keep a random stretch of each utterance, another one in each pass over the corpus.
+    """Keep a random segment of each utterance, a different one in each pass over the corpus.
 
-    seconds: length of the stretch; shorter utterances stay whole.
+    seconds: length of the segment; shorter utterances stay whole.
     sample_rate: of the waveforms; set by the loader.
     """
 
@@ -199,7 +198,7 @@ class Gain:
 class AddNoise:
     """Add noise from a random recording of a folder at a random signal-to-noise ratio.
 
-    folder: contains audio files at any depth. Only the stretch needed is read; short recordings are repeated.
+    folder: contains audio files at any depth. Only the segment needed is read; short recordings are repeated.
     snr_low, snr_high: range of the ratio, in decibels.
     prob: probability that an utterance is changed.
     sample_rate: of the waveforms; set by the loader.
@@ -257,9 +256,9 @@ class AddReverb:
 
 
 class ApplyCodec:
-    """Encode and decode an utterance with a random codec, as a telephone or a call over the net does.
+    """Encode and decode an utterance with a random codec, as a telephone or an internet call does.
 
-    Those of telephones keep 8 kHz, so that nothing above 4 kHz is left; the others are at their lowest bit rates.
+    Telephone codecs work at 8 kHz, so nothing above 4 kHz is left; the others are used at their lowest bit rates.
 
     codecs: names to choose from: ulaw and alaw (telephones), gsm (mobiles, 13 kbit/s), adpcm and opus_narrow, all at
         8 kHz; mp3 (14 kbit/s), opus (9) and vorbis (18) at 16 kHz.
@@ -290,8 +289,8 @@ class ApplyCodec:
 class BandPass:
     """Keep a random band of frequencies, as telephones, small microphones and loudspeakers do.
 
-    low_hz: range of the lower limit, where half of the power is left; below it falls by 48 dB an octave.
-    high_hz: the same of the upper limit; 8000 cuts nothing of recordings at 16 kHz.
+    low_hz: range of the lower limit, where half of the power is left; it falls by 48 dB per octave below.
+    high_hz: range of the upper limit; 8000 cuts nothing from recordings at 16 kHz.
     prob: probability that an utterance is changed.
     sample_rate: of the waveforms; set by the loader.
     """
@@ -313,12 +312,12 @@ class BandPass:
         size = 1 << max(len(signal) - 1, 1).bit_length()
         pitch = np.fft.rfftfreq(size, 1 / (self.sample_rate or SAMPLE_RATE))
         pitch[0] = pitch[1] / 2
-        kept = ((1 + (low / pitch) ** 16) * (1 + (pitch / high) ** 16)) ** -0.5  # Butterworth's of the eighth order
+        kept = ((1 + (low / pitch) ** 16) * (1 + (pitch / high) ** 16)) ** -0.5  # a Butterworth filter of order 8
         return np.fft.irfft(np.fft.rfft(signal, size) * kept, size)[: len(signal)].astype(np.float32)
 
 
 class Overdrive:
-    """Clip an utterance's peaks, as a microphone that is too loud does, and keep its loudness.
+    """Clip an utterance's peaks, as an overloaded microphone does, and keep its loudness.
 
     low_db, high_db: range of what is cut from the highest peak, in decibels.
     prob: probability that an utterance is changed.
@@ -382,7 +381,7 @@ class AudioFiles:
 
 
 def mixed(signal: np.ndarray, noise: np.ndarray, decibels: float) -> np.ndarray:
-    """Add noise ``[S]`` to a signal ``[S]`` at a signal-to-noise ratio; silence stays as it is."""
+    """Add noise ``[S]`` to a signal ``[S]`` at a signal-to-noise ratio; silence is returned unchanged."""
     power, noise_power = _power(signal), _power(noise)
     if not power or not noise_power:
         return signal
@@ -394,7 +393,7 @@ def _power(signal: np.ndarray) -> float:
 
 
 def check_range(whose: str, **limits: float) -> None:
-    """Refuse two limits that are no numbers, or of which the first is above the second."""
+    """Refuse two limits that aren't numbers, or if the first is above the second."""
     for name, value in limits.items():
         check_number(f"{whose}: {name}", value)
     (low, least), (high, most) = limits.items()
@@ -403,7 +402,7 @@ def check_range(whose: str, **limits: float) -> None:
 
 
 def share(prob: float, whose: str) -> float:
-    """Return a probability, or refuse it."""
+    """Return a probability; an error if it isn't one."""
     check_number(f"{whose}: prob", prob)
     if not 0 <= prob <= 1:
         raise SbkitError(f"{whose}: prob is {prob}", hint="a probability from 0 to 1")

@@ -29,19 +29,19 @@ class Batch:
     signal_lengths: Tensor
     """``[B]`` int64, in samples."""
     tokens: Tensor
-    """``[B, U]`` int64, 0-padded; ``[B, 0]`` where the task has no encoder."""
+    """``[B, U]`` int64, 0-padded; ``[B, 0]`` if the task has no encoder."""
     token_lengths: Tensor
     """``[B]`` int64."""
     texts: list[str]
     columns: dict[str, Any] = field(default_factory=dict)  # of types that their declarations say
-    """What the task declares besides, by name: B texts, or ``Padded`` signals."""
+    """The columns that the task declares, by name: B texts, or ``Padded`` signals."""
     labels: dict[str, Tensor] = field(default_factory=dict)
     """``[B]`` int64, the numbers of texts of ``columns`` in a list of the recipe."""
     step: int = 0
     micro: int = 0
     micros: int = 1
     weight: float = 1.0
-    """0.0 for a stand-in, with which a rank that has no data for this step still takes part in it."""
+    """0.0 for a stand-in, which a rank without data for this step computes to take part in it."""
     damaged: list[tuple[str, str]] = field(default_factory=list)
     """(id, reason) of every utterance that belongs here and could not be read."""
     samples: int = 0
@@ -80,7 +80,7 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def repeated(self, times: int) -> Batch:
-        """A batch with all rows ``times`` times in a row, for a model that sees several views of each utterance."""
+        """A batch with all rows repeated ``times`` times, for a model that sees several views of each utterance."""
         longer = self._map(lambda tensor: tensor.repeat(times, *[1] * (tensor.dim() - 1)))
         return dataclasses.replace(
             longer, ids=self.ids * times, texts=self.texts * times,
@@ -118,7 +118,7 @@ def stand_in(*, utterances: int = 1, tokens: bool = True, sample_rate: int = SAM
 
 @functools.cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of all copies to a device: memory that the allocator keeps for a stream serves no other."""
+    """The one stream for all copies to a device: the allocator doesn't reuse the memory of one stream for another."""
     return torch.cuda.Stream(device)
 
 

@@ -12,14 +12,14 @@ from sbkit.data.part_draws import PartDraws, Parts
 #: against incomplete steps, of which each bucket adds half a one on average.
 STEP_COST = 0.05
 MAX_BUCKETS = 200
-#: In a bucket of fewer steps, the utterances would hardly be mixed.
+#: In a bucket of fewer steps, utterances would barely be shuffled.
 MIN_STEPS_PER_BUCKET = 2
 #: A corpus of few steps whose padding exceeds this share gets narrower buckets: these (steps per bucket, cost of a
 #: step) are tried in turn until the padding is below. With one step per bucket, every epoch has the same steps in
-#: another order. A corpus of fewer than ``MIN_STEPS`` full steps is left alone: for it, full steps matter more.
+#: another order. A corpus of fewer than ``MIN_STEPS`` full steps is excluded: there, full steps matter more.
 MAX_PADDING, MIN_STEPS = 0.02, 10
 NARROWER = ((2, STEP_COST), (1, STEP_COST), (1, 0.02), (1, 0.01))
-#: Candidates for edges between buckets; more candidates take time and hardly reduce padding.
+#: Candidates for edges between buckets; more candidates take longer and barely reduce padding.
 EDGE_CANDIDATES = 600
 
 
@@ -27,10 +27,10 @@ class Buckets:
     """Draws steps of utterances of similar duration: each bucket's are spread evenly over its steps.
 
     durations: ``[N]``, seconds.
-    step_seconds: what a step holds, padding included.
-    buckets: how many there are; ``None``: the number of least cost.
-    least: how many utterances a step has at least.
-    parts: of a mixture, which are drawn in proportion; otherwise a pass has each utterance once.
+    step_seconds: seconds in a step, padding included.
+    buckets: number of buckets; ``None``: the one of least cost.
+    least: minimum number of utterances in a step.
+    parts: the parts of a mixture, drawn in proportion; otherwise a pass has each utterance once.
     seed: seed of the order in a part.
     """
 
@@ -53,7 +53,7 @@ class Buckets:
         """How many utterances each step has, bucket by bucket."""
 
     def draw(self, rng: np.random.Generator, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The utterances of one pass, bucket by bucket, and how often each was heard by then."""
+        """Draw the utterances of one pass, bucket by bucket, and the pass number of each."""
         if self.parts is not None:
             return self.parts.draw(number)
         members = rng.permutation(len(self._bucket))
@@ -61,8 +61,8 @@ class Buckets:
 
 
 def bucket_edges(durations: np.ndarray, step_seconds: float, buckets: int | None = None, least: int = 1) -> np.ndarray:
-    """Upper edges of the buckets, ascending: ``buckets`` of them, or the number of least cost; no bucket has fewer
-    utterances than ``least``."""
+    """Return the upper edges of ``buckets`` buckets, ascending; None: of the number of least cost. Each bucket has at
+    least ``least`` utterances."""
     edges = _cheapest_edges(durations, step_seconds, buckets)
     if least == 1:
         return edges

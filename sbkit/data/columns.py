@@ -1,4 +1,4 @@
-"""Columns of a corpus that a task declares, besides recordings and texts, and what a batch holds of them."""
+"""Columns of a corpus that a task declares, besides recordings and texts, and their content in a batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from sbkit.errors import SbkitError, shown
 class LabelColumn:
     """A column of labels, such as speakers: ``batch.columns`` has B texts.
 
-    classes: the key of the recipe whose list has all labels of the training set, which a run makes where it is null;
-        ``batch.labels`` then has the place of each text there, ``[B]`` int64, and -1 in dev and test for one that it
-        doesn't have.
-    stand_in: the text of stand-in batches, on which a recipe is checked.
+    classes: the recipe's key that lists all labels of the training set; a run fills the list if it is null.
+        ``batch.labels`` then has the index of each text in it, ``[B]`` int64; -1 in dev and test for an unknown one.
+    stand_in: the text of stand-in batches, with which a recipe is checked.
     """
 
     classes: str | None = None
@@ -32,13 +31,13 @@ class LabelColumn:
 
 @dataclass(frozen=True)
 class SignalColumn:
-    """A column of recordings, such as the clean one of a noisy one: ``batch.columns`` has ``Padded`` signals.
+    """A column of recordings, such as clean versions of noisy ones: ``batch.columns`` has ``Padded`` signals.
 
-    aligned: whether it is cut out of its file as the row's recording is, and read at the same speed; augmentations
-        that are ``aligned`` (``Crop``, ``Gain``) change both alike, and others only the row's recording. False: it is
-        read whole, has a length of its own, and isn't augmented.
-    or_recording: whether, in a corpus whose ``columns`` don't name such a column, it is the row's own recording without
-        what augmentations that aren't aligned, such as noise, add to it.
+    aligned: whether it has the same segment and speed as the row's recording. ``aligned`` augmentations (``Crop``,
+        ``Gain``) change both alike, and others only the row's recording. False: it is read whole, may have another
+        length, and isn't augmented.
+    or_recording: whether a corpus may lack this column. It is then the row's own recording, without augmentations that
+        aren't aligned, such as noise.
     """
 
     aligned: bool = True
@@ -54,7 +53,7 @@ Declared = Mapping[str, LabelColumn | SignalColumn]
 
 
 def required_columns(declared: Declared, named: Mapping[str, str]) -> Declared:
-    """The columns that a corpus has to have, which names some of them."""
+    """Return the columns that a corpus must have; ``named`` are those that its ``columns`` name."""
     return {name: column for name, column in declared.items()
             if name in named or not getattr(column, "or_recording", False)}
 
@@ -82,7 +81,7 @@ class BatchColumns:
             if key is None:
                 continue
             listed = getattr(keys, key) if hasattr(keys, key) else ()
-            if listed is None:  # before there is a corpus
+            if listed is None:  # the corpus isn't prepared yet
                 self.classes[name] = []
                 continue
             if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
@@ -92,7 +91,7 @@ class BatchColumns:
         self._numbers = {name: {value: i for i, value in enumerate(values)} for name, values in self.classes.items()}
 
     def list_classes(self, train: Manifest) -> dict[str, list[str]]:
-        """List the labels of a training set, by key, where the recipe's list is null."""
+        """List the labels of a training set by key, for keys that are null in the recipe."""
         return {str(self.texts[name]): sorted(set(train.column(name)))
                 for name, values in self.classes.items() if not values}
 
@@ -117,7 +116,7 @@ class BatchColumns:
         return durations
 
     def text(self, manifest: Manifest, name: str, row: int) -> str:
-        """What a row has in a column of labels; nothing in a mixture's where the manifest is another corpus's."""
+        """Return a row's text in a column of labels; empty if a manifest of another corpus lacks a mixture's column."""
         return "" if name in self._tags and name not in manifest.meta else manifest.column(name)[row]
 
     def labels(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
@@ -126,8 +125,7 @@ class BatchColumns:
                 for name, numbers in self._numbers.items()}
 
     def stand_in(self, signals: Tensor, lengths: Tensor, *, noise: bool = False) -> dict[str, Any]:
-        """Make valid ``columns`` and ``labels`` for a batch of these signals that has no corpus; with ``noise``, random
-        ones."""
+        """Make valid ``columns`` and ``labels`` for a stand-in batch of these signals; with ``noise``, random ones."""
         columns: dict[str, Any] = {
             name: Padded(0.1 * torch.randn(signals.shape) if noise else signals.clone(), lengths.clone())
             if isinstance(column, SignalColumn) else [column.stand_in] * len(signals)

@@ -1,4 +1,4 @@
-"""Finds recordings of one split that are copies of another's: the same bytes under two names, or the same sound."""
+"""Finds recordings of one split that are copies of another's: the same bytes under two names, or the same audio."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sbkit.system.cores import usable_cores
 
 #: Sample rate of the signals that are compared.
 RATE = 6_000
-#: Samples of a frame, and from one to the next, in what is searched; what is looked up has one in so many of them.
+#: Samples of a frame, and between frames of the index; a query has every ``STRIDE``-th of them.
 WINDOW, HOP, STRIDE = 2_048, 64, 4
 #: Frames between the two whose energies are compared.
 _APART = 8
@@ -27,27 +27,27 @@ _BITS = 32
 _EDGES = np.round(np.geomspace(300, 2_000, _BITS + 2) * WINDOW / RATE).astype(int)
 _SHAPE = np.hanning(WINDOW).astype(np.float32)
 _VALUE = np.left_shift(np.uint32(1), np.arange(_BITS, dtype=np.uint32))
-#: A frame is quiet, and isn't compared, if its energy is below this share of the loudest one's.
+#: A frame whose energy is below this share of the loudest one's is quiet, and isn't compared.
 _QUIET = 1e-3
-#: Bits of a frame that are tried both ways, those that a little noise would change.
+#: Bits of a frame that a little noise would change: both values are tried.
 _DOUBTFUL = 4
 #: Frames that are transformed at once.
 _FRAMES_AT_ONCE = 512
-#: Frames (of those that are looked up) that must agree: so many, and this share of the shorter recording.
+#: Frames of a query that must be comparable: this number, and this share of the shorter recording.
 _LEAST_FRAMES, _LEAST_SHARE = 12, 0.5
-#: The share of bits that may differ. Of copies at the lowest rates of MP3 and Opus 0.19 did, with noise 10 dB below the
-#: speech 0.19; of one speaker who says the same words again in the same rhythm, 0.24 at least.
-_MOST_ERRORS = 0.2
-#: So many frames with the same hash are looked at, which keeps the time linear.
-_COMMON = 64
-#: Positions that are compared bit by bit: those that most hashes speak for.
-_TRIED = 8
+#: The share of bits that may differ. It was 0.19 for copies at the lowest rates of MP3 and Opus, 0.19 with noise 10 dB
+#: below the speech, and at least 0.24 for a speaker who repeats the same words in the same rhythm.
+_MAX_BIT_ERRORS = 0.2
+#: At most this many frames with the same hash are compared, which keeps the time linear.
+_MAX_SAME_HASH = 64
+#: Positions that are compared bit by bit: those with the most matching hashes.
+_CANDIDATES = 8
 
 
 def fingerprint(signal: np.ndarray, stride: int = 1) -> np.ndarray:
     """The fingerprint of a signal [S] at ``RATE``, uint32 [2, T]: bits, and which of these are doubtful (0: quiet).
 
-    stride : 1 for a recording that is searched, ``STRIDE`` for one that is looked up
+    stride : 1 for a recording of the index, ``STRIDE`` for a query
     """
     if len(signal) < WINDOW + HOP * _APART:
         return np.zeros((2, 0), np.uint32)
@@ -74,35 +74,35 @@ def _energies(signal: np.ndarray, hop: int) -> Iterator[np.ndarray]:
 
 
 class Index:
-    """Fingerprints that are searched: 12 bytes a frame, 4 MB an hour."""
+    """An index of fingerprints: 12 bytes per frame, 4 MB per hour."""
 
     def __init__(self) -> None:
         self._prints: list[np.ndarray] = []
         self._sorted = False
 
     def add(self, found: np.ndarray) -> None:
-        """Add a fingerprint of stride 1; they are numbered from 0 on."""
+        """Add a fingerprint of stride 1; numbers start at 0."""
         self._prints.append(found)
         self._sorted = False
 
     def find(self, wanted: np.ndarray) -> int | None:
-        """The number of the recording that is a copy of one with this fingerprint, of stride ``STRIDE``; None if none
-        is, or if fewer than 0.5 s can be compared."""
+        """Return the number of the recording that this fingerprint of stride ``STRIDE`` is a copy of; None if it is of
+        none, or if less than 0.5 s can be compared."""
         loud = np.flatnonzero(wanted[1])
         if len(loud) < _LEAST_FRAMES or not self._prints:
             return None
         self._sort()
         bits = wanted[0, loud]
-        row, offset = self._likely(bits, wanted[1, loud], loud)
+        row, offset = self._candidates(bits, wanted[1, loud], loud)
         for number, shift in zip(row.tolist(), offset.tolist(), strict=True):
             start, end = self._starts[number : number + 2].tolist()
             at = start + shift + STRIDE * loud
-            there = np.flatnonzero((at >= start) & (at < end))
-            there = there[self._mask[at[there]] > 0]
+            comparable = np.flatnonzero((at >= start) & (at < end))
+            comparable = comparable[self._mask[at[comparable]] > 0]
             least = _LEAST_SHARE * min(len(loud), self._loud[number] / STRIDE)
-            if len(there) < max(_LEAST_FRAMES, least):
+            if len(comparable) < max(_LEAST_FRAMES, least):
                 continue
-            if np.unpackbits((bits[there] ^ self._bits[at[there]]).view(np.uint8)).mean() < _MOST_ERRORS:
+            if np.unpackbits((bits[comparable] ^ self._bits[at[comparable]]).view(np.uint8)).mean() < _MAX_BIT_ERRORS:
                 return number
         return None
 
@@ -117,25 +117,25 @@ class Index:
         self._keys = self._bits[self._frames]
         self._sorted = True
 
-    def _likely(self, bits: np.ndarray, mask: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Recordings, and by how many frames what is looked up begins later, for which most hashes speak."""
+    def _candidates(self, bits: np.ndarray, mask: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the recordings, and the offsets of the query in frames, with the most matching hashes."""
         tried = bits[None]
         for _ in range(_DOUBTFUL):
             lowest = mask & (~mask + np.uint32(1))
             tried, mask = np.concatenate([tried, tried ^ lowest]), mask ^ lowest
         first, last = (np.searchsorted(self._keys, tried.ravel(), side) for side in ("left", "right"))
-        counts = np.minimum(last - first, _COMMON)
+        counts = np.minimum(last - first, _MAX_SAME_HASH)
         ends = np.cumsum(counts)
         frame = self._frames[np.arange(ends[-1]) + np.repeat(first - ends + counts, counts)]
         number = np.searchsorted(self._starts, frame, "right") - 1
         offset = frame - self._starts[number] - STRIDE * np.repeat(np.tile(at, len(tried)), counts)
         place, votes = np.unique(np.stack([number, offset]), axis=1, return_counts=True)
-        return tuple(place[:, np.argsort(-votes, kind="stable")[:_TRIED]])
+        return tuple(place[:, np.argsort(-votes, kind="stable")[:_CANDIDATES]])
 
 
-#: From the middle of a file; all of it is read only where another has the same size and block.
+#: Bytes from the middle of a file; the whole file is read only if another has the same size and block.
 _BLOCK = 4096
-#: Recordings that one process decodes at once, and for how many it is worth starting.
+#: Recordings that a process decodes per request, and from how many on processes are started.
 CHUNK, WORTH_PROCESSES = 32, 64
 # Fewer rows take no time, so they get no progress bar.
 _WORTH_A_BAR = 1000
@@ -144,9 +144,8 @@ _WORTH_A_BAR = 1000
 class Copies:
     """The recordings of splits, each compared with those of the splits before it.
 
-    by_sound : decode all and compare fingerprints; otherwise only files of the same bytes are found, of which one block
-        is read
-    journal : a file that stores what was found, so that a preparation continues where it was stopped
+    by_sound : decode all and compare fingerprints; otherwise only files with the same bytes are found
+    journal : a file that stores results, so that a preparation continues where it was stopped
     """
 
     def __init__(self, by_sound: bool, *, workers: int | None = None, remote: Remote = NO_REMOTE,
@@ -162,8 +161,8 @@ class Copies:
 
         Returns
         -------
-        found : for each row that is a copy, of which one: "test: ID"
-        causes : for each row that can't be decoded, why
+        found : for each row that is a copy, its original: "test: ID"
+        causes : for each row that can't be decoded, the reason
         """
         found = self._same_bytes(split, ids, wavs, starts, keep)
         causes: dict[int, str] = {}
@@ -173,7 +172,7 @@ class Copies:
         stride = 1 if keep else STRIDE
         sounds: dict[int, np.ndarray] = {}
 
-        def compare(answer: list[list[int]]) -> list[Any]:  # what JSON can hold, unless these are kept
+        def compare(answer: list[list[int]]) -> list[Any]:  # plain data for the journal, unless fingerprints are kept
             sound = np.array(answer, np.uint32)
             number = self._index.find(sound[:, :: STRIDE // stride])
             return ["" if number is None else self._names[number], sound if keep else 0]
@@ -201,7 +200,7 @@ class Copies:
         blocks: dict[str, str] = {}
         for j, answer in run_job("sbkit.data.copies:block_hash", files, workers=self.workers, remote=self.remote,
                              what=f"{split}: bytes", show_progress=self.show_progress and len(files) >= _WORTH_A_BAR):
-            if not isinstance(answer, str):  # why it can't be read is found when it is measured or decoded
+            if not isinstance(answer, str):  # unreadable files are reported when they are measured or decoded
                 blocks.update((files[j], block) for block in answer)
         found, new = {}, []
         for i, (id_, wav, start) in enumerate(zip(ids, wavs, starts.tolist(), strict=True)):
@@ -225,7 +224,7 @@ class Copies:
 
 
 def block_hash(wav: str, remote: Remote) -> list[str] | str:
-    """The size of a recording's file and a hash of a block in its middle; none of a URL; or why it can't be read."""
+    """The size of a recording's file and a hash of a block in its middle; empty for a URL; or why it can't be read."""
     path, offset, size = split_member(wav)
     if "://" in path:
         return []
@@ -239,7 +238,7 @@ def block_hash(wav: str, remote: Remote) -> list[str] | str:
 
 
 def fingerprint_of(row: tuple[str, float, float], remote: Remote, stride: int) -> list[list[int]] | str:
-    """The fingerprint of a recording's stretch from a start on, for a duration; or why it can't be decoded."""
+    """The fingerprint of a recording's segment, given by start and duration; or why it can't be decoded."""
     wav, start, duration = row
     try:
         return fingerprint(read_utterance(wav, start, duration, sample_rate=RATE, remote=remote), stride).tolist()

@@ -56,22 +56,22 @@ class Corpus:
     text : text normalisation, a ``TextRules`` or a mapping of options that differ from the language's rules
     min_duration, max_duration : seconds; utterances outside this range are left out of the ``limit_splits``
     limit_splits : splits to which the duration limits and the alphabet apply; others keep such utterances
-    only : the splits that are wanted; the source need not have the others
+    only : the splits to prepare; the source need not have the others
     skip_short_texts : splits that leave out texts of fewer than ``short_text`` words (SpeechBrain: all three)
     check_audio : "sample" compares some listed durations with the audio; "all" opens every recording, and leaves out of
-        training what has the bytes of one in dev or test; "decode" decodes every recording, and leaves out what can't
-        be decoded, and of training also what sounds the same: re-encoded, resampled, made louder or cut
+        training those with the same bytes as one in dev or test; "decode" decodes every recording, and leaves out what
+        can't be decoded, and of training also copies that were re-encoded, resampled, made louder or cut
     exclude : a list of training rows to leave out, as ``sbkit clean`` writes it
-    columns : the source's column names by role, ``{audio: speech, text: raw_transcription}``, or, of a list without a
-        header, their numbers: ``{text: 2, speaker: 3}``
+    columns : the source's column names by role, ``{audio: speech, text: raw_transcription}``, or their numbers if it
+        has no header: ``{text: 2, speaker: 3}``
     data_root : replaces ``$data_root`` in paths, and relative paths start from it; by default their file's folder
     schemes : kinds of URL that rows may name, such as ``[https]``; by default the scheme of ``data_root``, ``hf`` for a
         dataset on the hub, and none otherwise
     url_megabytes, url_seconds : limits of size and download time for one recording behind a URL
     cache_folder : where audio that must be unpacked is stored, by default beside the manifests
-    workers : processes that measure recordings, by default as many as suit the machine
+    workers : processes that measure recordings, by default chosen for the machine
     demo_hours, demo_seed : size and seed of the demo corpus
-    demo_voices : voices of espeak-ng that speak all of it, as a corpus to learn to speak from has; by default many do
+    demo_voices : voices of espeak-ng for the whole demo corpus, for training a TTS voice; by default many
     """
 
     def __init__(self, source: Named | Source | None = None, language: str | None = None,
@@ -163,11 +163,11 @@ class Corpus:
         """Prepare the corpus and return manifests by split; those on disk are reused if nothing has changed.
 
         A change is one of the options, of the size or date of lists, tables and archives, or of recordings that were
-        missing or undecodable the last time. Other recordings are not looked at again.
+        missing or undecodable the last time. Other recordings are not checked again.
 
-        In a run over several processes one of them prepares, and the others call :meth:`load` afterwards.
+        In a run of several processes one of them prepares, and the others call :meth:`load` afterwards.
 
-        needed : splits that the source must have; if it lacks one, that is an error before any audio is read
+        needed : splits that the source must have; a missing one is an error before any audio is read
         needs_text : whether rows without a text are left out
         columns : those that the task declares; rows that lack one are left out
         """
@@ -184,7 +184,7 @@ class Corpus:
             try:
                 with disk.disk_errors_as_user_error(self.folder):
                     return self._prepare(source, fingerprint, show_progress, needed, excluded)
-            except OSError as error:  # a folder that may not be written
+            except OSError as error:  # such as a folder without write permission
                 raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
 
     def load(self) -> dict[str, Manifest]:
@@ -232,7 +232,7 @@ class Corpus:
         return self.report
 
     def prepared_elsewhere(self) -> Path | None:
-        """The place that the folder's manifests were prepared from, if this corpus's source is at another."""
+        """The source that the folder's manifests were prepared from, if it is not this corpus's source."""
         if not isinstance(self.source, (str, Path)) or not Path(self.source).exists():
             return None
         try:
@@ -244,7 +244,7 @@ class Corpus:
         return other if where.is_absolute() and not (other.is_relative_to(own) or own.is_relative_to(other)) else None
 
     def rules_of(self, file: str | Path) -> TextRules:
-        """The rules for the texts of a file; those of a manifest that the same rules have written stay as they are."""
+        """The rules for the texts of a file; a manifest that the same rules have written is not normalised again."""
         path = Path(file)
         try:
             report = json.loads((path.parent / self.report_path.name).read_text(encoding="utf-8"))
@@ -255,14 +255,14 @@ class Corpus:
         return NormalizedBefore(**self.text.options()) if same and type(self.text) is TextRules else self.text
 
     def left_out(self, split: str) -> str | None:
-        """How many rows of a split were left out and why, to go with error rates measured on it; None if none were."""
+        """Describe how many rows of a split were left out and why, to report with error rates; None if none were."""
         entry = self.prepared["splits"][split]
         reasons = ", ".join(f"{one['count']:,} {reason}" for reason, one in entry["left_out"].items())
         count = entry["rows"] - entry["kept"]
         return f"{count:,} of {entry['rows']:,} {split} rows were left out in preparation: {reasons}" if count else None
 
     def check_exists(self) -> None:
-        """Refuse a local source or list that doesn't exist, and a demo corpus that nobody can speak."""
+        """Refuse a local source or list that doesn't exist, and a demo corpus that can't be synthesised."""
         self._excluded()
         if self.source is None:
             from sbkit.data.demo import espeak_name  # needs the optional speech synthesiser
@@ -288,7 +288,7 @@ class Corpus:
         return opened
 
     def _declare(self, needs_text: bool, columns: Declared) -> Declared:
-        """Note what the task needs; returns those of its columns that the source has to have."""
+        """Store what the task needs; returns those of its columns that the source must have."""
         check_columns(self.columns, columns)
         self._needs_text, self._declared = needs_text, required_columns(columns, self.columns)
         self._recordings = set(columns) - set(self._declared)
@@ -297,7 +297,7 @@ class Corpus:
     def check_declared(self, needs_text: bool, columns: Declared) -> None:
         """Refuse a local source that lacks a column which the task declares or ``columns`` names.
 
-        As far as that is seen without reading or unpacking it.
+        Only sources whose columns are known without reading or unpacking them are checked.
         """
         columns = self._declare(needs_text, columns)
         given = self.source
@@ -312,7 +312,7 @@ class Corpus:
                     raise no_column(f"{source.where} [{name}]", role, header or (), self.columns)
 
     def _demo_folder(self) -> Path:
-        """Return where the demo corpus is: the name contains everything it depends on."""
+        """Return the folder of the demo corpus; its name contains everything it depends on."""
         from sbkit.data.demo import FORMAT
 
         spoken = "".join(f"{voice}-" for voice in self.demo_voices)
@@ -360,10 +360,10 @@ class Corpus:
                     logger.warning("%s has changed since it was prepared: preparing it again",
                                    self.manifest_path(split))
                     return None
-            mended = exclusions.repaired(self.folder)
-            if mended is not None:
+            changed = exclusions.find_repaired(self.folder)
+            if changed is not None:
                 logger.info("corpus: %s was left out and has appeared or changed since: preparing %s again",
-                            mended, self.folder)
+                            changed, self.folder)
                 return None
             if any(manifest.has_urls and refused(manifest.wavs, self.remote).any() for manifest in ready.values()):
                 logger.info("corpus: rows have URLs that are not allowed: preparing %s again", self.folder)
@@ -390,7 +390,7 @@ class Corpus:
         listings: dict[str, pa.Array | None] = {}
         for split in reversed([split for split in SPLITS if split in chosen]):  # train last, without their rows
             read = rows.pop(split)
-            # Another column than a manifest's own has texts as they came.
+            # A manifest's other columns have texts that were not normalised.
             rules = self.rules_of(read.origin) if self.columns.get("text", "wrd") == "wrd" else self.text
             manifests[split], reports[split] = prepare_split(
                 split, read, rules, self._limits(split), taken=taken if split == "train" else (), listings=listings,
@@ -414,7 +414,7 @@ class Corpus:
 
     def _write(self, manifests: Mapping[str, Manifest], reports: Mapping[str, SplitReport],
                report: dict[str, Any]) -> None:
-        """Write all files into a folder of their own, then move them into place: a full disk leaves the old ones."""
+        """Write all files into a separate folder, then move them into place: a full disk leaves the old ones."""
         aside = self.folder / _ASIDE
         shutil.rmtree(aside, ignore_errors=True)  # left by a preparation that was killed
         try:
@@ -426,7 +426,7 @@ class Corpus:
             written = list(aside.iterdir())
             with atomic_write(aside / self.report_path.name) as file:
                 json.dump(report, file, indent=1, ensure_ascii=False)
-            self.report_path.unlink(missing_ok=True)  # from here until it is back, the folder counts as unprepared
+            self.report_path.unlink(missing_ok=True)  # until it is written again, the folder counts as unprepared
             for path in written:
                 os.replace(path, self.folder / path.name)
             for path in (each for split in SPLITS for each in (

@@ -20,9 +20,9 @@ from sbkit.system import untrusted
 # A row never straddles two blocks unless it is longer than this.
 _BLOCK_BYTES = 16 << 20
 _ROWS_AT_ONCE = 65_536
-# Of a header.
+# Limits of a header.
 _MAX_HEADER_BYTES, _MAX_COLUMNS = 1 << 20, 10_000
-# Appended as a last line: it becomes a row of its own unless a quotation mark is still open. No UTF-8 decodes to it.
+# Appended as a last line: it becomes a separate row unless a quotation mark is still open. No UTF-8 decodes to it.
 _END = "\udcff"
 
 
@@ -61,7 +61,7 @@ def read_delimited(path: str | Path, *, delimiter: str = ",", quoted: bool = Tru
     """Read all columns of a file, or those in ``only``.
 
     With ``quoted=False`` a quotation mark is an ordinary character.
-    A byte order mark, Windows line ends and blank lines are tolerated; column names are stripped.
+    A byte order mark, Windows line ends and blank lines are allowed; column names are stripped.
     """
     path = Path(path)
     with _plain_errors(path):
@@ -126,7 +126,7 @@ def _header(path: Path, line: str, delimiter: str, quoted: bool) -> list[str]:
 
 def _read_arrow(path: Path, names: Sequence[str], wanted: Sequence[str], skip: int, delimiter: str,
                 quoted: bool) -> dict[str, pa.ChunkedArray] | None:
-    """Read columns; None if a row has too few or too many fields, or is no text: Arrow doesn't say in which line."""
+    """Read columns; None if a row has too few or too many fields, or isn't UTF-8: Arrow doesn't say in which line."""
     try:
         table = pacsv.read_csv(
             path, read_options=pacsv.ReadOptions(block_size=_BLOCK_BYTES, column_names=[*names], skip_rows=skip),
@@ -143,7 +143,7 @@ def _read_arrow(path: Path, names: Sequence[str], wanted: Sequence[str], skip: i
 
 def _read_rows(path: Path, names: Sequence[str], wanted: Sequence[str], skip: int, delimiter: str,
                quoted: bool, spaced: bool) -> Delimited:
-    """Read a file row by row, which takes longer than Arrow, and tells in which line something is wrong."""
+    """Read a file row by row, slower than Arrow, to find the line that has an error."""
     malformed: list[tuple[int, str]] = []
     columns: dict[str, list[pa.Array]] = {name: [] for name in wanted}
 
@@ -175,7 +175,7 @@ def _lines(path: Path, file: IO[str], names: Sequence[str], skip: int, delimiter
         if number > skip:
             try:
                 line.encode()
-            except UnicodeEncodeError as error:  # bytes that are none of UTF-8 have come as half characters
+            except UnicodeEncodeError as error:  # bytes that aren't UTF-8 were decoded to surrogates
                 name = names[min(line[: error.start].count(delimiter), len(names) - 1)]
                 raise SbkitError(f"{path}, line {number}, column {shown(name)}: not UTF-8",
                                  hint="save it as UTF-8") from None

@@ -4,8 +4,8 @@
     OUT/<language>/{train,dev,test,validated,invalidated,other}.tsv
     OUT/<language>/clip_durations.tsv
 
-With it, somebody without data can train a model within minutes. It says nothing about error rates on real speech, but
-its splits are proper ones: voices and sentences of dev and test don't occur in training.
+With it, a model can be trained within minutes without any data. Its error rates say nothing about real speech, but its
+splits are proper ones: voices and sentences of dev and test don't occur in training.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ COLUMNS = (
 )
 
 # Common Voice has 32 or 48 kHz. Here it is 16 kHz, the default of models: that halves the decoding and saves the
-# resampling in each epoch, which counts on two cores, and an espeak voice has nothing above 8 kHz worth keeping.
+# resampling in each epoch, which matters on two cores, and espeak voices have nothing useful above 8 kHz.
 SAMPLE_RATE = 16_000
-FORMAT = 1  # of this corpus: increase it when the same seed gives other clips
+FORMAT = 1  # increase it when the same seed gives other clips
 
-# Dialects share the sentences of their language. Accents have the names that Common Voice's speakers give theirs.
+# Dialects share the sentences of their language. Accents have the names that speakers in Common Voice use.
 DIALECTS = {
     "en": {
         "en": "England English", "en-us": "United States English", "en-gb-scotland": "Scottish English",
@@ -62,7 +62,7 @@ DIALECTS = {
 # Common Voice's language codes for which espeak-ng has other names.
 ESPEAK_NAMES = {"zh": "cmn", "zh-cn": "cmn", "zh-tw": "cmn", "zh-hk": "yue", "no": "nb", "nn-no": "nb"}
 
-# Timbres. The two groups are disjoint, so that the voices of dev and test are entirely new to the model.
+# Timbres. The two groups are disjoint, so the voices of dev and test are unseen in training.
 TRAIN_VARIANTS = ("", "+f1", "+m1", "+f2", "+m2", "+f4", "+m3", "+m5", "+m7", "+m8")
 HELD_OUT_VARIANTS = ("+f3", "+m4", "+f5", "+m6")
 VOICES = {"train": 20, "dev": 4, "test": 4}
@@ -78,7 +78,7 @@ RETRIES = 1000  # draws for a new sentence; needed only for number lists of lang
 # ---------------------------------------------------------------- sentences
 
 #: A table of slots: ``expand`` picks one alternative of a slot and fills the slots named in it. Each grammar yields
-#: more than 100,000 sentences over 90 to 150 words: too many to learn by heart, so a model has to recognise words.
+#: more than 100,000 sentences over 90 to 150 words: too many to memorise, so a model has to recognise words.
 Grammar = Mapping[str, Sequence[str]]
 
 
@@ -95,7 +95,7 @@ def numbers_grammar(sayable: Sequence[int]) -> Grammar:
     """A grammar of number lists, for a language that has no sentences here.
 
     espeak-ng reads digits as number words of the language, and the transcript keeps the digits, so no knowledge of its
-    script is needed. ``sayable`` are the numbers with a pronunciation of their own.
+    script is needed. ``sayable`` are the numbers that have distinct pronunciations.
     """
     numbers = [f"{number}" for number in sayable]
     return {"sentence": tuple(", ".join(["{n}"] * count) + "." for count in (3, 4, 5)), "n": tuple(numbers)}
@@ -127,12 +127,12 @@ class Speaker:
     gender: str
     accent: str
     steady: bool = False
-    """Whether all clips have the same level, rate and pitch, as a voice in a studio."""
+    """Whether all clips have the same level, rate and pitch, as in a studio."""
 
 
 @dataclass(frozen=True)
 class DemoClip:
-    """A clip to be made; what its sound has at random, beyond the speaker's properties, is drawn from ``seed``."""
+    """A clip to synthesise; its random variations of the speaker's properties are drawn from ``seed``."""
 
     number: int
     split: str
@@ -153,8 +153,8 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
     hours : approximate amount of speech in all splits together.
     language : an espeak-ng language or Common Voice's code for it. For ten languages there are sentences (see
         ``demo_sentences.yaml``); in all others the texts are lists of numbers, written in digits.
-    voices : voices of espeak-ng, such as ``en-us+f2``, that speak all of it, steadily as in a studio: a corpus to learn
-        to speak from. By default there are many, others in each split
+    voices : voices of espeak-ng, such as ``en-us+f2``, for all splits, with the same level, rate and pitch in all
+        clips: a corpus to train a TTS voice on. By default there are many, and different ones in each split
     """
     if not 0 < hours <= 1000:
         raise SbkitError(f"hours must lie between 0 and 1000, not {hours}")
@@ -171,7 +171,7 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
     with _temporary_folder(folder) as aside, _pool(workers, language) as run:
         base = next((name for name, dialects in DIALECTS.items() if spoken in dialects), spoken)
         grammar = GRAMMARS.get(base) or _numbers(spoken, run)
-        speakers = _studio(voices) if voices else draw_voices(spoken, seed)
+        speakers = _studio_speakers(voices) if voices else draw_voices(spoken, seed)
         count = _count_clips(hours, grammar, speakers["train"], seed, run)
         clips = plan_clips(count, grammar, speakers, seed)
         (aside / "clips").mkdir()
@@ -186,14 +186,14 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
         try:
             os.rename(aside, folder)
         except OSError:
-            if not _finished(folder, made_with):  # another process has made the same meanwhile
+            if not _finished(folder, made_with):  # another process has created the same meanwhile
                 raise
         disk.sync_folder(folder.parent)
     return folder
 
 
 def espeak_name(language: str) -> str:
-    """What espeak-ng calls a language; an error if it can't speak it."""
+    """Return espeak-ng's name of a language; an error if it doesn't support it."""
     known = demo_voice.languages()
     code = language.lower().replace("_", "-")
     for name in (code, ESPEAK_NAMES.get(code), code.split("-")[0]):
@@ -243,7 +243,7 @@ Run = Callable[[Callable[..., Any], Iterable[tuple[Any, ...]]], Iterator[Any]]
 
 @contextlib.contextmanager
 def _pool(workers: int | None, language: str) -> Iterator[Run]:
-    """Worker processes, because a process can load espeak-ng only once; gives ``run(function, argument tuples)``.
+    """Start worker processes, as a process can load espeak-ng only once; yields ``run(function, argument tuples)``.
 
     Results come in order. The processes are spawned, not forked, because the caller may have threads or use CUDA.
     """
@@ -267,7 +267,7 @@ def _pool(workers: int | None, language: str) -> Iterator[Run]:
 
 
 def _numbers(espeak_name: str, run: Run) -> Grammar:
-    """A grammar of number lists, with the numbers below 100 that have a pronunciation of their own."""
+    """A grammar of number lists, with the numbers below 100 that have distinct pronunciations."""
     (spoken,) = run(demo_voice.pronounce, [([str(number) for number in range(100)], espeak_name)])
     sayable = [number for number, sound in enumerate(spoken) if sound and spoken.count(sound) == 1]
     if len(sayable) < 20:
@@ -283,13 +283,13 @@ def draw_voices(espeak_name: str, seed: int) -> dict[str, list[Speaker]]:
     accents = DIALECTS.get(espeak_name, {espeak_name: ""})
     dialects = list(accents)
     speakers: dict[str, list[Speaker]] = {}
-    met = 0
+    drawn = 0
     for split, count in VOICES.items():
         variants = TRAIN_VARIANTS if split == "train" else HELD_OUT_VARIANTS
         speakers[split] = []
         for i in range(count):
             rng = random.Random(f"{seed} {split} voice {i}")
-            dialect, variant = dialects[met % len(dialects)], variants[i % len(variants)]
+            dialect, variant = dialects[drawn % len(dialects)], variants[i % len(variants)]
             # Of two speakers with the same timbre, one has a low and one a high voice.
             low, high = (50, 68) if i // len(variants) % 2 else (32, 50)
             speakers[split].append(Speaker(
@@ -298,19 +298,19 @@ def draw_voices(espeak_name: str, seed: int) -> dict[str, list[Speaker]]:
                 age=rng.choice(AGES), gender="female_feminine" if "f" in variant else "male_masculine",
                 accent=accents[dialect],
             ))
-            met += 1
+            drawn += 1
     return speakers
 
 
-def _studio(voices: Sequence[str]) -> dict[str, list[Speaker]]:
-    """The same speakers in each split, named as espeak-ng names them."""
+def _studio_speakers(voices: Sequence[str]) -> dict[str, list[Speaker]]:
+    """The same speakers in each split, with espeak-ng's names."""
     speakers = [Speaker(voice, voice, words_per_minute=165, pitch=50, age="", gender="", accent="", steady=True)
                 for voice in voices]
     return dict.fromkeys(VOICES, speakers)
 
 
 def _count_clips(hours: float, grammar: Grammar, speakers: Sequence[Speaker], seed: int, run: Run) -> int:
-    """The number of clips for so many hours, estimated by synthesising a few."""
+    """Estimate the number of clips for these hours by synthesising a few."""
     sample = [
         DemoClip(0, "train", speaker, text, text, i)
         for i in range(3) for speaker in speakers
@@ -321,7 +321,7 @@ def _count_clips(hours: float, grammar: Grammar, speakers: Sequence[Speaker], se
 
 
 def plan_clips(count: int, grammar: Grammar, voices: dict[str, list[Speaker]], seed: int) -> list[DemoClip]:
-    """All clips: who says what. A hash of a sentence decides its split, so that none occurs in two of them."""
+    """Plan the speaker and sentence of all clips. A sentence's hash decides its split, so none occurs in two splits."""
     sizes = {split: max(MIN_CLIPS, round(count * SHARES[split])) for split in ("dev", "test")}
     sizes = {"train": count - sum(sizes.values()), **sizes}
     sizes.update({name: max(2, round(count * share)) for name, share in EXTRAS.items()})
@@ -341,15 +341,15 @@ def plan_clips(count: int, grammar: Grammar, voices: dict[str, list[Speaker]], s
 def _new_sentence(grammar: Grammar, rng: random.Random, split: str, used: set[str]) -> str:
     for _ in range(RETRIES):
         text = expand(grammar, rng)
-        if _home(text) == split:
+        if _split_of(text) == split:
             if text not in used:
                 used.add(text)
                 return text
             seen = text
-    return seen  # all sentences of the grammar are used; a repetition within the split does no harm
+    return seen  # the grammar has no new sentence; a repetition within the split does no harm
 
 
-def _home(text: str) -> str:
+def _split_of(text: str) -> str:
     """The split that owns a sentence."""
     place = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
     for split, share in SHARES.items():
@@ -387,7 +387,7 @@ def _record(clip: DemoClip, path: Path) -> int:
 
     samples, encoded = speak_clip(clip), io.BytesIO()
     soundfile.write(encoded, samples, SAMPLE_RATE, format="MP3")
-    path.write_bytes(encoded.getvalue())  # by Python, because libsndfile reports a full disk as "System error"
+    path.write_bytes(encoded.getvalue())  # with Python, because libsndfile reports a full disk as "System error"
     return round(len(samples) * 1000 / SAMPLE_RATE)
 
 

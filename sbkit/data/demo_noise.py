@@ -22,13 +22,13 @@ def _coloured(rng: _Rng, size: int, shape: Callable[[np.ndarray], np.ndarray], r
 
 
 def _slow(rng: _Rng, size: int, rate: int, hertz: float) -> np.ndarray:
-    """A curve from 0 to 1 that moves about so many times a second."""
+    """A random curve between 0 and 1 that changes about ``hertz`` times a second."""
     points = max(2, int(size / rate * hertz) + 2)
     return np.interp(np.linspace(0, points - 1, size), np.arange(points), rng.random(points))
 
 
 def _band(middle: float, width: float) -> Callable[[np.ndarray], np.ndarray]:
-    """A resonance: so many Hz, and octaves."""
+    """A resonance at ``middle`` Hz, ``width`` octaves wide."""
     return lambda hertz: np.exp(-0.5 * (np.log2(hertz / middle) / width) ** 2)
 
 
@@ -45,7 +45,7 @@ def _hits(rng: _Rng, size: int, at: np.ndarray, hit: np.ndarray, loudness: np.nd
 
 
 def _ringing(rng: _Rng, rate: int, hertz: float, seconds: float) -> np.ndarray:
-    """What something gives that is hit: a tone and noise that die away."""
+    """The sound of something that is hit: a decaying tone with noise."""
     time = np.arange(int(5 * seconds * rate)) / rate
     tone = np.sin(2 * np.pi * hertz * time) + 0.5 * rng.standard_normal(len(time))
     return tone * np.exp(-time / seconds)
@@ -132,11 +132,11 @@ KINDS: dict[str, Callable[[_Rng, int, int], np.ndarray]] = {
     "hiss": _hiss, "hum": _hum, "engine": _engine, "wind": _wind, "clatter": _clatter, "melody": _melody,
     "murmur": _murmur, "rain": _rain, "printer": _printer, "siren": _siren, "vacuum": _vacuum, "street": _street,
 }
-#: Octaves between which a noise's bands are made louder or quieter, and by how many decibels at most.
+#: Octaves at which a random equaliser has its points, and its largest gain in decibels.
 _OCTAVES, _DECIBELS = np.arange(6.0, 15.0), 12.0
 
 
-def _heard_through(rng: _Rng, noise: np.ndarray, rate: int) -> np.ndarray:
+def _equalised(rng: _Rng, noise: np.ndarray, rate: int) -> np.ndarray:
     """Weight the bands of a noise at random, as rooms and microphones do, and make its power 1."""
     octaves = np.log2(np.maximum(np.fft.rfftfreq(len(noise), 1 / rate), 20.0))
     decibels = np.interp(octaves, _OCTAVES, rng.uniform(-_DECIBELS, _DECIBELS, len(_OCTAVES)))
@@ -145,10 +145,10 @@ def _heard_through(rng: _Rng, noise: np.ndarray, rate: int) -> np.ndarray:
 
 
 class DemoNoise:
-    """Add synthesised noise at a random signal-to-noise ratio: another one for each utterance and pass, half of the
+    """Add synthesised noise at a random signal-to-noise ratio: a different one for each utterance and pass, half of the
     time two at once.
 
-    kinds: of ``KINDS``, among which is drawn.
+    kinds: names from ``KINDS`` to choose from.
     snr_low, snr_high: range of the ratio, in decibels.
     prob: probability that an utterance is changed.
     sample_rate: of the waveforms; set by the loader.
@@ -168,11 +168,11 @@ class DemoNoise:
         if rng.random() >= self.prob:
             return signal
         ratio = rng.uniform(self.snr_low, self.snr_high)
-        noise = self._drawn(rng, len(signal))
+        noise = self._random_noise(rng, len(signal))
         if rng.random() < 0.5:
-            noise += rng.random() * self._drawn(rng, len(signal))
+            noise += rng.random() * self._random_noise(rng, len(signal))
         return mixed(signal, noise.astype(np.float32), ratio)
 
-    def _drawn(self, rng: np.random.Generator, size: int) -> np.ndarray:
+    def _random_noise(self, rng: np.random.Generator, size: int) -> np.ndarray:
         make, rate = KINDS[self.kinds[rng.integers(len(self.kinds))]], self.sample_rate or SAMPLE_RATE
-        return _heard_through(rng, make(rng, size, rate), rate)
+        return _equalised(rng, make(rng, size, rate), rate)

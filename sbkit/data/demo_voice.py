@@ -37,8 +37,8 @@ def _loader() -> ModuleType:
 def _library() -> Iterator[tuple[ctypes.CDLL, int]]:
     """A freshly loaded espeak-ng and its sample rate; it is unloaded at the end.
 
-    The synthesiser keeps state in static variables that no call resets (not even Terminate), so that a sentence would
-    sound slightly different after another one. Unloading the library resets them and takes 5 ms.
+    The synthesiser has static variables that no call resets (not even Terminate), so a sentence would sound slightly
+    different after another one. Unloading the library resets them and takes 5 ms.
     """
     loader = _loader()
     library = ctypes.CDLL(loader.get_library_path())

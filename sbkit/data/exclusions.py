@@ -15,18 +15,18 @@ from sbkit.data.presence import existing, file_version
 from sbkit.system.console import atomic_write
 
 NAME = "left_out.csv"
-#: Reasons for which recordings are left out that may appear, or change, later.
+#: Reasons that may no longer hold later, because the recording appears or changes.
 MISSING, UNDECODABLE = "missing clip", "undecodable"
-#: Fields that a spreadsheet would take for a formula, however often they were guarded before.
+#: Fields that a spreadsheet would take for a formula, also if an apostrophe precedes them already.
 _FORMULA = r"'*[=+\-@\t\r]"
 _COLUMNS = ("split", "ID", "wav", "reason", "detail", "size", "modified")
 
 
 def rows(split: str, reason: str, ids: Sequence[str], wavs: Sequence[str], details: Sequence[str], *,
-         seal: bool = False) -> pa.Table:
-    """A table of N rows left out for one reason; with ``seal`` it has the size and date of their files."""
-    seals = [file_version(wav) for wav in wavs] if seal else [("", "")] * len(ids)
-    columns = ([split] * len(ids), ids, wavs, [reason] * len(ids), details, *zip(*seals, strict=True))
+         versions: bool = False) -> pa.Table:
+    """Make a table of N rows left out for one reason; with ``versions`` it has the size and date of their files."""
+    found = [file_version(wav) for wav in wavs] if versions else [("", "")] * len(ids)
+    columns = ([split] * len(ids), ids, wavs, [reason] * len(ids), details, *zip(*found, strict=True))
     return pa.table([pa.array(column, pa.large_string()) for column in columns], names=_COLUMNS)
 
 
@@ -48,7 +48,7 @@ def write_guarded(path: Path, table: pa.Table) -> None:
 
 
 def read_guarded(path: Path, names: Sequence[str], hint: str | None = None) -> pa.Table:
-    """Read columns of what :func:`write_guarded` wrote; ``hint`` goes with the error about one that is missing."""
+    """Read columns of a CSV by :func:`write_guarded`; ``hint`` is that of the error about a missing one."""
     csv = read_delimited(path)
     return _replaced(pa.table([csv.need(name, hint=hint) for name in names], names=names), f"^'({_FORMULA})", r"\1")
 
@@ -58,16 +58,16 @@ def _replaced(table: pa.Table, pattern: str, replacement: str) -> pa.Table:
     return pa.table(columns, names=table.column_names)
 
 
-def repaired(folder: Path) -> str | None:
-    """A recording that was left out and has appeared or changed since then; None if there is none.
+def find_repaired(folder: Path) -> str | None:
+    """Return a recording that was left out and has appeared or changed since then; None if there is none.
 
-    Other recordings are not checked: to ask for all files of a large corpus takes minutes on a network file system.
+    Others are not checked: asking for all files of a large corpus takes minutes on a network file system.
     """
     table = read(folder)
     reason, wavs = table["reason"], table["wav"]
     gone = Column(pc.filter(wavs, pc.equal(reason, MISSING)))
-    if len(gone) and (there := existing(gone)).any():
-        return gone[int(there.argmax())]
+    if len(gone) and (found := existing(gone)).any():
+        return gone[int(found.argmax())]
     bad = pc.equal(reason, UNDECODABLE)
-    seals = zip(*(Column(pc.filter(table[name], bad)) for name in ("wav", "size", "modified")), strict=True)
-    return next((wav for wav, *seal in seals if tuple(seal) != file_version(wav)), None)
+    rows = zip(*(Column(pc.filter(table[name], bad)) for name in ("wav", "size", "modified")), strict=True)
+    return next((wav for wav, *version in rows if tuple(version) != file_version(wav)), None)

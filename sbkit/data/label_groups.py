@@ -1,4 +1,4 @@
-"""Steps of several clips of each of several labels (P x K): exactly so many, all different, drawn anew in each pass."""
+"""P x K sampling: each step has K different clips of each of P labels, redrawn in each pass."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sbkit.errors import SbkitError
 class LabelGroups:
     """Groups of ``clips`` clips with one label, of which each step has ``labels_per_step`` with different labels.
 
-    A pass over the corpus makes as many groups of each label as it has clips for, at most one for each step, and has as
-    many steps as can be filled.
+    In a pass over the corpus, each label has as many groups as its clips fill, at most one per step. A pass has as many
+    steps as these groups fill.
 
-    labels: ``[N]``, a number of each utterance's label, from 0 on.
+    labels: ``[N]``, the number of each utterance's label, from 0.
     durations: ``[N]``, seconds.
     clips_per: the name of the column of labels, and the number of clips.
-    step_seconds: what a step holds, padding included.
-    least: how many utterances a step has at least.
+    step_seconds: seconds in a step, padding included.
+    least: minimum number of utterances in a step.
 
     >>> groups = LabelGroups(np.array([0, 0, 1, 1, 2, 2]), np.ones(6), {"speaker": 2}, step_seconds=4)
     >>> groups.labels_per_step, groups.lengths.tolist(), groups.draw(np.random.default_rng(0), 1)[0].shape
@@ -34,7 +34,7 @@ class LabelGroups:
         possible = self.sizes // self.clips
         enough = possible > 0
         self.left_out = int(self.sizes[~enough].sum())
-        """The number of utterances whose label has too few, so that they are in no step."""
+        """The number of utterances that are in no step because their label has too few."""
         self.longest = float(durations[enough[labels]].max(initial=0.0))
         fits = int(step_seconds / (self.clips * max(self.longest, 1e-6)) + 1e-6)
         self.labels_per_step = fits
@@ -50,7 +50,7 @@ class LabelGroups:
             raise SbkitError(
                 f"clips_per: {what}, each of another {name}, but only {int(enough.sum())} have enough clips",
                 hint=f"lower step_seconds to {int(enough.sum()) * self.clips * self.longest:g}")
-        # How many steps can each have that many groups with different labels: it is so up to a number, and not beyond.
+        # The largest number of steps that can each have this many groups with different labels.
         self.steps = bisect.bisect_left(range(1, int(possible.sum()) // fits + 1), True,
                                         key=lambda steps: np.minimum(possible, steps).sum() < fits * steps)
         self.edges, self.lengths = np.array([self.longest]), np.full(self.steps, fits * self.clips)
@@ -60,8 +60,8 @@ class LabelGroups:
         self._taken = self.clips * np.minimum(possible, self.steps)
 
     def draw(self, rng: np.random.Generator, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The utterances of one pass, step by step and group by group, ``[steps * labels_per_step * clips]``, and the
-        number of the pass for each."""
+        """Draw the utterances of one pass, step by step and group by group, ``[steps * labels_per_step * clips]``, with
+        their pass numbers."""
         order = rng.permutation(len(self.sizes))  # of the labels
         members = rng.permutation(len(self.labels))
         members = members[np.argsort(np.argsort(order)[self.labels[members]], kind="stable")]
@@ -69,6 +69,6 @@ class LabelGroups:
         place = np.arange(len(members)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # within its label
         groups = members[place < np.repeat(self._taken[order], sizes)].reshape(-1, self.clips)
         chosen = np.sort(rng.permutation(len(groups))[: self.labels_per_step * self.steps])
-        # Dealt out like cards: a label's groups are neighbours, and no more than steps, so that no step gets two.
+        # Dealt out like cards: a label's groups are neighbours, and at most as many as steps, so no step gets two.
         dealt = groups[chosen].reshape(self.labels_per_step, self.steps, self.clips)
         return dealt.transpose(1, 0, 2).ravel(), np.broadcast_to(number, dealt.size)

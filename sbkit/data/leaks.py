@@ -1,4 +1,4 @@
-"""What two splits of a corpus share: speakers, sentences, recordings; and what that means for rates on one of them."""
+"""What two splits of a corpus share: speakers, sentences, recordings; and what that means for their error rates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from sbkit.data.manifest import Manifest
 from sbkit.data.splits import SPLITS
 
-#: What splits may share, and what follows for a split of which a part is shared.
+#: What splits may share, and what that means.
 MEANS = {
     "speakers": "the error rate is partly measured on known speakers; to measure it on new ones, assign each speaker "
                 "to one split in the source's lists",
@@ -31,9 +31,9 @@ _TOUCHING = 0.1
 
 def shared(manifests: Mapping[str, Manifest],
            copies: Mapping[str, Mapping[str, str]] | None = None) -> list[dict[str, Any]]:
-    """An entry for whatever two splits have in common, of the smaller split first: test, dev, train.
+    """Return an entry for everything that two splits have in common, in the order test, dev, train.
 
-    copies : for each split the ids of its rows that are copies of another's, and of which one ("test: ID")
+    copies : for each split the ids of its rows that are copies of another's, and their originals ("test: ID")
     """
     splits = [split for split in reversed(SPLITS) if split in manifests]
     entries = []
@@ -57,7 +57,7 @@ def _entry(split: str, other: str, what: str, count: int, total: int, rows: int,
 
 
 def _in_both(one: Manifest, other: Manifest) -> dict[str, tuple[int, int, int, list[str]]]:
-    """What of each kind two splits share: how many, of how many, in how many rows of the first, and examples."""
+    """What two splits share, by kind: how many, out of how many, in how many rows of the first, and examples."""
     found = {what: _values(getattr(one, name).arrow, getattr(other, name).arrow)
              for what, name in (("speakers", "speakers"), ("sentences", "texts"), ("recordings", "wavs"))}
     if found["recordings"][0]:
@@ -81,8 +81,8 @@ def _overlapping(one: Manifest, other: Manifest) -> np.ndarray:
     starts = np.concatenate([one.starts, other.starts])
     ends = starts + np.concatenate([one.durations, other.durations])
     theirs = np.arange(len(files)) >= len(one)
-    # The files lie one after another on a line: the furthest end of their rows before each of ours tells, and the first
-    # start after it.
+    # All files are put on one time line. A row of ours overlaps if the furthest end of their rows before it, or the
+    # first start after it, is within it.
     gap = float(ends.max(initial=0)) + 1
     starts, ends = starts + gap * files, ends + gap * files - _TOUCHING
     order = np.argsort(starts, kind="stable")
@@ -94,17 +94,17 @@ def _overlapping(one: Manifest, other: Manifest) -> np.ndarray:
 
 
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """The rows of a table with ``COLUMNS``."""
+    """Return the rows of a table with ``COLUMNS``."""
     return [[entry["split"], entry["with"], entry["what"], entry["count"], entry["of"], entry["rows"],
              f"{100 * entry['share']:.1f}", ", ".join(_short(each) for each in entry["examples"])] for entry in entries]
 
 
 def remarks(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the entries mean, or that there are none."""
+    """Explain the entries; without any, say so."""
     if not entries:
         return ["no speaker, sentence or file is in two splits; rows that name no speaker are not compared by speaker"]
     return [f"{what}: {meaning}" for what, meaning in MEANS.items() if any(entry["what"] == what for entry in entries)]
 
 
-def _short(text: str, most: int = 40) -> str:
-    return text if len(text) <= most else f"{text[:most]}..."
+def _short(text: str, limit: int = 40) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."

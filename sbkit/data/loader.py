@@ -50,16 +50,16 @@ class _Requests(Sampler[ReadRequest]):
 
 
 class Workers(DataLoader[Any]):
-    """A DataLoader that doesn't warn of more workers than cores: workers wait for files most of the time.
+    """A DataLoader that doesn't warn about more workers than cores: workers wait for files most of the time.
 
-    Its dataset, or that one's ``reader``, records in ``reading`` which row each worker reads, for an error that names
-    it.
+    Its dataset, or the dataset's ``reader``, records in ``reading`` which row each worker reads, so that an error can
+    name it.
     """
 
     def check_worker_number_rationality(self) -> None:
         """Do nothing, where torch would warn."""
 
-    def _get_iterator(self) -> Any:  # torch's own, of a class that it keeps to itself
+    def _get_iterator(self) -> Any:  # torch's, of a private class
         reader: Any = getattr(self.dataset, "reader", self.dataset)  # a Reader, or a dataset that keeps one
         if self.num_workers:
             reader.reading = torch.full((self.num_workers,), -1).share_memory_()
@@ -70,11 +70,11 @@ class Workers(DataLoader[Any]):
 
 
 T = TypeVar("T")
-_Own = TypeVar("_Own", bound="_Loader")
+_AnyLoader = TypeVar("_AnyLoader", bound="_Loader")
 
 
 class _Loader:
-    """Base of both loaders: worker processes, their orderly end, and the count of damaged recordings."""
+    """Base of both loaders: starts and ends worker processes, and counts damaged recordings."""
 
     def __init__(self, reader: Reader, max_batch_seconds: float, *, workers: int = 2,
                  pin_memory: bool = False, prefetch: int = PREFETCH, timeout: float = 600,
@@ -147,7 +147,7 @@ class _Loader:
     def close(self) -> None:
         """End the worker processes; if the loader is used again, it starts new ones."""
         self._turn += 1
-        iterator: Any = self._loader._iterator  # torch's own, of a class that it keeps to itself
+        iterator: Any = self._loader._iterator  # torch's, of a private class
         self._loader._iterator = None
         if iterator is None or not self.workers:
             return
@@ -157,7 +157,7 @@ class _Loader:
             if worker.is_alive():
                 worker.kill()
 
-    def __enter__(self: _Own) -> _Own:
+    def __enter__(self: _AnyLoader) -> _AnyLoader:
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -171,9 +171,9 @@ class TrainLoader(_Loader):
     tokenizer: encodes the texts, in the workers; ``None``: batches without tokens.
     plan: see ``sbkit.data.plan``.
     rank, world: which part of each step to read.
-    min_micros: least number of micro-batches per step (gradient accumulation).
-    augment: ``sbkit.data.augment.Augment`` or ``None``; seeded by (plan's seed, pass_number, utterance).
-    columns: what else a batch holds.
+    min_micros: minimum number of micro-batches per step (gradient accumulation).
+    augment: ``sbkit.data.augment.Augment`` or ``None``; seeded by (plan's seed, pass number, utterance).
+    columns: further columns of a batch.
     reading: ``workers`` (processes; 0: this one), ``pin_memory`` (read into page-locked memory, from which copies to a
         GPU overlap with computation), ``prefetch`` (micro-batches that each worker reads ahead), ``timeout`` (seconds
         without a batch before the run ends; 0: never), ``max_damaged_share`` and ``damaged_floor`` (the run ends when
@@ -193,12 +193,12 @@ class TrainLoader(_Loader):
             columns.check_classes(manifest)
         self.plan, self.rank, self.world, self.min_micros = plan, rank, world, min_micros
         self._epoch: tuple[int, EpochPlan] | None = None
-        most = plan.batching.max_batch_seconds
+        max_seconds = plan.batching.max_batch_seconds
         reader = Reader(manifest, tokenizer, augment=augment, columns=columns, seed=plan.batching.seed,
                         sample_rate=sample_rate, round_to=round(plan.round_seconds * sample_rate),
-                        max_samples=int(most * sample_rate),
+                        max_samples=int(max_seconds * sample_rate),
                         least=plan.batching.min_batch_utterances)
-        super().__init__(reader, most, **reading)
+        super().__init__(reader, max_seconds, **reading)
 
     def steps(self, epoch: int = 1) -> int:
         """The number of optimizer steps of an epoch, equal on all ranks."""
@@ -225,16 +225,17 @@ class TrainLoader(_Loader):
         plan = self.epoch_plan(epoch)
         for step in range(first, len(plan)):
             share = plan.places(step, self.rank, self.world, self.min_micros)
-            most = plan.largest_micro_batch(step, self.world, self.min_micros)
+            largest = plan.largest_micro_batch(step, self.world, self.min_micros)
             for micro, places in enumerate(share):
-                yield ReadRequest(epoch, step, micro, len(share), plan.members[places], most, plan.pass_numbers(places))
+                yield ReadRequest(epoch, step, micro, len(share), plan.members[places], largest,
+                                  plan.pass_numbers(places))
 
 
 class EvalLoader(_Loader):
     """Loads one rank's share of a manifest once, longest first; no utterance is seen by two ranks.
 
-    Ranks may have different numbers of batches. An utterance longer than ``max_batch_seconds`` is a batch of its own.
-    ``augment`` changes an utterance alike each time. The other arguments are those of ``TrainLoader``.
+    Ranks may have different numbers of batches. An utterance longer than ``max_batch_seconds`` is a separate batch.
+    ``augment`` changes an utterance in the same way each time. The other arguments are those of ``TrainLoader``.
     """
 
     def __init__(self, manifest: Manifest, tokenizer: SupportsEncode | None, *, max_batch_seconds: float,
@@ -272,13 +273,12 @@ def eval_batches(durations: np.ndarray, max_batch_seconds: float, world: int = 1
 
 
 def _prefetch_that_fits(prefetch: int, workers: int, batch_bytes: int) -> int:
-    """The batches per worker that shared memory has room for, ``prefetch`` at most; containers often have only 64 MB.
-    """
+    """Return how many batches per worker fit into shared memory, at most ``prefetch``; containers often have 64 MB."""
     if not os.path.isdir(SHARED_MEMORY):
         return prefetch
     found = os.statvfs(SHARED_MEMORY)
     free = found.f_bavail * found.f_frsize // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    fits = free // batch_bytes // workers - 1  # each worker fills one more besides
+    fits = free // batch_bytes // workers - 1  # each worker fills one more
     if fits >= prefetch:
         return prefetch
     need = (prefetch + 1) * workers * batch_bytes / 1e6
@@ -309,10 +309,10 @@ def _close_all() -> None:
 
 @contextlib.contextmanager
 def plain_worker_errors() -> Iterator[None]:
-    """Replace torch's errors about workers that died or hang by errors that say what to do."""
+    """Replace torch's errors about workers that died or hang with errors that say what to do."""
     try:
         yield
-    except SbkitError:  # some are RuntimeErrors too, and say what is wrong themselves
+    except SbkitError:  # some are RuntimeErrors too
         raise
     except RuntimeError as error:
         text = str(error)
@@ -337,7 +337,7 @@ _NO_MEMORY = "the system does this when memory runs out (dmesg says so): try few
 
 
 def _dead_worker() -> tuple[str, str] | None:
-    """Return which worker died, of what and at which recording, and a hint."""
+    """Describe which worker died, why, and at which recording; with a hint."""
     for iterator, reader in list(_started.items()):
         for number, worker in enumerate(iterator._workers):
             if not worker.exitcode:

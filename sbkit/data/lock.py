@@ -1,4 +1,4 @@
-"""File locks of the kernel: a process holds one until it releases it or dies, in whatever way it dies."""
+"""Kernel file locks: a process holds one until it releases it or dies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Lock:
         return self.handle
 
     def acquire(self, *, wait: bool = False, shared: bool = False) -> bool | None:
-        """Try to lock it; whether this process holds the lock now, or None if the file system has no locks.
+        """Try to lock it; return whether this process holds the lock now, or None if the file system has no locks.
 
         wait : block until the lock is free
         shared : allow other processes that also ask for a shared lock
@@ -55,7 +55,7 @@ class Lock:
         return True
 
     def is_at(self, path: Path) -> bool:
-        """Whether the open file is still the one that has this path."""
+        """Whether the open file is still the one at this path."""
         try:
             return os.path.samestat(os.fstat(self.descriptor), os.stat(path))
         except FileNotFoundError:
@@ -80,7 +80,7 @@ def _close_all() -> None:
         lock.close()
 
 
-# The kernel releases a lock when no process has the file open, and forked workers would have it.
+# The kernel releases a lock only when no process has the file open, and forked workers would have it open.
 os.register_at_fork(after_in_child=_close_all)
 
 

@@ -1,7 +1,7 @@
 """The manifest, one row per utterance: on disk a CSV that SpeechBrain can read, in memory Arrow columns.
 
-Beside a large CSV that preparation wrote is the same as an Arrow file. All ranks and data workers of a machine map it,
-so it is opened at once, and in memory once, as far as it is read.
+Beside a large prepared CSV is an Arrow file with the same content. All ranks and data workers of a machine map it, so
+it opens immediately, and its pages are in memory only once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from sbkit.errors import SbkitError, shown, shown_names
 from sbkit.system.console import atomic_write
 
 REQUIRED = ("ID", "duration", "wav", "wrd")
-#: Columns that a manifest uses itself; metadata must have other names.
-OWN = (*REQUIRED, "spk_id", "start")
+#: Names that metadata columns can't have.
+RESERVED = (*REQUIRED, "spk_id", "start")
 _PREPARED = ("ID", "duration", "wav", "wrd", "spk_id")
-#: What follows the name of a column of recordings, in the name of that of their durations.
+#: Suffix of the column that has the durations of a column of recordings.
 SECONDS = "_seconds"
-#: From so many rows on, a prepared manifest is mapped.
+#: A prepared manifest with at least this many rows is mapped.
 MAPPED_ROWS = 500_000
 _ROWS_PER_BLOCK = 200_000
 _DATA_ROOT = r"^\$(data_root|\{data_root\})"
@@ -50,7 +50,7 @@ class Column(Sequence[str]):
         if isinstance(values, pa.ChunkedArray):
             # Not `combine_chunks()`: it gives an Array only where there is at least one chunk.
             chunks = values.chunks or [pa.array([], values.type)]
-            values = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)  # which would copy a single one
+            values = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)  # which copies a single one
         if not isinstance(values, pa.Array):
             values = pa.array(values, pa.large_string())
         self.arrow: pa.Array = values.cast(pa.large_string())
@@ -80,7 +80,7 @@ class Column(Sequence[str]):
         return Column(self.arrow.take(pa.array(indices)))
 
     def lines(self) -> Iterator[memoryview]:
-        """The UTF-8 of all strings that aren't empty, each with a line end, in blocks."""
+        """Yield the UTF-8 of all non-empty strings, each with a line end, in blocks."""
         for start in range(0, len(self.arrow), _ROWS_PER_BLOCK):
             block = self.arrow[start : start + _ROWS_PER_BLOCK]
             yield _content(join(block.filter(pc.not_equal(block, "")), "\n"))
@@ -115,10 +115,10 @@ class Manifest:
     starts : N seconds into the file, by default 0
     meta : further columns by name, N strings each
     remote : which URLs among ``wavs`` may be opened
-    mapped : whether the columns are those of a file that preparation wrote
-    has_urls : whether any of ``wavs`` is one, if that is known
-    shares : of a mixture's training set, the share of the audio that each value of its column ``corpus`` is to have
-    once : of a mixture's training set, the part that a pass goes through once; None: it has as much audio as all
+    mapped : whether the columns are mapped from a prepared file
+    has_urls : whether any of ``wavs`` is a URL, if known
+    shares : for a mixture's training set, the share of the audio for each value of its column ``corpus``
+    once : for a mixture's training set, the part that a pass goes through once; None: a pass has as much audio as all
     """
 
     def __init__(self, *, ids: Sequence[str], durations: Sequence[float] | np.ndarray, wavs: Sequence[str],
@@ -143,7 +143,7 @@ class Manifest:
         for name, column in columns:
             if len(column) != n:
                 raise ValueError(f"{name} has {len(column)} entries for {n} ids")
-        if taken := [name for name in self.meta if name in OWN]:
+        if taken := [name for name in self.meta if name in RESERVED]:
             raise ValueError(f"metadata cannot be called {taken[0]!r}: the manifest has a column of that name")
 
     def __len__(self) -> int:
@@ -179,12 +179,12 @@ class Manifest:
         return own[name]
 
     def seconds(self, name: str) -> np.ndarray:
-        """Seconds [N] of the recordings in a metadata column, which preparation has measured."""
+        """Seconds [N] of the recordings in a metadata column, as measured by preparation."""
         column = self.column(f"{name}{SECONDS}").arrow
         return to_seconds(Path("the manifest"), f"{name}{SECONDS}", pa.chunked_array([column]))
 
     def digest(self) -> str:
-        """Hash what is said, by whom and for how long; the same for a corpus that was moved to another place."""
+        """Hash ids, texts, speakers and durations; the same for a corpus that was moved."""
         digest = hashlib.sha256(self.durations.tobytes())
         for column in (self.ids, self.texts, self.speakers):
             for value in column:
@@ -235,7 +235,7 @@ class Manifest:
             texts=texts, speakers=csv.find("spk_id"),
             starts=None if start is None else to_seconds(path, "start", pc.if_else(
                 pc.equal(start, ""), pa.scalar("0", pa.large_string()), start)),
-            meta={name: column for name, column in csv.columns.items() if name not in OWN}, remote=remote,
+            meta={name: column for name, column in csv.columns.items() if name not in RESERVED}, remote=remote,
         )
 
     def write(self, path: str | Path, data_root: str | Path | None = None) -> None:
@@ -254,7 +254,7 @@ class Manifest:
                 file.write(_content(join(join(*fields, separator=","), "\n")))
 
     def _columns(self) -> dict[str, pa.Array]:
-        """What a file has, by name."""
+        """The columns of a file, by name."""
         columns = {"ID": self.ids.arrow, "duration": pa.array(self.durations), "wav": self.wavs.arrow,
                    "spk_id": self.speakers.arrow, "wrd": self.texts.arrow}
         if self.starts.any():
@@ -263,7 +263,7 @@ class Manifest:
 
     @classmethod
     def open_prepared(cls, path: str | Path, remote: Remote = NO_REMOTE) -> Manifest:
-        """Map what :meth:`write_prepared` wrote for a CSV, or read the CSV where that is none or has changed since."""
+        """Map the Arrow file by :meth:`write_prepared`, or read the CSV if there is none or it is outdated."""
         path = Path(path)
         try:
             file = pa.ipc.open_file(pa.memory_map(str(mapped_file(path))))
@@ -280,7 +280,7 @@ class Manifest:
                    has_urls=facts[b"urls"] == b"yes")
 
     def write_prepared(self, path: str | Path) -> None:
-        """Write a CSV, and of many rows the same as an Arrow file, which :meth:`open_prepared` maps."""
+        """Write a CSV, and for many rows also an Arrow file, which :meth:`open_prepared` maps."""
         path = Path(path)
         self.write(path)
         if len(self) < MAPPED_ROWS or pc.any(pc.match_substring_regex(self.wavs.arrow, _DATA_ROOT)).as_py():
@@ -295,18 +295,18 @@ class Manifest:
 
 
 def mapped_file(path: Path) -> Path:
-    """Where the same as a prepared CSV lies as an Arrow file, if it is large."""
+    """The path of the Arrow file beside a prepared CSV."""
     return path.with_suffix(".arrow")
 
 
 def _version(path: Path) -> bytes:
-    """What changes when a file is written."""
+    """Return a text that changes when the file is written."""
     found = os.stat(path)
     return f"{found.st_size} {found.st_mtime_ns}".encode()
 
 
 def _content(column: pa.Array) -> memoryview:
-    """The bytes of all texts of a large_string array, one after another."""
+    """The concatenated bytes of all texts of a large_string array."""
     _, offsets, data = column.buffers()
     bounds = np.frombuffer(offsets, np.int64)
     return memoryview(data or b"")[bounds[column.offset] : bounds[column.offset + len(column)]]
@@ -334,7 +334,7 @@ def to_seconds(path: Path, name: str, column: pa.ChunkedArray, unknown: float | 
 
 
 def to_number(text: str) -> float:
-    """What a text says; NaN if that is no number."""
+    """Convert a text to a number; NaN if it isn't one."""
     try:
         return float(text)
     except ValueError:
@@ -355,7 +355,7 @@ def join(*parts: pa.Array | str, separator: str = "") -> pa.Array:
 
 
 def quote(column: pa.Array) -> pa.Array:
-    """A column as CSV fields, quoted only if they contain a comma, quote or line end, or begin or end with a blank."""
+    """Return a column as CSV fields, quoted only if they contain a comma, quote or line end, or begin or end blank."""
     if not pa.types.is_large_string(column.type):
         return pc.cast(column, pa.large_string())
     needs = pc.match_substring_regex(column, r'[",\r\n]|^\s|\s$')

@@ -1,4 +1,4 @@
-"""Durations of recordings and what else is to be known of each: in parallel, resumable, safe against damaged files."""
+"""Runs a function on each recording, such as measuring it: in parallel, resumable, safe from damaged files."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | 
             show_progress: bool = True) -> tuple[np.ndarray, dict[int, str]]:
     """Read the duration of each recording from its header; the arguments are those of :func:`run_job`.
 
-    whole : whether a recording that holds less or more audio than its header says can't be read
+    whole : whether a recording with less or more audio than its header says counts as unreadable
 
-    Returns the seconds, float64 [N], NaN for a recording that can't be read, and for the index of each of these, why.
+    Returns the seconds, float64 [N], NaN for an unreadable recording, and the reason by the index of each of these.
     """
     seconds = np.full(len(wavs), np.nan)
     causes: dict[int, str] = {}
@@ -59,17 +59,17 @@ def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | 
 
 def run_job(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, workers: int | None = None,
         journal: Path | None = None, remote: Remote = NO_REMOTE, what: str = "", chunk: int | None = None,
-        worth_processes: int | None = None, then: Callable[[Any], Any] = lambda answer: answer,
+        worth_processes: int | None = None, then: Callable[[Any], Any] = lambda result: result,
         show_progress: bool = True) -> Iterator[tuple[int, Any]]:
-    """Have helper processes answer for each recording; gives its index and the answer, in any order.
+    """Run a function on each recording in helper processes; yields its index and the result, in any order.
 
-    job : ``module:function``; called with a recording, ``remote`` and ``further``, it returns what JSON can hold, as a
-        text if it is the reason why there is no answer
+    job : ``module:function``; called with a recording, ``remote`` and ``further``, it returns JSON data, and a text if
+        it failed
     wavs : N recordings, as ``job`` takes them: texts, or lists with a text first
     remote : which URLs may be opened
-    journal : a file that stores answers, so that a later call continues where this one was stopped
-    chunk, worth_processes : recordings that one process gets at once, and how many are worth starting processes
-    then : makes of each answer what is given and stored
+    journal : a file that stores results, so that a later call continues where this one was stopped
+    chunk, worth_processes : recordings that one process gets at once, and from how many on processes are started
+    then : converts each result before it is stored and yielded
     """
     known = _read_journal(journal)
     names = [json.dumps(wav) for wav in wavs] if known else []
@@ -80,15 +80,15 @@ def run_job(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, wor
         yield from ((i, known[name]) for i, name in enumerate(names) if name in known)
         size = chunk or CHUNK
         chunks = [todo[i : i + size] for i in range(0, len(todo), size)]
-        for asked, answers in _answers(job, chunks, wavs, (remote, *further), workers or default_workers(),
+        for done, results in _results(job, chunks, wavs, (remote, *further), workers or default_workers(),
                                        worth_processes or WORTH_PROCESSES):
-            for i, answer in zip(asked, answers, strict=True):
-                if not isinstance(answer, str):  # failures aren't stored, so that they are tried again
-                    answer = then(answer)
+            for i, result in zip(done, results, strict=True):
+                if not isinstance(result, str):  # failures aren't stored, so that they are tried again
+                    result = then(result)
                     if notes is not None:
-                        notes.write(json.dumps([wavs[i], answer]) + "\n")
-                yield i, answer
-            bar.update(len(asked))
+                        notes.write(json.dumps([wavs[i], result]) + "\n")
+                yield i, result
+            bar.update(len(done))
 
 
 def measure_one(wav: str, remote: Remote = NO_REMOTE, whole: bool = True) -> float | str:
@@ -104,14 +104,14 @@ def _function(job: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
 
 
-def _answers(job: str, chunks: list[list[int]], wavs: Sequence[Any], how: tuple[Any, ...], workers: int,
+def _results(job: str, chunks: list[list[int]], wavs: Sequence[Any], arguments: tuple[Any, ...], workers: int,
              worth_processes: int) -> Iterator[tuple[list[int], list[Any]]]:
-    if workers <= 1 or sum(map(len, chunks)) < worth_processes or not _Processes.work():
+    if workers <= 1 or sum(map(len, chunks)) < worth_processes or not _Processes.available():
         for chunk in chunks:
-            yield chunk, [_function(job)(wavs[i], *how) for i in chunk]
+            yield chunk, [_function(job)(wavs[i], *arguments) for i in chunk]
         return
-    with _Processes(min(workers, len(chunks)), job, *how) as processes, ThreadPoolExecutor(workers) as threads:
-        yield from map_unordered(threads, lambda chunk: processes.ask([wavs[i] for i in chunk]), chunks, 2 * workers)
+    with _Processes(min(workers, len(chunks)), job, *arguments) as processes, ThreadPoolExecutor(workers) as threads:
+        yield from map_unordered(threads, lambda chunk: processes.run([wavs[i] for i in chunk]), chunks, 2 * workers)
 
 
 J = TypeVar("J")
@@ -119,8 +119,7 @@ R = TypeVar("R")
 
 
 def map_unordered(pool: Executor, function: Callable[[J], R], jobs: Iterable[J], ahead: int) -> Iterator[tuple[J, R]]:
-    """Yield each job with its result, in any order; at most ``ahead`` are submitted at once, since they may be large.
-    """
+    """Yield each job with its result, in any order; at most ``ahead`` jobs, which may be large, are submitted."""
     waiting: dict[Future[R], J] = {}
     remaining = iter(jobs)
     try:
@@ -137,14 +136,14 @@ def map_unordered(pool: Executor, function: Callable[[J], R], jobs: Iterable[J],
 
 
 class _Processes:
-    """Helper processes that read recordings: each runs this module and answers a line of JSON with another.
+    """Helper processes that read recordings: each runs this module, reads lines of JSON and writes one for each.
 
     A process with threads or a GPU must not fork, and multiprocessing's spawn would run the user's script again. A
     recording that crashes libsndfile ends only a helper process.
     """
 
-    def __init__(self, count: int, job: str, remote: Remote = NO_REMOTE, *further: Any):  # what JSON can hold
-        self._how = job, astuple(remote), *further
+    def __init__(self, count: int, job: str, remote: Remote = NO_REMOTE, *further: Any):  # JSON data
+        self._arguments = job, astuple(remote), *further
         self._free: list[subprocess.Popen[str]] = []
         self._all: list[subprocess.Popen[str]] = []
         self._lock = threading.Lock()
@@ -153,10 +152,10 @@ class _Processes:
             self._free.append(self._start())
 
     @classmethod
-    def work(cls) -> bool:
+    def available(cls) -> bool:
         """Whether helper processes run on this machine; if not, every recording would seem to crash them."""
         with cls(1, "sbkit.data.measure:measure_one") as processes:
-            works = processes._ask(processes._all[0], []) == []
+            works = processes._send(processes._all[0], []) == []
         if not works:
             logger.warning("helper processes do not start here (%s): measuring in one process", sys.executable)
         return works
@@ -168,31 +167,31 @@ class _Processes:
         self._all.append(process)
         return process
 
-    def ask(self, wavs: list[Any]) -> list[Any]:
+    def run(self, wavs: list[Any]) -> list[Any]:
         with self._lock:
             process = self._free.pop() if self._free else self._start()
-        results = self._ask(process, wavs)
+        results = self._send(process, wavs)
         if results is None:
             process.kill()
             if self._closed:
                 return []
             if len(wavs) == 1:
                 return ["crashes the decoder"]
-            results = [result for wav in wavs for result in self.ask([wav])]
+            results = [result for wav in wavs for result in self.run([wav])]
         else:
             with self._lock:
                 self._free.append(process)
         return results
 
-    def _ask(self, process: subprocess.Popen[str], wavs: list[Any]) -> list[Any] | None:
+    def _send(self, process: subprocess.Popen[str], wavs: list[Any]) -> list[Any] | None:
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         try:
-            process.stdin.write(json.dumps([wavs, *self._how]) + "\n")
+            process.stdin.write(json.dumps([wavs, *self._arguments]) + "\n")
             process.stdin.flush()
-            answer = process.stdout.readline()
+            line = process.stdout.readline()
         except (OSError, ValueError):
             return None
-        return json.loads(answer) if answer.endswith("\n") else None
+        return json.loads(line) if line.endswith("\n") else None
 
     def __enter__(self) -> _Processes:
         return self
@@ -209,7 +208,7 @@ class _Processes:
 
 @contextlib.contextmanager
 def _open_journal(path: Path | None) -> Iterator[IO[str] | None]:
-    """A file to which answers are appended, a line each; none without a path."""
+    """Open the file to which results are appended, a line each; None without a path."""
     if path is None:
         yield None
         return
@@ -221,7 +220,7 @@ def _open_journal(path: Path | None) -> Iterator[IO[str] | None]:
 
 
 def _read_journal(path: Path | None) -> dict[str, Any]:
-    """The stored answers by their recordings, as JSON writes these."""
+    """The stored results by recording, as JSON."""
     known = {}
     if path is not None and path.is_file():
         with open(path, encoding="utf-8", errors="replace") as file:

@@ -278,7 +278,7 @@ def _explain(report: SplitReport, rows: Rows, why: np.ndarray, durations: np.nda
         report.left_out[reason] = {
             "count": len(ids), "hours": round(float(np.nansum(durations[at])) / 3600, 3),
             "examples": [f"{id_}: {note}" if note else id_ for id_, note in zip(ids[:_EXAMPLES], shown, strict=True)]}
-        report.tables.append(exclusions.rows(report.split, reason, ids, wavs, notes, seal=reason == UNDECODABLE))
+        report.tables.append(exclusions.rows(report.split, reason, ids, wavs, notes, versions=reason == UNDECODABLE))
 
 
 def summarize(report: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from sbkit.data.audio import AudioError, read_utterance, will_need
+from sbkit.data.audio import AudioError, prefetch, read_utterance
 from sbkit.data.augment import Augment
 from sbkit.data.batch import SAMPLE_RATE, Batch, stand_in
 from sbkit.data.columns import BatchColumns, Padded, SignalColumn
@@ -95,7 +95,7 @@ class Reader(Dataset[Any]):
         columns: dict[str, Any] = {name: [] for name in self.columns.texts}
         rows = request.rows.tolist()
         if self._sharded:
-            will_need(self.manifest.wavs[row] for row in rows)
+            prefetch(self.manifest.wavs[row] for row in rows)
         for row, pass_number in zip(rows, np.broadcast_to(request.pass_numbers, len(rows)).tolist(), strict=True):
             name = self.manifest.ids[row]
             try:

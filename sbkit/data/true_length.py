@@ -1,6 +1,6 @@
-"""How long a recording is by its header and by what its file holds: a cut file or a wrong header makes them differ.
+"""The length of a recording by its header and by the content of its file, which differ if it was cut off or damaged.
 
-libsndfile shortens a WAV to what is there without a word, and reads no further than the header says.
+libsndfile silently shortens a WAV to the audio in the file, and reads no further than the header says.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from sbkit.data import mp3
 
 Read = Callable[[int, int], bytes]
 
-#: In libsndfile's log, bytes of audio (or of all) that a header claims, and those that the file has.
+#: In libsndfile's log: the bytes of audio (or of the file) by the header, and those that the file has.
 _CLAIM = re.compile(r"^\s*(?:data|SSND|Data Size|riff|Riff size)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)
-#: Who writes into a pipe doesn't know the size, and puts about the largest in place of it.
+#: A program that writes into a pipe doesn't know the size, and writes about the largest one instead.
 _UNKNOWN_SIZE = 0x7FFF0000
 _TAIL_BYTES, _MAX_TAIL_BYTES = 1 << 16, 1 << 23
-#: Samples of a FLAC frame by the code in its header; codes 6 and 7 say that they follow.
+#: Samples of a FLAC frame by the code in its header; with codes 6 and 7 their number follows.
 _FLAC_SAMPLES = {1: 192, 2: 576, 3: 1152, 4: 2304, 5: 4608, **{code: 1 << code for code in range(8, 16)}}
 
 
 def frames(file: soundfile.SoundFile, read: Read, size: int) -> tuple[int, int]:
-    """Return the frames that the header of an open recording promises, and those that its file holds.
+    """Return the number of frames of an open recording by its header, and by the content of its file.
 
-    read : gives ``count`` bytes from ``offset`` on, as ``read(count, offset)``
+    read : returns ``count`` bytes from ``offset`` on, as ``read(count, offset)``
     size : of the file in bytes
     """
-    promised = there = file.frames
+    declared = actual = file.frames
     if file.format == "FLAC":
-        return promised, _flac(read, size) or promised
+        return declared, _flac(read, size) or declared
     claim = _CLAIM.search(file.extra_info)
     if claim is not None and int(claim[1]) < _UNKNOWN_SIZE:
-        promised = there * int(claim[1]) // max(int(claim[2]), 1)
+        declared = actual * int(claim[1]) // max(int(claim[2]), 1)
     elif file.format in ("WAV", "WAVEX"):
         held, behind = _wav(read, size)
-        there += there * behind // max(held, 1)
-    return promised, there
+        actual += actual * behind // max(held, 1)
+    return declared, actual
 
 
 def _wav(read: Read, size: int) -> tuple[int, int]:
-    """The bytes of a WAV's audio, and those behind it that belong to no chunk."""
+    """Return the bytes of a WAV's audio, and those behind it that belong to no chunk."""
     at, held = 12, 0
     while at + 8 <= size:
         name, length = struct.unpack("<4sI", read(8, at))
@@ -70,7 +70,7 @@ def _flac(read: Read, size: int) -> int | None:
 
 
 def _flac_end(tail: bytes, block: int) -> int | None:
-    # A header's mark and its checksum of eight bits occur in audio too, but not where another frame begins or ends.
+    # A header's sync code with a valid checksum occurs in audio too, but not where another frame begins or ends.
     behind: dict[int, int] = {}
     at = len(tail)
     while (at := tail.rfind(b"\xff", 0, at)) >= 0:
@@ -89,7 +89,7 @@ def _flac_frame(data: bytes, block: int) -> tuple[int, int] | None:
     """
     if len(data) < 16 or data[1] & 0xFE != 0xF8 or data[2] & 0xF == 0xF or data[3] >> 4 > 10 or data[3] & 1:
         return None
-    more = 0 if data[4] < 0x80 else 7 - (data[4] ^ 0xFF).bit_length()  # a number as UTF-8 has it
+    more = 0 if data[4] < 0x80 else 7 - (data[4] ^ 0xFF).bit_length()  # a number, encoded like UTF-8
     number, at, code, rate = data[4] & (0x7F >> more + (more > 0)), 5 + more, data[2] >> 4, data[2] & 0xF
     for each in data[5:at]:
         number = number << 6 | each & 0x3F

@@ -222,7 +222,7 @@ BROKEN = {
     "garbage": (b"hello world" * 100, "cannot be decoded"),
     "html": (b"<!DOCTYPE html><html>404 Not Found</html>", "cannot be decoded"),
     "a header alone": (WAV[:44], "holds no audio"),
-    "one sample a second": (WAV[:24] + struct.pack("<I", 1) + WAV[28:], "claims 1 samples a second"),
+    "one sample a second": (WAV[:24] + struct.pack("<I", 1) + WAV[28:], "gives a sample rate of 1 Hz"),
     "a cut FLAC": (FLAC[: len(FLAC) // 2], "cannot be decoded"),
     "a cut MP3": (MP3[: len(MP3) // 2], r"cut off: [\d.]+ of 4\.00 s"),
     "2^32 frames": (FLAC[:22] + b"\xff\xff\xff\xff" + FLAC[26:], r"hours at once; the limit is 4"),

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from sbkit.data.delimited import Delimited, header, read_delimited
-from sbkit.data.manifest import OWN, Column, to_seconds
+from sbkit.data.manifest import RESERVED, Column, to_seconds
 from sbkit.data.sources.base import ALIASES, Rows, no_column, pick, unique_ids
 from sbkit.data.sources.files import FileSource
 
@@ -46,7 +46,7 @@ class SpeechBrainCsv(FileSource):
         if "start" in column:
             starts, durations = _segments(path, csv, there["start"], durations)
         used = {*there.values(), "stop"}
-        meta = {f"source_{name}" if name in OWN else name: Column(values)
+        meta = {f"source_{name}" if name in RESERVED else name: Column(values)
                 for name, values in csv.columns.items() if name not in used}
         meta.update({role: Column(column[role]) for role in self.wanted if role not in ALIASES})
         return Rows(
