@@ -17,11 +17,11 @@ import uvicorn
 
 from sbkit.serve import connection, registry
 from sbkit.serve.access import ApiKeys
-from sbkit.serve.app import State, make
+from sbkit.serve.app import State, make_app
 from sbkit.serve.decoders import Decoders
 from sbkit.serve.limits import Limits
 from sbkit.serve.served import BundleOptions
-from sbkit.serve.server import bound
+from sbkit.serve.server import bind
 
 
 class Serving:
@@ -92,9 +92,9 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
         state.decoders.check()
         folders = folder if isinstance(folder, dict) else dict.fromkeys(names, folder)
         state.registry = registry.load(folders, BundleOptions(device=device, threads=1, **options), state.metrics)
-    listening = bound("127.0.0.1", 0)
+    listening = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(
-        make(state, ApiKeys(keys), tuple(origins), hosts), log_level="error", lifespan="on",
+        make_app(state, ApiKeys(keys), tuple(origins), hosts), log_level="error", lifespan="on",
         **connection.protocol_options(state.connection_limit), timeout_graceful_shutdown=5, proxy_headers=bool(proxies),
         forwarded_allow_ips=",".join(proxies)))
     thread = threading.Thread(target=server.run, args=([listening],))

@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     for each in dataclasses.fields(Limits):
         parser.add_argument(f"--{each.name.replace('_', '-')}", type=type(each.default), default=argparse.SUPPRESS,
                             metavar="S" if "seconds" in each.name else "N",
-                            help=f"{each.metadata['what']} ({each.default:g})")
+                            help=f"{each.metadata['help']} ({each.default:g})")
     add_search(parser)
 
 

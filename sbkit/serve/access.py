@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # of packages that a server alone needs
 
     from sbkit.serve.metrics import Metrics
 
-_OWN = ("localhost", "127.0.0.1", "[::1]")
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def loopback(address: str) -> bool:
@@ -32,11 +32,11 @@ class Hosts:
 
     address : the address listened on; a loopback address answers only to its own names
     allowed : further names; if given, any other address too answers only to these and its own
-    called : the address as given when the server was started
+    listened_on : the address as given when the server was started
     """
 
-    def __init__(self, address: str, allowed: Iterable[str] = (), called: str = ""):
-        own = [*_OWN, *(f"[{each}]" if ":" in each else each for each in (address, called) if each)]
+    def __init__(self, address: str, allowed: Iterable[str] = (), listened_on: str = ""):
+        own = [*_LOOPBACK_NAMES, *(f"[{each}]" if ":" in each else each for each in (address, listened_on) if each)]
         self._names = frozenset(map(_name, [*own, *allowed]))
         self._all = not (loopback(address) or list(allowed))
 
@@ -60,11 +60,11 @@ REQUEST_ID = "sbkit.request_id"
 #: Room in a form for boundaries and short fields beside the file.
 _FORM_BYTES = 1 << 16
 #: Paths that need no key: the page, which asks for it, and the health checks.
-_OPEN = frozenset({"/", "/health", "/ready"})
+_WITHOUT_KEY = frozenset({"/", "/health", "/ready"})
 #: Paths that monitoring may always ask for.
 PROBES = frozenset({"/health", "/ready", "/metrics"})
-_COUNTED = _OPEN | {"/metrics", "/v1/models", "/v1/audio/transcriptions", "/v1/audio/live", "/v1/audio/speech",
-                    "/v1/audio/voices"}
+_COUNTED_PATHS = _WITHOUT_KEY | {"/metrics", "/v1/models", "/v1/audio/transcriptions", "/v1/audio/live",
+                                 "/v1/audio/speech", "/v1/audio/voices"}
 _log = logging.getLogger(__name__)
 
 
@@ -107,56 +107,56 @@ class AccessControl:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         else:
-            await self._guarded(scope, receive, send)
+            await self._handle(scope, receive, send)
 
-    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.responses import Response
 
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         began, path = time.monotonic(), scope["path"]
-        answer = _Answer(send, self._extra(headers))
-        scope[REQUEST_ID] = answer.id
+        sender = _ResponseSender(send, self._cors_headers(headers))
+        scope[REQUEST_ID] = sender.id
         try:
             if self._hosts is not None and not self._hosts.allow(headers.get("host")):
                 raise wrong_host(headers["host"])
-            self._origin(headers)
-            if "\ufffd" in path:  # in place of what is no UTF-8
+            self._check_origin(headers)
+            if "\ufffd" in path:  # stands for what is not UTF-8
                 raise ApiError(400, "the path is not UTF-8")
             if self._stopping() and path not in PROBES:
                 raise stopping()
             if scope["type"] == "http" and scope["method"] == "OPTIONS" and "origin" in headers:
-                asked = headers.get("access-control-request-headers", "authorization")
+                requested = headers.get("access-control-request-headers", "authorization")
                 await Response(None, 204, {"access-control-allow-methods": "GET, POST",
-                                           "access-control-allow-headers": asked})(scope, receive, answer.send)
+                                           "access-control-allow-headers": requested})(scope, receive, sender.send)
                 return
-            if self._keys and path not in _OPEN and not self._keys.allow(_key(headers)):
+            if self._keys and path not in _WITHOUT_KEY and not self._keys.allow(_key(headers)):
                 raise unauthorized()
             if scope["type"] == "http":
-                receive = self._counting(headers, receive)
-            await self._app(scope, receive, answer.send)
+                receive = self._limit_body(headers, receive)
+            await self._app(scope, receive, sender.send)
         except ApiError as error:
-            await self._refuse(scope, receive, answer, error)
+            await self._send_error(scope, receive, sender, error)
         except Exception as error:
-            _log.exception("request %s failed", answer.id)
-            if answer.complete:
+            _log.exception("request %s failed", sender.id)
+            if sender.complete:
                 return
-            if answer.started:
+            if sender.started:
                 raise
-            await self._refuse(scope, receive, answer, failed(answer.id, error))
+            await self._send_error(scope, receive, sender, failed(sender.id, error))
         finally:
-            shown = path if path in _COUNTED else "/v1/models" if path.startswith("/v1/models/") else "other"
-            took, status = time.monotonic() - began, answer.status or (499 if scope["type"] == "http" else 101)
+            label = path if path in _COUNTED_PATHS else "/v1/models" if path.startswith("/v1/models/") else "other"
+            seconds, status = time.monotonic() - began, sender.status or (499 if scope["type"] == "http" else 101)
             if scope["type"] == "http":
-                self._metrics.requests.labels(shown, status).inc()
+                self._metrics.requests.labels(label, status).inc()
                 if scope["method"] == "POST":
-                    self._metrics.seconds.labels(shown).observe(took)
+                    self._metrics.seconds.labels(label).observe(seconds)
             if path not in PROBES:
                 _log.info("%s %s %s: %d after %.2f s (%s)", ascii((scope.get("client") or "?")[0])[1:-1][:45],
-                          scope.get("method", "WebSocket")[:10], shown, status, took, answer.id)
+                          scope.get("method", "WebSocket")[:10], label, status, seconds, sender.id)
 
     # ------------------------------------------------------------------ checks
 
-    def _origin(self, headers: dict[str, str]) -> None:
+    def _check_origin(self, headers: dict[str, str]) -> None:
         """Raise if a page of another server uses this one through its visitor's browser."""
         origin = headers.get("origin")
         if origin is None or self._allowed(origin):
@@ -168,40 +168,40 @@ class AccessControl:
     def _allowed(self, origin: str) -> bool:
         return origin in self._origins or "*" in self._origins
 
-    def _extra(self, headers: dict[str, str]) -> dict[str, str]:
+    def _cors_headers(self, headers: dict[str, str]) -> dict[str, str]:
         origin = headers.get("origin")
         if origin is None or not self._allowed(origin):
             return {}
         return {"access-control-allow-origin": origin, "vary": "origin"}
 
-    def _counting(self, headers: dict[str, str], receive: Receive) -> Receive:
+    def _limit_body(self, headers: dict[str, str], receive: Receive) -> Receive:
         """Refuse bodies that are too large: at once by their header, otherwise while they arrive."""
-        most = self._upload_bytes + _FORM_BYTES
+        limit = self._upload_bytes + _FORM_BYTES
         claimed = headers.get("content-length", "0")
         if not claimed.isdecimal():
             raise ApiError(400, "content-length is not a number")
-        if int(claimed[:20]) > most:
+        if int(claimed[:20]) > limit:
             raise too_large(self._upload_bytes)
-        came = 0
+        received = 0
 
-        async def counting() -> Message:
-            nonlocal came
+        async def limited() -> Message:
+            nonlocal received
             message = await receive()
-            came += len(message.get("body", b""))
-            if came > most:
+            received += len(message.get("body", b""))
+            if received > limit:
                 raise too_large(self._upload_bytes)
             return message
 
-        return counting
+        return limited
 
     # ------------------------------------------------------------------ answers
 
-    async def _refuse(self, scope: Scope, receive: Receive, answer: _Answer, error: ApiError) -> None:
+    async def _send_error(self, scope: Scope, receive: Receive, sender: _ResponseSender, error: ApiError) -> None:
         self._metrics.refused.labels(error.code or error.status).inc()
         if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
-            await answer.send({"type": "websocket.close", "code": 1008, "reason": error.message[:100]})
+            await sender.send({"type": "websocket.close", "code": 1008, "reason": error.message[:100]})
             return
-        await error.answer(scope, receive, answer.send)
+        await error.response(scope, receive, sender.send)
 
 
 def _key(headers: dict[str, str]) -> str:
@@ -218,8 +218,8 @@ def _key(headers: dict[str, str]) -> str:
     return ""
 
 
-class _Answer:
-    """Sends the answer and records its status; adds the request's id and forbids content sniffing."""
+class _ResponseSender:
+    """Sends a response and records its status; adds the request's id and forbids content sniffing."""
 
     def __init__(self, send: Send, extra: dict[str, str]):
         self._send, self.id, self.status = send, f"req_{uuid.uuid4().hex}", 0

@@ -40,7 +40,7 @@ from sbkit.serve.metrics import Metrics
 from sbkit.serve.registry import Registry, ServedVoice, recognise
 from sbkit.serve.replies import Streamed
 from sbkit.serve.served import Served
-from sbkit.serve.speech import limit_size, read_request, resumed, sound
+from sbkit.serve.speech import limit_size, read_request, stream_body, synthesise
 from sbkit.serve.work import ClientDisconnected, RequestContext, RequestSlots
 
 _log = logging.getLogger(__name__)
@@ -84,10 +84,10 @@ class State:
         return [each.fault for each in self.registry or () if each.fault]
 
 
-def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (), hosts: Hosts | None = None,
+def make_app(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (), hosts: Hosts | None = None,
          ) -> ASGIApp:
-    rooms = RequestSlots(state.limits, state.metrics)
-    floor = state.live_sessions
+    slots = RequestSlots(state.limits, state.metrics)
+    sessions = state.live_sessions
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -96,9 +96,9 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
             state.loop.set_exception_handler(state.connection_limit.failed)
         yield
         state.loop = None
-        rooms.close()
+        slots.close()
 
-    _count(state, rooms, floor)
+    _register_gauges(state, slots, sessions)
 
     async def index(_: Request) -> Response:
         text, policy = _page()
@@ -118,7 +118,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
         why = "stopping" if state.stopping else "loading" if state.registry is None else "; ".join(state.faults())
         return JSONResponse({"ready": not why, "why": why or None}, 503 if why else 200)
 
-    async def numbers(_: Request) -> Response:
+    async def prometheus(_: Request) -> Response:
         return PlainTextResponse(state.metrics.text(), media_type=metrics.CONTENT_TYPE)
 
     async def models(_: Request) -> Response:
@@ -133,125 +133,128 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
         return JSONResponse({"object": "list", "data": data})
 
     async def transcriptions(request: Request) -> Response:
-        with _uploaded(state, rooms, request) as (upload, visit, held, stay):
-            ask = await visit.read(form.read(upload, form.transcription, state.loaded))
-            found = visit.stream(lambda told: _transcribe(state, ask, held, visit, told), ask.served.batcher.backlog)
-            await anext(found)  # it is audio; from here on errors are sent as events
-            if ask.stream:
-                return Streamed(replies.STREAM, _events(found, request.scope[REQUEST_ID]), stay.pop_all())
-            return await anext(found)
+        with _uploaded(state, slots, request) as (upload, context, reservation, stack):
+            parsed = await context.read(form.read(upload, form.transcription, state.loaded))
+            results = context.stream(lambda report: _transcribe(state, parsed, reservation, context, report),
+                                     parsed.served.batcher.backlog)
+            await anext(results)  # the upload is audio; from here on errors are sent as events
+            if parsed.stream:
+                return Streamed(replies.STREAM, _events(results, request.scope[REQUEST_ID]), stack.pop_all())
+            return await anext(results)
 
     async def outputs(request: Request) -> Response:
-        with _uploaded(state, rooms, request) as (upload, visit, held, _):
-            ask = await visit.read(form.read(upload, form.outputs, state.loaded))
-            return await anext(visit.stream(lambda _: _outputs(state, ask, held, visit), ask.served.batcher.backlog))
+        with _uploaded(state, slots, request) as (upload, context, reservation, _):
+            parsed = await context.read(form.read(upload, form.outputs, state.loaded))
+            return await anext(context.stream(lambda _: _outputs(state, parsed, reservation, context),
+                                              parsed.served.batcher.backlog))
 
     async def speech(request: Request) -> Response:
-        with contextlib.ExitStack() as stay:
-            stay.enter_context(rooms.place(clients.address(request.scope)))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(slots.slot(clients.address(request.scope)))
             request = form.limited(request, state.limits, limit_size)
-            visit = rooms.context(request)
-            stay.callback(visit.close)
-            ask = await visit.read(read_request(request, state.loaded, visit.step))
-            spoken = sound(visit, ask, state.metrics)
-            first = await anext(spoken)  # from here on nothing is wrong with the request
-            answer = resumed(first, spoken, ask.sse, request.scope[REQUEST_ID], state.metrics)
-            return Streamed(replies.STREAM if ask.sse else ask.media_type, answer, stay.pop_all())
+            context = slots.context(request)
+            stack.callback(context.close)
+            parsed = await context.read(read_request(request, state.loaded, context.run_in_thread))
+            parts = synthesise(context, parsed, state.metrics)
+            first = await anext(parts)  # from here on nothing is wrong with the request
+            body = stream_body(first, parts, parsed.sse, request.scope[REQUEST_ID], state.metrics)
+            return Streamed(replies.STREAM if parsed.sse else parsed.media_type, body, stack.pop_all())
 
     async def live(websocket: WebSocket) -> None:
-        with contextlib.ExitStack() as stay:
+        with contextlib.ExitStack() as stack:
             try:
                 registry = state.loaded()
-                stay.enter_context(floor.place(clients.address(websocket.scope)))
+                stack.enter_context(sessions.slot(clients.address(websocket.scope)))
             except ApiError as error:
                 state.metrics.refused.labels(error.code or error.status).inc()
-                await websocket.send_denial_response(error.answer)
+                await websocket.send_denial_response(error.response)
                 return
-            await floor.session(websocket, registry)
+            await sessions.session(websocket, registry)
 
-    async def nowhere(websocket: WebSocket) -> None:
+    async def unknown_socket(websocket: WebSocket) -> None:
         error = invalid(f"there is no WebSocket at {websocket.url.path[:80]}; live transcription is at /v1/audio/live",
                         code="unknown_url")
         error.status = 404
         state.metrics.refused.labels(error.code or "").inc()
-        await websocket.send_denial_response(error.answer)
+        await websocket.send_denial_response(error.response)
 
     app = Starlette(routes=[
-        Route("/", index), Route("/health", health), Route("/ready", ready), Route("/metrics", numbers),
+        Route("/", index), Route("/health", health), Route("/ready", ready), Route("/metrics", prometheus),
         Route("/v1/models", models), Route("/v1/models/{name}", model), Route("/v1/audio/voices", voices),
         Route("/v1/audio/transcriptions", transcriptions, methods=["POST"]),
         Route("/v1/audio/outputs", outputs, methods=["POST"]), Route("/v1/audio/speech", speech, methods=["POST"]),
-        WebSocketRoute("/v1/audio/live", live), WebSocketRoute("/{path:path}", nowhere),
+        WebSocketRoute("/v1/audio/live", live), WebSocketRoute("/{path:path}", unknown_socket),
     ], lifespan=lifespan, exception_handlers=_error_handlers(state))
     return AccessControl(app, keys or ApiKeys(()), origins, state.limits.upload_bytes, state.metrics, hosts,
                          lambda: state.stopping)
 
 
 @contextlib.contextmanager
-def _uploaded(state: State, rooms: RequestSlots, request: Request
+def _uploaded(state: State, slots: RequestSlots, request: Request
               ) -> Iterator[tuple[Request, RequestContext, DiskReservation, contextlib.ExitStack]]:
-    """Hold a place and room on the disk for a request that uploads a recording, until the stack's end."""
-    with contextlib.ExitStack() as stay:
+    """Hold a slot and disk space for a request that uploads a recording, until the stack is closed."""
+    with contextlib.ExitStack() as stack:
         client = clients.address(request.scope)
-        stay.enter_context(rooms.place(client))
-        held = stay.enter_context(contextlib.closing(DiskReservation(state.disk, client)))
-        request = form.limited(request, state.limits, held.grow)
-        visit = rooms.context(request)
-        stay.callback(visit.close)
-        yield request, visit, held, stay
+        stack.enter_context(slots.slot(client))
+        reservation = stack.enter_context(contextlib.closing(DiskReservation(state.disk, client)))
+        request = form.limited(request, state.limits, reservation.grow)
+        context = slots.context(request)
+        stack.callback(context.close)
+        yield request, context, reservation, stack
 
 
 # ---------------------------------------------------------------------- a transcription, a model's tensors
 
 
-def _outputs(state: State, ask: OutputsForm, held: DiskReservation, visit: RequestContext) -> Response:
-    """Run a model that gives tensors, and make the answer in a thread."""
-    served, rate = ask.served, ask.served.config.sample_rate
-    with contextlib.closing(visit.work(served.batcher.backlog)) as audio:
-        with contextlib.closing(_decoded(state, ask, held, visit, audio)) as wave:
+def _outputs(state: State, parsed: OutputsForm, reservation: DiskReservation, context: RequestContext) -> Response:
+    """Run a model that outputs tensors in a thread, and make the response."""
+    served, rate = parsed.served, parsed.served.config.sample_rate
+    with contextlib.closing(context.work(served.batcher.backlog)) as work:
+        with contextlib.closing(_decoded(state, parsed, reservation, context, work)) as wave:
             if wave.samples > MAX_SECONDS * rate:
                 raise invalid(f"this model takes recordings up to {MAX_SECONDS:g} s", "file", "invalid_audio")
             signal = np.concatenate(list(wave.blocks()))
         try:
-            found = visit.job.result(visit.job.watch(served.batcher.submit(signal, visit.job.client)))
+            found = context.job.result(context.job.watch(served.batcher.submit(signal, context.job.client)))
         except Exception:
             served.check()  # raises for a broken device
             raise
-        made = served.engine.output(found)
+        output = served.engine.output(found)
     state.metrics.audio.labels(served.name).inc(len(signal) / rate)
-    if ask.sound:
+    if parsed.sound:
         with refused_for("response_format", "unsupported_value"):
-            return Response(made.wav(rate, len(signal)), media_type="audio/wav")
-    if made.size > _MAX_NUMBERS:
-        raise invalid(f"the response would have {made.size:,} numbers, the limit is {_MAX_NUMBERS:,}", "file",
+            return Response(output.wav(rate, len(signal)), media_type="audio/wav")
+    if output.size > _MAX_NUMBERS:
+        raise invalid(f"the response would have {output.size:,} numbers, the limit is {_MAX_NUMBERS:,}", "file",
                       "invalid_audio")
-    return JSONResponse({"model": served.name, **made.facts()})
+    return JSONResponse({"model": served.name, **output.facts()})
 
 
-def _decoded(state: State, ask: Form | OutputsForm, held: DiskReservation, visit: RequestContext, audio: Work) -> Wave:
+def _decoded(state: State, parsed: Form | OutputsForm, reservation: DiskReservation, context: RequestContext,
+             work: Work) -> Wave:
     """Decode a request's upload, and release it."""
-    with contextlib.closing(held), ask.upload:
+    with contextlib.closing(reservation), parsed.upload:
         assert state.decoders is not None, "the models are loaded"
-        return state.decoders.decode(ask.upload, ask.served.config.sample_rate, visit.job, audio)
+        return state.decoders.decode(parsed.upload, parsed.served.config.sample_rate, context.job, work)
 
 
-def _transcribe(state: State, ask: Form, held: DiskReservation, visit: RequestContext,
-                told: Callable[[Any], None]) -> Transcript | Response:
-    """Transcribe and make the answer in a thread: reports first that the upload is audio, then, for a stream, pieces of
-    the text, and its transcript is the last."""
-    job = visit.job
-    with contextlib.closing(visit.work(ask.served.batcher.backlog)) as audio:
-        wave = _decoded(state, ask, held, visit, audio)
-        told(_DECODED)
+def _transcribe(state: State, parsed: Form, reservation: DiskReservation, context: RequestContext,
+                report: Callable[[Any], None]) -> Transcript | Response:
+    """Transcribe in a thread and make the response: report first that the upload is audio, then, for a stream, each
+    piece of the text. A stream gets the transcript itself."""
+    job = context.job
+    with contextlib.closing(context.work(parsed.served.batcher.backlog)) as work:
+        wave = _decoded(state, parsed, reservation, context, work)
+        report(_DECODED)
         try:
             with contextlib.closing(wave):
-                transcript = recognise(ask.served, wave.blocks(), job, audio, told if ask.stream else None)
+                transcript = recognise(parsed.served, wave.blocks(), job, work, report if parsed.stream else None)
                 transcript.warning = wave.warning
         except Exception:
-            ask.served.check()  # raises for a broken device
+            parsed.served.check()  # raises for a broken device
             raise
-    state.metrics.audio.labels(ask.served.name).inc(transcript.duration)
-    return transcript if ask.stream else replies.reply(transcript, ask.response_format, ask.granularities)
+    state.metrics.audio.labels(parsed.served.name).inc(transcript.duration)
+    return transcript if parsed.stream else replies.reply(transcript, parsed.response_format, parsed.granularities)
 
 
 async def _events(found: AsyncIterator[str | Transcript], request: str) -> AsyncGenerator[bytes, None]:
@@ -269,13 +272,13 @@ async def _events(found: AsyncIterator[str | Transcript], request: str) -> Async
         yield replies.event(failed(request, error).body)
 
 
-# ---------------------------------------------------------------------- errors and numbers
+# ---------------------------------------------------------------------- errors and metrics
 
 
 def _error_handlers(state: State) -> dict[Any, Callable[..., Any]]:  # as Starlette has them
     async def refused(_: Request, error: ApiError) -> Response:
         state.metrics.refused.labels(error.code or error.status).inc()
-        return error.answer
+        return error.response
 
     async def unknown(request: Request, error: HTTPException) -> Response:
         """Answer requests for unknown paths or methods."""
@@ -283,24 +286,24 @@ def _error_handlers(state: State) -> dict[Any, Callable[..., Any]]:  # as Starle
         found.status, found.headers = error.status_code, dict(error.headers or {})
         return await refused(request, found)
 
-    async def left(request: Request, _: Exception) -> Response:
+    async def disconnected(request: Request, _: Exception) -> Response:
         """Answer nobody, or a client whose request was cut off at the server's end."""
         return await refused(request, stopping()) if state.stopping else Response(status_code=_CLIENT_LEFT)
 
-    async def broke(request: Request, error: Exception) -> Response:
+    async def crashed(request: Request, error: Exception) -> Response:
         return await refused(request, failed(request.scope[REQUEST_ID], error))
 
-    return {ApiError: refused, ClientDisconnect: left, ClientDisconnected: left, HTTPException: unknown,
-            Exception: broke}
+    return {ApiError: refused, ClientDisconnect: disconnected, ClientDisconnected: disconnected, HTTPException: unknown,
+            Exception: crashed}
 
 
-def _count(state: State, rooms: RequestSlots, floor: LiveSessions) -> None:
+def _register_gauges(state: State, slots: RequestSlots, sessions: LiveSessions) -> None:
     def by_model(read: Callable[[Any], float]) -> Callable[[], list[tuple[list[str], float]]]:
         return lambda: [([each.name], read(each)) for each in state.registry or ()]
 
     gauge = state.metrics.gauge
-    gauge("requests_inside", "Requests running or waiting.", (), lambda: [((), rooms.inside)])
-    gauge("live_sessions", "Live sessions.", (), lambda: [((), floor.inside)])
+    gauge("requests_inside", "Requests running or waiting.", (), lambda: [((), slots.active)])
+    gauge("live_sessions", "Live sessions.", (), lambda: [((), sessions.active)])
     gauge("signals_waiting", "Signals waiting for a batch.", ["model"], by_model(lambda each: each.batcher.waiting))
     gauge("model_device", "1, with the requested device and the one that is used.",
           ["model", "file", "asked", "device", "provider"],
@@ -309,16 +312,16 @@ def _count(state: State, rooms: RequestSlots, floor: LiveSessions) -> None:
     gauge("device_fault", "1 if the device is broken.", ["model"], by_model(lambda each: float(bool(each.fault))))
 
 
-_FILE = Path(__file__).with_name("page.html")
+_PAGE = Path(__file__).with_name("page.html")
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 @functools.cache
 def _page() -> tuple[str, str]:
     """Read the page, and make the policy that allows only its own script and style."""
-    text = _FILE.read_text(encoding="utf-8")
-    digests = {kind: base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
-               for kind, inside in _INLINE.findall(text)}
+    text = _PAGE.read_text(encoding="utf-8")
+    digests = {kind: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+               for kind, text in _INLINE.findall(text)}
     policy = (f"default-src 'none'; script-src 'sha256-{digests['script']}' blob:; worker-src blob:; "
               f"style-src 'sha256-{digests['style']}'; connect-src 'self'; img-src data:; media-src blob:; "
               "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")

@@ -18,22 +18,22 @@ class Backlog:
     def __init__(self, unit: str = "s of audio") -> None:
         self.unit = unit
         self._lock = threading.Lock()
-        self._left: dict[str | None, float] = defaultdict(float)
-        self._best = 0.0
+        self._remaining: dict[str | None, float] = defaultdict(float)
+        self._speed = 0.0
 
     @property
     def speed(self) -> float | None:
         """Units a second in the best batch; None while that is unknown."""
-        return self._best or None
+        return self._speed or None
 
-    def ran(self, units: float, seconds: float) -> None:
+    def record_batch(self, units: float, seconds: float) -> None:
         """Note that a batch of so many units took so many seconds."""
-        self._best = max(self._best, units / max(seconds, 1e-6))
+        self._speed = max(self._speed, units / max(seconds, 1e-6))
 
     def seconds(self, client: str | None) -> float:
         """How long the model needs for what is left of a client's; 0 while the speed is unknown."""
         with self._lock:
-            return self._left.get(client, 0.0) / self._best if self._best else 0.0
+            return self._remaining.get(client, 0.0) / self._speed if self._speed else 0.0
 
 
 class Work:
@@ -46,52 +46,52 @@ class Work:
     def __init__(self, backlog: Backlog, client: str | None, share: float, seconds: float, until: float):
         self._backlog, self._client, self._share = backlog, client, share
         self._limit, self._until = seconds, until
-        self._whole = self._done = 0.0
+        self._total = self._done = 0.0
 
     def grow(self, units: float) -> None:
         """Be so many units; raises ``ApiError`` if they can't be done in time, or not beside the others."""
-        backlog, more = self._backlog, units - self._whole
+        backlog, more = self._backlog, units - self._total
         if more <= 0:
             return
         with backlog._lock:
-            mine = backlog._left[self._client] + more
-            speed, others = backlog.speed, mine - (units - self._done)
+            own = backlog._remaining[self._client] + more
+            speed, others = backlog.speed, own - (units - self._done)
             if speed is not None:
-                self._in_time(speed, units - self._done)
-                most = self._share * speed * self._limit
-                if self._client is not None and others > 0 and mine > most:
+                self._check_deadline(speed, units - self._done)
+                limit = self._share * speed * self._limit
+                if self._client is not None and others > 0 and own > limit:
                     raise busy(f"your address has {others:.0f} {backlog.unit} in progress; with this request, the "
-                               f"limit is {most:.0f}", others / speed)
-                ahead = sum(min(left, mine) for client, left in backlog._left.items() if client != self._client)
-                if (mine + ahead) / speed > self._until - time.monotonic():
+                               f"limit is {limit:.0f}", others / speed)
+                ahead = sum(min(left, own) for client, left in backlog._remaining.items() if client != self._client)
+                if (own + ahead) / speed > self._until - time.monotonic():
                     raise busy(f"{others + ahead:.0f} {backlog.unit} are ahead of this request, which can't finish "
                                "within the time limit", (others + ahead) / speed)
-            backlog._left[self._client] = mine
-            self._whole = units
+            backlog._remaining[self._client] = own
+            self._total = units
 
-    def keep(self, units: float) -> None:
+    def correct(self, units: float) -> None:
         """Shrink to so many units: a header claimed more than there is."""
         with self._backlog._lock:
-            self._take(self._whole - units)
-            self._whole, self._done = units, 0.0
+            self._finish(self._total - units)
+            self._total, self._done = units, 0.0
 
     def done(self, units: float) -> None:
         """So many of them are done; raises ``ApiError`` if the rest can't be in time."""
         with self._backlog._lock:
-            self._take(min(units, self._whole) - self._done)
+            self._finish(min(units, self._total) - self._done)
         if self._backlog.speed is not None:
-            self._in_time(self._backlog.speed, self._whole - self._done)
+            self._check_deadline(self._backlog.speed, self._total - self._done)
 
     def close(self) -> None:
         with self._backlog._lock:
-            self._take(self._whole - self._done)
+            self._finish(self._total - self._done)
 
-    def _take(self, units: float) -> None:
+    def _finish(self, units: float) -> None:
         self._done += units
-        self._backlog._left[self._client] -= units
-        if self._backlog._left[self._client] < 1e-6:
-            del self._backlog._left[self._client]
+        self._backlog._remaining[self._client] -= units
+        if self._backlog._remaining[self._client] < 1e-6:
+            del self._backlog._remaining[self._client]
 
-    def _in_time(self, speed: float, left: float) -> None:
+    def _check_deadline(self, speed: float, left: float) -> None:
         if left / speed > self._until - time.monotonic():
             raise too_late(self._limit)

@@ -34,7 +34,7 @@ class Batcher:
     seconds : seconds of audio in one batch, including padding; None for the device's default
     budget : the same as a length in samples, or a voice's symbols; overrides ``seconds``
     batching : False runs each signal by itself
-    told : called with the number of signals of each batch
+    log : called with the number of signals of each batch
     unit, cost : what work is counted in, and how much a signal is; seconds of audio by default
     """
 
@@ -44,14 +44,14 @@ class Batcher:
         self.engine = engine
         self._rows = _ROWS if batching and engine.config.batching else 1
         self._budget = budget or (seconds or batch_seconds(engine.running.device)) * engine.config.sample_rate
-        self._told = log or (lambda rows: None)
+        self._log = log or (lambda rows: None)
         self._lock = threading.Lock()
         self._waiting: deque[_Query] = deque()
-        self._again: deque[_Query] = deque()
+        self._retry: deque[_Query] = deque()
         self._turns: dict[str | None, int] = {}  # the last batch that began with a client's
         self._batches = 0
         self._running = False
-        self._since = 0.0
+        self._started = 0.0
         self._cost = cost or (lambda signal: len(signal) / engine.config.sample_rate)
         self.backlog = Backlog(unit)
         """What is left to do for the requests inside."""
@@ -63,7 +63,7 @@ class Batcher:
     @property
     def busy_seconds(self) -> float:
         """How long the current batch has been running; 0 if there is none."""
-        return time.monotonic() - self._since if self._running else 0.0
+        return time.monotonic() - self._started if self._running else 0.0
 
     def measure(self, signal: Sized) -> None:
         """Run full batches of a signal before the first request, so that the speed is known from then on."""
@@ -73,30 +73,30 @@ class Batcher:
                 began = time.monotonic()
                 batch: list[Any] = [signal] * rows  # of the engine's kind
                 self.engine.submit(batch).result()
-                took = time.monotonic() - began
-                self.backlog.ran(self._cost(signal) * rows, took)
-                if took > _MEASURED:
+                seconds = time.monotonic() - began
+                self.backlog.record_batch(self._cost(signal) * rows, seconds)
+                if seconds > _MEASURED:
                     break
 
     def submit(self, signal: Sized, client: str | None = None) -> Future[Any]:
         """Queue a signal [S] or a line; the future gives its log-probabilities [T, V] or its sound, and can be
         cancelled before its turn."""
-        asked = _Query(signal, Future(), client)
+        query = _Query(signal, Future(), client)
         with self._lock:
-            self._waiting.append(asked)
-        self._feed()
-        return asked.future
+            self._waiting.append(query)
+        self._start_next()
+        return query.future
 
-    def _feed(self) -> None:
+    def _start_next(self) -> None:
         """Start the next batch, unless one is running. Its end calls this again, in the model's thread."""
         with self._lock:
             if self._running:
                 return
-            batch = self._take()
+            batch = self._next_batch()
             if not batch:
                 return
-            self._running, self._since = True, time.monotonic()
-        self._told(len(batch))
+            self._running, self._started = True, time.monotonic()
+        self._log(len(batch))
         try:
             signals: list[Any] = [each.signal for each in batch]
             future = self.engine.submit(signals)
@@ -105,11 +105,11 @@ class Batcher:
         else:
             future.add_done_callback(lambda done: self._done(batch, done))
 
-    def _take(self) -> list[_Query]:
+    def _next_batch(self) -> list[_Query]:
         """Take the oldest signal of the client whose turn it is, and those of the most similar length that fit in a
         batch with it."""
-        if self._again:
-            return [self._again.popleft()]
+        if self._retry:
+            return [self._retry.popleft()]
         oldest, taken = None, set()
         for each in sorted(self._waiting, key=lambda each: self._turns.get(each.client, 0)):
             taken.add(id(each))
@@ -141,10 +141,10 @@ class Batcher:
         if error is None:
             costs = [self._cost(each.signal) for each in batch]
             if max(costs) >= _LONG:  # a short one says little of long ones
-                self.backlog.ran(sum(costs), self.busy_seconds)
+                self.backlog.record_batch(sum(costs), self.busy_seconds)
             self._finish(batch, done.result())
         elif len(batch) > 1 and self.engine.fault is None and not done.cancelled():
-            self._again.extend(batch)  # each alone, so that one can't make another fail
+            self._retry.extend(batch)  # each alone, so that one can't make another fail
             self._finish([], [])
         else:
             self._finish(batch, [error] * len(batch))
@@ -157,4 +157,4 @@ class Batcher:
                 each.future.set_result(result)
         with self._lock:
             self._running = False
-        self._feed()
+        self._start_next()

@@ -1,4 +1,4 @@
-"""Client addresses, the share of all places that one client may have, and the turns in which they are given."""
+"""Client addresses, the share of all slots that one client may have, and the queue for them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from sbkit.serve.errors import busy
 from sbkit.serve.job import Job
 
-_OWN = ("127.0.0.1", "::1")  # from which a proxy on this machine connects
-_HOME = 64  # bits of an IPv6 prefix that a provider assigns to one home, which owns all addresses in it
+_LOOPBACK = ("127.0.0.1", "::1")  # from which a proxy on this machine connects
+_HOME_BITS = 64  # bits of an IPv6 prefix that a provider assigns to one home, which owns all addresses in it
 
 
 def address(scope: Mapping[str, Any]) -> str | None:
@@ -24,123 +24,123 @@ def address(scope: Mapping[str, Any]) -> str | None:
     except ValueError:
         return None
     found = getattr(found, "ipv4_mapped", None) or found
-    if str(found) in _OWN:
+    if str(found) in _LOOPBACK:
         return None
-    return str(found) if found.version == 4 else str(ipaddress.ip_network((found, _HOME), strict=False))
+    return str(found) if found.version == 4 else str(ipaddress.ip_network((found, _HOME_BITS), strict=False))
 
 
 class Shares:
-    """Counts places, and those that each client has; clients without an address have no share that is theirs.
+    """Counts slots in total and per client; clients without an address have no limit per client.
 
-    places : held at once
+    slots : in use at once
     share : of them, for one address
     """
 
-    def __init__(self, places: int, share: float):
-        self._places, self._most = places, max(1, round(places * share))
+    def __init__(self, slots: int, share: float):
+        self._slots, self._max_per_client = slots, max(1, round(slots * share))
         self.taken: Counter[str | None] = Counter()
-        """The places that each client has now."""
+        """The slots that each client has now."""
 
     @property
-    def inside(self) -> int:
+    def active(self) -> int:
         return self.taken.total()
 
     @contextlib.contextmanager
-    def place(self, client: str | None, what: str, seconds: float) -> Iterator[None]:
-        """Hold one place; raises ``ApiError`` 429 if there is none, or the client has its full share.
+    def slot(self, client: str | None, what: str, seconds: float) -> Iterator[None]:
+        """Hold one slot; raises ``ApiError`` 429 if there is none, or the client has its full share.
 
-        what, seconds : what has places, and when to try again if there are none
+        what, seconds : what the slots are for, and when to try again if there are none
         """
-        if self.inside >= self._places:
-            raise busy(f"this server already has {self.inside} {what}", seconds)
-        if client is not None and self.taken[client] >= self._most:
+        if self.active >= self._slots:
+            raise busy(f"this server already has {self.active} {what}", seconds)
+        if client is not None and self.taken[client] >= self._max_per_client:
             raise busy(f"your address already has {self.taken[client]} {what}, the limit per address", 5)
         self.taken[client] += 1
         try:
             yield
         finally:
             self.taken[client] -= 1
-            self.taken += Counter()  # drops clients without a place
+            self.taken += Counter()  # drops clients without a slot
 
 
-class Turns:
-    """Places that clients wait for: given in turn by address, and to one address at most a share of them.
+class FairQueue:
+    """Queue for slots, which are granted in turn by address, and to one address at most a share of them.
 
-    places : held at once
+    slots : in use at once
     share : of them, for one address
     """
 
-    def __init__(self, places: int, share: float):
-        self._free = self._places = places
-        self._most = max(1, round(places * share))
+    def __init__(self, slots: int, share: float):
+        self._free = self._slots = slots
+        self._max_per_client = max(1, round(slots * share))
         self._lock = threading.Lock()
         self._waiting: dict[str | None, deque[Future[None]]] = {}  # whose turn is next first
-        self._held: Counter[str | None] = Counter()
+        self._taken: Counter[str | None] = Counter()
 
-    def wait(self, client: str | None) -> Future[None]:
-        """Wait for a place, which has to be given :meth:`back` if the future can't be cancelled any more."""
-        asked: Future[None] = Future()
-        asked.add_done_callback(lambda _: self._leave(client, asked))
+    def acquire(self, client: str | None) -> Future[None]:
+        """Queue for a slot; once the future can't be cancelled any more, call :meth:`release` at the end."""
+        future: Future[None] = Future()
+        future.add_done_callback(lambda _: self._remove(client, future))
         with self._lock:
-            self._waiting.setdefault(client, deque()).append(asked)
-        self._give()
-        return asked
+            self._waiting.setdefault(client, deque()).append(future)
+        self._grant()
+        return future
 
-    def ahead(self, client: str | None, asked: Future[None] | None = None) -> float:
+    def ahead(self, client: str | None, future: Future[None] | None = None) -> float:
         """How many of a client's must end before a new one begins, or one that waits, for each of the places that it
         may have."""
         with self._lock:
             waiting = self._waiting.get(client, deque())
-            before = waiting.index(asked) if asked is not None and asked in waiting else len(waiting)
-            return before / (self._places if client is None else self._most)
+            before = waiting.index(future) if future is not None and future in waiting else len(waiting)
+            return before / (self._slots if client is None else self._max_per_client)
 
-    def back(self, client: str | None) -> None:
+    def release(self, client: str | None) -> None:
         with self._lock:
             self._free += 1
-            self._held[client] -= 1
-            self._held += Counter()  # drops clients without a place
-        self._give()
+            self._taken[client] -= 1
+            self._taken += Counter()  # drops clients without a slot
+        self._grant()
 
     @contextlib.contextmanager
-    def place(self, job: Job) -> Iterator[None]:
-        """Wait in a thread, and hold a place for the block; raises ``Cancelled`` with the job."""
-        asked = self.wait(job.client)
+    def slot(self, job: Job) -> Iterator[None]:
+        """Wait in a thread, and hold a slot for the block; raises ``Cancelled`` with the job."""
+        future = self.acquire(job.client)
         try:
-            job.result(job.watch(asked))
+            job.result(job.watch(future))
             yield
         finally:
-            if not asked.cancel():
-                self.back(job.client)
+            if not future.cancel():
+                self.release(job.client)
 
-    def _leave(self, client: str | None, asked: Future[None]) -> None:
+    def _remove(self, client: str | None, future: Future[None]) -> None:
         """Let others move up if one that waits is cancelled."""
         with self._lock:
-            line = self._waiting.get(client)
-            if asked.cancelled() and line and asked in line:
-                line.remove(asked)
-                if not line:
+            queue = self._waiting.get(client)
+            if future.cancelled() and queue and future in queue:
+                queue.remove(future)
+                if not queue:
                     del self._waiting[client]
 
-    def _give(self) -> None:
+    def _grant(self) -> None:
         with self._lock:
-            given = []
-            while self._free and (asked := self._next()) is not None:
-                given.append(asked)
-        for each in given:
+            granted = []
+            while self._free and (future := self._next()) is not None:
+                granted.append(future)
+        for each in granted:
             each.set_result(None)
 
     def _next(self) -> Future[None] | None:
         """Take the next that waits, and put its client last."""
-        for client, line in list(self._waiting.items()):
-            if client is not None and self._held[client] >= self._most:
+        for client, queue in list(self._waiting.items()):
+            if client is not None and self._taken[client] >= self._max_per_client:
                 continue
             del self._waiting[client]
-            while line:
-                asked = line.popleft()
-                if asked.set_running_or_notify_cancel():
-                    if line:
-                        self._waiting[client] = line
+            while queue:
+                future = queue.popleft()
+                if future.set_running_or_notify_cancel():
+                    if queue:
+                        self._waiting[client] = queue
                     self._free -= 1
-                    self._held[client] += 1
-                    return asked
+                    self._taken[client] += 1
+                    return future
         return None

@@ -35,10 +35,10 @@ from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
 
 _BACKLOG = 128
-_SPARE = 8
-_FEWEST = 8
+_SPARE_FOR_PROBES = 8
+_MIN_CONNECTIONS = 8
 _OWN_FILES = 48  # files of Python, the models and the event loop
-_SAY_SECONDS = 60.0
+_LOG_SECONDS = 60.0
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 def connection_budget(limits: Limits) -> tuple[int, int]:
     """Compute how many connections may be open, and how many may wait to be accepted, after raising this process's
     limit of open files."""
-    needed = _OWN_FILES + limits.max_active + 2 * limits.decoders + _SPARE
+    needed = _OWN_FILES + limits.max_active + 2 * limits.decoders + _SPARE_FOR_PROBES
     uploads = min(limits.max_requests, limits.max_connections)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = needed + _BACKLOG + limits.max_connections + uploads
@@ -54,47 +54,47 @@ def connection_budget(limits: Limits) -> tuple[int, int]:
         soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     left = (wanted if soft == resource.RLIM_INFINITY else soft) - needed
-    if left < 3 * _FEWEST:
-        raise SbkitError(f"this process may open {soft} files, but needs {needed + 3 * _FEWEST}",
+    if left < 3 * _MIN_CONNECTIONS:
+        raise SbkitError(f"this process may open {soft} files, but needs {needed + 3 * _MIN_CONNECTIONS}",
                          hint="raise the limit (ulimit -n), or lower --max-active")
     backlog = min(_BACKLOG, left // 3)  # those are accepted all at once, before the first of them can be refused
-    most = max((left - backlog) // 2, left - backlog - uploads)  # an upload is a file in addition to its connection
-    return min(limits.max_connections, most), backlog
+    maximum = max((left - backlog) // 2, left - backlog - uploads)  # an upload is a file in addition to its connection
+    return min(limits.max_connections, maximum), backlog
 
 
 class ConnectionLimit:
     """Lets connections in.
 
-    most : connections open at once
+    maximum : connections open at once
     share : of them, for one address
     """
 
     def __init__(self, maximum: int, share: float, metrics: Metrics):
-        self._most, self._metrics = maximum, metrics
+        self._maximum, self._metrics = maximum, metrics
         self._share = max(1, round(maximum * share))
         self._leaving: set[TimedConnection] = set()
-        self._said = -_SAY_SECONDS
+        self._logged = -_LOG_SECONDS
 
-    def enter(self, new: TimedConnection, connections: Collection[Any]) -> bool:
+    def admit(self, new: TimedConnection, connections: Collection[Any]) -> bool:
         """Whether a new connection is let in for all requests."""
-        mine = 0 if new.address is None else sum(
+        own = 0 if new.address is None else sum(
             each.address == new.address for each in connections if each not in self._leaving)
-        if mine > self._share:
-            self._log_once("%s has %d connections open, the limit per address (--client-share)", new.address, mine)
+        if own > self._share:
+            self._log_once("%s has %d connections open, the limit per address (--client-share)", new.address, own)
             if not self._close_idle([each for each in connections if each.address == new.address], new):
                 self._refuse(new)
                 return False
-        if len(connections) - len(self._leaving) <= self._most:
+        if len(connections) - len(self._leaving) <= self._maximum:
             return True
         self._log_once("%d connections are open, the limit of this server (--max-connections, ulimit -n)",
-                       self._most)
+                       self._maximum)
         if self._close_idle(connections, new):
             return True
-        if len(connections) - len(self._leaving) > self._most + _SPARE:
+        if len(connections) - len(self._leaving) > self._maximum + _SPARE_FOR_PROBES:
             self._refuse(new)
         return False
 
-    def left(self, connection: TimedConnection) -> None:
+    def closed(self, connection: TimedConnection) -> None:
         self._leaving.discard(connection)
 
     def failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -108,14 +108,14 @@ class ConnectionLimit:
     def only_probes(self, app: ASGIApp) -> ASGIApp:
         """Wrap the application for connections that may only ask whether the server is alive."""
 
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def probes(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["path"] in PROBES:
                 await app(scope, receive, send)
                 return
             self._metrics.refused.labels("too_many_connections").inc()
-            await _full()(scope, receive, send)
+            await _too_many_connections()(scope, receive, send)
 
-        return answer
+        return probes
 
     def _close_idle(self, connections: Collection[Any], new: TimedConnection) -> bool:
         """Close the connection that has been idle the longest, if there is one."""
@@ -128,26 +128,26 @@ class ConnectionLimit:
     def _refuse(self, connection: TimedConnection) -> None:
         self._metrics.refused.labels("too_many_connections").inc()
         self._leaving.add(connection)
-        full = _full()
-        lines = [b"HTTP/1.1 503 Service Unavailable", *(b": ".join(each) for each in full.raw_headers), b"", full.body]
-        connection.refuse(b"\r\n".join(lines))
+        response = _too_many_connections()
+        headers = [b": ".join(each) for each in response.raw_headers]
+        connection.refuse(b"\r\n".join([b"HTTP/1.1 503 Service Unavailable", *headers, b"", response.body]))
 
     def _log_once(self, what: str, *values: Any) -> None:
-        if time.monotonic() - self._said >= _SAY_SECONDS:
-            self._said = time.monotonic()
+        if time.monotonic() - self._logged >= _LOG_SECONDS:
+            self._logged = time.monotonic()
             _log.warning(what, *values)
 
 
-def _full() -> JSONResponse:
+def _too_many_connections() -> JSONResponse:
     error = no_room("too many connections are open, in all or from your address")
     error.code = "too_many_connections"
     error.headers["connection"] = "close"
-    return error.answer
+    return error.response
 
 
 CHECK_SECONDS = 5.0
 _SLOW_READER_SECONDS = 60.0  # for a client to read any of what waits for it
-_LAST_SECONDS = 10.0  # to read what was sent to a WebSocket before its end
+_CLOSE_SECONDS = 10.0  # to read what was sent to a WebSocket before its end
 _UNREAD_BYTES = 1 << 14  # sent and not read, in the system's buffer and in this process
 _MESSAGES, _LONG_MESSAGE = 16, 1 << 16  # of a WebSocket that may wait, and bytes of one that doesn't
 _READ_BYTES = 1 << 12  # of a WebSocket at once: at most some 700 of the smallest frames, in a few milliseconds
@@ -157,15 +157,15 @@ _LIVE_FRAME_BYTES = 8 << 20
 _NO_HANDSHAKE = b"this is not a valid WebSocket request: a header is invalid or too long, or there are too many headers"
 
 
-def protocol_options(doors: ConnectionLimit) -> dict[str, Any]:
+def protocol_options(limit: ConnectionLimit) -> dict[str, Any]:
     """uvicorn's options for such connections."""
     # No limit for a ping's answer: it comes after audio that a busy server may not have read for long.
-    return {"loop": "asyncio", "http": functools.partial(TimedConnection, doors), "ws": LiveSocket,
+    return {"loop": "asyncio", "http": functools.partial(TimedConnection, limit), "ws": LiveSocket,
             "ws_ping_timeout": None, "ws_max_size": _LIVE_FRAME_BYTES, "ws_per_message_deflate": False,
             "h11_max_incomplete_event_size": _HEADERS_BYTES}
 
 
-def _owner(peer: tuple[str, int] | None, config: uvicorn.Config) -> str | None:
+def _client_address(peer: tuple[str, int] | None, config: uvicorn.Config) -> str | None:
     """The address whose share of the connections one takes; that of a trusted proxy is everybody's, so nobody's."""
     trusted = config.forwarded_allow_ips
     if peer and config.proxy_headers and _is_proxy(peer[0], trusted if isinstance(trusted, str) else ",".join(trusted)):
@@ -182,13 +182,13 @@ def _is_proxy(host: str, trusted: str) -> bool:
 class TimedConnection(H11Protocol):
     """HTTP connection with a time limit for a request's headers, which uvicorn lacks.
 
-    doors : decide whether the connection is let in
+    limit : decides whether the connection is admitted
     options : options of uvicorn's protocol
     """
 
-    def __init__(self, doors: ConnectionLimit, **options: Any):
+    def __init__(self, limit: ConnectionLimit, **options: Any):
         super().__init__(**options)
-        self._doors, self._whole, self._answered_early = doors, True, False
+        self._limit, self._admitted, self._answered_early = limit, True, False
         self._idle_from = time.monotonic()
 
     @property
@@ -199,17 +199,17 @@ class TimedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         super().connection_made(transport)
         transport.max_size = _READ_HTTP_BYTES  # type: ignore[attr-defined]  # of asyncio's own
-        self.address = _owner(self.client, self.config)
-        self._seen: object = self
+        self.address = _client_address(self.client, self.config)
+        self._last_cycle: object = self
         self._watch = self.loop.call_later(CHECK_SECONDS, self._check_idle)
-        self._whole = self._doors.enter(self, self.connections)
-        if not self._whole:
-            self.app = self._doors.only_probes(self.app)
+        self._admitted = self._limit.admit(self, self.connections)
+        if not self._admitted:
+            self.app = self._limit.only_probes(self.app)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._watch.cancel()
         super().connection_lost(exc)
-        self._doors.left(self)
+        self._limit.closed(self)
 
     def on_response_complete(self) -> None:
         self._idle_from = time.monotonic()
@@ -232,26 +232,26 @@ class TimedConnection(H11Protocol):
         self._unread.cancel()
         super().resume_writing()
 
-    def refuse(self, answer: bytes) -> None:
-        """Close the connection, with ``answer`` if it never got a response."""
+    def refuse(self, response: bytes) -> None:
+        """Close the connection, with ``response`` if it never got one."""
         if self.cycle is None:
-            self.transport.write(answer)
+            self.transport.write(response)
         self.transport.close()
 
     def _should_upgrade(self) -> bool:
-        return self._whole and super()._should_upgrade()
+        return self._admitted and super()._should_upgrade()
 
     def _check_idle(self) -> None:
         """Close the connection if no request ran for a whole period; after a response uvicorn only waits for bytes."""
         if self.transport.is_closing() or self.transport.get_protocol() is not self:  # it became a WebSocket
             return
         idle = self.idle_since is not None
-        if idle and self._seen is self.cycle:
+        if idle and self._last_cycle is self.cycle:
             if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
                 self.send_400_response(f"The request's headers took more than {CHECK_SECONDS:g} s.")
             self.transport.close()
             return
-        self._seen = self.cycle if idle else self
+        self._last_cycle = self.cycle if idle else self
         self._watch = self.loop.call_later(CHECK_SECONDS, self._check_idle)
 
 
@@ -272,7 +272,7 @@ class LiveSocket(WebSocketsSansIOProtocol):
         transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own, which the server asks for
         self._pong = b""  # the answer to a ping, for which there was no room
         super().connection_made(transport)
-        self.address = _owner(self.client, self.config)
+        self.address = _client_address(self.client, self.config)
 
     def data_received(self, data: bytes) -> None:
         """Take what arrived. The first is the whole request: if it begins no handshake, nothing ever will."""
@@ -287,14 +287,14 @@ class LiveSocket(WebSocketsSansIOProtocol):
         """Answer a ping; while the client doesn't read, only the last one waits for that, as the protocol allows."""
         self._pong = b"".join(self.conn.data_to_send())
         if self.writable.is_set():
-            self._answer()
+            self._send_pong()
 
     def resume_writing(self) -> None:
         """Write again, first of all what a ping waits for."""
         super().resume_writing()
-        self._answer()
+        self._send_pong()
 
-    def _answer(self) -> None:
+    def _send_pong(self) -> None:
         pong, self._pong = self._pong, b""
         if pong and not self.close_sent:
             self.transport.write(pong)
@@ -317,4 +317,4 @@ class LiveSocket(WebSocketsSansIOProtocol):
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
         """Cut the connection, if it isn't closed by then."""
         super().on_task_complete(task)
-        self.loop.call_later(_LAST_SECONDS, self.transport.abort)
+        self.loop.call_later(_CLOSE_SECONDS, self.transport.abort)

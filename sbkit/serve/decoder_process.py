@@ -1,7 +1,7 @@
 """The process that decodes audio for the server: it gets open files and limits, has no secrets, and may die.
 
-Started by ``sbkit.serve.decoders``. An order is a line of JSON accompanied by two open files, the upload and the
-target for float32 samples; the answer is a line of JSON. Before it, lines may ask for room on the disk.
+Started by ``sbkit.serve.decoders``. A request is a line of JSON accompanied by two open files, the upload and the
+target for float32 samples; the reply is a line of JSON. Before it, lines may ask for disk space.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ READY, YES, NO = b"ready\n", b"y", b"n"
 
 
 def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
-           room: Callable[[int], bool] = lambda size: True) -> dict[str, Any]:
-    """Write an upload as float32 samples at ``rate``; returns the answer.
+           reserve: Callable[[int], bool] = lambda size: True) -> dict[str, Any]:
+    """Write an upload as float32 samples at ``rate``; returns the reply.
 
-    room : says whether there is room for this many bytes; asked first for the header's length, then as the output grows
+    reserve : whether there is disk space for this many bytes; asked first for the header's length, then as the output
+        grows
     """
     try:
         data = file.read()
@@ -58,7 +59,7 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
                 return {"too_long": f"longer than {max_seconds:g} s"}
             if 4 * samples > granted:
                 granted = max(4 * samples, 0 if granted else 4 * int(seconds * rate))
-                if not room(granted):
+                if not reserve(granted):
                     return {"no_room": granted}
             _write(out, memoryview(block.data).cast("B"))
         out.flush()
@@ -87,15 +88,15 @@ def _limit(memory: int, file_bytes: int) -> None:
     bounds = [(resource.RLIMIT_FSIZE, file_bytes), (resource.RLIMIT_CORE, 0)]
     if sys.platform != "darwin":  # macOS can't limit address space
         bounds.append((resource.RLIMIT_AS, memory))
-    for what, most in bounds:
+    for what, limit in bounds:
         hard = resource.getrlimit(what)[1]
         if hard != resource.RLIM_INFINITY:
-            most = min(most, hard)
-        resource.setrlimit(what, (most, most))
+            limit = min(limit, hard)
+        resource.setrlimit(what, (limit, limit))
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Have the kernel end this process if the order takes more."""
+    """Have the kernel end this process if the request takes more."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))
 
@@ -108,14 +109,14 @@ def main(handle: int, memory: int, file_bytes: int) -> None:
             line, handles, _, _ = socket.recv_fds(server, 4096, 2)
             if not line:
                 return
-            order = json.loads(line)
-            _limit_cpu(order["cpu_seconds"])
+            request = json.loads(line)
+            _limit_cpu(request["cpu_seconds"])
             with os.fdopen(handles[0], "rb") as file, os.fdopen(handles[1], "wb", buffering=0) as out:
-                answer = decode(file, out, order["rate"], order["seconds"], lambda size: _room(server, size))
-            server.sendall(json.dumps(answer).encode() + b"\n")
+                reply = decode(file, out, request["rate"], request["seconds"], lambda size: _reserve(server, size))
+            server.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def _room(server: socket.socket, size: int) -> bool:
+def _reserve(server: socket.socket, size: int) -> bool:
     """Ask the server, which answers with a byte."""
     server.sendall(json.dumps({"room": size}).encode() + b"\n")
     return server.recv(1) == YES

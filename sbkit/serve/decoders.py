@@ -21,16 +21,16 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.serve.backlog import Work
-from sbkit.serve.clients import Turns
+from sbkit.serve.clients import FairQueue
 from sbkit.serve.decoder_process import NO, READY, YES
-from sbkit.serve.disk import Disk, DiskReservation, described, with_room
+from sbkit.serve.disk import Disk, DiskReservation, as_api_error, disk_errors_as_api_error
 from sbkit.serve.errors import ApiError, invalid, no_room, not_ready
 from sbkit.serve.job import Job
 from sbkit.serve.limits import Limits
 from sbkit.system import helper_process
 
 _COMMAND = tuple(helper_process.command("sbkit.serve.decoder_process"))
-_PASSED_ON = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
+_ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
 _OWN_MEMORY = 1 << 30  # Python, numpy, libsndfile and blocks of samples; address space, not memory in use
 _HIGHEST_RATE = 192_000
 _START_SECONDS = 60.0
@@ -41,8 +41,8 @@ _BLOCK = 1 << 18  # samples
 class Wave:
     """Decoded samples at the model's rate, in a file without a name."""
 
-    def __init__(self, file: IO[bytes], samples: int, held: DiskReservation, warning: str | None = None):
-        self._file, self.samples, self._held = file, samples, held
+    def __init__(self, file: IO[bytes], samples: int, reservation: DiskReservation, warning: str | None = None):
+        self._file, self.samples, self._reservation = file, samples, reservation
         self.warning = warning
         """What of the recording is missing in them."""
 
@@ -59,18 +59,18 @@ class Wave:
 
     def close(self) -> None:
         self._file.close()
-        self._held.close()
+        self._reservation.close()
 
 
-class Died(Exception):
-    """A decoder died while processing an order."""
+class DecoderDied(Exception):
+    """A decoder died while processing a request."""
 
 
-class TookTooLong(Died):
+class DecoderTimeout(DecoderDied):
     """A decoder was ended because it took too long."""
 
 
-class NotStarted(Died):
+class DecoderNotStarted(DecoderDied):
     """A decoder could not be started."""
 
 
@@ -79,7 +79,7 @@ class _Decoder:
 
     def __init__(self, command: Sequence[str], memory: int, file_bytes: int):
         self._socket, theirs = socket.socketpair()
-        environment = helper_process.environment(_PASSED_ON) | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        environment = helper_process.environment(_ENVIRONMENT) | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with theirs:
             self.process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(memory), str(file_bytes)], pass_fds=[theirs.fileno()],
@@ -89,45 +89,45 @@ class _Decoder:
 
     @property
     def fresh(self) -> bool:
-        """Whether it is alive and unused: if it dies then, the order is to blame."""
+        """Whether it is alive and unused: if it dies then, the request is to blame."""
         return not self._used and self.process.poll() is None
 
     def start(self, job: Job) -> None:
         if not self._ready:
             try:
                 if self._line(job, time.monotonic() + _START_SECONDS) != READY:
-                    raise NotStarted("could not be started")
-            except Died as error:
-                raise NotStarted(str(error)) from None
+                    raise DecoderNotStarted("could not be started")
+            except DecoderDied as error:
+                raise DecoderNotStarted(str(error)) from None
             self._ready = True
 
-    def decode(self, order: dict[str, Any], files: Sequence[int], room: Callable[[int], bool], job: Job,
+    def decode(self, request: dict[str, Any], files: Sequence[int], reserve: Callable[[int], bool], job: Job,
                seconds: float) -> dict[str, Any]:
-        """Process an order and return the answer; ``room`` says whether it may write this many bytes."""
+        """Process a request and return the reply; ``reserve`` says whether it may write this many bytes."""
         self.start(job)
         until = time.monotonic() + seconds
         try:
-            socket.send_fds(self._socket, [json.dumps(order).encode() + b"\n"], list(files))
-            while "room" in (answer := json.loads(self._line(job, until))):
-                self._socket.sendall(YES if room(answer["room"]) else NO)
+            socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], list(files))
+            while "room" in (reply := json.loads(self._line(job, until))):
+                self._socket.sendall(YES if reserve(reply["room"]) else NO)
         except OSError:
-            raise Died("ended") from None
+            raise DecoderDied("ended") from None
         self._used = True
-        return answer
+        return reply
 
     def _line(self, job: Job, until: float) -> bytes:
         found = b""
         while not found.endswith(b"\n"):
             job.check()
             if time.monotonic() > until:
-                raise TookTooLong("took too long")
+                raise DecoderTimeout("took too long")
             if select.select([self._socket], [], [], _POLL_SECONDS)[0]:
                 try:
                     part = self._socket.recv(1 << 16)
                 except OSError:
                     part = b""
                 if not part:
-                    raise Died("ended")
+                    raise DecoderDied("ended")
                 found += part
         return found
 
@@ -151,118 +151,118 @@ class Decoders:
         self._limits, self._command = limits, command
         self._disk = disk or Disk(limits.disk_bytes)
         self._restarted = restarted or (lambda: None)
-        self._turns = Turns(limits.decoders, limits.client_share)
+        self._queue = FairQueue(limits.decoders, limits.client_share)
         self._memory = _OWN_MEMORY + 4 * limits.upload_bytes
         self._file_bytes = int(4 * _HIGHEST_RATE * (limits.max_audio_seconds + 60))
         self._free: queue.LifoQueue[_Decoder | None] = queue.LifoQueue()  # None: could not be restarted
         self.running: set[_Decoder] = set()
         """The processes, whether busy or free."""
         for _ in range(limits.decoders):
-            self._free.put(self._started())
+            self._free.put(self._start())
 
     def check(self) -> None:
         """Wait until they run; raises ``SbkitError`` if they can't."""
         for each in list(self.running):
             try:
                 each.start(Job())
-            except Died as error:
+            except DecoderDied as error:
                 raise SbkitError(f"a process that decodes audio {error}",
                                  hint=f"try it by hand: {' '.join(self._command)} 0 0 0") from None
 
-    def decode(self, upload: IO[bytes], rate: int, job: Job, audio: Work | None = None) -> Wave:
-        """Decode an upload into samples; raises ``ApiError`` with the reason if it can't. ``audio`` grows with them."""
+    def decode(self, upload: IO[bytes], rate: int, job: Job, work: Work | None = None) -> Wave:
+        """Decode an upload into samples; raises ``ApiError`` with the reason if it can't. ``work`` grows with them."""
         with contextlib.ExitStack() as undo:
-            held = undo.enter_context(contextlib.closing(DiskReservation(self._disk, job.client)))
+            reservation = undo.enter_context(contextlib.closing(DiskReservation(self._disk, job.client)))
 
             def grow(size: int) -> None:
-                if audio is not None:
-                    audio.grow(size / 4 / rate)
-                held.grow(size)
+                if work is not None:
+                    work.grow(size / 4 / rate)
+                reservation.grow(size)
 
-            with with_room():
+            with disk_errors_as_api_error():
                 out = undo.enter_context(tempfile.TemporaryFile(prefix="sbkit-"))
                 upload.fileno()  # from here on it is on disk
-            with self._turns.place(job):
-                answer = self._ask(upload, out, grow, rate, job)
-            samples = self._samples(answer, grow)
-            held.keep(4 * samples)
-            if audio is not None:
-                audio.keep(samples / rate)
+            with self._queue.slot(job):
+                reply = self._decode(upload, out, grow, rate, job)
+            samples = self._check_reply(reply, grow)
+            reservation.resize(4 * samples)
+            if work is not None:
+                work.correct(samples / rate)
             undo.pop_all()
-            return Wave(out, samples, held, answer["warning"])
+            return Wave(out, samples, reservation, reply["warning"])
 
-    def _samples(self, answer: dict[str, Any], grow: Callable[[int], None]) -> int:
-        """The number of samples by a decoder's answer; raises ``ApiError`` for a refusal."""
-        if "refused" in answer:
-            raise invalid(f"the audio {_as_clause(answer['refused'])}", "file", "invalid_audio")
-        if "too_long" in answer:
-            raise invalid(f"the audio is {answer['too_long']}; the limit of this server is "
+    def _check_reply(self, reply: dict[str, Any], grow: Callable[[int], None]) -> int:
+        """The number of samples by a decoder's reply; raises ``ApiError`` for a refusal."""
+        if "refused" in reply:
+            raise invalid(f"the audio {_as_clause(reply['refused'])}", "file", "invalid_audio")
+        if "too_long" in reply:
+            raise invalid(f"the audio is {reply['too_long']}; the limit of this server is "
                           f"{self._limits.max_audio_seconds:g} s", "file", "audio_too_long")
-        if "no_room" in answer:
-            grow(answer["no_room"])  # which says why
+        if "no_room" in reply:
+            grow(reply["no_room"])  # which says why
             raise no_room("there was no room on the server's disk")
-        if "full" in answer:
-            full = OSError(answer["full"], "")
-            raise described(full) or full
-        if "failed" in answer:
-            raise RuntimeError(f"a recording could not be decoded: {answer['failed']}")
-        return answer["samples"]
+        if "full" in reply:
+            full = OSError(reply["full"], "")
+            raise as_api_error(full) or full
+        if "failed" in reply:
+            raise RuntimeError(f"a recording could not be decoded: {reply['failed']}")
+        return reply["samples"]
 
-    def _ask(self, upload: IO[bytes], out: IO[bytes], grow: Callable[[int], None], rate: int,
+    def _decode(self, upload: IO[bytes], out: IO[bytes], grow: Callable[[int], None], rate: int,
              job: Job) -> dict[str, Any]:
         """Ask a decoder; if a used or idle one dies, ask a fresh one again."""
-        order = {"rate": rate, "seconds": self._limits.max_audio_seconds, "cpu_seconds": self._limits.decode_seconds}
+        request = {"rate": rate, "seconds": self._limits.max_audio_seconds, "cpu_seconds": self._limits.decode_seconds}
 
-        def room(size: int) -> bool:
+        def reserve(size: int) -> bool:
             with contextlib.suppress(ApiError):
                 grow(size)
                 return True
             return False
 
-        decoder = self._take(job)
+        decoder = self._acquire(job)
         while True:
             fresh = decoder.fresh
             try:
                 upload.seek(0)
                 out.seek(0)
                 out.truncate()
-                answer = decoder.decode(order, (upload.fileno(), out.fileno()), room, job,
+                reply = decoder.decode(request, (upload.fileno(), out.fileno()), reserve, job,
                                         2 * self._limits.decode_seconds)
             except BaseException as error:
-                replaced = self._replaced(decoder)
-                if type(error) is not Died or fresh or replaced is None:
+                replaced = self._replace(decoder)
+                if type(error) is not DecoderDied or fresh or replaced is None:
                     self._free.put(replaced)
-                    raise (_blamed(error) if isinstance(error, Died) else error) from None
+                    raise (_as_api_error(error) if isinstance(error, DecoderDied) else error) from None
                 decoder = replaced
             else:
                 self._free.put(decoder)
-                return answer
+                return reply
 
-    def _take(self, job: Job) -> _Decoder:
+    def _acquire(self, job: Job) -> _Decoder:
         while True:
             job.check()
             with contextlib.suppress(queue.Empty):
                 found = self._free.get(timeout=_POLL_SECONDS)
                 break
         try:
-            with with_room():
-                return found or self._started()
+            with disk_errors_as_api_error():
+                return found or self._start()
         except BaseException:
             self._free.put(None)
             raise
 
-    def _started(self) -> _Decoder:
+    def _start(self) -> _Decoder:
         decoder = _Decoder(self._command, self._memory, self._file_bytes)
         self.running.add(decoder)
         return decoder
 
-    def _replaced(self, decoder: _Decoder) -> _Decoder | None:
+    def _replace(self, decoder: _Decoder) -> _Decoder | None:
         """Start a replacement; None if the machine has no room for a process now."""
         self.running.discard(decoder)
         decoder.close()
         self._restarted()
         try:
-            return self._started()
+            return self._start()
         except OSError:
             return None
 
@@ -271,8 +271,8 @@ class Decoders:
             each.close()
 
 
-def _blamed(error: Died) -> ApiError:
-    if isinstance(error, NotStarted):
+def _as_api_error(error: DecoderDied) -> ApiError:
+    if isinstance(error, DecoderNotStarted):
         return not_ready(f"a process that decodes audio {error}")
     return invalid(f"the audio can't be decoded: the decoder {error}; is the file damaged?", "file", "invalid_audio")
 

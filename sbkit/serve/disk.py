@@ -21,33 +21,33 @@ _FULL = {errno.ENOSPC: "the server's temporary folder is full", errno.EDQUOT: "t
 class Disk:
     """Space in the temporary folder, shared by all requests.
 
-    most : bytes that may be used; never more than half of the free space, so that others can write too
+    max_bytes : bytes that may be used; never more than half of the free space, so that others can write too
     share : of them, for one client
     """
 
     def __init__(self, max_bytes: int, share: float = 1.0):
-        self._most, self._share = max_bytes, share
+        self._max_bytes, self._share = max_bytes, share
         self._clients: Counter[str | None] = Counter()
         self._folder = tempfile.gettempdir()  # fixed now: if it is full later, Python would choose another one
         self._lock = threading.Lock()
-        self.held = 0
+        self.reserved = 0
         """Bytes that are reserved."""
 
     def change(self, more: int, client: str | None) -> None:
         """Reserve so many more bytes for a client, or less; raises ``ApiError`` 503 if there is no room for them."""
         with self._lock:
             if more > 0:
-                most = min(self._most, (shutil.disk_usage(self._folder).free + self.held) // 2)
-                if self.held + more > most:
-                    raise no_room(f"uploads and decoded audio may use {most // MEGABYTE} MB of this server's disk now, "
-                                  f"{self.held // MEGABYTE} MB are in use, and this request needs "
+                limit = min(self._max_bytes, (shutil.disk_usage(self._folder).free + self.reserved) // 2)
+                if self.reserved + more > limit:
+                    raise no_room(f"uploads and decoded audio may use {limit // MEGABYTE} MB of this server's disk, "
+                                  f"{self.reserved // MEGABYTE} MB are in use, and this request needs "
                                   f"{-(-more // MEGABYTE)} MB more")
-                mine = self._clients[client]
-                if client is not None and mine + more > self._share * most:
-                    raise no_room(f"one address may use {int(self._share * most) // MEGABYTE} MB of this server's disk "
-                                  f"now, {mine // MEGABYTE} MB are in use, and this request needs "
+                own = self._clients[client]
+                if client is not None and own + more > self._share * limit:
+                    raise no_room(f"one address may use {int(self._share * limit) // MEGABYTE} MB of this server's "
+                                  f"disk, {own // MEGABYTE} MB are in use, and this request needs "
                                   f"{-(-more // MEGABYTE)} MB more")
-            self.held += more
+            self.reserved += more
             self._clients[client] += more
             self._clients += Counter()  # drops clients without any
 
@@ -61,27 +61,27 @@ class DiskReservation:
     def grow(self, size: int) -> None:
         """Grow to this many bytes; raises ``ApiError`` 503 if there is no room for them."""
         if size > self._size:
-            self.keep(size)
+            self.resize(size)
 
-    def keep(self, size: int) -> None:
+    def resize(self, size: int) -> None:
         self._disk.change(size - self._size, self._client)
         self._size = size
 
     def close(self) -> None:
-        self.keep(0)
+        self.resize(0)
 
 
-def described(error: OSError) -> ApiError | None:
+def as_api_error(error: OSError) -> ApiError | None:
     """The answer to an error for lack of space or files; None for any other error."""
     return no_room(_FULL[error.errno]) if error.errno in _FULL else None
 
 
 @contextlib.contextmanager
-def with_room() -> Iterator[None]:
+def disk_errors_as_api_error() -> Iterator[None]:
     """Turn errors for lack of space or files within this block into an answer."""
     try:
         yield
     except OSError as error:
-        if (answer := described(error)) is not None:
-            raise answer from None
+        if (found := as_api_error(error)) is not None:
+            raise found from None
         raise

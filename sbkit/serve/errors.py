@@ -37,7 +37,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     @property
-    def answer(self) -> JSONResponse:
+    def response(self) -> JSONResponse:
         from starlette.responses import JSONResponse  # of a package that a server alone needs
 
         return JSONResponse(self.body, self.status, self.headers)

@@ -14,22 +14,22 @@ from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
-from sbkit.serve.disk import with_room
+from sbkit.serve.disk import disk_errors_as_api_error
 from sbkit.serve.errors import invalid, missing_model, too_slow, unsupported
 from sbkit.serve.limits import Limits
 from sbkit.serve.registry import Registry, S, ServedGraph, ServedModel
-from sbkit.serve.text import decoded
+from sbkit.serve.text import decode_utf8
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 GRANULARITIES = ("word", "segment")
 #: A stream sends pieces of the text, so subtitle formats are not possible.
-_STREAMED = ("json", "text")
-_TAKEN = frozenset({"file", "model", "language", "prompt", "response_format", "temperature", "stream",
+_STREAMABLE = ("json", "text")
+_FIELDS = frozenset({"file", "model", "language", "prompt", "response_format", "temperature", "stream",
                     "timestamp_granularities", "chunking_strategy"})
-_OUTPUTS_TAKEN = frozenset({"file", "model", "response_format"})
-_FIELDS, _FIELD_BYTES = 32, 1 << 16
+_OUTPUTS_FIELDS = frozenset({"file", "model", "response_format"})
+_MAX_FIELDS, _FIELD_BYTES = 32, 1 << 16
 _TYPE_BYTES, _HEADER_BYTES = 256, 1 << 12  # of the content type, and of the headers of all parts together
-_AT_ONCE = 1 << 13  # bytes that are parsed before other requests have their turn
+_PIECE_BYTES = 1 << 13  # bytes that are parsed before other requests have their turn
 F = TypeVar("F")
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=? -]{1,70}")  # by RFC 2046
 
@@ -63,8 +63,8 @@ async def read(request: Request, kind: Callable[[FormData, Registry], F], regist
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise invalid("compressed bodies are not supported; send the body uncompressed")
     try:
-        with with_room():
-            form = await _FormParser(headers, _pieces(request), max_files=1, max_fields=_FIELDS,
+        with disk_errors_as_api_error():
+            form = await _FormParser(headers, _pieces(request), max_files=1, max_fields=_MAX_FIELDS,
                                      max_part_size=_FIELD_BYTES).parse()
     except MultiPartException as error:
         raise invalid(f"the form can't be read: {error.message}") from None
@@ -94,14 +94,14 @@ def _headers(content_type: str) -> Headers:
 
 
 def _utf8(text: str) -> str:
-    return decoded(text.encode("latin-1"), "each field of the form")
+    return decode_utf8(text.encode("latin-1"), "each field of the form")
 
 
 async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
     """Yield the body in pieces, with others' turn after each."""
     async for data in request.stream():
-        for start in range(0, len(data), _AT_ONCE):
-            yield data[start : start + _AT_ONCE]
+        for start in range(0, len(data), _PIECE_BYTES):
+            yield data[start : start + _PIECE_BYTES]
             await asyncio.sleep(0)
 
 
@@ -118,18 +118,18 @@ class _FormParser(MultiPartParser):
 
 
 def outputs(form: FormData, registry: Registry) -> OutputsForm:
-    served = _named(registry, ServedGraph, form, _OUTPUTS_TAKEN)
+    served = _model(registry, ServedGraph, form, _OUTPUTS_FIELDS)
     kind = _text(form, "response_format") or "json"
     if kind not in ("json", "wav"):
         raise invalid(f"response_format {kind[:40]!r} must be json or wav", "response_format", "unsupported_value")
     return OutputsForm(_file(form), served, kind == "wav")
 
 
-def _named(registry: Registry, kind: type[S], form: FormData, taken: frozenset[str]) -> S:
-    """The model that a form asks for, which must work; the form may have no other fields than those ``taken``."""
-    unknown = sorted({name.removesuffix("[]") for name in form} - taken)
+def _model(registry: Registry, kind: type[S], form: FormData, known: frozenset[str]) -> S:
+    """The model that a form asks for, which must work; the form may have no other fields than those ``known``."""
+    unknown = sorted({name.removesuffix("[]") for name in form} - known)
     if unknown:
-        raise unsupported(unknown, taken)
+        raise unsupported(unknown, known)
     if not (name := _text(form, "model")):
         raise missing_model([each.name for each in registry.of(kind)])
     served = registry.find(name, kind)
@@ -138,7 +138,7 @@ def _named(registry: Registry, kind: type[S], form: FormData, taken: frozenset[s
 
 
 def transcription(form: FormData, registry: Registry) -> Form:
-    served = _named(registry, ServedModel, form, _TAKEN)
+    served = _model(registry, ServedModel, form, _FIELDS)
     _language(_text(form, "language"), served)
     _temperature(_text(form, "temperature"))
     if _text(form, "chunking_strategy") not in (None, "", "auto"):
@@ -150,8 +150,8 @@ def transcription(form: FormData, registry: Registry) -> Form:
     granularities = tuple(_granularities(form))
     if granularities and kind != "verbose_json":
         raise invalid("timestamp_granularities needs response_format verbose_json", "timestamp_granularities")
-    stream = _yes(_text(form, "stream"))
-    if stream and kind not in _STREAMED:
+    stream = _boolean(_text(form, "stream"))
+    if stream and kind not in _STREAMABLE:
         raise invalid(f"{kind} can't be streamed; use json", "response_format", "unsupported_value")
     return Form(_file(form), served, kind, granularities or ("segment",), stream)
 
@@ -178,11 +178,12 @@ def _file(form: FormData) -> IO[bytes]:
 
 
 def _language(value: str | None, served: ServedModel) -> None:
-    spoken = served.config.language
-    if not value or not spoken:
+    language = served.config.language
+    if not value or not language:
         return
-    if _primary(value) != _primary(spoken):
-        raise invalid(f"the model {served.name} is for {spoken!r}, not {value[:40]!r}", "language", "unsupported_value")
+    if _primary(value) != _primary(language):
+        raise invalid(f"the model {served.name} is for {language!r}, not {value[:40]!r}", "language",
+                      "unsupported_value")
 
 
 def _primary(code: str) -> str:
@@ -213,7 +214,7 @@ def _granularities(form: FormData) -> list[str]:
     return values
 
 
-def _yes(value: str | None) -> bool:
+def _boolean(value: str | None) -> bool:
     value = value or "false"
     if value.lower() in ("false", "0"):
         return False
@@ -222,32 +223,32 @@ def _yes(value: str | None) -> bool:
     raise invalid(f"stream is {value[:40]!r}, but must be true or false", "stream")
 
 
-def limited(request: Request, limits: Limits, make_room: Callable[[int], None]) -> Request:
+def limited(request: Request, limits: Limits, reserve: Callable[[int], None]) -> Request:
     """Return a request whose body has to come fast enough, and where there is room for it.
 
-    make_room : is called with the bytes that the request claims, then with those that have arrived; raises
+    reserve : is called with the bytes that the request claims, then with those that have arrived; raises
         ``ApiError`` if there is no room for them
     """
-    make_room(int(request.headers.get("content-length", "0")))
-    came, waited, whole = 0, 0.0, False
+    reserve(int(request.headers.get("content-length", "0")))
+    received, waited, complete = 0, 0.0, False
 
     async def receive() -> MutableMapping[str, Any]:
         """Receive the next message. The clock runs only while waiting for the client."""
-        nonlocal came, waited, whole
-        if whole:
+        nonlocal received, waited, complete
+        if complete:
             return await request.receive()
-        least = limits.min_upload_kbs * 1024
+        min_speed = limits.min_upload_kbs * 1024
         began = time.monotonic()
         try:
             message = await asyncio.wait_for(
-                request.receive(), max(limits.upload_grace_seconds + came / least - waited, 0.01))
+                request.receive(), max(limits.upload_grace_seconds + received / min_speed - waited, 0.01))
         except (asyncio.TimeoutError, TimeoutError):
-            whole = True
+            complete = True
             raise too_slow(f"arrives at less than {limits.min_upload_kbs:g} KB a second") from None
         waited += time.monotonic() - began
-        came += len(message.get("body", b""))
-        whole = not message.get("more_body")
-        make_room(came)
+        received += len(message.get("body", b""))
+        complete = not message.get("more_body")
+        reserve(received)
         return message
 
     return Request(request.scope, receive)

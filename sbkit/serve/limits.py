@@ -11,9 +11,9 @@ MEGABYTE = 1 << 20
 N = TypeVar("N", int, float)
 
 
-def limit(usual: N, what: str) -> N:
-    """Declare a limit: its value unless another is given, and what ``sbkit serve --help`` says of it."""
-    declared: N = field(default=usual, metadata={"what": what})
+def limit(default: N, help_text: str) -> N:
+    """Declare a limit: its default, and its text in ``sbkit serve --help``."""
+    declared: N = field(default=default, metadata={"help": help_text})
     return declared
 
 

@@ -35,37 +35,37 @@ from sbkit.serve.access import REQUEST_ID
 from sbkit.serve.clients import Shares, address
 from sbkit.serve.errors import ApiError, failed, invalid, missing_model, refused_for, too_late, unsupported
 from sbkit.serve.limits import Limits
-from sbkit.serve.live_recogniser import News, live_recogniser
+from sbkit.serve.live_recogniser import Update, live_recogniser
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.registry import Registry, ServedModel
-from sbkit.serve.wire import Intake, Wire
+from sbkit.serve.wire import AudioBuffer, MessageReader
 
-_BEHIND_SECONDS = 5.0  # of audio that was not heard yet; beyond that the client has to wait
+_MAX_BACKLOG_SECONDS = 5.0  # of audio that was not heard yet; beyond that the client has to wait
 _SLOW_READER_SECONDS = 60.0  # a client that takes longer to read the last messages is dropped
 
 
 class LiveSession:
     """Hears one client to the end.
 
-    wire : the client, whose first message was received
+    reader : the client, whose first message was received
     served, rate, chunk_ms : what it asked for
     """
 
-    def __init__(self, websocket: WebSocket, wire: Wire, served: ServedModel, rate: int, chunk_ms: int | None,
-                 limits: Limits):
+    def __init__(self, websocket: WebSocket, reader: MessageReader, served: ServedModel, rate: int,
+                 chunk_ms: int | None, limits: Limits):
         self.served = served
-        self._websocket, self._wire, self._limits = websocket, wire, limits
-        self._intake = Intake(rate, served.config.sample_rate)
-        self._hearing = live_recogniser(served, chunk_ms, limits.request_seconds, address(websocket.scope))
-        self._outbox = SendQueue(served.vocabulary, websocket.send_json)
+        self._websocket, self._reader, self._limits = websocket, reader, limits
+        self._buffer = AudioBuffer(rate, served.config.sample_rate)
+        self._recogniser = live_recogniser(served, chunk_ms, limits.request_seconds, address(websocket.scope))
+        self._send_queue = SendQueue(served.vocabulary, websocket.send_json)
         self._ready = {"type": "ready", "model": served.name, "sample_rate": rate,
-                       "chunk_seconds": self._hearing.chunk_seconds, "ahead_seconds": self._hearing.ahead_seconds}
+                       "chunk_seconds": self._recogniser.chunk_seconds, "ahead_seconds": self._recogniser.ahead_seconds}
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[Any]] = []
 
     @property
     def seconds(self) -> float:
-        return self._intake.seconds
+        return self._buffer.seconds
 
     def end(self) -> None:
         self._stop.set()
@@ -73,18 +73,18 @@ class LiveSession:
     async def run(self) -> None:
         """Run until the client says "stop" or :meth:`end` is called, and tell all that was heard."""
         await self._websocket.send_json(self._ready)
-        telling, sending = self._start(self._send_news()), self._start(self._outbox.run())
-        receiving, watching = self._start(self._receive()), self._start(self._wire.watch(self._limits.idle_seconds))
+        publishing, sending = self._start(self._publish()), self._start(self._send_queue.run())
+        receiving, watching = self._start(self._receive()), self._start(self._reader.watch(self._limits.idle_seconds))
         stopping = self._start(self._stop.wait())
-        await _first(receiving, stopping, watching, telling, sending)
+        await _wait_for_first(receiving, stopping, watching, publishing, sending)
         for each in (receiving, stopping, watching):
             each.cancel()
-        self._hearing.feed(self._intake.take(last=True))
-        self._hearing.finish()
-        if not await _first(telling, sending, seconds=self._limits.request_seconds):
+        self._recogniser.feed(self._buffer.take(last=True))
+        self._recogniser.finish()
+        if not await _wait_for_first(publishing, sending, seconds=self._limits.request_seconds):
             raise too_late(self._limits.request_seconds)
-        self._outbox.end({"type": "done", "duration": round(self.seconds, 3)})
-        if not await _first(sending, seconds=_SLOW_READER_SECONDS):
+        self._send_queue.end({"type": "done", "duration": round(self.seconds, 3)})
+        if not await _wait_for_first(sending, seconds=_SLOW_READER_SECONDS):
             raise ApiError(408, f"the client didn't read its last messages within {_SLOW_READER_SECONDS:g} s",
                            code="slow_client")
         await self._websocket.close()
@@ -92,7 +92,7 @@ class LiveSession:
     def close(self) -> None:
         for each in self._tasks:
             each.cancel()
-        self._hearing.close()
+        self._recogniser.close()
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:  # nobody looks at what it returns
         task = asyncio.create_task(work)
@@ -101,14 +101,14 @@ class LiveSession:
         return task
 
     async def _receive(self) -> None:
-        intake, ears = self._intake, self._hearing
+        buffer, recogniser = self._buffer, self._recogniser
         while True:
-            message = await self._wire.receive()
+            message = await self._reader.receive()
             if isinstance(message, bytes):
-                intake.add(message)
-                if intake.held >= ears.wanted:
-                    ears.feed(intake.take())
-                    await ears.catch_up(_BEHIND_SECONDS)
+                buffer.add(message)
+                if buffer.samples >= recogniser.wanted:
+                    recogniser.feed(buffer.take())
+                    await recogniser.catch_up(_MAX_BACKLOG_SECONDS)
             elif message.get("type") == "stop":
                 return
             elif message.get("type") == "start":
@@ -117,12 +117,12 @@ class LiveSession:
             else:
                 raise invalid('after "start", send binary frames of audio and {"type": "stop"}')
 
-    async def _send_news(self) -> None:
-        while (news := await self._hearing.news()) is not None:
-            self._outbox.put(news)
+    async def _publish(self) -> None:
+        while (update := await self._recogniser.next_update()) is not None:
+            self._send_queue.put(update)
 
 
-async def _first(*tasks: asyncio.Task[Any], seconds: float | None = None) -> bool:
+async def _wait_for_first(*tasks: asyncio.Task[Any], seconds: float | None = None) -> bool:
     """Wait until one of them is done, and raise its error if it failed; False: none was in time."""
     done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for each in done:
@@ -147,13 +147,12 @@ class SendQueue:
         self._changed = asyncio.Event()
         self._ended = False
 
-    def put(self, news: News) -> None:
+    def put(self, update: Update) -> None:
         """Tell lines that are over, and the line that goes on if it changed."""
-        for line in news.lines:
+        for line in update.lines:
             if (message := self._messages.message(line)) is not None:
-                heard = round(news.heard, 3)
-                self._add(message if line.complete
-                          else message | {"start": message.get("start", heard), "heard": heard})
+                end = round(update.seconds, 3)
+                self._add(message if line.complete else message | {"start": message.get("start", end), "heard": end})
 
     def end(self, last: dict[str, Any]) -> None:
         """Send a last message; :meth:`run` ends after it."""
@@ -180,9 +179,9 @@ class SendQueue:
 
 PROTOCOL = "sbkit.live"
 _log = logging.getLogger(__name__)
-_TAKEN = frozenset({"type", "model", "sample_rate", "chunk_ms"})
+_START_FIELDS = frozenset({"type", "model", "sample_rate", "chunk_ms"})
 _START_SECONDS = 10.0
-_LAST_SECONDS = 5.0  # to send an error to a client who may not read it
+_ERROR_SECONDS = 5.0  # to send an error to a client who may not read it
 _POLICY, _INTERNAL = 1008, 1011  # close codes of a WebSocket
 
 
@@ -197,8 +196,8 @@ class LiveSessions:
         self._ending = False
 
     @property
-    def inside(self) -> int:
-        return self._shares.inside
+    def active(self) -> int:
+        return self._shares.active
 
     def end(self) -> None:
         """Ask all sessions to finish, as if their clients had sent "stop"; refuse new ones."""
@@ -206,17 +205,17 @@ class LiveSessions:
         for session in self.sessions:
             session.end()
 
-    def place(self, client: str | None) -> contextlib.AbstractContextManager[None]:
-        """Hold a place for one session of a client; raises ``ApiError`` 429 if there is none."""
-        return self._shares.place(client, "live sessions", 30)
+    def slot(self, client: str | None) -> contextlib.AbstractContextManager[None]:
+        """Hold a slot for one session of a client; raises ``ApiError`` 429 if there is none."""
+        return self._shares.slot(client, "live sessions", 30)
 
     async def session(self, websocket: WebSocket, registry: Registry) -> None:
         offered = websocket.scope.get("subprotocols", [])
         await websocket.accept(subprotocol=PROTOCOL if PROTOCOL in offered else None)
         session = None
         try:
-            wire = Wire(websocket)
-            session = LiveSession(websocket, wire, *await _start(wire, registry), self._limits)
+            reader = MessageReader(websocket)
+            session = LiveSession(websocket, reader, *await _start(reader, registry), self._limits)
             self.sessions.add(session)
             if self._ending:
                 session.end()
@@ -225,10 +224,10 @@ class LiveSessions:
             pass
         except ApiError as error:
             self._metrics.refused.labels(error.code or error.status).inc()
-            await _end(websocket, error, _POLICY)
+            await _send_error(websocket, error, _POLICY)
         except Exception as error:
             _log.exception("session %s failed", websocket.scope[REQUEST_ID])
-            await _end(websocket, failed(websocket.scope[REQUEST_ID], error), _INTERNAL)
+            await _send_error(websocket, failed(websocket.scope[REQUEST_ID], error), _INTERNAL)
         finally:
             if session is not None:
                 session.close()
@@ -236,22 +235,22 @@ class LiveSessions:
                 self._metrics.audio.labels(session.served.name).inc(session.seconds)
 
 
-async def _end(websocket: WebSocket, error: ApiError, code: int) -> None:
-    async def say() -> None:
+async def _send_error(websocket: WebSocket, error: ApiError, code: int) -> None:
+    async def send() -> None:
         await websocket.send_json({"type": "error", **error.body})
         await websocket.close(code, error.code or "")
 
     with contextlib.suppress(RuntimeError, WebSocketDisconnect, asyncio.TimeoutError, TimeoutError):  # it may be closed
-        await asyncio.wait_for(say(), _LAST_SECONDS)
+        await asyncio.wait_for(send(), _ERROR_SECONDS)
 
 
-async def _start(wire: Wire, registry: Registry) -> tuple[ServedModel, int, int | None]:
+async def _start(reader: MessageReader, registry: Registry) -> tuple[ServedModel, int, int | None]:
     """Receive the first message: the model that a client asks for, its rate, and the milliseconds of a chunk."""
-    first = await wire.first(_START_SECONDS)
+    first = await reader.receive_within(_START_SECONDS)
     if isinstance(first, bytes) or first.get("type") != "start":
         raise invalid('the first message must be {"type": "start", "model": NAME, "sample_rate": HERTZ}')
-    if unknown := sorted(set(first) - _TAKEN):
-        raise unsupported(unknown, _TAKEN)
+    if unknown := sorted(set(first) - _START_FIELDS):
+        raise unsupported(unknown, _START_FIELDS)
     name = first.get("model")
     if name is None:
         raise missing_model([each.name for each in registry.of(ServedModel)])

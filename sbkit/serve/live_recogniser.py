@@ -21,12 +21,12 @@ from sbkit.serve.registry import ServedModel
 from sbkit.serve.tail import Tail
 
 
-class News(NamedTuple):
+class Update(NamedTuple):
     """What is new in a session. Times are seconds from the first sample."""
 
     lines: list[TranscriptLine]
     """Those that are over, and the one in progress if it goes on."""
-    heard: float
+    seconds: float
     """Until when it was heard."""
 
 
@@ -34,7 +34,7 @@ class LiveRecogniser(ABC):
     """Hears one session. One task gives it samples, another waits for news; neither waits for the other.
 
     served : the model
-    seconds : how long it may take to hear what was received; ``news`` raises ``ApiError`` 504 then
+    seconds : how long it may take to hear what was received; ``next_update`` raises ``ApiError`` 504 then
     """
 
     chunk_seconds: float | None = None
@@ -44,7 +44,7 @@ class LiveRecogniser(ABC):
 
     def __init__(self, served: ServedModel, seconds: float):
         self._served, self._seconds = served, seconds
-        self._changed, self._moved = asyncio.Event(), asyncio.Event()
+        self._changed, self._progressed = asyncio.Event(), asyncio.Event()
 
     @property
     @abstractmethod
@@ -53,7 +53,7 @@ class LiveRecogniser(ABC):
 
     @property
     @abstractmethod
-    def behind(self) -> float:
+    def backlog_seconds(self) -> float:
         """The seconds that were received and are not heard yet."""
 
     @abstractmethod
@@ -65,7 +65,7 @@ class LiveRecogniser(ABC):
         """Hear what is left: nothing will follow."""
 
     @abstractmethod
-    async def news(self) -> News | None:
+    async def next_update(self) -> Update | None:
         """Wait for what is new; None after the end."""
 
     @abstractmethod
@@ -73,7 +73,7 @@ class LiveRecogniser(ABC):
         """Cancel all work."""
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def _device_errors(self) -> Iterator[None]:
         """Raise ``ApiError`` instead of another error if the device is broken."""
         try:
             yield
@@ -86,9 +86,9 @@ class LiveRecogniser(ABC):
     async def catch_up(self, seconds: float) -> None:
         """Wait until at most so many seconds are not heard yet, and give the other tasks a turn anyway."""
         await asyncio.sleep(0)
-        while self.behind > seconds:
-            self._moved.clear()
-            await self._moved.wait()
+        while self.backlog_seconds > seconds:
+            self._progressed.clear()
+            await self._progressed.wait()
 
 
 class ChunkRecogniser(LiveRecogniser):
@@ -108,48 +108,48 @@ class ChunkRecogniser(LiveRecogniser):
         self._session = streams.open(served.decoder.stream(), chunk_ms, notify)
         self.chunk_seconds, self.ahead_seconds = self._session.chunk_seconds, self._session.ahead_seconds
         self._lines = Lines(served.chunk_seconds)
-        self._heard = 0.0
+        self._done_seconds = 0.0
 
     @property
     def wanted(self) -> float:
         return self._session.wanted
 
     @property
-    def behind(self) -> float:
+    def backlog_seconds(self) -> float:
         return self._session.waiting_seconds
 
     def feed(self, signal: np.ndarray) -> None:
-        with self._named():
+        with self._device_errors():
             self._session.feed(signal)
 
     def finish(self) -> None:
-        with self._named():
+        with self._device_errors():
             self._session.finish()
 
-    async def news(self) -> News | None:
+    async def next_update(self) -> Update | None:
         while True:
             self._changed.clear()
-            with self._named():
-                heard = self._session.take(0)
-            self._moved.set()
-            if heard:
-                return self._as_news(heard)
+            with self._device_errors():
+                results = self._session.take(0)
+            self._progressed.set()
+            if results:
+                return self._as_update(results)
             if self._session.finished:
                 return None
             await self._wait()
 
     async def _wait(self) -> None:
-        before = self._heard
+        before = self._done_seconds
         try:
             await asyncio.wait_for(self._changed.wait(), self._seconds)
         except (asyncio.TimeoutError, TimeoutError):
-            if self._session.busy and self._heard == before:
+            if self._session.busy and self._done_seconds == before:
                 raise too_late(self._seconds) from None
 
-    def _as_news(self, heard: Sequence[StreamResult]) -> News:
-        changed = [line for each in heard for line in self._lines.add(each)]
-        self._heard = heard[-1].seconds
-        return News([line for line in changed if line.complete or line is changed[-1]], self._heard)
+    def _as_update(self, results: Sequence[StreamResult]) -> Update:
+        changed = [line for each in results for line in self._lines.add(each)]
+        self._done_seconds = results[-1].seconds
+        return Update([line for line in changed if line.complete or line is changed[-1]], self._done_seconds)
 
     def close(self) -> None:
         self._session.close()
@@ -169,8 +169,8 @@ class TailRecogniser(LiveRecogniser):
         return self._tail.wanted
 
     @property
-    def behind(self) -> float:
-        return self._tail.unseen_seconds
+    def backlog_seconds(self) -> float:
+        return self._tail.undecoded_seconds
 
     def feed(self, signal: np.ndarray) -> None:
         self._tail.add(signal)
@@ -180,7 +180,7 @@ class TailRecogniser(LiveRecogniser):
         self._ended = True
         self._changed.set()
 
-    async def news(self) -> News | None:
+    async def next_update(self) -> Update | None:
         while not (self._ended or self._tail.due):
             self._changed.clear()
             await self._changed.wait()
@@ -188,16 +188,16 @@ class TailRecogniser(LiveRecogniser):
         signal, skip = self._tail.window()
         if self._over or not len(signal):
             return None
-        self._over = ended and not self._tail.unseen_seconds
-        final, partial, heard = self._tail.finalise(await self._words(signal, skip), len(signal), skip, self._over)
-        self._moved.set()
+        self._over = ended and not self._tail.undecoded_seconds
+        final, partial, seconds = self._tail.finalise(await self._words(signal, skip), len(signal), skip, self._over)
+        self._progressed.set()
         over = [TranscriptLine(words, [], True) for words in at_pauses(final)]
-        return News([*over, TranscriptLine([], partial, False)], heard)
+        return Update([*over, TranscriptLine([], partial, False)], seconds)
 
     async def _words(self, signal: np.ndarray, skip: int) -> list[Word]:
         """Decode samples [S], without the first ``skip`` frames."""
         asking = asyncio.wrap_future(self._job.watch(self._served.batcher.submit(signal, self._job.client)))
-        with self._named():
+        with self._device_errors():
             try:
                 log_probs = await asyncio.wait_for(asking, self._seconds)
             except (asyncio.TimeoutError, TimeoutError):

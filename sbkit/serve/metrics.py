@@ -35,25 +35,25 @@ class Metrics:
         self.cut = self._counter("cut_total", "Speech responses cut off after their first byte, by reason.", "reason")
         self.decoders = self._counter("decoder_restarts_total", "Decoding processes that were replaced.")
 
-    def _counter(self, name: str, what: str, *labels: str) -> Counter:
-        return Counter(f"sbkit_{name}", what, labels, registry=self._registry)
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"sbkit_{name}", help_text, labels, registry=self._registry)
 
-    def _histogram(self, name: str, what: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"sbkit_{name}", what, labels, buckets=bounds, registry=self._registry)
+    def _histogram(self, name: str, help_text: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"sbkit_{name}", help_text, labels, buckets=bounds, registry=self._registry)
 
-    def gauge(self, name: str, what: str, labels: Iterable[str],
+    def gauge(self, name: str, help_text: str, labels: Iterable[str],
               read: Callable[[], Iterable[tuple[Iterable[str], float]]]) -> None:
         """Add values that ``read`` gives whenever they are asked for, each with the values of its labels."""
-        self._registry.register(_Gauge(name, what, list(labels), read))
+        self._registry.register(_Gauge(name, help_text, list(labels), read))
 
     def text(self) -> str:
         return generate_latest(self._registry).decode()
 
 
 class _Gauge(Collector):
-    def __init__(self, name: str, what: str, labels: list[str],
+    def __init__(self, name: str, help_text: str, labels: list[str],
                  read: Callable[[], Iterable[tuple[Iterable[str], float]]]):
-        self._family, self._read = (f"sbkit_{name}", what, None, labels), read
+        self._family, self._read = (f"sbkit_{name}", help_text, None, labels), read
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         family = GaugeMetricFamily(*self._family)

@@ -6,7 +6,6 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,14 +27,14 @@ from sbkit.serve.batcher import Batcher
 from sbkit.serve.errors import unknown_model, wrong_model
 from sbkit.serve.job import Job
 from sbkit.serve.metrics import Metrics
-from sbkit.serve.served import BundleOptions, Served
+from sbkit.serve.served import BundleOptions, Served, device_facts
 from sbkit.system.cores import usable_cores
 
-_MEASURED_SECONDS = 5.0  # of the signal that speed is measured with
+_MEASURE_SECONDS = 5.0  # of the signal that speed is measured with
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def named(given: Sequence[str]) -> dict[str, Path]:
+def parse_bundles(given: Sequence[str]) -> dict[str, Path]:
     """Parse bundles by name, from ``BUNDLE`` (named after its folder) and ``NAME=BUNDLE``."""
     found: dict[str, Path] = {}
     for each in given:
@@ -67,7 +66,7 @@ class ServedModel(Served):
         self.decoder = decoder(self.vocabulary, options.search)
         self.batcher = Batcher(self.engine, options.batch_seconds, options.batching,
                                metrics.batches.labels(self.name).observe)
-        self._measure(np.zeros(int(min(_MEASURED_SECONDS, self.chunk_seconds) * config.sample_rate), np.float32))
+        self._measure(np.zeros(int(min(_MEASURE_SECONDS, self.chunk_seconds) * config.sample_rate), np.float32))
         self.streams = self._streams(folder, options, metrics)
         self.chunks_ms = list(self.streams.chunks) if self.streams is not None else []
 
@@ -94,7 +93,7 @@ class ServedModel(Served):
 
     @property
     def facts(self) -> dict[str, Any]:
-        streams = None if self.streams is None else asdict(self.streams.running)
+        streams = None if self.streams is None else device_facts(self.streams.running)
         return super().facts | {"streams": streams, "chunks_ms": self.chunks_ms}
 
 
@@ -109,7 +108,7 @@ class ServedGraph(Served):
         self.config = self.engine.config
         self.batcher = Batcher(self.engine, options.batch_seconds, options.batching,
                                metrics.batches.labels(self.name).observe)
-        self._measure(np.zeros(int(_MEASURED_SECONDS * self.config.sample_rate), np.float32))
+        self._measure(np.zeros(int(_MEASURE_SECONDS * self.config.sample_rate), np.float32))
 
 
 #: Symbols in a batch, padding included, on a CPU and on a GPU; one text of the greatest length always fits.
@@ -179,8 +178,8 @@ def load(bundles: Mapping[str, Path], options: BundleOptions, metrics: Metrics |
     """Load all bundles, or raise for the first broken one."""
     metrics = metrics or Metrics()
     kinds = {name: SERVED.of(layout.read(folder)) for name, folder in bundles.items()}
-    hears = any(issubclass(kind, ServedModel) for kind in kinds.values())
-    if not hears and (options.search or options.chunk_seconds or options.batch_seconds):
+    recognises = any(issubclass(kind, ServedModel) for kind in kinds.values())
+    if not recognises and (options.search or options.chunk_seconds or options.batch_seconds):
         raise SbkitError("language models, hot words, --chunk-seconds and --batch-seconds are for speech recognisers, "
                          "and none is served", hint="leave them out, or serve a recogniser too")
     loaded: dict[str, Served] = {}
@@ -193,32 +192,32 @@ def load(bundles: Mapping[str, Path], options: BundleOptions, metrics: Metrics |
     return Registry(loaded)
 
 
-_AHEAD = 4  # chunks of one recording in flight: a long recording must not fill all batches
+_MAX_IN_FLIGHT = 4  # chunks of one recording in flight: a long recording must not fill all batches
 
 
-def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, audio: Work,
+def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, work: Work,
               progress: Callable[[str], None] | None = None) -> Transcript:
     """Transcribe a recording given as blocks [S].
 
     job : cancels it
-    audio : learns how much was heard
+    work : is updated with the audio that is done
     progress : called with each new piece of text; all pieces joined are the transcript's text
     """
-    heard, settling = Assembly(), StableWords(served.decoder, served.vocabulary)
+    assembly, stable = Assembly(), StableWords(served.decoder, served.vocabulary)
     reported = 0  # words
     waiting: deque[tuple[int, Chunk, Future[Any]]] = deque()
 
     def take() -> None:
         number, chunk, future = waiting.popleft()
-        heard.add(number, chunk, job.result(future), served.frame_samples, served.decoder)
-        audio.done(heard.samples / served.config.sample_rate)
-        new, heard.stretches = heard.stretches, []
-        settling.add(new)
+        assembly.add(number, chunk, job.result(future), served.frame_samples, served.decoder)
+        work.done(assembly.samples / served.config.sample_rate)
+        new, assembly.stretches = assembly.stretches, []
+        stable.add(new)
         report()
 
     def report() -> None:
         nonlocal reported
-        new = settling.words[reported:]
+        new = stable.words[reported:]
         if new and progress is not None:
             progress((served.vocabulary.space if reported else "") + served.vocabulary.text(new))
             reported += len(new)
@@ -227,10 +226,10 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, audio
     for number, chunk in enumerate(chunks):
         job.check()
         waiting.append((number, chunk, job.watch(served.batcher.submit(chunk.signal, job.client))))
-        if len(waiting) >= _AHEAD:
+        if len(waiting) >= _MAX_IN_FLIGHT:
             take()
     while waiting:
         take()
-    settling.end()
+    stable.end()
     report()
-    return transcript("", heard, settling.words, served.vocabulary)
+    return transcript("", assembly, stable.words, served.vocabulary)

@@ -40,16 +40,16 @@ class _Verbose(JSONResponse):
 
 
 def verbose(transcript: Transcript, granularities: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    body: dict[str, Any] = {
         "task": "transcribe", "language": transcript.language or UNKNOWN_LANGUAGE,
         "duration": round(transcript.duration, 3), "text": transcript.text, "usage": _usage(transcript),
         **_warning(transcript),
     }
     if "segment" in granularities:
-        found["segments"] = [_segment(i, each) for i, each in enumerate(transcript.segments)]
+        body["segments"] = [_segment(i, each) for i, each in enumerate(transcript.segments)]
     if "word" in granularities:
-        found["words"] = [{"word": word.text, **word.facts()} for word in transcript.words]
-    return found
+        body["words"] = [{"word": word.text, **word.facts()} for word in transcript.words]
+    return body
 
 
 def _segment(number: int, segment: Segment) -> dict[str, Any]:
@@ -96,30 +96,30 @@ def audio_done(symbols: int, frames: int) -> bytes:
 _SLOW_READER_SECONDS = 60.0  # a client that takes longer to read a part is dropped
 
 
-class Cut(Exception):
+class CutOff(Exception):
     """The rest of an answer can't be made, and its client has to notice."""
 
 
 class Streamed(Response):
     """Response that streams parts and always releases the request's place at the end.
 
-    Where making them raises ``Cut``, the connection is closed without the answer's end, so that no client takes a part
-    for the whole.
+    If making them raises ``CutOff``, the connection is closed without the response's end, so that no client takes a
+    part for the whole.
     """
 
-    def __init__(self, media_type: str, parts: AsyncGenerator[bytes, None], stay: contextlib.ExitStack):
+    def __init__(self, media_type: str, parts: AsyncGenerator[bytes, None], stack: contextlib.ExitStack):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
-        self._parts, self._stay = parts, stay
+        self._parts, self._stack = parts, stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._stay:
+        with self._stack:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 async with contextlib.aclosing(self._parts) as parts:
                     async for each in parts:
                         message = {"type": "http.response.body", "body": each, "more_body": True}
                         await asyncio.wait_for(send(message), _SLOW_READER_SECONDS)
-            except Cut:
+            except CutOff:
                 return
             await send({"type": "http.response.body", "body": b""})

@@ -38,6 +38,12 @@ class BundleOptions(ModelRequest):
     search: Mapping[str, Any] | None = None
 
 
+def device_facts(placement: Placement) -> dict[str, Any]:
+    """Facts for /health, where the requested device is called ``asked``."""
+    facts = asdict(placement)
+    return {"asked": facts.pop("requested"), **facts}
+
+
 class Served(ABC):
     """One bundle, loaded and warm."""
 
@@ -91,7 +97,7 @@ class Served(ABC):
     @property
     def facts(self) -> dict[str, Any]:
         """Facts for /health."""
-        return {**asdict(self.engine.running), "language": self.engine.config.language,
+        return {**device_facts(self.engine.running), "language": self.engine.config.language,
                 "sample_rate": self.engine.config.sample_rate, "endpoints": self.endpoints, "fault": self.fault}
 
     @property

@@ -24,12 +24,12 @@ from sbkit.serve.limits import Limits
 from sbkit.serve.served import BundleOptions
 
 KEY_VARIABLE = "SBKIT_API_KEY"
-_NEEDED = ("starlette", "uvicorn", "prometheus_client", "python_multipart", "websockets")
+_REQUIRED = ("starlette", "uvicorn", "prometheus_client", "python_multipart", "websockets")
 _POLL_SECONDS = 0.2
 #: What uvicorn logs, some with a traceback, whenever a client sends what is refused.
-_CLIENTS_ERRORS = ("without completing handshake", "Invalid HTTP request", "Invalid UTF-8", "Unsupported upgrade",
+_CLIENT_ERRORS = ("without completing handshake", "Invalid HTTP request", "Invalid UTF-8", "Unsupported upgrade",
                    "No supported WebSocket library")
-_LAST_SECONDS = 3.0  # to clean up requests that were cut off
+_CLEANUP_SECONDS = 3.0  # to clean up requests that were cut off
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class ServeRequest(BundleOptions):
 
 def serve(request: ServeRequest) -> int:
     """Run until SIGTERM or Ctrl-C and return the exit code."""
-    missing = [name for name in _NEEDED if util.find_spec(name) is None]
+    missing = [name for name in _REQUIRED if util.find_spec(name) is None]
     if missing:
         raise SbkitError(f"serving needs {', '.join(missing)}", hint="pip install 'sbkit[serve]'")
-    from sbkit.serve.registry import named
+    from sbkit.serve.registry import parse_bundles
 
-    bundles = named(request.bundles)
+    bundles = parse_bundles(request.bundles)
     keys = read_keys(request.api_key_file)
-    with bound(request.host, request.port) as listening:
+    with bind(request.host, request.port) as listening:
         if not keys and not loopback(listening.getsockname()[0]):
             print(f"anybody who reaches {request.host} can use this server; set {KEY_VARIABLE} or --api-key-file",
                   file=sys.stderr)
@@ -88,7 +88,7 @@ def read_keys(path: Path | None) -> list[str]:
     return keys + found
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """Bind the address before the slow loading, to find out early if it isn't free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Name the protocol, or asyncio leaves Nagle's algorithm on: 40 ms for every answer.
@@ -116,33 +116,33 @@ class _Server:
 
         from sbkit.serve import connection
         from sbkit.serve.access import ApiKeys
-        from sbkit.serve.app import State, make
+        from sbkit.serve.app import State, make_app
         from sbkit.serve.connection import protocol_options
 
         self._request, self._bundles, self._listening = request, bundles, listening
         self.state = State(request.limits)
-        most, backlog = connection.connection_budget(request.limits)
-        if most < request.limits.max_connections:
-            print(f"at most {most} connections can be open, because of the limit of open files (ulimit -n)",
+        maximum, backlog = connection.connection_budget(request.limits)
+        if maximum < request.limits.max_connections:
+            print(f"at most {maximum} connections can be open, because of the limit of open files (ulimit -n)",
                   file=sys.stderr)
         self.state.connection_limit = connection.ConnectionLimit(
-            most, request.limits.client_share, self.state.metrics)
+            maximum, request.limits.client_share, self.state.metrics)
         hosts = Hosts(listening.getsockname()[0], request.allow_hosts, request.host)
-        app = make(self.state, ApiKeys(keys), tuple(request.allow_origins), hosts)
+        app = make_app(self.state, ApiKeys(keys), tuple(request.allow_origins), hosts)
         grace: Any = request.grace_seconds  # typed as int, but fractions work
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
             **protocol_options(self.state.connection_limit), backlog=backlog,
             proxy_headers=bool(request.trust_proxies),
             forwarded_allow_ips=",".join(request.trust_proxies), timeout_graceful_shutdown=grace))
-        self._problem: BaseException | None = None
-        self._guard: threading.Timer | None = None
+        self._error: BaseException | None = None
+        self._watchdog: threading.Timer | None = None
 
     def run(self) -> int:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
         logging.getLogger(access.__name__).setLevel(logging.INFO)  # a line for each request
         logging.getLogger("uvicorn.error").addFilter(
-            lambda record: not any(each in record.getMessage() for each in _CLIENTS_ERRORS))
+            lambda record: not any(each in record.getMessage() for each in _CLIENT_ERRORS))
         logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns about each malformed form
         serving = threading.Thread(target=self._server.run, args=([self._listening],), name="sbkit-http")
         loading = threading.Thread(target=self._load, name="sbkit-load", daemon=True)
@@ -157,23 +157,23 @@ class _Server:
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
-            loading.join()  # Python's end aborts the process while another thread loads a model; the guard bounds it
+            loading.join()  # Python's end aborts the process while another thread loads a model; the watchdog bounds it
             self._close()
-            if self._guard is not None and not any(map(_keeps_the_process, threading.enumerate())):
-                self._guard.cancel()
-        if self._problem is not None:
-            raise self._problem
+            if self._watchdog is not None and not any(map(_blocks_exit, threading.enumerate())):
+                self._watchdog.cancel()
+        if self._error is not None:
+            raise self._error
         return 0 if self.state.stopping else 1
 
     def _load(self) -> None:
         try:
-            self._fill()
+            self.load_models()
         except BaseException as error:
             if not self.state.stopping:  # a stop closes the socket and the decoders during loading
-                self._problem = error
+                self._error = error
             self._server.should_exit = True
 
-    def _fill(self) -> None:
+    def load_models(self) -> None:
         from sbkit.serve import registry
         from sbkit.serve.decoders import Decoders
 
@@ -198,10 +198,10 @@ class _Server:
         """Finish requests and sessions in flight by one deadline; uvicorn cuts off sockets when it ends, and only waits
         for requests."""
         until = time.monotonic() + self._request.grace_seconds
-        self._guard = threading.Timer(self._request.grace_seconds + _LAST_SECONDS, self._give_up)
-        self._guard.daemon = True
-        self._guard.start()
-        while self.state.live_sessions.inside and time.monotonic() < until and not self._server.should_exit:
+        self._watchdog = threading.Timer(self._request.grace_seconds + _CLEANUP_SECONDS, self._give_up)
+        self._watchdog.daemon = True
+        self._watchdog.start()
+        while self.state.live_sessions.active and time.monotonic() < until and not self._server.should_exit:
             time.sleep(_POLL_SECONDS / 4)
         left: Any = max(until - time.monotonic(), _POLL_SECONDS)  # as above
         self._server.config.timeout_graceful_shutdown = left
@@ -221,5 +221,5 @@ class _Server:
             self.state.registry.close()
 
 
-def _keeps_the_process(thread: threading.Thread) -> bool:
+def _blocks_exit(thread: threading.Thread) -> bool:
     return thread.is_alive() and not thread.daemon and thread is not threading.current_thread()

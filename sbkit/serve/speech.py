@@ -24,13 +24,13 @@ from sbkit.serve import replies
 from sbkit.serve.errors import ApiError, failed, invalid, refused_for, too_large, unsupported
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.registry import Registry, ServedVoice
-from sbkit.serve.replies import Cut
-from sbkit.serve.text import decoded, json_object
+from sbkit.serve.replies import CutOff
+from sbkit.serve.text import decode_utf8, parse_object
 from sbkit.serve.work import ClientDisconnected, RequestContext
 
 MAX_CHARACTERS = 4096
 _MAX_BYTES = 1 << 16  # so many characters as JSON, each of them two escapes
-_TAKEN = ("input", "model", "voice", "response_format", "speed", "stream_format", "instructions", "skip_unknown")
+_FIELDS = ("input", "model", "voice", "response_format", "speed", "stream_format", "instructions", "skip_unknown")
 _DEFAULT, _AUDIO, _SSE = "mp3", "audio", "sse"
 
 
@@ -62,27 +62,27 @@ def limit_size(size: int) -> None:
 
 
 async def read_request(request: Request, registry: Callable[[], Registry],
-                       step: Callable[..., Awaitable[Any]]) -> SpeechForm:
-    """Read and check a request, its text by ``step`` in a thread."""
+                       run_in_thread: Callable[..., Awaitable[Any]]) -> SpeechForm:
+    """Read and check a request, its text in a thread."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise invalid("the body must be application/json with the fields model, input and voice")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise invalid("compressed bodies are not supported; send the body uncompressed")
-    fields = json_object(decoded(await request.body(), "the body"), "the body")
-    found: SpeechForm = await step(_read, fields, registry())
+    fields = parse_object(decode_utf8(await request.body(), "the body"), "the body")
+    found: SpeechForm = await run_in_thread(_read, fields, registry())
     return found
 
 
 def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
-    if unknown := sorted(set(fields) - set(_TAKEN)):
-        raise unsupported(unknown, _TAKEN)
+    if unknown := sorted(set(fields) - set(_FIELDS)):
+        raise unsupported(unknown, _FIELDS)
     served = registry.find(_text(fields, "model", needed=True), ServedVoice)
     served.check()
     text = _text(fields, "input", needed=True)
     if len(text) > MAX_CHARACTERS:
         raise invalid(f"input has {len(text)} characters, the limit is {MAX_CHARACTERS}: send the text in parts",
                       "input", "string_above_max_length")
-    speaker, kind = _speaker(fields.get("voice"), served), _kind(fields)
+    speaker, kind = _speaker(fields.get("voice"), served), _format(fields)
     with refused_for("speed"):
         speed = check_speed(1.0 if (given := fields.get("speed")) is None else given)
     streamed = _text(fields, "stream_format") or _AUDIO
@@ -115,7 +115,7 @@ def _speaker(value: object, served: ServedVoice) -> int:
         return speaker_of(served.config, value)
 
 
-def _kind(fields: dict[str, Any]) -> str:
+def _format(fields: dict[str, Any]) -> str:
     kind = _text(fields, "response_format") or _DEFAULT
     if kind not in kinds():
         raise invalid(f"response_format {shown(kind)} is not available here; use one of {', '.join(kinds())}",
@@ -134,44 +134,46 @@ def _pieces(text: str, fields: dict[str, Any], served: ServedVoice) -> list[Phra
         raise invalid(str(error), "input", code) from None
 
 
-_AHEAD = 2  # sentences of one text in flight: a long text must not fill all batches
+_MAX_IN_FLIGHT = 2  # sentences of one text in flight: a long text must not fill all batches
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class Usage:
-    """What a text took: its symbols, and the frames of its sound."""
+    """What a text took: its symbols, and the frames of its speech."""
 
     symbols: int = 0
     frames: int = 0
 
 
-async def sound(visit: RequestContext, ask: SpeechForm, metrics: Metrics) -> AsyncGenerator[bytes | Usage, None]:
-    """Yield the bytes of a text's sound as they are ready, then what it took. A sentence is computed while the one
-    before it is read, so that a slow reader takes no thread and little memory."""
-    began, name = time.monotonic(), ask.served.name
-    stream, usage = SoundStream(ask.kind, ask.served.config.sample_rate), Usage()
-    work = visit.work(ask.served.batcher.backlog)
-    coming = deque(pauses(iter(ask.pieces), ask.speed))
+async def synthesise(context: RequestContext, form: SpeechForm, metrics: Metrics
+                     ) -> AsyncGenerator[bytes | Usage, None]:
+    """Yield the bytes of a text's speech as they are ready, then its usage. A sentence is computed while the one before
+    it is read, so that a slow reader takes no thread and little memory."""
+    began, name = time.monotonic(), form.served.name
+    stream, usage = SoundStream(form.kind, form.served.config.sample_rate), Usage()
+    work = context.work(form.served.batcher.backlog)
+    pending = deque(pauses(iter(form.pieces), form.speed))
     computing: deque[tuple[Phrase, float, asyncio.Future[Any]]] = deque()
     first = True
     try:
-        work.grow(sum(len(piece.ids) for piece in ask.pieces) / ask.speed)
-        while coming or computing:
-            while coming and len(computing) < _AHEAD:
-                piece, pause = coming.popleft()
-                future = ask.served.batcher.submit(SpeechInput(piece.ids, ask.speaker, ask.speed), visit.job.client)
-                computing.append((piece, pause, asyncio.wrap_future(visit.job.watch(future))))
+        work.grow(sum(len(piece.ids) for piece in form.pieces) / form.speed)
+        while pending or computing:
+            while pending and len(computing) < _MAX_IN_FLIGHT:
+                piece, pause = pending.popleft()
+                line = SpeechInput(piece.ids, form.speaker, form.speed)
+                future = form.served.batcher.submit(line, context.job.client)
+                computing.append((piece, pause, asyncio.wrap_future(context.job.watch(future))))
             piece, pause, waiting = computing.popleft()
             try:
-                found: SpeechOutput = await visit.met(waiting)
+                found: SpeechOutput = await context.wait_for(waiting)
             except Exception:
-                ask.served.check()  # raises for a broken device
+                form.served.check()  # raises for a broken device
                 raise
-            speech = spoken(piece, found, ask.served.config, pause)
-            data = await visit.met(visit.step(_encoded, stream, speech, not (coming or computing)))
+            speech = spoken(piece, found, form.served.config, pause)
+            data = await context.wait_for(context.run_in_thread(_encoded, stream, speech, not (pending or computing)))
             usage.symbols += len(piece.ids)
-            work.done(usage.symbols / ask.speed)
+            work.done(usage.symbols / form.speed)
             usage.frames += int(found.frames.sum())
             metrics.spoken.labels(name).inc(speech.seconds)
             if data:
@@ -183,10 +185,10 @@ async def sound(visit: RequestContext, ask: SpeechForm, metrics: Metrics) -> Asy
     finally:
         work.close()
         for _, _, waiting in computing:
-            _forget(waiting)
+            _discard(waiting)
 
 
-def _forget(future: asyncio.Future[Any]) -> None:
+def _discard(future: asyncio.Future[Any]) -> None:
     """Cancel a future, or take an error from it that nobody waits for."""
     if not future.cancel() and not future.cancelled():
         future.exception()
@@ -206,9 +208,9 @@ def _part(each: bytes | Usage, sse: bool) -> bytes:
     return replies.audio_done(each.symbols, each.frames) if sse else b""
 
 
-async def resumed(first: bytes | Usage, rest: AsyncGenerator[bytes | Usage, None], sse: bool, request: str,
+async def stream_body(first: bytes | Usage, rest: AsyncGenerator[bytes | Usage, None], sse: bool, request: str,
                   metrics: Metrics) -> AsyncGenerator[bytes, None]:
-    """Yield an answer whose first part is there: bytes, or events. An error is an event, or raises ``Cut``."""
+    """Yield a response, whose first part is there, as bytes or events. An error is an event, or raises ``CutOff``."""
     try:
         async with contextlib.aclosing(rest):
             if part := _part(first, sse):
@@ -218,7 +220,7 @@ async def resumed(first: bytes | Usage, rest: AsyncGenerator[bytes | Usage, None
                     yield part
         return
     except ClientDisconnected:
-        raise Cut from None
+        raise CutOff from None
     except ApiError as error:
         found = error
         _log.warning("request %s was cut off: %s", request, error.message)
@@ -227,5 +229,5 @@ async def resumed(first: bytes | Usage, rest: AsyncGenerator[bytes | Usage, None
         _log.exception("request %s failed", request)
     metrics.cut.labels(found.code or found.status).inc()
     if not sse:
-        raise Cut
+        raise CutOff
     yield replies.event(found.body)

@@ -16,7 +16,7 @@ EVERY_SECONDS, SHARE = 0.3, 0.1
 #: Seconds kept if no word was heard: one may just begin.
 _KEPT_SECONDS = 1.0
 #: A pause is cut at most this many seconds after its word, so that the next word keeps its start.
-_BEHIND_WORD_SECONDS = 0.5
+_AFTER_WORD_SECONDS = 0.5
 
 
 class Tail:
@@ -32,25 +32,25 @@ class Tail:
         self._context = min(-(-int(CONTEXT_SECONDS * rate) // frame_samples),
                             self._longest // frame_samples // 4)  # frames
         self._signal = np.zeros(0, dtype=np.float32)
-        self._more: list[np.ndarray] = []
+        self._new: list[np.ndarray] = []
         self.start = 0
         """Samples before the tail."""
         self._skip = 0  # frames at its beginning that were settled before
-        self._came = 0
-        self._seen = 0
+        self._received = 0
+        self._decoded = 0
 
     @property
     def seconds(self) -> float:
-        return self._came / self._rate
+        return self._received / self._rate
 
     @property
-    def held(self) -> int:
-        return self._came - self.start
+    def length(self) -> int:
+        return self._received - self.start
 
     @property
-    def unseen_seconds(self) -> float:
+    def undecoded_seconds(self) -> float:
         """The seconds received since the last decoding."""
-        return (self._came - self._seen) / self._rate
+        return (self._received - self._decoded) / self._rate
 
     @property
     def due(self) -> bool:
@@ -59,44 +59,44 @@ class Tail:
     @property
     def wanted(self) -> float:
         """How many more samples there must be for the tail to be decoded."""
-        return max(EVERY_SECONDS * self._rate, SHARE * self.held) - (self._came - self._seen)
+        return max(EVERY_SECONDS * self._rate, SHARE * self.length) - (self._received - self._decoded)
 
     def add(self, signal: np.ndarray) -> None:
         if len(signal):
-            self._more.append(signal)
-            self._came += len(signal)
+            self._new.append(signal)
+            self._received += len(signal)
 
     def window(self) -> tuple[np.ndarray, int]:
         """Return the samples [S] to decode now, and how many frames of the output to skip."""
-        self._signal = np.concatenate([self._signal, *self._more])
-        self._more = []
-        seen = self._signal[: self._longest]
-        self._seen = self.start + len(seen)
-        return seen, self._skip
+        self._signal = np.concatenate([self._signal, *self._new])
+        self._new = []
+        signal = self._signal[: self._longest]
+        self._decoded = self.start + len(signal)
+        return signal, self._skip
 
-    def finalise(self, words: Sequence[Word], seen: int, skip: int, end: bool = False,
+    def finalise(self, words: Sequence[Word], samples: int, skip: int, end: bool = False,
                  ) -> tuple[list[Word], list[Word], float]:
-        """Settle words decoded from the first ``seen`` samples; their times count from frame ``skip``.
+        """Settle words decoded from the first ``samples``; their times count from frame ``skip``.
 
         Returns those that are final, those that may change, and until when it was heard, from the first sample.
         """
         first = (self.start + skip * self._frame) / self._rate
         words = [replace(word, start=word.start + first, end=word.end + first) for word in words]
-        until = (self.start + seen) / self._rate
+        until = (self.start + samples) / self._rate
         if end:
-            self._forget(until)
+            self._drop(until)
             return words, [], until
-        count, cut = _pause(words, until)
+        count, cut = _last_pause(words, until)
         if count:
-            self._forget(cut)
+            self._drop(cut)
         elif not words:
-            self._forget(until - _KEPT_SECONDS)
-        elif seen >= self._longest:
-            count, cut = _widest(words, first, until)
-            self._forget(cut, context=True)
+            self._drop(until - _KEPT_SECONDS)
+        elif samples >= self._longest:
+            count, cut = _widest_gap(words, first, until)
+            self._drop(cut, context=True)
         return words[:count], words[count:], until
 
-    def _forget(self, until: float, context: bool = False) -> None:
+    def _drop(self, until: float, context: bool = False) -> None:
         """Drop samples before ``until``; cuts are aligned with frames."""
         frames = int(until * self._rate) // self._frame
         kept = min(self._context, frames) if context else 0
@@ -108,17 +108,17 @@ class Tail:
         self.start, self._skip = start, frames - start // self._frame
 
 
-def _pause(words: Sequence[Word], until: float) -> tuple[int, float]:
+def _last_pause(words: Sequence[Word], until: float) -> tuple[int, float]:
     """Find the number of words before the last pause, and where to cut it; 0 if there is none."""
     for count in range(len(words), 0, -1):
         after = words[count].start if count < len(words) else until
         gap = after - words[count - 1].end
         if gap >= PAUSE_SECONDS:
-            return count, words[count - 1].end + min(gap / 2, _BEHIND_WORD_SECONDS)
+            return count, words[count - 1].end + min(gap / 2, _AFTER_WORD_SECONDS)
     return 0, 0.0
 
 
-def _widest(words: Sequence[Word], first: float, until: float) -> tuple[int, float]:
+def _widest_gap(words: Sequence[Word], first: float, until: float) -> tuple[int, float]:
     """Find a cut at the widest gap, preferably in the second half; a single word goes to its own side."""
     middle = (first + until) / 2
     gaps = [(words[i].start - words[i - 1].end, i) for i in range(1, len(words)) if words[i - 1].end >= middle]

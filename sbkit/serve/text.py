@@ -10,7 +10,7 @@ from sbkit.errors import shown
 from sbkit.serve.errors import invalid
 
 
-def decoded(data: bytes, what: str) -> str:
+def decode_utf8(data: bytes, what: str) -> str:
     """Decode bytes; ``what`` names them in the error."""
     try:
         return data.decode("utf-8")
@@ -18,11 +18,11 @@ def decoded(data: bytes, what: str) -> str:
         raise invalid(f"{what} must be UTF-8: {error.reason} at byte {error.start}") from None
 
 
-def json_object(text: str, what: str) -> dict[str, Any]:
+def parse_object(text: str, what: str) -> dict[str, Any]:
     """Parse an object of JSON; ``what`` names it in errors. No key is given twice, and all texts in it can be encoded:
     half of a surrogate pair, written as an escape, could be put into no answer and no log."""
     try:
-        found = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_number)
+        found = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
         json.dumps(found, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise invalid(f"{what} has an unpaired surrogate, which is not a character") from None
@@ -41,5 +41,5 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_number(name: str) -> float:
+def _refuse_constant(name: str) -> float:
     raise invalid(f"{name} is not a valid JSON number")

@@ -12,12 +12,12 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from sbkit.infer.samples import Resampler, as_floats, from_pcm
 from sbkit.infer.sound_sources import FileSniffer
 from sbkit.serve.errors import ApiError, invalid
-from sbkit.serve.text import json_object
+from sbkit.serve.text import parse_object
 
-_LONGEST_TEXT = 1 << 14
+_MAX_TEXT = 1 << 14
 
 
-class Wire:
+class MessageReader:
     """Receives the messages of one client.
 
     Its idle clock runs from a call of :meth:`receive` to the next message alone: a client whose message is still being
@@ -37,11 +37,11 @@ class Wire:
             raise WebSocketDisconnect(message.get("code", 1000))
         if message.get("bytes") is not None:
             return message["bytes"]
-        if len(message["text"]) > _LONGEST_TEXT:
+        if len(message["text"]) > _MAX_TEXT:
             raise invalid("the text message is too long")
-        return json_object(message["text"], "a text message")
+        return parse_object(message["text"], "a text message")
 
-    async def first(self, seconds: float) -> bytes | dict[str, Any]:
+    async def receive_within(self, seconds: float) -> bytes | dict[str, Any]:
         try:
             return await asyncio.wait_for(self.receive(), seconds)
         except (asyncio.TimeoutError, TimeoutError):
@@ -62,30 +62,30 @@ def _idle(seconds: float) -> ApiError:
     return ApiError(408, f"nothing was received for {seconds:g} s", code="idle")
 
 
-_LONGEST_FRAME_SECONDS = 10.0
+_MAX_FRAME_SECONDS = 10.0
 
 
-class Intake:
+class AudioBuffer:
     """Keeps what came as it came until it is wanted: a packet of 20 ms costs next to nothing by itself.
 
-    rate, own : of the client, and of the model
+    rate, model_rate : of the client, and of the model
     """
 
-    def __init__(self, rate: int, own: int):
-        self._rate, self._own = rate, own
-        self._longest = int(2 * rate * _LONGEST_FRAME_SECONDS)
-        self._resampler, self._sniffer = Resampler(rate, own), FileSniffer()
+    def __init__(self, rate: int, model_rate: int):
+        self._rate, self._model_rate = rate, model_rate
+        self._max_bytes = int(2 * rate * _MAX_FRAME_SECONDS)
+        self._resampler, self._sniffer = Resampler(rate, model_rate), FileSniffer()
         self._frames: list[bytes] = []
-        self._came = self._taken = 0  # bytes
+        self._received = self._taken = 0  # bytes
 
     @property
     def seconds(self) -> float:
-        return self._came / 2 / self._rate
+        return self._received / 2 / self._rate
 
     @property
-    def held(self) -> float:
+    def samples(self) -> float:
         """About how many samples at the model's rate :meth:`take` would give."""
-        return (self._came - self._taken) / 2 * self._own / self._rate
+        return (self._received - self._taken) / 2 * self._model_rate / self._rate
 
     def add(self, frame: bytes) -> None:
         """Add a frame of the client; raises ``ApiError`` for one that can't be audio."""
@@ -96,12 +96,12 @@ class Intake:
                           "/v1/audio/transcriptions", code="invalid_audio")
         if len(frame) % 2:
             raise invalid("a frame of audio must be 16-bit samples, so an even number of bytes")
-        if len(frame) > self._longest:
-            raise invalid(f"a frame of audio must be shorter than {_LONGEST_FRAME_SECONDS:g} s")
+        if len(frame) > self._max_bytes:
+            raise invalid(f"a frame of audio must be shorter than {_MAX_FRAME_SECONDS:g} s")
         self._frames.append(frame)
-        self._came += len(frame)
+        self._received += len(frame)
 
     def take(self, last: bool = False) -> np.ndarray:
         """Return the samples [S] since the last call, float32; ``last``: nothing comes after them."""
-        frames, self._frames, self._taken = self._frames, [], self._came
+        frames, self._frames, self._taken = self._frames, [], self._received
         return self._resampler(as_floats(from_pcm(b"".join(frames))), last)

@@ -1,4 +1,4 @@
-"""Processing of a request: its place, its deadline, the client's presence, and the worker threads."""
+"""Processing of a request: its slot, its deadline, the client's presence, and the worker threads."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from sbkit.serve.backlog import Backlog, Work
-from sbkit.serve.clients import Shares, Turns, address
+from sbkit.serve.clients import FairQueue, Shares, address
 from sbkit.serve.errors import busy, too_late, too_slow
 from sbkit.serve.job import Cancelled, Job
 from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
 
 T = TypeVar("T")
-_POLL_SECONDS = 0.5  # between two looks at whether a turn can still come in time
+_POLL_SECONDS = 0.5  # between checks whether a turn can still come in time
 _SMOOTH = 0.2  # weight of the newest request in the mean
 
 
 class ClientDisconnected(Exception):
-    """The client left, so nobody reads an answer."""
+    """The client disconnected, so nobody reads an answer."""
 
 
 class RequestSlots:
@@ -33,23 +33,23 @@ class RequestSlots:
     def __init__(self, limits: Limits, metrics: Metrics):
         self._limits, self._metrics = limits, metrics
         self._threads = ThreadPoolExecutor(limits.max_active, thread_name_prefix="sbkit-request")
-        self._steps = ThreadPoolExecutor(limits.max_active, thread_name_prefix="sbkit-step")
+        self._short_tasks = ThreadPoolExecutor(limits.max_active, thread_name_prefix="sbkit-short")
         self.client_share = limits.client_share
-        self.turns = Turns(limits.max_active, limits.client_share)
+        self.queue = FairQueue(limits.max_active, limits.client_share)
         self._shares = Shares(limits.max_requests, limits.client_share)
         self._mean = 1.0
         self.mean_work = 0.0
         """Seconds that a request takes in its thread."""
 
     @property
-    def inside(self) -> int:
-        return self._shares.inside
+    def active(self) -> int:
+        return self._shares.active
 
     @contextlib.contextmanager
-    def place(self, client: str | None = None) -> Iterator[None]:
-        """Hold a place for one request of a client; raises ``ApiError`` 429 if there is none."""
-        wait = self._mean * self.inside / self._limits.max_active
-        with self._shares.place(client, "requests running or waiting", wait):
+    def slot(self, client: str | None = None) -> Iterator[None]:
+        """Hold a slot for one request of a client; raises ``ApiError`` 429 if there is none."""
+        wait = self._mean * self.active / self._limits.max_active
+        with self._shares.slot(client, "requests running or waiting", wait):
             began = time.monotonic()
             try:
                 yield
@@ -57,41 +57,41 @@ class RequestSlots:
                 self._mean += _SMOOTH * (time.monotonic() - began - self._mean)
 
     def context(self, request: Request) -> RequestContext:
-        """Start the visit of one request; its clock starts now."""
+        """Start processing a request; its clock starts now."""
         return RequestContext(request, self, self._limits.request_seconds, self._metrics)
 
     def start(self, call: Callable[[], T], client: str | None) -> Future[T]:
-        """Start a call in a thread, for a client who has a place in :attr:`turns`, which ends with it."""
+        """Start a call in a thread, for a client who has a slot in :attr:`queue`; its end releases the slot."""
         began = time.monotonic()
 
         def ended(done: Future[T]) -> None:
-            took = time.monotonic() - began
-            if took > self.mean_work or not (done.cancelled() or done.exception()):  # else it was hardly begun
-                self.mean_work += _SMOOTH * (took - self.mean_work)
-            self.turns.back(client)
+            seconds = time.monotonic() - began
+            if seconds > self.mean_work or not (done.cancelled() or done.exception()):  # else it was hardly begun
+                self.mean_work += _SMOOTH * (seconds - self.mean_work)
+            self.queue.release(client)
 
         running = self._threads.submit(call)
         running.add_done_callback(ended)
         return running
 
-    async def step(self, call: Callable[..., T], *values: Any) -> T:
-        """Do what takes milliseconds in a thread that serves nothing else."""
-        return await asyncio.get_running_loop().run_in_executor(self._steps, call, *values)
+    async def run_in_thread(self, call: Callable[..., T], *values: Any) -> T:
+        """Run a call of milliseconds in a thread for such calls alone."""
+        return await asyncio.get_running_loop().run_in_executor(self._short_tasks, call, *values)
 
     def close(self) -> None:
-        for threads in (self._threads, self._steps):
+        for threads in (self._threads, self._short_tasks):
             threads.shutdown(wait=False, cancel_futures=True)
 
 
 class RequestContext:
     """One request with its job, its deadline and a client who may leave."""
 
-    def __init__(self, request: Request, rooms: RequestSlots, seconds: float, metrics: Metrics):
+    def __init__(self, request: Request, slots: RequestSlots, seconds: float, metrics: Metrics):
         self.job = Job(address(request.scope))
-        self._request, self._rooms, self._metrics = request, rooms, metrics
+        self._request, self._slots, self._metrics = request, slots, metrics
         self._seconds, self.until = seconds, time.monotonic() + seconds
-        self._gone: asyncio.Task[None] | None = None
-        self.step = rooms.step
+        self._disconnected: asyncio.Task[None] | None = None
+        self.run_in_thread = slots.run_in_thread
 
     async def read(self, reading: Awaitable[T]) -> T:
         """Wait for the upload, within the deadline."""
@@ -103,7 +103,7 @@ class RequestContext:
 
     def work(self, backlog: Backlog) -> Work:
         """Hold the work that the request is for a model, none at first."""
-        return Work(backlog, self.job.client, self._rooms.client_share, self._seconds, self.until)
+        return Work(backlog, self.job.client, self._slots.client_share, self._seconds, self.until)
 
     async def stream(self, call: Callable[[Callable[[Any], None]], T], backlog: Backlog) -> AsyncIterator[Any]:
         """Yield what a call in a thread reports, then its result. Ends early, together with the call, at the deadline
@@ -120,44 +120,44 @@ class RequestContext:
         running = asyncio.wrap_future(self.job.watch(await self._submit(lambda: call(put), backlog)))
         running.add_done_callback(results.put_nowait)  # itself, behind all that was reported
         try:
-            while (each := await self.met(results.get())) is not running:
+            while (each := await self.wait_for(results.get())) is not running:
                 yield each
-            yield await self.met(running)
+            yield await self.wait_for(running)
         finally:
             self.job.cancel()
             running.cancel()
 
     async def _submit(self, call: Callable[[], T], backlog: Backlog) -> Future[T]:
-        """Start a call in a thread when it is this client's turn; its place is free when the thread is."""
+        """Start a call in a thread when it is this client's turn; its slot is free when the thread is."""
         client = self.job.client
-        turn = self._rooms.turns.wait(client)
+        granted = self._slots.queue.acquire(client)
         try:
-            given = asyncio.wrap_future(self.job.watch(turn))
-            while not turn.done():  # what those before it take may be known only once they have begun
-                wait = max(self._rooms.mean_work * self._rooms.turns.ahead(client, turn), backlog.seconds(client))
+            future = asyncio.wrap_future(self.job.watch(granted))
+            while not granted.done():  # what those before it take may be known only once they have begun
+                wait = max(self._slots.mean_work * self._slots.queue.ahead(client, granted), backlog.seconds(client))
                 if wait + time.monotonic() > self.until:
                     raise busy("your address has as many waiting requests as can start within the time limit", wait)
-                await self.met(asyncio.wait({given}, timeout=_POLL_SECONDS))
-            await self.met(given)
-            return self._rooms.start(call, client)
+                await self.wait_for(asyncio.wait({future}, timeout=_POLL_SECONDS))
+            await self.wait_for(future)
+            return self._slots.start(call, client)
         except BaseException:
-            if not turn.cancel():
-                self._rooms.turns.back(client)
+            if not granted.cancel():
+                self._slots.queue.release(client)
             raise
 
-    async def met(self, wanted: Awaitable[T]) -> T:
+    async def wait_for(self, wanted: Awaitable[T]) -> T:
         """Wait for something, within the deadline and while the client is there."""
         wanted = asyncio.ensure_future(wanted)
-        if self._gone is None:
-            self._gone = asyncio.create_task(_until_gone(self._request))
+        if self._disconnected is None:
+            self._disconnected = asyncio.create_task(_until_disconnected(self._request))
         try:
-            await asyncio.wait({wanted, self._gone}, timeout=max(self.until - time.monotonic(), 0.0),
+            await asyncio.wait({wanted, self._disconnected}, timeout=max(self.until - time.monotonic(), 0.0),
                                return_when=asyncio.FIRST_COMPLETED)
             if wanted.done():
                 return wanted.result()
-            left = self._gone.done()
-            self._metrics.cancelled.labels("client left" if left else "deadline").inc()
-            raise ClientDisconnected if left else too_late(self._seconds)
+            disconnected = self._disconnected.done()
+            self._metrics.cancelled.labels("client left" if disconnected else "deadline").inc()
+            raise ClientDisconnected if disconnected else too_late(self._seconds)
         except (Cancelled, asyncio.CancelledError):
             raise ClientDisconnected from None
         finally:
@@ -167,11 +167,11 @@ class RequestContext:
 
     def close(self) -> None:
         self.job.cancel()
-        if self._gone is not None:
-            self._gone.cancel()
+        if self._disconnected is not None:
+            self._disconnected.cancel()
 
 
-async def _until_gone(request: Request) -> None:
+async def _until_disconnected(request: Request) -> None:
     """Wait until the client leaves: after the body, the next message is the end."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

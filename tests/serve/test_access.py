@@ -30,8 +30,8 @@ def test_on_other_addresses_every_name_unless_names_are_given():
 
 @pytest.mark.parametrize("called", ["LOCALHOST", "127.1", "0x7f000001"])
 def test_however_this_machines_address_is_called_it_is_one(called):
-    with server.bound(called, 0) as listening:
-        hosts = Hosts(listening.getsockname()[0], called=called)
+    with server.bind(called, 0) as listening:
+        hosts = Hosts(listening.getsockname()[0], listened_on=called)
     assert hosts.allow("localhost:80") and hosts.allow(called) and not hosts.allow("evil.example")
 
 

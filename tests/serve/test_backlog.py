@@ -12,7 +12,7 @@ from sbkit.serve.errors import ApiError
 def backlog():
     """Of a model that hears 10 s a second."""
     backlog = Backlog()
-    backlog.ran(20.0, 2.0)
+    backlog.record_batch(20.0, 2.0)
     return backlog
 
 
@@ -33,7 +33,7 @@ def test_as_long_as_the_speed_is_unknown_all_are_taken():
 
 
 def test_the_speed_is_that_of_the_best_batch(backlog):
-    backlog.ran(30.0, 100.0)
+    backlog.record_batch(30.0, 100.0)
     assert backlog.speed == pytest.approx(10.0)
 
 
@@ -83,7 +83,7 @@ def test_a_header_that_claimed_too_much_is_corrected(backlog):
     liar = hold(backlog, "a")
     liar.grow(900)
     assert refused(hold(backlog, "a"), 300).status == 429
-    liar.keep(60)
+    liar.correct(60)
     hold(backlog, "a").grow(300)
     liar.done(60)
     liar.close()
@@ -96,6 +96,6 @@ def test_one_that_came_before_the_speed_was_known_and_is_too_long_is_ended():
     audio = hold(backlog, "a")
     audio.grow(1500)
     audio.done(20)
-    backlog.ran(20.0, 2.0)
+    backlog.record_batch(20.0, 2.0)
     with pytest.raises(ApiError, match="not finished within 100 s"):
         audio.done(40)

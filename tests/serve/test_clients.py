@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from websockets.sync.client import connect
 
 from sbkit.infer.engine import Engine
-from sbkit.serve.clients import Shares, Turns, address
+from sbkit.serve.clients import FairQueue, Shares, address
 from sbkit.serve.errors import ApiError
 from sbkit.serve.job import Cancelled, Job
 from sbkit.serve.limits import Limits
@@ -34,56 +34,56 @@ def test_a_client_is_an_address_or_a_network_of_one_house_and_this_machine_is_no
 
 def test_a_client_has_its_share_and_gets_it_back():
     shares = Shares(10, 0.2)
-    with shares.place("a", "requests", 1), shares.place("b", "requests", 1), shares.place("a", "requests", 1):
-        with pytest.raises(ApiError, match="already has 2 requests") as refused, shares.place("a", "requests", 1):
+    with shares.slot("a", "requests", 1), shares.slot("b", "requests", 1), shares.slot("a", "requests", 1):
+        with pytest.raises(ApiError, match="already has 2 requests") as refused, shares.slot("a", "requests", 1):
             pass
         assert refused.value.status == 429 and refused.value.headers["retry-after"]
-        with shares.place(None, "requests", 1), shares.place("b", "requests", 1):
+        with shares.slot(None, "requests", 1), shares.slot("b", "requests", 1):
             pass
     assert not shares.taken
-    with Shares(1, 0.01).place("a", "requests", 1):
+    with Shares(1, 0.01).slot("a", "requests", 1):
         pass  # at least one
 
 
 def test_places_are_given_in_turn_and_one_address_has_its_share_of_them():
-    turns = Turns(4, 0.5)
-    first = [turns.wait("a") for _ in range(5)]
+    turns = FairQueue(4, 0.5)
+    first = [turns.acquire("a") for _ in range(5)]
     assert [each.done() for each in first] == [True, True, False, False, False] and turns.ahead("a") == 1.5
-    second = [turns.wait("b") for _ in range(3)]
+    second = [turns.acquire("b") for _ in range(3)]
     assert [each.done() for each in second] == [True, True, False]
-    turns.back("a")
+    turns.release("a")
     assert first[2].done() and not second[2].done(), "b has its share"
     assert first[3].cancel() and not first[2].cancel()
-    turns.back("a")
+    turns.release("a")
     assert first[4].done()
     for client in ("a", "a", "b", "b"):
-        turns.back(client)
+        turns.release(client)
     assert second[2].done()
-    turns.back("b")
-    assert [turns.wait(None).done() for _ in range(5)] == [True] * 4 + [False], "a proxy on this machine may have all"
+    turns.release("b")
+    assert [turns.acquire(None).done() for _ in range(5)] == [True] * 4 + [False], "a local proxy may have all"
 
 
 def test_who_left_is_not_waited_for():
-    turns = Turns(8, 1.0)
+    turns = FairQueue(8, 1.0)
     for _ in range(8):
-        turns.wait("a")
-    waiting = [turns.wait("a") for _ in range(501)]
+        turns.acquire("a")
+    waiting = [turns.acquire("a") for _ in range(501)]
     for each in waiting[1:]:
         each.cancel()
     assert turns.ahead("a") == 1 / 8
-    turns.back("a")
+    turns.release("a")
     assert waiting[0].done() and turns.ahead("a") == 0
 
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["wait", "cancel", "back"])), max_size=60))
 def test_no_place_is_lost_or_given_twice_whoever_leaves(acts):
-    turns, asked = Turns(3, 0.5), {client: [] for client in "abc"}
+    turns, asked = FairQueue(3, 0.5), {client: [] for client in "abc"}
     for client, act in acts:
         if act == "wait":
-            asked[client].append(turns.wait(client))
+            asked[client].append(turns.acquire(client))
         elif asked[client] and not asked[client].pop(0).cancel():
-            turns.back(client)
+            turns.release(client)
         held = {client: sum(each.done() for each in line) for client, line in asked.items()}
         assert sum(held.values()) <= 3 and max(held.values()) <= 2
         waits = [client for client, line in asked.items() if held[client] < len(line)]
@@ -91,14 +91,14 @@ def test_no_place_is_lost_or_given_twice_whoever_leaves(acts):
 
 
 def test_a_place_waited_for_in_a_thread_is_free_after_it_and_after_a_cancellation():
-    turns, job = Turns(1, 1.0), Job("a")
-    with turns.place(Job("b")), ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(contextlib.ExitStack().enter_context, turns.place(job))
+    turns, job = FairQueue(1, 1.0), Job("a")
+    with turns.slot(Job("b")), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(contextlib.ExitStack().enter_context, turns.slot(job))
         serving.until(lambda: turns.ahead("a") == 1)
         job.cancel()
         with pytest.raises(Cancelled):
             waiting.result()
-    with turns.place(Job("a")):
+    with turns.slot(Job("a")):
         pass
 
 
@@ -168,7 +168,7 @@ def test_an_upload_that_comes_too_slowly_loses_its_place_and_a_slow_one_does_not
             drops.join()
         good.join()
         assert answers[0]["text"] == " ".join(["slow"] * 10)
-        assert server.counted("sbkit_requests_inside") == 0 and server.state.disk.held == 0
+        assert server.counted("sbkit_requests_inside") == 0 and server.state.disk.reserved == 0
 
 
 @pytest.mark.slow

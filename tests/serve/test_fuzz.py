@@ -175,7 +175,7 @@ def test_whatever_comes_is_refused_with_a_reason_and_the_next_good_request_is_ri
         assert sent < 3 * INPUTS
         assert client.get(f"{server.url}/health").json()["status"] == "ok"
         serving.until(lambda: server.counted("sbkit_requests_inside") == 0)
-        assert server.state.disk.held == 0
+        assert server.state.disk.reserved == 0
         print(f"{refused} of {sent} refused, {server.counted('sbkit_decoder_restarts_total'):.0f} decoders replaced")
 
 

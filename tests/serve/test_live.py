@@ -136,7 +136,7 @@ def test_however_it_is_cut_into_frames_the_words_are_those_of_the_recording(data
 
     def look(end=False):
         signal, skip = tail.window()
-        last = end and not tail.unseen_seconds
+        last = end and not tail.undecoded_seconds
         first, until = tail.start / RATE, (tail.start + len(signal)) / RATE
         from_ = first + skip * FRAME / RATE
         heard = [Word(word.text, max(word.start, from_) - from_, min(word.end, until) - from_, 1.0)
@@ -151,7 +151,7 @@ def test_however_it_is_cut_into_frames_the_words_are_those_of_the_recording(data
         came += step
         if tail.due:
             look()
-        most = max(most, tail.held)
+        most = max(most, tail.length)
     while not look(end=True):
         pass
     whole = [(word.text, round(word.start, 3), round(word.end, 3)) for word in found]
@@ -173,7 +173,7 @@ def test_hours_of_speech_are_held_in_seconds_of_memory():
                 signal, skip = tail.window()
                 looks, heard = looks + 1, heard + len(signal)
                 tail.finalise(words(len(signal) / RATE - skip * FRAME / RATE), len(signal), skip)
-            assert tail.held <= 23 * RATE
+            assert tail.length <= 23 * RATE
         assert tail.seconds == pytest.approx(3600)
         assert heard <= 12 * 3600 * RATE, "what is looked at again and again has a bounded cost"
 

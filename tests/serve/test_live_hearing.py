@@ -48,7 +48,7 @@ def test_last_words_that_are_settled_between_two_looks_are_told(config):
         hearing = ChunkRecogniser(served, streams, None, 5.0)
         hearing.finish()
         lines = []
-        while (news := await hearing.news()) is not None:
+        while (news := await hearing.next_update()) is not None:
             lines += [[word.text for word in line.words] for line in news.lines if line.complete]
         return lines
 

@@ -56,16 +56,16 @@ def test_parts_are_promised_up_to_the_bound_and_given_back(monkeypatch):
     first, second = DiskReservation(room), DiskReservation(room)
     first.grow(6 * MEGABYTE)
     first.grow(MEGABYTE)  # it has more
-    with pytest.raises(ApiError, match="may use 10 MB of this server's disk now, 6 MB are in use, "
+    with pytest.raises(ApiError, match="may use 10 MB of this server's disk, 6 MB are in use, "
                                        "and this request needs 5 MB more") as refused:
         second.grow(5 * MEGABYTE)
     assert refused.value.status == 503 and refused.value.headers["retry-after"]
-    first.keep(MEGABYTE)
+    first.resize(MEGABYTE)
     second.grow(5 * MEGABYTE)
     first.close()
     second.close()
     second.close()
-    assert room.held == 0
+    assert room.reserved == 0
     free = MEGABYTE
     with pytest.raises(ApiError):
         first.grow(MEGABYTE)  # half of what is free is not ours
@@ -80,14 +80,14 @@ def test_a_decoder_asks_for_room_by_the_header_and_gives_back_what_it_did_not_ne
             file.flush()
             with pytest.raises(ApiError, match="needs 8 MB more") as refused:
                 decoders.decode(file, 16_000, Job())
-            assert refused.value.status == 503 and disk.held == 0
+            assert refused.value.status == 503 and disk.reserved == 0
         with tempfile.TemporaryFile() as file:
             file.write(serving.wav("hello"))
             file.flush()
             wave = decoders.decode(file, 16_000, Job())
-            assert disk.held == 4 * wave.samples
+            assert disk.reserved == 4 * wave.samples
             wave.close()
-        assert disk.held == 0
+        assert disk.reserved == 0
     finally:
         decoders.close()
 
@@ -99,7 +99,7 @@ def test_a_request_beyond_the_bound_gets_503_and_the_next_one_is_answered(bundle
             assert answer.status_code == 503 and answer.headers["retry-after"]
             assert answer.json()["error"]["code"] == "no_room" and "of this server's disk" in answer.text
         assert server.post("good").json()["text"] == "good"
-        assert server.state.disk.held == 0 and server.counted("sbkit_requests_inside") == 0
+        assert server.state.disk.reserved == 0 and server.counted("sbkit_requests_inside") == 0
 
 
 @pytest.mark.parametrize("code, words", [(errno.ENOSPC, "temporary folder is full"),

@@ -130,7 +130,7 @@ def test_a_stop_while_the_models_are_loaded_is_no_error(bundle, monkeypatch):
         raise OSError(9, "Bad file descriptor")
 
     ended = []
-    monkeypatch.setattr(server._Server, "_fill", fill)
+    monkeypatch.setattr(server._Server, "load_models", fill)
     assert server.serve(server.ServeRequest([str(bundle)], port=0)) == 0 and ended
 
 
@@ -266,12 +266,12 @@ sys.exit(main(["serve", {str(bundle)!r}]))"""
 def test_bundles_are_called_as_their_folders_or_as_one_says(tmp_path):
     for name in ("en", "a=b"):
         (tmp_path / name).mkdir()
-    found = registry.named([str(tmp_path / "en"), f"whisper-1={tmp_path / 'en'}"])
+    found = registry.parse_bundles([str(tmp_path / "en"), f"whisper-1={tmp_path / 'en'}"])
     assert list(found) == ["en", "whisper-1"] and len(set(found.values())) == 1
     with pytest.raises(SbkitError, match="two bundles are named en"):
-        registry.named([str(tmp_path / "en"), f"en={tmp_path}"])
+        registry.parse_bundles([str(tmp_path / "en"), f"en={tmp_path}"])
     with pytest.raises(SbkitError, match=r"can't be a model's name.*NAME="):
-        registry.named([str(tmp_path / "a=b")])
+        registry.parse_bundles([str(tmp_path / "a=b")])
 
 
 def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
@@ -285,7 +285,7 @@ def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
 
 def test_answers_are_not_held_back_for_the_next_packet():
     """asyncio switches Nagle's algorithm off for sockets that say they are TCP; else each answer takes 40 ms."""
-    with server.bound("127.0.0.1", 0) as listening:
+    with server.bind("127.0.0.1", 0) as listening:
         assert listening.proto == socket.IPPROTO_TCP
 
 

@@ -42,7 +42,7 @@ def test_each_session_speaks_at_real_time_and_is_heard_to_its_end(bundle, audio)
 
 
 def stop_when_all_speak(state, sessions):
-    while state.live_sessions.inside < sessions:
+    while state.live_sessions.active < sessions:
         time.sleep(0.01)
     time.sleep(1)
     state.stop()
