@@ -67,8 +67,7 @@ def read(path: str | Path) -> NGram:
     first = _section(data, 1, begin)
     header = data[begin:first if first >= 0 else len(data)]
     counts = [(int(order), int(count)) for order, count in _COUNT.findall(header)]
-    if not counts or [order for order, _ in counts] != list(range(1, len(counts) + 1)) \
-            or len(counts) > MAX_ORDER:
+    if not 0 < len(counts) <= MAX_ORDER or [order for order, _ in counts] != list(range(1, len(counts) + 1)):
         raise SbkitError(f"{path}: its \\data\\ section doesn't say how many n-grams of each order there are",
                          hint="is the file complete?")
     levels: list[Level] = []

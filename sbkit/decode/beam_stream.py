@@ -200,7 +200,7 @@ class BeamStream(StreamSearch, Generic[S]):
     # ----------------------------------------------------------------- lines
 
     def _close_before(self, frame: int) -> list[StreamResult]:
-        """End the line if a pause ended by this frame; all events before it were searched."""
+        """End the line if its pause is long enough at this frame, before which all events were searched."""
         line, pause = self._line, self.spelling.pause
         if not (line.searched or self._in_line) or frame - line.last_token_frame(_END_MARGIN) < pause:
             return []

@@ -7,7 +7,7 @@ after each step, which avoids logarithms of sums. ``Search`` has what CTC and a 
 
 CTC's speed, measured by tools/bench/decode.py on two cores with a beam of 100, a 3-gram model and 64 utterances, in
 seconds of audio per second, one process: 2500 for 25 characters, 970 for 1000 pieces and 640 for 5000. SpeechBrain's
-CTCBeamSearcher makes 460, 130 and 60 at a higher error rate; flashlight, with 20 tokens followed per frame, 460, 130
+CTCBeamSearcher reaches 460, 130 and 60 at a higher error rate; flashlight, with 20 tokens followed per frame, 460, 130
 and 110, at a lower error rate for characters (as here with token_threshold -12) and a higher one for pieces. So it
 isn't used. A step takes about as long for a few utterances as for many: search many at once.
 """

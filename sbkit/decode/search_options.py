@@ -28,8 +28,7 @@ def hot_words(given: Sequence[str], boost: float = 5.0) -> dict[str, float]:
                 phrases[normalise_phrase(phrase if equals else line)] = float(value) if equals else boost
             except ValueError:
                 raise SbkitError(f"hot word {line!r}: the boost {value!r} is not a number",
-                                 hint="as in: Ada Lovelace=6") \
-                    from None
+                                 hint="as in: Ada Lovelace=6") from None
     return phrases
 
 

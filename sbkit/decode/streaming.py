@@ -56,11 +56,8 @@ class StreamSearch(ABC):
 
     @abstractmethod
     def feed(self, scores: np.ndarray) -> list[StreamResult]:
-        """Decode a model's output for some frames, such as log-probabilities [T, V].
-
-        Returns a ``StreamResult`` for each line that ends there, and one for the line in progress. Invalid output
-        leaves the stream unchanged.
-        """
+        """Decode a model's output for frames, such as log-probabilities [T, V]; returns a result for each line that
+        ends there, and one for the line in progress. Invalid output leaves the stream unchanged."""
 
     @abstractmethod
     def finish(self) -> StreamResult:

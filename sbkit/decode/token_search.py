@@ -248,8 +248,7 @@ class TokenSearch(ABC):
         except BrokenProcessPool as error:
             self.close()
             raise SbkitError("a worker process of the beam search died",
-                             hint="is there enough memory? use fewer workers") \
-                from error
+                             hint="is there enough memory? use fewer workers") from error
 
     def close(self) -> None:
         """End the processes; the next search starts new ones."""

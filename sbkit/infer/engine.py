@@ -76,8 +76,7 @@ class Engine(BatchEngine):
         width = self._ready.width
         if width is not None and width != self.config.width:
             raise SbkitError(f"{path} outputs {width} values per frame, but {layout.CONFIG} says "
-                             f"{self.config.width}",
-                             hint="do all files come from the same export?")
+                             f"{self.config.width}", hint="do all files come from the same export?")
 
     def run_batch(self, signals: list[np.ndarray]) -> list[np.ndarray]:
         longest = max(self.config.min_samples, *map(len, signals))

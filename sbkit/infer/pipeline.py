@@ -92,7 +92,7 @@ class Pipeline:
             yield from self._collect(recordings, read, len(readers))
         finally:
             stop.set()
-            while any(reader.is_alive() for reader in readers):  # a reader may be waiting for a full queue
+            while any(reader.is_alive() for reader in readers):  # a full queue may block a reader
                 with contextlib.suppress(queue.Empty):
                     read.get(timeout=0.05)
 

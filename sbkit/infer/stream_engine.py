@@ -29,8 +29,7 @@ class StreamEngine(BundleEngine):
     """Transcribes many streams at once.
 
     A step batches the streams whose next chunk is complete, up to ``max_streams``; chunks that become complete
-    meanwhile are in the next step. So a stream never waits for samples of another, and a busy machine uses larger
-    batches.
+    meanwhile are in the next step. So a stream never waits for samples of another.
 
     >>> engine = StreamEngine("bundle")                                   # doctest: +SKIP
     >>> session = engine.open(GreedyStream(engine.vocabulary.spelling))   # doctest: +SKIP

@@ -99,8 +99,7 @@ class VoiceEngine(BatchEngine):
 def _unpad(audio: np.ndarray, samples: int, durations: np.ndarray, symbols: int) -> SpeechOutput:
     """Remove a row's padding; raises if its output is invalid."""
     if not 0 <= samples <= len(audio):
-        raise SbkitError(f"the voice output {len(audio)} samples but {samples} as their number",
-                         hint="export it again")
+        raise SbkitError(f"the voice output {len(audio)} samples but {samples} as their number", hint="export it again")
     audio, frames = audio[:samples], durations[:symbols]
     for what, wrong in (("samples", not np.isfinite(audio).all()), ("durations", frames.min() < 0)):
         if wrong:
