@@ -33,7 +33,7 @@ def recogniser(features=None, norm=None, chunks=CHUNKS, frontend=None, fast=True
             accelerate(part)
     if norm is None:
         norm = GlobalNorm(BANDS, "nowhere")
-        norm.take(torch.linspace(-9, -7, BANDS), torch.linspace(2, 3, BANDS))
+        norm.set_statistics(torch.linspace(-9, -7, BANDS), torch.linspace(2, 3, BANDS))
     return Recognizer(features or FilterBank(n_mels=BANDS, snip_edges=False), encoder, head, frontend, norm,
                       n_features=BANDS, chunks=chunks)
 

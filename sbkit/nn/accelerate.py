@@ -38,9 +38,9 @@ FASTER: dict[type, type] = {
 
 
 def accelerate(module: nn.Module) -> Counter[str]:
-    """Swap the class of each layer that has a faster equivalent; parameters and checkpoint keys stay.
+    """Swap the class of each layer that has a faster equivalent; parameters and checkpoint keys don't change.
 
-    A user's subclass of a layer is left as it is. Returns how many layers of each class were swapped. :func:`restore`
+    A user's subclass of a layer is not swapped. Returns how many layers of each class were swapped. :func:`restore`
     undoes it.
     """
     return swap(module, FASTER)
@@ -53,14 +53,13 @@ def restore(module: nn.Module) -> Counter[str]:
 
 def compile_kernels(module: nn.Module) -> None:
     """Compile and load the kernels for training on a CPU if ``module`` has layers that use them."""
-    served = fast_conformer.ConformerEncoderLayer, front_end.ConvBlock
-    if any(isinstance(layer, served) for layer in module.modules()):
-        why_not = library.load()
-        if why_not is None:
+    supported = fast_conformer.ConformerEncoderLayer, front_end.ConvBlock
+    if any(isinstance(layer, supported) for layer in module.modules()):
+        problem = library.load()
+        if problem is None:
             logger.info("layers of this run train with sbkit's compiled kernels")
         else:
-            logger.info("sbkit's compiled kernels can't be used, so steps take about a quarter longer: %s",
-                        why_not)
+            logger.info("sbkit's compiled kernels can't be used, so steps take about a quarter longer: %s", problem)
 
 
 def swap(module: nn.Module, table: dict[type, type]) -> Counter[str]:

@@ -5,7 +5,7 @@
         targets: ["*.q_proj", "*.v_proj"]
         rank: 16
 
-Adapted layers and their parameters keep their places and names, so recipes and code that use the model need no change.
+Adapted layers and their parameters keep their names, so recipes and code that use the model need no change.
 For checkpoints with the adapters alone, see ``sbkit.train.checkpoint.adapted.Adapted``.
 """
 
@@ -163,7 +163,7 @@ def is_added(name: str) -> bool:
 
 
 def is_zero_at_first(name: str) -> bool:
-    """Whether a parameter is that of an adapter's last layer, by its path: with zeros there it does nothing."""
+    """Whether a parameter is of an adapter's last layer, by its path: zeros there make the adapter the identity."""
     return name.rpartition(".")[0].endswith((f".{LORA}.2", f".{HOULSBY}.3"))
 
 
@@ -192,7 +192,7 @@ def _width(layer: nn.Module) -> int | None:
 
 
 def _some(paths: Iterable[str]) -> str:
-    """Format patterns that layers can be called by for a message, the shortest that tell them apart."""
+    """Format the shortest unique patterns of layers for a message."""
     starred = dict.fromkeys(tuple("*" if part.isdigit() else part for part in path.split(".")) for path in paths)
     patterns = [_pattern(each, starred) for each in starred]
     more = len(patterns) - _NAMED
@@ -200,7 +200,7 @@ def _some(paths: Iterable[str]) -> str:
 
 
 def _pattern(path: tuple[str, ...], paths: Iterable[tuple[str, ...]]) -> str:
-    """The shortest end of a path that no other path has, behind ``*.``; all of it where there is none."""
+    """Return the shortest end of a path that no other path has, after ``*.``; the whole path if there is none."""
     for count in range(1, len(path)):
         end = path[-count:]
         if set(end) != {"*"} and sum(other[-count:] == end for other in paths) == 1:

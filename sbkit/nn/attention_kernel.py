@@ -1,4 +1,4 @@
-"""Tells which of torch's attention kernels a GPU runs, by head size; turns cuDNN's off by default."""
+"""Predicts which of torch's attention kernels a GPU runs, by head size; turns cuDNN's off by default."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ logger = logging.getLogger(__name__)
 #: Environment variable; set to 1, it allows torch to choose cuDNN's kernel.
 CUDNN = "SBKIT_CUDNN_ATTENTION"
 #: Fused kernels need head sizes that are a multiple of this; sbkit's layers pad to it.
-WHOLE = 8
+HEAD_MULTIPLE = 8
 _HALF = (torch.float16, torch.bfloat16)
 
 
 class Kernel(NamedTuple):
-    """A kernel for attention, why torch chooses it, and what to do if it is slow."""
+    """A kernel for attention, why torch chooses it, and advice if it is slow."""
 
     name: str
     why: str
-    fused: bool  # whether scores stay on the chip, so that no [T, T] is kept in memory
+    fused: bool  # whether it needs no [T, T] of scores in memory
     fix: str = ""
 
 
@@ -39,7 +39,7 @@ def leave_cudnn() -> None:
 
 
 def kernel(capability: tuple[int, int], dtype: torch.dtype, head: int, cudnn: bool = False) -> Kernel:
-    """Return the kernel that torch chooses where there is a mask.
+    """Return the kernel that torch chooses for attention with a mask.
 
     capability : the GPU's compute capability
     dtype : of queries and keys
@@ -51,13 +51,13 @@ def kernel(capability: tuple[int, int], dtype: torch.dtype, head: int, cudnn: bo
         return Kernel("cuDNN's", f"{CUDNN}=1 allows it", True)
     if dtype == torch.bfloat16 and capability < (8, 0):
         return Kernel("math", "the card does not compute in bf16", False, "use --precision fp16")
-    whole = (8 if half else 4) if capability >= (8, 0) else (8 if half and capability >= (7, 0) else 1)
-    if head % whole == 0:
-        return Kernel("memory-efficient", f"heads of {head}, a multiple of {whole}", True)
+    multiple = (8 if half else 4) if capability >= (8, 0) else (8 if half and capability >= (7, 0) else 1)
+    if head % multiple == 0:
+        return Kernel("memory-efficient", f"heads of {head}, a multiple of {multiple}", True)
     precision = "half" if half else "full"
-    return Kernel("math", f"heads of {head}, but fused ones take multiples of {whole} in {precision} precision", False,
-                  "leave accelerate on, which pads them, or choose nhead so that d_model / nhead is a multiple of "
-                  f"{whole}")
+    return Kernel("math", f"heads of {head}, but fused ones take multiples of {multiple} in {precision} precision",
+                  False, "leave accelerate on, which pads them, or choose nhead so that d_model / nhead is a multiple "
+                  f"of {multiple}")
 
 
 def head_sizes(modules: Iterable[nn.Module]) -> list[int]:
@@ -79,7 +79,7 @@ def kernels(modules: Iterable[nn.Module], device: torch.device, precision: str,
     cudnn = os.environ.get(CUDNN) == "1" and torch.backends.cuda.cudnn_sdp_enabled() and capability >= (9, 0)
     chosen = []
     for size in head_sizes(modules):
-        padded = size + -size % WHOLE if accelerated else size
+        padded = size + -size % HEAD_MULTIPLE if accelerated else size
         one = kernel(capability, dtype, padded, cudnn=cudnn)
         chosen.append(one if padded == size else one._replace(why=f"heads of {size}, padded: {one.why}"))
     return chosen

@@ -37,7 +37,7 @@ class CTCLoss(NamedTuple):
 
 
 def ctc_frames_needed(targets: torch.Tensor, target_lengths: torch.Tensor) -> torch.Tensor:
-    """Count the frames that CTC needs at least: one per label, and one for the blank between two equal labels.
+    """Compute the smallest number of frames for CTC: one per label, and one for the blank between two equal labels.
 
     targets: [B, U] integers; target_lengths: [B] int64. Returns [B] int64.
 
@@ -62,11 +62,11 @@ def ctc_loss(
 ) -> CTCLoss:
     """Compute the negative log-likelihood of ``targets`` under CTC.
 
-    An utterance with fewer frames than CTC needs has no alignment and an infinite loss. Such utterances are flagged in
-    ``feasible``, count as 0 and get no gradient. An infinite loss of a feasible utterance means that the model is
+    An utterance with fewer frames than CTC needs has no alignment and an infinite loss. Such utterances are not
+    ``feasible``: their loss is 0 without a gradient. An infinite loss of a feasible utterance means that the model is
     broken, so it is kept.
 
-    On CUDA, sbkit's own kernels read the lengths on the device, without a host sync. Where they can't run (no Triton,
+    On CUDA, sbkit's own kernels read the lengths on the device, without a host sync. If they can't run (no Triton,
     fp64, more than 1023 labels), torch's kernels are used, which sync several times.
 
     log_probs: [B, T, V] logits, or log-probabilities with ``from_logits=False``; any float type. The loss is
@@ -122,7 +122,7 @@ def by_torch(
 
 
 def _by_sizes(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Stand in for the loss of tensors without values: right in shape and in the memory kept for backward."""
+    """Return a loss for fake tensors, right in shape and in the memory kept for backward."""
     states = log_probs.new_empty(*log_probs.shape[:2], 2 * targets.shape[1] + 1)
     return log_probs.sum((1, 2)) + states.sum((1, 2))
 
@@ -172,8 +172,8 @@ def kernels_work(device: torch.device, block: int) -> bool:
         torch.cuda.set_sync_debug_mode(0)  # this comparison may sync
     try:
         with torch.enable_grad():
-            (losses, grad), (mine, my_grad) = (_rehearse(by_torch, torch.float64, "cpu", block),
-                                               _rehearse(by_kernels, torch.float32, device, block))
+            (losses, grad), (mine, my_grad) = (run_example(by_torch, torch.float64, "cpu", block),
+                                               run_example(by_kernels, torch.float32, device, block))
         if results_agree(losses, mine, grad, my_grad, block):
             return True
         reason = "their results differ from torch's"
@@ -189,13 +189,13 @@ def kernels_work(device: torch.device, block: int) -> bool:
 
 def results_agree(losses: torch.Tensor, mine: torch.Tensor, grad: torch.Tensor, my_grad: torch.Tensor,
                   block: int) -> bool:
-    """Whether losses and gradients of the kernels equal torch's but for rounding."""
+    """Whether losses and gradients of the kernels equal torch's, except for rounding."""
     # A gradient is exp(alpha + beta + loss), with terms in the thousands: fp32's rounding error grows with length.
     return torch.allclose(losses, mine, rtol=1e-4, atol=1e-4) and torch.allclose(grad, my_grad, rtol=0,
                                                                                  atol=1e-5 * block)
 
 
-def _rehearse(
+def run_example(
     by: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device | str, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute losses and gradient of a block's largest example: long, short, infeasible and empty utterances."""
@@ -212,11 +212,10 @@ def _rehearse(
 
 
 def consistency(log_probs: Tensor, frames: Tensor) -> Tensor:
-    """Compute the loss of CR-CTC, by which two augmented views of an utterance should give the same outputs.
+    """Compute CR-CTC's consistency loss: the KL divergence between the outputs for two augmented views of an utterance,
+    in both directions, summed over frames: a scalar.
 
-    It is the KL divergence of each view from the other, summed over frames: a scalar.
-
-    The view that serves as the target gets no gradient.
+    The view that is the target gets no gradient.
 
     log_probs : [2 B, T, V], the first views of all utterances, then their second views
     frames : [2 B] int64, frame counts; padding is ignored

@@ -1,7 +1,7 @@
 """CTC's recursions as two GPU kernels that read lengths on the device, so that training steps need no host sync.
 
 torch's own CUDA kernels take the lengths as Python numbers and copy them to the device with blocking copies, three in
-forward and three in backward, so the host waits for the device. Here one program per utterance goes through its frames;
+forward and three in backward, so the host waits for the device. Here one program per utterance loops over its frames;
 the states of a frame are one block in registers.
 """
 

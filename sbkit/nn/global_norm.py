@@ -1,4 +1,4 @@
-"""Normalisation with the mean and deviation of a whole training split, which are known before training begins."""
+"""Normalisation with the mean and standard deviation of a whole training split, computed before training."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sbkit.errors import SbkitError
 
 
 class GlobalNorm(nn.Module):
-    """Features [B, T, F] less their mean, divided by their standard deviation, each over all frames of training.
+    """Subtracts the mean of features [B, T, F] and divides by their standard deviation over all frames of training.
 
-    A run computes both once, while it prepares its corpus; checkpoints hold them. No frame depends on another one, so
-    a model with it can run live.
+    A run computes both once, when it prepares its corpus; checkpoints hold them. No frame depends on another one, so a
+    model with it can run live.
 
     n_features : F
-    folder : where a run writes them, into ``feature_statistics.json``
+    folder : where a run writes them, to ``feature_statistics.json``
     """
 
     mean: Tensor
@@ -31,7 +31,7 @@ class GlobalNorm(nn.Module):
         self.register_buffer("deviation", torch.full((n_features,), torch.nan))
         self.known = self._missing_allowed = False
 
-    def take(self, mean: Tensor, deviation: Tensor) -> None:
+    def set_statistics(self, mean: Tensor, deviation: Tensor) -> None:
         """Use these statistics, [F] each."""
         with torch.no_grad():
             self.mean.copy_(mean)
@@ -39,11 +39,11 @@ class GlobalNorm(nn.Module):
         self.known = True
 
     def allow_missing(self) -> None:
-        """Let features through as they are until there are statistics, for stand-in batches."""
+        """Return features unchanged until there are statistics, for stand-in batches."""
         self._missing_allowed = True
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """[B, T, F] -> [B, T, F]; ``lengths``, which other normalisations need, makes no difference."""
+        """[B, T, F] -> [B, T, F]; ``lengths``, which other normalisations need, is ignored."""
         if not self.known:
             if self._missing_allowed:
                 return x
@@ -51,11 +51,11 @@ class GlobalNorm(nn.Module):
         return (x - self.mean) / self.deviation
 
     def _check_loaded(self) -> None:
-        """Look whether something has filled the buffers; only once, since a GPU must wait for it."""
+        """Raise unless the buffers have been filled; only once, since it syncs with the host."""
         if self.deviation.isnan().any():
             raise SbkitError("GlobalNorm has no mean and deviation of the features yet",
-                             hint="`sbkit train` computes them while it prepares a corpus; a run that was trained has "
-                                  "them in its checkpoints if normalize is among the checkpointer's recoverables")
+                             hint="`sbkit train` computes them when it prepares a corpus; the checkpoints of a run "
+                                  "have them if normalize is among the checkpointer's recoverables")
         self.known = True
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:  # torch's hook, which says no more of them

@@ -15,16 +15,16 @@ from torch._compile import _disable_dynamo
 from sbkit.errors import SbkitError
 from sbkit.nn.peek import Peek
 
-# With this many unread checks the oldest is waited for, so that calls that are never polled do not pile up for ever.
+# The most unread checks; then the oldest is waited for, so that calls that are never polled don't accumulate.
 MAX_PENDING = 1024
 
 
 class IndexTable(NamedTuple):
-    """What indices are looked up in.
+    """A table in which indices are looked up.
 
     name : for the message, e.g. "tokens" or "codebook 3"
     size : rows; allowed are 0 .. size-1
-    ids : names of the utterances, for the message
+    ids : ids of the utterances, for the message
     forbidden : indices inside the table that must not occur, such as the blank among CTC labels
     """
 
@@ -38,8 +38,8 @@ class IndexTable(NamedTuple):
         """The first allowed index."""
         return next((i for i in range(self.size) if i not in self.forbidden), 0)
 
-    def complaint(self, shape: torch.Size, count: int, position: int, value: int) -> SbkitError:
-        """Say where the first of ``count`` bad indices is: at this place of a flattened tensor of this shape."""
+    def error(self, shape: torch.Size, count: int, position: int, value: int) -> SbkitError:
+        """Make the error for the first of ``count`` bad indices, at a position of a flattened tensor of this shape."""
         row, column = divmod(position, max(1, shape[1:].numel() if len(shape) > 1 else shape.numel()))
         ids = self.ids or ()
         who = f"utterance {ids[row]}" if row < len(ids) else f"row {row}"
@@ -54,28 +54,28 @@ class IndexTable(NamedTuple):
         return SbkitError(f"{self.name}: {who}, position {column}: {wrong}{more}", hint=hint)
 
 
-#: Guarded calls whose verdicts are being copied from the device, int64 [3]: number of bad indices, flat position of the
+#: Guarded calls whose results are being copied from the device, int64 [3]: number of bad indices, flat position of the
 #: first, its value; with the table, and the shape of the indices.
 _PENDING: deque[tuple[Peek, IndexTable, torch.Size]] = deque()
 
 
 def pending() -> int:
-    """Return how many guarded calls wait to be polled."""
+    """Return the number of guarded calls that haven't been polled."""
     return len(_PENDING)
 
 
 def poll(wait: bool = False) -> None:
-    """Raise ``SbkitError`` if a guarded call on a device met a bad index, for the first one that is known so far.
+    """Raise ``SbkitError`` for the first guarded call on a device with a bad index that is known so far.
 
-    Where a run logs, it never waits; ``wait`` is for the end of a stage and before a checkpoint. Each guarded call on a
-    device polls too.
+    Polling during logging never waits; ``wait`` is for the end of a stage and before a checkpoint. Each guarded call on
+    a device polls too.
     """
     found = None
     while _PENDING and (wait or _PENDING[0][0].ready):
         peek, table, shape = _PENDING.popleft()
         count, position, value = peek.numpy().tolist()
         if count and found is None:
-            found = table.complaint(shape, count, position, value)
+            found = table.error(shape, count, position, value)
     if found is not None:
         raise found
 
@@ -83,16 +83,16 @@ def poll(wait: bool = False) -> None:
 @_disable_dynamo
 def guard_indices(indices: torch.Tensor, size: int, *, name: str, ids: Sequence[str] | None = None,
                   lengths: torch.Tensor | None = None, forbidden: Sequence[int] = ()) -> torch.Tensor:
-    """Return ``indices`` made safe to look up in a table of ``size`` rows, and report bad ones.
+    """Return ``indices`` that are safe to look up in a table of ``size`` rows, and report bad ones.
 
-    On the CPU, a bad index raises ``SbkitError`` at once. On a device, bad indices are replaced by a safe one, and a
-    verdict is copied to the host without a sync, for ``poll()`` to raise later. In both cases the message names the
+    On the CPU, a bad index raises ``SbkitError`` at once. On a device, bad indices are replaced by a safe one, and the
+    result is copied to the host without a sync, for ``poll()`` to raise later. In both cases the message names the
     utterance, the position, the value and the table.
 
     indices: integers, [B, U] (any shape [B, ...] or [U])
     size, name, ids, forbidden: as in ``IndexTable``
-    lengths: [B] int64, valid positions along the second dimension. What lies beyond is padding, which is made safe
-        (the first allowed index) but not reported
+    lengths: [B] int64, valid positions along the second dimension. Padding beyond is replaced by the first allowed
+        index, but not reported
     """
     if indices.is_floating_point() or indices.dtype == torch.bool:
         raise SbkitError(f"{name}: indices must be integers, got {indices.dtype}")
@@ -112,12 +112,12 @@ def _guard_on_host(indices: torch.Tensor, table: IndexTable, lengths: torch.Tens
         bad = bad & inside.reshape(inside.shape + (1,) * (values.ndim - 2))
     if bad.any():
         position = int(bad.argmax())
-        raise table.complaint(indices.shape, int(bad.sum()), position, int(values.flat[position]))
+        raise table.error(indices.shape, int(bad.sum()), position, int(values.flat[position]))
     return indices.masked_fill(torch.from_numpy(outside), table.safe)
 
 
 def guard_on_device(indices: torch.Tensor, table: IndexTable, lengths: torch.Tensor | None) -> torch.Tensor:
-    """Do as :func:`guard_indices` where the host doesn't know the values."""
+    """Do the same as :func:`guard_indices` if the host doesn't know the values."""
     outside = (indices < 0) | (indices >= table.size)
     bad = outside
     for index in table.forbidden:
@@ -130,9 +130,9 @@ def guard_on_device(indices: torch.Tensor, table: IndexTable, lengths: torch.Ten
     if indices.numel() and has_values(indices):
         flat = bad.reshape(-1)
         first = flat.int().argmax().unsqueeze(0)
-        verdict = torch.cat([flat.sum().unsqueeze(0), first, indices.reshape(-1).gather(0, first).long()])
+        result = torch.cat([flat.sum().unsqueeze(0), first, indices.reshape(-1).gather(0, first).long()])
         poll(wait=len(_PENDING) >= MAX_PENDING)
-        _PENDING.append((Peek(verdict), table, indices.shape))
+        _PENDING.append((Peek(result), table, indices.shape))
     return torch.where(outside | bad, table.safe, indices)
 
 

@@ -1,4 +1,4 @@
-"""Exact numbers of output frames for any stack of strided layers, and what is done with lengths: masks, arguments."""
+"""Exact numbers of output frames of any stack of strided layers, and helpers for lengths and masks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 
 #: A length, or a tensor of lengths.
 N = TypeVar("N", int, torch.Tensor)
-_PROBED = 64  # longest input that is tried; enough for subsampling by 16
+_PROBED = 64  # longest input to try; enough for subsampling by 16
 
 
 class LengthRule:
     """The number of output frames as a function of the number of input frames.
 
     Unlike a relative length times the padded length, rounded, the result does not depend on the batch. The function is
-    found once, by running the layers on inputs of 1, 2, 3, ... frames; its period is the subsampling factor.
+    determined once, by running the layers on inputs of 1, 2, 3, ... frames; its period is the subsampling factor.
 
-    outputs : of each number of input frames, from 0 on
+    outputs : output frames for 0, 1, 2, ... input frames
     """
 
     def __init__(self, outputs: list[int]):
         self.factor = self._period(outputs)
         for t in reversed(range(1, len(outputs) - self.factor)):  # too short for reflected padding: extrapolate
             outputs[t] = outputs[t] or max(outputs[t + self.factor] - 1, 0)
-        self.outputs = outputs  # for integers: shape checks allow no real tensors
+        self.outputs = outputs  # for integers, since shape checks allow no real tensors
         self.table = torch.tensor(outputs)
 
     @staticmethod
@@ -44,7 +44,7 @@ class LengthRule:
 
     @classmethod
     def probe(cls, module: torch.nn.Module, features: int) -> LengthRule:
-        """Find the rule of ``module``, which maps [B, T, features] to [B, T', ...]."""
+        """Determine the rule of ``module``, which maps [B, T, features] to [B, T', ...]."""
         # Computing so few frames is ten times faster than working out their shapes on the meta device.
         device = "meta" if any(each.is_meta for each in (*module.parameters(), *module.buffers())) else "cpu"
         twin = copy.deepcopy(module).to(device).eval()
@@ -72,17 +72,17 @@ class LengthRule:
 
 
 def lengths_to_mask(lengths: torch.Tensor, size: int) -> torch.Tensor:
-    """Make a mask, True for existing frames: [B] -> [B, size]."""
+    """Make a mask, True for real frames: [B] -> [B, size]."""
     return torch.arange(size, device=lengths.device)[None, :] < lengths[:, None]
 
 
 def centred(x: torch.Tensor, inside: torch.Tensor, count: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Subtract from ``x`` its mean along ``dim``, over what exists; returns that, and the sum of its squares there.
+    """Subtract from ``x`` its mean along ``dim`` over valid places; returns that, and the sum of its squares there.
 
-    inside, count : what exists, and how much of it there is, both with as many dimensions as ``x``
+    inside, count : mask of valid places, and their number, both with as many dimensions as ``x``
     """
-    apart = x - x.masked_fill(~inside, 0.0).sum(dim, keepdim=True) / count
-    return apart, apart.masked_fill(~inside, 0.0).square().sum(dim, keepdim=True)
+    centred_x = x - x.masked_fill(~inside, 0.0).sum(dim, keepdim=True) / count
+    return centred_x, centred_x.masked_fill(~inside, 0.0).square().sum(dim, keepdim=True)
 
 
 def takes_lengths(module: torch.nn.Module) -> bool:
@@ -93,7 +93,7 @@ def takes_lengths(module: torch.nn.Module) -> bool:
 
 
 def feature_frames(features: torch.nn.Module, samples: N, hop: int) -> N:
-    """Return the number of frames of features for a number of samples: by the layer's own method ``frames`` if it has
-    one, otherwise one for each ``hop`` samples and one more."""
+    """Return the number of feature frames for a number of samples: by the layer's method ``frames`` if it has one,
+    otherwise one for each ``hop`` samples, plus one."""
     own = getattr(features, "frames", None)
     return samples // hop + 1 if own is None else own(samples)

@@ -1,4 +1,4 @@
-"""Reads values of device tensors without blocking the host: starts a copy, to be read once it has arrived."""
+"""Reads values of device tensors without blocking the host, by an asynchronous copy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ _POOL: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
 class Peek:
     """A snapshot of ``tensor`` that is being copied to the host.
 
-    On CUDA the copy is queued after the work queued so far, and ``ready`` tells without a sync whether it has
-    arrived. On other devices the value is there at once. The tensor may be overwritten as soon as the constructor
-    returns.
+    On CUDA the copy is queued after the work queued so far, and ``ready`` checks without a sync whether it is done.
+    On other devices the value is ready at once. The tensor may be overwritten as soon as the constructor returns.
 
     >>> Peek(torch.tensor([1.0, 2.0])).numpy().tolist()
     [1.0, 2.0]

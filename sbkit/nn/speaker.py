@@ -1,8 +1,8 @@
-"""SpeechBrain's ECAPA-TDNN and x-vector, with vectors that don't depend on the batch, and that can be exported.
+"""SpeechBrain's ECAPA-TDNN and x-vector, with embeddings that don't depend on the batch, and that can be exported.
 
-The layers, their parameters and checkpoint keys are SpeechBrain's, and so is what they give for a recording alone. In a
-batch each convolution mirrors an utterance at its own end, where SpeechBrain's see its padding, and statistics are of
-its own frames. Noise that SpeechBrain's x-vector adds to means, 1e-5 of a value, is left out.
+The layers, their parameters and checkpoint keys are SpeechBrain's, and so are the outputs for a single recording. In a
+batch each convolution mirrors an utterance at its own end, where SpeechBrain's see padding, and statistics are of its
+own frames. The noise of 1e-5 that SpeechBrain's x-vector adds to means is left out.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from sbkit.nn.lengths import lengths_to_mask
 
 _FLOOR = 1e-12  # of a variance
-_SPREAD = 1e-5  # that SpeechBrain's x-vector adds to deviations
+_EPSILON = 1e-5  # that SpeechBrain's x-vector adds to deviations
 
 
 class ECAPA(lobes.ECAPA_TDNN):
-    """ECAPA-TDNN: features [B, T, F] and frame counts [B] to a vector for each utterance, [B, D].
+    """ECAPA-TDNN: features [B, T, F] and frame counts [B] to an embedding of each utterance, [B, D].
 
     input_size : features of a frame
     output_size : D
     channels : of each layer; the last has three times as many
-    attention_channels, se_channels : within the pooling, and within what weighs channels
-    res2net_scale : parts that a layer's channels are in
-    dropout : share of channels that training drops
+    attention_channels, se_channels : of the attentive pooling, and of squeeze-and-excitation
+    res2net_scale : number of groups of a layer's channels
+    dropout : of channels
     """
 
     def __init__(self, input_size: int, output_size: int = 192, channels: int = 512, attention_channels: int = 128,
@@ -47,7 +47,7 @@ class ECAPA(lobes.ECAPA_TDNN):
         return self.fc(self.asp_bn(pooled))[..., 0]
 
     def _pooled(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Means and deviations of channels over the frames that attention picks: [B, C, T] -> [B, 2 C, 1]."""
+        """Compute attention-weighted means and deviations of channels: [B, C, T] -> [B, 2 C, 1]."""
         pooling, seen = self.asp, x
         if pooling.global_context:
             whole = torch.cat(_statistics(x, mask / mask.sum(2, keepdim=True)), 1)
@@ -58,7 +58,7 @@ class ECAPA(lobes.ECAPA_TDNN):
 
 
 class XVector(Xvector):
-    """The x-vector: features [B, T, F] and frame counts [B] to a vector for each utterance, [B, D].
+    """The x-vector: features [B, T, F] and frame counts [B] to an embedding of each utterance, [B, D].
 
     input_size : features of a frame
     output_size : D
@@ -77,7 +77,7 @@ class XVector(Xvector):
         mask, count = lengths_to_mask(frames, x.shape[2])[:, None], frames[:, None].float()
         mean, deviation = _statistics(x, mask / count[..., None])
         unbiased = deviation * (count / (count - 1).clamp(min=1)).sqrt()
-        return last(torch.cat([mean, unbiased + _SPREAD], 1))
+        return last(torch.cat([mean, unbiased + _EPSILON], 1))
 
 
 def _block(block: lobes.TDNNBlock, x: Tensor, frames: Tensor) -> Tensor:
@@ -86,8 +86,7 @@ def _block(block: lobes.TDNNBlock, x: Tensor, frames: Tensor) -> Tensor:
 
 
 def _squeezed(layer: lobes.SERes2NetBlock, x: Tensor, frames: Tensor, mask: Tensor) -> Tensor:
-    """Run a block of ECAPA-TDNN on [B, C, T]: in parts, each of which sees the one before, then by weights of channels
-    that follow from their means."""
+    """Run a block of ECAPA-TDNN on [B, C, T]: Res2Net, then squeeze-and-excitation."""
     kept = x if layer.shortcut is None else layer.shortcut(x)
     first, *parts = _block(layer.tdnn1, x, frames).chunk(layer.res2net_block.scale, 1)
     found = [first]
@@ -100,7 +99,7 @@ def _squeezed(layer: lobes.SERes2NetBlock, x: Tensor, frames: Tensor, mask: Tens
 
 
 def _convolved(conv: Conv1d, x: Tensor, frames: Tensor) -> Tensor:
-    """Convolve [B, C, T] as SpeechBrain does each utterance alone: mirrored at both of its ends."""
+    """Convolve [B, C, T] with each utterance mirrored at its own ends, as SpeechBrain does for a single one."""
     inner: nn.Conv1d = conv.conv
     reach = inner.dilation[0] * (inner.kernel_size[0] - 1) // 2
     if not reach:
@@ -113,7 +112,7 @@ def _convolved(conv: Conv1d, x: Tensor, frames: Tensor) -> Tensor:
 
 
 def _statistics(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Means and deviations of [B, C, T] by weights of frames that add up to 1, in fp32: [B, C] each."""
+    """Compute weighted means and deviations of [B, C, T] in fp32, [B, C] each; weights of frames add up to 1."""
     x = x.float()
     mean = (x * weights).sum(2)
     return mean, ((x - mean[..., None]).square() * weights).sum(2).clamp(min=_FLOOR).sqrt()

@@ -22,9 +22,9 @@ class SpecAugment(nn.Module):
     frequency_width: the widest band, in features.
     time_warp: an utterance is stretched before a random frame and squeezed after it, or the other way round, by at most
         this many frames; 0: no warping.
-    fill: what masked values become: ``mean`` of the utterance, or ``zero``.
-    ramp: ``[a, b]``: no masks while the model's score (see ``set_score``) is below ``a``, then wider and wider
-        ones, and the full width from ``b`` on; ``null``: the full width from the first step.
+    fill: the value of masked features: ``mean`` of the utterance, or ``zero``.
+    ramp: ``[a, b]``: no masks while the model's score (see ``set_score``) is below ``a``, then wider ones as it rises,
+        and the full width from ``b`` on; ``null``: the full width from the first step.
 
     >>> features = torch.randn(4, 100, 80)
     >>> SpecAugment()(features, torch.tensor([100, 80, 60, 3])).shape
@@ -50,7 +50,7 @@ class SpecAugment(nn.Module):
             raise ValueError(f"ramp is {ramp!r}, not two shares between 0 and 1, the smaller one first")
         self.time_warp, self.fill, self.ramp = time_warp, fill, ramp
         self.strength = 1.0
-        """Share of the full width that masks have now; 1 unless ``follow`` changes it."""
+        """Share of the full width that masks have now; 1 unless ``set_score`` changes it."""
 
     def set_score(self, score: float) -> None:
         """Set the strength for a model's score, between 0 (chance) and 1 (no loss)."""
@@ -66,34 +66,33 @@ class SpecAugment(nn.Module):
         device = features.device
         if lengths is None:
             lengths = torch.full((batch,), time, device=device)
-        exists = lengths_to_mask(lengths, time)
+        real = lengths_to_mask(lengths, time)
         if self.time_warp:
-            features = torch.where(exists[..., None], self._warped(features, lengths), features)
+            features = torch.where(real[..., None], self._warped(features, lengths), features)
         counts = lengths[:, None].expand(batch, self.time_masks)
-        masked = _stretches(counts, counts * (self.time_share * self.strength), time)[:, :, None] & exists[..., None]
+        masked = _spans(counts, counts * (self.time_share * self.strength), time)[:, :, None] & real[..., None]
         if self.frequency_masks:
             widths = torch.full((batch, self.frequency_masks), bands, device=device)
             widest = widths.clamp(max=self.frequency_width) * self.strength
-            banned = _stretches(widths, widest, bands)
-            masked = masked | banned[:, None, :] & exists[..., None]
+            masked = masked | _spans(widths, widest, bands)[:, None, :] & real[..., None]
         if self.fill == "zero":
             return features.masked_fill(masked, 0.0)
-        total = features.masked_fill(~exists[..., None], 0.0).sum((1, 2), dtype=torch.float32)
+        total = features.masked_fill(~real[..., None], 0.0).sum((1, 2), dtype=torch.float32)
         mean = total / (lengths.clamp(min=1) * bands)
         return torch.where(masked, mean[:, None, None].to(features.dtype), features)
 
     def _warped(self, features: Tensor, lengths: Tensor) -> Tensor:
         """Warp each utterance's time, piecewise linearly with two pieces that meet at a random frame."""
         last = (lengths - 1).float()[:, None]
-        # Keeps the joint and its new place inside the utterance, however short it is.
+        # Limits the warp so that the joint and its new place are inside the utterance, however short it is.
         reach = torch.minimum(torch.full_like(last, self.time_warp * self.strength), (last - 1).clamp(min=0) / 2)
         draw = torch.rand(2, len(lengths), 1, device=features.device)
         joint = reach + draw[0] * (last - 2 * reach)
         moved = joint + (2 * draw[1] - 1) * reach * 0.999
         at = torch.arange(features.shape[1], device=features.device)[None, :].float()
         before = at * joint / moved.clamp(min=1e-3)
-        behind = joint + (at - moved) * (last - joint) / (last - moved).clamp(min=1e-3)
-        source = torch.where(at < moved, before, behind).clamp(min=0)
+        after = joint + (at - moved) * (last - joint) / (last - moved).clamp(min=1e-3)
+        source = torch.where(at < moved, before, after).clamp(min=0)
         source = torch.minimum(source, last.clamp(min=0))
         left = source.floor().long()
         right = torch.minimum(left + 1, last.long().clamp(min=0))
@@ -115,7 +114,7 @@ def _is_ramp(ramp: object) -> bool:
             and 0 <= ramp[0] <= ramp[1] <= 1)
 
 
-def _stretches(sizes: Tensor, widest: Tensor, size: int) -> Tensor:
+def _spans(sizes: Tensor, widest: Tensor, size: int) -> Tensor:
     """Draw N random spans per row, at most ``widest`` long and within ``sizes`` (``[B, N]``): a mask ``[B, size]``."""
     draw = torch.rand(2, *sizes.shape, device=sizes.device)
     width = (draw[0] * (widest.floor() + 1)).floor()

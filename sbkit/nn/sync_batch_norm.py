@@ -1,4 +1,4 @@
-"""Batch norm over the batches of all ranks, on any device, for which the host doesn't wait."""
+"""Batch norm over the batches of all ranks, on any device, without host syncs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.nn import functional
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """``torch.nn.SyncBatchNorm`` for a CPU too. On a GPU torch's own waits for the device in each layer, to
-    leave out ranks with empty batches, which there are none of here."""
+    """``torch.nn.SyncBatchNorm`` for CPUs too. On a GPU torch's own syncs with the host in each layer, to leave out
+    ranks with empty batches, which don't occur here."""
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         """``[B, C, ...]`` to the same shape; all ranks must call it together."""
@@ -30,7 +30,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def convert(module: nn.Module) -> nn.Module:
-    """Return a module whose batch norms are over the batches of all ranks; parameters and their names stay."""
+    """Return a module whose batch norms use the batches of all ranks; parameters and their names don't change."""
     module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     for layer in module.modules():
         if type(layer) is nn.SyncBatchNorm:

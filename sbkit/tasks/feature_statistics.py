@@ -1,7 +1,7 @@
-"""Mean and deviation of the features of a training split, for ``sbkit.nn.global_norm.GlobalNorm``.
+"""Mean and standard deviation of the features of a training split, for ``sbkit.nn.global_norm.GlobalNorm``.
 
-Each utterance is summed by itself in float64, and the sums are added in the manifest's order: the result doesn't depend
-on the number of processes.
+Each utterance is summed separately in float64, and the sums are added in the manifest's order, so the result doesn't
+depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from sbkit.system.cores import usable_cores
 logger = logging.getLogger(__name__)
 
 FILE = "feature_statistics.json"
-_NAMED = 5  # recordings that could not be read, each logged
-#: For fewer utterances, starting processes takes longer than what they compute.
+_MAX_LOGGED = 5  # unreadable recordings
+#: Utterances from which starting processes pays off.
 WORTH_PROCESSES = 500
 _MAX_WORKERS = 32
-_AHEAD = 16  # results that each process computes ahead
-_LEAST = 1e-5  # deviation, relative to the mean or to 1, below which a feature is constant and only its mean is taken
+_PREFETCHED = 16  # results per process
+_MIN_DEVIATION = 1e-5  # relative to the mean or to 1; below, a feature is constant, and only its mean is subtracted
 
 
-class Front(NamedTuple):
-    """A recipe's features."""
+class FeatureSettings(NamedTuple):
+    """A recipe's feature extraction."""
 
     features: nn.Module
     hop: int
@@ -61,17 +61,17 @@ class Statistics(NamedTuple):
 
 
 def path_of(norm: GlobalNorm) -> Path:
-    """Return the file that holds a normalisation's statistics."""
+    """Return the path of a normalisation's statistics."""
     return norm.folder / FILE
 
 
-def prepare(norm: GlobalNorm, front: Front, manifest: Manifest, show: bool = True) -> None:
-    """Compute the statistics of a training split, unless the file holds those of the same one already."""
-    fingerprint = _fingerprint(front, manifest)
+def prepare(norm: GlobalNorm, settings: FeatureSettings, manifest: Manifest, show: bool = True) -> None:
+    """Compute the statistics of a training split, unless the file already has them."""
+    fingerprint = _fingerprint(settings, manifest)
     if _stored(norm).get("fingerprint") == fingerprint:
         logger.info("%s: computed from this corpus already", path_of(norm))
         return
-    found = compute(front, manifest, show=show)
+    found = compute(settings, manifest, show=show)
     facts = {"fingerprint": fingerprint, "utterances": len(manifest) - found.left_out, "left_out": found.left_out,
              "frames": found.frames, "mean": found.mean.tolist(), "deviation": found.deviation.tolist()}
     with atomic_write(path_of(norm)) as file:
@@ -79,36 +79,37 @@ def prepare(norm: GlobalNorm, front: Front, manifest: Manifest, show: bool = Tru
 
 
 def load(norm: GlobalNorm) -> None:
-    """Give a normalisation the statistics in its folder, if they are there."""
+    """Load a normalisation's statistics from its folder, if they are there."""
     facts = _stored(norm)
     if not facts:
         return
     mean, deviation = (torch.tensor(facts[name], dtype=torch.float64) for name in ("mean", "deviation"))
     if len(mean) != len(norm.mean):
-        raise SbkitError(f"{path_of(norm)} has statistics of {len(mean)} features, and the recipe's normalize has "
-                         f"{len(norm.mean)}", hint="give it as many as compute_features makes: `!ref <n_mels>`")
-    norm.take(mean, deviation)
+        raise SbkitError(f"{path_of(norm)} has statistics of {len(mean)} features, but the recipe's normalize has "
+                         f"{len(norm.mean)}", hint="write n_features: !ref <n_mels>, as many as compute_features makes")
+    norm.set_statistics(mean, deviation)
 
 
-def compute(front: Front, manifest: Manifest, workers: int | None = None, show: bool = True) -> Statistics:
-    """Compute the statistics of all utterances of a manifest that can be read.
+def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None = None,
+            show: bool = True) -> Statistics:
+    """Compute the statistics of all readable utterances of a manifest.
 
-    workers : number of processes; None: one for each core if they are worth starting; 0: this one computes
+    workers : number of processes; None: one for each core if that pays off; 0: the current process
     """
     if workers is None:
         cores = min(_MAX_WORKERS, usable_cores())
         workers = cores if cores > 1 and len(manifest) >= WORTH_PROCESSES else 0
-    parallel: dict[str, Any] = {"worker_init_fn": init_worker, "prefetch_factor": _AHEAD} if workers else {}
-    loader = Workers(_Sums(front, manifest), batch_size=None, collate_fn=_unchanged, num_workers=workers,
+    parallel: dict[str, Any] = {"worker_init_fn": init_worker, "prefetch_factor": _PREFETCHED} if workers else {}
+    loader = Workers(_Sums(settings, manifest), batch_size=None, collate_fn=_unchanged, num_workers=workers,
                      generator=torch.Generator(), **parallel)
     sums, frames, unread = np.zeros(1), 0, 0
     with _one_thread(), plain_worker_errors():
         with starting_workers() if workers else contextlib.nullcontext():
-            found = iter(loader)
-        for each in progress(found, what="statistics of features", total=len(manifest), unit="utterance", show=show):
+            results = iter(loader)
+        for each in progress(results, what="statistics of features", total=len(manifest), unit="utterance", show=show):
             if isinstance(each, str):
                 unread += 1
-                if unread <= _NAMED:
+                if unread <= _MAX_LOGGED:
                     logger.warning("left out of the statistics: %s", each)
                 continue
             frames += each[0]
@@ -116,23 +117,23 @@ def compute(front: Front, manifest: Manifest, workers: int | None = None, show: 
     if frames == 0:
         raise SbkitError("no frame of the training split could be read for its statistics",
                          hint="is its audio still where the manifest says?")
-    if unread > _NAMED:
+    if unread > _MAX_LOGGED:
         logger.warning("%d of %d utterances could not be read, and are left out of the statistics", unread,
                        len(manifest))
     mean = sums[0] / frames
     deviation = np.sqrt(np.maximum(sums[1] / frames - np.square(mean), 0.0))
-    constant = deviation < _LEAST * np.maximum(np.abs(mean), 1.0)
+    constant = deviation < _MIN_DEVIATION * np.maximum(np.abs(mean), 1.0)
     return Statistics(mean, np.where(constant, 1.0, deviation), frames, unread)
 
 
 class _Sums(Dataset[Any]):
-    """Each utterance's number of frames, and the sums of its features and of their squares, [2, F] float64; a text, if
-    it can't be read."""
+    """Each utterance's number of frames, and the sums of its features and of their squares, [2, F] float64; a message
+    if it can't be read."""
 
-    def __init__(self, front: Front, manifest: Manifest):
-        self.features, self.hop = copy.deepcopy(front.features).cpu().eval(), front.hop
-        self.takes_lengths = takes_lengths(front.features)
-        self.reader = Reader(manifest, None, sample_rate=front.sample_rate)
+    def __init__(self, settings: FeatureSettings, manifest: Manifest):
+        self.features, self.hop = copy.deepcopy(settings.features).cpu().eval(), settings.hop
+        self.takes_lengths = takes_lengths(settings.features)
+        self.reader = Reader(manifest, None, sample_rate=settings.sample_rate)
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -147,14 +148,14 @@ class _Sums(Dataset[Any]):
         count = feature_frames(self.features, len(signal), self.hop)
         if count <= 0:
             return 0, np.zeros(1)
-        given = torch.from_numpy(signal)[None], torch.tensor([len(signal)])
-        feats = self.features(*given) if self.takes_lengths else self.features(given[0])
+        signals, lengths = torch.from_numpy(signal)[None], torch.tensor([len(signal)])
+        feats = self.features(signals, lengths) if self.takes_lengths else self.features(signals)
         wide = feats[0, :count].double()
         return len(wide), torch.stack([wide.sum(0), wide.square().sum(0)]).numpy()
 
 
 def _stored(norm: GlobalNorm) -> dict[str, Any]:
-    """Return what the file holds; nothing if it isn't there or isn't whole."""
+    """Return the contents of the file; empty if it is missing or damaged."""
     try:
         facts = json.loads(path_of(norm).read_text(encoding="utf-8"))
         return facts if {"fingerprint", "mean", "deviation"} <= set(facts) else {}
@@ -162,10 +163,10 @@ def _stored(norm: GlobalNorm) -> dict[str, Any]:
         return {}
 
 
-def _fingerprint(front: Front, manifest: Manifest) -> str:
-    """Identify the features and the utterances; not where the recordings lie, since a corpus may be moved."""
-    digest = hashlib.sha256(json.dumps([front.hop, front.sample_rate, _described(front.features)]).encode())
-    for name, tensor in front.features.state_dict().items():
+def _fingerprint(settings: FeatureSettings, manifest: Manifest) -> str:
+    """Identify the features and the utterances; without paths of recordings, since a corpus may be moved."""
+    digest = hashlib.sha256(json.dumps([settings.hop, settings.sample_rate, _described(settings.features)]).encode())
+    for name, tensor in settings.features.state_dict().items():
         digest.update(name.encode() + tensor.detach().cpu().numpy().tobytes())
     digest.update(manifest.durations.tobytes() + manifest.starts.tobytes())
     for name in manifest.ids:
@@ -174,7 +175,7 @@ def _fingerprint(front: Front, manifest: Manifest) -> str:
 
 
 def _described(features: nn.Module) -> list[Any]:
-    """List the class and the plain settings of a layer and all within it."""
+    """List the classes and the plain attributes of a layer and its submodules."""
     return [[path, type(module).__qualname__, {name: value for name, value in sorted(vars(module).items())
                                                if not name.startswith("_") and _plain(value) and name != "training"}]
             for path, module in features.named_modules()]
@@ -188,13 +189,13 @@ def _plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _unchanged(found: Any) -> Any:  # whatever comes
-    return found
+def _unchanged(result: Any) -> Any:  # of any type
+    return result
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Sums in several threads depend on their number, and workers have one."""
+    """Context with one thread, as in workers: sums depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -10,7 +10,7 @@ from sbkit.recipe.source import Findings
 
 
 class Fit(NamedTuple):
-    """A number that a part has, and what it has to be."""
+    """A size of a part, and what it has to be."""
 
     key: str
     argument: str
@@ -20,7 +20,7 @@ class Fit(NamedTuple):
 
 
 def all_fit(numbers: Sequence[Fit], built: Built, findings: Findings) -> bool:
-    """Report each number of a part that another part contradicts; returns whether there is none."""
+    """Report the sizes that don't match those of other parts; returns whether all match."""
     wrong = [fit for fit in numbers if fit.found != fit.wanted]
     for fit in wrong:
         node = built.nodes[fit.key]

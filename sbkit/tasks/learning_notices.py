@@ -16,8 +16,8 @@ from sbkit.tasks.learning_progress import LearningProgress
 from sbkit.train.schedule import Schedule
 
 CHANCE, DIVERGENCE = "chance", "divergence"
-#: A model has learnt nothing until its loss is this share below chance: 3 to 4 % are gained from knowing which letters
-#: begin and end an utterance, 6 % and more with the first letters that are recognised.
+#: A model has learnt nothing until its loss is this share below chance: knowing which letters begin and end an
+#: utterance gives 3 to 4 %, and the first recognised letters 6 % and more.
 NOTHING = 0.05
 #: From this share below chance on it learns. Twice ``NOTHING``, so that noise doesn't cross both.
 LEARNS = 2 * NOTHING
@@ -31,12 +31,12 @@ TRAINED_PATIENCE, TRAINED_SHARE = (40, 150), 0.15
 USUAL_RATE, TRAINED_RATE = 0.002, 5e-5
 #: The peak of a head that is new, of linear layers alone, and how low it may be.
 HEAD_RATE, LEAST_HEAD_RATE = 0.01, 0.002
-#: Divergence: of what was clearly learnt (from ``CLEARLY`` below chance on) half of the way down from chance is lost,
-#: on a logarithmic scale, or the loss has grown to ``GROWN`` times where it began, and stays there for ``LASTING``
-#: steps. A lowest loss counts as a tenth of chance at least: below, spikes multiply it.
+#: Divergence: for ``LASTING`` steps, the loss has risen half of the way back to chance, on a logarithmic scale, after
+#: it was at least ``CLEARLY`` below, or it is ``GROWN`` times the loss at the start. The lowest loss counts as at least
+#: a tenth of chance (``LOWEST``), since small losses have large relative spikes.
 CLEARLY, GROWN, LASTING, LOWEST = 0.3, 1.5, 100, 0.1
-#: Steps until the moving average of the loss has settled, and how often a notice is given in a run that swings.
-SETTLED, MAX_TOLD = 20, 2
+#: Steps until the moving average of the loss has settled, and how often a notice is repeated in an oscillating run.
+SETTLED, MAX_REPEATS = 20, 2
 
 
 class Notice(NamedTuple):
@@ -51,7 +51,7 @@ class Notice(NamedTuple):
     at_end: bool = False
 
     def text(self) -> str:
-        """Format it for the log."""
+        """Format the notice for the log."""
         when = "At the end of training" if self.at_end else f"Step {self.step:,}"
         first = f"{when}: {self.headline[0].lower()}{self.headline[1:]}. {self.detail}"
         if not self.advice:
@@ -65,11 +65,11 @@ class Setup(NamedTuple):
     max_norm : the norm at which gradients are clipped; None: they are not
     masks : features are masked from the first step on
     planned : optimizer steps of the whole run; None: they are not known
-    schedule : of the learning rate, as this start of the run has it
-    thaw : steps after which the last part that is frozen for some steps trains
-    trained : the weights are trained already, by a pretrainer or init_from
-    fastest : the highest factor of the learning rate that a part has
-    keys : names that the recipe has at its top, so that advice can use them
+    schedule : of the learning rate
+    thaw : steps until the last frozen part trains
+    trained : the initial weights are pretrained, by a pretrainer or init_from
+    fastest : the highest factor of the learning rate of any part
+    keys : names at the top of the recipe, so that advice can use them
     """
 
     max_norm: float | None = None
@@ -82,7 +82,7 @@ class Setup(NamedTuple):
     keys: Container[str] = ("lr", "least_steps", "number_of_epochs", "step_seconds")
 
     def option(self, name: str, otherwise: str) -> str:
-        """The option that sets a value: by the name that shipped recipes give it, or where it is used."""
+        """Return the option that sets a value: the key of shipped recipes if there is one, otherwise ``otherwise``."""
         return f"--{name if name in self.keys else otherwise}"
 
     @property
@@ -95,8 +95,8 @@ class Setup(NamedTuple):
         """Steps at that rate until a run is taken to stay at chance."""
         if not self.trained:
             return PATIENCE
-        least, most = TRAINED_PATIENCE
-        return min(most, max(least, TRAINED_SHARE * (self.planned or math.inf)))
+        low, high = TRAINED_PATIENCE
+        return min(high, max(low, TRAINED_SHARE * (self.planned or math.inf)))
 
     @property
     def peak(self) -> float:
@@ -125,16 +125,16 @@ class _State:
 
 @register_checkpoint_hooks
 class LearningNotices:
-    """Watches training steps, and returns notices of two kinds for whoever watches the run.
+    """Monitors the training loss, and returns notices of two kinds.
 
-    - ``chance``: the loss has not left chance (see ``LearningProgress``) after ``Setup.patience`` steps, counted by
+    - ``chance``: the loss has not left chance (see ``LearningProgress``) after ``Setup.patience`` steps, weighted by
       their learning rates, or at the end of training;
-    - ``divergence``: what was clearly learnt is half lost, or the loss is far above where it began.
+    - ``divergence``: half of the progress is lost, or the loss is far above its start.
 
-    A notice is given once, again when the problem has passed, and at the end of training if it has not. It depends on
-    steps alone, so it is the same on every rank and after resuming.
+    A notice is returned once, again when the problem is over, and at the end of training if it is not. Notices only
+    depend on steps, so they are the same on every rank and after resuming.
 
-    part : the part of the loss that can be compared with chance; None: only a loss that grows is noticed
+    part : the part of the loss that can be compared with chance; None: only a growing loss is detected
     """
 
     def __init__(self, part: str | None = None) -> None:
@@ -145,7 +145,7 @@ class LearningNotices:
     def begin_step(self, step: int, progress: LearningProgress, rate: float | None) -> list[Notice]:
         """Return notices when ``step`` begins; ``progress.score_at(step)`` has been called before.
 
-        rate : the learning rate of the step; None: it is not known, so patience doesn't end before the run does
+        rate : the learning rate of the step; None: it is not known, so the notice about chance comes at the end
         """
         state = self._state
         if rate is not None and step > max(state.step, self.setup.thaw):
@@ -164,18 +164,18 @@ class LearningNotices:
         return [*self._divergence(), *self._chance()]
 
     def validated(self, step: int, empty: int, rows: int, cer: float) -> None:
-        """Take in a validation, which a notice then mentions: its empty transcripts and its CER in per cent."""
+        """Record a validation's number of empty transcripts and CER in per cent, which a notice then mentions."""
         blank = f"{empty:,} of {rows:,} transcripts are empty, " if empty else ""
         self._state.validation = f" In the last validation (step {step:,}): {blank}CER {cer:.1f} %."
 
     def end(self) -> list[Notice]:
-        """Return notices at the end of training about all that still holds, however few its steps were."""
+        """Return notices at the end of training about all problems that still hold, however few its steps were."""
         state = self._state
         if DIVERGENCE not in state.raised and self._below is not None and self._below < NOTHING:
             state.raised.setdefault(CHANCE, self._done)
         return [self._notice(what)._replace(at_end=True) for what in (DIVERGENCE, CHANCE) if what in state.raised]
 
-    # ------------------------------------------------------------ what it finds
+    # ------------------------------------------------------------ detection
 
     @property
     def _done(self) -> int:
@@ -189,7 +189,7 @@ class LearningNotices:
 
     @property
     def _patience(self) -> float:
-        """Steps at the peak until a run is taken to stay at chance; one that is still above it gets no extra time."""
+        """Steps at the peak rate until a run is taken to stay at chance; more for low rates, once it is at chance."""
         rate = self.setup.usual_rate / self.setup.peak if self.setup.peak > 0 else 1.0
         lower = min(MAX_TIMES, max(1.0, rate))
         return self.setup.patience * (lower if self._state.came_down or self.setup.trained else 1.0)
@@ -224,26 +224,26 @@ class LearningNotices:
 
     @property
     def _began(self) -> float | None:
-        """The loss of a model that knows nothing: chance if the run came down to it, else the loss at the start."""
+        """The loss of a model that has learnt nothing: chance if the run reached it, else the loss at the start."""
         return self._state.chance if self._state.came_down else self._state.first
 
     def _raise(self, what: str) -> list[Notice]:
         state = self._state
         state.raised[what] = self._done
         state.told[what] = state.told.get(what, 0) + 1
-        return [self._notice(what)] if state.told[what] <= MAX_TOLD else []
+        return [self._notice(what)] if state.told[what] <= MAX_REPEATS else []
 
     def _over(self, what: str) -> list[Notice]:
         state = self._state
         since = state.raised.pop(what)
         state.falls_since = None
-        if state.told.get(what, 0) > MAX_TOLD:
+        if state.told.get(what, 0) > MAX_REPEATS:
             return []
         headline = {CHANCE: "The model learns now", DIVERGENCE: "Training has recovered"}[what]
         loss = f" ({self._against_chance()})" if state.chance is not None else ""
         return [Notice(what, self._done, headline, f"The warning of step {since:,} is over{loss}.", holds=False)]
 
-    # ------------------------------------------------------------ what it says
+    # ------------------------------------------------------------ messages
 
     def _notice(self, what: str) -> Notice:
         state, setup = self._state, self.setup
@@ -294,19 +294,19 @@ class LearningNotices:
 
     @property
     def _reached(self) -> float:
-        """The highest learning rate that the run has had; one that it was resumed with later may be lower."""
+        """The highest learning rate so far, but at most the current schedule's peak."""
         schedule = self.setup.schedule
         return min(self._state.highest, math.inf if schedule is None else schedule.warmup_end()[1])
 
     @property
     def _held(self) -> bool:
-        """Whether the learning rate stands at what it may be until something is learnt."""
+        """Whether the learning rate is held at ``max_lr_at_chance``."""
         schedule = self.setup.schedule
         limit = None if schedule is None else schedule.max_lr_at_chance
         return schedule is not None and limit is not None and 0.9 * limit <= self._reached <= limit < schedule.peak
 
     def _faster_head(self) -> list[str]:
-        """A higher rate of what is new in a model of trained weights, if it is low."""
+        """Advise a higher rate of the new head in a pretrained model, if it is low."""
         setup = self.setup
         if not setup.trained or not 0 < setup.fastest * setup.peak <= LEAST_HEAD_RATE:
             return []
@@ -315,7 +315,7 @@ class LearningNotices:
         return [f"a higher learning rate of the new head, before the encoder forgets what it knows: {option}"]
 
     def _lower_rate(self) -> list[str]:
-        """A third of the learning rate that was reached, and twice its warm-up if there is room for it."""
+        """Advise a third of the highest learning rate so far, and twice the warm-up if the run is long enough."""
         schedule, reached = self.setup.schedule, self._reached
         if schedule is None or not reached:
             return [f"a third of the learning rate (it has reached {reached:.2g}), and a longer warm-up"]
@@ -336,7 +336,7 @@ class LearningNotices:
     def load(self, path: str | PathLike[str], end_of_epoch: bool) -> None:
         with open(path, encoding="utf-8") as file:
             saved = yaml.safe_load(file)
-        known = {one.name for one in fields(_State)} - {"validation"}  # older runs saved more, and that as a list
+        known = {one.name for one in fields(_State)} - {"validation"}  # older runs saved more, and this as a list
         self._state = _State(**{name: value for name, value in saved.items() if name in known})
         self._state.validation = saved["validation"] if isinstance(saved.get("validation"), str) else ""
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 
-#: The weight of the newest step in the moving average of the loss, which so spans about twenty steps.
+#: The weight of the newest step in the moving average of the loss: it spans about twenty steps.
 NEWEST = 0.05
 #: Before step N begins, losses up to step N - LAG are known on any device, whether or not the run was resumed. Later
 #: ones may or may not be, so they are left out: all ranks, and a resumed run, see the same.
@@ -24,9 +24,9 @@ class LearningProgress:
     occurs and nothing else. A CTC loss, for example, falls to it within some dozens of steps and stays there until the
     model begins to recognise speech.
 
-    Only a loss that, per token, stands at chance until something is learnt can be compared: another, such as one
-    that is a sum over utterances, has to be counted as not ``comparable``. It is averaged as long as there is none that
-    is, and left out from then on.
+    Only a loss that, per token, stays at chance until something is learnt can be compared. Others, such as sums over
+    utterances, are counted as not ``comparable``: they are averaged until there is a comparable one, and ignored from
+    then on.
 
     chance : NaN if it is not known
 
@@ -41,21 +41,21 @@ class LearningProgress:
         self.chance = chance
         self.loss: float | None = None
         """The average loss per token at the last call of ``score_at``; None if there was none yet."""
-        self._comparable = True  # the average is of losses that can be compared, or there is none yet
-        self._recent: list[tuple[int, float, bool]] = []  # steps that don't count yet, their loss, and if comparable
+        self._comparable = True  # whether the average is of comparable losses, or there is none yet
+        self._recent: list[tuple[int, float, bool]] = []  # steps not yet in the average: loss, and if comparable
 
     def count(self, step: int, total: float, tokens: float, comparable: bool = True) -> None:
-        """Record a step's loss, summed over its tokens; one that is not finite is ignored."""
+        """Record a step's loss, summed over its tokens; ignores one that is not finite."""
         if tokens > 0 and math.isfinite(total):
             self._recent.append((step, total / tokens, comparable))
 
     @property
     def known(self) -> bool:
-        """Whether the loss can be compared with chance; before the first loss nothing is learnt."""
+        """Whether the loss can be compared with chance; True before the first loss, when nothing is learnt."""
         return self.chance > 0 and self._comparable
 
     def score_at(self, step: int) -> float:
-        """How much is learnt when ``step`` begins: from 0 (the loss is at chance or above) to 1 (a loss of 0)."""
+        """Return the progress when ``step`` begins: from 0 (the loss is at chance or above) to 1 (a loss of 0)."""
         while self._recent and self._recent[0][0] <= step - LAG:
             _, loss, comparable = self._recent.pop(0)
             if self.loss is None or comparable > self._comparable:

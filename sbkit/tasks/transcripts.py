@@ -51,11 +51,11 @@ class Transcripts(Results):
     words: ErrorRates = field(kw_only=True)
     characters: ErrorRates = field(kw_only=True)
     remark: str | None = field(default=None, kw_only=True)
-    """What else to say where the rates are shown."""
+    """A line below the rates."""
 
     @classmethod
     def of(cls, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Transcripts:
-        """Score the rows of a test."""
+        """Compute the results of a test from its rows."""
         words, characters = score(rows)
         return cls({"loss": loss, "WER": words.rate, "CER": characters.rate}, len(rows), dict(unread), rows=rows,
                    words=words, characters=characters)

@@ -158,7 +158,7 @@ def test_kernels_are_rehearsed_for_the_block_that_is_about_to_be_used(labels, bl
     assert not ctc.use_kernels(log_probs, torch.ones(2, labels))
     assert asked == [("cuda", block)]
     example = []
-    ctc._rehearse(lambda log_probs, targets, *_: example.append(targets.shape) or log_probs.sum(), torch.float32,
+    ctc.run_example(lambda log_probs, targets, *_: example.append(targets.shape) or log_probs.sum(), torch.float32,
                   "cpu", block)
     assert example == [(4, block // 2 - 1)], "the most labels that the block takes"
 

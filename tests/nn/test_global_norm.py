@@ -9,7 +9,7 @@ from sbkit.nn.global_norm import GlobalNorm
 
 def known(tmp_path):
     norm = GlobalNorm(3, tmp_path)
-    norm.take(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 4.0]))
+    norm.set_statistics(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 4.0]))
     return norm
 
 

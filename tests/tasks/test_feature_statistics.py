@@ -31,7 +31,7 @@ def manifest(tmp_path_factory):
 
 
 def front(features=None):
-    return statistics.Front(features or FilterBank(n_mels=8, snip_edges=False), 160, 16_000)
+    return statistics.FeatureSettings(features or FilterBank(n_mels=8, snip_edges=False), 160, 16_000)
 
 
 def frames_of(manifest, features):
@@ -119,5 +119,5 @@ def test_a_constant_feature_becomes_zero(manifest, tmp_path):
 
 def test_statistics_of_another_width_are_refused(manifest, tmp_path):
     statistics.prepare(GlobalNorm(8, tmp_path), front(), manifest, show=False)
-    with pytest.raises(SbkitError, match="8 features, and the recipe's normalize has 80"):
+    with pytest.raises(SbkitError, match="8 features, but the recipe's normalize has 80"):
         statistics.load(GlobalNorm(80, tmp_path))

@@ -10,7 +10,7 @@ from speechbrain.nnet import attention
 from torch import Tensor
 from torch.nn import functional
 
-from sbkit.nn.attention_kernel import WHOLE
+from sbkit.nn.attention_kernel import HEAD_MULTIPLE
 from sbkit.nn.fast import dropout
 from sbkit.nn.fast.autocast import Context, without_autocast
 
@@ -37,7 +37,7 @@ def padded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     options : for scaled_dot_product_attention; must have ``scale``, whose default depends on the padded size
     """
     size = v.shape[-1]
-    if missing := -size % WHOLE:
+    if missing := -size % HEAD_MULTIPLE:
         q, k, v = (functional.pad(x, (0, missing)) for x in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, **options)[..., :size]
 
@@ -183,8 +183,8 @@ class RelPosMHAXL(attention.RelPosMHAXL):
 def rotary_table(length: int, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Compute SpeechBrain's cosines and sines [T, K] without its cache, for compilers, which fuse this into kernels.
 
-    The cache would tie a compiled graph to one length. And tensors that are cached while CUDA graphs warm up lie in the
-    graphs' memory, so the next replay overwrites them.
+    The cache would tie a compiled graph to one length. Also, tensors cached while CUDA graphs warm up are in the
+    graphs' memory, so the next replay would overwrite them.
     """
     exact = torch.promote_types(dtype, torch.float32)
     speeds = torch.exp(torch.arange(0, size, 2, dtype=exact, device=device) * -(math.log(10000.0) / size))

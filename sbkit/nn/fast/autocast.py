@@ -1,4 +1,4 @@
-"""A decorator for autograd functions that choose their types themselves, and the type of what they keep."""
+"""A decorator for autograd functions that choose their own dtypes, and the type of their context."""
 
 from __future__ import annotations
 

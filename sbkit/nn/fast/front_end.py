@@ -1,5 +1,5 @@
-"""SpeechBrain's feature layers without tables that are rebuilt, or copied to the device, in each call; its Conv2d and
-front-end blocks without transposes and copies, as channels stay last throughout."""
+"""SpeechBrain's feature layers without rebuilding tables, or copying them to the device, in each call; its Conv2d and
+front-end blocks without transposes and copies, with channels last throughout."""
 
 from __future__ import annotations
 
@@ -163,12 +163,12 @@ class Filterbank(features.Filterbank):
         changing = not self.freeze or (self.param_rand_factor != 0 and self.training)
         if changing or spectrogram.ndim != 3:
             return super().forward(spectrogram)
-        made = self.__dict__.get("_filters")
-        if made is None or made.device != spectrogram.device:
+        filters = self.__dict__.get("_filters")
+        if filters is None or filters.device != spectrogram.device:
             shape = self.all_freqs_mat.shape
-            made = self._create_fbank_matrix(self.f_central[:, None].expand(shape), self.band[:, None].expand(shape))
-            made = self.__dict__["_filters"] = made.to(spectrogram.device)
-        fbanks = torch.matmul(spectrogram, made)
+            filters = self._create_fbank_matrix(self.f_central[:, None].expand(shape), self.band[:, None].expand(shape))
+            filters = self.__dict__["_filters"] = filters.to(spectrogram.device)
+        fbanks = torch.matmul(spectrogram, filters)
         return self._amplitude_to_DB(fbanks) if self.log_mel else fbanks
 
 
@@ -185,13 +185,13 @@ class InputNormalization(features.InputNormalization):
             # Not buffers: after loading a checkpoint they may be on another device.
             self.glob_mean, self.glob_std = self.glob_mean.to(x.device), self.glob_std.to(x.device)
             if not self.glob_mean.numel() and not self._should_update(epoch):
-                raise SbkitError("InputNormalization with norm_type global has no statistics: it has seen no training, "
-                                 "and the checkpoint holds none",
+                raise SbkitError("InputNormalization with norm_type global has no statistics: it wasn't trained, and "
+                                 "the checkpoint has none",
                                  hint="add it to the checkpointer's recoverables and train, or use norm_type: sentence")
         return super().forward(x, lengths, epoch)
 
     def uncounted(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Normalise ``x`` without adding it to the statistics; takes part in the ranks' exchange of theirs."""
+        """Normalise ``x`` without adding it to the statistics; takes part in the ranks' all-reduce."""
         self._counting = False
         try:
             return self(x, lengths)
@@ -201,10 +201,10 @@ class InputNormalization(features.InputNormalization):
     def _update_global_stats(self, x: Tensor, mask: Tensor) -> None:
         dims, wide, mask = (0, self.length_dim), x.float(), mask & self._counting
         number = _over_ranks(mask.sum().float())
-        divisor = number.clamp(min=1)  # no rank may have anything to count
+        divisor = number.clamp(min=1)  # possibly no rank counts anything
         mean = _over_ranks((wide * mask).sum(dims)) / divisor
-        apart = (wide - mean.unsqueeze(0).unsqueeze(self.length_dim)) * mask
-        variance = _over_ranks(apart.square().sum(dims)) / divisor
+        deviations = (wide - mean.unsqueeze(0).unsqueeze(self.length_dim)) * mask
+        variance = _over_ranks(deviations.square().sum(dims)) / divisor
         if not self.glob_mean.numel():
             self.glob_mean, self.glob_std = torch.zeros_like(mean), torch.ones_like(mean)
         before, spread = self.glob_mean, self.glob_std

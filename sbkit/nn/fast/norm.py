@@ -1,4 +1,4 @@
-"""Layer norm over several dimensions, trained as one over a single dimension, which it equals."""
+"""Layer norm over several dimensions, computed as the equivalent one over a single dimension."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch.nn import functional
 class LayerNorm(nn.LayerNorm):
     """``torch.nn.LayerNorm`` whose gradients of weight and bias are right on a GPU for any number of rows.
 
-    torch's own kernel for them takes the last dimension for all that are normalised. Beyond 65,536 rows of few values
-    it fails or writes out of bounds.
+    torch's own kernel for them only counts the last normalised dimension. Beyond 65,536 rows of few values it fails or
+    writes out of bounds.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name

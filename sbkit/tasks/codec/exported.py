@@ -24,9 +24,9 @@ from sbkit.export.runners import Runner, open_runner
 from sbkit.nn.codec.coder import Coder, Decode, Encode
 
 OUTPUTS = {"codes": ("batch", "frames"), "frames": ("batch",)}
-#: The share of codes that may be others than the checkpoint's. Runtimes add up in different orders, so numbers differ
-#: by some 1e-6 of their size, and one so near to the middle between two levels is rounded to the other. That happens
-#: to one code in ten thousand or fewer; a graph that computes anything else changes most of them.
+#: The share of codes that may differ from the checkpoint's. Runtimes add up in different orders, so numbers differ by a
+#: relative 1e-6, and one that close to the middle between two levels may be rounded to the other. That happens to one
+#: code in ten thousand or fewer; a wrong graph changes most of them.
 OTHER_CODES = 0.005
 _EXAMPLE = (2, 40)  # utterances and frames to trace the decoder with
 
@@ -43,7 +43,7 @@ class Decoded(nn.Module):
 
 
 class CodesComparison(Comparison):
-    """Compares codes: how many differ. The numbers of frames are the same, or nothing is."""
+    """Compares codes by the share that differs; different numbers of frames fail."""
 
     what = "codes"
 
@@ -60,7 +60,7 @@ class CodesComparison(Comparison):
 
 
 class DecoderGraph(Companion):
-    """The graph from codes to samples; it is compared on the checkpoint's own codes, so both are asked the same."""
+    """The graph from codes to samples; it is compared on the checkpoint's codes, so that both have the same input."""
 
     name, files = "decoder", layout.DECODERS
     inputs: ClassVar[Mapping[str, tuple[str, ...]]] = OUTPUTS
@@ -82,19 +82,19 @@ class DecoderGraph(Companion):
 
     def comparisons(self, clips: ComparisonClips, config: layout.CodecConfig, folder: Path
                     ) -> Mapping[str, Comparison]:
-        coded = [Clip(self._encoded(clip.signal), None, clip.name) for clip in clips.alone]
-        made = Comparison(ComparisonClips(coded, clips.origin, clips.longest), self._decoded,
-                          config.sample_rate / config.stride)
-        made.what = "samples"
-        return {"from its codes": made}
+        codes = [Clip(self._encoded(clip.signal), None, clip.name) for clip in clips.alone]
+        comparison = Comparison(ComparisonClips(codes, clips.origin, clips.longest), self._decoded,
+                                config.sample_rate / config.stride)
+        comparison.what = "samples"
+        return {"from its codes": comparison}
 
     def runners(self, name: str, path: Path, config: layout.CodecConfig) -> Mapping[str, Runner]:
         call = open_runner(name, path)
 
         def run(codes: Sequence[np.ndarray]) -> list[np.ndarray]:
             batch = np.zeros((len(codes), max(config.min_frames, *map(len, codes)), len(config.books)), np.int64)
-            for row, given in zip(batch, codes, strict=True):
-                row[: len(given)] = given
+            for row, each in zip(batch, codes, strict=True):
+                row[: len(each)] = each
             signals, lengths = call(batch, np.array([len(each) for each in codes]))
             return [signal[:length] for signal, length in zip(signals, lengths, strict=True)]
 
@@ -117,13 +117,13 @@ class ExportedCodec(Exported):
 
     @classmethod
     def of(cls, coder: Coder) -> ExportedCodec:
-        """Export a codec that is in evaluation mode and stays as it is."""
+        """Export a codec in evaluation mode, which isn't changed."""
         return cls(Encode(coder.features, coder.encoder, coder.quantiser), OUTPUTS, coder.features.sample_rate,
-                   coder=coder, from_forward=lambda made: (made.quantised.codes, made.frames))
+                   coder=coder, from_forward=lambda outputs: (outputs.quantised.codes, outputs.frames))
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """No int8: other numbers have other codes."""
+        """No int8: it would change the codes."""
         return layout.ONNX, layout.TORCH
 
     @property
@@ -137,7 +137,7 @@ class ExportedCodec(Exported):
             books=list(self.coder.quantiser.sizes), stride=self.coder.stride, context=reach(self.coder))
 
     def write_beside(self, folder: Path, config: layout.CodecConfig) -> None:
-        """Write the weights, for models that speak through the decoder."""
+        """Write the weights, for voices with this codec's decoder."""
         save_file(weights(self.coder), folder / layout.WEIGHTS,
                   {"codec": config.codec, "definition": json.dumps(self.coder.definition())})
 
@@ -185,7 +185,7 @@ def weights(coder: Coder) -> dict[str, Tensor]:
 
 
 def fingerprint(coder: Coder) -> str:
-    """Compute the sha256 of a codec's weights and of the numbers that define its parts: each has codes of its own."""
+    """Compute the sha256 of a codec's weights and of the sizes of its parts, on which its codes depend."""
     digest = hashlib.sha256(json.dumps(coder.definition(), sort_keys=True).encode())
     for name, value in sorted(weights(coder).items()):
         digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
@@ -193,32 +193,31 @@ def fingerprint(coder: Coder) -> str:
     return digest.hexdigest()
 
 
-#: Of noise, in which it is measured; a codec that looks to its ends may look at everything.
-_FRAMES = 512
-_LOUDNESS = 0.1
+#: Length and amplitude of the noise in which the context is measured.
+_FRAMES, _AMPLITUDE = 512, 0.1
 
 
 def reach(coder: Coder) -> int | None:
-    """Return how many frames on each side of one have an effect on its codes or on its samples; None: maybe all.
+    """Return how many frames on each side affect a frame's codes or samples; None: possibly all.
 
-    The gradient of what the middle frame gives is not zero at just those that have one.
+    These are the frames at which the gradient of the middle frame's outputs is not zero.
     """
     draw, frames, middle = torch.Generator().manual_seed(0), torch.tensor([_FRAMES]), _FRAMES // 2
-    signals = (_LOUDNESS * torch.randn(1, _FRAMES * coder.stride, generator=draw)).requires_grad_()
+    signals = (_AMPLITUDE * torch.randn(1, _FRAMES * coder.stride, generator=draw)).requires_grad_()
     vectors = coder.encoder(*coder.features(signals, frames * coder.stride))
-    coded = _moved_by(vectors[0, middle], signals, draw)
+    encoded = _affects(vectors[0, middle], signals, draw)
     vectors = vectors.detach().requires_grad_()
     sound = coder.sound(vectors, frames)[0].unflatten(0, (_FRAMES, -1))
-    touched = torch.cat([torch.nonzero(each) for each in (coded, _moved_by(sound[middle], vectors, draw))])
-    if not len(touched):  # weights of zero, which nothing passes
+    affecting = torch.cat([torch.nonzero(each) for each in (encoded, _affects(sound[middle], vectors, draw))])
+    if not len(affecting):  # all weights are zero
         return None
-    first, last = int(touched.min()), int(touched.max())
+    first, last = int(affecting.min()), int(affecting.max())
     return None if first == 0 or last == _FRAMES - 1 else max(middle - first, last - middle)
 
 
-def _moved_by(output: Tensor, given: Tensor, draw: torch.Generator) -> Tensor:
-    """Whether each frame of what was given [1, frames * N, ...] has an effect on an output [N]: [frames]."""
-    [gradient] = torch.autograd.grad((output * torch.randn(output.shape, generator=draw)).sum(), given)
+def _affects(output: Tensor, inputs: Tensor, draw: torch.Generator) -> Tensor:
+    """Whether each frame of the inputs [1, frames * N, ...] affects an output [N]: [frames]."""
+    [gradient] = torch.autograd.grad((output * torch.randn(output.shape, generator=draw)).sum(), inputs)
     return gradient.reshape(_FRAMES, -1).ne(0).any(1)
 
 

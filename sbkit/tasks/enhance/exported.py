@@ -1,4 +1,4 @@
-"""The export of an enhancer: a graph from waveforms to waveforms, and one that does the same piece by piece."""
+"""The export of an enhancer: a graph from waveforms to waveforms, and one for streams."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXAMPLE = (2, 40)  # streams and frames to trace the graph for streams with
 
 
 class WholeEnhancer(nn.Module):
-    """The graph from signals [B, S] and lengths [B] to the same without noise."""
+    """The graph from noisy signals [B, S] and lengths [B] to enhanced ones."""
 
     def __init__(self, enhancer: Enhancer):
         super().__init__()
@@ -36,7 +36,7 @@ class WholeEnhancer(nn.Module):
 
 
 class EnhancerStep(nn.Module):
-    """The graph from pieces of streams [B, T, hop] and their states to pieces without noise, and the next states."""
+    """The graph from pieces of streams [B, T, hop] and their states to enhanced pieces and the next states."""
 
     def __init__(self, enhancer: Enhancer):
         super().__init__()
@@ -83,11 +83,11 @@ class EnhancerStreams(Companion):
                 for row, signal in zip(batch.reshape(len(signals), -1), signals, strict=True):
                     row[: len(signal)] = signal
                 state = [np.zeros((len(signals), *part["shape"]), np.float32) for part in config.state.values()]
-                found = []
+                pieces = []
                 for i in range(count):
                     sound, *state = call(batch[:, i], *state)
-                    found.append(sound)
-                whole = np.concatenate(found, axis=1).reshape(len(signals), -1)[:, config.delay:]
+                    pieces.append(sound)
+                whole = np.concatenate(pieces, axis=1).reshape(len(signals), -1)[:, config.delay:]
                 return [row[: len(signal)] for row, signal in zip(whole, signals, strict=True)]
 
             return run
@@ -104,12 +104,12 @@ class ExportedEnhancer(Exported):
 
     @classmethod
     def of(cls, enhancer: Enhancer, sample_rate: int) -> ExportedEnhancer:
-        """Export an enhancer that is in evaluation mode and stays as it is."""
+        """Export an enhancer in evaluation mode, which isn't changed."""
         return cls(WholeEnhancer(enhancer), OUTPUTS, sample_rate, enhancer=enhancer)
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """No int8: nothing says how good its sound would be."""
+        """No int8: its sound quality isn't measured."""
         return layout.ONNX, layout.TORCH
 
     @property
@@ -130,5 +130,5 @@ class ExportedEnhancer(Exported):
 _USE = """### Files and streams
 
 `sbkit enhance {name} clip.mp3 --to enhanced`. `stream.onnx` is a step: pieces [batch, frames, {config.hop}] and a
-state, zeros at first, to pieces that come {config.delay} samples later and the next state.
+state, zeros at first, to enhanced pieces, delayed by {config.delay} samples, and the next state.
 """

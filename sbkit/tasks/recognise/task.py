@@ -76,8 +76,8 @@ class RecognitionTask(SearchingTask):
         follows = super().prepare(keys, manifests, given)
         norm, features = keys.normalize, keys.compute_features
         if isinstance(norm, GlobalNorm) and features is not None and initial.fresh(keys):
-            front = feature_statistics.Front(features, keys.hop_samples, keys.sample_rate)
-            feature_statistics.prepare(norm, front, manifests["train"])
+            settings = feature_statistics.FeatureSettings(features, keys.hop_samples, keys.sample_rate)
+            feature_statistics.prepare(norm, settings, manifests["train"])
         return follows
 
     @classmethod

@@ -50,7 +50,7 @@ def front(blocks=2):
 
 def fixed_norm():
     made = GlobalNorm(MELS, "nowhere")
-    made.take(torch.linspace(-9, -7, MELS), torch.linspace(2, 3, MELS))
+    made.set_statistics(torch.linspace(-9, -7, MELS), torch.linspace(2, 3, MELS))
     return made
 
 
