@@ -45,7 +45,7 @@ def put_for_traces(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     to_onnx = graph.to_onnx
     monkeypatch.setattr(recogniser, "trace", lambda _: bundle / layout.MODELS["onnx"])
     monkeypatch.setattr(StreamingGraph, "trace", lambda _: bundle / layout.STREAMS["onnx"])
-    monkeypatch.setattr(graph, "least_samples", lambda _: layout.read(bundle).min_samples)
+    monkeypatch.setattr(graph, "min_samples", lambda _: layout.read(bundle).min_samples)
     monkeypatch.setattr(graph, "to_onnx", lambda program, *names: (
         onnx.load(program) if isinstance(program, Path) else to_onnx(program, *names)))
 

@@ -60,20 +60,21 @@ class ExportRequest:
     chunk: int | None = None
 
 
-def export(request: ExportRequest, bundles: Bundles | None = None, opened: Callable[[], Trained] | None = None) -> int:
+def export(request: ExportRequest, bundles: Bundles | None = None,
+           open_model: Callable[[], Trained] | None = None) -> int:
     """Export a run, print how it compares with its checkpoint, and return the exit code.
 
     bundles : opens the recogniser of a task that makes sound, which compares what is heard; None: sound alone is
-    opened : gives a model that is not a run's
+    open_model : returns a model that is not a run's
     """
     to = request.to.resolve()  # a link to a bundle stays a link
     publish.clean_up(to)
     _check(request)
-    trained = opened() if opened else source.open_run(request.run, request.checkpoint, request.average, bundles,
-                                                      request.mean, request.accept_worse)
-    with publish.temporary_folder(to) as aside:
-        comparison, config = _fill(aside, trained, request)
-        publish.publish(aside, to, request.force)
+    trained = open_model() if open_model else source.open_run(
+        request.run, request.checkpoint, request.average, bundles, request.mean, request.accept_worse)
+    with publish.temporary_folder(to) as temporary:
+        comparison, config = _write_and_compare(temporary, trained, request)
+        publish.publish(temporary, to, request.force)
     print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
     if comparison.has_words and layout.INT8 in comparison.formats():
         print(f"{layout.INT8} has 8-bit weights, so it recognises some words differently: its WER may be "
@@ -125,7 +126,8 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _fill(folder: Path, trained: Trained, request: ExportRequest) -> tuple[parity.Comparison, layout.Bundle]:
+def _write_and_compare(folder: Path, trained: Trained, request: ExportRequest
+                       ) -> tuple[parity.Comparison, layout.Bundle]:
     """Write all files of the bundle, compare each format with the checkpoint, and refuse one that differs."""
     exported = trained.exported
     formats = _formats(request, exported)
@@ -139,10 +141,10 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> tuple[parit
             bar.update()
 
         step("reading test clips")
-        chosen = exported.clips(trained.keys.corpus, request.clips)
+        clips = exported.clips(trained.keys.corpus, request.clips)
         step("tracing")
         program = exported.trace()
-        config = complete(exported.config(program, chosen), trained)
+        config = complete(exported.config(program, clips), trained)
         exported.write_beside(folder, config)
         for name in formats:
             step(f"writing {name}")
@@ -157,25 +159,25 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> tuple[parit
         for companion, files in companions:
             _write_companion(companion, files, folder, config, step)
         step("running the checkpoint")
-        comparison = exported.comparison(chosen, config, folder)
+        comparison = exported.comparison(clips, config, folder)
         for name in formats:
             step(f"comparing {name}")
             comparison.add(name, exported.runner(name, folder, config), _size(folder, name),
                            batches=name != layout.SPEECHBRAIN)
         for companion, files in companions:
-            comparison.companions[companion.name] = _compared(companion, files, folder, config, chosen, step)
+            comparison.companions[companion.name] = _compare_companion(companion, files, folder, config, clips, step)
         for target in targets:
             step(f"comparing {target.name}")
             target.compare(folder, config, comparison)
     config.batching = comparison.batchable(request.tolerance)
-    comparison.refuse(comparison.failures(request.tolerance, config.batching))
+    comparison.raise_if_any(comparison.failures(request.tolerance, config.batching))
     if not config.batching:
         logger.warning("Utterances have different outputs in a batch than alone, because layers of this model use the "
                        "padding. Each utterance will run alone")
     readme = exported.readme(request.to.name, config, comparison, [target.readme() for target in targets])
     readme = model_card.of_bundle(readme, request.run, config.pipeline_tag, request.checkpoint, request.average,
                                   request.mean, trained.facts)
-    _describe(folder, config, comparison, request.tolerance, readme)
+    _write_description(folder, config, comparison, request.tolerance, readme)
     return comparison, config
 
 
@@ -190,15 +192,15 @@ def _write_companion(companion: Companion, files: Mapping[str, str], folder: Pat
         _write(name, folder, files, program, companion, config)
 
 
-def _compared(companion: Companion, files: Mapping[str, str], folder: Path, config: layout.Bundle,
-              chosen: ComparisonClips, step: Callable[[str], None]) -> Mapping[str, parity.Comparison]:
+def _compare_companion(companion: Companion, files: Mapping[str, str], folder: Path, config: layout.Bundle,
+                       clips: ComparisonClips, step: Callable[[str], None]) -> Mapping[str, parity.Comparison]:
     """Compare the formats of a further graph with the checkpoint in each way of running it."""
     step(f"running the checkpoint for {companion.name}")
-    comparisons = companion.comparisons(chosen, config, folder)
+    comparisons = companion.comparisons(clips, config, folder)
     for name, file in files.items():
         step(f"comparing {companion.name}, {name}")
-        for way, run in companion.runners(name, folder / file, config).items():
-            comparisons[way].add(name, run, layout.size(folder, file))
+        for mode, run in companion.runners(name, folder / file, config).items():
+            comparisons[mode].add(name, run, layout.size(folder, file))
     return comparisons
 
 
@@ -222,21 +224,21 @@ def _write(name: str, folder: Path, files: Mapping[str, str], program: torch.exp
         graph.write_torch(program, path)
     elif name == layout.ONNX:
         write_onnx(path)
-    elif (whole := folder / files.get(layout.ONNX, "")).is_file():
-        graph.quantize(whole, path)
+    elif (onnx := folder / files.get(layout.ONNX, "")).is_file():
+        graph.quantize(onnx, path)
     else:
-        with tempfile.TemporaryDirectory(dir=folder) as aside:
-            whole = Path(aside) / layout.MODELS[layout.ONNX]
-            write_onnx(whole)
-            graph.quantize(whole, path)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            onnx = Path(temporary) / layout.MODELS[layout.ONNX]
+            write_onnx(onnx)
+            graph.quantize(onnx, path)
 
 
 def _size(folder: Path, name: str) -> int:
-    whole = name == layout.SPEECHBRAIN
-    return layout.size(folder, *((layout.RECIPE, layout.WEIGHTS, layout.TOKENIZER) if whole else [layout.MODELS[name]]))
+    names = [layout.RECIPE, layout.WEIGHTS, layout.TOKENIZER] if name == layout.SPEECHBRAIN else [layout.MODELS[name]]
+    return layout.size(folder, *names)
 
 
-def _describe(folder: Path, config: layout.Bundle, comparison: parity.Comparison, tolerance: float,
+def _write_description(folder: Path, config: layout.Bundle, comparison: parity.Comparison, tolerance: float,
               readme: str) -> None:
     """Write parity.json, README.md and, last, config.json with the fingerprints of all other files."""
     facts = {"tolerance": tolerance, "threads": torch.get_num_threads(), **comparison.facts()}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sbkit.data.corpus import Corpus
 
 #: Length of the long clip, as a multiple of the longest training utterance.
-BEYOND = 1.25
+LONGER = 1.25
 _SYNTHETIC_SECONDS = (0.05, 0.3, 1.0, 2.2, 4.7, 9.5)
 
 
@@ -45,7 +45,8 @@ class ComparisonClips:
         return [order[i] for i in dict.fromkeys((0, len(order) // 3, 2 * len(order) // 3, len(order) - 1))]
 
 
-def choose(corpus: Corpus | None, sample_rate: int, count: int, max_seconds: float | None = None) -> ComparisonClips:
+def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_seconds: float | None = None
+                 ) -> ComparisonClips:
     """Choose ``count`` utterances of the run's test split, or noise of several lengths if its audio is missing.
 
     max_seconds : what the model hears at once, if that is limited: no clip is longer
@@ -65,16 +66,16 @@ def choose(corpus: Corpus | None, sample_rate: int, count: int, max_seconds: flo
     if not clips:
         clips = [Clip(_noise(seconds, sample_rate), None, f"{seconds:g} s of noise") for seconds in _SYNTHETIC_SECONDS]
     longest = longest or max(len(clip.signal) for clip in clips) / sample_rate
-    clips.append(_long(clips, longest * BEYOND, sample_rate, max_seconds))
+    clips.append(_long(clips, longest * LONGER, sample_rate, max_seconds))
     clips.insert(0, Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of a clip"))
     return ComparisonClips(clips, origin, longest, hint)
 
 
 def _utterances(manifest: Manifest, sample_rate: int, count: int) -> list[Clip]:
     order = np.argsort(manifest.durations, kind="stable")
-    places = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))
+    positions = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))
     clips = []
-    for i in order[places]:
+    for i in order[positions]:
         row = manifest.row(int(i))
         try:
             signal = read_utterance(row.wav, row.start, row.duration, sample_rate=sample_rate,
@@ -100,9 +101,9 @@ def _long(clips: list[Clip], seconds: float, sample_rate: int, max_seconds: floa
 
 def _noise(seconds: float, sample_rate: int) -> np.ndarray:
     """Make noise with changing loudness and pitch, so that frames differ."""
-    draw = np.random.default_rng(round(seconds * 1000))
+    rng = np.random.default_rng(round(seconds * 1000))
     size = round(seconds * sample_rate)
     time = np.arange(size) / sample_rate
     loudness = 0.05 * (1.1 + np.sin(2 * np.pi * 3 * time))
     tone = np.sin(2 * np.pi * (200 + 800 * np.abs(np.sin(time))) * time)
-    return (loudness * (draw.standard_normal(size) * 0.3 + tone)).astype(np.float32)
+    return (loudness * (rng.standard_normal(size) * 0.3 + tone)).astype(np.float32)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout, readme
-from sbkit.export.clips import ComparisonClips, choose
+from sbkit.export.clips import ComparisonClips, choose_clips
 from sbkit.export.companion import Companion, OwnBundle, Target
 from sbkit.export.parity import Comparison
-from sbkit.export.runners import Output, Runner, each, on_waveforms, open_runner, shown
+from sbkit.export.runners import Output, Runner, main_outputs, on_waveforms, open_runner, split_batch
 
 if TYPE_CHECKING:
     from sbkit.data.corpus import Corpus
@@ -78,15 +78,15 @@ class Exported:
 
     def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:
         """Choose what the formats are compared on: ``count`` utterances of the run's test split."""
-        return choose(corpus, self.sample_rate, count)
+        return choose_clips(corpus, self.sample_rate, count)
 
     def trace(self) -> torch.export.ExportedProgram:
         """Trace the graph with dynamic batch and time dimensions."""
         batch, samples = _EXAMPLE
         example = self.examples or (torch.randn(batch, samples) * 0.1, torch.tensor([samples, samples * 2 // 3]))
         program = graph.trace_module(self.graph.eval(), example, {"signals": (0, 1), "lengths": (0,)})
-        if (given := len(program.graph_signature.user_outputs)) != len(self.outputs):
-            raise SbkitError(f"the graph returns {given} tensors, but outputs names {len(self.outputs)}: "
+        if (count := len(program.graph_signature.user_outputs)) != len(self.outputs):
+            raise SbkitError(f"the graph returns {count} tensors, but outputs names {len(self.outputs)}: "
                              f"{', '.join(self.outputs)}", hint="name each of them in Exported(outputs=...)")
         return program
 
@@ -94,9 +94,9 @@ class Exported:
         """Make the contents of config.json, except for files, training and versions, which the export adds."""
         del clips
         return layout.GraphConfig(
-            sample_rate=self.sample_rate, language=self.language, min_samples=graph.least_samples(program),
+            sample_rate=self.sample_rate, language=self.language, min_samples=graph.min_samples(program),
             outputs=list(self.outputs), labels=list(self.labels),
-            lengths={name: self.outputs[name][1] for name in shown(self.outputs) if len(self.outputs[name]) > 1
+            lengths={name: self.outputs[name][1] for name in main_outputs(self.outputs) if len(self.outputs[name]) > 1
                      and self.outputs[name][1] in self.outputs})
 
     def write_beside(self, folder: Path, config: OwnBundle) -> None:
@@ -116,29 +116,29 @@ class Exported:
 
     def reference(self, config: OwnBundle) -> Callable[[np.ndarray], Output]:
         """Return a function that runs the task's ``compute_forward`` on one waveform [S]."""
-        names, forward = shown(self.outputs), self.forward
+        names, forward = main_outputs(self.outputs), self.forward
         assert forward is not None, "the export sets it"
 
         @torch.no_grad()
         def run(signal: np.ndarray) -> Output:
             padded = np.pad(signal, (0, max(0, config.min_samples - len(signal))))
-            made = forward(torch.from_numpy(padded), len(signal))
-            made = made if self.from_forward is None else self.from_forward(made)
-            values = made if isinstance(made, (tuple, list)) else (made,)
+            result = forward(torch.from_numpy(padded), len(signal))
+            result = result if self.from_forward is None else self.from_forward(result)
+            values = result if isinstance(result, (tuple, list)) else (result,)
             if not all(isinstance(value, Tensor) for value in values) or \
                     len(values) not in (len(names), len(self.outputs)):
-                raise SbkitError(f"compute_forward returns {_described(made)}, and the graph "
+                raise SbkitError(f"compute_forward returns {_type_name(result)}, and the graph "
                                  f"{', '.join(self.outputs)}, so they can't be compared",
                                  hint="convert the first into the second: Exported(..., from_forward=function)")
-            kept = self.outputs if len(values) == len(self.outputs) else dict.fromkeys(names, ())
-            return each(kept, [value.numpy() for value in values])[0]
+            outputs = self.outputs if len(values) == len(self.outputs) else dict.fromkeys(names, ())
+            return split_batch(outputs, [value.numpy() for value in values])[0]
 
         return run
 
     def comparison(self, clips: ComparisonClips, config: OwnBundle, folder: Path) -> Comparison:
         """Run the original model on the clips, for the formats to be compared with."""
         del folder
-        names = shown(self.outputs)
+        names = main_outputs(self.outputs)
 
         def text(output: Output) -> str:
             return str(self.labels[int((output[0] if len(names) > 1 else output).argmax())])
@@ -147,7 +147,7 @@ class Exported:
                           outputs=names if len(names) > 1 else ())
 
     def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
-        """Return the models for the programs that one of ``targets`` stands for; those that can't be made are refused.
+        """Return the models for the programs of one of ``targets``; those that can't be made are refused.
 
         chunk : milliseconds of a chunk, for a program that takes streams in chunks of one size
         """
@@ -158,8 +158,8 @@ class Exported:
         return readme.text(name, config, comparison, of_targets)
 
 
-def _described(made: object) -> str:
-    if isinstance(made, Tensor):
+def _type_name(result: object) -> str:
+    if isinstance(result, Tensor):
         return "a tensor"
-    parts = made if isinstance(made, (tuple, list)) else ()
-    return f"{type(made).__name__}({', '.join(type(part).__name__ for part in parts)})"
+    parts = result if isinstance(result, (tuple, list)) else ()
+    return f"{type(result).__name__}({', '.join(type(part).__name__ for part in parts)})"

@@ -68,20 +68,20 @@ class Features(nn.Module):
         level = torch.maximum(level, loudest - self.top_db)
         if self.cosine is not None:
             level = functional.conv1d(level, self.cosine)
-        return self._surroundings(level.transpose(1, 2), frames), frames
+        return self._add_context(level.transpose(1, 2), frames), frames
 
-    def _surroundings(self, feats: Tensor, frames: Tensor) -> Tensor:
+    def _add_context(self, feats: Tensor, frames: Tensor) -> Tensor:
         """Append deltas and context frames, computed at an utterance's end as if the batch ended there."""
         if self.deltas is not None:
-            first = self.deltas(_held(feats, frames))
-            second = self.deltas(_held(first, frames))
+            first = self.deltas(_repeat_last(feats, frames))
+            second = self.deltas(_repeat_last(first, frames))
             feats = torch.cat([feats, first, second], dim=2)
         if self.context is not None:
             feats = self.context(feats.masked_fill(~lengths_to_mask(frames, feats.shape[1])[..., None], 0.0))
         return feats
 
 
-class Traced(nn.Module):
+class TracedFeatures(nn.Module):
     """Any other front end [B, S] -> [B, T, F], traced as it is; :func:`refuse_transforms` checks the result."""
 
     def __init__(self, features: nn.Module, hop_samples: int):
@@ -97,7 +97,7 @@ class Traced(nn.Module):
 def express(features: nn.Module, hop_samples: int) -> nn.Module:
     """Turn a front end into a module that can be exported; raises ``SbkitError`` with the reason if it can't be."""
     known = type(features) in (lobes.Fbank, FASTER[lobes.Fbank], lobes.MFCC)
-    return (Features if known else Traced)(features, hop_samples).eval()
+    return (Features if known else TracedFeatures)(features, hop_samples).eval()
 
 
 def refuse_transforms(program: torch.export.ExportedProgram, name: str) -> None:
@@ -149,7 +149,7 @@ def _mel(bank: Filterbank) -> Tensor:
         return bank(torch.eye(bank.n_stft)[None])[0].t().contiguous()[..., None]
 
 
-def _held(feats: Tensor, frames: Tensor) -> Tensor:
+def _repeat_last(feats: Tensor, frames: Tensor) -> Tensor:
     """Repeat each utterance's last frame to the end of the batch: [B, T, F]."""
     time = torch.arange(feats.shape[1], device=feats.device)
     index = torch.minimum(time[None], frames[:, None] - 1)

@@ -23,40 +23,39 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OPSET = 18
-_OF_TORCH = f"{Path(torch.__file__).parent}/"
-_SPLIT_OFF = 1 << 30  # larger models get a separate file of weights, since a protobuf is limited to 2 GiB
+_TORCH_FOLDER = f"{Path(torch.__file__).parent}/"
+_MAX_BYTES = 1 << 30  # larger models get a separate file of weights, since a protobuf is limited to 2 GiB
 
 
 def trace_module(module: nn.Module, example: tuple[Tensor, ...],
-                 open_: Mapping[str, tuple[int, ...] | list[tuple[int, ...]]]) -> torch.export.ExportedProgram:
-    """Trace a module; ``open_`` lists the dynamic dimensions of each input, and of ``*inputs`` those of each of them.
-    """
+                 dynamic_dims: Mapping[str, tuple[int, ...] | list[tuple[int, ...]]]) -> torch.export.ExportedProgram:
+    """Trace a module; ``dynamic_dims`` are the dynamic dimensions of each input, a list of them for ``*inputs``."""
     def dynamic(dims: tuple[int, ...]) -> dict[int, Any]:  # torch's, which no type declares
         return dict.fromkeys(dims, torch.export.Dim.DYNAMIC)
 
     shapes = {name: tuple(map(dynamic, dims)) if isinstance(dims, list) else dynamic(dims)
-              for name, dims in open_.items()}
+              for name, dims in dynamic_dims.items()}
     try:
         with torch.no_grad(), _quiet():
             program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        place = _place(error) or _place_of_a_fixed_size(module, example, shapes)
-        raise SbkitError(f"the model can't be traced{place}: {_cause(error)}",
+        line = _line_of(error) or _line_of_fixed_size(module, example, shapes)
+        raise SbkitError(f"the model can't be traced{line}: {_cause(error)}",
                          hint="look for a branch on values, a size that becomes a number (len(tensor), int(...)) or "
                          "a loop over frames") from error
     return program
 
 
-def _place(error: BaseException) -> str:
+def _line_of(error: BaseException) -> str:
     """Return the line of the model's own code in which an error was raised, if it was raised in one."""
     while error.__cause__ is not None:
         error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
-    inside = [each for each in frames[1:] if _OF_TORCH not in each.filename and each.filename != __file__]
+    inside = [each for each in frames[1:] if _TORCH_FOLDER not in each.filename and each.filename != __file__]
     return _shown(inside[-1].filename, inside[-1].lineno, inside[-1].line) if inside else ""
 
 
-def _place_of_a_fixed_size(module: nn.Module, example: tuple[Tensor, ...], shapes: Any) -> str:  # torch.export's
+def _line_of_fixed_size(module: nn.Module, example: tuple[Tensor, ...], shapes: Any) -> str:  # torch.export's
     """Return the line that turned a size of a batch into a constant, of which torch.export's error says nothing.
 
     torch's draft of an export goes on after such a line, and reports where it was.
@@ -68,10 +67,10 @@ def _place_of_a_fixed_size(module: nn.Module, example: tuple[Tensor, ...], shape
         names = {number: path for path, number in structured.INTERN_TABLE.items()}
         for failure in draft._report.failures:
             stack = [(names[each["filename"]], each) for each in failure.data.get("user_stack", ())]
-            if inside := [(path, each) for path, each in stack if _OF_TORCH not in path]:
+            if inside := [(path, each) for path, each in stack if _TORCH_FOLDER not in path]:
                 path, each = inside[-1]
                 return _shown(path, each["line"], each["loc"])
-    except Exception as error:  # the report has no public form yet; without it the message has no place
+    except Exception as error:  # the report has no public form yet; without it the message names no line
         logger.debug("no draft of the export: %s", error)
     return ""
 
@@ -80,7 +79,7 @@ def _shown(path: str, line: int | None, code: str | None) -> str:
     return f" ({path}, line {line}: {code})"
 
 
-def least_samples(program: torch.export.ExportedProgram, signals: str = "signals") -> int:
+def min_samples(program: torch.export.ExportedProgram, signals: str = "signals") -> int:
     """Return the smallest number of samples that the traced graph accepts."""
     for node in program.graph.find_nodes(op="placeholder", sort=True):
         value = node.meta.get("val")
@@ -112,11 +111,11 @@ def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], output
     For each node that doesn't know where it was traced, torch takes down where it converts it: a fifth of the time.
     """
     try:
-        with torch.no_grad(), _quiet(), _small_numbers_kept():
-            made = torch.onnx.export(program, dynamo=True, opset_version=OPSET, input_names=list(inputs),
-                                     output_names=list(outputs), verbose=False)
-            assert made is not None, "torch returns None only where it is given a file name"
-            return made.model_proto
+        with torch.no_grad(), _quiet(), _keep_small_numbers():
+            exported = torch.onnx.export(program, dynamo=True, opset_version=OPSET, input_names=list(inputs),
+                                         output_names=list(outputs), verbose=False)
+            assert exported is not None, "torch returns None only where it is given a file name"
+            return exported.model_proto
     except Exception as error:
         raise SbkitError(f"the model can't be written as ONNX: {_cause(error)}") from error
 
@@ -130,14 +129,14 @@ def save(model: onnx.ModelProto, path: Path, metadata: dict[str, str], dimension
         for dimension, name in zip(value.type.tensor_type.shape.dim, dimensions[value.name], strict=False):
             dimension.dim_param = name
     del model.graph.value_info[:]  # uses the tracer's names of dimensions
-    _forget_origins(model.graph)
+    _drop_origins(model.graph)
     onnx.helper.set_model_props(model, metadata)
     model.doc_string = "made by sbkit"
-    beside = model.ByteSize() > _SPLIT_OFF
-    onnx.save_model(model, path, save_as_external_data=beside, location=f"{path.name}.data" if beside else None)
+    external = model.ByteSize() > _MAX_BYTES
+    onnx.save_model(model, path, save_as_external_data=external, location=f"{path.name}.data" if external else None)
 
 
-def _forget_origins(graph: onnx.GraphProto) -> None:
+def _drop_origins(graph: onnx.GraphProto) -> None:
     """Remove each node's record of its source code and module, two thirds of a small model's size."""
     del graph.metadata_props[:]
     for node in graph.node:
@@ -145,7 +144,7 @@ def _forget_origins(graph: onnx.GraphProto) -> None:
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
                 if inner.node:
-                    _forget_origins(inner)
+                    _drop_origins(inner)
 
 
 def quantize(path: Path, to: Path) -> None:
@@ -169,7 +168,7 @@ def _cause(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _small_numbers_kept() -> Iterator[None]:
+def _keep_small_numbers() -> Iterator[None]:
     """Switch off onnxscript's rules that take a number near to 0 or 1 for it: they drop ``x + 1e-8``, and so make
     log(0) of a silent frame. A runtime drops exact ones by itself."""
     from onnxscript import rewriter

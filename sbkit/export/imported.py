@@ -53,25 +53,25 @@ def import_model(request: ImportRequest) -> int:
     """Import a model, print how its bundle compares with it, and return the exit code."""
     if request.corpus is not None:
         check_exists(request.corpus)
-    with tempfile.TemporaryDirectory() as room:
-        run = Path(room)
+    with tempfile.TemporaryDirectory() as temporary:
+        run = Path(temporary)
         same = {name: getattr(request, name) for name in ("to", "formats", "force", "tolerance", "clips")}
-        return bundle.export(ExportRequest(run, **same), opened=lambda: _opened(request, run))
+        return bundle.export(ExportRequest(run, **same), open_model=lambda: _open(request, run))
 
 
-def _opened(request: ImportRequest, run: Path) -> Trained:
+def _open(request: ImportRequest, run: Path) -> Trained:
     """Open the model as if a run in the folder ``run`` had kept its tokenizer and trained it."""
-    given, of_a_run = Path(request.source).expanduser(), f"for your own run: sbkit export RUN --to {request.to}"
+    given, own_run = Path(request.source).expanduser(), f"for your own run: sbkit export RUN --to {request.to}"
     if given.is_file():
         raise SbkitError(f"{request.source} is a file: a bundle also needs the model's layers and its tokenizer",
                          hint="name its folder, with a tokenizer and either a hyperparams.yaml for EncoderASR or a "
-                              f"config.json; {of_a_run}")
+                              f"config.json; {own_run}")
     if is_folder(request.source):
-        if (ours := _bundle(given)) is not None:
-            raise SbkitError(f"{request.source} is already an sbkit bundle", hint=ours.use.format(given))
+        if (config := _bundle(given)) is not None:
+            raise SbkitError(f"{request.source} is already an sbkit bundle", hint=config.use.format(given))
         if not any((given / name).is_file() for name in (layout.CONFIG, layout.RECIPE)):
             raise SbkitError(f"{request.source} has neither a config.json of transformers nor a hyperparams.yaml for "
-                             "EncoderASR", hint=f"name a folder with all files of a model; {of_a_run}")
+                             "EncoderASR", hint=f"name a folder with all files of a model; {own_run}")
     folder = recipe_folder(request.source)
     if folder is not None:
         if not (is_folder(request.source) or request.trust_code):
@@ -85,8 +85,8 @@ def _opened(request: ImportRequest, run: Path) -> Trained:
     encoder = brain.recognizer.encoder
     for note in encoder.notes(trains=False):
         print(note)
-    own, least = published.model.own_code(encoder.frames), getattr(encoder.network, "min_samples", 1)
-    return _trained(request, run, brain, ("transformers", _own_code(own, published.kept_order, tokenizer, least)))
+    own, min_samples = published.model.own_code(encoder.frames), getattr(encoder.network, "min_samples", 1)
+    return _trained(request, run, brain, ("transformers", _own_code(own, published.kept_order, tokenizer, min_samples)))
 
 
 def _bundle(folder: Path) -> layout.Bundle | None:
@@ -115,7 +115,7 @@ def _brain(request: ImportRequest, run: Path, task: str, model: bytes,
     ends = {"bos_index": tokenizer.bos_id, "eos_index": tokenizer.eos_id}
     values = {"output_folder": str(run), "data_folder": request.corpus, "language": request.language or "",
               "output_neurons": tokenizer.size, "tokenizer": {"model": str(path)}, **keys,
-              **{key: place if place >= 0 else None for key, place in ends.items()}}
+              **{key: index if index >= 0 else None for key, index in ends.items()}}
     recipe = load.open_recipe(load.load(recipe_path, values), recipe_path)
     card = load.merged(recipe_path, {**values, "init_from": request.source})
     (run / layout.RECIPE).write_text(card, encoding="utf-8")  # what the model card is made from
@@ -131,21 +131,21 @@ def _trained(request: ImportRequest, run: Path, brain: Any, original: tuple[str,
     return trained
 
 
-def _own_code(own: Callable[[np.ndarray], tuple[np.ndarray, str]], order: Sequence[int], tokenizer: Tokenizer,
-              least: int) -> Runner:
+def _own_code(original: Callable[[np.ndarray], tuple[np.ndarray, str]], order: Sequence[int], tokenizer: Tokenizer,
+              min_samples: int) -> Runner:
     """Return what runs a model's own code, whose tokenizer has to say the same as the run's of each clip.
 
     order : which of its tokens each of the run's is
-    least : samples that shorter clips are padded to
+    min_samples : samples that shorter clips are padded to
     """
     def run(signals: Sequence[np.ndarray]) -> list[np.ndarray]:
         found = []
         for signal in signals:
-            log_probs, text = own(np.pad(signal, (0, max(0, least - len(signal)))))
+            log_probs, text = original(np.pad(signal, (0, max(0, min_samples - len(signal)))))
             log_probs = log_probs[:, order]
-            said = tokenizer.decode(label for label, _ in itertools.groupby(log_probs.argmax(-1).tolist()) if label)
-            if said.split() != text.split():
-                raise SbkitError(f"the model's own tokenizer writes {text!r}, but the bundle would write {said!r}",
+            decoded = tokenizer.decode(label for label, _ in itertools.groupby(log_probs.argmax(-1).tolist()) if label)
+            if decoded.split() != text.split():
+                raise SbkitError(f"the model's own tokenizer writes {text!r}, but the bundle would write {decoded!r}",
                                  hint="please report it, with the model's name")
             found.append(log_probs)
         return found

@@ -127,7 +127,7 @@ class Bundle:
     @classmethod
     def of(cls: type[B], values: dict[str, Any], path: Path) -> B:
         """Make a configuration of the values in config.json, and check it."""
-        config = _made(cls, values, str(path))
+        config = _parse(cls, values, str(path))
         config.check(path)
         return config
 
@@ -174,7 +174,7 @@ class GraphConfig(Bundle):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        _check_once(path, "outputs", self.outputs)
+        _check_unique(path, "outputs", self.outputs)
         of_outputs = Enumerated(tuple(self.outputs))
         _refuse(str(path), "lengths", self.lengths, Object(of_outputs, of_outputs))
 
@@ -233,11 +233,11 @@ class Streaming:
 
     def check(self, path: Path) -> None:
         """Refuse values that no stream can run with."""
-        told = f"{path}: streaming"
-        _check_fields(told, self)
+        where = f"{path}: streaming"
+        _check_fields(where, self)
         if self.ahead >= min(self.chunks):
-            raise SbkitError(f"{told}: ahead is {self.ahead}, but must be below the smallest of chunks")
-        _check_state(told, self.state)
+            raise SbkitError(f"{where}: ahead is {self.ahead}, but must be below the smallest of chunks")
+        _check_state(where, self.state)
 
 
 @dataclass(kw_only=True)
@@ -270,7 +270,7 @@ class Config(Bundle):
     @classmethod
     def of(cls: type[B], values: dict[str, Any], path: Path) -> B:
         if values.get("streaming") is not None:
-            values["streaming"] = _made(Streaming, values["streaming"], f"{path}: streaming")
+            values["streaming"] = _parse(Streaming, values["streaming"], f"{path}: streaming")
         return super().of(values, path)
 
     @property
@@ -314,11 +314,11 @@ class Config(Bundle):
         _refuse(str(path), "silent_ids", self.silent_ids, Array(Integer(0, self.vocabulary - 1)))
         if self.streaming is not None:
             self.streaming.check(path)
-            most = MAX_SECONDS * self.sample_rate
+            limit = MAX_SECONDS * self.sample_rate
             size = self.hop_samples + self.streaming.overlap  # a stream keeps the samples of one feature frame at least
             for name, samples, bound in (
-                    ("before", self.streaming.before, most), ("after", self.streaming.after, size),
-                    ("the window of the largest of chunks", self.window(max(self.streaming.chunks)), most)):
+                    ("before", self.streaming.before, limit), ("after", self.streaming.after, size),
+                    ("the window of the largest of chunks", self.window(max(self.streaming.chunks)), limit)):
                 _refuse(f"{path}: streaming", name, samples, Integer(0, bound))
 
 
@@ -379,8 +379,8 @@ class VoiceConfig(Bundle):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        _check_once(path, "symbols", self.symbols)
-        _check_once(path, "speakers", self.speakers)
+        _check_unique(path, "symbols", self.symbols)
+        _check_unique(path, "speakers", self.speakers)
         if bool(self.characters) != (self.spelling is not None):
             raise SbkitError(f"{path}: there must be characters if there is a spelling, and none otherwise")
         for symbol in [*self.symbols[1:], *self.characters]:
@@ -417,9 +417,9 @@ class CodecConfig(Bundle):
     def check(self, path: Path) -> None:
         super().check(path)
         _refuse(str(path), "stride", self.stride, Integer(maximum=MAX_FRAME_SECONDS * self.sample_rate))
-        most = MAX_SECONDS * self.sample_rate // self.stride
-        _refuse(str(path), "min_frames", self.min_frames, Integer(maximum=most))
-        _refuse(str(path), "context", self.context, Nullable(Integer(0, most)))
+        limit = MAX_SECONDS * self.sample_rate // self.stride
+        _refuse(str(path), "min_frames", self.min_frames, Integer(maximum=limit))
+        _refuse(str(path), "context", self.context, Nullable(Integer(0, limit)))
         if self.decoders.keys() != self.models.keys():
             raise SbkitError(f"{path}: decoders must give a file for each of {', '.join(self.models)}, not "
                              f"{shown(self.decoders)}")
@@ -472,57 +472,57 @@ def _kind(name: str) -> type[Bundle] | None:
     return KINDS.get(name)
 
 
-def _made(kind: type[T], values: object, told: str) -> T:
+def _parse(kind: type[T], values: object, where: str) -> T:
     """Make an instance of values as they were read."""
     if not isinstance(values, dict):
-        raise SbkitError(f"{told} is {shown(values)}, but must be an object")
+        raise SbkitError(f"{where} is {shown(values)}, but must be an object")
     unknown = sorted(set(values) - {each.name for each in fields(kind)})
     if unknown:
-        raise SbkitError(f"{told} has unknown keys: {shown_names(unknown)}", hint="was it written by a newer sbkit?")
+        raise SbkitError(f"{where} has unknown keys: {shown_names(unknown)}", hint="was it written by a newer sbkit?")
     try:
         return kind(**values)
     except TypeError as error:
-        raise SbkitError(f"{told} lacks keys: {error}") from None
+        raise SbkitError(f"{where} lacks keys: {error}") from None
 
 
-def _check_fields(told: str, values: Bundle | Streaming) -> None:
+def _check_fields(where: str, values: Bundle | Streaming) -> None:
     """Refuse the first value that its declaration doesn't allow."""
     for each in fields(values):
         if "allowed" in each.metadata:  # others are dataclasses, which are checked by themselves
-            _refuse(told, each.name, getattr(values, each.name), each.metadata["allowed"])
+            _refuse(where, each.name, getattr(values, each.name), each.metadata["allowed"])
 
 
-def _refuse(told: str, name: str, found: object, allowed: Schema) -> None:
+def _refuse(where: str, name: str, found: object, allowed: Schema) -> None:
     """Raise if a value isn't allowed."""
     if found not in allowed:
-        raise SbkitError(f"{told}: {name} is {shown(found)}, but must be {allowed}", hint="export the model again")
+        raise SbkitError(f"{where}: {name} is {shown(found)}, but must be {allowed}", hint="export the model again")
 
 
-def _check_state(told: str, state: dict[str, dict[str, Any]]) -> None:
+def _check_state(where: str, state: dict[str, dict[str, Any]]) -> None:
     if sum(math.prod(part["shape"]) for part in state.values()) > MAX_STATE:
-        raise SbkitError(f"{told}: state has more than {MAX_STATE:,} numbers", hint="export the model again")
+        raise SbkitError(f"{where}: state has more than {MAX_STATE:,} numbers", hint="export the model again")
 
 
-def _check_rules(told: str, text: object) -> None:
+def _check_rules(where: str, text: object) -> None:
     """Refuse options that ``TextRules`` doesn't have, and rules that are no language's."""
     if text is None:
         return
     if not isinstance(text, dict) or text.keys() - TextRules().options().keys():
-        raise SbkitError(f"{told}: text must have options of TextRules, not {shown(text)}",
+        raise SbkitError(f"{where}: text must have options of TextRules, not {shown(text)}",
                          hint="was it written by a newer sbkit?")
     try:
         rules = TextRules(**text)
     except (SbkitError, TypeError) as error:
-        raise SbkitError(f"{told}: {error}", hint="export the model again") from None
+        raise SbkitError(f"{where}: {error}", hint="export the model again") from None
     pairs = [*rules.replace.items(), *rules.case_pairs.items()]
     if len(pairs) > _MAX_RULES or any(len(each) > _MAX_RULE for pair in pairs for each in pair):
-        raise SbkitError(f"{told}: text has more than {_MAX_RULES} replacement rules, or one of more than {_MAX_RULE} "
+        raise SbkitError(f"{where}: text has more than {_MAX_RULES} replacement rules, or one of more than {_MAX_RULE} "
                          "characters", hint="export the model again")
 
 
-def _check_once(path: Path, name: str, values: list[str]) -> None:
-    if twice := sorted(each for each, count in Counter(values).items() if count > 1):
-        raise SbkitError(f"{path}: {name} has {shown(twice[0])} twice")
+def _check_unique(path: Path, name: str, values: list[str]) -> None:
+    if duplicates := sorted(each for each, count in Counter(values).items() if count > 1):
+        raise SbkitError(f"{path}: {name} has {shown(duplicates[0])} twice")
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

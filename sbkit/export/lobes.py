@@ -116,14 +116,14 @@ class _TorchRecurrent:
     def forward(self, x: Tensor, hx: None = None, lengths: None = None) -> tuple[Tensor, None]:
         x = x.flatten(2)
         for layer in range(self.rnn.num_layers):
-            ways = [_one_way(self.rnn, f"_l{layer}", x)]
+            directions = [_direction(self.rnn, f"_l{layer}", x)]
             if self.rnn.bidirectional:
-                ways.append(_one_way(self.rnn, f"_l{layer}_reverse", x.flip(1)).flip(1))
-            x = torch.cat(ways, dim=-1)
+                directions.append(_direction(self.rnn, f"_l{layer}_reverse", x.flip(1)).flip(1))
+            x = torch.cat(directions, dim=-1)
         return x, None
 
 
-def _one_way(rnn: nn.RNNBase, name: str, x: Tensor) -> Tensor:
+def _direction(rnn: nn.RNNBase, name: str, x: Tensor) -> Tensor:
     cell, states = _CELLS[rnn.mode]
     weight, bias = getattr(rnn, f"weight_hh{name}"), getattr(rnn, f"bias_hh{name}", None)
     given = nn.functional.linear(x, getattr(rnn, f"weight_ih{name}"), getattr(rnn, f"bias_ih{name}", None))
@@ -143,7 +143,7 @@ def _pool(x: Tensor, axis: int, size: int, kind: str) -> Tensor:
     return x.amax(axis + 1) if kind == "max" else x.mean(axis + 1)
 
 
-def _apart(layer: nn.Module) -> bool:
+def _no_overlap(layer: nn.Module) -> bool:
     """Whether pooling windows neither overlap nor reach beyond the edges."""
     pads = layer.padding if isinstance(layer.padding, tuple) else (layer.padding,)
     dilation = getattr(layer, "dilation", 1)
@@ -156,7 +156,7 @@ class ExportedPooling1d(pooling.Pooling1d):
 
     def forward(self, x: Tensor) -> Tensor:
         layer = self.pool_layer
-        if not _apart(layer):
+        if not _no_overlap(layer):
             return super().forward(x)
         size = layer.kernel_size[-1] if isinstance(layer.kernel_size, tuple) else layer.kernel_size
         return _pool(x, self.pool_axis, size, "max" if "Max" in type(layer).__name__ else "mean")
@@ -167,7 +167,7 @@ class ExportedPooling2d(pooling.Pooling2d):
 
     def forward(self, x: Tensor) -> Tensor:
         layer = self.pool_layer
-        if not _apart(layer):
+        if not _no_overlap(layer):
             return super().forward(x)
         sizes = layer.kernel_size if isinstance(layer.kernel_size, (tuple, list)) else (layer.kernel_size,) * 2
         for axis, size in zip(self.pool_axis, sizes, strict=True):

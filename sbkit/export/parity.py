@@ -24,7 +24,7 @@ TOLERANCE = 1e-3  # largest difference of an output, for formats that compute in
 #: Increase of the WER that 8-bit weights may cost: in points, or relative to the WER if that is more.
 POINTS, SHARE = 1.0, 0.1
 #: Share of the clips (at least one clip) whose words may change in a program that modifies the waveform first.
-_OTHER_WORDS = 0.02
+_MAX_CHANGED_SHARE = 0.02
 
 
 @dataclass
@@ -55,17 +55,17 @@ class Comparison:
 
     reference : runs the checkpoint on one waveform [S]
     text : turns an output into text; None for outputs that can't be read
-    own_text : turns the checkpoint's output into text, if not by ``text``
+    reference_text : turns the checkpoint's output into text, if not by ``text``
     outputs : the outputs' names, where there are several; each clip then has a tuple of arrays
     """
 
     def __init__(self, clips: ComparisonClips, reference: Callable[[np.ndarray], Output], sample_rate: float,
-                 text: Callable[[Any], str] | None = None, own_text: Callable[[Any], str] | None = None,
+                 text: Callable[[Any], str] | None = None, reference_text: Callable[[Any], str] | None = None,
                  outputs: Sequence[str] = ()):
         self.clips, self.sample_rate, self.text = clips, sample_rate, text or (lambda output: "")
         self.has_words, self.outputs = text is not None, outputs
         self.expected, seconds = _timed(lambda clip: reference(clip.signal), clips.alone)
-        self.texts = [(own_text or self.text)(each) for each in self.expected]
+        self.texts = [(reference_text or self.text)(each) for each in self.expected]
         self.results = [ParityResult(CHECKPOINT, None, 0.0, None, 0, self._wer(self.texts), 0.0, self._rtf(seconds))]
         self.companions: dict[str, Mapping[str, Comparison]] = {}
         """Of further graphs by their names: a comparison for each way of running them."""
@@ -74,19 +74,19 @@ class Comparison:
     """What the outputs are, for messages."""
     compared_with = "the checkpoint"
     """What gave the expected ones, for messages."""
-    other_words = _OTHER_WORDS
+    max_changed_share = _MAX_CHANGED_SHARE
     """The share of the clips, at least one, whose words may change in a program that gives only words. 0: of none in
     which no frame is a tie that its rounding decides."""
 
-    words_may_change = 0
-    """How many clips may have other words than the checkpoint's, ties apart."""
+    max_changed_clips = 0
+    """How many clips may have other words than the checkpoint's, not counting ties."""
 
-    def by_others(self, name: str) -> Comparison:
+    def with_reference(self, name: str) -> Comparison:
         """Call the reference by the name of those whose code it is, instead of a checkpoint."""
         self.results[0].format, self.compared_with = name, f"{name}'s own code"
         return self
 
-    def apart(self, expected: list[Output], found: list[Output]) -> float:
+    def max_difference(self, expected: list[Output], found: list[Output]) -> float:
         """Measure how far outputs are from the checkpoint's: the largest difference; infinity where shapes differ or
         values are not finite."""
         worst = 0.0
@@ -99,7 +99,7 @@ class Comparison:
         return worst
 
     def threshold(self, tolerance: float) -> float:
-        """Return how far apart they may be, where ``tolerance`` was asked for."""
+        """Return the largest difference allowed, if ``tolerance`` was requested."""
         return tolerance
 
     def undecided(self, expected: np.ndarray) -> bool:
@@ -112,27 +112,28 @@ class Comparison:
         """Whether outputs whose words differ do so only where rounding decides."""
         return tied(expected, found)
 
-    def shown(self, apart: float) -> str:
-        """Write how far apart they are, for tables and messages."""
-        return f"{apart:.2g}"
+    def shown(self, difference: float) -> str:
+        """Format a difference, for tables and messages."""
+        return f"{difference:.2g}"
 
     def add(self, name: str, run: Runner, size: int | None, batches: bool = True) -> ParityResult:
         """Run a format on the clips and record how it differs; :meth:`failures` judges."""
         found, seconds = _timed(lambda clip: run([clip.signal])[0], self.clips.alone)
         texts = [self.text(each) for each in found]
-        together = None
+        batch_difference = None
         if batches:
             uneven = self.clips.uneven
             expected = [self.expected[self.clips.alone.index(clip)] for clip in uneven]
-            beside = run([clip.signal for clip in uneven])
-            together = self.apart(expected, beside)
+            batched = run([clip.signal for clip in uneven])
+            batch_difference = self.max_difference(expected, batched)
         changed = sum(mine != theirs and not self.tied(*scores) for mine, theirs, *scores
                       in zip(self.texts, texts, self.expected, found, strict=True))
-        apart, where = self.apart(self.expected, found), self._where(self.clips.alone, self.expected, found)
-        if together is not None and not together <= apart:
-            where = f"{self._where(uneven, expected, beside)}, in a batch"
-        self.results.append(ParityResult(name, size, apart, together, changed, self._wer(texts), self._wer_of(texts),
-                                         self._rtf(seconds), where))
+        difference = self.max_difference(self.expected, found)
+        where = self._where(self.clips.alone, self.expected, found)
+        if batch_difference is not None and not batch_difference <= difference:
+            where = f"{self._where(uneven, expected, batched)}, in a batch"
+        self.results.append(ParityResult(name, size, difference, batch_difference, changed, self._wer(texts),
+                                         self._wer_of(texts), self._rtf(seconds), where))
         return self.results[-1]
 
     def _where(self, clips: Sequence[Clip], expected: Sequence[Output], found: Sequence[Output]) -> str:
@@ -148,18 +149,18 @@ class Comparison:
                         value = np.atleast_1d(values)[tuple(bad[0])]
                         kind = "not a number (NaN)" if np.isnan(value) else "infinite"
                         return f"{what}: {whose}{kind} from frame {bad[0][0]} of {len(np.atleast_1d(values))} on"
-                apart = np.abs(np.subtract(mine, theirs, dtype=np.float64))
-                if apart.size and apart.max() > worst:
-                    at = np.unravel_index(apart.argmax(), apart.shape)
-                    frame = f", frame {at[0]} of {len(mine)}" if at else ""
-                    worst = float(apart.max())
-                    where = f"{what}{frame}: {theirs[at]:.4g} where {self.compared_with} has {mine[at]:.4g}"
+                differences = np.abs(np.subtract(mine, theirs, dtype=np.float64))
+                if differences.size and differences.max() > worst:
+                    index = np.unravel_index(differences.argmax(), differences.shape)
+                    frame = f", frame {index[0]} of {len(mine)}" if index else ""
+                    worst = float(differences.max())
+                    where = f"{what}{frame}: {theirs[index]:.4g} where {self.compared_with} has {mine[index]:.4g}"
         return where
 
     def add_words(self, name: str, transcribe: Callable[[np.ndarray], str], size: int) -> ParityResult:
         """Run a program that gives only words on the clips and record how they differ."""
         texts, seconds = _timed(lambda clip: transcribe(clip.signal), self.clips.alone)
-        changed = sum(mine.split() != theirs.split() and (self.other_words > 0 or not self.undecided(scores))
+        changed = sum(mine.split() != theirs.split() and (self.max_changed_share > 0 or not self.undecided(scores))
                       for mine, theirs, scores in zip(self.texts, texts, self.expected, strict=True))
         self.results.append(ParityResult(name, size, None, None, changed, self._wer(texts), self._wer_of(texts),
                                          self._rtf(seconds)))
@@ -184,8 +185,8 @@ class Comparison:
 
         batching : whether the graph is run in batches, as all further graphs are
         """
-        wrong = [f"{name}, {way}, {failure}" for name, ways in self.companions.items()
-                 for way, comparison in ways.items() for failure in comparison.failures(tolerance)]
+        wrong = [f"{name}, {mode}, {failure}" for name, modes in self.companions.items()
+                 for mode, comparison in modes.items() for failure in comparison.failures(tolerance)]
         reference = self.results[0]
         for result in self.results[1:]:
             if result.format == layout.INT8:
@@ -196,39 +197,40 @@ class Comparison:
                     wrong.append(f"{result.format}: WER {theirs:.2f} % where {self.compared_with} has {mine:.2f} %")
                 continue
             if result.difference is None:
-                if result.words_changed > (max(1, self.other_words * len(self.texts)) if self.other_words else 0):
+                share = self.max_changed_share
+                if result.words_changed > (max(1, share * len(self.texts)) if share else 0):
                     wrong.append(self._changed(result))
                 continue
             worst = max(result.difference, result.batch_difference or 0.0) if batching else result.difference
-            if not worst <= (most := self.threshold(tolerance)):  # also true for NaN
-                wrong.append(f"{result.format}: {self.what} differ by {self.shown(worst)}, but only {self.shown(most)} "
-                             f"is allowed ({result.where})")
-            if result.words_changed > self.words_may_change:
+            if not worst <= (limit := self.threshold(tolerance)):  # also true for NaN
+                wrong.append(f"{result.format}: {self.what} differ by {self.shown(worst)}, but only "
+                             f"{self.shown(limit)} is allowed ({result.where})")
+            if result.words_changed > self.max_changed_clips:
                 wrong.append(self._changed(result))
         return wrong
 
     def _changed(self, result: ParityResult) -> str:
         return f"{result.format}: {result.words_changed} of {len(self.texts)} clips have different words"
 
-    def refuse(self, failures: list[str]) -> None:
-        """Raise ``SbkitError`` with the failures and the table, if there are any failures."""
+    def raise_if_any(self, failures: list[str]) -> None:
+        """Raise ``SbkitError`` with the failures and the table, if there are failures."""
         if failures:
             raise SbkitError(f"the bundle does not match {self.compared_with}, so nothing was published:\n  "
                              + "\n  ".join(failures) + "\n" + self.table(), hint=self.clips.hint or self._hint())
 
     def _hint(self) -> str | None:
-        """Say what helps where words are the same, and outputs a little apart."""
-        apart = [max(each.difference or 0.0, each.batch_difference or 0.0) for each in self.results
+        """Suggest a tolerance if the words are the same and outputs differ a little."""
+        differences = [max(each.difference or 0.0, each.batch_difference or 0.0) for each in self.results
                  if each.format != layout.INT8]
         same = not any(each.words_changed for each in self.results if each.format != layout.INT8)
-        return f"all words are the same, so --tolerance {2 * max(apart):.2g} may be good enough" \
-            if self.has_words and same and TOLERANCE < max(apart) <= _ROUNDING else None
+        return f"all words are the same, so --tolerance {2 * max(differences):.2g} may be good enough" \
+            if self.has_words and same and TOLERANCE < max(differences) <= _ROUNDING else None
 
     def facts(self) -> dict[str, Any]:
         """Return the contents of parity.json."""
         lengths = sorted(len(clip.signal) / self.sample_rate for clip in self.clips.alone)
-        companions = {name: {way: comparison.formats() for way, comparison in ways.items()}
-                      for name, ways in self.companions.items()}
+        companions = {name: {mode: comparison.formats() for mode, comparison in modes.items()}
+                      for name, modes in self.companions.items()}
         return {
             "clips": {"origin": self.clips.origin, "count": len(lengths), "seconds": round(sum(lengths), 2),
                       "shortest": round(lengths[0], 3), "longest": round(lengths[-1], 2),
@@ -244,9 +246,9 @@ class Comparison:
     def table(self) -> str:
         """Format the results as a table for the screen."""
         rows = self._rows()
-        for name, ways in self.companions.items():
-            for way, comparison in ways.items():
-                rows += comparison._rows(f"{name}, {way}, ")
+        for name, modes in self.companions.items():
+            for mode, comparison in modes.items():
+                rows += comparison._rows(f"{name}, {mode}, ")
         columns = ["format", "size", "max difference", "clips changed", "WER %", "real-time factor"]
         shown = [i for i, name in enumerate(columns) if self.has_words or name not in ("clips changed", "WER %")]
         return table([columns[i] for i in shown], [[row[i] for i in shown] for row in rows])

@@ -11,7 +11,7 @@ _LOG_IN = "`hf auth login`, or set HF_TOKEN to a token that may write (https://h
 
 
 def push(bundle: Path, repository: str, private: bool = False) -> str:
-    """Upload a bundle's files as one commit, and return where they are.
+    """Upload a bundle's files as one commit, and return its URL.
 
     Files that another program left in the folder aren't uploaded, and one that was changed is refused; README.md, the
     model card, may be edited. The token is what huggingface_hub finds, and is never read here.
@@ -31,8 +31,8 @@ def push(bundle: Path, repository: str, private: bool = False) -> str:
         raise SbkitError(f"{repository}: HF_HUB_OFFLINE forbids access to the hub", hint="unset it")
     try:
         api = HfApi(library_name="sbkit")
-        where = api.create_repo(repository, private=private or None, exist_ok=True)
-        api.upload_folder(repo_id=where.repo_id, folder_path=bundle, commit_message="A bundle of sbkit",
+        url = api.create_repo(repository, private=private or None, exist_ok=True)
+        api.upload_folder(repo_id=url.repo_id, folder_path=bundle, commit_message="A bundle of sbkit",
                           allow_patterns=[layout.CONFIG, *config.files])
     except errors.HFValidationError as error:
         raise SbkitError(f"{repository} can't be a name on the hub: {first_line(error)}",
@@ -54,4 +54,4 @@ def push(bundle: Path, repository: str, private: bool = False) -> str:
         raise SbkitError(f"{repository} can't be uploaded to {constants.ENDPOINT}: {first_line(error)}",
                          hint="check the network (HTTPS_PROXY names a proxy, HF_ENDPOINT another hub); the same "
                               "command again uploads what is missing") from error
-    return str(where)
+    return str(url)

@@ -20,31 +20,31 @@ Runner = Callable[[Sequence[np.ndarray]], list[Output]]
 Call = Callable[..., list[np.ndarray]]
 
 
-def padded(signals: Sequence[np.ndarray], at_least: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def pad(signals: Sequence[np.ndarray], min_samples: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Pad signals with zeros to [B, S]; returns their lengths [B] too."""
     lengths = np.array([len(signal) for signal in signals], dtype=np.int64)
-    batch = np.zeros((len(signals), max(at_least, int(lengths.max()))), dtype=np.float32)
+    batch = np.zeros((len(signals), max(min_samples, int(lengths.max()))), dtype=np.float32)
     for row, signal in zip(batch, signals, strict=True):
         row[: len(signal)] = signal
     return batch, lengths
 
 
-def shown(outputs: Mapping[str, tuple[str, ...]]) -> list[str]:
+def main_outputs(outputs: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Return the names of the outputs that aren't lengths of others."""
     return [name for name in outputs if name not in {part for dims in outputs.values() for part in dims}]
 
 
-def each(outputs: Mapping[str, tuple[str, ...]], values: Sequence[np.ndarray]) -> list[Output]:
+def split_batch(outputs: Mapping[str, tuple[str, ...]], values: Sequence[np.ndarray]) -> list[Output]:
     """Split a graph's outputs by utterance and cut off the padding; ``outputs`` is as in ``Exported``."""
-    by_name = dict(zip(outputs, values, strict=True))
-    parts = [tuple(_cut(by_name, outputs[name], by_name[name][i], i) for name in shown(outputs))
+    arrays = dict(zip(outputs, values, strict=True))
+    parts = [tuple(_cut(arrays, outputs[name], arrays[name][i], i) for name in main_outputs(outputs))
              for i in range(len(values[0]))]
     return [one[0] if len(one) == 1 else one for one in parts]
 
 
-def _cut(by_name: Mapping[str, np.ndarray], dimensions: tuple[str, ...], value: np.ndarray, row: int) -> np.ndarray:
-    has_lengths = len(dimensions) > 1 and dimensions[1] in by_name
-    return value[: int(by_name[dimensions[1]][row])] if has_lengths else value
+def _cut(arrays: Mapping[str, np.ndarray], dimensions: tuple[str, ...], value: np.ndarray, row: int) -> np.ndarray:
+    has_lengths = len(dimensions) > 1 and dimensions[1] in arrays
+    return value[: int(arrays[dimensions[1]][row])] if has_lengths else value
 
 
 def open_runner(name: str, path: Path) -> Call:
@@ -77,6 +77,6 @@ def _program(path: Path) -> Call:
     return call
 
 
-def on_waveforms(call: Call, outputs: Mapping[str, tuple[str, ...]], at_least: int = 1) -> Runner:
+def on_waveforms(call: Call, outputs: Mapping[str, tuple[str, ...]], min_samples: int = 1) -> Runner:
     """Return a function that runs a graph on waveforms."""
-    return lambda signals: each(outputs, call(*padded(signals, at_least)))
+    return lambda signals: split_batch(outputs, call(*pad(signals, min_samples)))

@@ -63,7 +63,7 @@ def of_brain(brain: Task, run: Path, facts: dict[str, Any], bundles: Bundles | N
             module.float().eval()
     adapters.merge(brain.modules)
     if bundles is not None and brain.recogniser is not None:
-        _take_recogniser(brain, brain.recogniser, bundles)
+        _set_recogniser(brain, brain.recogniser, bundles)
     exported = brain.exported(run)
     if exported is None:
         raise SbkitError(f"{type(brain).__name__} does not say what to export",
@@ -82,7 +82,7 @@ def _forward(brain: Task, signal: Tensor, samples: int) -> Any:  # whatever the 
                          f"{summary(error)}", hint="give it what it needs in your task's method clip_batch") from error
 
 
-def _take_recogniser(brain: Task, folder: str, bundles: Bundles) -> None:
+def _set_recogniser(brain: Task, folder: str, bundles: Bundles) -> None:
     """Let a recogniser hear what is exported, if it is still there."""
     try:
         brain.take_recogniser(bundles.recogniser(folder, brain.keys.sample_rate))

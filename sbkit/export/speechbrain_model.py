@@ -31,7 +31,7 @@ _TYPES, _EPSILON = ("wav2vec2", "hubert", "wavlm"), 1e-5
 _PROBED = {True: (64, 640), False: (16_000, 64_000)}  # frames, or samples: a length, and how much longer another is
 
 
-class Waves(nn.Module):
+class WaveEncoder(nn.Module):
     """SpeechBrain's wrapper of wav2vec 2.0, HuBERT or WavLM, for waveforms [B, S] and sample counts [B].
 
     Its own can't be traced. Waveforms and states are normalised as there, but each over what is an utterance's own.
@@ -81,22 +81,22 @@ class Layers(nn.Module):
         super().__init__()
         self.layers, self.names = nn.ModuleList(layer for layer, _ in layers).eval(), [name for _, name in layers]
         self.register_buffer("order", torch.tensor(order), persistent=False)
-        self.factor, self.shift = self._rule(width)
+        self.factor, self.shift = self._frame_rule(width)
 
     @torch.no_grad()
-    def _rule(self, width: int | None) -> tuple[int, int]:
+    def _frame_rule(self, width: int | None) -> tuple[int, int]:
         """Find (factor, shift) with ``frames(n) == (n + shift) // factor``, by trying it."""
         def count(size: int) -> int:
             return int(self(torch.zeros(1, size, *([] if width is None else [width])), torch.tensor([size])).shape[1])
 
-        least, more = _PROBED[width is not None]
-        made = count(least)
-        factor = round(more / (count(least + more) - made))
-        below, above = least, least + factor  # the length at which there is one more lies between
+        shortest, more = _PROBED[width is not None]
+        base = count(shortest)
+        factor = round(more / (count(shortest + more) - base))
+        below, above = shortest, shortest + factor  # the length at which there is one more lies between
         while above - below > 1:
             middle = (below + above) // 2
-            below, above = (below, middle) if count(middle) > made else (middle, above)
-        return factor, factor * (made + 1) - above
+            below, above = (below, middle) if count(middle) > base else (middle, above)
+        return factor, factor * (base + 1) - above
 
     def frames(self, count: N) -> N:
         """Return the number of outputs for a number of frames or samples."""
@@ -106,11 +106,11 @@ class Layers(nn.Module):
         """[B, T, ...], [B] -> [B, T', V]."""
         lengths = frames / states.shape[1]
         for layer, name in zip(self.layers, self.names, strict=True):
-            if isinstance(layer, Waves):
-                made = layer(states, frames)
+            if isinstance(layer, WaveEncoder):
+                output = layer(states, frames)
             else:
-                made = layer(states) if name is None else layer(states, **{name: lengths})
-            states = made[0] if isinstance(made, tuple) else made
+                output = layer(states) if name is None else layer(states, **{name: lengths})
+            states = output[0] if isinstance(output, tuple) else output
         return states[..., self.order]
 
 
@@ -119,41 +119,41 @@ class SpeechBrainModel:
 
     def __init__(self, folder: Path):
         try:
-            held = source.find(folder, "best", 1, Metric("WER"))
+            found = source.find(folder, "best", 1, Metric("WER"))
         except SbkitError as error:  # in a recipe's words
             raise SbkitError(error.message.removeprefix("init_from: "),
                              hint="download or copy all that belongs to the model") from error
-        if held.checkpointer is not None:
+        if found.checkpointer is not None:
             raise SbkitError(f"{folder} is an sbkit run", hint=f"sbkit export {folder} --to BUNDLE")
-        held.tensors(shapes=True)  # refuses what holds more than tensors
+        found.tensors(shapes=True)  # refuses what holds more than tensors
         from speechbrain.inference.ASR import EncoderASR
 
         try:
-            with tempfile.TemporaryDirectory() as room:
+            with tempfile.TemporaryDirectory() as temporary:
                 self.own: Any = EncoderASR.from_hparams(  # it has whatever the YAML makes
-                    source=str(folder), savedir=room, run_opts={"device": "cpu"})
+                    source=str(folder), savedir=temporary, run_opts={"device": "cpu"})
         except Exception as error:  # a YAML may do anything
             raise SbkitError(
-                f"SpeechBrain can't open {folder} as an EncoderASR: {summary(error).replace(room, str(folder))}",
+                f"SpeechBrain can't open {folder} as an EncoderASR: {summary(error).replace(temporary, str(folder))}",
                 hint="its hyperparams.yaml needs encoder, tokenizer and decoding_function, and the folder all "
                      "files that its pretrainer loads") from error
-        theirs, encoder = self.own.hparams, self.own.mods.encoder
+        hparams, encoder = self.own.hparams, self.own.mods.encoder
         if not hasattr(encoder, "lengths_arg_names"):
             raise SbkitError(f"the encoder of {folder} is a {type(encoder).__name__}, not the LengthsCapableSequential "
                              "that EncoderASR needs", hint="name another model")
-        self.folder, self.sample_rate = folder, int(theirs.sample_rate)
-        said = theirs.decoding_function
-        blank = said.keywords.get("blank_id") if isinstance(said, functools.partial) else None
-        self.blank = int(getattr(theirs, "blank_index", 0) if blank is None else blank)
-        own = [Waves(layer) if hasattr(layer, "normalize_wav") else layer for layer in encoder.values()]
+        self.folder, self.sample_rate = folder, int(hparams.sample_rate)
+        decoding = hparams.decoding_function
+        blank = decoding.keywords.get("blank_id") if isinstance(decoding, functools.partial) else None
+        self.blank = int(getattr(hparams, "blank_index", 0) if blank is None else blank)
+        own = [WaveEncoder(layer) if hasattr(layer, "normalize_wav") else layer for layer in encoder.values()]
         layers = list(zip(own, encoder.lengths_arg_names, strict=True))
         self.features = layers.pop(0)[0] if isinstance(layers[0][0], (lobes.Fbank, lobes.MFCC)) else None
         self.normalize = layers.pop(0)[0] if is_input_normalization(layers[0][0]) else None
         with torch.no_grad():
-            tried = self.own.encode_batch(torch.zeros(1, self.sample_rate), torch.ones(1))
+            scores = self.own.encode_batch(torch.zeros(1, self.sample_rate), torch.ones(1))
             width = None if self.features is None else self.features(torch.zeros(1, self.sample_rate)).shape[-1]
-        self.size = int(tried.shape[-1])
-        self.order = [self.blank, *(place for place in range(self.size) if place != self.blank)]
+        self.size = int(scores.shape[-1])
+        self.order = [self.blank, *(index for index in range(self.size) if index != self.blank)]
         self.piece_model = self._piece_model()
         self.layers = Layers(layers, self.order, width)
 
@@ -192,10 +192,10 @@ class SpeechBrainModel:
         @torch.no_grad()
         def run(signal: np.ndarray) -> tuple[np.ndarray, str]:
             scores = self.own.encode_batch(torch.from_numpy(signal)[None], torch.ones(1)).log_softmax(-1)
-            (said,) = ctc_greedy_decode(scores, torch.ones(1), blank_id=self.blank)
+            (tokens,) = ctc_greedy_decode(scores, torch.ones(1), blank_id=self.blank)
             if isinstance(own, sentencepiece.SentencePieceProcessor):
-                return scores[0].numpy(), own.decode_ids(said)
+                return scores[0].numpy(), own.decode_ids(tokens)
             marks = {getattr(own, label, None) for label in _MARKS}
-            return scores[0].numpy(), "".join(label for label in own.decode_ndim(said) if label not in marks)
+            return scores[0].numpy(), "".join(label for label in own.decode_ndim(tokens) if label not in marks)
 
         return run

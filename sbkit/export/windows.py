@@ -41,29 +41,29 @@ class Windows:
 
     def reset(self) -> None:
         """Begin another stream."""
-        self.seen = self.next_frame = self._start = 0
+        self.received = self.next_frame = self._start = 0
         """Samples that came, the next window's first frame, and the first sample that is kept."""
         self._kept = np.zeros(0, np.float32)
 
     @property
     def wanted(self) -> int:
         """How many more samples complete the next window."""
-        return self._first() + self.samples - self.seen
+        return self._first() + self.samples - self.received
 
     def feed(self, samples: np.ndarray) -> list[Window]:
         """Take the next samples [N], any number of them, and return the windows that they complete."""
         self._kept = np.concatenate([self._kept, np.asarray(samples, np.float32)])
-        self.seen += len(samples)
+        self.received += len(samples)
         windows = []
         while self.wanted <= 0:
             windows.append(self._next(self.frames))
-        self._forget()
+        self._drop_old()
         return windows
 
     def finish(self) -> list[Window]:
         """Return the windows that remain at the stream's end; then another one may begin."""
         windows = []
-        left = (self.before + self.seen + self.after - self.size) // self.hop + 1 - self.next_frame
+        left = (self.before + self.received + self.after - self.size) // self.hop + 1 - self.next_frame
         while left > 0:
             windows.append(self._next(min(left, self.frames)))
             left -= self.moves if left >= self.frames else left
@@ -77,17 +77,17 @@ class Windows:
     def _next(self, frames: int) -> Window:
         window = np.zeros(self.samples, np.float32)
         first, used = self._first(), (frames - 1) * self.hop + self.size
-        if first >= 0 and first + used <= self.seen:
+        if first >= 0 and first + used <= self.received:
             window[:used] = self._kept[first - self._start:][:used]
         else:
-            places = np.arange(first, first + used) % (2 * self.seen)
-            places = np.minimum(places, 2 * self.seen - 1 - places)  # those beyond an end are in its mirror image
-            window[:used] = self._kept[places - self._start]
+            indices = np.arange(first, first + used) % (2 * self.received)
+            indices = np.minimum(indices, 2 * self.received - 1 - indices)  # beyond an end: its mirror image
+            window[:used] = self._kept[indices - self._start]
         self.next_frame += self.moves
         return Window(window, frames)
 
-    def _forget(self) -> None:
+    def _drop_old(self) -> None:
         """Drop the samples that neither the next window nor the mirror image at the end will need."""
-        start = min(self._first(), self.seen - self.size)
+        start = min(self._first(), self.received - self.size)
         if start > self._start:
             self._kept, self._start = self._kept[start - self._start:].copy(), start

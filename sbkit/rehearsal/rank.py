@@ -311,7 +311,7 @@ def export(job: Mapping[str, Any], diary: Diary) -> int:
 
     diary.begin_stage("export")
     parity.POINTS = float("inf")  # in int8, hypotheses of untrained weights differ at random
-    clips.BEYOND = 0.0  # large graphs would run for minutes on this machine's CPU
+    clips.LONGER = 0.0  # large graphs would run for minutes on this machine's CPU
     run, to = Path(job["folder"], "run"), Path(job["folder"], "bundle")
     bundle.export(bundle.ExportRequest(run, to, clips=2), BundleLoader())
     if (to / "model.pt2").is_file():

@@ -53,7 +53,7 @@ def test_a_program_that_gets_the_same_waveform_may_change_words_in_a_tie_alone(c
     made, said = comparison
     best = said[1].max(-1)
     said[1][0, 0], said[1][0, 1] = best[0], best[0] - margin
-    made.other_words = 0.0
+    made.max_changed_share = 0.0
     made.add_words("sherpa", lambda signal: "ba" if signal[0] == 1 else "bb a", 7)
     assert made.results[-1].words_changed == changed
     assert made.failures() == ["sherpa: 1 of 2 clips have different words"][:changed]
@@ -93,7 +93,7 @@ def test_what_each_format_did_is_counted(comparison):
     assert len(failures) == 2 and "torch: log-probabilities differ by 0.5" in failures[0] and "int8: WER" in failures[1]
     assert made.failures(batching=False) == failures[1:], "a model that runs alone is compared alone"
     with pytest.raises(SbkitError, match="nothing was published"):
-        made.refuse(failures)
+        made.raise_if_any(failures)
     assert list(made.facts()["formats"]) == ["checkpoint", "onnx", "torch", "int8", "sherpa"]
     assert made.facts()["clips"]["seconds"] == 3.0
 
@@ -103,12 +103,12 @@ def test_a_refusal_for_rounding_says_which_tolerance_would_do(comparison):
     made.compared_with = "the imported model"
     made.add("onnx", lambda signals: [said[int(each[0])] + 0.01 for each in signals], 7)
     with pytest.raises(SbkitError, match="the bundle does not match the imported model") as refused:
-        made.refuse(made.failures())
+        made.raise_if_any(made.failures())
     assert "--tolerance 0.02 may be good enough" in refused.value.hint
     assert made.failures(0.02) == [] and "where the imported model has" in made.failures()[0]
     made.add("torch", lambda signals: [said[int(each[0])][:, ::-1] for each in signals], 7)
     with pytest.raises(SbkitError) as refused:
-        made.refuse(made.failures())
+        made.raise_if_any(made.failures())
     assert refused.value.hint is None, "other words are no rounding"
 
 
@@ -120,7 +120,7 @@ def test_what_further_graphs_do_is_judged_and_shown_too(comparison):
     other.add("onnx", lambda signals: [said[int(each[0])] - 0.5 for each in signals], 9)
     assert made.failures() == []
     assert list(made.facts()["stream"]["320 ms"]) == ["checkpoint", "onnx"]
-    head, _, first, second, third = made.by_others("its authors").table().splitlines()
+    head, _, first, second, third = made.with_reference("its authors").table().splitlines()
     assert first.startswith("its authors") and second.startswith("stream, 320 ms, checkpoint")
     where = slice(head.index("max difference"), head.index("clips changed"))
     assert [line[where].strip() for line in (first, second, third)] == ["", "", "0"], "none has one from itself"

@@ -72,7 +72,7 @@ def test_a_window_comes_with_its_last_sample_and_what_is_kept_stays_small():
     for _ in range(50):
         windows.feed(np.ones(777))
         assert len(windows._kept) < 2 * windows.samples
-    assert windows.seen == 999 + 50 * 777
+    assert windows.received == 999 + 50 * 777
 
 
 def test_after_its_end_another_stream_begins():

@@ -47,7 +47,7 @@ class CodesComparison(Comparison):
 
     what = "codes"
 
-    def apart(self, expected: list[np.ndarray], found: list[np.ndarray]) -> float:
+    def max_difference(self, expected: list[np.ndarray], found: list[np.ndarray]) -> float:
         if any(mine.shape != theirs.shape for mine, theirs in zip(expected, found, strict=True)):
             return float("inf")
         return float(np.mean(np.concatenate(expected) != np.concatenate(found)))
@@ -74,7 +74,7 @@ class DecoderGraph(Companion):
         codes = torch.stack([torch.randint(size, (batch, frames)) for size in self.coder.quantiser.sizes], -1)
         example = (codes, torch.tensor([frames, frames * 2 // 3]))
         program = graph.trace_module(Decoded(self.coder).eval(), example, {"codes": (0, 1), "frames": (0,)})
-        self.min_frames = graph.least_samples(program, "codes")
+        self.min_frames = graph.min_samples(program, "codes")
         return program
 
     def describe(self, config: layout.CodecConfig, files: Mapping[str, str]) -> None:
@@ -133,7 +133,7 @@ class ExportedCodec(Exported):
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.CodecConfig:
         del clips
         return layout.CodecConfig(
-            sample_rate=self.sample_rate, min_samples=graph.least_samples(program), codec=fingerprint(self.coder),
+            sample_rate=self.sample_rate, min_samples=graph.min_samples(program), codec=fingerprint(self.coder),
             books=list(self.coder.quantiser.sizes), stride=self.coder.stride, context=reach(self.coder))
 
     def write_beside(self, folder: Path, config: layout.CodecConfig) -> None:

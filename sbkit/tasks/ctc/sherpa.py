@@ -140,7 +140,7 @@ class SherpaWhole(Target):
         comparison.add_words(self.name, transcribe, size)
         run = reference(self.recognizer, config.min_samples)
         changed = self.compared(comparison.clips, config, folder, lambda signal: run(_as_changed(signal)))
-        changed.other_words = 0.0
+        changed.max_changed_share = 0.0
         changed.add_words(self.name, transcribe, size)
         comparison.companions[self.name] = {"as it changes recordings": changed}
         for clip, ours, theirs in zip(comparison.clips.alone, comparison.texts, changed.texts, strict=True):

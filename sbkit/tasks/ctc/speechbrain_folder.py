@@ -28,7 +28,7 @@ from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError, summary
 from sbkit.export import layout
 from sbkit.export.features import is_input_normalization
-from sbkit.export.runners import Runner, padded
+from sbkit.export.runners import Runner, pad
 from sbkit.recipe import load, writing
 from sbkit.recipe.overrides import from_python
 from sbkit.recipe.source import Node, Place
@@ -215,7 +215,7 @@ def runner(bundle: Path, at_least: int = 1) -> Runner:
         model = EncoderASR.from_hparams(source=str(bundle), savedir=folder, run_opts={"device": "cpu"})
 
     def run(signals: Sequence[np.ndarray]) -> list[np.ndarray]:
-        batches = (torch.from_numpy(padded([signal], at_least)[0]) for signal in signals)
+        batches = (torch.from_numpy(pad([signal], at_least)[0]) for signal in signals)
         return [model.encode_batch(batch, torch.ones(1))[0].numpy() for batch in batches]
 
     return run

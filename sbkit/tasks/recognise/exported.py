@@ -15,7 +15,7 @@ import torch
 from sbkit.data.corpus import Corpus
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout
-from sbkit.export.clips import ComparisonClips, choose
+from sbkit.export.clips import ComparisonClips, choose_clips
 from sbkit.export.companion import Companion, OwnBundle
 from sbkit.export.exported import Exported
 from sbkit.export.layout import Config
@@ -60,7 +60,7 @@ class ExportedRecognizer(Exported):
             return ()
 
     def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:
-        clips = choose(corpus, self.sample_rate, count, longest_seconds(self.recognizer.encoder))
+        clips = choose_clips(corpus, self.sample_rate, count, longest_seconds(self.recognizer.encoder))
         tokenizer = self.keys.tokenizer
         silent = {self.keys.blank_index, *tokenizer.silent_ids()}
         characters = "".join(piece for place, piece in enumerate(tokenizer.pieces()) if place not in silent)
@@ -86,7 +86,7 @@ class ExportedRecognizer(Exported):
             "sample_rate": keys.sample_rate, "hop_samples": model.hop_samples, "subsampling": model.subsampling,
             "vocabulary": len(tokenizer.pieces()), "blank_id": keys.blank_index,
             "silent_ids": sorted({i for i in ends if i is not None and i > 0}),
-            "word_separator": "▁" if spaced else None, "min_samples": graph.least_samples(program),
+            "word_separator": "▁" if spaced else None, "min_samples": graph.min_samples(program),
             "chunk_seconds": round(min(max(clips.longest, _MIN_CHUNK), longest or _MAX_CHUNK, _MAX_CHUNK), 2),
             "longest_seconds": longest}
 
@@ -102,4 +102,4 @@ class ExportedRecognizer(Exported):
         if self.original is None:
             return self.compared(clips, config, folder, self.reference(config))
         name, run = self.original
-        return self.compared(clips, config, folder, lambda signal: run([signal])[0]).by_others(name)
+        return self.compared(clips, config, folder, lambda signal: run([signal])[0]).with_reference(name)

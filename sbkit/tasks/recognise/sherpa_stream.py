@@ -160,7 +160,7 @@ class SherpaStream(Target):
     def compare(self, folder: Path, config: Config, comparison: Comparison) -> None:
         """Compare sherpa-onnx's transcripts of clips, followed by silence, with the checkpoint's."""
         streamed = self.compared(comparison.clips, config, folder, self._reference())
-        streamed.other_words = 0.0
+        streamed.max_changed_share = 0.0
         recognizer = self.open_recognizer(folder)
         streamed.add_words(layout.SHERPA, lambda signal: transcribe(recognizer, signal, self.tail),
                            layout.size(folder, config.models[self.name]))

@@ -51,13 +51,13 @@ class SoundComparison(Comparison):
         text = None if transcribe is None else lambda sound: transcribe([sound])[0]
         rate = symbols / seconds
         super().__init__(replace(clips, longest=clips.longest / rate), speak, rate, text)
-        self.words_may_change = max(1, int(OTHER_WORDS * len(clips.alone)))
+        self.max_changed_clips = max(1, int(OTHER_WORDS * len(clips.alone)))
 
     def tied(self, expected: np.ndarray, found: np.ndarray) -> bool:
         return False
 
     @torch.no_grad()
-    def apart(self, expected: list[np.ndarray], found: list[np.ndarray]) -> float:
+    def max_difference(self, expected: list[np.ndarray], found: list[np.ndarray]) -> float:
         if not all(np.isfinite(sound).all() for sound in found):
             return float("inf")
         return float(np.mean([self._one(mine, theirs) for mine, theirs in zip(expected, found, strict=True)]))

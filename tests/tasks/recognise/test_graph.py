@@ -163,7 +163,7 @@ def sound(size, seed=0):
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ON_A_CARD])
 def test_every_runtime_says_what_the_recogniser_says(name, made):
     model, program, folder = made(name)
-    least = graph.least_samples(program)
+    least = graph.min_samples(program)
     expected = [reference(model, least)(sound(size, size)) for size in LENGTHS]
     signals = [sound(size, size) for size in LENGTHS]
     # A file's is no other than the one it was written from, and takes seconds to read.
@@ -255,7 +255,7 @@ def test_a_pretrained_encoder_that_nobody_imports_with_a_head_is_exported(tmp_pa
     encoder.load()
     model = Recognizer(None, encoder.eval(), Head(encoder, 30, kernel_size=5).eval(), hop_samples=1)
     program = recogniser.trace(recogniser.Graph(model))
-    least = graph.least_samples(program)
+    least = graph.min_samples(program)
     assert least < 1_000 and not any("fft" in str(node.target) for node in program.graph.nodes)
     graph.write_onnx(program, tmp_path / "m.onnx", INPUTS, OUTPUTS, {})
     graph.quantize(tmp_path / "m.onnx", tmp_path / "q.onnx")
