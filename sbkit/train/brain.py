@@ -176,12 +176,12 @@ class Brain(sb.core.Brain):
 
     @property
     def peak_rate(self) -> float | None:
-        """The highest learning rate of the run, before multiples of parts; None if it is not known."""
+        """The highest learning rate of the run, before the factors of parts; None if unknown."""
         rate = self.trainer.learning_rate
         return None if rate is None else float(rate)
 
     def rate_factors(self) -> dict[str, float]:
-        """Return what the learning rate of parameters is multiplied by, by path, leaving out factors of 1."""
+        """Return the factors of the learning rate of parameters by path, without factors of 1."""
         if not self._scales_rates:
             return {}
         parts = ParameterGroups(self.modules, vars(self.hparams))

@@ -127,7 +127,7 @@ def test_frozen_for_no_steps_is_not_frozen_to_the_bit():
     assert all(torch.equal(value, state(made)[name]) for name, value in state(plain).items())
 
 
-# ------------------------------------------------------------------ thawing, on one rank and on two
+# ------------------------------------------------------------------ unfreezing, on one rank and on two
 
 UNTIL = {"first": 7, "model.4": 3}
 
