@@ -1,4 +1,4 @@
-"""Codes of a codec: ids that are in their codebooks, and shards of them on disk."""
+"""Codes of a codec: codebooks, checks that ids are in them, and shards on disk."""
 
 from sbkit.codes.books import Books, InvalidCode
 from sbkit.codes.shards import CodedUtterance, Codes, check_place, writing

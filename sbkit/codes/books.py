@@ -1,4 +1,4 @@
-"""Codebooks: how many there are, of which sizes and of which codec; the one check that ids are in them."""
+"""Codebooks of a codec: their number and sizes, and the check that ids are in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from sbkit.errors import SbkitError, first_line, shown
 
-#: Far more than any codec has; what a damaged file claims must not be allocated.
+#: Far more than any codec has: limits what a damaged file can make us allocate.
 MAX_BOOKS, MAX_ENTRIES = 256, 1 << 24
 
 
@@ -35,10 +35,10 @@ class InvalidCode(SbkitError):
 class Books:
     """The codebooks of a codec, one for each level.
 
-    sizes : number of entries of each; a table for one has exactly as many rows, and no special token is among them
+    sizes : number of entries of each, without special tokens; an embedding for one has exactly as many rows
     frame_rate : frames per second
     sample_rate : of the audio
-    codec : sha256 of the codec's weights and of what else defines its codes, in hexadecimal
+    codec : sha256 of the codec's weights and everything else that defines its codes, in hexadecimal
     """
 
     sizes: tuple[int, ...]
@@ -70,10 +70,10 @@ class Books:
         return np.min_scalar_type(max(self.sizes) - 1)
 
     def check(self, codes: ArrayLike, where: str) -> np.ndarray:
-        """Return codes [T, Q] or [B, T, Q] as int64, each within its codebook, or raise; nothing is ever clamped.
+        """Return codes [T, Q] or [B, T, Q] as int64, or raise if one is not in its codebook; nothing is clamped.
 
-        codes : whole numbers; those that pad a batch are checked like others
-        where : what holds them, for messages: a file, a request
+        codes : whole numbers; padding is checked, too
+        where : the origin of the codes, for messages: a file, a request
 
         Raises ``InvalidCode`` for the first id that isn't in its codebook.
         """
@@ -101,7 +101,7 @@ class Books:
             tuple(position), level, id, hint="are they from this codec? special tokens are not codes")
 
     def require(self, found: Books, where: str) -> None:
-        """Raise if ``found``, which ``where`` says, are other codebooks than these."""
+        """Raise if ``found``, read from ``where``, are other codebooks than these."""
         differ = [f"{each.name} {_short(getattr(found, each.name))} instead of {_short(getattr(self, each.name))}"
                   for each in fields(self) if getattr(found, each.name) != getattr(self, each.name)]
         if differ:
@@ -109,12 +109,12 @@ class Books:
                              hint="create them again with this codec, or use the codec that created them")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a JSON file says of them."""
+        """Return them as JSON data."""
         return asdict(self) | {"sizes": list(self.sizes)}
 
     @classmethod
     def from_dict(cls, values: object, where: str) -> Books:
-        """Read what a JSON file says of them; raises if it is anything else."""
+        """Read them from JSON data; raises if it is invalid."""
         names = [each.name for each in fields(cls)]
         if not isinstance(values, Mapping) or sorted(values) != sorted(names) or not isinstance(values["sizes"], list):
             raise SbkitError(f"{where} does not describe codebooks: it must have {', '.join(names)}")
@@ -129,7 +129,7 @@ def _whole(value: object, maximum: int) -> bool:
 
 
 def _exact(codes: ArrayLike) -> np.ndarray:
-    """Make an array, of Python's own numbers where numpy would round whole ones: as soon as one is beyond 2**63."""
+    """Make an array; of Python integers if one is beyond 2**63, because numpy would round it."""
     found = np.asarray(codes)
     if found.dtype.kind == "f" and not isinstance(codes, np.ndarray) and _are_whole(exact := np.asarray(codes, object)):
         return exact
@@ -137,7 +137,7 @@ def _exact(codes: ArrayLike) -> np.ndarray:
 
 
 def _are_whole(values: np.ndarray) -> bool:
-    """Whether an array of Python's numbers, which are too large for any other type, has only whole ones."""
+    """Whether an array of Python objects has only integers, which may be too large for other types."""
     return values.dtype == object and all(type(each) is int for each in values.ravel())
 
 

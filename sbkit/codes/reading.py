@@ -1,4 +1,4 @@
-"""A folder's manifest and its shards, as they are read: each is what it says, or is refused before it is allocated."""
+"""Reads a folder's manifest and shards; invalid ones are refused before memory is allocated."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sbkit.system.schema import SHA256, Integer, Record, String
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "sbkit codes", 1
-#: Of a shard: about six hours at 50 frames a second.
+#: Limits of a shard: about six hours at 50 frames per second.
 MAX_FRAMES, MAX_ROWS, MAX_ROW_BYTES = 1 << 20, 1 << 16, 1 << 20
 _MANIFEST_BYTES = 64 << 20
 _COUNTS = ("utterances", "frames", "bytes")
-#: The types of codes, as safetensors calls them; numpy has no name for some others.
+#: Types of codes by safetensors' names; numpy has no name for some other types.
 _WHOLE = frozenset(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))
 _SHARD = Record({
     "file": String(13, 255, r"[\w-]+\.safetensors"), "utterances": Integer(maximum=MAX_ROWS),
@@ -32,7 +32,7 @@ _REPAIR = "copy or create the folder again"
 
 @dataclass
 class Shard:
-    """A file of codes, and what the manifest says of it."""
+    """A file of codes, and its description in the manifest."""
 
     path: Path
     utterances: int
@@ -41,11 +41,11 @@ class Shard:
     sha256: str
 
     def read(self, index: int) -> tuple[dict[str, str], np.ndarray]:
-        """Read the row of an utterance, and its codes [T, Q] as they are in the file."""
+        """Read the row of an utterance, and its unchecked codes [T, Q]."""
         return self.row(index), self._part("codes", self._ends["ends"], index)
 
     def row(self, index: int) -> dict[str, str]:
-        """Read the row of an utterance alone."""
+        """Read the row of an utterance without its codes."""
         try:
             row = untrusted.parse_json(self._part("rows", self._ends["row_ends"], index).tobytes())
         except ValueError as error:
@@ -61,8 +61,8 @@ class Shard:
         return self._file.get_slice(name)[int(ends[index - 1]) if index else 0 : int(ends[index])]
 
     @cached_property
-    def _file(self) -> Any:  # safetensors' reader, which has no types
-        """Open the file, if it is the one that the manifest names."""
+    def _file(self) -> Any:  # safetensors' reader is untyped
+        """Open the file, if it is the one that the manifest describes."""
         try:
             size = self.path.stat().st_size
         except OSError:
@@ -76,7 +76,7 @@ class Shard:
 
     @cached_property
     def _ends(self) -> dict[str, np.ndarray]:
-        """Where each utterance's codes and row end."""
+        """The ends of each utterance's codes and row."""
         shapes = {name: self._file.get_slice(name).get_shape() for name in sorted(self._file.keys())}
         codes, bytes = shapes.get("codes", []), shapes.get("rows", [])
         if len(shapes) != 4 or len(codes) != 2 or codes[0] != self.frames or len(bytes) != 1 or any(
@@ -87,9 +87,9 @@ class Shard:
         if (kind := self._file.get_slice("rows").get_dtype()) != "U8":
             raise self._damaged(f"rows must be bytes, not {kind}")
         found = {name: self._file.get_tensor(name) for name in ("ends", "row_ends")}
-        for name, end, most in (("ends", self.frames, MAX_FRAMES), ("row_ends", bytes[0], MAX_ROW_BYTES)):
+        for name, end, limit in (("ends", self.frames, MAX_FRAMES), ("row_ends", bytes[0], MAX_ROW_BYTES)):
             steps = np.diff(found[name], prepend=0)
-            if found[name].dtype != np.int64 or steps.min() < 1 or steps.max() > most or found[name][-1] != end:
+            if found[name].dtype != np.int64 or steps.min() < 1 or steps.max() > limit or found[name][-1] != end:
                 raise self._damaged(f"{name} are not valid ends of utterances")
         return found
 
@@ -97,12 +97,12 @@ class Shard:
         return SbkitError(f"{self.path} is damaged: {what}", hint=_REPAIR)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the manifest says of it."""
+        """Return its description for the manifest."""
         return {"file": self.path.name} | {name: getattr(self, name) for name in _COUNTS} | {"sha256": self.sha256}
 
 
 def is_valid_unicode(texts: Iterable[str]) -> bool:
-    """Whether texts can be written to a file: JSON may escape half of a character, which no UTF-8 has."""
+    """Whether texts can be written to a file: JSON may contain lone surrogates, which UTF-8 can't encode."""
     try:
         "".join(texts).encode()
     except UnicodeEncodeError:
@@ -111,7 +111,7 @@ def is_valid_unicode(texts: Iterable[str]) -> bool:
 
 
 def read_manifest(folder: Path) -> tuple[Books, list[Shard], str | None]:
-    """Read what a folder of codes has, and what it was made from, if that is known."""
+    """Read a folder's codebooks and shards, and what it was made from, if known."""
     path = folder / MANIFEST
     try:
         values = untrusted.read_json(path, _MANIFEST_BYTES)

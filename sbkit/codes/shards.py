@@ -1,10 +1,10 @@
-"""Codes of a corpus on disk: shards, and a manifest that says of which codec they are and what belongs to them.
+"""Codes of a corpus on disk: shards, and a manifest with the codec and the list of shards.
 
     FOLDER/manifest.json               the codebooks, and each shard's utterances, frames, size and sha256
-    FOLDER/codes-00000.safetensors     codes [frames, levels], rows (JSON), and where those of each utterance end
+    FOLDER/codes-00000.safetensors     codes [frames, levels], rows (JSON), and the ends of each utterance
 
-Nothing in it can be a pickle. A folder is there as a whole or not at all; what a damaged file claims is compared with
-its size before anything is allocated, and an utterance is read alone.
+Nothing in it is a pickle. A folder appears completely or not at all; the sizes in a damaged file are compared with the
+file's size before memory is allocated, and each utterance is read separately.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sbkit.system import disk
 
 
 class UnstorableUtterance(SbkitError):
-    """Raised for an utterance that no shard can hold: ``.cause`` says why, such as too many frames or too much text."""
+    """Raised for an utterance that can't be stored: ``.cause`` says why, such as too many frames or too much text."""
 
     def __init__(self, id: str, cause: str):
         super().__init__(f"{id[:100].encode(errors='backslashreplace').decode()}: {cause}")
@@ -48,7 +48,7 @@ class UnstorableUtterance(SbkitError):
 
 @dataclass(frozen=True)
 class CodedUtterance:
-    """An utterance's codes [T, Q] int64, and what was said by whom."""
+    """An utterance's codes [T, Q] int64, text and speaker."""
 
     id: str
     codes: np.ndarray
@@ -57,13 +57,13 @@ class CodedUtterance:
 
 
 class Codes:
-    """Reads a folder of codes; refuses it before any code is read if it is of another codec.
+    """Reads a folder of codes; one of another codec is refused before any code is read.
 
     >>> codes = Codes("tokens", books)      # doctest: +SKIP
     >>> codes[0].codes                      # [T, Q], each id within its codebook    # doctest: +SKIP
 
     folder : made by :func:`writing`
-    books : the codebooks that they must be of; None takes what there is, as :attr:`books`
+    books : the codebooks that the codes must belong to; None: any, see :attr:`books`
     """
 
     def __init__(self, folder: str | Path, books: Books | None = None):
@@ -94,7 +94,7 @@ class Codes:
         return [shard.row(index)["id"] for shard in self._shards for index in range(shard.utterances)]
 
     def check(self) -> None:
-        """Raise if an id of any utterance isn't in its codebook, before something is made of them."""
+        """Raise if an id of any utterance isn't in its codebook."""
         first, count = None, 0
         for index in range(len(self)):
             try:
@@ -111,7 +111,7 @@ class CodesWriter:
 
     def __init__(self, folder: Path, books: Books, shard_frames: int, made_from: str | None):
         self.folder = folder
-        """What is written here becomes part of the folder."""
+        """Other files written here become part of the folder."""
         self._books, self._max_frames, self._made_from = books, shard_frames, made_from
         self._ids: set[str] = set()
         self._codes: list[np.ndarray] = []
@@ -149,7 +149,7 @@ class CodesWriter:
         self._frames += len(found)
 
     def close(self) -> None:
-        """Write what is left, and the manifest."""
+        """Write the last shard and the manifest."""
         if self._codes:
             self._write()
         if not self._shards:
@@ -165,7 +165,7 @@ class CodesWriter:
                    "rows": np.frombuffer(b"".join(self._rows), np.uint8),
                    "row_ends": np.cumsum([len(each) for each in self._rows])}
         save_file(tensors, path)
-        path.chmod(0o644)  # as other files, which safetensors does not leave it
+        path.chmod(0o644)  # safetensors makes it readable by the owner only
         shard = Shard(path, len(self._rows), len(tensors["codes"]), path.stat().st_size, disk.sha256(path))
         self._shards.append(shard.to_dict())
         self._codes, self._rows, self._frames = [], [], 0
@@ -174,15 +174,15 @@ class CodesWriter:
 @contextlib.contextmanager
 def writing(folder: str | Path, books: Books, force: bool = False, shard_frames: int = MAX_FRAMES,
             made_from: str | None = None) -> Iterator[CodesWriter]:
-    """Write a folder of codes, which is there once the block has ended without an error.
+    """Write a folder of codes, which appears when the block ends without an error.
 
     >>> with writing("tokens", books) as out:       # doctest: +SKIP
     ...     out.add("utt-1", codes, text="hello")
 
-    folder : is made, or replaced with ``force``
+    folder : is created, or replaced with ``force``
     books : the codebooks of all codes
-    shard_frames : frames of a shard
-    made_from : what to compare with :attr:`Codes.made_from`, to tell whether they need be made again
+    shard_frames : maximum frames of a shard
+    made_from : compare it with :attr:`Codes.made_from` to see whether codes must be created again
     """
     to = Path(folder).resolve()
     publish.clean_up(to)
@@ -195,7 +195,7 @@ def writing(folder: str | Path, books: Books, force: bool = False, shard_frames:
 
 
 def check_place(folder: str | Path, force: bool) -> None:
-    """Raise if codes can't be written as a folder: it is there and not to be replaced, or holds anything else."""
+    """Raise if a folder exists and must not be replaced, or if it isn't a folder of codes."""
     to = Path(folder).resolve()
     if to.exists() and not force:
         raise SbkitError(f"{folder} already exists", hint="choose another folder, or replace it with --force")

@@ -27,7 +27,7 @@ from sbkit.data.prepare import RowLimits, SplitReport, prepare_split, recording_
 from sbkit.data.presence import check_opened, refused
 from sbkit.data.remote import NO_REMOTE, SCHEMES, Remote, check_schemes, scheme_of
 from sbkit.data.sources import Named, Rows, Source, check_exists, is_hub_address, join_rows, open_source
-from sbkit.data.sources.base import check_columns, no_column, pick
+from sbkit.data.sources.base import check_columns, find_column, no_column
 from sbkit.data.splits import SPLITS, check_needed, check_splits, choose_splits
 from sbkit.data.suspects import Exclusions
 from sbkit.data.text import NormalizedBefore, TextRules
@@ -306,10 +306,11 @@ class Corpus:
             return
         source = self._open(show_progress=False)
         for name in (name for names in choose_splits(source, self.only, self.splits).values() for name in names):
-            header = source.header(name)
-            for role in source.needed if header is not None else ():
-                if (role in source.wanted or role in self.columns) and pick(role, header or (), self.columns) is None:
-                    raise no_column(f"{source.where} [{name}]", role, header or (), self.columns)
+            if (header := source.header(name)) is None:
+                continue
+            for role in source.needed:
+                if (role in source.wanted or role in self.columns) and find_column(role, header, self.columns) is None:
+                    raise no_column(f"{source.where} [{name}]", role, header, self.columns)
 
     def _demo_folder(self) -> Path:
         """Return the folder of the demo corpus; its name contains everything it depends on."""

@@ -1,4 +1,4 @@
-"""Several corpora as one: each prepared by its own rules, drawn by weights or a temperature, and scored apart."""
+"""Several corpora as one: each prepared by its own rules, drawn by weights or a temperature, and scored separately."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ MEAN = "mean"
 #: What a language's code looks like: two or three letters, and perhaps a script or a region.
 _CODE = re.compile(r"[A-Za-z]{2,3}([-_][A-Za-z0-9]+)*")
 _NAME = re.compile(r"[\w.-]+")
-#: Between a part's name and a row's own id.
-_OF = ":"
+#: Between a part's name and a row's id.
+_SEPARATOR = ":"
 COLUMNS = ["part", "language", "utterances", "hours", "% of steps", "times seen in a pass"]
 
 
 class Mixture(Corpus):
-    """Several corpora of which each step has its share; wherever a ``Corpus`` can be used.
+    """Several corpora, of which each step has a fixed share; used like a ``Corpus``.
 
     corpus: !new:sbkit.data.mixture.Mixture
         folder: !ref <output_folder>/manifests
@@ -53,17 +53,17 @@ class Mixture(Corpus):
             read: !new:sbkit.data.corpus.Corpus {source: /data/cv/cs, language: cs}
             calls: !new:sbkit.data.corpus.Corpus {source: /data/calls, language: cs, only: [train]}
 
-    Each part is prepared in a folder below the mixture's, unless it names another. Manifests have the columns
-    ``corpus``, a part's name, and ``language``, which also are in batches; ids and speakers begin with the name. A
-    recording of one part's dev or test is left out of all training.
+    Each part is prepared in a subfolder of the mixture's, unless it has its own ``folder``. Manifests have the columns
+    ``corpus``, a part's name, and ``language``, which batches have too; ids and speakers begin with the name. A
+    recording in any part's dev or test is left out of all training.
 
     parts : a ``Corpus`` each, by name; one may have a split that others lack
     folder : where the joint manifests and ``prepare_report.json`` are written
-    weights : the share of the training audio that each part has in every step, ``{read: 1, calls: 3}``; 0: it is only
-        scored
-    temperature : a part's share is proportional to its hours to the power of 1 / temperature: with 1 as it is, and the
-        larger, the more alike; in place of weights
-    best_by : the part whose validation the best checkpoint goes by; ``mean``: the mean over all parts
+    weights : the share of the training audio that each part has in every step, ``{read: 1, calls: 3}``; 0: the part is
+        only scored
+    temperature : instead of weights: a part's share is proportional to its hours to the power of 1 / temperature. With
+        1 shares are proportional to hours; larger values make them more equal
+    best_by : the part whose validation selects the best checkpoint; ``mean``: the mean over all parts
     once : the part that a pass goes through once; by default a pass has as much audio as all parts together
     """
 
@@ -85,7 +85,7 @@ class Mixture(Corpus):
                          text=rules[0] if alike else TextRules())
         limits = [part.max_duration for part in parts.values()]
         self.max_duration = None if None in limits else max(limit for limit in limits if limit is not None)
-        self.parts = {str(name): self._placed(str(name), part) for name, part in parts.items()}
+        self.parts = {str(name): self._in_subfolder(str(name), part) for name, part in parts.items()}
         self.weights = None if weights is None else _weights(weights, self.parts)
         self.temperature, self.best_by, self.once = temperature, best_by, once
         if once is not None and once not in list(self.parts):
@@ -98,7 +98,7 @@ class Mixture(Corpus):
                              hint="leave one of them out")
         _check_rules(self.parts)
 
-    def _placed(self, name: str, part: Corpus) -> Corpus:
+    def _in_subfolder(self, name: str, part: Corpus) -> Corpus:
         return part.in_folder(self.folder / name) if part.folder == Path("manifests") else copy.copy(part)
 
     def __repr__(self) -> str:
@@ -106,7 +106,7 @@ class Mixture(Corpus):
 
     @property
     def tags(self) -> Declared:
-        """The columns that batches have in addition to those that the task declares."""
+        """The columns of batches in addition to those that the task declares."""
         return {"corpus": LabelColumn(), "language": LabelColumn()}
 
     @property
@@ -118,13 +118,13 @@ class Mixture(Corpus):
 
     @staticmethod
     def part_of(id_: str) -> str:
-        """The name of the part that an utterance is of, from its id."""
-        return id_.partition(_OF)[0]
+        """Return the part that an utterance belongs to, from its id."""
+        return id_.partition(_SEPARATOR)[0]
 
     def shares(self, hours: Mapping[str, float]) -> dict[str, float]:
-        """The share of each part with training audio in every step, which together are 1."""
+        """Return the share of each part with training audio in every step; they add up to 1."""
         power = 1 / (self.temperature or 1)
-        given = self.weights or {name: some ** power for name, some in hours.items()}
+        given = self.weights or {name: each ** power for name, each in hours.items()}
         total = sum(given.get(name, 0) for name in hours)
         if not total:
             raise SbkitError("mixture: weights: no part with training audio has a weight",
@@ -159,9 +159,9 @@ class Mixture(Corpus):
             if not any(split in each for each in found.values()):
                 raise SbkitError(f"no part of the mixture has a {split} split",
                                  hint="a corpus's splits names them, e.g. {train: NAME}")
-        silent = [name for name, weight in (self.weights or {}).items() if weight and "train" not in found[name]]
-        if silent:
-            raise SbkitError(f"part {silent[0]} of the mixture has a weight but no training rows",
+        untrained = [name for name, weight in (self.weights or {}).items() if weight and "train" not in found[name]]
+        if untrained:
+            raise SbkitError(f"part {untrained[0]} of the mixture has a weight but no training rows",
                              hint="give it a train split, or set its weight to 0")
         if self.once is not None and "train" not in found[self.once]:
             raise SbkitError(f"once: part {self.once} of the mixture has no training rows", hint="name another part")
@@ -187,18 +187,18 @@ class Mixture(Corpus):
         joint = {split: self._joined(parts, own) for split, parts in splits.items() if parts}
         reports = {split: self._report_of(split, manifest) for split, manifest in joint.items()}
         if "train" in joint:
-            joint["train"] = _without(joint, reports["train"])
+            joint["train"] = _without_held_out(joint, reports["train"])
         report = {
             "format": 1, "fingerprint": fingerprint, "sbkit": sbkit.__version__,
             "source": {"kind": "mixture", "where": ", ".join(self.parts),
                        "splits": {split: list(parts) for split, parts in splits.items() if parts}},
-            "options": {**_shared([part.prepared["options"] for part in self.parts.values()]),
+            "options": {**_common_options([part.prepared["options"] for part in self.parts.values()]),
                         "parts": {name: part.prepared["options"] for name, part in self.parts.items()}},
             "seconds": round(time.monotonic() - started, 1), "splits": {}, "leaks": leaks.shared(joint)}
         self._write(joint, reports, report)
 
     def _joined(self, parts: Mapping[str, Manifest], own: set[str]) -> Manifest:
-        """The rows of all parts, one after the other; ``own``: columns that are a row's recording if there are none."""
+        """Join the rows of all parts. ``own`` are columns that default to a row's recording."""
         names = dict.fromkeys(name for each in parts.values() for name in each.meta)
 
         def column(name: str, each: Manifest) -> pa.Array:
@@ -206,7 +206,7 @@ class Mixture(Corpus):
             return each.meta.get(name, blank).arrow
 
         def speakers(part: str, each: Manifest) -> pa.Array:
-            named = join(f"{part}{_OF}", each.speakers.arrow)
+            named = join(f"{part}{_SEPARATOR}", each.speakers.arrow)
             return pc.if_else(pc.equal(each.speakers.arrow, ""), each.speakers.arrow, named)
 
         tags = {"corpus": [Column(pa.repeat(part, len(each))).arrow for part, each in parts.items()],
@@ -214,7 +214,7 @@ class Mixture(Corpus):
                              else column("language", each) for part, each in parts.items()]}
         several = parts.values()
         return Manifest(
-            ids=pa.concat_arrays([join(f"{part}{_OF}", each.ids.arrow) for part, each in parts.items()]),
+            ids=pa.concat_arrays([join(f"{part}{_SEPARATOR}", each.ids.arrow) for part, each in parts.items()]),
             durations=np.concatenate([each.durations for each in several]),
             wavs=pa.concat_arrays([each.wavs.arrow for each in several]),
             texts=pa.concat_arrays([each.texts.arrow for each in several]),
@@ -224,14 +224,14 @@ class Mixture(Corpus):
                 **{name: [column(name, each) for each in several] for name in names}, **tags}.items()})
 
     def _report_of(self, split: str, manifest: Manifest) -> SplitReport:
-        """The sum of the parts' reports on a split."""
+        """Return the sum of the parts' reports on a split."""
         reported = [part.prepared["splits"] for part in self.parts.values()]
         entries = [each[split] for each in reported if split in each]
         left_out: dict[str, dict[str, Any]] = {}
         for entry in entries:
-            for reason, some in entry["left_out"].items():
-                there = left_out.setdefault(reason, {"count": 0, "hours": 0.0, "examples": []})
-                left_out[reason] = {name: value + some[name] for name, value in there.items()}
+            for reason, found in entry["left_out"].items():
+                total = left_out.setdefault(reason, {"count": 0, "hours": 0.0, "examples": []})
+                left_out[reason] = {name: value + found[name] for name, value in total.items()}
         outside = sum((Counter(entry["outside_alphabet"]) for entry in entries), Counter[str]())
         return SplitReport(split, "mixture", sum(entry["rows"] for entry in entries), len(manifest),
                            round(manifest.hours, 3), left_out, dict(outside))
@@ -239,23 +239,23 @@ class Mixture(Corpus):
     # ---------------------------------------------------------------- what is prepared
 
     def manifest(self, split: str) -> Manifest:
-        """Read the joint manifest of a split; that of training has the parts' shares."""
+        """Read the joint manifest of a split; the training manifest has the parts' shares."""
         found = super().manifest(split)
         if split == "train":
             found.shares, found.once = self.shares(hours_of(found)), self.once
         return found
 
     def summary(self) -> str:
-        """The tables of all parts, and one of what each is in the mixture."""
+        """Return the tables of all parts, and one of their shares in training."""
         parts = [f"{name}: {part.summary()}" for name, part in self.parts.items()]
         return "\n".join([*parts, table(COLUMNS, self.rows(self.manifest("train")))])
 
     def rows(self, train: Manifest) -> list[list[Any]]:
-        """What each part is in training, as ``COLUMNS`` say."""
-        hours, counts, heard = hours_of(train), Counter(train.column("corpus")), hours_of_pass(train)
-        return [[name, self.parts[name].language or "", counts[name], round(some, 2),
-                 round(100 * train.shares[name], 1), round(train.shares[name] * heard / some, 2)]
-                for name, some in hours.items()]
+        """Return a row for each part in training, with ``COLUMNS``."""
+        hours, counts, in_pass = hours_of(train), Counter(train.column("corpus")), hours_of_pass(train)
+        return [[name, self.parts[name].language or "", counts[name], round(own, 2),
+                 round(100 * train.shares[name], 1), round(train.shares[name] * in_pass / own, 2)]
+                for name, own in hours.items()]
 
     def only_split(self, name: str, folder: str | Path) -> Corpus:
         raise SbkitError(f"a mixture has no split {name}", hint="name a corpus that has it (--on), or one of "
@@ -272,7 +272,7 @@ class Mixture(Corpus):
 
 
 def hours_of(manifest: Manifest, rows: np.ndarray | None = None) -> dict[str, float]:
-    """The hours of each part in a mixture's manifest, or in some of its rows."""
+    """Return the hours of each part in a mixture's manifest, or in some of its rows."""
     groups = manifest.column("corpus").arrow.dictionary_encode()
     numbers, durations = groups.indices.to_numpy(zero_copy_only=False), manifest.durations
     if rows is not None:
@@ -282,34 +282,34 @@ def hours_of(manifest: Manifest, rows: np.ndarray | None = None) -> dict[str, fl
 
 
 def hours_of_pass(train: Manifest) -> float:
-    """The hours that a pass through a training set has, be it of a mixture or of one corpus."""
+    """Return the hours of a pass through a training set, of a mixture or of one corpus."""
     if not train.shares:
         return train.hours
     hours = hours_of(train)
     return hours[train.once] / train.shares[train.once] if train.once else \
-        sum(some for name, some in hours.items() if train.shares[name])
+        sum(each for name, each in hours.items() if train.shares[name])
 
 
-def _shared(options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The options that all parts have alike."""
+def _common_options(options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the options that are the same in all parts."""
     return {name: value for name, value in options[0].items() if all(each.get(name) == value for each in options)}
 
 
-def _without(joint: Mapping[str, Manifest], report: SplitReport) -> Manifest:
-    """The training rows without recordings that are in any part's dev or test, which the report counts."""
+def _without_held_out(joint: Mapping[str, Manifest], report: SplitReport) -> Manifest:
+    """Return the training rows without recordings that are in any part's dev or test; the report counts these."""
     train = joint["train"]
     taken = [recording_keys(each.wavs, each.starts) for split, each in joint.items() if split != "train"]
     here = recording_keys(train.wavs, train.starts)
-    there = np.any([pc.is_in(here, keys).to_numpy(zero_copy_only=False) for keys in taken], axis=0) if taken else \
+    held_out = np.any([pc.is_in(here, keys).to_numpy(zero_copy_only=False) for keys in taken], axis=0) if taken else \
         np.zeros(len(train), bool)
-    if there.any():
-        left = train.select(there)
+    if held_out.any():
+        left = train.select(held_out)
         logger.warning("%d training rows of the mixture are in the dev or test of another part, and are left out: %s",
                        len(left), ", ".join(left.ids[:3]))
         entry = report.left_out.setdefault(IN_OTHER_SPLIT, {"count": 0, "hours": 0.0, "examples": []})
         entry.update(count=entry["count"] + len(left), hours=round(entry["hours"] + left.hours, 3),
                      examples=[*entry["examples"], *left.ids[:3]])
-        train = train.select(~there)
+        train = train.select(~held_out)
         report.kept, report.hours = len(train), round(train.hours, 3)
     return train
 
@@ -330,7 +330,7 @@ def _weights(given: Mapping[str, float], parts: Mapping[str, Corpus]) -> dict[st
 
 
 def _check_rules(parts: Mapping[str, Corpus]) -> None:
-    """Refuse languages that are no codes, and parts that write the same words in two ways."""
+    """Refuse languages that aren't codes, and parts with different text rules."""
     first: dict[str | None, str] = {}
     for name, part in parts.items():
         if part.language is not None and not _CODE.fullmatch(part.language):

@@ -2,7 +2,7 @@
 
 Without a Xing or Info tag libsndfile guesses the length from the first frame's bit rate and reads no further, so a
 recording of variable bit rate loses its end (or gets silence there). In a file of variable bit rate it seeks by the
-tag's coarse table, tens of milliseconds off. The frame headers tell both.
+tag's coarse table, tens of milliseconds off. The frame headers answer both questions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 _RATES_1 = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
 _RATES_2 = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
 _HERTZ = (44_100, 48_000, 32_000)
-#: Bytes in which a frame is looked for behind damaged ones, before the rest is taken for something else than audio.
+#: Bytes in which a frame is searched after damaged ones; without any, the rest counts as something other than audio.
 _RESYNC_BYTES = 4096
 _MANY_BYTES = 1 << 26
 
@@ -37,7 +37,7 @@ class Mp3(NamedTuple):
     constant: bool
     """Whether all frames have the same bit rate."""
     tagged: bool
-    """Whether a tag has the number of frames, so that libsndfile knows it too."""
+    """Whether a tag has the number of frames, so libsndfile knows it too."""
     first: int
     """Offset of the first frame in bytes."""
 
@@ -91,7 +91,7 @@ def with_tag(data: bytes, mp3: Mp3) -> bytes:
 
 
 def after_id3(head: bytes) -> int:
-    """Where what follows a tag at the beginning of a file begins."""
+    """Return the offset behind an ID3 tag at the beginning of a file; 0 without one."""
     if head[:3] != b"ID3" or len(head) < 10:
         return 0
     size = 0

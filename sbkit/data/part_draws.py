@@ -15,8 +15,8 @@ from sbkit.errors import SbkitError
 
 
 class Parts(NamedTuple):
-    """The part of each row by number, ``[N]``, the share of a pass's audio that each part has, by name, and the part
-    that a pass goes through once."""
+    """The parts of a mixture: the part number of each row, ``[N]``, each part's share of the audio by name, and the
+    part that a pass goes through once."""
 
     numbers: np.ndarray
     shares: Mapping[str, float]
@@ -24,7 +24,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, train: Manifest) -> Parts | None:
-        """Those of a training set; None if it is of one corpus."""
+        """The parts of a training set; None for a single corpus."""
         if not train.shares:
             return None
         places = pc.index_in(train.column("corpus").arrow, pa.array(train.shares, pa.large_string()))
@@ -32,18 +32,18 @@ class Parts(NamedTuple):
 
 
 class PartDraws:
-    """Draws each bucket's rows from several parts: as many in each pass, so that steps keep their number and size.
+    """Draws each bucket's rows from several parts. All passes draw equally many, so steps keep their number and size.
 
-    A bucket has an endless line of draws, in which each part's are evenly spread by its share (Sainte-Laguë's method of
-    dividing seats), and each pass takes the next ``sizes[bucket]`` of them. So neighbours in the line, which are a
-    step, have parts in proportion, and a pass is found without those before it. A part's draws in a bucket go through
-    its rows in an order that is drawn anew whenever all have been heard, whatever other parts there are.
+    A bucket has an endless sequence of draws, in which each part is spread evenly by its share (Sainte-Laguë's method
+    of dividing seats), and each pass takes the next ``sizes[bucket]`` of them. So a step, which is a run of this
+    sequence, has all parts in proportion, and a pass is computed without those before it. A part's draws in a bucket go
+    through its rows in an order that is reshuffled after each round, independently of other parts.
 
     parts: see ``Parts``; a part with a share of 0 is never drawn.
     seconds: ``[N]``, durations.
-    buckets: ``[N]``, numbers from 0 on.
-    least: how many draws of a bucket a pass has at least.
-    seed: seed of the orders.
+    buckets: ``[N]``, bucket numbers from 0.
+    least: minimum number of draws from a bucket in a pass.
+    seed: seed of the shuffling.
 
     >>> draws = PartDraws(Parts(np.array([0, 0, 0, 1]), {"a": 1, "b": 1}), np.ones(4), np.zeros(4, int))
     >>> draws.sizes.tolist(), draws.times.round(2).tolist(), draws.draw(1)[0].tolist().count(3)
@@ -60,7 +60,7 @@ class PartDraws:
         self.times = np.divide(shares / shares.sum() * audio[drawn].sum(), audio, where=drawn, out=np.zeros(many))
         if parts.once is not None:
             self.times /= self.times[list(parts.shares).index(parts.once)]
-        """How often a pass hears each row of a part, on average ``[P]``."""
+        """How often a pass draws each row of a part on average, ``[P]``."""
         # Small integers sort in linear time.
         strata = (buckets.astype(np.int64) * many + parts.numbers).astype(np.min_scalar_type(count * many))
         self._counts = np.bincount(strata, minlength=count * many).reshape(count, many)
@@ -81,7 +81,7 @@ class PartDraws:
         self.sizes[wanted > 0] = np.maximum(self.sizes, least)[wanted > 0]
 
     def drawn(self, passes: int) -> np.ndarray:
-        """How many draws of each part in each bucket the first ``passes`` have, ``[buckets, P]``."""
+        """Return the number of draws of each part in each bucket in the first ``passes``, ``[buckets, P]``."""
         wanted, seats = self._wanted, passes * self.sizes
         total, many = np.maximum(wanted.sum(1), 1e-300), wanted.shape[1]
         low, high = np.maximum(seats - many, 0) / total, (seats + many + 1) / total
@@ -89,7 +89,7 @@ class PartDraws:
         def given(place: np.ndarray) -> np.ndarray:
             return np.floor(wanted * place[:, None] + 0.5)
 
-        for _ in range(64):  # until both are neighbours, between which lies the place of the last draw
+        for _ in range(64):  # bisection: the last draw lies between low and high
             middle = (low + high) / 2
             few = given(middle).sum(1) <= seats
             low, high = np.where(few, middle, low), np.where(few, high, middle)
@@ -98,21 +98,21 @@ class PartDraws:
         return (sure + more * (more.cumsum(1) <= (seats - sure.sum(1))[:, None])).astype(np.int64)
 
     def draw(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of a pass, counted from 1, bucket by bucket, and how often each was heard by then."""
+        """Draw the rows of a pass, counted from 1, bucket by bucket, and the pass number of each row."""
         first, last = (self.drawn(passes) for passes in (number - 1, number))
         ends = np.cumsum((last - first).sum(1))
         rows, pass_numbers = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int32)
-        for bucket, (begin, end) in enumerate(zip(first, last, strict=True)):  # one fits into a processor's cache
+        for bucket, (begin, end) in enumerate(zip(first, last, strict=True)):  # a bucket fits into the CPU's cache
             at = slice(ends[bucket] - (end - begin).sum(), ends[bucket])
             rows[at], pass_numbers[at] = self._draw(bucket, begin, end)
         return rows, pass_numbers
 
     def _draw(self, bucket: int, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of one bucket from the ``first`` draw of each part to before the ``last``, as :meth:`draw`."""
+        """Draw the rows of one bucket from the ``first`` draw of each part to before the ``last``, as :meth:`draw`."""
         counts, starts = self._counts[bucket], self._starts[bucket]
         parts = np.flatnonzero(last > first)
         begun = first[parts] // counts[parts]
-        rounds = (last[parts] - 1) // counts[parts] - begun + 1  # through all rows, whole or in part
+        rounds = (last[parts] - 1) // counts[parts] - begun + 1  # through all rows
         part = np.repeat(parts, rounds)
         turn = np.repeat(begun, rounds) + _counted(rounds)
         sizes = counts[part]
@@ -121,19 +121,19 @@ class PartDraws:
         turns = turn[which]
         shuffled = np.lexsort((_scramble(self._keys[rows] ^ _scramble(turns.astype(np.uint64))), which))
         draws = turns * counts[part][which] + _counted(sizes)
-        heard = (draws >= first[part][which]) & (draws < last[part][which])
-        rows, turns, draws, which = rows[shuffled][heard], turns[heard], draws[heard], part[which[heard]]
+        drawn = (draws >= first[part][which]) & (draws < last[part][which])
+        rows, turns, draws, which = rows[shuffled][drawn], turns[drawn], draws[drawn], part[which[drawn]]
         line = np.argsort((draws + 0.5) / self._wanted[bucket][which], kind="stable")
         return rows[line], turns[line] + 1
 
 
 def _counted(sizes: np.ndarray) -> np.ndarray:
-    """0, 1, 2, ... for each of the sizes, joined."""
+    """Return 0, 1, 2, ... for each size, concatenated."""
     return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
 def _scramble(numbers: np.ndarray) -> np.ndarray:
-    """Other numbers of 64 bits that look random (SplitMix64), a different one for each."""
+    """Map 64-bit numbers one-to-one to numbers that look random (SplitMix64)."""
     mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

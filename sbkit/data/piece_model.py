@@ -1,4 +1,4 @@
-"""Writes a SentencePiece model of pieces that others have made. Needs no protobuf, whose format it is."""
+"""Writes a SentencePiece model from given pieces, without the protobuf package, whose format it has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sbkit.errors import SbkitError
 
 _UNIGRAM, _BPE, _CHAR = 1, 2, 4  # kinds of models
 _NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3  # kinds of pieces
-_RARE = -1e4  # the score of a piece that no text is cut into if there is another way
+_RARE = -1e4  # the score of a piece that is used only if a text can't be cut otherwise
 
 
 def piece_model(pieces: Sequence[str], silent: Collection[int] = (), scores: Mapping[str, float] | None = None,
@@ -19,9 +19,9 @@ def piece_model(pieces: Sequence[str], silent: Collection[int] = (), scores: Map
 
     pieces : in the order of their ids, with ``▁`` for a space; the first is the unknown piece, and CTC's blank. ``<s>``
         and ``</s>`` begin and end a sentence if they are silent
-    silent : the ids of further ones that are no text
-    scores : by which a text is cut; none: it is cut into characters
-    merges : whether they are ranks of merges (BPE)
+    silent : the ids of further pieces that aren't text
+    scores : the pieces' scores, by which a text is cut; None: it is cut into characters
+    merges : whether scores are ranks of merges (BPE)
     """
     if twice := [piece for piece, count in Counter(pieces).items() if count > 1 or not piece]:
         raise SbkitError(f"{len(twice)} tokens are duplicates or empty, such as {twice[0]!r}",

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from sbkit.data.columns import BatchColumns
     from sbkit.data.manifest import Manifest
 
-#: Seconds to whose multiples batches are padded, which makes shapes recur. On a CPU oneDNN generates code for each new
-#: number of frames (in bf16 20 ms a step, and memory), and on a GPU ``--compile`` records each shape. Without it cuDNN
-#: and cuFFT make a plan for each new shape, in a few milliseconds, so half as much rounding is enough there: with
-#: lengths as in Common Voice it pads 1.4 %, and of 3,900 batches of an epoch 155 have a new shape instead of 3,500.
-ROUND_SECONDS, CARD_ROUND_SECONDS = 0.32, 0.16
-#: What is shorter than so many of these is rounded to multiples of a half, a quarter and so on: 12 % of padding at
-#: most, and so many shapes more for each half of the length.
+#: Batches are padded to multiples of these seconds, so that shapes recur. On a CPU oneDNN generates code for each new
+#: number of frames (in bf16 20 ms per step, and memory), and on a GPU ``--compile`` records each shape. Without it,
+#: cuDNN and cuFFT make a plan for each new shape within a few milliseconds, so half of the rounding is enough there:
+#: with lengths as in Common Voice it pads 1.4 %, and 155 of 3,900 batches per epoch have a new shape instead of 3,500.
+ROUND_SECONDS, GPU_ROUND_SECONDS = 0.32, 0.16
+#: Lengths below this number of units are rounded to multiples of a half, a quarter and so on: at most 12 % of padding,
+#: and this many more shapes each time the length is halved.
 UNITS = 8
 Length = TypeVar("Length", float, np.ndarray)
 
@@ -48,15 +48,14 @@ class Batching:
     max_batch_utterances: a second limit on a micro-batch; ``null``: none.
     min_batch_utterances: the least utterances of a micro-batch, such as 2 for BatchNorm on one vector per utterance.
     clips_per: ``{speaker: 4}`` draws each step as 4 clips of each of several speakers, or of another column's values:
-        as many as ``step_seconds`` holds if all clips are as long as the longest (``Crop`` makes them so). A
-        micro-batch has all 4 or none. Speakers with fewer clips are left out, and of the others the clips that fill no
-        step, which are different ones in each epoch.
+        as many speakers as ``step_seconds`` holds if all clips are as long as the longest (with ``Crop`` they are). A
+        micro-batch has all 4 or none. Speakers with fewer clips are left out, and in each epoch also some clips of the
+        others that don't fill a step.
     seed: seed of the order of utterances and steps.
     sort: with ``ascending`` or ``descending``, the first epoch (epoch 1) is ordered by duration and later
         ones are shuffled; with ``null`` or ``random``, all epochs are shuffled.
-    least_steps: how many optimizer steps a run takes at least: if ``number_of_epochs`` of the corpus have fewer, each
-        epoch goes through the corpus several times. A recogniser needs a few hundred before it recognises anything; 0:
-        no minimum.
+    least_steps: minimum number of optimizer steps of a run: if ``number_of_epochs`` have fewer, each epoch goes through
+        the corpus several times. A recogniser needs a few hundred before it recognises anything; 0: no minimum.
     round_seconds: batches are padded to a multiple of it, as far as ``max_batch_seconds`` allows, so that shapes recur;
         0: no rounding; ``null``: 0.32 on a CPU and with ``--compile``, else 0.16.
     """
@@ -106,13 +105,13 @@ class Batching:
 
     @property
     def together(self) -> int:
-        """The utterances that a batch must have room for: so many or more can always be cut into batches of the least
-        size, and of whole ``clips_per``."""
+        """The utterances that a batch must have room for, so that any number can be cut into batches of the minimum
+        size and of whole ``clips_per``."""
         return (2 * -(-self.min_batch_utterances // self.clips) - 1) * self.clips
 
     @property
     def update_seconds(self) -> float:
-        """``step_seconds`` as a number, which it is once the object is built."""
+        """``step_seconds``, which is a number after ``__post_init__``."""
         assert self.step_seconds is not None
         return self.step_seconds
 
@@ -120,11 +119,11 @@ class Batching:
         """Seconds to whose next multiple batches are padded on a device of this type."""
         if self.round_seconds is not None:
             return self.round_seconds
-        return ROUND_SECONDS if device_type == "cpu" or compiled else CARD_ROUND_SECONDS
+        return ROUND_SECONDS if device_type == "cpu" or compiled else GPU_ROUND_SECONDS
 
 
 def unit_of(length: Length, unit: float) -> Length:
-    """What a length is rounded to multiples of: ``unit``, halved until ``UNITS`` of it are no longer."""
+    """Return the unit that a length is rounded to: ``unit``, halved until ``UNITS`` of it are at most the length."""
     return unit * 2.0 ** np.minimum(0, np.floor(np.log2(length / (UNITS * unit))))
 
 
@@ -134,13 +133,13 @@ class Plan:
     durations: ``[N]``, seconds of each utterance; the attribute ``durations`` has them rounded up.
     batching: see ``Batching``.
     ids: names of utterances for error messages.
-    labels: ``[N]``, a number of each utterance's label, for ``Batching.clips_per``.
-    parts: of a mixture, see ``sbkit.data.part_draws``.
+    labels: ``[N]``, the number of each utterance's label, for ``Batching.clips_per``.
+    parts: those of a mixture, see ``sbkit.data.part_draws``.
     round_seconds: the ``Batching.rounding`` of the device. Buckets and batches are made from rounded durations, so
         that few shapes occur.
-    epochs: epochs over which ``Batching.least_steps`` are spread: those that the run was to have when it began.
+    epochs: epochs over which ``Batching.least_steps`` are spread: the number when the run began.
 
-    An utterance longer than ``max_batch_seconds`` would not fit on the device; the error names it.
+    An utterance longer than ``max_batch_seconds`` is an error, because it would not fit on the device.
 
     >>> plan = Plan([1.0, 1.2, 5.0, 5.5], Batching(max_batch_seconds=6, step_seconds=11, buckets=2))
     >>> sorted(sorted(plan.epoch(1).step(i).tolist()) for i in range(2))
@@ -158,9 +157,9 @@ class Plan:
         if round_seconds:
             units = unit_of(self.durations, round_seconds)
             rounded = (np.ceil(self.durations / units - 1e-4) * units).astype(np.float32)
-            most = np.float32(batching.max_batch_seconds / batching.together)
-            self.durations = np.maximum(self.durations, np.minimum(rounded, most))
-        # Of durations that aren't rounded: how many labels a step has doesn't depend on the device.
+            longest = np.float32(batching.max_batch_seconds / batching.together)
+            self.durations = np.maximum(self.durations, np.minimum(rounded, longest))
+        # Without rounding, so that the number of labels in a step doesn't depend on the device.
         seconds, least = batching.update_seconds, batching.min_batch_utterances
         self.sampler: LabelGroups | Buckets = Buckets(
             self.durations, seconds, batching.buckets, least, parts, batching.seed) if labels is None else LabelGroups(
@@ -173,8 +172,7 @@ class Plan:
     @classmethod
     def of(cls, train: Manifest, batching: Batching, augment: Augment | None, epochs: int,
            round_seconds: float = 0.0, columns: BatchColumns | None = None) -> Plan:
-        """Make the plan of a run, for utterances that ``augment`` may make longer or shorter, with the signals of
-        ``columns``."""
+        """Make the plan of a run, with the durations that ``augment`` and the signals of ``columns`` may lead to."""
         durations = train.durations if augment is None else augment.planned(train.durations)
         durations = durations if columns is None else columns.longest(train, durations)
         labels = None
@@ -198,8 +196,8 @@ class Plan:
             np.concatenate([each + i * steps for i, each in enumerate(order)]), pass_numbers)
 
     def _pass(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The utterances of one pass over the corpus, bucket by bucket, how often each was heard by then, and the
-        order of the steps."""
+        """Draw the utterances of one pass over the corpus, bucket by bucket, the pass number of each, and the order of
+        the steps."""
         rng = np.random.Generator(np.random.PCG64([self.batching.seed % 2**64, number]))
         members, pass_numbers = self.sampler.draw(rng, number)
         order = rng.permutation(len(self._bounds) - 1)
@@ -226,7 +224,7 @@ class EpochPlan:
         return self.members[self._bounds[place] : self._bounds[place + 1]]
 
     def pass_numbers(self, places: np.ndarray) -> np.ndarray:
-        """How often the run has heard the utterances at these places of ``members`` by then, this time included."""
+        """Return the pass numbers of the utterances at these places of ``members``: which time the run uses them."""
         size = len(self._pass_numbers[0])
         return np.array([self._pass_numbers[place // size][place % size] for place in places], np.int64)
 
@@ -235,7 +233,7 @@ class EpochPlan:
         return [self.members[places] for places in self.places(i, rank, world, min_micros)]
 
     def places(self, i: int, rank: int = 0, world: int = 1, min_micros: int = 1) -> list[np.ndarray]:
-        """The micro-batches that ``rank`` of ``world`` computes in step ``i``, each as places of ``members``.
+        """The micro-batches that ``rank`` of ``world`` computes in step ``i``, each as places in ``members``.
 
         All ranks get lists of the same length: ``min_micros``, or more if ``max_batch_seconds`` requires it. The
         micro-batches of a step have about the same size, padding included, and each has utterances of similar
@@ -259,18 +257,18 @@ class EpochPlan:
         longest = self.durations[self.members[places]].max(1)
         order = np.argsort(-longest, kind="stable")
         places, seconds = places[order], (clips * longest[order]).tolist()
-        most = (batching.max_batch_utterances or places.size) // clips
-        least = -(-batching.min_batch_utterances // clips)
-        cuts = _cut(seconds, batching.max_batch_seconds, least, most)
+        largest = (batching.max_batch_utterances or places.size) // clips
+        smallest = -(-batching.min_batch_utterances // clips)
+        cuts = _cut(seconds, batching.max_batch_seconds, smallest, largest)
         assert cuts is not None, "the number of runs isn't limited here"
         micros = max(min_micros, -(-len(cuts) // world))
         allowed = micros * world
-        # The smallest size for which `allowed` parts are enough makes them as even as possible.
+        # The smallest limit for which `allowed` parts are enough makes them as even as possible.
         low, high = sum(seconds) / allowed, batching.max_batch_seconds
         best = cuts
         while high - low > 0.01 * high:
             middle = (low + high) / 2
-            cuts = _cut(seconds, middle, least, most, allowed)
+            cuts = _cut(seconds, middle, smallest, largest, allowed)
             if cuts is None:
                 low = middle
             else:
@@ -278,22 +276,22 @@ class EpochPlan:
         return [places[a:b].ravel() for a, b in best], micros
 
 
-def _cut(seconds: list[float], cost: float, least: int, most: int,
+def _cut(seconds: list[float], max_seconds: float, least: int, most: int,
          allowed: int | None = None) -> list[tuple[int, int]] | None:
-    """Cut descending durations into runs of at most ``cost`` seconds, padding included, of ``least`` to ``most``.
+    """Cut descending durations into runs of at most ``max_seconds``, padding included, and ``least`` to ``most`` items.
 
-    None if that takes more than ``allowed`` runs. Where ``least`` requires it, a run has more seconds: at most those of
-    ``2 * least - 1``, which ``max_batch_seconds`` holds.
+    None if that takes more than ``allowed`` runs. If ``least`` requires it, a run has more seconds: at most those of
+    ``2 * least - 1`` items, which fit into ``max_batch_seconds``.
     """
     cuts: list[tuple[int, int]] = []
     start, total = 0, len(seconds)
-    cost *= 1 + 1e-6  # durations are float32
+    max_seconds *= 1 + 1e-6  # durations are float32
     while start < total:
-        if allowed is not None and (len(cuts) == allowed or least * seconds[start] > cost):
+        if allowed is not None and (len(cuts) == allowed or least * seconds[start] > max_seconds):
             return None
-        size = min(max(least, int(cost / seconds[start])), most, total - start)
+        size = min(max(least, int(max_seconds / seconds[start])), most, total - start)
         left = total - start - size
-        if 0 < left < least:  # too few for a run of their own
+        if 0 < left < least:  # too few for a separate run
             size = total - start - least if total - start >= 2 * least else total - start
         cuts.append((start, start + size))
         start += size

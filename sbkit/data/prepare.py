@@ -1,4 +1,4 @@
-"""Turns the rows of a source into a manifest, and records why each other row was left out."""
+"""Turns the rows of a source into a manifest, and records why rows were left out."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _EXAMPLES = 10
 SAMPLE = 200
 #: If more of the sample than this has a wrong duration in the list, all recordings are measured.
 _DISAGREE_SHARE = 0.05
-#: The same if more of it than this can't be read: so many damaged recordings would end a training.
+#: The same if more of it than this can't be read: that many damaged recordings would end a training.
 _DAMAGED_SHARE = 0.01
 # Fewer rows take no time, so they get no progress bar.
 _WORTH_A_BAR = 1000
@@ -51,13 +51,13 @@ _WORTH_A_BAR = 1000
 
 @dataclass(frozen=True)
 class RowLimits:
-    """Limits beyond which the rows of a split are left out, though they are usable."""
+    """Limits beyond which usable rows of a split are left out."""
 
     min_duration: float | None = None
     max_duration: float | None = None
     alphabet: bool = False
     text: bool = True
-    """Whether a row needs one."""
+    """Whether a row needs a text."""
     min_words: int = 0
 
 
@@ -74,7 +74,7 @@ class SplitReport:
     outside_alphabet: dict[str, int] = field(default_factory=dict)
     durations: dict[str, Any] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
-    """Ids of rows that are kept though they are copies of another split's, and of which one."""
+    """Ids of rows that are kept although they are copies of another split's, and their originals."""
     tables: list[pa.Table] = field(default_factory=list, repr=False)
     """All rows that were left out, for ``left_out.csv``."""
 
@@ -95,7 +95,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     """Make the manifest of a split: normalise texts, measure recordings, leave out unusable and unwanted rows.
 
     rows : N rows of a source
-    taken : recordings of other splits (:func:`recording_keys`), which are left out of this one
+    taken : recordings of other splits (:func:`recording_keys`), to leave out of this one
     listings : contents of large folders, kept between calls for splits in the same folder
     check_audio : "sample" compares some listed durations with the audio, "all" and "decode" open every recording
     copies : the recordings of splits that were prepared before this one
@@ -117,7 +117,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     leave_out(MALFORMED, ~(rows.starts >= 0), lambda i: "its start is not a number of 0 or more")
     leave_out(REFUSED, refused(rows.wavs, remote), lambda i: remote.refusal(rows.wavs[i]))
     if not _first_of_each(rows.ids.arrow).all():
-        # The same recording is kept once; different recordings with one id (of a sentence, say) get numbered ids.
+        # The same recording is kept once; different recordings with the same id (of a sentence, say) get numbered ids.
         same = join(rows.ids.arrow, recording_keys(rows.wavs, rows.starts), separator="@")
         leave_out("repeated id", ~_first_of_each(same))
         ids = np.array(list(rows.ids), object)
@@ -168,7 +168,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         details.update((int(left[i]), f"{name}: {cause}") for i, cause in causes.items())
         leave_out(UNDECODABLE, ~(seconds > 0))
         if aligned:
-            leave_out("signals of different length", _apart(rows, durations, seconds), lambda i: (
+            leave_out("signals of different length", _differ_in_length(rows, durations, seconds), lambda i: (
                 f"{name}: {seconds[i]:.2f} s, but {durations[i]:.2f} s from {rows.starts[i]:.2f} s on are needed"))
         else:
             meta[name + SECONDS] = Column([f"{each:.3f}" for each in seconds.tolist()])
@@ -185,15 +185,15 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
 
     if copies is not None:
         left = np.flatnonzero(why == 0)
-        twice, broken = copies.search(split, rows.ids.take(left), rows.wavs.take(left), rows.starts[left],
+        originals, broken = copies.search(split, rows.ids.take(left), rows.wavs.take(left), rows.starts[left],
                                       durations[left], keep=split != "train")
         details.update((int(left[i]), cause) for i, cause in broken.items())
         why[left[list(broken)]] = _CODE[UNDECODABLE]
         if split == "train":
-            details.update((int(left[i]), f"is {name}") for i, name in twice.items())
-            why[left[list(twice)]] = _CODE[IN_OTHER_SPLIT]
+            details.update((int(left[i]), f"is {name}") for i, name in originals.items())
+            why[left[list(originals)]] = _CODE[IN_OTHER_SPLIT]
         else:
-            report.copies = {rows.ids[int(left[i])]: name for i, name in twice.items()}
+            report.copies = {rows.ids[int(left[i])]: name for i, name in originals.items()}
 
     kept = np.flatnonzero(why == 0)
     everything = Manifest(
@@ -209,7 +209,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
 
 
 def recording_keys(wavs: Column, starts: np.ndarray) -> pa.Array:
-    """Texts [N] that are equal for rows of the same recording: its file and start."""
+    """Return texts [N] that are equal for rows of the same recording: file and start."""
     return join(wavs.arrow, pc.cast(pa.array(starts), pa.large_string()), separator="@")
 
 
@@ -217,7 +217,7 @@ def _durations(split: str, rows: Rows, why: np.ndarray, details: dict[int, str],
                check_audio: str, journal: Path | None, workers: int | None, remote: Remote, show: bool) -> np.ndarray:
     """Seconds of each usable row, NaN if its recording can't be read; listed durations are checked."""
     durations = rows.durations.copy()
-    durations[(durations == 0) & (rows.starts == 0)] = np.nan  # 0 means that nobody measured it
+    durations[(durations == 0) & (rows.starts == 0)] = np.nan  # 0 means not measured
     usable = np.flatnonzero(why == 0)
     listed = usable[np.isfinite(durations[usable])]
     unlisted = usable[~np.isfinite(durations[usable])]
@@ -257,8 +257,8 @@ def _correct(durations: np.ndarray, rows: Rows, at: np.ndarray, found: np.ndarra
     return wrong
 
 
-def _apart(rows: Rows, durations: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Which rows have an aligned signal of so many seconds [N] that doesn't go with their recording."""
+def _differ_in_length(rows: Rows, durations: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Which rows have an aligned signal, of these seconds [N], with another length than their recording."""
     excess = durations - (seconds - rows.starts)
     return (excess if rows.segments else np.abs(excess)) > longer(durations)
 
@@ -304,7 +304,7 @@ def summarize(report: Mapping[str, Any]) -> str:
         if durations.get("disagree"):
             lines.append(f"{split}: {durations['disagree']} of {durations['checked']} listed durations that "
                          "were checked differ from the audio")
-    entries = report.get("leaks")  # earlier versions didn't look for any
+    entries = report.get("leaks")  # missing in reports of earlier versions
     if entries:
         lines.append(table(leaks.COLUMNS, leaks.rows(entries)))
     if entries is not None and len(splits) > 1:

@@ -13,12 +13,12 @@ from sbkit.data.manifest import Column
 from sbkit.data.remote import Remote
 from sbkit.errors import SbkitError
 
-# From about this many files on, listing a folder is faster than asking for each.
+# From about this many files on, listing a folder is faster than checking each file.
 WORTH_LISTING = 20
 
 
 def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -> np.ndarray:
-    """Which recordings exist, [N] booleans; ``listings`` keeps what large folders contain for further calls."""
+    """Which recordings exist, [N] booleans; ``listings`` caches the contents of large folders for further calls."""
     listings = {} if listings is None else listings
     result = np.ones(len(wavs), bool)
     path = wavs.arrow
@@ -27,7 +27,7 @@ def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -
     names, codes = _folders(path)
     plain = ~member & ~remote
     counts = np.bincount(codes[plain], minlength=len(names))
-    there = []
+    found = []
     for code in np.flatnonzero(counts >= WORTH_LISTING):
         folder = names[code]
         if folder not in listings:
@@ -35,10 +35,10 @@ def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -
         if listings[folder] is None:
             counts[code] = 0
         else:
-            there.append(listings[folder])
-    if there:
+            found.append(listings[folder])
+    if found:
         listed = plain & (counts[codes] >= WORTH_LISTING)
-        result[listed] = _np(pc.is_in(path, pa.concat_arrays(there)))[listed]
+        result[listed] = _np(pc.is_in(path, pa.concat_arrays(found)))[listed]
         plain[listed] = False
     for i in np.flatnonzero(plain).tolist():
         result[i] = os.path.isfile(wavs[i])
@@ -52,7 +52,7 @@ def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -
 
 
 def refused(wavs: Column, remote: Remote) -> np.ndarray:
-    """Which recordings are URLs that may not be opened, [N] booleans."""
+    """Which recordings are URLs that aren't allowed, [N] booleans."""
     urls = pc.match_substring(wavs.arrow, "://")
     if not pc.any(urls).as_py():
         return np.zeros(len(wavs), bool)
@@ -62,7 +62,7 @@ def refused(wavs: Column, remote: Remote) -> np.ndarray:
 
 
 def check_opened(wavs: Column, remote: Remote, where: object) -> None:
-    """Refuse a list with URLs that may not be opened; the error says how to allow them."""
+    """Refuse a list with URLs that aren't allowed; the error says how to allow them."""
     at = np.flatnonzero(refused(wavs, remote))
     if len(at):
         first = wavs[int(at[0])]
@@ -89,8 +89,8 @@ def _listing(folder: str) -> pa.Array | None:
     """The paths in a folder without broken links; None if it can't be listed or has names that are not UTF-8."""
     try:
         with os.scandir(folder or ".") as entries:
-            there = (entry.name for entry in entries if not entry.is_symlink() or os.path.exists(entry.path))
-            return pa.array([folder + name for name in there], pa.large_string())
+            names = (entry.name for entry in entries if not entry.is_symlink() or os.path.exists(entry.path))
+            return pa.array([folder + name for name in names], pa.large_string())
     except (OSError, UnicodeEncodeError):
         return None
 

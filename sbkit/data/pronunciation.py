@@ -1,4 +1,4 @@
-"""Words as espeak-ng pronounces them, each as if it were said alone, in symbols of the IPA."""
+"""Pronunciations of single words by espeak-ng, in IPA symbols."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections.abc import Iterable
 
 from sbkit.errors import SbkitError
 
-#: What a name of a voice may be; it becomes part of a path.
+#: Valid names of a voice; they become part of a path.
 NAME = re.compile(r"[a-z]{2,3}(-[a-z0-9]{1,10})*(\+[A-Za-z0-9]{1,20})?")
-_MAX_WORDS = 50_000  # remembered
-_LONGEST = 64  # characters of a word that espeak-ng is given at once
-_SWITCH = re.compile(r"\([a-z-]+\)")  # to another language, for a foreign word, and back
+_MAX_WORDS = 50_000  # cached
+_LONGEST = 64  # characters that espeak-ng gets at once
+_SWITCH = re.compile(r"\([a-z-]+\)")  # a switch to another language, for a foreign word, and back
 _LIAISON = "-"
 #: espeak-ng has static variables: one thread at a time.
 _LOCK = threading.Lock()
 
 
 class Pronunciation:
-    """How a voice of espeak-ng pronounces words, for any number of threads; espeak-ng is asked once about each.
+    """The pronunciation of words by a voice of espeak-ng, with a cache; threads may share it.
 
     voice : such as ``en-us``
     """
@@ -31,8 +31,8 @@ class Pronunciation:
         self._known: dict[str, str] = {}
 
     def learn(self, words: Iterable[str]) -> None:
-        """Look words up, as many as there are at once."""
-        from sbkit.data import demo_voice  # needs numpy, which whoever wants the name of a voice need not load
+        """Look up words, all at once, and cache them."""
+        from sbkit.data import demo_voice  # needs numpy, which code that only checks names need not load
 
         with _LOCK:
             if missing := sorted({word for word in words if word} - self._known.keys()):
@@ -44,7 +44,7 @@ class Pronunciation:
                                 for word, each in zip(missing, parts, strict=True)}
 
     def __call__(self, word: str) -> str:
-        """Return the symbols of a word; none if espeak-ng doesn't say it."""
+        """Return the symbols of a word; empty if espeak-ng doesn't pronounce it."""
         if (found := self._known.get(word)) is None:
             self.learn([word])
             found = self._known.get(word, "")
@@ -53,7 +53,7 @@ class Pronunciation:
 
 @functools.cache
 def pronunciation(voice: str) -> Pronunciation:
-    """Return a voice's pronunciation, the same one each time; raises if there is no such voice, or no espeak-ng."""
+    """Return a voice's pronunciation, cached; raises if there is no such voice, or no espeak-ng."""
     if not NAME.fullmatch(voice):
         raise SbkitError(f"espeak-ng has no voice {voice!r}", hint="voices have names such as en-us or fr")
     found = Pronunciation(voice)
@@ -69,7 +69,7 @@ def split_punctuation(word: str) -> tuple[str, str, str]:
 
 
 def symbol_weights(symbols: str) -> list[float]:
-    """Tell which symbols take time: not marks of stress and length, unless there are only such."""
+    """Return 1 for each symbol with a duration, and 0 for marks of stress and length; 1 for all if all are marks."""
     found = [0.0 if unicodedata.category(each) in ("Lm", "Mn", "Sk") else 1.0 for each in symbols]
     return found if any(found) else [1.0] * len(found)
 

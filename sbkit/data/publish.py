@@ -1,4 +1,4 @@
-"""Puts a folder in place as a whole: built in a temporary one next to it, then moved there atomically."""
+"""Publishes a folder atomically: it is built in a temporary folder beside its place, then moved there."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 @contextlib.contextmanager
 def temporary_folder(to: Path) -> Iterator[Path]:
-    """Make a temporary folder on the disk of ``to``; at the end whatever is at its path is removed."""
+    """Make a temporary folder on the disk of ``to``; it is removed at the end."""
     with disk.writing_into(to.parent, "--to"):
         to.parent.mkdir(parents=True, exist_ok=True)
-        aside, lock = _room(to)
+        aside, lock = _make_folder(to)
     with disk.disk_errors_as_user_error(to):  # reports free space after the temporary folder is gone
         try:
             yield aside
@@ -41,7 +41,7 @@ def temporary_folder(to: Path) -> Iterator[Path]:
 
 
 def publish(aside: Path, to: Path, force: bool) -> None:
-    """Move the folder to ``to`` so that the old or the new one is there, complete, even after a power cut."""
+    """Move the folder to ``to`` so that the old or the new one is complete there, even after a power cut."""
     aside.chmod(0o755)
     _sync(aside)
     try:
@@ -58,7 +58,7 @@ def publish(aside: Path, to: Path, force: bool) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Sync a few files one by one, and many, or those below, all at once."""
+    """Sync a few files one by one; if there are many, or subfolders, sync the file system."""
     inside = list(itertools.islice(folder.iterdir(), _FEW + 1))
     if len(inside) > _FEW or any(each.is_dir() for each in inside):
         disk.sync_file_system(folder)
@@ -67,7 +67,7 @@ def _sync(folder: Path) -> None:
 
 
 def clean_up(to: Path) -> None:
-    """Restore or remove what a process that was killed here has left behind, with a warning."""
+    """Restore or remove what a killed process left here, with a warning."""
     before = replaced(to)
     with contextlib.suppress(OSError):  # another process did it first, or we lack the permission
         if before.exists() and not to.exists():
@@ -81,12 +81,12 @@ def clean_up(to: Path) -> None:
 
 
 def replaced(folder: str | Path) -> Path:
-    """Return where a folder is kept while it is being replaced, on disks that can't exchange two folders."""
+    """Return the path of the old folder during a replacement, on disks that can't exchange two folders."""
     path = Path(folder).resolve()
     return path.with_name(f".{path.name}.replaced")
 
 
-def _room(to: Path) -> tuple[Path, Lock]:
+def _make_folder(to: Path) -> tuple[Path, Lock]:
     """Make a folder and lock it; the lock ends with this process, even if it is killed."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=f".{to.name}.making-", dir=to.parent))

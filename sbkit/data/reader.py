@@ -26,7 +26,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.plan import unit_of
 from sbkit.errors import SbkitError, shown
 
-#: Seconds that a worker continues after SIGTERM, so that its run can end in order.
+#: Seconds that a worker continues after SIGTERM, so that its run can stop in an orderly way.
 SECONDS_AFTER_SIGTERM = 20
 
 
@@ -46,16 +46,16 @@ class ReadRequest(NamedTuple):
     rows: np.ndarray
     largest_micro_batch: float = 0.0
     pass_numbers: np.ndarray | int = 0
-    """How often the run has heard each row by then, this time included; each time it is augmented differently."""
+    """Which time the run uses each row; each time it is augmented differently."""
 
 
 class Reader(Dataset[Any]):
     """Dataset that reads one micro-batch per request, in a worker process.
 
-    round_to: batches are padded to a multiple of so many samples (of a half of it and so on if they are short), unless
-        they would then have more than ``max_samples`` samples in all; 0: no rounding
-    least: utterances that a batch has at least; one of which fewer can be read becomes a stand-in
-    columns: what else a batch holds
+    round_to: batches are padded to a multiple of this many samples (short ones to a half of it and so on), unless they
+        would then have more than ``max_samples`` samples in total; 0: no rounding
+    least: minimum number of utterances in a batch; if fewer can be read, it becomes a stand-in
+    columns: further columns of a batch
     """
 
     def __init__(self, manifest: Manifest, tokenizer: SupportsEncode | None, *, augment: Augment | None = None,
@@ -157,27 +157,27 @@ class Reader(Dataset[Any]):
 
         recording = read(manifest.wavs[row], start, duration, speed)
 
-        def second(other: str, column: SignalColumn) -> np.ndarray:
+        def read_aligned(other: str, column: SignalColumn) -> np.ndarray:
             if column.or_recording and other not in manifest.meta:
                 return recording.copy()
             return read(manifest.column(other)[row], start, duration, speed)
 
         signals = self.columns.signals
-        together = {other: second(other, column) for other, column in signals.items() if column.aligned}
-        apart = {other: read(manifest.column(other)[row], 0.0, float(seconds[row]))
+        aligned_signals = {other: read_aligned(other, column) for other, column in signals.items() if column.aligned}
+        other_signals = {other: read(manifest.column(other)[row], 0.0, float(seconds[row]))
                  for other, seconds in self._seconds.items()}
-        aligned = [recording, *together.values()]
+        aligned = [recording, *aligned_signals.values()]
         shortest = min(map(len, aligned))  # their files may differ by some samples
         aligned = [signal[:shortest] for signal in aligned]
         if self.augment is not None and rng is not None:
             aligned = self.augment.together(aligned, rng)
-        found = apart | dict(zip(together, aligned[1:], strict=True))
+        found = other_signals | dict(zip(aligned_signals, aligned[1:], strict=True))
         return [aligned[0], *(found[other] for other in signals)]
 
 
 @dataclass
 class Failure:
-    """An error on its way from a worker to the main process."""
+    """An error in a worker that the main process raises."""
 
     error: SbkitError
     traceback: str | None
@@ -191,7 +191,7 @@ def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int 
     """Pad rows with 0 to ``[B, width]``, or wider if a row is longer; in a worker, directly in shared memory."""
     shape = len(rows), max(width, *map(len, rows))
     if torch.utils.data.get_worker_info() is not None and shape[1]:
-        storage = torch.UntypedStorage._new_shared(shape[0] * shape[1] * dtype.itemsize)  # comes zeroed
+        storage = torch.UntypedStorage._new_shared(shape[0] * shape[1] * dtype.itemsize)  # zeroed
         out = torch.empty(0, dtype=dtype).set_(storage, 0, shape, (shape[1], 1))
     else:
         out = torch.zeros(shape, dtype=dtype)
@@ -201,15 +201,15 @@ def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int 
     return out
 
 
-#: Signals that are sent to whole process groups but are meant for the run.
+#: Signals that whole process groups get, but only the run should handle.
 GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
 
 @contextlib.contextmanager
 def starting_workers() -> Iterator[None]:
-    """Block signals in worker processes that are started within it, until :func:`init_worker` handles them.
+    """Block signals in worker processes that start in this context, until :func:`init_worker` handles them.
 
-    Otherwise a worker that is still starting would die of a Ctrl-C, and its run would wait for it.
+    Otherwise Ctrl-C would kill a worker that is still starting, and its run would wait for it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
@@ -224,10 +224,10 @@ def _end_with(run: BaseProcess) -> None:
 
 
 def init_worker(worker: int) -> None:
-    """Prepare a worker process: it ignores Ctrl-C, outlives SIGTERM for a while, and ends when its run has ended.
+    """Set up a worker process: it ignores Ctrl-C, survives SIGTERM for a while, and ends when its run ends.
 
-    Ctrl-C and SIGTERM reach whole process groups, and the run decides when its workers end. Torch's own watchdog
-    watches the current parent process, which need not be the run.
+    Ctrl-C and SIGTERM reach whole process groups, but the run decides when its workers end. Torch's watchdog watches
+    the current parent process, which need not be the run.
     """
     run = multiprocessing.parent_process()
     assert run is not None, "this is a worker"

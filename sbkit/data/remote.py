@@ -1,8 +1,8 @@
 """Recordings behind URLs: which may be opened, and limits of size and time.
 
-Anyone may have written the rows of a corpus. To open a URL from a row is to send a request to whatever server it names,
-and chained URLs (``reference://...::http://...``) have been used to run programs. So a URL is opened only if whoever
-runs the command has allowed it.
+The rows of a corpus may come from anyone. Opening a URL from a row sends a request to any server that it names, and
+chained URLs (``reference://...::http://...``) have been used to run programs. So a URL is opened only if the user who
+runs the command allows it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss",
 _HTTP = ("https", "http")
 _SCHEME = re.compile(r"([A-Za-z][\w+.-]*)://")
 _SAFE = "/%:@!$&'()*+,;=~-._?"
-#: Seconds without an answer after which a server is given up.
+#: Seconds without an answer after which a request fails.
 _SILENT_SECONDS = 20.0
 
 
@@ -69,10 +69,10 @@ class Remote:
         """Download the bytes behind a URL, or ``size`` of them from ``offset`` on; ``OSError`` if that fails."""
         if why := self.refusal(url):
             raise OSError(why)
-        most = int(self.megabytes * 1e6)
-        if size is not None and size > most:
+        limit = int(self.megabytes * 1e6)
+        if size is not None and size > limit:
             raise OSError(self._too_large)
-        wanted = most + 1 if size is None else size
+        wanted = limit + 1 if size is None else size
         try:
             if scheme_of(url) in _HTTP:
                 data = _over_http(url, offset, wanted, self.seconds)
@@ -80,9 +80,9 @@ class Remote:
                 data = from_store(url, offset, wanted, self.seconds)
         except OSError:
             raise
-        except Exception as error:  # each client has its own, for missing credentials or packages
+        except Exception as error:  # clients have different ones, for missing credentials or packages
             raise OSError(str(error) or type(error).__name__) from error
-        if len(data) > most:
+        if len(data) > limit:
             raise OSError(self._too_large)
         return data
 

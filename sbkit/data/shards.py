@@ -1,8 +1,8 @@
-"""Packs the recordings of a manifest into tar shards (WebDataset's layout), whose manifest trains like any other.
+"""Packs the recordings of a manifest into tar shards (WebDataset's layout), with a manifest to train with.
 
     OUT/shard-000000.tar    000000000.flac, 000000000.json, 000000001.flac, ...  (uncompressed)
     OUT/shard-000000.json   offsets of the recordings; a shard is complete when this file exists
-    OUT/shard.csv           the manifest: read it like any other
+    OUT/shard.csv           the manifest, used like any other
     OUT/shard-index.json    the list of shards for WebDataset's `wids`
     OUT/shard-report.json   rows read, kept and left out
 
@@ -47,7 +47,7 @@ from sbkit.system.console import atomic_write, progress, stored_json
 _SAMPLE = 64
 _SHUFFLE_SEED = 0
 #: The highest sample rate of a FLAC file.
-_FLAC_MOST = 655_350
+_FLAC_MAX_RATE = 655_350
 
 
 class Encoding(NamedTuple):
@@ -96,7 +96,7 @@ def write_shards(
 
     name: beginning of the file names, such as ``train``.
     shard_size_mb: approximate size of a shard.
-    encode: ``None`` copies files as they are (segments of longer files become FLAC with their own sample rate);
+    encode: ``None`` copies files unchanged (segments of longer files become FLAC with their own sample rate);
         ``wav`` (16-bit PCM, by far the fastest to read) and ``flac`` (half the size) store decoded audio as mono;
         ``wav16k`` is ``wav`` at 16 kHz, whatever the model's sample rate.
     sample_rate: sample rate with ``encode``: the model's, or higher.
@@ -104,7 +104,7 @@ def write_shards(
 
     A shard is written completely or not at all; after an interruption, another call continues with the first shard
     that is missing. Recordings that can't be read are left out and named in ``<name>-report.json``; when they have
-    been repaired, another call writes their shards again. Other recordings are not looked at again.
+    been repaired, another call writes their shards again. Other recordings are not checked again.
     """
     check_number("shard_size_mb", shard_size_mb, above=0)
     check_number("workers", workers, above=0, whole=True)
@@ -141,7 +141,7 @@ def _write_shards(manifest: Manifest, out: Path, name: str, shard_size_mb: float
             bar.update(len(index["kept"]) + len(index["left_out"]))
     shards = [done[first] for first in sorted(done)]
     result = _manifest(manifest, order, shards, out)
-    _forget_others(out, name, len(shards))
+    _delete_old_shards(out, name, len(shards))
     _write_summary(out, name, manifest, order, shards, result)
     return result
 
@@ -151,7 +151,7 @@ def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict[str, Any]]:
         yield from map(_write, jobs)
         return
     try:
-        # Forked processes have the rows already, and don't run the user's script again.
+        # Forked processes already have the rows, and don't run the user's script again.
         with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
             yield from (index for _, index in map_unordered(pool, _write, jobs, 2 * workers))
     except BrokenProcessPool as error:
@@ -192,7 +192,7 @@ def _finished(job: _Job, fingerprint: str) -> dict[str, Any] | None:
     whole = index.get("fingerprint") == fingerprint and job.path.is_file() and job.path.stat().st_size == index["size"]
     if whole and all(tuple(version) == file_version(job.rows[i].wav) for i, _, *version in index["left_out"]):
         return index
-    return None  # not written yet, or not a shard's index: it is written again
+    return None  # missing or not an index: the shard is written
 
 
 def encode_row(row: Utterance, encode: str | None, sample_rate: int, remote: Remote) -> tuple[bytes, str, float]:
@@ -208,7 +208,7 @@ def encode_row(row: Utterance, encode: str | None, sample_rate: int, remote: Rem
         path = split_member(row.wav)[0]
         return data, tar.suffix(data, path), round(seconds, 4)
     kind = ENCODINGS[encode or "flac"]
-    rate = sample_rate if encode else min(audio_info(row.wav, remote)[1], _FLAC_MOST)
+    rate = sample_rate if encode else min(audio_info(row.wav, remote)[1], _FLAC_MAX_RATE)
     signal = read_utterance(row.wav, row.start, row.duration, sample_rate=rate, remote=remote)
     file = io.BytesIO()
     soundfile.write(file, signal, rate, format=kind.format, subtype=kind.subtype)
@@ -256,7 +256,7 @@ def _manifest(manifest: Manifest, order: np.ndarray, shards: list[dict[str, Any]
     return manifest.select(np.array(rows)).replace(wavs=wavs, durations=durations, starts=None)
 
 
-def _forget_others(out: Path, name: str, count: int) -> None:
+def _delete_old_shards(out: Path, name: str, count: int) -> None:
     """Delete shards that an earlier call with other options left beyond the last one."""
     ours = re.compile(re.escape(name) + r"-(\d{6,})\.(tar|json)")
     for path in list(out.iterdir()):

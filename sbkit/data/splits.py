@@ -1,4 +1,4 @@
-"""The three splits of a corpus, and which of a source's splits each of them is made of."""
+"""The three splits of a corpus, and the source's splits that they are made of."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from sbkit.errors import SbkitError
 
-if TYPE_CHECKING:  # whoever wants the names only shall not import every kind of source
+if TYPE_CHECKING:  # so that importing the names doesn't import every kind of source
     from sbkit.data.sources.base import Source
 
 SPLITS = ("train", "dev", "test")
-#: What a source may call each of them, the likeliest name first.
+#: A source's names for each of them, the likeliest first.
 ALIASES = {
     "train": ("train", "training"),
     "dev": ("dev", "validation", "valid", "val", "development", "eval"),
@@ -20,7 +20,7 @@ ALIASES = {
 
 
 def check_splits(option: str, names: Collection[str]) -> None:
-    """Refuse an option of a corpus that names something else than a split."""
+    """Refuse an option of a corpus that names anything but splits."""
     unknown = [name for name in names if name not in SPLITS]
     if unknown:
         raise SbkitError(f"corpus: {option} names {unknown[0]!r}", hint=f"splits are {', '.join(SPLITS)}")
@@ -60,4 +60,4 @@ def check_needed(source: Source, needed: Sequence[str], available: Collection[st
         raise SbkitError(
             f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
             f"{', '.join(source.names())})",
-            hint=f"say what to take for it: --corpus.splits '{{{missing[0]}: NAME}}'")
+            hint=f"choose one: --corpus.splits '{{{missing[0]}: NAME}}'")

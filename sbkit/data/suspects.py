@@ -1,4 +1,4 @@
-"""``suspects.csv``: training rows whose labels may be wrong, and what was decided about each; written and read."""
+"""Writes and reads ``suspects.csv``: training rows whose labels may be wrong, and a decision on each."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Suspect(NamedTuple):
     """A row of the list.
 
     decision : ``keep``, ``drop``, or ``fix``: left out until the corpus has another label
-    score : what speaks against the label, a natural logarithm
-    expected_right : of the rows down to this one, the share whose labels are expected to be right
-    fix : the right text, as far as somebody has written it
+    score : the evidence against the label, a natural logarithm
+    expected_right : the expected share of right labels among the rows up to this one
+    fix : the right text, if it was entered
     corpus : where the rows were read from
     """
 
@@ -51,7 +51,7 @@ def write(path: Path, rows: Sequence[Suspect]) -> None:
 
 @dataclass(frozen=True)
 class Exclusions:
-    """The rows of a list that are to be left out, by id, with the labels that they had."""
+    """The rows to leave out by a list, by id, with the labels that were judged."""
 
     path: Path
     corpus: str
@@ -72,7 +72,7 @@ class Exclusions:
             name: label for name, label, decision in zip(ids, labels, decisions, strict=True) if decision != KEEP})
 
     def mask(self, ids: Column, texts: Sequence[str], origin: str) -> np.ndarray:
-        """Which rows are left out, [N] booleans: those on the list whose label is still the one that was judged.
+        """Which rows are left out, [N] booleans: those on the list whose label hasn't changed since it was judged.
 
         origin : names the corpus in a message
         """
@@ -91,6 +91,6 @@ class Exclusions:
 
 
 def _letters(text: str) -> str:
-    """What other text rules leave the same."""
+    """Return the letters and digits of a text, which are the same under other text rules."""
     return "".join(letter for letter in text.casefold() if letter.isalnum())
 

@@ -1,4 +1,4 @@
-"""Symbols and speakers of a voice: the characters or phones that its corpus is written in, and who speaks it."""
+"""Symbols and speakers of a TTS voice: the characters or phones of its corpus, and its speakers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from sbkit.errors import SbkitError
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write
 
-#: The name of symbol 0, which fills up a batch's rows.
+#: The name of symbol 0, which pads batches.
 PADDING = "<pad>"
-#: The name of a voice whose corpus doesn't say who speaks.
+#: The name of a voice whose corpus names no speaker.
 NAMELESS = "voice"
-#: A corpus with more characters is not written in letters; one with more speakers has too little of each.
+#: Limits: more characters than this aren't letters, and with more speakers there is too little data of each.
 MAX_SYMBOLS, MAX_SPEAKERS = 10_000, 1_000
-_LONGEST, _MAX_BYTES = 200, 1 << 26  # of the name of a speaker, and of a file
+_LONGEST, _MAX_BYTES = 200, 1 << 26  # characters of a speaker's name, and bytes of a file
 
 
 class NameTable:
-    """Sorted names, stored as a JSON list. The constructor touches no file.
+    """Sorted names, stored as a JSON list. The constructor reads no file.
 
     file : where they are stored
     """
@@ -32,7 +32,7 @@ class NameTable:
         self._found: list[str] = []
 
     def store(self, found: Sequence[str]) -> None:
-        """Store names, unless they are stored already; raises if others are, because checkpoints may depend on them."""
+        """Store names; raises if other names are stored already, because checkpoints may depend on them."""
         if self.file.exists():
             if self.read() != found:
                 raise SbkitError(f"{self.file} has other entries than the corpus, and checkpoints may depend on it",
@@ -64,11 +64,11 @@ class SymbolText(NamedTuple):
 
     ids: list[int]
     ends: list[float]
-    """Where each of them ends in the text, in characters."""
+    """The end of each symbol in the text, in characters."""
 
 
 class Symbols(NameTable):
-    """What a corpus is written in, each with an id: its characters, or the phones of its words. Padding has id 0.
+    """The symbols of a corpus and their ids: its characters, or the phones of its words. Padding has id 0.
 
     file : a JSON list, where they are stored
     spelling : a voice of espeak-ng, such as ``en-us``, whose pronunciation gives the phones; None: characters
@@ -87,7 +87,7 @@ class Symbols(NameTable):
 
     @property
     def characters(self) -> list[str]:
-        """The characters of the corpus, where its symbols are phones."""
+        """The characters of the corpus, if its symbols are phones."""
         return [] if self.spelling is None else self._characters.read()
 
     def __len__(self) -> int:
@@ -118,37 +118,37 @@ class Symbols(NameTable):
         return self
 
     def write(self, text: str) -> SymbolText:
-        """Write a text in symbols; what is none is left out."""
+        """Convert a text to symbols; unknown ones are left out."""
         known = [(self._ids[symbol], float(end)) for symbol, end in self._written(text) if symbol in self._ids]
         return SymbolText([number for number, _ in known], [end for _, end in known])
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; what is no symbol is left out."""
+        """Return the ids of a text's symbols; unknown ones are left out."""
         return self.write(text).ids
 
     def look_up(self, texts: Iterable[str]) -> None:
-        """Have espeak-ng spell the words of texts all at once, if it does."""
+        """Look up the pronunciations of all words at once, if symbols are phones."""
         if self.spelling is not None:
             pronunciation(self.spelling).learn(core for text in texts for core in _cores(text))
 
     def unknown(self, texts: Iterable[str]) -> set[str]:
-        """Return the characters of texts that the corpus doesn't have, and the phones."""
+        """Return the characters and phones of texts that the corpus doesn't have."""
         texts = list(texts)
         self.look_up(texts)
         found = {symbol for text in texts for symbol, _ in self._written(text)} - self._ids.keys()
         return found if self.spelling is None else found | (set().union(*texts) - set(self.characters))
 
     def _written(self, text: str) -> Iterable[tuple[str, float]]:
-        """Return a text's symbols, and where each ends in the text, in characters."""
+        """Return a text's symbols, and the end of each in the text, in characters."""
         if self.spelling is None:
             return zip(text, range(1, len(text) + 1), strict=True)
         return phones(text, pronunciation(self.spelling))
 
 
-def phones(text: str, said: Pronunciation) -> Iterator[tuple[str, float]]:
-    """Yield the phones of a text's words, the marks around these, and the spaces between, with where each ends in the
-    text, in characters: a word's phones share it evenly."""
-    said.learn(_cores(text))
+def phones(text: str, pronounce: Pronunciation) -> Iterator[tuple[str, float]]:
+    """Yield the phones of a text's words, the punctuation around them and the spaces between, with the end of each in
+    the text, in characters: a word's phones share its length evenly."""
+    pronounce.learn(_cores(text))
     begin = 0
     for number, word in enumerate(text.split(" ")):
         if number:
@@ -156,7 +156,7 @@ def phones(text: str, said: Pronunciation) -> Iterator[tuple[str, float]]:
         before, core, behind = split_punctuation(word)
         yield from zip(before, range(begin + 1, begin + len(word) + 1), strict=False)
         begin += len(before)
-        symbols, past = said(core), 0.0
+        symbols, past = pronounce(core), 0.0
         shares = symbol_weights(symbols)
         for symbol, share in zip(symbols, shares, strict=True):
             past += share
@@ -171,10 +171,10 @@ def _cores(text: str) -> list[str]:
 
 
 class Speakers(NameTable):
-    """Whose voices are learnt.
+    """The speakers of a TTS voice.
 
     file : a JSON list, where their names are stored
-    several : each of the corpus's speakers becomes a voice; otherwise all of it is one voice, whoever speaks
+    several : each speaker of the corpus becomes a voice; otherwise all speakers are one voice
     """
 
     def __init__(self, file: str | Path, several: bool = False):
@@ -187,7 +187,7 @@ class Speakers(NameTable):
         return self._found or self.read()
 
     def prepare(self, speakers: Iterable[str]) -> list[str]:
-        """Store the names of a corpus's speakers, or of the one voice that all of them are."""
+        """Store the names of a corpus's speakers, or of the one voice."""
         found = sorted({speaker[:_LONGEST] or NAMELESS for speaker in speakers})
         if not self.several:
             found = found if len(found) == 1 else [NAMELESS]
@@ -198,6 +198,6 @@ class Speakers(NameTable):
         return found
 
     def number(self, speaker: str) -> int:
-        """Return the number of a speaker; 0, the first, for one who is none of them."""
+        """Return the number of a speaker; 0, that of the first, for an unknown one."""
         name = speaker[:_LONGEST] or NAMELESS
         return self.names.index(name) if self.several and name in self.names else 0

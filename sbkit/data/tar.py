@@ -10,7 +10,7 @@ from sbkit.data import mp3
 
 
 class SoundKind(NamedTuple):
-    """A kind of file by its name and suffix, and the bytes by which it is known, each with its place."""
+    """A kind of file: its name, its suffix, and the bytes that identify it, each with its offset."""
 
     name: str
     suffix: str
@@ -28,19 +28,19 @@ KINDS = (
 
 
 def kind_of(begin: bytes) -> SoundKind | None:
-    """The kind of file that begins like this; None for samples. An MP3 without a tag is known by two frames."""
+    """Return the kind of file that begins like this; None if unknown. An MP3 without a tag begins with two frames."""
     kinds = (kind for kind in KINDS if any(begin[at:].startswith(mark) for at, mark in kind.marks))
     return next(kinds, _MP3 if _two_frames(begin) else None)
 
 
 def _two_frames(begin: bytes) -> bool:
-    """Whether this is a frame of an MP3 and the beginning of another: one alone may well be a sample."""
+    """Whether this is an MP3 frame followed by another: a single header may occur in samples."""
     frame = mp3.frame_at(begin, 0)
     return frame is not None and len(begin) > frame.size + 1 and begin[frame.size : frame.size + 2] == begin[:2]
 
 
 BLOCK = 512
-#: What a tar ends with.
+#: The end of a tar.
 END = bytes(2 * BLOCK)
 
 

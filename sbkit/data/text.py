@@ -1,4 +1,4 @@
-"""Normalisation of transcripts by a few rules that a YAML can change and that suit all scripts."""
+"""Text normalisation of transcripts by a few rules, which suit all scripts and can be changed in a recipe."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sbkit.errors import SbkitError
 _APOSTROPHE = re.compile("[’‘‛＇′`´]")
 # Joiners decide how letters of Persian and Indic scripts connect; inside a word they are part of the spelling.
 _JOINERS = "\u200c\u200d"
-# No rules make a text so many times as long: what comes with a bundle must not fill the memory.
-_GROWN = 100
+# Rules may make a text at most this many times longer: those of a downloaded bundle must not fill the memory.
+_MAX_GROWTH = 100
 # Scripts written without spaces: each character counts as a word.
 _UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
@@ -23,7 +23,7 @@ _UNSPACED = (
 )
 _WORD = re.compile(f"[{_UNSPACED}]|[^\\s{_UNSPACED}]+")
 
-# Rules of languages that the defaults would damage. A YAML can override each of them.
+# Rules of languages that the defaults would damage. A recipe can override each of them.
 LANGUAGES: dict[str, dict[str, Any]] = {
     "az": {"case_pairs": {"I": "ı", "İ": "i"}},
     "tr": {"case_pairs": {"I": "ı", "İ": "i"}},
@@ -112,12 +112,12 @@ class TextRules:
         return self.words(self.fold(text))
 
     def fold(self, text: str) -> str:
-        """Apply the rules up to the case: punctuation is still there."""
-        most = _GROWN * (len(text) + 1)
-        text = _APOSTROPHE.sub("'", _replaced(text, self.replace, most))
+        """Apply the rules up to the case; punctuation is kept."""
+        max_length = _MAX_GROWTH * (len(text) + 1)
+        text = _APOSTROPHE.sub("'", _replaced(text, self.replace, max_length))
         if not text.isascii():
             text = unicodedata.normalize(self.unicode, text)
-        text = _replaced(text, self._cased, most)
+        text = _replaced(text, self._cased, max_length)
         if self.case == "lower":
             text = text.lower()
         elif self.case == "upper":
@@ -125,7 +125,7 @@ class TextRules:
         return text
 
     def words(self, text: str) -> str:
-        """Keep what the rules keep of a folded text, with single blanks for all else."""
+        """Filter a folded text: replace everything that the rules don't keep by single blanks."""
         text = text.translate(self._table)
         text = self._inner.sub(_keep_inside_words, text)
         text = " ".join(text.split())
@@ -142,13 +142,13 @@ def _replaced(text: str, pairs: Mapping[str, str], max_length: int) -> str:
     for old, new in pairs.items():
         text = text.replace(old, new)
         if len(text) > max_length:
-            raise SbkitError(f"text rules: a text becomes more than {_GROWN} times as long",
+            raise SbkitError(f"text rules: a text becomes more than {_MAX_GROWTH} times as long",
                              hint="shorten their replacements")
     return text
 
 
 class AsWritten(TextRules):
-    """Texts as a corpus has them, but for Unicode's form NFC and single blanks."""
+    """Rules that only convert texts to Unicode's form NFC and single blanks."""
 
     def __call__(self, text: str) -> str:
         return " ".join(unicodedata.normalize("NFC", text).split())
@@ -158,7 +158,7 @@ class AsWritten(TextRules):
 
 
 class NormalizedBefore(AsWritten):
-    """The rules that texts were normalised by before: they stay as they are, since a replacement may fit once more."""
+    """Rules that texts have been normalised by already: not applied again, since a replacement may match once more."""
 
     def options(self) -> dict[str, Any]:
         return TextRules.options(self)
@@ -189,7 +189,7 @@ def _is_word(char: str) -> bool:
 
 
 def _keep_inside_words(match: re.Match[str]) -> str:
-    """The replacement of inner punctuation or a joiner: itself between two characters of a word."""
+    """Replace inner punctuation or a joiner: it is kept between two characters of a word."""
     text, at = match.string, match.start()
     char = match[0]
     if 0 < at < len(text) - 1 and _is_word(text[at - 1]) and _is_word(text[at + 1]):

@@ -36,12 +36,12 @@ _TOO_SMALL = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ v
 
 
 def _set_to(size: int | str) -> str:
-    """The advice to ask for so many entries, by the key of recipes that ``vocab_size`` follows there."""
+    """Return the advice to set the vocabulary size, by the recipe's key for it."""
     return f"set output_neurons (which the tokenizer's vocab_size follows) to {size}"
 
 
 class Tokenizer:
-    """Converts text to token ids and back. The constructor touches no file; call :meth:`prepare` or :meth:`load`.
+    """Converts text to token ids and back. The constructor reads no file; call :meth:`prepare` or :meth:`load`.
 
     Ids are as in SpeechBrain: 0 is the unknown piece and also the blank of CTC, 1 begins and 2 ends a sentence.
     :meth:`encode` never returns 0, so a label can't be mistaken for a blank.
@@ -51,16 +51,16 @@ class Tokenizer:
 
     folder : where the files are stored
     vocab_size : entries of the vocabulary, including blank, bos and eos; with ``char`` it follows from the text, so it
-        may be None, and a wrong number is an error that tells the right one (see :meth:`follow`)
+        may be None, and a wrong number is an error with the right one (see :meth:`follow`)
     model_type : "unigram", "bpe" or "char"
-    character_coverage : share of the characters that get a piece of their own
+    character_coverage : share of the characters that get a piece
     characters : characters that get a piece even if they are not in the text
     bos_id, eos_id : ids of the pieces that begin and end a sentence; -1: the model has none
     max_piece_length : longest piece in characters
     split_by_whitespace : False lets a piece span words (languages written without spaces)
     user_defined_symbols : texts that are always one piece
-    max_texts : train on this many texts at most, taken evenly; the characters of all texts are kept
-    model : an existing SentencePiece model to use; nothing is trained then
+    max_texts : train on at most this many texts, evenly spaced; the characters of all texts are kept
+    model : an existing SentencePiece model to use instead of training one
     """
 
     def __init__(self, folder: str | Path, vocab_size: int | None = None, model_type: str = "unigram",
@@ -124,9 +124,9 @@ class Tokenizer:
     def prepare(self, texts: Iterable[str], grows: bool = False) -> Tokenizer:
         """Train on ``texts``, unless the model on disk was made from the same text and options; then load it.
 
-        In a run over several processes, one of them prepares and the others call :meth:`load` afterwards.
+        In a run of several processes, one of them prepares and the others call :meth:`load` afterwards.
 
-        grows : whether a model that checkpoints depend on is kept when the text has changed, if it can write all of it
+        grows : whether a model that checkpoints depend on is kept when the text has changed, if it can encode all of it
         """
         if self.model is not None:
             return self.load()
@@ -222,14 +222,14 @@ class Tokenizer:
     # --------------------------------------------------------------- training
 
     def _train(self, column: Column, fingerprint: str) -> None:
-        said = np.flatnonzero(pc.not_equal(column.arrow, "").to_numpy(zero_copy_only=False))
+        rows = np.flatnonzero(pc.not_equal(column.arrow, "").to_numpy(zero_copy_only=False))
         kept: dict[str, Any] = {"required_chars": self.characters}
-        if self.max_texts and len(said) > self.max_texts:
+        if self.max_texts and len(rows) > self.max_texts:
             if self.character_coverage == 1.0:
                 kept["required_chars"] = "".join(sorted({*count_characters(column), *self.characters} - {" "}))
-            step = len(said) / self.max_texts
-            said = said[[int(i * step) for i in range(self.max_texts)]]
-        texts = list(column.take(said))
+            step = len(rows) / self.max_texts
+            rows = rows[[int(i * step) for i in range(self.max_texts)]]
+        texts = list(column.take(rows))
         if not any(text.strip() for text in texts):
             raise SbkitError("tokenizer: there is no text to train on", hint="is the train split empty?")
         if self.model_type != "char":
@@ -249,7 +249,7 @@ class Tokenizer:
                 max_sentence_length=max(10, max(len(text) for text in texts) * 4 + 1),
                 minloglevel=2, **kept)
         except (RuntimeError, OSError, IndexError) as error:
-            raise self._explained(error) from error
+            raise self._training_error(error) from error
         processor = spm.SentencePieceProcessor(model_proto=model.getvalue())
         if self.vocab_size not in (None, processor.vocab_size()):
             raise SbkitError(
@@ -260,8 +260,8 @@ class Tokenizer:
                         for i in range(processor.vocab_size()))
         stored = {"fingerprint": fingerprint, "options": self.options(), "texts": len(texts),
                   "model_sha256": hashlib.sha256(model.getvalue()).hexdigest()}
-        # All files or none if the disk is full. The last one is renamed first: a model without a fingerprint would
-        # count as one that wasn't trained here.
+        # If the disk is full, all files are written or none. The last one is renamed first: a model without a
+        # fingerprint would count as one that wasn't trained here.
         with (atomic_write(self.path, "wb") as whole, atomic_write(self.path.with_suffix(".vocab")) as listed,
               atomic_write(self.path.with_suffix(".json")) as facts):
             whole.write(model.getvalue())
@@ -270,7 +270,7 @@ class Tokenizer:
             for file in (whole, listed, facts):
                 file.flush()
 
-    def _explained(self, error: Exception) -> SbkitError:
+    def _training_error(self, error: Exception) -> SbkitError:
         if match := _TOO_LARGE.search(str(error)):
             return SbkitError(
                 f"tokenizer: vocab_size {self.vocab_size} is too large for this text",
@@ -318,7 +318,7 @@ class Tokenizer:
         return self.processor.id_to_piece(list(range(self.size)))
 
     def silent_ids(self) -> list[int]:
-        """The ids of pieces that are no text, such as those that begin and end a sentence."""
+        """The ids of pieces that aren't text, such as those that begin and end a sentence."""
         return [i for i in range(self.size) if self.processor.is_control(i)]
 
     def coverage(self, texts: Iterable[str]) -> Counter[str]:
@@ -328,8 +328,8 @@ class Tokenizer:
 
     def entropy(self, texts: Sequence[str]) -> float:
         """The entropy of single tokens in nats, from their frequencies; estimated from a sample of many texts."""
-        every = max(1, len(texts) // ENOUGH_TEXTS)
-        counts = Counter(chain.from_iterable(map(self.encode, texts[::every])))
+        stride = max(1, len(texts) // ENOUGH_TEXTS)
+        counts = Counter(chain.from_iterable(map(self.encode, texts[::stride])))
         total = counts.total()
         return sum(count / total * math.log(total / count) for count in counts.values())
 

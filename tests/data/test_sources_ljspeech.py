@@ -1,4 +1,4 @@
-"""LJSpeech's layout: a list without a header, and splits that are drawn."""
+"""LJSpeech's layout: a list without a header, and splits that are assign_splits."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from sounds import encoded, speechlike
 
 from sbkit.data.corpus import Corpus
-from sbkit.data.sources.ljspeech import drawn
+from sbkit.data.sources.ljspeech import assign_splits
 from sbkit.errors import SbkitError
 
 SOUND = encoded(speechlike(0.5), 16_000)
@@ -48,12 +48,12 @@ def test_normalised_texts_are_taken_and_nothing_is_quoted(tmp_path):
 
 
 def test_splits_are_drawn_by_id_and_stay_when_rows_are_added():
-    before, after = (drawn(f"LJ-{i}" for i in range(count)) for count in (300, 310))
+    before, after = (assign_splits(f"LJ-{i}" for i in range(count)) for count in (300, 310))
     counts = {split: list(before.values()).count(split) for split in ("train", "dev", "test")}
     assert counts == {"train": 284, "dev": 8, "test": 8}
     assert sum(after[name] != split for name, split in before.items()) <= 2
-    assert list(drawn(map(str, range(1000))).values()).count("dev") == 20
-    assert sorted(drawn("abc").values()) == ["dev", "test", "train"], "the smallest corpus has one of each"
+    assert list(assign_splits(map(str, range(1000))).values()).count("dev") == 20
+    assert sorted(assign_splits("abc").values()) == ["dev", "test", "train"], "the smallest corpus has one of each"
 
 
 def test_paths_in_the_place_of_ids_and_two_fields(tmp_path):

@@ -1,11 +1,11 @@
-"""Sources of utterances: one module per kind of corpus; all give the same rows.
+"""Sources of utterances: one module per kind of corpus, which all return the same kind of rows.
 
 ``docs/data.md`` lists what a corpus's ``source`` may be, how it is recognised, and the names of its splits.
 
-Every row has an id, a recording (a path, or a stretch of a tar as ``x.tar?offset=O&size=N``), start and duration in
+Every row has an id, a recording (a path, or a member of a tar as ``x.tar?offset=O&size=N``), start and duration in
 seconds, a text, a speaker, and accent, age, gender and language if they are known. CSVs keep all their other columns
-too; one whose name a manifest uses for something else gets a prefix, such as ``source_wrd``. Columns are found by name
-(see ``ALIASES`` in ``base.py``); for other names set the corpus's ``columns``, which without a header are numbers.
+too; one with a name that manifests reserve gets a prefix, such as ``source_wrd``. Columns are found by name (see
+``ALIASES`` in ``base.py``); for other names set the corpus's ``columns``, by number if there is no header.
 """
 
 from sbkit.data.sources.base import Rows, Source, join_rows

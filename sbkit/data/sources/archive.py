@@ -1,4 +1,4 @@
-"""Common Voice archives as downloaded: unpacked once, streamed, resumable, and with hostile archives refused."""
+"""Common Voice archives as downloaded: unpacked once, by streaming and resumably; malicious archives are refused."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 SUFFIXES = (".tar.gz", ".tgz", ".tar")
 _STAMP = ".unpacked.json"  # names the archive that the folder has completely
 _BEGUN = ".begun.json"  # names the archive that the folder has at least a part of
-# MP3s hardly compress, so an archive that grows more than this is a zip bomb. Small archives may.
+# MP3s barely compress, so a larger archive that grows by more than this factor is a zip bomb.
 _MAX_GROWTH, ALWAYS_ALLOWED = 20, 256 << 20
-# Long names and other headers between the files; real ones have a few hundred bytes.
+# Limit for long names and other headers between the files; real ones have a few hundred bytes.
 _MAX_HEADER_BYTES = 1 << 20
 _BLOCK = 1 << 20
 _DISTRUST = "Common Voice archives don't do that: download it again, from a source you trust"
@@ -94,7 +94,7 @@ def unpack(archive: Path, into: Path, show_progress: bool = True) -> Path:
 def _unpack_aside(archive: Path, into: Path, show_progress: bool) -> None:
     partial = into.with_name(into.name + ".partial")
     begun = {"archive": stamp(archive), "uptime": processes.machine()}
-    if _read(partial / _BEGUN) != begun:  # of another archive, or from before a power cut
+    if _read(partial / _BEGUN) != begun:  # from another archive, or before a power cut
         shutil.rmtree(partial, ignore_errors=True)
     try:
         with disk.disk_errors_as_user_error(partial):
@@ -136,8 +136,8 @@ def _unpack(archive: Path, folder: Path, show_progress: bool) -> None:
                     assert content is not None, "a file's"
                     _write(content, folder / target, member.size)
                 bar.update(raw.tell() - bar.n)
-                tar.members = []  # type: ignore[attr-defined]  # else tarfile keeps them: 1 GB for two million clips
-        while stream.read(_BLOCK):  # to the end, where gzip checks the checksum
+                tar.members = []  # type: ignore[attr-defined]  # otherwise tarfile keeps 1 GB for two million clips
+        while stream.read(_BLOCK):  # up to the checksum
             pass
 
 
@@ -159,7 +159,7 @@ class _Counted:
 
 
 class _Member(tarfile.TarInfo):
-    """A header that is refused if it is damaged, where tarfile would end silently, or too large to read into memory."""
+    """A header that is refused if it is damaged, where tarfile would stop silently, or too large for memory."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
@@ -170,7 +170,7 @@ class _Member(tarfile.TarInfo):
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"{error} where an entry or the end should be") from None
         if member.type not in tarfile.REGULAR_TYPES and member.size > _MAX_HEADER_BYTES:
-            raise tarfile.ReadError("it has headers larger than those of any release")
+            raise tarfile.ReadError("its headers are too large")
         return member
 
 

@@ -1,4 +1,4 @@
-"""Folders of recordings alone, for what learns without texts."""
+"""Folders of recordings without a list, for tasks that need no texts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SPLITS = {name for names in ALIASES.values() for name in names}
 
 
 class AudioFolder(Source):
-    """Recordings in a folder and in those below it; an id is a path there, without the suffix where that is enough.
+    """Recordings in a folder and its subfolders; an id is the relative path, without the suffix if that is unique.
 
-    Folders that are named after splits (train, dev, validation, test, ...) are splits; without any, all of it is train.
+    Folders that are named after splits (train, dev, validation, test, ...) are splits; without any, all is train.
     """
 
     kind = "recordings"

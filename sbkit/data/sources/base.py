@@ -31,14 +31,14 @@ META_ALIASES: dict[str, tuple[str, ...]] = {
 
 
 class Rows:
-    """One split as its source has it: N rows in columns, before any is left out.
+    """One split of a source: N rows in columns, before any is left out.
 
     origin : where they were read
     ids, wavs, texts, speakers : N strings, by default empty
-    durations, starts : N seconds; NaN, by default, for a duration that the source doesn't give, and for a start that
-        isn't a number; by default no row has a start
+    durations, starts : N seconds; NaN, by default, for an unknown duration, and for a start that isn't a number; starts
+        are 0 by default
     meta : further columns by name
-    malformed : rows that could not be read, as (a name for the row, what is wrong); they count as read and left out
+    malformed : rows that could not be parsed, as (a name for the row, what is wrong); they count as read and left out
     """
 
     def __init__(self, origin: str, ids: Sequence[str], wavs: Sequence[str], texts: Sequence[str] | None = None,
@@ -81,21 +81,21 @@ class Source(ABC):
     kind: str
     where: str
     needs_text = True
-    """Whether it has to have texts; otherwise they may all be missing."""
+    """Whether it must have texts."""
     wanted: Mapping[str, bool] = {}
-    """Further roles that some column has to have, besides those in ``ALIASES``, and whether it has recordings."""
+    """Further required roles of columns, besides those in ``ALIASES``, and whether they are recordings."""
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The roles that some column has to have."""
+        """The roles that columns must have."""
         return ("audio", *(("text",) if self.needs_text else ()), *self.wanted)
 
     def header(self, name: str) -> list[str] | None:
-        """The names of a split's columns, if they are found without reading it; None if not."""
+        """The names of a split's columns; None if they are only known after reading it."""
         return None
 
     def inherit_needs(self, other: Source) -> None:
-        """Need the same roles as another source, which reads this one."""
+        """Require the same roles as another source, which reads this one."""
         self.needs_text, self.wanted = other.needs_text, other.wanted
 
     @abstractmethod
@@ -108,15 +108,15 @@ class Source(ABC):
 
     @abstractmethod
     def fingerprint(self) -> list[Any]:
-        """Plain data that changes when the rows may have changed, found without reading them."""
+        """Return plain data that changes if the rows may have changed, without reading them."""
 
     def intact(self) -> bool:
-        """Whether audio that had to be unpacked still exists where manifests point to."""
+        """Whether unpacked audio that manifests refer to still exists."""
         return True
 
 
 def join_rows(parts: Sequence[Rows]) -> Rows:
-    """Several splits of a source as one."""
+    """Join several splits of a source into one."""
     if len(parts) == 1:
         return parts[0]
 
@@ -140,7 +140,7 @@ def blank(n: int) -> Column:
 
 
 def stamp(path: Path) -> list[Any]:
-    """Plain data that changes when a file, or the list of names in a folder, changes: path, size and date."""
+    """Return path, size and date of a file or folder, which change if the file or the folder's entries change."""
     try:
         status = path.stat()
     except OSError:
@@ -148,8 +148,8 @@ def stamp(path: Path) -> list[Any]:
     return [str(path), status.st_size if path.is_file() else None, status.st_mtime_ns]
 
 
-def pick(role: str, available: Iterable[str], columns: Mapping[str, str]) -> str | None:
-    """The one of the ``available`` columns that has a role, None if none has; ``columns`` maps roles to other names."""
+def find_column(role: str, available: Iterable[str], columns: Mapping[str, str]) -> str | None:
+    """Return the ``available`` column with a role, None if there is none; ``columns`` maps roles to other names."""
     available = list(available)
     if role in columns:
         return columns[role] if columns[role] in available else None
@@ -162,7 +162,7 @@ def names_of(role: str) -> tuple[str, ...]:
 
 
 def check_columns(columns: Mapping[str, str] | None, declared: Iterable[str] = ()) -> dict[str, str]:
-    """Refuse roles that neither every corpus has nor the task declares as columns; return them with their names."""
+    """Refuse roles that are neither known nor declared by the task; return the others with their columns' names."""
     columns = dict(columns or {})
     for role in columns:
         if role not in ALIASES and role not in declared:
@@ -172,7 +172,7 @@ def check_columns(columns: Mapping[str, str] | None, declared: Iterable[str] = (
 
 
 def no_column(where: object, role: str, available: Iterable[str], columns: Mapping[str, str]) -> SbkitError:
-    """The error for a role that no column has."""
+    """Return the error for a role that no column has."""
     names = [columns[role]] if role in columns else names_of(role)
     wanted = ("any of " if len(names) > 1 else "") + ", ".join(map(repr, names))
     return SbkitError(
@@ -181,7 +181,7 @@ def no_column(where: object, role: str, available: Iterable[str], columns: Mappi
 
 
 def unique_ids(ids: Iterable[str]) -> list[str]:
-    """Make ids unique by numbers (a, a-2, a-3), skipping those that exist as ids already."""
+    """Make ids unique with numbers (a, a-2, a-3), skipping those that already exist."""
     ids = list(ids)
     known, seen = set(ids), dict.fromkeys(ids, 0)
     result = []

@@ -24,7 +24,7 @@ _HINT = "is it a Common Voice release? Its TSVs have the columns client_id, path
 _OTHER_LISTS = {"clip_durations", "reported", "unvalidated_sentences", "validated_sentences"}
 _COLUMNS = {"path", "sentence", "client_id", *(name for names in META_ALIASES.values() for name in names)}
 _SUFFIX = r"\.[A-Za-z0-9]+$"
-# No sentence is this long: a larger "duration" without a unit is in milliseconds.
+# A median "duration" above this is in milliseconds.
 _LONGEST_SECONDS = 300.0
 
 
@@ -94,7 +94,7 @@ class CommonVoice(Source):
 
     @cached_property
     def _listed(self) -> tuple[pa.Array, np.ndarray] | None:
-        """File names and seconds of all clips, which releases list since about version 14."""
+        """File names and seconds of all clips, in releases since about version 14."""
         if not self._durations_file.is_file():
             return None
         tsv = read_delimited(self._durations_file, delimiter="\t", quoted=False)
@@ -104,12 +104,12 @@ class CommonVoice(Source):
         seconds = to_seconds(self._durations_file, title, tsv.columns[title], unknown=np.nan)
         if "ms" in title.lower() or (np.isfinite(seconds).any() and np.nanmedian(seconds) > _LONGEST_SECONDS):
             seconds = seconds / 1000
-        seconds[seconds == 0] = np.nan  # 0 means that nobody measured it
+        seconds[seconds == 0] = np.nan  # 0 means not measured
         return names, seconds
 
 
 def _file_names(paths: pa.Array) -> pa.Array:
-    """Plain file names: ``a.mp3`` for ``clips/a.mp3`` and for ``a``, as some copies of releases have it."""
+    """Return plain file names: ``a.mp3`` for ``clips/a.mp3`` and for ``a``, which some copies of releases have."""
     if pc.any(pc.match_substring(paths, "/")).as_py():
         paths = pc.replace_substring_regex(paths, r"^.*/", "")
     return pc.if_else(pc.match_substring_regex(paths, _SUFFIX), paths, join(paths, ".mp3"))

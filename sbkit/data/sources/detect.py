@@ -1,4 +1,4 @@
-"""Recognises the kind of a corpus by its path or name, and opens it."""
+"""Detects the kind of a corpus from its path or name, and opens it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
     source : a path, a hub address, or a mapping of split names to a file or several
     cache : where audio that must be unpacked is stored
     language : chooses one of a release's languages
-    columns : names of columns by role, for those that aren't recognised
+    columns : names of columns by role, for those that aren't found by name
     data_root : replaces ``$data_root`` in paths, and relative paths start from it; by default their file's folder
     """
     columns = columns or {}
@@ -61,7 +61,7 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
 
 
 def check_exists(source: Named) -> None:
-    """Refuse a source whose files or folders don't exist; nothing is opened."""
+    """Refuse a source whose files or folders don't exist, without opening it."""
     if isinstance(source, Mapping):
         for path in (path for split, named in source.items() for path in _paths(split, named)):
             if not path.exists():
@@ -72,7 +72,7 @@ def check_exists(source: Named) -> None:
 
 
 def is_hub_address(source: str | Path) -> bool:
-    """Whether a source's name means a dataset on the hub."""
+    """Whether a source's name is that of a dataset on the hub."""
     path = Path(source)
     return str(source).startswith(("hf://", _HUB_PAGE)) or (
         len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists() and not path.suffix)
@@ -105,7 +105,7 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
 
 def _of_files(kind: type[FileSource], folder: Path, files: Mapping[str, Path], columns: Mapping[str, str],
               data_root: str | Path | None) -> Source:
-    """Open a folder's files, a split each or a shard of one (``train-3-of-16.jsonl``), of which none may be missing."""
+    """Open a folder's files, one per split or shard of a split (``train-3-of-16.jsonl``); all shards must exist."""
     splits: dict[str, dict[tuple[int, int], str]] = {}
     for name in files:
         match = _SHARD.fullmatch(name)

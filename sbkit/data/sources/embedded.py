@@ -1,4 +1,4 @@
-"""Audio that is stored inside a dataset: its bytes are written once to tar shards, which a manifest can point to."""
+"""Audio embedded in a dataset: its bytes are written once to tar shards, which a manifest can refer to."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from sbkit.system.console import atomic_write, progress, stored_json
 _SHARD_BYTES = 1 << 30
 SHARD_ROWS = 50_000
 
-#: Gives the rows of a dataset from a row number on, in tables with the columns id, path, bytes, text, speaker,
-#: duration, start, "meta <name>" and "audio <name>"; all are texts except for ``bytes`` (binary) and the last, further
+#: Yields the rows of a dataset from a row number on, in tables with the columns id, path, bytes, text, speaker,
+#: duration, start, "meta <name>" and "audio <name>"; all are texts except ``bytes`` (binary) and the last, further
 #: recordings with ``bytes`` and ``path``.
 Tables = Callable[[int], Iterator[pa.Table]]
 
 
 def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: int | None = None,
                show_progress: bool = True) -> Rows:
-    """Write the audio of a split to ``<folder>/<name>-NNNNNN.tar`` and return rows that point there.
+    """Write the audio of a split to ``<folder>/<name>-NNNNNN.tar`` and return rows that refer to it.
 
     Each shard has a table of its rows beside it. Both are complete or absent, so a call after an interruption continues
     after the last shard, and a finished split is read from its tables alone. Rows without bytes keep their path.
@@ -73,7 +73,7 @@ def _store(tables: Tables, folder: Path, name: str, total: int | None, show_prog
 
 
 def is_stored(folder: Path, name: str) -> bool:
-    """Whether a split was stored completely and its shards still exist."""
+    """Whether a split is stored completely and its shards still exist."""
     stored = stored_json(folder / f"{name}.json")
     return "tars" in stored and all((folder / file).is_file() for file in stored["tars"])
 
@@ -83,7 +83,7 @@ def _shard_path(folder: Path, name: str, number: int) -> Path:
 
 
 class ShardWriter:
-    """A shard that is being written; it gets its name when it is finished."""
+    """A shard while it is written; it gets its final name when it is finished."""
 
     def __init__(self, folder: Path, name: str, number: int):
         self.path = _shard_path(folder, name, number)
@@ -124,7 +124,7 @@ class ShardWriter:
             self.file.flush()
             os.fsync(self.file.fileno())
             self.file.close()
-            os.chmod(self.file.name, 0o644)  # temporary files can be read by their owner only
+            os.chmod(self.file.name, 0o644)  # temporary files are readable by their owner only
             os.replace(self.file.name, self.path)
         with atomic_write(self.path.with_suffix(".parquet"), "wb") as file:
             pq.write_table(pa.Table.from_pylist(self.rows), file)
@@ -169,5 +169,5 @@ def _rows(tables: list[pa.Table], origin: str) -> Rows:
 def _seconds(data: bytes) -> float:
     try:
         return audio_info(data, whole=True)[0]
-    except AudioError:  # preparation will find it too, and report why
+    except AudioError:  # preparation reports it
         return float("nan")

@@ -16,12 +16,12 @@ from sbkit.data.sources.base import Rows, Source, join_rows, stamp
 from sbkit.errors import SbkitError
 from sbkit.system import untrusted
 
-#: No utterance has a longer line.
+#: Longest line of an utterance.
 _MAX_LINE_BYTES = 1 << 24
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The number and content of each line that isn't blank, in bytes: one that isn't UTF-8 affects no others."""
+    """Yield number and content of each non-blank line, as bytes, so that one that isn't UTF-8 doesn't affect others."""
     try:
         with untrusted.open_regular(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), 1):
@@ -67,17 +67,16 @@ class FileSource(Source):
         """The rows of one file."""
 
     def with_paths(self, meta: Mapping[str, Column], file: Path) -> dict[str, Column]:
-        """Further columns, of which those of recordings have absolute paths."""
+        """Return further columns, those of recordings with absolute paths."""
         return {name: self.locate(column, file) if self.wanted.get(name) else column for name, column in meta.items()}
 
     def locate(self, wavs: Column, file: Path) -> Column:
         """Make paths absolute: ``$data_root`` and relative ones start from ``data_root``, by default the file's folder.
 
-        If the first relative path doesn't exist there but exists below the working directory, all relative paths start
-        from the working directory.
+        If the first relative path only exists below the working directory, all relative paths start from there.
         """
         root = str(file.parent if self.data_root is None else self.data_root)
-        if "://" not in root:  # not in an object store
+        if "://" not in root:  # unless in an object store
             root = os.path.abspath(root)
         paths = replace_data_root(wavs.arrow, root)
         relative = pc.invert(pc.or_(pc.starts_with(paths, "/"), pc.match_substring(paths, "://")))

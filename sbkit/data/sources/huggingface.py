@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, Source, no_column, pick, stamp
+from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, Source, find_column, no_column, stamp
 from sbkit.data.sources.embedded import is_stored, store_rows
 from sbkit.errors import SbkitError
 from sbkit.system.console import atomic_write, stored_json
@@ -36,7 +36,7 @@ BATCH = 256
 _PARQUET_SPLIT = re.compile(r"^(?P<name>.*?)(-\d+-of-\d+(-[0-9a-f]+)?|[-_.]?\d+)?$")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NO_NAME = re.compile(r"[^\w.-]+")
-_TIMEOUT = 10.0  # seconds for asking the hub for its commit, which works without an answer too
+_TIMEOUT = 10.0  # seconds to wait for the hub's current commit, which is optional
 _HUB_OPTIONS = ("config", "revision", "streaming")
 
 
@@ -50,7 +50,7 @@ class HuggingFace(Source):
         self.cache = cache
 
     def unreadable(self, where: str, error: Exception) -> SbkitError:
-        """The error to raise instead of one of the many kinds that `datasets` raises."""
+        """Return the error to raise instead of those of `datasets`, which are of many kinds."""
         return SbkitError(f"{where} cannot be read: {reason(error)}", hint=self.hint)
 
     @abstractmethod
@@ -77,7 +77,7 @@ class HuggingFace(Source):
                               show_progress=show_progress)
         except SbkitError:
             raise
-        except Exception as error:  # `datasets` raises whatever its many readers and clients raise
+        except Exception as error:  # `datasets` raises the errors of many readers and clients
             raise self.unreadable(origin, error) from error
 
     def intact(self) -> bool:
@@ -88,8 +88,8 @@ class HuggingFace(Source):
 class Hub(HuggingFace):
     """A dataset on the hub, ``hf://owner/name?config=fr&revision=main&streaming=true``, or simply ``owner/name``.
 
-    It is prepared again when the revision has another commit on the hub than the last time, and that commit is read.
-    With ``streaming=true`` only the shards are written; otherwise `datasets` keeps a copy of its own as well.
+    It is prepared again when the revision's commit on the hub has changed, and that commit is read. With
+    ``streaming=true`` only the shards are written; otherwise `datasets` keeps a copy in its cache, too.
     """
 
     kind = "Hugging Face hub"
@@ -114,7 +114,7 @@ class Hub(HuggingFace):
         self.where = f"hf://{self.id}" + (f"?config={self.config}" if self.config else "")
 
     def unreadable(self, where: str, error: Exception) -> SbkitError:
-        why, hint = explained(error, self.id, self.revision)
+        why, hint = explain_error(error, self.id, self.revision)
         return SbkitError(f"{where} cannot be read: {why}", hint=self._no_folder + hint)
 
     def _label(self) -> str:
@@ -122,7 +122,7 @@ class Hub(HuggingFace):
 
     @cached_property
     def commit(self) -> str | None:
-        """The current commit of ``revision`` (by default main); if the hub doesn't answer, the one stored last."""
+        """The current commit of ``revision`` (by default main); if the hub doesn't answer, the last stored one."""
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             return self.revision
         import huggingface_hub
@@ -130,30 +130,30 @@ class Hub(HuggingFace):
         try:
             return huggingface_hub.HfApi().dataset_info(self.id, revision=self.revision, timeout=_TIMEOUT).sha
         except huggingface_hub.errors.OfflineModeIsEnabled:  # `datasets` may have it in its cache
-            return self._noted()
-        except Exception as error:  # whatever its HTTP client raises
-            known = self._noted()
+            return self._stored_commit()
+        except Exception as error:  # any error of its HTTP client
+            known = self._stored_commit()
             if known is None:
                 raise self.unreadable(self.where, error) from error
             logger.warning("%s: the hub does not return its commit (%s): using the stored one, %s", self.where,
-                           explained(error, self.id, self.revision)[0], known)
+                           explain_error(error, self.id, self.revision)[0], known)
             return known
 
     @property
-    def _note(self) -> Path:
-        """The file that names the commit stored last."""
+    def _commit_file(self) -> Path:
+        """The file with the last stored commit."""
         return self.cache / f"{self._label()}{'-' + _NO_NAME.sub('-', self.revision) if self.revision else ''}.json"
 
-    def _noted(self) -> str | None:
-        return stored_json(self._note).get("commit")
+    def _stored_commit(self) -> str | None:
+        return stored_json(self._commit_file).get("commit")
 
     def fingerprint(self) -> list[Any]:
         return [self.kind, self.id, self.config, self.revision, self.commit]
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
         rows = super().read(name, show_progress)
-        if self.commit is not None and self.commit != self._noted():
-            with atomic_write(self._note) as file:
+        if self.commit is not None and self.commit != self._stored_commit():
+            with atomic_write(self._commit_file) as file:
                 json.dump({"commit": self.commit}, file)
         return rows
 
@@ -217,7 +217,7 @@ class SavedToDisk(HuggingFace):
     def header(self, name: str) -> list[str] | None:
         single = not (self.path / "dataset_dict.json").is_file()
         info = stored_json((self.path if single else self.path / name) / "dataset_info.json")
-        return list(info["features"]) if info.get("features") else None  # without them reading it finds out
+        return list(info["features"]) if info.get("features") else None  # otherwise unknown until it is read
 
     def load(self, name: str) -> datasets.Dataset:
         import datasets
@@ -259,7 +259,7 @@ class Parquet(HuggingFace):
     def header(self, name: str) -> list[str] | None:
         try:
             return list(pq.read_schema(self.files[name][0]).names)
-        except (OSError, pa.ArrowInvalid):  # reading it finds out
+        except (OSError, pa.ArrowInvalid):  # reading it raises the error
             return None
 
     def load(self, name: str) -> datasets.IterableDataset:
@@ -271,7 +271,7 @@ class Parquet(HuggingFace):
 
 
 class _Layout:
-    """The roles of a dataset's columns, and its rows in tables with our columns."""
+    """Finds the roles of a dataset's columns, and converts its rows to tables with our columns."""
 
     def __init__(self, origin: str, dataset: datasets.Dataset | datasets.IterableDataset,
                  columns: Mapping[str, str], needed: Sequence[str], wanted: Mapping[str, bool]):
@@ -282,7 +282,7 @@ class _Layout:
             if isinstance(feature, datasets.Audio):
                 dataset = dataset.cast_column(name, datasets.Audio(decode=False))
         schema = dataset.features.arrow_schema if features else self._first(dataset).schema
-        self.roles = {role: pick(role, schema.names, columns) for role in dict.fromkeys((*ALIASES, *wanted))}
+        self.roles = {role: find_column(role, schema.names, columns) for role in dict.fromkeys((*ALIASES, *wanted))}
         audio = [field.name for field in schema if pa.types.is_struct(field.type)
                  and {"bytes", "path"} <= {child.name for child in field.type.fields}]
         if "audio" not in columns and audio and self.roles["audio"] not in audio:
@@ -356,8 +356,8 @@ _NETWORK = ("check the network (HTTPS_PROXY names a proxy, HF_ENDPOINT another h
 _CLIENTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "aiohttp")
 
 
-def explained(error: BaseException, dataset: str, revision: str | None = None) -> tuple[str, str]:
-    """A message for an error while loading ``dataset``, and a hint what to do."""
+def explain_error(error: BaseException, dataset: str, revision: str | None = None) -> tuple[str, str]:
+    """Return a message and a hint for an error while loading ``dataset``."""
     from datasets.data_files import EmptyDatasetError
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
     from huggingface_hub import constants, errors
@@ -370,7 +370,7 @@ def explained(error: BaseException, dataset: str, revision: str | None = None) -
 
     if found(errors.RevisionNotFoundError):
         return f"it has no revision {revision!r}", f"its branches and commits are on {page}/commits/main"
-    if found(errors.GatedRepoError, DatasetNotFoundError):  # `datasets` cuts off what caused it
+    if found(errors.GatedRepoError, DatasetNotFoundError):  # `datasets` hides the cause
         return reason(error), f"ask for access on {page} and log in: {_LOG_IN}"
     if found(errors.RepositoryNotFoundError):
         return "the hub has no such dataset, or it is private", f"check the name; for a private one log in: {_LOG_IN}"
@@ -391,9 +391,9 @@ def explained(error: BaseException, dataset: str, revision: str | None = None) -
 
 
 def reason(error: BaseException) -> str:
-    """The informative line of an error: its first, but for the hub's answers the line after the HTTP status.
+    """Return the informative line of an error: the first, or for answers of the hub the line after the HTTP status.
 
-    For an error of `datasets` about a failed generation, it is that of its cause.
+    For a failed generation by `datasets`, it is that of the cause.
     """
     from datasets.exceptions import DatasetGenerationError
 

@@ -17,8 +17,8 @@ from sbkit.system import untrusted
 from sbkit.system.console import progress
 
 _WORTH_A_BAR = 50e6  # bytes
-_HEADER_ROWS = 100  # that show which columns there are
-#: Bytes of a file that has to be read as a whole: ten million utterances.
+_HEADER_ROWS = 100  # rows that are read to find the columns
+#: Largest file that is read as a whole: ten million utterances.
 _MAX_BYTES = 1 << 31
 
 
@@ -40,9 +40,9 @@ class JsonLines(FileSource):
         further = tuple(role for role in self.wanted if role not in ALIASES)
         names = {role: (self.columns[role],) if role in self.columns else names_of(role)
                  for role in (*ALIASES, *META_ALIASES, *further)}
-        columns: dict[str, list[Any]] = {role: [] for role in names}  # texts, but for start and duration
+        columns: dict[str, list[Any]] = {role: [] for role in names}  # texts, except start and duration
         malformed: list[tuple[str, str]] = []
-        keys: dict[str, None] = {}  # all names that occur, for the error about a missing role
+        keys: dict[str, None] = {}  # all names, for the error about a missing role
         found = dict.fromkeys(self.needed, False)
         for line, item in progress(_objects(path), what=f"reading {path.name}", unit="row",
                                    show=show_progress and path.stat().st_size > _WORTH_A_BAR):
@@ -59,8 +59,8 @@ class JsonLines(FileSource):
                     columns[role].append(value)
             except (TypeError, ValueError, OverflowError) as error:
                 malformed.append((f"{path.name} line {line}", str(error)))
-        for role, there in found.items():
-            if keys and not there:
+        for role, exists in found.items():
+            if keys and not exists:
                 raise no_column(path, role, keys, self.columns)
         derived = list(map(_derived_id, columns["audio"], columns["start"]))
         if any(id_ is not None for id_ in columns["id"]):
@@ -76,7 +76,7 @@ class JsonLines(FileSource):
 
 
 def _utterance(values: dict[str, Any]) -> dict[str, Any]:
-    """What an object has by role, as text, but for its start and duration; its id is None where it has none."""
+    """Return an object's values by role as texts, start and duration as numbers; the id is None if it has none."""
     if values["audio"] is None:
         raise ValueError("no audio path")
     start = float(values["start"] or 0.0)
@@ -92,7 +92,7 @@ def _derived_id(audio: str, start: float) -> str:
 
 
 def _objects(path: Path) -> Iterator[tuple[int, Any]]:
-    """The line number and object of each utterance; a broken line gives an error instead of the object."""
+    """Yield line number and object of each utterance; for a broken line, an error instead of the object."""
     whole = _whole(path)
     if whole is not None:
         yield from enumerate(whole, 1)
@@ -105,9 +105,9 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _whole(path: Path) -> list[Any] | None:
-    """The utterances of a file that is one array or SpeechBrain's object of objects; None for JSON lines.
+    """Return the utterances of a file that is one array or SpeechBrain's object of objects; None for JSON lines.
 
-    A file counts as JSON lines even if its first line is broken, provided that another line is an utterance.
+    A file with a broken first line counts as JSON lines if another line is an utterance.
     """
     _, first = next(lines(path), (0, None))
     if first is None:
@@ -130,7 +130,7 @@ def _whole(path: Path) -> list[Any] | None:
 
 
 def _is_row(line: bytes) -> bool:
-    """Whether a line is an utterance, and not the beginning, or all, of an object of objects."""
+    """Whether a line is an utterance, and not (the beginning of) an object of objects."""
     try:
         item = untrusted.parse_json(line)
     except ValueError:

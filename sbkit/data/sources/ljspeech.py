@@ -1,4 +1,4 @@
-"""LJSpeech and what is laid out like it: ``metadata.csv`` without a header, and recordings in ``wavs/``."""
+"""LJSpeech and corpora with its layout: ``metadata.csv`` without a header, and recordings in ``wavs/``."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 
 METADATA, WAVS = "metadata.csv", "wavs"
-#: The share of the ids in each of dev and test; so many at least, if they are no larger a share than the second.
+#: The share of the ids in each of dev and test, and their minimum number, as far as it is at most the second share.
 SHARE, LEAST, MAX_SHARE = 0.02, 8, 0.1
 _ROLES = ("id", "audio", "text", "speaker")
-_MAX_COLUMNS = 3  # that have a meaning without being named
+_MAX_COLUMNS = 3  # fields with a known meaning
 _NAMED = "name fields by their numbers, e.g. --corpus.columns '{text: 2, speaker: 3}'"
 
 
 class LJSpeech(Source):
     """One speaker's sentences: ``metadata.csv`` with fields between ``|``, no header and no quotation, and ``wavs/``.
 
-    - The first field is an id, whose recording is ``wavs/ID.wav``, or the recording itself; the second its text. The
-      third is the same with numbers and abbreviations written out, and taken where it isn't empty. A corpus's
-      ``columns`` name others by number.
-    - There are no splits: dev has the 2 % of the ids whose hash is smallest, test those whose hash is largest, so that
-      they stay where they are if others are added; 8 ids at least, if there are 80.
-    - Nobody is named as the speaker, unless a column does, so all of it is one voice.
+    - The first field is an id, whose recording is ``wavs/ID.wav``, or the recording itself; the second is its text. The
+      third is the same text with numbers and abbreviations written out, and is used if it isn't empty. A corpus's
+      ``columns`` choose other fields by number.
+    - There are no splits: dev has the 2 % of the ids with the smallest hashes, test those with the largest, so they
+      don't change when ids are added; at least 8 ids, if there are 80.
+    - There are no speakers, unless a column names them, so all of it is one voice.
     """
 
     kind = "LJSpeech"
@@ -43,7 +43,7 @@ class LJSpeech(Source):
 
     @staticmethod
     def matches(folder: Path) -> bool:
-        """Whether a folder has such a list, which is not one of several CSVs."""
+        """Whether a folder has such a list, and no ``train.csv``."""
         path = folder / METADATA
         if not path.is_file() or (folder / "train.csv").exists():
             return False
@@ -58,7 +58,7 @@ class LJSpeech(Source):
     def read(self, name: str, show_progress: bool = True) -> Rows:
         rows, malformed = self._rows()
         self._check(rows)
-        split = drawn(row[self._column("id")] for row in rows)
+        split = assign_splits(row[self._column("id")] for row in rows)
         rows = [row for row in rows if split[row[self._column("id")]] == name]
         speakers = self.columns.get("speaker")
         return Rows(
@@ -70,7 +70,7 @@ class LJSpeech(Source):
             malformed=malformed if name == "train" else [])
 
     def _number(self, role: str, given: object) -> int:
-        """Return the place of a field that the corpus's ``columns`` name, counted from 0."""
+        """Return the index of a field that the corpus's ``columns`` name."""
         if role in ALIASES and role not in _ROLES:
             raise SbkitError(f"corpus: columns names the {role}, which {self.path} has no field for",
                              hint=f"roles are {', '.join(_ROLES)}")
@@ -82,7 +82,7 @@ class LJSpeech(Source):
         return self.columns.get(role, 1 if role == "text" else 0)
 
     def _rows(self) -> tuple[list[list[str]], list[tuple[str, str]]]:
-        """Return the fields of all rows that have as many as most have, and what is wrong with the others."""
+        """Return the fields of rows with the most common number of fields, and what is wrong with the others."""
         rows: list[tuple[int, list[str]]] = []
         malformed: list[tuple[str, str]] = []
         for number, line in lines(self.path):
@@ -100,7 +100,7 @@ class LJSpeech(Source):
         return f"{self.path.name} line {number}"
 
     def _check(self, rows: list[list[str]]) -> None:
-        """Refuse fields that don't exist, and such whose meaning would be a guess."""
+        """Refuse fields that don't exist or whose meaning is unknown."""
         width = len(rows[0]) if rows else 0
         for role, place in self.columns.items():
             if rows and place >= width:
@@ -127,8 +127,8 @@ class LJSpeech(Source):
         return "/".join((self.root, name) if name.startswith(f"{WAVS}/") else (self.root, WAVS, name))
 
 
-def drawn(ids: Iterator[str]) -> dict[str, str]:
-    """Draw a split for each id."""
+def assign_splits(ids: Iterator[str]) -> dict[str, str]:
+    """Choose the split of each id by its hash."""
     ordered = sorted(set(ids), key=lambda name: hashlib.sha256(name.encode()).digest())
     count = max(1, round(SHARE * len(ordered)), min(LEAST, int(MAX_SHARE * len(ordered))))
     return dict.fromkeys(ordered, "train") | dict.fromkeys(ordered[:count], "dev") \
@@ -136,6 +136,6 @@ def drawn(ids: Iterator[str]) -> dict[str, str]:
 
 
 def _id(name: str) -> str:
-    """Return an id without what makes it a path."""
+    """Return an id without folder and suffix."""
     name = name.removeprefix(f"{WAVS}/")
     return name[:name.rindex(".")] if name.lower().endswith(SUFFIXES) else name

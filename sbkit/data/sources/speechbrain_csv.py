@@ -1,4 +1,4 @@
-"""SpeechBrain's CSVs (``ID,duration,wav,spk_id,wrd``) and sbkit's own manifests, which are such CSVs."""
+"""SpeechBrain's CSVs (``ID,duration,wav,spk_id,wrd``), which sbkit's manifests are, too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from sbkit.data.delimited import Delimited, header, read_delimited
 from sbkit.data.manifest import RESERVED, Column, to_seconds
-from sbkit.data.sources.base import ALIASES, Rows, no_column, pick, unique_ids
+from sbkit.data.sources.base import ALIASES, Rows, find_column, no_column, unique_ids
 from sbkit.data.sources.files import FileSource
 
 # Recipes with segments in samples have columns start and stop; a quotient below this isn't a sample rate.
@@ -19,8 +19,8 @@ _LOWEST_RATE = 1000
 class SpeechBrainCsv(FileSource):
     """CSV files with at least a path and a text; missing durations are measured.
 
-    Other columns are kept as metadata; those whose name a manifest uses for something else get a prefix, such as
-    ``source_wrd``. ``start`` is in seconds; together with ``stop`` it may be in samples.
+    Other columns are kept as metadata; those with a name that manifests reserve get a prefix, such as ``source_wrd``.
+    ``start`` is in seconds; together with ``stop`` it may be in samples.
     """
 
     kind = "SpeechBrain CSV"
@@ -31,21 +31,21 @@ class SpeechBrainCsv(FileSource):
 
     def read_file(self, path: Path, show_progress: bool) -> Rows:
         csv = read_delimited(path)
-        roles = {role: pick(role, csv.columns, self.columns)
+        roles = {role: find_column(role, csv.columns, self.columns)
                  for role in dict.fromkeys(("id", "audio", "text", "speaker", "duration", "start", *self.wanted))}
         for role in self.needed:
             if roles[role] is None:
                 raise no_column(path, role, csv.columns, self.columns)
-        there = {role: name for role, name in roles.items() if name is not None}
-        column = {role: csv.columns[name] for role, name in there.items()}
+        found = {role: name for role, name in roles.items() if name is not None}
+        column = {role: csv.columns[name] for role, name in found.items()}
         wavs = Column(column["audio"])
         durations = np.full(len(csv), np.nan)
         if "duration" in column:
-            durations = to_seconds(path, there["duration"], column["duration"], unknown=np.nan)
+            durations = to_seconds(path, found["duration"], column["duration"], unknown=np.nan)
         starts = np.zeros(len(csv))
         if "start" in column:
-            starts, durations = _segments(path, csv, there["start"], durations)
-        used = {*there.values(), "stop"}
+            starts, durations = _segments(path, csv, found["start"], durations)
+        used = {*found.values(), "stop"}
         meta = {f"source_{name}" if name in RESERVED else name: Column(values)
                 for name, values in csv.columns.items() if name not in used}
         meta.update({role: Column(column[role]) for role in self.wanted if role not in ALIASES})

@@ -1,4 +1,4 @@
-"""VoiceBank-DEMAND and what is laid out like it: recordings of the same name in a noisy and in a clean folder."""
+"""VoiceBank-DEMAND and corpora with its layout: recordings with the same names in a noisy and a clean folder."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.data.audio import SUFFIXES
-from sbkit.data.sources.base import Rows, Source, no_column, pick, stamp
+from sbkit.data.sources.base import Rows, Source, find_column, no_column, stamp
 from sbkit.errors import SbkitError
 
 #: The column of the clean recordings.
 CLEAN = "clean_wav"
-#: Speakers of the training set that are dev, as in SpeechBrain's recipe.
+#: Speakers of the training set that are used as dev, as in SpeechBrain's recipe.
 DEV_SPEAKERS = ("p226", "p287")
 _TEST = "testset_wav"
 
@@ -21,8 +21,8 @@ class VoiceBank(Source):
     """Noisy recordings and clean ones of the same name: ``noisy_trainset_28spk_wav``, ``clean_trainset_28spk_wav``,
     ``noisy_testset_wav`` and ``clean_testset_wav``.
 
-    - A name begins with its speaker, ``p226_001.wav``. Two speakers of the training set are dev.
-    - The training set may be another one, such as that of 56 speakers: every ``noisy_trainset_*_wav`` is part of it.
+    - A file name begins with its speaker, ``p226_001.wav``. Two speakers of the training set are dev.
+    - The training set may be another one, such as that of 56 speakers: it has every ``noisy_trainset_*_wav``.
     - There are no texts.
     """
 
@@ -54,7 +54,7 @@ class VoiceBank(Source):
         if name != "test":
             paths = [path for path in paths if (_speaker(path) in DEV_SPEAKERS) == (name == "dev")]
         clean = [str(self._clean(path.parent) / path.name) for path in paths]
-        roles = {role: pick(role, self.header(name), self.columns) for role in self.wanted}
+        roles = {role: find_column(role, self.header(name), self.columns) for role in self.wanted}
         if missing := [role for role, column in roles.items() if column is None]:
             raise no_column(self.where, missing[0], self.header(name), self.columns)
         return Rows(f"{self.folder} [{name}]", [path.stem for path in paths], list(map(str, paths)),

@@ -1,4 +1,4 @@
-"""VoxCeleb, as it is unpacked: a folder for each speaker, in it one for each video, in it recordings."""
+"""VoxCeleb as unpacked: a folder per speaker, with a folder per video, with recordings."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 
 _SPEAKER = re.compile(r"id(\d{5})")
-_DEPTH = 4  # of the speakers' folders, such as VoxCeleb1/dev/wav/id10001
-#: The speakers of VoxCeleb1's test, whose names begin with an E.
+_DEPTH = 4  # folders down to the speakers', such as VoxCeleb1/dev/wav/id10001
+#: The speakers of VoxCeleb1's test set, whose names begin with an E.
 _TEST = range(10270, 10310)
-#: The share of the other speakers that validation hears, and how many they are at least.
+#: The share of the other speakers in dev, and their minimum number.
 SHARE, LEAST = 0.02, 2
 
 
 class VoxCeleb(Source):
-    """VoxCeleb 1, 2 or both: ``.../id10270/5r0dWxy17C8/00001.wav``, whose id is these three without the suffix, as
-    lists of trials name it.
+    """VoxCeleb 1, 2 or both: ``.../id10270/5r0dWxy17C8/00001.wav``; the id is these three parts without the suffix, as
+    in lists of trials.
 
-    - Test has the speakers below a folder ``test``, and VoxCeleb1's 40 wherever they are.
-    - Dev has the 2 % of the other speakers whose hash is smallest, which training doesn't hear.
+    - Test has the speakers below a folder ``test``, and VoxCeleb1's 40 test speakers in any folder.
+    - Dev has the 2 % of the other speakers with the smallest hashes, and train the rest.
     """
 
     kind = "VoxCeleb"
