@@ -43,7 +43,7 @@ class HostWaits:
     """
 
     def __init__(self, device: torch.device):
-        self._counts = device.type == "cuda"
+        self._enabled = device.type == "cuda"
         self._thread = threading.get_ident()
         self._entered = self._counting = self._paused = False
         self.reset()
@@ -55,7 +55,7 @@ class HostWaits:
 
     def step(self) -> None:
         """Record the end of a step."""
-        if not self._counts or not self._entered:
+        if not self._enabled or not self._entered:
             return
         self._steps += 1
         self._counted += self._counting
@@ -136,7 +136,7 @@ class Contention:
     """
 
     def __init__(self, device: torch.device):
-        self._counts = device.type == "cpu" and bool(_waited())
+        self._enabled = device.type == "cpu" and bool(_waited())
         self._warned = False
         self.reset()
 
@@ -144,12 +144,12 @@ class Contention:
         """Start measuring, at the start of an epoch."""
         self._checked = self._warned
         self._began = time.monotonic()
-        self._before = _waited() if self._counts else {}
+        self._before = _waited() if self._enabled else {}
 
     def share(self) -> float | None:
         """Return the share of the time since ``reset`` that the slowest thread waited; None if not measured."""
         passed = time.monotonic() - self._began
-        if not self._counts or passed <= 0:
+        if not self._enabled or passed <= 0:
             return None
         waited = (seconds - self._before.get(thread, 0.0) for thread, seconds in _waited().items())
         return min(1.0, max(waited, default=0.0) / passed)
@@ -165,7 +165,7 @@ class Contention:
 
     def _measure(self, after: float) -> None:
         """Warn once in a run, and check at most once in an epoch."""
-        if self._checked or not self._counts or time.monotonic() - self._began < after:
+        if self._checked or not self._enabled or time.monotonic() - self._began < after:
             return
         self._checked, share = True, self.share()
         if share is not None and share > _WORTH_REPORTING:
