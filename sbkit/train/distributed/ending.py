@@ -21,6 +21,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 #: Seconds without a heartbeat after which a rank is reported.
 SILENT_SECONDS = 60.0
 _PACKAGE = Path(__file__).parents[2]
@@ -85,11 +87,11 @@ class Heartbeats:
                         "Rank %d (%s) has not responded for %.0f s, and all others wait for it (rank %d in %s). Is "
                         "that process stopped, or its machine down or short of memory?",
                         other, self._processes.get(other, "unknown process"), now - when, self.rank,
-                        _main_thread_is_in())
+                        _main_thread_location())
 
 
-def _main_thread_is_in() -> str:
-    """Return the function of sbkit that the main thread is in, besides the exchange between ranks itself."""
+def _main_thread_location() -> str:
+    """Return the function of sbkit outside this folder in which the main thread is, with its file and line."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -98,8 +100,6 @@ def _main_thread_is_in() -> str:
         frame = frame.f_back
     return "code outside sbkit"
 
-
-logger = logging.getLogger(__name__)
 
 # Time limit for a checkpoint that is being written.
 _WRITING_SECONDS = 120.0
