@@ -95,7 +95,7 @@ def trace(graph: Graph) -> torch.export.ExportedProgram:
     batch, samples = EXAMPLE
     example = (torch.randn(batch, samples) * 0.1, torch.tensor([samples, samples * 2 // 3]))
     program = trace_module(graph, example, {"signals": (0, 1), "lengths": (0,)})
-    if isinstance(graph.features, features.Traced):
+    if isinstance(graph.features, features.TracedFeatures):
         features.refuse_transforms(program, graph.front_name)
     return program
 

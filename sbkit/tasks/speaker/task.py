@@ -18,7 +18,7 @@ from sbkit.data.batch import Batch
 from sbkit.data.columns import Declared, LabelColumn
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
-from sbkit.export.features import Traced, express
+from sbkit.export.features import TracedFeatures, express
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.nn.tf32 import without_tf32
 from sbkit.recipe.choices import NAMES, POSITIVE, SIZE
@@ -219,7 +219,7 @@ class Verification(Task):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.embedder = Embedder(Traced(self.keys.compute_features, self._hop), self.keys.embedding_model)
+        self.embedder = Embedder(TracedFeatures(self.keys.compute_features, self._hop), self.keys.embedding_model)
 
     @property
     def _hop(self) -> int:

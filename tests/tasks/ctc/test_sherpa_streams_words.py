@@ -148,7 +148,7 @@ def tried(run, made, folder, chunk=None):
     shutil.copy(made / "tokens.txt", folder)
     target, = found.exported.target("sherpa", chunk)
     target.write(folder, config)
-    comparison = found.exported.comparison(clips.choose(found.keys.corpus, 16_000, 3), config, folder)
+    comparison = found.exported.comparison(clips.choose_clips(found.keys.corpus, 16_000, 3), config, folder)
     target.compare(folder, config, comparison)
     return comparison
 

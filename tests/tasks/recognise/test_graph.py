@@ -145,8 +145,8 @@ def running(program, least):
 
     @torch.no_grad()
     def run(signals):
-        found = module(*map(torch.from_numpy, runners.padded(signals, least)))
-        return runners.each(OUTPUTS, [value.numpy() for value in found])
+        found = module(*map(torch.from_numpy, runners.pad(signals, least)))
+        return runners.split_batch(OUTPUTS, [value.numpy() for value in found])
 
     return run
 
