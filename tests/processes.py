@@ -31,6 +31,10 @@ PRELOAD = ["tools.gpu.preload", "processes", "settled"]
 _CONTEXT.set_forkserver_preload(PRELOAD)
 # The store is outside of the ranks, as with torchrun: the first may end while another still asks.
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+ROOT = Path(__file__).resolve().parents[1]
+#: Of a command of sbkit that may use CUDA cards, and of one that may not.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ON_A_CPU = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _started(fn: Callable[..., None], *args: object) -> BaseProcess:
@@ -164,20 +168,26 @@ def _program(out, err, environment, fn, args) -> None:
     fn(*args)
 
 
-def sbkit(*words: object, cwd: Path, ranks: int = 1, code: int = 0, timeout: float = 400, **environment: str) -> Ended:
+def sbkit(*words: object, cwd: Path = ROOT, ranks: int = 1, code: int = 0, timeout: float = 400, cards: bool = False,
+          **environment: str) -> Ended:
     """``python -m sbkit WORDS`` with its imports done already, as one process or as several ranks; what they all said.
 
     They share one Python's hashes of texts: compare with a Python of its own what must not depend on them.
+
+    cards : whether it sees this machine's CUDA cards
     """
+    environment = (ENVIRONMENT if cards else ON_A_CPU) | environment
     done = programs(ranks, command, str(cwd), *map(str, words), timeout=timeout, **environment)
     said = Ended(done[0].returncode, *("".join(streams) for streams in zip(*(rank[1:] for rank in done), strict=True)))
     assert {rank.returncode for rank in done} == {code}, said.stdout[-2000:] + said.stderr[-4000:]
     return said
 
 
-def killed(when: Callable[[], bool], *words: object, cwd: Path, timeout: float = 200, **environment: str) -> None:
+def killed(when: Callable[[], bool], *words: object, cwd: Path = ROOT, timeout: float = 200,
+           **environment: str) -> None:
     """Start the same and kill it, and nothing that it started, as soon as something holds."""
-    process = _started(_program, os.devnull, os.devnull, environment, command, (str(cwd), *map(str, words)))
+    words = str(cwd), *map(str, words)
+    process = _started(_program, os.devnull, os.devnull, ON_A_CPU | environment, command, words)
     until = time.monotonic() + timeout
     try:
         while not when():

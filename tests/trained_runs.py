@@ -9,14 +9,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import processes
+import pytest
 import soundfile
 import torch
 import yaml
+from processes import ON_A_CPU, ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+def options(**keys: object) -> list[str]:
+    """Keys of a recipe as words of a command."""
+    return [f"--{key}={value}" for key, value in keys.items()]
 
 
 def checkpoints(out: Path) -> Iterator[tuple[int, Path]]:
@@ -41,13 +47,18 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return torch.load(latest(out) / "model.ckpt", weights_only=True)
 
 
-def outcome(out: Path, *measured: str, kinds: tuple[str, ...] = ("epoch", "test")) -> dict[str, object]:
-    """Everything that training left, but for times: of the lines of the metrics, what is named besides losses."""
+def metrics(out: Path, *kinds: str) -> list[dict[str, Any]]:  # as JSON gives it
+    """The lines of the metrics, or those of these kinds."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if not kinds or line["kind"] in kinds]
+
+
+def outcome(out: Path, *measured: str, kinds: tuple[str, ...] = ("epoch", "test")) -> dict[str, Any]:
+    """Everything that training left, but for times: of the lines of the metrics, what is named besides losses."""
     names = ("kind", "epoch", "step", "train_loss", "valid_loss", "test_loss", *measured)
     return {"model": weights(out), "optimizer": torch.load(latest(out) / "optimizer.ckpt", weights_only=True)["state"],
             "steps": saved_step(out),
-            "metrics": [[line.get(name) for name in names] for line in lines if line["kind"] in kinds]}
+            "metrics": [[line.get(name) for name in names] for line in metrics(out, *kinds)]}
 
 
 def same(one: object, other: object) -> bool:
@@ -57,22 +68,39 @@ def same(one: object, other: object) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def different(found: dict[str, object], wanted: dict[str, object]) -> list[str]:
-    """What of two outcomes is not equal to the bit."""
-    return [key for key in wanted if not same(found[key], wanted[key])]
+def different(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """What of two outcomes or models is not equal to the bit, or in one alone."""
+    return [key for key in found | wanted if not same(found.get(key), wanted.get(key))]
 
 
-def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two models' weights."""
-    return max((one[name] - other[name]).abs().max().item() for name in one)
+def assert_close(found: dict[str, Any], wanted: dict[str, Any], weights: float, **tolerance: float) -> None:
+    """Two outcomes differ as sums of another order do: no weight by more than ``weights``, no number of the metrics by
+    more than this tolerance of ``pytest.approx``.
+    """
+    torch.testing.assert_close(found["model"], wanted["model"], rtol=0, atol=weights)
+    for ours, theirs in zip(found["metrics"], wanted["metrics"], strict=True):
+        assert ours[:3] == theirs[:3]
+        assert ours[3:] == [None if each is None else pytest.approx(each, **tolerance) for each in theirs[3:]]
 
 
-def python(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+def kill_after(step: int, out: Path, *words: object, **how: Any) -> None:  # what `processes.killed` takes
+    """Start a command and kill it as soon as its run has saved this step or a later one."""
+    processes.killed(lambda: saved_step(out) >= step, *words, **how)
+
+
+def go_on(out: Path, *words: object, **how: Any) -> str:  # what `processes.sbkit` takes
+    """What a run says that goes on from its checkpoint to its end."""
+    done = processes.sbkit(*words, **how)
+    assert "Loading a checkpoint from" in (out / "log.txt").read_text() + done.stderr
+    return done.stdout + done.stderr
+
+
+def python(*words: object, cwd: Path, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
     """What a Python of its own said, which has other hashes of texts."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **ENVIRONMENT}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **ON_A_CPU, **environment}
     done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True,
                           timeout=400)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file
-from trained_runs import ENVIRONMENT, ROOT, different, furthest, outcome, saved_step, voice, voices
+from trained_runs import assert_close, different, go_on, kill_after, metrics, outcome, voice, voices
 
 import sbkit.infer
 from sbkit.cli import main
@@ -32,14 +32,10 @@ from sbkit.tasks.codec.exported import OTHER_CODES, fingerprint
 
 pytestmark = pytest.mark.slow
 
-TINY = [
-    "--n_mels", "20", "--size", "16", "--hidden", "24", "--encoder_layers", "1", "--slow_layers", "1",
-    "--fast_layers", "1", "--sizes", "[256, 512]", "--crop_seconds", "0.5", "--step_seconds", "4", "--least_steps", "0",
-    "--max_batch_seconds", "8", "--number_of_epochs", "2", "--num_workers", "1", "--precision", "fp32",
-    "--noprogressbar",
-    "--ckpt_interval_minutes", "0", "--ckpt_interval_steps", "2", "--no-check",
-    "--adversarial_from", "5", "--discriminators.channels", "4", "--discriminators.sizes", "[256]",
-]
+TINY = ("--n_mels 20 --size 16 --hidden 24 --encoder_layers 1 --slow_layers 1 --fast_layers 1 --sizes [256,512] "
+        "--crop_seconds 0.5 --step_seconds 4 --least_steps 0 --max_batch_seconds 8 --number_of_epochs 2 "
+        "--num_workers 1 --precision fp32 --noprogressbar --no-check --ckpt_interval_minutes 0 "
+        "--ckpt_interval_steps 2 --adversarial_from 5 --discriminators.channels 4 --discriminators.sizes [256]").split()
 MEASURED = "valid_mel_distance", "test_perplexity"
 
 
@@ -52,43 +48,34 @@ def words(out, data, *more):
     return "train", "hparams/codec.yaml", *TINY, "--data_folder", data, "--output_folder", out, *more
 
 
-def train(out, data, *more, ranks=1, **environment):
-    return processes.sbkit(*words(out, data, *more), cwd=ROOT, ranks=ranks, **ENVIRONMENT, **environment)
-
-
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "out"
-    said = train(out, data, COUNT_FLOPS="1")
+    said = processes.sbkit(*words(out, data), COUNT_FLOPS="1")
     assert "48    48" in re.sub(r" +", "    ", said.stderr), "no row is left out for want of a text"
     return out
 
 
 def test_it_learns_from_recordings_without_texts(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    valid = [line["valid_loss"] for line in lines if line["kind"] == "epoch" and "valid_loss" in line]
-    assert len(valid) == 2 and valid[1] < valid[0]
-    last = [line for line in lines if line["kind"] == "epoch" and "train_loss" in line][-1]
-    assert last["step"] > 5, "the discriminators had their turn"
+    epochs = metrics(run, "epoch")
+    first, last = (line["valid_loss"] for line in epochs if "valid_loss" in line)
+    assert last < first
+    assert epochs[-1]["step"] > 5, "the discriminators had their turn"
 
 
 def test_killed_and_started_again_it_ends_as_if_it_had_never_been_stopped(run, data, tmp_path):
     out = tmp_path / "out"
-    processes.killed(lambda: saved_step(out) >= 6, *words(out, data), cwd=ROOT, **ENVIRONMENT)
-    said = train(out, data)
-    assert "Loading a checkpoint from" in (out / "log.txt").read_text() + said.stderr
+    kill_after(6, out, *words(out, data))
+    go_on(out, *words(out, data))
     assert different(outcome(out, *MEASURED), outcome(run, *MEASURED)) == []
 
 
 def test_two_ranks_train_what_one_does(data, tmp_path):
     """But for noise in the place of rounding, which each rank draws for itself."""
     for ranks in (1, 2):
-        train(tmp_path / str(ranks), data, "--noise", "0", "--number_of_epochs", "1", ranks=ranks)
-    one, two = (outcome(tmp_path / str(ranks), *MEASURED) for ranks in (1, 2))
-    assert furthest(one["model"], two["model"]) < 1e-3
-    for ours, theirs in zip(one["metrics"][-2:], two["metrics"][-2:], strict=True):
-        assert ours[:3] == theirs[:3]
-        assert ours[3:-1] == [None if each is None else pytest.approx(each, rel=1e-3) for each in theirs[3:-1]]
+        processes.sbkit(*words(tmp_path / str(ranks), data, "--noise", 0, "--number_of_epochs", 1), ranks=ranks)
+    one, two = (outcome(tmp_path / str(ranks), "valid_mel_distance") for ranks in (1, 2))
+    assert_close(two, one, weights=1e-3, rel=1e-3)
 
 
 def test_the_report_lets_one_hear_recordings_and_what_became_of_them(run):
@@ -102,7 +89,7 @@ def test_the_report_lets_one_hear_recordings_and_what_became_of_them(run):
 
 
 def test_it_is_scored_again_and_its_numbers_are_the_tests(run):
-    said = processes.sbkit("evaluate", run, "--device", "cpu", "--workers", "0", cwd=ROOT, **ENVIRONMENT)
+    said = processes.sbkit("evaluate", run, "--device", "cpu", "--workers", "0")
     assert "mel distance" in said.stdout
     facts = json.loads((run / "evaluations" / "test-best" / "result.json").read_text())
     tested = json.loads((run / "test_results.json").read_text())["stats"]
@@ -119,7 +106,7 @@ def test_it_is_scored_again_and_its_numbers_are_the_tests(run):
 @pytest.fixture(scope="module")
 def bundle(run):
     folder = run.parent / "bundle"
-    said = processes.sbkit("export", run, "--to", folder, cwd=ROOT, **ENVIRONMENT)
+    said = processes.sbkit("export", run, "--to", folder)
     assert f"use it: sbkit tokenize {folder} CORPUS" in said.stdout and "WER" not in said.stdout
     return folder
 
@@ -133,7 +120,7 @@ def coder(run):
 def tokens(bundle, data):
     """The test split as codes."""
     folder = bundle.parent / "codes"
-    said = processes.sbkit("tokenize", bundle, data, "--split", "test", "--to", folder, cwd=ROOT, **ENVIRONMENT)
+    said = processes.sbkit("tokenize", bundle, data, "--split", "test", "--to", folder)
     assert re.search(r"test: 12 utterances, [\d.]+ s, [\d,]+ frames at 997 bit/s", said.stdout)
     return folder / "test"
 
@@ -198,8 +185,7 @@ def test_a_corpus_becomes_codes_and_sound_again(bundle, tokens, data, coder, tmp
         assert own.shape == each.codes.shape
         other, total = other + (own != each.codes).sum(), total + own.size
     assert total > 12 * 2 * 30 and other <= OTHER_CODES * total
-    said = processes.sbkit("resynthesize", bundle, tokens, "--to", tmp_path / "sounds", "--format", "flac", cwd=ROOT,
-                           **ENVIRONMENT)
+    said = processes.sbkit("resynthesize", bundle, tokens, "--to", tmp_path / "sounds", "--format", "flac")
     assert "12 recordings" in said.stdout
     for i in range(12):
         signal = soundfile.read(data / f"test{i}.wav", dtype="float32")[0]

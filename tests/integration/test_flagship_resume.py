@@ -6,24 +6,22 @@ import subprocess
 import sys
 import time
 
-import processes
 import pytest
-from trained_runs import ENVIRONMENT, ROOT, different, outcome, saved_step
+from processes import ON_A_CPU, ROOT
+from trained_runs import different, go_on, kill_after, outcome, saved_step
 
-TINY = [
-    "--corpus.demo_hours", "0.06", "--number_of_epochs", "2", "--d_model", "16", "--nhead", "2", "--d_ffn", "16",
-    "--num_encoder_layers", "1", "--cnn_first_channels", "4", "--cnn_channels", "4", "--num_workers", "1",
-    "--precision", "fp32", "--noprogressbar", "--ckpt_interval_minutes", "0", "--ckpt_interval_steps", "2",
-    "--max_batch_seconds", "16", "--step_seconds", "16", "--least_steps", "0", "--no-check",
-    "--log_interval", "0",  # a line each step: after 10 s, others on a slow machine
-]
+#: A line for each step: after 10 s, it would be others on a slow machine.
+TINY = ("--corpus.demo_hours 0.06 --number_of_epochs 2 --d_model 16 --nhead 2 --d_ffn 16 --num_encoder_layers 1 "
+        "--cnn_first_channels 4 --cnn_channels 4 --num_workers 1 --precision fp32 --noprogressbar --no-check "
+        "--ckpt_interval_minutes 0 --ckpt_interval_steps 2 --max_batch_seconds 16 --step_seconds 16 --least_steps 0 "
+        "--log_interval 0").split()
 
 
 def begin(out, cache, ranks=1):
     """Start training as a user does."""
     launch = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"] if ranks > 1 else []
     command = [sys.executable, *launch, str(ROOT / "train.py"), "hparams/ctc.yaml", *TINY, "--output_folder", str(out)]
-    env = {**os.environ, **ENVIRONMENT, "SBKIT_CACHE": str(cache)}
+    env = {**os.environ, **ON_A_CPU, "SBKIT_CACHE": str(cache)}
     return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             start_new_session=True)
 
@@ -68,8 +66,7 @@ def words(out):
 
 
 def finished(out, cache, ranks=1):
-    said = processes.sbkit(*words(out), cwd=ROOT, ranks=ranks, SBKIT_CACHE=str(cache), **ENVIRONMENT)
-    assert "Loading a checkpoint from" in (out / "log.txt").read_text() + said.stderr
+    go_on(out, *words(out), ranks=ranks, SBKIT_CACHE=str(cache))
     return everything(out)
 
 
@@ -77,9 +74,7 @@ def finished(out, cache, ranks=1):
 def test_killed_twice(never_stopped, cache, tmp_path):
     out = tmp_path / "out"
     for share in (1 / 4, 2 / 3):
-        step = int(never_stopped["steps"] * share)
-        processes.killed(lambda step=step: saved_step(out) >= step, *words(out), cwd=ROOT, SBKIT_CACHE=str(cache),
-                         **ENVIRONMENT)
+        kill_after(int(never_stopped["steps"] * share), out, *words(out), SBKIT_CACHE=str(cache))
     assert different(finished(out, cache), never_stopped) == []
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import resume_run
-from processes import Ended, program, programs
-
-ROOT = Path(__file__).parents[2]
+from processes import ROOT, Ended, program, programs
+from trained_runs import different
 
 
 @pytest.fixture
@@ -68,6 +67,13 @@ def train(folder, place="", processes=1, python=False, **environment):
     return done.returncode, json.loads(done.stdout) if done.returncode == 0 else None, done.stderr
 
 
+def finished(folder, **how):
+    """What a run ended with, as ``train`` takes it to its end."""
+    code, result, log = train(folder, **how)
+    assert code == 0, log
+    return result
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A folder for runs over one corpus."""
@@ -76,13 +82,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def never_stopped(runs):
-    code, result, log = train(runs / "never", python=True)
-    assert code == 0, log
-    return result
-
-
-def differences(one, other):
-    return [key for key in one if one[key] != other[key]]
+    return finished(runs / "never", python=True)
 
 
 def steps(folder):
@@ -110,23 +110,20 @@ def test_a_killed_run_ends_as_the_one_never_stopped(runs, never_stopped, places,
     folder = runs / request.node.name.replace(" ", "-")
     for place in places:
         assert train(folder, place)[0] == -signal.SIGKILL
-    code, result, log = train(folder)
-    assert code == 0, log
+    result = finished(folder)
     if places != PLACES["before the first checkpoint"]:
         assert len([line for line in steps(folder) if line[:2] == [1, 0]]) <= 4, "it began from scratch"
-    assert differences(result, never_stopped) == []
+    assert different(result, never_stopped) == []
 
 
 @pytest.mark.slow
 def test_with_speechbrains_loader_too(runs):
     """Its sampler and position, workers, and accumulation over batches; 24 batches are 8 steps."""
-    code, expected, log = train(runs / "speechbrain", LOADER="speechbrain")
-    assert code == 0 and expected["steps"] == 24, log
+    expected = finished(runs / "speechbrain", LOADER="speechbrain")
+    assert expected["steps"] == 24
     for place in ("train:1:17:0", "train:2:11:0", "saving:2:0:0"):
         assert train(runs / "speechbrain-killed", place, LOADER="speechbrain")[0] == -signal.SIGKILL
-    code, result, log = train(runs / "speechbrain-killed", LOADER="speechbrain")
-    assert code == 0, log
-    assert differences(result, expected) == []
+    assert different(finished(runs / "speechbrain-killed", LOADER="speechbrain"), expected) == []
 
 
 @pytest.mark.slow
@@ -141,37 +138,29 @@ def test_a_signal_ends_it_with_a_checkpoint_a_line_and_a_code(runs, never_stoppe
     last = log.strip().splitlines()[-1]
     assert last.startswith(f"stopped by {name} ") and "run the same command to" in last
     assert "Traceback" not in log and ("checkpoint saved at" in last) == (place != "saving:3:0:0")
-    code, result, log = train(folder)
-    assert code == 0, log
+    result = finished(folder)
     if place == "saving:3:0:0":  # nothing was left to train: no random numbers are drawn
         result["random"] = never_stopped["random"]
-    assert differences(result, never_stopped) == []
+    assert different(result, never_stopped) == []
 
 
 @pytest.fixture(scope="module")
 def two_never_stopped(runs):
-    code, result, log = train(runs / "two", processes=2)
-    assert code == 0, log
-    return result
+    return finished(runs / "two", processes=2)
 
 
 @pytest.mark.slow
 def test_two_processes_one_of_them_killed(runs, two_never_stopped):
     assert train(runs / "two-killed", "train:2:4:1", processes=2)[0] not in (0, None)
-    code, result, log = train(runs / "two-killed", processes=2)
-    assert code == 0, log
-    assert differences(result, two_never_stopped) == []
+    assert different(finished(runs / "two-killed", processes=2), two_never_stopped) == []
 
 
 @pytest.mark.slow
 def test_a_mixture_goes_on_on_any_number_of_processes(runs):
     """What was heard of each part before a stop is heard no second time; two processes take the steps of one."""
-    code, expected, log = train(runs / "mixture", processes=2, MIXTURE="1")
-    assert code == 0, log
+    expected = finished(runs / "mixture", processes=2, MIXTURE="1")
     assert train(runs / "mixture-killed", "train:2:4:1", processes=2, MIXTURE="1")[0] not in (0, None)
-    code, result, log = train(runs / "mixture-killed", processes=2, MIXTURE="1")
-    assert code == 0, log
-    assert differences(result, expected) == []
+    assert different(finished(runs / "mixture-killed", processes=2, MIXTURE="1"), expected) == []
     assert train(runs / "mixture-alone", "train:2:4:1", processes=2, MIXTURE="1")[0] not in (0, None)
     assert train(runs / "mixture-alone", MIXTURE="1")[0] == 0
     assert seen(runs / "mixture-alone") == seen(runs / "mixture-killed") == seen(runs / "mixture")
@@ -188,7 +177,7 @@ def test_torchruns_restarts_end_as_the_run_never_stopped(runs, two_never_stopped
     assert done.returncode == 0, done.stderr[-4000:]
     ends = re.findall(r"^ends at (.*)$", done.stderr, re.M)  # torchrun may name a rank that lost the killed one first
     assert ends == ["train 1 7 2 rank 1", "train 2 4 1 rank 0", "train 3 7 0 rank 0"]
-    assert differences(json.loads(done.stdout.splitlines()[-1]), two_never_stopped) == []
+    assert different(json.loads(done.stdout.splitlines()[-1]), two_never_stopped) == []
 
 
 def seen(folder):

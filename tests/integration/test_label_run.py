@@ -2,10 +2,9 @@
 
 import json
 
-import processes
 import pytest
 import soundfile
-import trained_runs
+from processes import sbkit
 from trained_runs import ROOT, TONES, tone, tones
 
 from sbkit.data.manifest import Manifest
@@ -14,10 +13,6 @@ SMALL = ("--language none --no-check --noprogressbar --least_steps 250 --step_se
          "--d_model 32 --nhead 2 --d_ffn 64 --num_encoder_layers 1 --cnn_channels 4 --cnn_first_channels 4 --lr 0.01 "
          "--num_workers 0 --precision fp32 --spec_augment null --schedule.max_rise_per_step 0.001 "
          "--schedule.max_lr_at_chance 0.01").split()
-
-
-def sbkit(home, *words):
-    return processes.sbkit(*words, cwd=home, **trained_runs.ENVIRONMENT).stdout
 
 
 @pytest.mark.slow
@@ -29,16 +24,16 @@ def test_a_run_labels_what_the_next_one_learns_from(tmp_path):
         said[str(i)] = TONES[i % 3]
         soundfile.write(tmp_path / "found" / f"{i}.wav", tone(TONES[i % 3], 0.6 + 0.05 * (i % 7), i), 16_000)
     train = ("train", ROOT / "hparams" / "ctc.yaml", *SMALL)
-    sbkit(tmp_path, *train, "--data_folder", "data", "--output_folder", "first")
-    sbkit(tmp_path, "export", "first", "--to", "first/bundle", "--formats", "torch", "--clips", 4)
-    assert "expected calibration error" in sbkit(
-        tmp_path, "label", "first/bundle", "found", "--to", "labels", "--calibrate", "data/dev.csv", "--keep", 0.6,
-        "--model", "torch")
+    sbkit(*train, "--data_folder", "data", "--output_folder", "first", cwd=tmp_path)
+    sbkit("export", "first", "--to", "first/bundle", "--formats", "torch", "--clips", 4, cwd=tmp_path)
+    labelled = sbkit("label", "first/bundle", "found", "--to", "labels", "--calibrate", "data/dev.csv", "--keep", 0.6,
+                     "--model", "torch", cwd=tmp_path)
+    assert "expected calibration error" in labelled.stdout
     rows = [json.loads(line) for line in (tmp_path / "labels/train.jsonl").read_text().splitlines()]
     right = sum(row["text"] == said[row["id"]] for row in rows)
     assert len(rows) >= 10 and right >= 0.7 * len(rows), "of what is kept most is right"
     source = {"train": ["data/train.csv", "labels/train.jsonl"], "dev": "data/dev.csv", "test": "data/test.csv"}
-    sbkit(tmp_path, *train, "--data_folder", json.dumps(source), "--output_folder", "second", "--least_steps", 0)
+    sbkit(*train, "--data_folder", json.dumps(source), "--output_folder", "second", "--least_steps", 0, cwd=tmp_path)
     learnt = Manifest.read(tmp_path / "second/manifests/train.csv")
     assert len(learnt) == 60 + len(rows)
     texts = dict(zip(learnt.ids, learnt.texts, strict=True))

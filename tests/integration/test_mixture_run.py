@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from processes import sbkit
 from run_folders import TINY
-from trained_runs import ENVIRONMENT, ROOT, python, tones
+from trained_runs import ROOT, metrics, options, python, tones
 
 PART = "!new:sbkit.data.corpus.Corpus {{source: {}, language: en{}}}"
-OPTIONS = [f"--{name}={value}" for name, value in {**TINY, "precision": "fp32", "log_interval": 0}.items()]
+OPTIONS = options(**TINY, precision="fp32", log_interval=0)
 
 
 def recipe(folder: Path, **parts: str) -> Path:
@@ -26,7 +26,7 @@ def recipe(folder: Path, **parts: str) -> Path:
 def train(folder: Path, path: Path, epochs: int) -> str:
     """Train on, in a Python with hashes of its own at first; returns what the run printed."""
     words = "train", path, "--output_folder", folder / "run", "--number_of_epochs", epochs, "--noprogressbar", *OPTIONS
-    done = python("-m", "sbkit", *words, cwd=folder) if epochs == 1 else sbkit(*words, cwd=folder, **ENVIRONMENT)
+    done = python("-m", "sbkit", *words, cwd=folder) if epochs == 1 else sbkit(*words, cwd=folder)
     return done.stdout + done.stderr
 
 
@@ -42,8 +42,8 @@ def test_a_part_is_added_to_a_run_that_is_resumed(tmp_path):
     said = train(tmp_path, recipe(tmp_path, **parts), 2)
     assert "resumes with changed values" in said and "corpus.weights.new: nothing -> 1" in said
     assert "trained on other text, but kept" in said and "Continuing with epoch 2 of 2" in said
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    first, second = ([line for line in lines if line["kind"] == "epoch" and line["epoch"] == epoch and name in line]
+    lines = metrics(tmp_path / "run", "epoch")
+    first, second = ([line for line in lines if line["epoch"] == epoch and name in line]
                      for epoch, name in ((1, "hours large"), (2, "hours new")))
     assert first[0]["hours small"] == pytest.approx(first[0]["hours large"], rel=0.1)
     assert first[0]["epochs small"] > 2 > 1 > first[0]["epochs large"]
@@ -54,7 +54,7 @@ def test_a_part_is_added_to_a_run_that_is_resumed(tmp_path):
     done = json.loads((tmp_path / "run" / "tested.json").read_text())["said"]
     assert done.startswith("large: WER") and "; small: WER" in done, "the same command says it again"
     assert "part of the mixture" in (tmp_path / "run" / "report.html").read_text()
-    found = sbkit("evaluate", tmp_path / "run", "--device", "cpu", "--workers", 0, cwd=tmp_path, **ENVIRONMENT)
+    found = sbkit("evaluate", tmp_path / "run", "--device", "cpu", "--workers", 0, cwd=tmp_path)
     assert "  small: WER" in found.stdout
     facts = json.loads((tmp_path / "run" / "evaluations" / "test-best" / "result.json").read_text())
     assert set(facts["parts"]) == {"large", "small"} and facts["parts"]["small"]["WER_interval"]

@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import command, programs
+from processes import ROOT, command, programs, sbkit
 from run_folders import TINY, corpus
+from trained_runs import options
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 
 
 def lost_reader(*folder):
@@ -72,8 +72,7 @@ def with_output(kind, folder, *words):
 def words(tmp_path_factory):
     data = corpus(tmp_path_factory.mktemp("data"), train=16, dev=4, test=4)
     keys = {**TINY, "data_folder": data, "number_of_epochs": 3, "max_batch_seconds": 5, "step_seconds": 5}
-    options = [f"--{key}={value}" for key, value in keys.items()]
-    return ["train", "hparams/ctc.yaml", "--device", "cpu", "--no-check", *options]
+    return ["train", "hparams/ctc.yaml", "--device", "cpu", "--no-check", *options(**keys)]
 
 
 def steps(folder):
@@ -84,8 +83,8 @@ def steps(folder):
 @pytest.fixture(scope="module")
 def undisturbed(words, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    (done,) = programs(1, command, str(ROOT), *words, f"--output_folder={folder}", timeout=400)
-    assert done.returncode == 0 and len(steps(folder)) == 3, done.stderr
+    sbkit(*words, f"--output_folder={folder}")
+    assert len(steps(folder)) == 3
     return folder
 
 
@@ -109,6 +108,5 @@ def test_the_end_of_the_terminal_saves_and_stops_and_the_next_start_goes_on(word
     log = (tmp_path / "log.txt").read_text()
     assert done.returncode == 129, log
     assert len(re.findall(r"INFO - error: stopped by SIGHUP after step \d+, checkpoint saved at", log)) == 1, log
-    (done,) = programs(1, command, str(ROOT), *words, timeout=400)
-    assert done.returncode == 0, done.stderr
+    done = sbkit(*words)
     assert steps(tmp_path) == steps(undisturbed), log + done.stderr

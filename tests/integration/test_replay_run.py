@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from processes import program, programs
+from processes import ROOT, sbkit
 from run_folders import TINY
-from trained_runs import ROOT, different, outcome, saved_step, tones
+from trained_runs import different, go_on, kill_after, metrics, options, outcome, python, tones
 
 from sbkit.runs.replay import NEW
 from sbkit.score.old_set import OLD, OldSet
@@ -24,23 +20,14 @@ OPTIONS = {**TINY, "precision": "fp32", "log_interval": 0, "max_batch_seconds": 
            "schedule.max_lr_at_chance": "null", "number_of_epochs": 2}
 
 
-def command(name, *words):
-    from sbkit.cli import main
-
-    importlib.import_module(f"sbkit.commands.{name}")
-    sys.exit(main([name, *map(str, words)]))
-
-
 def words(folder: Path, data: Path, **keys: object) -> list[str]:
-    given = {**OPTIONS, "output_folder": folder, "data_folder": data, **keys}
-    return [str(ROOT / "hparams" / "ctc.yaml"), "--noprogressbar", "--no-check",
-            *(word for key, value in given.items() for word in (f"--{key}", str(value)))]
+    given = options(**{**OPTIONS, "output_folder": folder, "data_folder": data, **keys})
+    return ["train", f"{ROOT}/hparams/ctc.yaml", "--noprogressbar", "--no-check", *given]
 
 
-def exported(run: Path, *options: object) -> tuple[int, str]:
-    done = program(command, "export", run, "--to", run / "bundle", "--formats", "speechbrain", "--clips", 2, *options,
-                   timeout=300)
-    return done.returncode, done.stdout + done.stderr
+def exported(run: Path, *more: object, code: int = 0) -> str:
+    done = sbkit("export", run, "--to", run / "bundle", "--formats", "speechbrain", "--clips", 2, *more, code=code)
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +41,7 @@ def folder(tmp_path_factory) -> Path:
         for word, other in (("low", "tief"), ("high", "hoch"), ("both", "ñu")):
             text = re.sub(f",{word}$", f",{other}", text, flags=re.M)
         path.write_text(text)
-    done = program(command, "train", *words(folder / "source", folder / "old", least_steps=500), timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    sbkit(*words(folder / "source", folder / "old", least_steps=500))
     return folder
 
 
@@ -66,60 +52,51 @@ def replaying(folder: Path, name: str, **keys: object) -> list[str]:
 @pytest.mark.slow
 def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(folder):
     run, given = folder / "forgot", replaying(folder, "forgot", replay=0.05, least_steps=250)
-    done = program(command, "train", *given, timeout=300)
+    done = sbkit(*given, cards=True)
     said = done.stdout + done.stderr
-    assert done.returncode == 0 and "The old test before training: WER" in said, said[-2000:]
+    assert "The old test before training: WER" in said
     known = OldSet.read(run)
     tested = json.loads((run / "tested.json").read_text())
     assert known.before < 50 and tested[f"WER {OLD}"] > known.interval[1], "one recording can't have both words"
     assert "After training: WER" in said and "beyond the interval" in said
     assert "forgot what it had learnt" in (run / "report.html").read_text()
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    heard = next(line for line in metrics if f"hours {NEW}" in line)
+    heard = next(line for line in metrics(run) if f"hours {NEW}" in line)
     assert heard[f"hours {OLD}"] / heard[f"hours {NEW}"] == pytest.approx(0.05 / 0.95, rel=0.1)
-    for options in ((), ("--checkpoint", "last"), ("--mean", 1)):
-        code, said = exported(run, *options)
-        assert code == 2 and "the model forgot: WER" in said and "--accept-worse" in said, said
-        assert ("old test:" in said) == bool(options), "what the test scored is not scored again"
-    assert exported(run, "--mean", 1.5)[0] == 2 and not (run / "bundle").exists()
-    code, said = exported(run, "--mean", 0)
-    assert code == 0, said
+    for more in ((), ("--checkpoint", "last"), ("--mean", 1)):
+        said = exported(run, *more, code=2)
+        assert "the model forgot: WER" in said and "--accept-worse" in said, said
+        assert ("old test:" in said) == bool(more), "what the test scored is not scored again"
+    exported(run, "--mean", 1.5, code=2)
+    assert not (run / "bundle").exists()
+    exported(run, "--mean", 0)
     assert json.loads((run / "bundle" / "config.json").read_text())["trained"]["mean_with_start"] == 0
     assert "of the initial weights" in (run / "bundle" / "README.md").read_text()
-    assert exported(run, "--accept-worse", "--force")[0] == 0
+    exported(run, "--accept-worse", "--force")
     assert "The model forgot: WER" in (run / "bundle" / "README.md").read_text()
     assert "beyond the interval" in (run / "README.md").read_text() and "| WER new |" in (run / "README.md").read_text()
     OldSet("WER", True, 99.0, (0.0, 99.9)).write(run)  # of an easier judge, who takes any mean that hears a word
-    done = program(command, "train", *given, "--test_only", timeout=300)
+    done = sbkit(*given, "--test_only", cards=True)
     known = OldSet.read(run)
     assert known.share and known.old <= 99.9 and f"--mean {known.share:g}" in done.stderr, done.stderr[-2000:]
-    code, said = exported(run, "--mean", known.share, "--force")
-    assert code == 0 and f"WER {known.old:.2f} on the old test, within" in said
+    assert f"WER {known.old:.2f} on the old test, within" in exported(run, "--mean", known.share, "--force")
     assert f"{known.share:g} of the new weights: old " in done.stderr
     (run / "old_set.json").unlink()
-    code, said = exported(run, "--force")
-    assert code == 2 and "lacks old_set.json" in said
+    assert "lacks old_set.json" in exported(run, "--force", code=2)
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_to_the_bit_though_its_source_is_gone(folder, monkeypatch):
+def test_a_run_that_is_killed_goes_on_to_the_bit_though_its_source_is_gone(folder):
     source = shutil.copytree(folder / "source", folder / "lent")
     whole, killed = (replaying(folder, name, init_from=source, replay=0.3, least_steps=200, ckpt_interval_steps=7)
                      for name in ("whole", "killed"))
-    done = program(command, "train", *whole, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with subprocess.Popen([sys.executable, "-m", "sbkit", "train", *killed], cwd=ROOT, stderr=subprocess.DEVNULL,
-                          stdout=subprocess.DEVNULL) as running:
-        while saved_step(folder / "killed") < 20 and running.poll() is None:
-            time.sleep(0.01)
-        running.kill()
+    python("-m", "sbkit", *whole, cwd=ROOT)  # with other hashes of texts than the other has
+    kill_after(20, folder / "killed", *killed)
     assert not (folder / "killed" / "tested.json").exists()
     shutil.rmtree(source)
-    done = program(command, "train", *killed, timeout=300)
-    assert done.returncode == 0 and "Continuing with epoch" in done.stdout + done.stderr, done.stderr[-2000:]
+    said = go_on(folder / "killed", *killed)
+    assert "Continuing with epoch" in said
     assert different(outcome(folder / "killed"), outcome(folder / "whole")) == []
-    assert "no mean of old and new weights could be tried" in done.stdout + done.stderr, "that needs the source"
+    assert "no mean of old and new weights could be tried" in said, "that needs the source"
     was_killed, never_killed = (OldSet.read(folder / name) for name in ("killed", "whole"))
     assert (was_killed.before, was_killed.interval) == (never_killed.before, never_killed.interval)
 
@@ -128,8 +105,6 @@ def test_a_run_that_is_killed_goes_on_to_the_bit_though_its_source_is_gone(folde
 def test_two_ranks_score_the_old_test_as_one_does(folder):
     known = []
     for ranks in (1, 2):
-        given = replaying(folder, f"{ranks} ranks", replay=0.5, least_steps=20)
-        for done in programs(ranks, command, "train", *given, timeout=300):
-            assert done.returncode == 0, done.stderr[-2000:]
+        sbkit(*replaying(folder, f"{ranks} ranks", replay=0.5, least_steps=20), ranks=ranks, cards=True)
         known.append(OldSet.read(folder / f"{ranks} ranks"))
     assert known[0].before == known[1].before < 50 and known[0].interval == known[1].interval

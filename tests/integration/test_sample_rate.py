@@ -7,8 +7,6 @@ round, hears another word, at other times.
 import io
 import itertools
 import json
-import os
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -17,7 +15,8 @@ import serving
 import soundfile
 import soxr
 import torch
-from processes import program
+from processes import sbkit
+from trained_runs import metrics
 from websockets.sync.client import connect
 
 from sbkit import infer
@@ -26,7 +25,6 @@ from sbkit.export.layout import Config
 from sbkit.runs.restore import load_run
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 RATE, OTHERS = 8_000, (16_000, 44_100)
 HERTZ = {"low": 300, "mid": 600, "top": 1200}
 SAID = ["top", "low", "mid", "top"]
@@ -75,18 +73,11 @@ def corpus(folder):
     return folder
 
 
-def trained_and_exported(folder):
-    os.chdir(folder)
-    os._exit(main(["train", str(ROOT / "hparams" / "ctc.yaml"), *KEYS, "--data_folder", folder,
-                   "--output_folder", f"{folder}/run"])
-             or main(["export", f"{folder}/run", "--to", f"{folder}/bundle", "--formats", "onnx", "--clips", "3"]))
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = corpus(tmp_path_factory.mktemp("narrow"))
-    done = program(trained_and_exported, str(folder), timeout=400, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    sbkit("train", "hparams/ctc.yaml", *KEYS, "--data_folder", folder, "--output_folder", folder / "run")
+    sbkit("export", folder / "run", "--to", folder / "bundle", "--formats", "onnx", "--clips", 3)
     return folder
 
 
@@ -103,8 +94,7 @@ def server(home):
 
 
 def test_the_run_learns_and_is_scored_at_its_rate(home, capsys):
-    told = [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["test_WER"] for line in told if line["kind"] == "test"] == [0.0]
+    assert [line["test_WER"] for line in metrics(home / "run", "test")] == [0.0]
     assert main(["evaluate", str(home / "run"), "--device", "cpu", "--workers", "0"]) == 0
     facts = json.loads((home / "run" / "evaluations" / "test-best" / "result.json").read_text())
     assert (facts["WER"], facts["utterances"]) == (0.0, 8)

@@ -9,13 +9,13 @@ import random
 
 import bundles
 import numpy as np
-import processes
 import pytest
 import soundfile
 import torch
 import toy_codec
+from processes import sbkit
 from safetensors.torch import load_file, save_file
-from trained_runs import ENVIRONMENT, ROOT, different, furthest, outcome, saved_step, weights
+from trained_runs import assert_close, different, go_on, kill_after, metrics, outcome, weights
 
 from sbkit import infer
 from sbkit.codes import Codes
@@ -26,15 +26,11 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("onnxruntime", reason="bundles' ONNX models need the extra 'export'")
 
 SIZES = (30, 30)
-TINY = [
-    "--size", "16", "--hidden", "24", "--frame_size", "20", "--frame_hidden", "24", "--text_encoder.layers", "1",
-    "--durations.size", "12", "--durations.hidden", "16", "--durations.layers", "1", "--frame_decoder.layers", "1",
-    "--quantiser.levels", "[6, 5]", "--decoder.input_size", "4", "--decoder.size", "12", "--decoder.hidden", "16",
-    "--decoder.slow_layers", "1", "--decoder.fast_layers", "1", "--head.input_size", "12",
-    "--step_seconds", "8", "--least_steps", "0", "--max_batch_seconds", "6", "--number_of_epochs", "3", "--lr", "0.01",
-    "--num_workers", "1", "--precision", "fp32", "--noprogressbar", "--ckpt_interval_minutes", "0",
-    "--ckpt_interval_steps", "2",
-]
+TINY = ("--size 16 --hidden 24 --frame_size 20 --frame_hidden 24 --text_encoder.layers 1 --durations.size 12 "
+        "--durations.hidden 16 --durations.layers 1 --frame_decoder.layers 1 --quantiser.levels [6,5] "
+        "--decoder.input_size 4 --decoder.size 12 --decoder.hidden 16 --decoder.slow_layers 1 --decoder.fast_layers 1 "
+        "--head.input_size 12 --step_seconds 8 --least_steps 0 --max_batch_seconds 6 --number_of_epochs 3 --lr 0.01 "
+        "--num_workers 1 --precision fp32 --noprogressbar --ckpt_interval_minutes 0 --ckpt_interval_steps 2").split()
 MEASURED = "valid_right_choices", "valid_duration_error_ms", "test_right_choices"
 
 
@@ -75,10 +71,6 @@ def _text(rng):
     return " ".join("".join(rng.choices("abcde", k=rng.randint(1, 4))) for _ in range(rng.randint(2, 3)))
 
 
-def sbkit(*words, **more):
-    return processes.sbkit(*words, cwd=ROOT, **more, **ENVIRONMENT)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     return Place(tmp_path_factory.mktemp("place"))
@@ -92,8 +84,7 @@ def run(place):
 
 
 def test_it_learns_codes_and_durations_and_leaves_the_codecs_decoder_as_it_is(place, run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    epochs = [line for line in lines if line["kind"] == "epoch" and "valid_loss" in line]
+    epochs = [line for line in metrics(run, "epoch") if "valid_loss" in line]
     assert len(epochs) == 3 and epochs[2]["valid_loss"] < 0.9 * epochs[0]["valid_loss"]
     assert epochs[2]["valid_right_choices"] > epochs[0]["valid_right_choices"]
     learnt = weights(run)
@@ -116,9 +107,9 @@ def test_its_labels_are_the_codecs_codes_and_when_the_recogniser_heard_what(run)
 
 def test_killed_and_started_again_it_ends_as_if_it_had_never_been_stopped(place, run, tmp_path):
     out = tmp_path / "out"
-    processes.killed(lambda: saved_step(out) >= 7, *place.words(out), cwd=ROOT, **ENVIRONMENT)
+    kill_after(7, out, *place.words(out))
     labelled = (out / "labels" / "labels.json").stat().st_mtime_ns
-    place.train(out)
+    go_on(out, *place.words(out))
     assert (out / "labels" / "labels.json").stat().st_mtime_ns == labelled, "labels were made once"
     assert different(outcome(out, *MEASURED), outcome(run, *MEASURED)) == []
     assert "nothing left to do" in place.train(out).stdout, "its clips to listen to are there, so it is done"
@@ -126,11 +117,7 @@ def test_killed_and_started_again_it_ends_as_if_it_had_never_been_stopped(place,
 
 def test_two_ranks_train_what_one_does(place, run, tmp_path):
     place.train(tmp_path / "two", ranks=2)
-    one, two = outcome(run, *MEASURED), outcome(tmp_path / "two", *MEASURED)
-    assert furthest(one["model"], two["model"]) < 1e-3
-    for ours, theirs in zip(one["metrics"], two["metrics"], strict=True):
-        assert ours[:3] == theirs[:3]
-        assert ours[3:] == [None if each is None else pytest.approx(each, rel=1e-2) for each in theirs[3:]]
+    assert_close(outcome(tmp_path / "two", *MEASURED), outcome(run, *MEASURED), weights=1e-3, rel=1e-2)
 
 
 def test_a_run_is_not_resumed_with_another_codec(place, run, tmp_path):

@@ -2,22 +2,21 @@
 
 import bundles
 import numpy as np
-import processes
 import pytest
 import soundfile
-from trained_runs import ENVIRONMENT, ROOT
+from processes import sbkit
 
-import sbkit.infer
+from sbkit import infer
 from sbkit.cli import main
 from sbkit.export.layout import VoiceConfig
 
 pytestmark = pytest.mark.slow
 
 RATE = bundles.RATE
-FAST = ["--step_seconds", "8", "--least_steps", "0", "--max_batch_seconds", "16", "--precision", "fp32",
-        "--noprogressbar", "--no-check"]
-CODEC = ["--n_mels", "20", "--encoder_layers", "1", "--fast_layers", "1", "--size", "16", "--hidden", "24",
-         "--slow_layers", "1", "--number_of_epochs", "1", *FAST]
+FAST = ("--step_seconds 8 --least_steps 0 --max_batch_seconds 16 --precision fp32 --noprogressbar "
+        "--no-check").split()
+CODEC = ("--n_mels 20 --encoder_layers 1 --fast_layers 1 --size 16 --hidden 24 --slow_layers 1 "
+         "--number_of_epochs 1").split() + FAST
 VOICE = ["--size", "16", "--hidden", "24", "--frame_size", "16", "--frame_hidden", "24",
          "--decoder", "{size: 16, hidden: 24, slow_layers: 1, fast_layers: 1}", "--head", "{input_size: 16}",
          "--number_of_epochs", "2", *FAST]
@@ -45,10 +44,6 @@ def bundle(corpus):
     home = corpus.parent
     recogniser = bundles.make(home / "recogniser")
     ours = ["--data_folder", corpus, *FIELDS]
-
-    def sbkit(*words):
-        return processes.sbkit(*words, cwd=ROOT, **ENVIRONMENT)
-
     sbkit("train", "hparams/codec.yaml", *CODEC, *ours, "--output_folder", home / "codec_run")
     sbkit("export", home / "codec_run", "--to", home / "codec", "--formats", "onnx", "--clips", "2")
     sbkit("train", "hparams/tts.yaml", *VOICE, *ours, "--output_folder", home / "run", "--codec", home / "codec",
@@ -64,7 +59,7 @@ def test_the_bundle_lists_both_and_each_sounds_otherwise(bundle, tmp_path):
         assert main(["speak", str(bundle), "abc bad", "--voice", name, "--to", str(tmp_path / f"{name}.wav")]) == 0
         said[name] = soundfile.read(tmp_path / f"{name}.wav")[0]
     assert said["anna"].shape != said["ben"].shape or not np.allclose(said["anna"], said["ben"], atol=1e-3)
-    with sbkit.infer.load(bundle, device="cpu") as voice:
+    with infer.load(bundle, device="cpu") as voice:
         assert [word.text for word in voice.speak("abc bad").words] == ["abc", "bad"]
         np.testing.assert_allclose(voice.speak("abc bad").samples, said["anna"], atol=1e-3)  # the first
 

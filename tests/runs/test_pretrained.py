@@ -108,8 +108,7 @@ def head(size, value):
 
 
 def start(recipe, *words, code=0):
-    return processes.sbkit("train", recipe, "--noprogressbar", "--device", "cpu", *words, cwd=recipe.parent, code=code,
-                           OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="").stderr
+    return processes.sbkit("train", recipe, "--noprogressbar", *words, cwd=recipe.parent, code=code).stderr
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from host_syncs import HostSyncs
 from speechbrain.core import Stage
 from speechbrain.nnet.losses import AdditiveAngularMargin, LogSoftmaxWrapper
+from trained_runs import metrics, options
 
 import sbkit.infer
 from sbkit.data.batch import Batch, stand_in
@@ -180,14 +181,12 @@ def test_the_recipe_is_checked_before_there_is_a_corpus(tmp_path, kind):
 def test_two_processes_learn_what_one_learns_with_batch_norm(tmp_path):
     small = {"corpus.demo_hours": 0.1, "channels": 16, "embedding_size": 8, "crop_seconds": 1, "step_seconds": 24,
              "least_steps": 0, "number_of_epochs": 1, "precision": "fp32", "spec_augment": "null", "log_interval": 0.0}
-    words = [word for name, value in small.items() for word in (f"--{name}", value)]
     losses = []
     for ranks in (1, 2):
         run = tmp_path / f"run{ranks}"
-        processes.sbkit("train", RECIPE, *words, "--output_folder", run, "--noprogressbar", "--no-check", cwd=tmp_path,
-                        ranks=ranks, OMP_NUM_THREADS="1")
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        losses.append([line["loss"] for line in lines if line["kind"] == "step"])
+        processes.sbkit("train", RECIPE, *options(**small, output_folder=run), "--noprogressbar", "--no-check",
+                        cwd=tmp_path, ranks=ranks, cards=True)
+        losses.append([line["loss"] for line in metrics(run, "step")])
     assert len(losses[0]) == 5 and losses[1] == pytest.approx(losses[0], rel=2e-3)
 
 
@@ -196,9 +195,8 @@ def test_it_learns_voices_and_knows_strangers_and_its_bundle_gives_its_vectors(t
     run, bundle = tmp_path / "run", tmp_path / "bundle"
     small = {"corpus.demo_hours": 0.1, "channels": 32, "embedding_size": 32, "crop_seconds": 1.5, "step_seconds": 24,
              "least_steps": 120, "number_of_epochs": 2, "precision": "fp32", "output_folder": run}
-    words = [word for name, value in small.items() for word in (f"--{name}", value)]
-    processes.sbkit("train", RECIPE, *words, "--noprogressbar", "--no-check", cwd=tmp_path, OMP_NUM_THREADS="1",
-                    COUNT_FLOPS="1")
+    processes.sbkit("train", RECIPE, *options(**small), "--noprogressbar", "--no-check", cwd=tmp_path,
+                    COUNT_FLOPS="1", cards=True)
     found = json.loads((run / "test_results.json").read_text())
     assert found["stats"]["EER"] <= 10 and len(found["estimate"]["drawn"]) >= 100
     processes.sbkit("export", run, "--to", bundle, "--clips", "4", cwd=tmp_path)

@@ -1,22 +1,29 @@
-"""A run that learns nothing says so while it runs, at its end, in metrics.jsonl and first of all in its report."""
+"""What a run has learnt: without anything, it says so as it ends and first of all in its report; and killed while
+masks and rate grow with it, it ends as the run that was never stopped.
+"""
 
-import json
 import re
 
-import processes
 import pytest
-from trained_runs import ENVIRONMENT, ROOT
+from processes import sbkit
+from trained_runs import different, go_on, kill_after, latest, metrics, saved_step, weights
 
+from sbkit.runs.restore import read_run
 from sbkit.score.report import write_report
 from sbkit.score.report.data import read
 from sbkit.score.report.findings import findings
+from sbkit.tasks.learning_progress import LearningProgress
 from tools.gpu import corpus
 
 SMALL = (
     "--d_model 48 --nhead 2 --num_encoder_layers 1 --d_ffn 96 --kernel_size 7 --cnn_first_channels 4 --cnn_channels 8 "
-    "--dropout 0 --CNN.dropout 0 --spec_augment null --schedule.warmup 30 --precision fp32 --num_workers 0 "
-    "--noprogressbar --no-check --step_seconds 10 --least_steps 0 --ckpt_interval_minutes 0"
+    "--dropout 0 --CNN.dropout 0 --schedule.warmup 30 --precision fp32 --num_workers 0 --noprogressbar --no-check "
+    "--step_seconds 10 --least_steps 0 --ckpt_interval_minutes 0"
 ).split()
+BEGIN, WHOLE = 0.05, 0.95
+STEPS, STOP = 75, 65  # five epochs, and a step in the last: letters are tones, and some are heard after 50 steps
+RAMP = ("--lr 0.004 --schedule.max_lr_at_chance 0.0035 --number_of_epochs 5 --ckpt_interval_steps 2 "
+        f"--spec_augment.ramp [{BEGIN},{WHOLE}]").split()
 
 pytestmark = pytest.mark.slow
 
@@ -27,11 +34,13 @@ def tones(tmp_path_factory):
     return corpus.write(tmp_path_factory.mktemp("tones"), {"train": 0.03, "dev": 0.004, "test": 0.004}, longest=2.5)
 
 
+def words(out, tones, *more):
+    return "train", "hparams/ctc.yaml", *SMALL, "--data_folder", tones, "--output_folder", out, *more
+
+
 def train(out, tones, *more, ranks=1):
-    words = "train", "hparams/ctc.yaml", *SMALL, "--data_folder", tones, "--output_folder", out, *more
-    done = processes.sbkit(*words, cwd=ROOT, ranks=ranks, timeout=590, **ENVIRONMENT)
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return done.stderr, [line for line in lines if line["kind"] == "warning"]
+    done = sbkit(*words(out, tones, "--spec_augment", "null", *more), ranks=ranks, timeout=590)
+    return done.stderr, metrics(out, "warning")
 
 
 def test_one_that_can_learn_nothing_is_warned_at_its_end(tones, tmp_path):
@@ -57,3 +66,21 @@ def test_one_that_learns_gets_no_notice_and_a_longer_plan_makes_good_for_a_short
     thrice = ("--lr", "0.009")  # the recipe's
     said, lines = train(tmp_path / "other", tones, "--number_of_epochs", "16", *thrice)
     assert not lines and "What to try" not in said
+
+
+def learnt(out):
+    """How much the run had learnt when its newest checkpoint was saved."""
+    progress = LearningProgress()
+    progress.load(latest(out) / "hearing.ckpt", end_of_epoch=False)
+    keys = read_run(out).keys
+    progress.chance = keys.tokenizer.entropy(keys.corpus.load()["train"].texts)
+    return progress.score_at(saved_step(out) + 1)
+
+
+def test_killed_while_the_masks_grow_it_ends_as_the_run_that_was_never_stopped(tones, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    sbkit(*words(whole, tones, *RAMP))
+    kill_after(STOP, cut, *words(cut, tones, *RAMP))
+    assert STOP <= saved_step(cut) < STEPS and BEGIN < learnt(cut) < WHOLE
+    go_on(cut, *words(cut, tones, *RAMP))
+    assert saved_step(cut) == STEPS and different(weights(cut), weights(whole)) == []
