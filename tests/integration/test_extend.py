@@ -146,11 +146,11 @@ def test_it_is_compared_with_another_run_and_says_how_sure_it_is(home, trained):
 def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
     shown = sbkit(home, "export", trained[0], "--to", "bundle")
     assert "int8" in shown and json.loads((home / "bundle" / "parity.json").read_text())["formats"]["onnx"]
-    for model in ("onnx", "torch"):
-        code = (f"import sbkit.infer, sys\nmodel = sbkit.infer.load({str(home / 'bundle')!r}, model={model!r})\n"
-                f"print([one.label for one in model.run(sys.argv[1:])], 'spotter' in sys.modules)")
-        clips = [home / "data" / "wavs" / f"test{i}.wav" for i in range(3)]
-        assert python("-c", code, *clips, cwd=tmp_path).stdout.strip() == f"{list(TONES)} False"
+    code = (f"import sbkit.infer, sys\nfor kind in ('onnx', 'torch'):\n"
+            f"    model = sbkit.infer.load({str(home / 'bundle')!r}, model=kind)\n"
+            f"    print([one.label for one in model.run(sys.argv[1:])], 'spotter' in sys.modules)")
+    clips = [home / "data" / "wavs" / f"test{i}.wav" for i in range(3)]
+    assert python("-c", code, *clips, cwd=tmp_path).stdout == 2 * f"{list(TONES)} False\n"
     said = processes.sbkit("transcribe", home / "bundle", clips[0], cwd=tmp_path, code=2).stderr
     assert "gives no words" in said
 

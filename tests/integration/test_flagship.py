@@ -21,9 +21,9 @@ def cache(cache):
     return cache
 
 
-def two_ranks(out, cache, *more):
-    """What is said by two processes that train, as torchrun's with their imports done; they leave the weights."""
-    done = sbkit("train", "hparams/ctc.yaml", *TINY, *STILL, "--output_folder", out, *more, ranks=2,
+def trained(out, cache, *more, ranks=1):
+    """What is said by processes that train, as torchrun's with their imports done; they leave the weights."""
+    done = sbkit("train", "hparams/ctc.yaml", *TINY, *STILL, "--output_folder", out, *more, ranks=ranks,
                  SBKIT_CACHE=str(cache))
     return done.stderr, weights(out)
 
@@ -58,21 +58,21 @@ def test_layers_that_the_loss_never_reaches_are_named_and_not_trained(alone, tmp
     monkeypatch.chdir(tmp_path)  # the recipe makes its output folder, which it names from where the run was started
     with open(out / "hyperparams.yaml") as recipe:
         fresh = load_hyperpyyaml(recipe)["model"].state_dict()
-    trained = weights(out)
-    decoder = [key for key in trained if key.startswith(("1.decoder", "1.custom_tgt_module", "2."))]
-    assert decoder and all(torch.equal(trained[key], fresh[key]) for key in decoder)
-    assert not torch.equal(trained["3.w.weight"], fresh["3.w.weight"]), "ctc_lin is trained"
+    left = weights(out)
+    decoder = [key for key in left if key.startswith(("1.decoder", "1.custom_tgt_module", "2."))]
+    assert decoder and all(torch.equal(left[key], fresh[key]) for key in decoder)
+    assert not torch.equal(left["3.w.weight"], fresh["3.w.weight"]), "ctc_lin is trained"
 
 
 @pytest.mark.slow
 def test_two_processes_learn_what_one_learns(alone, cache, tmp_path):
-    _, two = two_ranks(tmp_path / "two", cache)
+    _, two = trained(tmp_path / "two", cache, ranks=2)
     torch.testing.assert_close(two, weights(alone[0]), atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.slow
 def test_below_one_the_decoder_trains_too(alone, cache, tmp_path):
-    said, joint = two_ranks(tmp_path / "joint", cache, "--ctc_weight", "0.3")
+    said, joint = trained(tmp_path / "joint", cache, "--ctc_weight", "0.3")
     assert "does not reach" not in said
     assert not torch.equal(joint["2.w.weight"], weights(alone[0])["2.w.weight"])
 
