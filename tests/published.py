@@ -15,7 +15,6 @@ SPOKEN = ["<pad>", "</s>", "<unk>", "▁", *"etaonirsh", "▁the", "ing"]  # LAS
 #: By what they are called in tests: the encoder's kind, the model's class, and more of its config.
 KINDS = {
     "wav2vec2": ("wav2vec2-group", "Wav2Vec2ForCTC", {}),
-    "wav2vec2-layer": ("wav2vec2-layer", "Wav2Vec2ForCTC", {}),
     "wav2vec2-adapter": ("wav2vec2-layer", "Wav2Vec2ForCTC", {
         "add_adapter": True, "num_adapter_layers": 1, "output_hidden_size": 24}),
     "mms": ("mms-adapters", "Wav2Vec2ForCTC", {"num_hidden_layers": 2}),  # in their order
