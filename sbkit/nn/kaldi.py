@@ -22,7 +22,7 @@ _LINEAR, _BEND, _FACTOR = 200.0 / 3.0, 15.0, math.log(6.4) / 27.0
 class FilterBank(nn.Module):
     """Waveforms [B, S] to features [B, T, F], equal to those of ``compute-fbank-feats`` without dither.
 
-    :meth:`frames` counts the frames of a waveform. It computes in fp32 under autocast too, and adds nothing to
+    :meth:`frames` counts the frames of a waveform. It computes in fp32 even under autocast, and has no state in
     checkpoints.
 
     sample_rate : of the waveforms
@@ -31,8 +31,8 @@ class FilterBank(nn.Module):
     low, high : limits of the bands in Hertz; 0 or a negative ``high`` is relative to half the sample rate
     preemphasis : share of the previous sample that is subtracted
     scale : factor for the samples; 32768 for models trained on Kaldi's features of 16-bit samples
-    snip_edges : frames lie wholly within the waveform; otherwise there is one for each ``frame_shift``, around its
-        middle, and the waveform is mirrored at its own beginning and end
+    snip_edges : frames are entirely within the waveform; otherwise there is one centred in each ``frame_shift``, and
+        the waveform is mirrored at its own beginning and end
     remove_dc : subtract each frame's mean
     window : ``povey``, Kaldi's own, or ``hann``, periodic as in librosa and NeMo
     mel : the filters: ``kaldi``, evenly spaced on the mel scale, or ``slaney``, of equal area as in librosa and NeMo
@@ -66,7 +66,7 @@ class FilterBank(nn.Module):
         self.bins = 1 << (self.size - 1).bit_length()
         self.preemphasis, self.scale = preemphasis, scale
         self.first = 0 if snip_edges else self.hop // 2 - self.size // 2
-        """The sample at which the first frame begins; below 0: in the mirror image."""
+        """The sample at which the first frame begins; negative: in the mirrored samples."""
         self.register_buffer("window", _WINDOWS[window](self.size).float(), persistent=False)
         self.register_buffer("fourier", fourier(self.size, self.bins), persistent=False)
         self.register_buffer("mel", _FILTERS[mel](sample_rate, self.bins, n_mels, low, top), persistent=False)
@@ -76,8 +76,8 @@ class FilterBank(nn.Module):
         return (samples - self.size) // self.hop + 1 if self.snip_edges else (samples + self.hop // 2) // self.hop
 
     def forward(self, signals: Tensor, lengths: Tensor | None = None, *, count: int | None = None) -> Tensor:
-        """Waveforms [B, S], and the samples of each [B] (None: all S), to [B, T, F]; what is beyond a waveform's own
-        frames is undefined.
+        """Waveforms [B, S], and the samples of each [B] (None: all S), to [B, T, F]; frames beyond a waveform's own are
+        undefined.
 
         count : return only this many frames
         """
@@ -93,7 +93,7 @@ class FilterBank(nn.Module):
         """Compute the features [B, T, F] of frames of a waveform [B, T, size]."""
         with full_precision(frames):
             frames = frames.float()
-            # Both windows begin with 0, so the first sample counts as the one before the second alone.
+            # Both windows begin with 0, so the first sample only matters for the second one's preemphasis.
             waves = torch.sub(frames[..., 1:], frames[..., :-1], alpha=self.preemphasis)
             if self.remove_dc:
                 waves = waves - (1 - self.preemphasis) * frames.mean(2, keepdim=True)
@@ -115,9 +115,9 @@ def _exact(wide: contextlib.AbstractContextManager[object]) -> Iterator[None]:
 
 
 def mirrored(signals: Tensor, lengths: Tensor, before: int, after: int) -> Tensor:
-    """Continue waveforms [B, S], each of its own length [B], by their mirror images: [B, before + S + after].
+    """Pad waveforms [B, S] of lengths [B] by mirroring them at both ends: [B, before + S + after].
 
-    Where the mirror image ends too, it is mirrored in turn. ``before`` below 0 leaves out as many samples.
+    Where the mirrored samples end too, they are mirrored again. A negative ``before`` removes samples.
     """
     ends, device = lengths[:, None].clamp(min=1), signals.device
 
@@ -125,10 +125,10 @@ def mirrored(signals: Tensor, lengths: Tensor, before: int, after: int) -> Tenso
         places = places.remainder(2 * ends)
         return signals.gather(1, torch.minimum(places, 2 * ends - 1 - places))
 
-    beyond = torch.arange(after, device=device)
+    offsets = torch.arange(after, device=device)
     whole = torch.cat([image(torch.arange(min(0, -before), 0, device=device)), signals[:, max(0, -before):],
                        signals.new_zeros(signals.shape[0], after)], dim=1)
-    return whole.scatter_(1, (ends + before).clamp(min=0) + beyond, image(ends + beyond))
+    return whole.scatter_(1, (ends + before).clamp(min=0) + offsets, image(ends + offsets))
 
 
 def framed(signals: Tensor, size: int, hop: int, count: int | None = None) -> Tensor:
@@ -136,11 +136,11 @@ def framed(signals: Tensor, size: int, hop: int, count: int | None = None) -> Te
     count = (signals.shape[1] - size) // hop + 1 if count is None else count
     if not torch.compiler.is_exporting():  # runtimes have no views
         return signals.unfold(1, size, hop)[:, :count]
-    # Whole hops are copied at once: frames gathered by the index of each sample take runtimes five times as long.
-    takes = [min(hop, size - first) for first in range(0, size, hop)]
+    # Whole hops are copied at once: gathering frames by the index of each sample is five times slower in runtimes.
+    widths = [min(hop, size - first) for first in range(0, size, hop)]
     padded = functional.pad(signals, (0, -size % hop))
-    return torch.cat([padded[:, i * hop:(i + count) * hop].unflatten(1, (count, hop))[..., :taken]
-                      for i, taken in enumerate(takes)], 2)
+    return torch.cat([padded[:, i * hop:(i + count) * hop].unflatten(1, (count, hop))[..., :width]
+                      for i, width in enumerate(widths)], 2)
 
 
 def spectrum(frames: Tensor, matrix: Tensor, bins: int) -> Tensor:
@@ -150,22 +150,22 @@ def spectrum(frames: Tensor, matrix: Tensor, bins: int) -> Tensor:
     """
     if torch.compiler.is_exporting():  # runtimes have a slow Fourier transform or none
         parts = product(frames, matrix)
-        real, imaginary = (parts * parts).chunk(2, dim=2)  # a square is a power to them
+        real, imaginary = (parts * parts).chunk(2, dim=2)  # square() would become a slow power
     else:
         real, imaginary = torch.view_as_real(torch.fft.rfft(frames, bins)).square().unbind(-1)
     return real + imaginary
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply [B, T, N] by [N, M]; as a convolution in exported graphs, since quantization to 8 bits leaves those, and
-    fp64, for which runtimes have none."""
+    """Multiply [B, T, N] by [N, M]; in exported graphs as a convolution, which 8-bit quantization skips, except in
+    fp64, for which runtimes have no convolution."""
     if torch.compiler.is_exporting() and x.dtype != torch.float64:
         return functional.conv1d(x.transpose(1, 2), matrix.t()[..., None]).transpose(1, 2)
     return torch.matmul(x, matrix)
 
 
 def fourier(size: int, bins: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Make the matrix [size, 2 (bins / 2 + 1)] that takes a frame to the real and imaginary parts of its spectrum."""
+    """Make the matrix [size, 2 (bins / 2 + 1)] from a frame to the real and imaginary parts of its spectrum."""
     # Integers modulo the period keep the angles exact.
     angles = torch.outer(torch.arange(size), torch.arange(bins // 2 + 1)) % bins
     angles = angles.double() * (2 * math.pi / bins)
@@ -186,7 +186,7 @@ def kaldi_filters(sample_rate: int, bins: int, bands: int, low: float, high: flo
 
     As in Kaldi, the highest bin is left out, and filters are computed in fp32: models were trained with its rounding.
 
-    dtype : another one for models that were trained without it
+    dtype : that of the computation
     """
     lowest, highest = (1127.0 * math.log1p(each / 700.0) for each in (low, high))
     step = (highest - lowest) / (bands + 1)

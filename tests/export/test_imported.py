@@ -154,8 +154,8 @@ def test_a_model_without_a_head(tmp_path):
 
 
 @pytest.mark.parametrize("letters, what", [
-    (published.LETTERS[:-1], "that has 32 rows, and the tokenizer has none for 1, such as row 31"),
-    ([*published.LETTERS, "É"], "that has 32 rows, and the tokenizer has 1 more, such as 'É'"),
+    (published.LETTERS[:-1], "that has 32 rows, but the tokenizer has none for 1, such as row 31"),
+    ([*published.LETTERS, "É"], "that has 32 rows, but the tokenizer has 1 more, such as 'É'"),
 ])
 def test_a_tokenizer_that_does_not_fit_its_head(tmp_path, letters, what):
     folder = published.make(tmp_path / "model")

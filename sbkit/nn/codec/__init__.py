@@ -1,4 +1,4 @@
-"""A codec of speech: modules that turn waveforms into few small numbers a second, and those into waveforms again."""
+"""A codec of speech: modules that encode waveforms at a low bit rate, and decode them."""
 
 from sbkit.nn.codec.coder import CodecDecoder, CodecEncoder, Coder, ConvNeXt
 from sbkit.nn.codec.discriminators import Discriminators

@@ -14,12 +14,12 @@ from sbkit.nn.lengths import lengths_to_mask
 
 
 class Block(nn.Module):
-    """A depthwise convolution over time, then a layer of each frame by itself, added to the input.
+    """A depthwise convolution over time, then pointwise layers, with a residual connection.
 
     size : channels
     hidden : channels within the block
-    kernel_size : frames that the convolution sees, an odd number
-    scale : of what is added in the beginning: small, so that many blocks begin as none
+    kernel_size : of the convolution, an odd number
+    scale : initial scale of the residual branch: small, so that a stack of blocks starts near the identity
     """
 
     def __init__(self, size: int, hidden: int, kernel_size: int = 7, scale: float = 1.0):
@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.full((size,), scale))
 
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
-        """[B, T, C] and [B, T, 1], 1 for frames that exist and 0 for padding, to [B, T, C]."""
+        """[B, T, C] and [B, T, 1], 1 for real frames and 0 for padding, to [B, T, C]."""
         y = self.depthwise((x * real).transpose(1, 2)).transpose(1, 2)
         y = self.narrow(functional.gelu(self.wide(self.norm(y))))
         return x + self.scale * y
@@ -78,9 +78,9 @@ class CodecDecoder(nn.Module):
 
     input_size : D
     size, hidden : of the ConvNeXt blocks
-    slow_layers : blocks at the rate of codes
-    fast_layers : blocks at the rate of frames of sound
-    fold : frames of sound in a code frame
+    slow_layers : blocks at the code frame rate
+    fast_layers : blocks at the output frame rate
+    fold : output frames in a code frame
     """
 
     def __init__(self, input_size: int, size: int = 128, hidden: int = 384, slow_layers: int = 4, fast_layers: int = 2,
@@ -102,7 +102,7 @@ class CodecDecoder(nn.Module):
 
 
 class Resynthesis(NamedTuple):
-    """What became of a batch of waveforms."""
+    """The outputs of the codec for a batch of waveforms."""
 
     sound: Tensor  # [B, T * stride], 0 beyond an utterance's frames
     quantised: Quantised
@@ -110,14 +110,14 @@ class Resynthesis(NamedTuple):
 
 
 def definition(part: nn.Module) -> dict[str, Any]:
-    """Return what defines a part of a codec besides its weights: its class, and the numbers that it has."""
+    """Return what defines a part of a codec besides its weights: its class and its plain attributes."""
     return {"class": type(part).__name__} | {
         key: value for key, value in vars(part).items()
         if key != "training" and not key.startswith("_") and isinstance(value, (int, float, str, tuple))}
 
 
 class Coder(nn.Module):
-    """The parts of a codec, as one. An utterance's codes and its sound do not depend on its batch."""
+    """A complete codec. An utterance's codes and its sound do not depend on its batch."""
 
     def __init__(self, features: LogMel, encoder: CodecEncoder, quantiser: Quantiser, decoder: CodecDecoder,
                  head: WaveHead):
@@ -127,20 +127,20 @@ class Coder(nn.Module):
 
     @property
     def stride(self) -> int:
-        """Samples of a code frame."""
+        """Samples in a code frame."""
         return self.features.stride
 
     @property
     def bit_rate(self) -> float:
-        """Bits of a second."""
+        """Bits per second."""
         return self.quantiser.bits * self.features.frame_rate
 
     def definition(self) -> dict[str, dict[str, Any]]:
-        """Return what defines the codec besides its weights: the class of each part, and the numbers that it has."""
+        """Return what defines the codec besides its weights: the class and the plain attributes of each part."""
         return {name: definition(part) for name, part in self.named_children()}
 
     def forward(self, signals: Tensor, samples: Tensor) -> Resynthesis:
-        """Waveforms [B, S] and sample counts [B] to what the codec makes of them."""
+        """Encode and decode waveforms [B, S] with sample counts [B]."""
         feats, frames = self.features(signals, samples)
         quantised = self.quantiser(self.encoder(feats, frames))
         return Resynthesis(self.sound(quantised.vectors, frames), quantised, frames)

@@ -1,5 +1,5 @@
-"""Fourier transforms of frames and bands of mel as matrices, which every runtime multiplies fast, and both ends of a
-codec that are made of them: log-mel features, and a head that gives waveforms.
+"""Fourier transforms and mel filters as matrices, which are fast in every runtime, and both ends of a codec that use
+them: log-mel features, and a head that outputs waveforms.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from sbkit.nn.lengths import lengths_to_mask
 
 
 def analysis(size: int, taper: Tensor | None = None) -> Tensor:
-    """The real and imaginary parts of the transform of windowed frames: [size, 2 * bins], bins = size // 2 + 1.
+    """Make the matrix [size, 2 * bins] to the real and imaginary parts of windowed frames, bins = size // 2 + 1.
 
-    Of white noise, the power of each bin is that of the noise. ``taper`` is another window than Hann's.
+    The power of each bin of white noise is that of the noise. ``taper`` is the window; None: Hann's.
     """
     at, bins = torch.arange(size, dtype=torch.float64), torch.arange(size // 2 + 1, dtype=torch.float64)
     angle = 2 * math.pi * at[:, None] * bins / size
@@ -26,10 +26,10 @@ def analysis(size: int, taper: Tensor | None = None) -> Tensor:
 
 
 def synthesis(size: int, hop: int, taper: Tensor | None = None) -> Tensor:
-    """The inverse, windowed again and scaled so that frames every ``hop`` samples add up: [2 * bins, size]."""
+    """Make the inverse matrix [2 * bins, size], windowed again and scaled for overlap-add every ``hop`` samples."""
     at, bins = torch.arange(size, dtype=torch.float64), torch.arange(size // 2 + 1, dtype=torch.float64)
     angle = 2 * math.pi * bins[:, None] * at / size
-    twice = torch.full_like(bins, 2.0)  # for the bins above the middle, which mirror those below
+    twice = torch.full_like(bins, 2.0)  # for negative frequencies, which mirror the positive ones
     twice[0] = twice[-1] = 1.0
     weighted = torch.cat([twice[:, None] * angle.cos(), -twice[:, None] * angle.sin()]) / size
     taper = window(size) if taper is None else taper
@@ -37,7 +37,7 @@ def synthesis(size: int, hop: int, taper: Tensor | None = None) -> Tensor:
 
 
 def overlapped(frames: Tensor, hop: int) -> Tensor:
-    """Add frames [B, N, size] that begin every ``hop`` samples: [B, (N - 1) * hop + size]."""
+    """Overlap-add frames [B, N, size] that begin every ``hop`` samples: [B, (N - 1) * hop + size]."""
     pieces = frames.unflatten(2, (-1, hop))  # [B, N, overlap, hop]
     overlap = pieces.shape[2]
     shifted = [functional.pad(pieces[:, :, i], (0, 0, i, overlap - 1 - i)) for i in range(overlap)]
@@ -45,20 +45,20 @@ def overlapped(frames: Tensor, hop: int) -> Tensor:
 
 
 def check(size: int, hop: int) -> None:
-    """Raise unless frames of ``size`` samples every ``hop`` overlap evenly and reach as far before as behind."""
+    """Raise unless frames of ``size`` samples every ``hop`` overlap evenly and symmetrically."""
     if size % hop or (size - hop) % 2:
         raise ValueError(f"size is {size}: it must be a multiple of hop ({hop}), and an even number more")
 
 
 def window(size: int) -> Tensor:
-    """A periodic Hann window [size] in float64."""
+    """Make a periodic Hann window [size] in float64."""
     return torch.hann_window(size, dtype=torch.float64)
 
 
 def mel_filters(size: int, bands: int, sample_rate: int) -> Tensor:
-    """Triangles [bins, bands] over the bins of a transform of ``size`` samples, from 0 to half the sample rate.
+    """Make triangular filters [bins, bands] for a transform of ``size`` samples, from 0 to half the sample rate.
 
-    A band that is narrower than a bin has the bin nearest to its centre, so that none is empty.
+    A band narrower than a bin gets the bin nearest to its centre, so that none is empty.
     """
     top = _mel(sample_rate / 2)
     edges = torch.tensor([_hertz(top * i / (bands + 1)) for i in range(bands + 2)], dtype=torch.float64)
@@ -86,9 +86,8 @@ FLOOR = 1e-6
 class LogMel(nn.Module):
     """Waveforms [B, S] and sample counts [B] to log-mel features [B, T * fold, F] and code frames [B].
 
-    A code frame stands for ``hop * fold`` samples; the last one may reach beyond the end, into silence. Features of
-    padding are 0. There are no statistics of an utterance, so that a part of one has the features that it has in
-    the whole.
+    A code frame has ``hop * fold`` samples; the last one may reach beyond the end, into silence. Features of padding
+    are 0. There are no statistics of an utterance, so that a part of it has the same features as in the whole.
 
     sample_rate : of the waveforms
     n_mels : F
@@ -109,7 +108,7 @@ class LogMel(nn.Module):
 
     @property
     def stride(self) -> int:
-        """Samples of a code frame."""
+        """Samples in a code frame."""
         return self.hop * self.fold
 
     @property
@@ -118,7 +117,7 @@ class LogMel(nn.Module):
         return self.sample_rate / self.stride
 
     def frames(self, samples: Tensor) -> Tensor:
-        """Code frames for sample counts."""
+        """Return the number of code frames for sample counts."""
         return (samples + self.stride - 1) // self.stride
 
     def forward(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,15 +131,15 @@ class LogMel(nn.Module):
             return (power + FLOOR).log() * lengths_to_mask(frames * self.fold, count * self.fold)[..., None], frames
 
 
-#: Bounds of a magnitude's logarithm: what no speech reaches, and silence.
+#: Bounds of a magnitude's logarithm: above any speech, and silence.
 LOUDEST, SILENT = 5.0, -12.0
 
 
 class WaveHead(nn.Module):
     """States [B, N, C] and frame counts [B] to waveforms [B, N * hop], 0 beyond an utterance's frames.
 
-    A linear layer gives each frame's log-magnitudes and phases; their inverse Fourier transforms, windowed, are added
-    where they overlap. All of it is matrix products and sums of shifted frames, which any runtime has.
+    A linear layer outputs each frame's log-magnitudes and phases; their inverse Fourier transforms are windowed and
+    overlap-added. This only needs matrix products and sums of shifted frames, which any runtime has.
 
     input_size : C
     hop : samples between two frames
@@ -165,6 +164,6 @@ class WaveHead(nn.Module):
         return sound * lengths_to_mask(frames * self.hop, sound.shape[1])
 
     def overlapped(self, frames: Tensor) -> Tensor:
-        """Add frames [B, N, size] that begin every ``hop`` samples, the first before the beginning: [B, N * hop]."""
+        """Overlap-add frames [B, N, size], each centred on its ``hop`` samples: [B, N * hop]."""
         sound, around = overlapped(frames, self.hop), (self.size - self.hop) // 2
         return sound[:, around:sound.shape[1] - around]

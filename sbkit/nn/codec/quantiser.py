@@ -1,4 +1,4 @@
-"""The interface of quantisers: vectors to codes and back."""
+"""Quantisers: vectors to codes and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sbkit.nn.guard import guard_indices
 class Quantised(NamedTuple):
     """Quantised vectors of a batch."""
 
-    vectors: Tensor  # [B, T, D], through which gradients pass as if nothing had been rounded
+    vectors: Tensor  # [B, T, D], with straight-through gradients
     codes: Tensor  # [B, T, Q] int64
     penalty: Tensor  # [B, T], to be added to the loss
 
@@ -33,13 +33,13 @@ class Quantiser(nn.Module, ABC):
 
     @property
     def bits(self) -> float:
-        """Bits of a frame."""
+        """Bits per frame."""
         return sum(math.log2(entries) for entries in self.sizes)
 
     def embed(self, codes: Tensor) -> Tensor:
-        """Return the vectors [B, T, D] of codes [B, T, Q]; refuse codes that are in no book.
+        """Return the vectors [B, T, D] of codes [B, T, Q]; raises for invalid codes.
 
-        An exported graph has no way to refuse: there, whoever calls it checks them first.
+        An exported graph can't raise, so its callers check codes first.
         """
         if not torch.compiler.is_compiling():
             codes = torch.stack([guard_indices(codes[..., book], entries, name=f"codebook {book}")
@@ -52,26 +52,26 @@ class Quantiser(nn.Module, ABC):
 
     @abstractmethod
     def lookup(self, codes: Tensor) -> Tensor:
-        """Return the vectors [B, T, D] of codes that are in their books."""
+        """Return the vectors [B, T, D] of valid codes."""
 
-    # ------------------------------------------------------------ what a model chooses that makes codes
+    # ------------------------------------------------------------ for models that predict codes
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """How many there are to choose from in each of a frame's slots: by default the entries of each book."""
+        """The number of choices for each of a frame's slots: by default the entries of each book."""
         return self.sizes
 
     def chosen(self, codes: Tensor) -> Tensor:
-        """Return the choices [B, T, slots] that codes [B, T, Q] stand for."""
+        """Convert codes [B, T, Q] to choices [B, T, slots]."""
         return codes
 
     def joined(self, chosen: Tensor) -> Tensor:
-        """Return the codes [B, T, Q] of choices [B, T, slots]."""
+        """Convert choices [B, T, slots] to codes [B, T, Q]."""
         return chosen
 
 
 class Book(nn.Module):
-    """A table of unit vectors, and layers to the small space in which the nearest of them is looked for, and back."""
+    """A codebook of unit vectors in a small space, with projections to that space and back."""
 
     def __init__(self, size: int, entries: int, code_size: int):
         super().__init__()
@@ -79,30 +79,30 @@ class Book(nn.Module):
         self.table = nn.Parameter(torch.randn(entries, code_size))
 
     def forward(self, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, D] to the quantised ones, codes [B, T], and how far both sides are apart [B, T, 2]."""
-        asked = functional.normalize(self.narrow(vectors), dim=-1)
-        codes = (asked.detach() @ functional.normalize(self.table.detach(), dim=-1).t()).argmax(-1)
-        found = self.found(codes)
-        apart = torch.stack([(found - asked.detach()).square(), (asked - found.detach()).square()], -1).mean(-2)
-        return self.wide(asked + (found - asked).detach()), codes, apart
+        """[B, T, D] to quantised vectors [B, T, D], codes [B, T], and codebook and commitment losses [B, T, 2]."""
+        query = functional.normalize(self.narrow(vectors), dim=-1)
+        codes = (query.detach() @ functional.normalize(self.table.detach(), dim=-1).t()).argmax(-1)
+        nearest = self.unit_vectors(codes)
+        losses = torch.stack([(nearest - query.detach()).square(), (query - nearest.detach()).square()], -1).mean(-2)
+        return self.wide(query + (nearest - query).detach()), codes, losses
 
-    def found(self, codes: Tensor) -> Tensor:
-        """The unit vectors of codes."""
+    def unit_vectors(self, codes: Tensor) -> Tensor:
+        """Return the unit vectors of codes."""
         return functional.normalize(functional.embedding(codes, self.table), dim=-1)
 
     def lookup(self, codes: Tensor) -> Tensor:
-        return self.wide(self.found(codes))
+        return self.wide(self.unit_vectors(codes))
 
 
 class ResidualVectors(Quantiser):
-    """Looks each vector up in several books in turn. The tables are parameters, trained by gradients like any other:
-    a checkpoint has all of their state, and all ranks have the same.
+    """Residual vector quantisation. The codebooks are parameters, trained by gradients like any others, so checkpoints
+    have all of their state, and all ranks have the same.
 
     size : D
     books : codes for each frame
     entries : vectors of a book
-    code_size : numbers of these vectors; in a small space, more of them are used
-    commitment : weight of the penalty that keeps vectors near those of the books; that of the books has weight 1
+    code_size : dimensions of these vectors; in a small space, more of them are used
+    commitment : weight of the commitment loss; that of the codebook loss is 1
     """
 
     def __init__(self, size: int, books: int = 2, entries: int = 1024, code_size: int = 8, commitment: float = 0.25):
@@ -112,25 +112,26 @@ class ResidualVectors(Quantiser):
             [Book(size, entries, code_size) for _ in range(books)])
 
     def forward(self, vectors: Tensor) -> Quantised:
-        left, codes, penalty = vectors.float(), [], 0.0
+        residual, codes, penalty = vectors.float(), [], 0.0
         for book in self.books:
-            taken, code, apart = book(left)
-            left, penalty = left - taken, penalty + apart
+            quantised, code, losses = book(residual)
+            residual, penalty = residual - quantised, penalty + losses
             codes.append(code)
         assert isinstance(penalty, Tensor), "there is a book"
-        return Quantised(vectors - left, torch.stack(codes, -1), penalty[..., 0] + self.commitment * penalty[..., 1])
+        return Quantised(vectors - residual, torch.stack(codes, -1),
+                         penalty[..., 0] + self.commitment * penalty[..., 1])
 
     def lookup(self, codes: Tensor) -> Tensor:
         return torch.stack([book.lookup(codes[..., i]) for i, book in enumerate(self.books)]).sum(0)
 
 
 class FiniteScalars(Quantiser):
-    """Rounds numbers to levels between -1 and 1. Whatever comes in, a code is one of its book's, by construction.
+    """Finite scalar quantisation: rounds numbers to levels between -1 and 1. Codes are valid by construction.
 
     levels : of each number of a book: [8, 5, 5, 5] has 1,000 codes
     books : codes for each frame
-    noise : this share of the utterances gets noise as strong as rounding instead of it in training, so that the
-        decoder's gradient tells where between two levels a number had better be
+    noise : share of utterances that get noise as strong as rounding, instead of rounding, in training, so that the
+        decoder has a gradient between two levels
     """
 
     level: Tensor

@@ -1,4 +1,4 @@
-"""How different two waveforms sound: distances of their spectra at several resolutions, for each utterance."""
+"""Distances between the spectra of two waveforms at several resolutions, for each utterance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DECIBELS = 20 / math.log(10)
 
 
 class PowerSpectrum(nn.Module):
-    """Waveforms [B, S] to power [B, N, bins], with a frame at each ``hop``; of white noise, it is the noise's power."""
+    """Waveforms [B, S] to power [B, N, bins], with a frame every ``hop``; that of white noise is the noise's power."""
 
     window: Tensor
 
@@ -34,13 +34,13 @@ class PowerSpectrum(nn.Module):
         return (spectrum.real.square() + spectrum.imag.square()).transpose(1, 2)
 
     def mean(self, values: Tensor, samples: Tensor) -> Tensor:
-        """The mean of [B, N, F] over the frames of utterances of so many samples: [B]."""
+        """Compute the mean of [B, N, F] over the real frames of utterances with sample counts [B]: [B]."""
         frames = samples // self.hop + 1
         return (values.mean(2) * lengths_to_mask(frames, values.shape[1])).sum(1) / frames
 
 
 class MelDistance(nn.Module):
-    """Waveforms [B, S] and others to the mean distance of log-magnitudes of mel bands, in natural logarithms: [B].
+    """The mean distance [B] between the log-magnitudes (natural logarithms) of mel bands of waveforms [B, S].
 
     Waveforms are 0 beyond their samples [B].
     """
@@ -52,19 +52,20 @@ class MelDistance(nn.Module):
         self.spectrum = PowerSpectrum(size, hop)
         self.register_buffer("bands", fourier.mel_filters(size, n_mels, sample_rate), persistent=False)
 
-    def forward(self, made: Tensor, wanted: Tensor, samples: Tensor) -> Tensor:
-        return self.spectrum.mean(_apart(self.spectrum(made) @ self.bands, self.spectrum(wanted) @ self.bands), samples)
+    def forward(self, output: Tensor, target: Tensor, samples: Tensor) -> Tensor:
+        distances = _distances(self.spectrum(output) @ self.bands, self.spectrum(target) @ self.bands)
+        return self.spectrum.mean(distances, samples)
 
 
 class SpectralLoss(nn.Module):
-    """Waveforms [B, S], others [B, S] and sample counts [B] to a distance for each utterance [B].
+    """Waveforms [B, S], targets [B, S] and sample counts [B] to a distance for each utterance [B].
 
-    At each resolution it is the mean distance of log-magnitudes of mel bands, which is what is understood, and of all
-    bins, which has pitch and voice.
+    At each resolution it is the mean distance of log-magnitudes of mel bands, for intelligibility, and of all bins, for
+    pitch and voice.
 
     sizes : samples of a frame at each resolution
     n_mels : mel bands at the finest of these in frequency; others have fewer, in proportion
-    bins : weight of all bins beside that of the mel bands, which is 1
+    bins : weight of the distance of all bins; that of mel bands is 1
     sample_rate : of the waveforms
     """
 
@@ -78,18 +79,18 @@ class SpectralLoss(nn.Module):
             bands = fourier.mel_filters(size, n_mels * size // max(sizes), sample_rate)
             self.register_buffer(f"bands{i}", bands, persistent=False)
 
-    def forward(self, made: Tensor, wanted: Tensor, samples: Tensor) -> Tensor:
-        total = made.new_zeros(len(made))
+    def forward(self, output: Tensor, target: Tensor, samples: Tensor) -> Tensor:
+        total = output.new_zeros(len(output))
         for i, spectrum in enumerate(self.spectra):
-            bands, ours = self.get_buffer(f"bands{i}"), spectrum(made)
+            bands, ours = self.get_buffer(f"bands{i}"), spectrum(output)
             with torch.no_grad():
-                theirs = spectrum(wanted)
-            total = total + spectrum.mean(_apart(ours @ bands, theirs @ bands), samples)
+                theirs = spectrum(target)
+            total = total + spectrum.mean(_distances(ours @ bands, theirs @ bands), samples)
             if self.bins:
-                total = total + self.bins * spectrum.mean(_apart(ours, theirs), samples)
+                total = total + self.bins * spectrum.mean(_distances(ours, theirs), samples)
         return total / len(self.spectra)
 
 
-def _apart(ours: Tensor, theirs: Tensor) -> Tensor:
-    """The distance of the log-magnitudes of powers."""
+def _distances(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Compute distances between the log-magnitudes of powers."""
     return 0.5 * ((ours + FLOOR).log() - (theirs + FLOOR).log()).abs()

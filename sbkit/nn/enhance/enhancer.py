@@ -1,4 +1,4 @@
-"""Waveforms to waveforms with less noise, by masks over frames: whole, and piece by piece with the same samples."""
+"""Removes noise from waveforms by masks over frames, with the same results on whole recordings and on streams."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from sbkit.nn.lengths import lengths_to_mask
 
 
 class CausalBlock(nn.Module):
-    """A depthwise convolution over a frame and those before it, then a layer of each frame by itself, added to the
-    input.
+    """A causal depthwise convolution over frames, then pointwise layers, with a residual connection.
 
     size : channels
     hidden : channels within the block
-    kernel_size : frames that the convolution sees
-    dilation : frames from one that it sees to the next
-    scale : of what is added in the beginning
+    kernel_size, dilation : of the convolution
+    scale : initial scale of the residual branch
     """
 
     def __init__(self, size: int, hidden: int, kernel_size: int, dilation: int, scale: float):
@@ -29,7 +27,7 @@ class CausalBlock(nn.Module):
         self.wide, self.narrow = nn.Linear(size, hidden), nn.Linear(hidden, size)
         self.scale = nn.Parameter(torch.full((size,), scale))
         self.before = (kernel_size - 1) * dilation
-        """Frames before the first that it sees."""
+        """Left context in frames."""
 
     def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, C] and the frames before [B, N, C] to [B, T, C] and the frames before the next."""
@@ -40,9 +38,9 @@ class CausalBlock(nn.Module):
 
 
 class CausalConvolutions(nn.Module):
-    """Features [B, T, F] to masks [B, T, M], by blocks whose dilations are 1, 2, 4, ..., again and again.
+    """Features [B, T, F] to masks [B, T, M], by blocks whose dilations are 1, 2, 4, ... in cycles.
 
-    transform : has the sizes of features and masks, F and M; it is no part of the network
+    transform : has the sizes of features and masks, F and M; it is not part of the network
     size, hidden, layers, kernel_size : of the blocks
     cycle : layers after which the dilation is 1 again
     """
@@ -57,12 +55,12 @@ class CausalConvolutions(nn.Module):
         self.last_norm, self.last = nn.LayerNorm(size), nn.Linear(size, transform.masks_size)
 
     def state(self, batch: int) -> tuple[Tensor, ...]:
-        """Make the state before the first frame, zeros: the frames [B, N, C] before those of each block."""
+        """Make the initial state, zeros: the frames [B, N, C] of left context of each block."""
         weight = self.first.weight
         return tuple(weight.new_zeros(batch, *shape) for shape in self._shapes)
 
     def forward(self, features: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute masks of frames that follow those before, and the next state."""
+        """Compute the masks of the next frames of a stream, and the next state."""
         x, after = self.first_norm(self.first(features)), []
         for block, before in zip(self.blocks, state, strict=True):
             x, left = block(x, before)
@@ -70,24 +68,24 @@ class CausalConvolutions(nn.Module):
         return self.last(self.last_norm(x)), tuple(after)
 
 
-_LEAST = 1e-8
+_EPSILON = 1e-8
 
 
-def snr(estimates: Tensor, targets: Tensor, lengths: Tensor, most: float | None = None) -> Tensor:
-    """Compute the signal-to-noise ratio [B] of waveforms [B, S] against targets [B, S], of which ``lengths`` [B] count.
+def snr(estimates: Tensor, targets: Tensor, lengths: Tensor, max_decibels: float | None = None) -> Tensor:
+    """Compute the signal-to-noise ratio [B] of waveforms [B, S] against targets [B, S], of ``lengths`` [B] samples.
 
-    most : decibels that a perfect estimate is given; None: no limit
+    max_decibels : the value for a perfect estimate; None: no limit
     """
     inside = lengths_to_mask(lengths, targets.shape[1])
-    wanted = (targets * inside).float()
-    return _ratio(wanted, (estimates * inside).float() - wanted, most)
+    target = (targets * inside).float()
+    return _ratio(target, (estimates * inside).float() - target, max_decibels)
 
 
-def si_snr(estimates: Tensor, targets: Tensor, lengths: Tensor, most: float | None = None) -> Tensor:
+def si_snr(estimates: Tensor, targets: Tensor, lengths: Tensor, max_decibels: float | None = None) -> Tensor:
     """Compute the scale-invariant signal-to-noise ratio [B]: of the estimate's projection on the target, both without
-    their mean, against what the estimate has besides.
+    their mean, against the rest of the estimate.
 
-    most : as for :func:`snr`
+    max_decibels : as for :func:`snr`
     """
     inside = lengths_to_mask(lengths, targets.shape[1])
 
@@ -96,15 +94,15 @@ def si_snr(estimates: Tensor, targets: Tensor, lengths: Tensor, most: float | No
         return (signals - signals.sum(1, keepdim=True) / lengths[:, None]) * inside
 
     estimate, target = centred(estimates), centred(targets)
-    scale = (estimate * target).sum(1, keepdim=True) / (target.square().sum(1, keepdim=True) + _LEAST)
-    wanted = scale * target
-    return _ratio(wanted, estimate - wanted, most)
+    scale = (estimate * target).sum(1, keepdim=True) / (target.square().sum(1, keepdim=True) + _EPSILON)
+    projection = scale * target
+    return _ratio(projection, estimate - projection, max_decibels)
 
 
-def _ratio(wanted: Tensor, error: Tensor, most: float | None) -> Tensor:
-    signal, noise = wanted.square().sum(1) + _LEAST, error.square().sum(1) + _LEAST
-    if most is not None:
-        noise = noise + 10 ** (-most / 10) * signal
+def _ratio(target: Tensor, error: Tensor, max_decibels: float | None) -> Tensor:
+    signal, noise = target.square().sum(1) + _EPSILON, error.square().sum(1) + _EPSILON
+    if max_decibels is not None:
+        noise = noise + 10 ** (-max_decibels / 10) * signal
     return 10 * torch.log10(signal / noise)
 
 
@@ -114,12 +112,12 @@ State = tuple[Tensor, ...]
 class Enhancer(nn.Module):
     """Waveforms [B, S] and sample counts [B] to waveforms [B, S], 0 beyond an utterance's end.
 
-    A frame's mask depends on it, on those before it and on ``ahead`` behind it, so what is heard can be given out
-    ``delay`` samples later, and an utterance has the same samples alone, in a batch, and in pieces of any size.
+    A frame's mask depends on the frames before it and on ``ahead`` after it, so the output is delayed by ``delay``
+    samples, and is the same for an utterance alone, in a batch, and in pieces of any size.
 
     transform : waveforms to coefficients of frames and back, such as ``FourierFrames``
-    mask_network : features of frames to masks, ``CausalConvolutions`` or what has its ``forward`` and ``state``
-    ahead : frames that the network sees before it gives the mask of one
+    mask_network : features of frames to masks: ``CausalConvolutions``, or a module with its ``forward`` and ``state``
+    ahead : lookahead of the network in frames
     """
 
     def __init__(self, transform: Frames, mask_network: CausalConvolutions, ahead: int = 0):
@@ -138,20 +136,21 @@ class Enhancer(nn.Module):
         return sound[:, self.delay : self.delay + size].masked_fill(~inside, 0.0)
 
     def state(self, batch: int) -> State:
-        """Make the state before the first sample, zeros: the samples before and what frames add to those that follow,
-        [B, size - hop] each, the frames that wait for their masks, and the network's."""
-        made, transform = self.transform.analysis.new_zeros, self.transform
-        waiting = [made(batch, self.ahead, transform.analysis.shape[1])] if self.ahead else []
-        return made(batch, transform.overlap), made(batch, transform.overlap), *waiting, *self.mask_network.state(batch)
+        """Make the initial state, zeros: the last input samples and the overlap of the output, [B, size - hop] each,
+        the frames that wait for their masks, and the network's state."""
+        zeros, transform = self.transform.analysis.new_zeros, self.transform
+        waiting = [zeros(batch, self.ahead, transform.analysis.shape[1])] if self.ahead else []
+        return (zeros(batch, transform.overlap), zeros(batch, transform.overlap), *waiting,
+                *self.mask_network.state(batch))
 
     def step(self, samples: Tensor, state: State) -> tuple[Tensor, ...]:
         """Enhance the next samples [B, T * hop] of streams: returns [B, T * hop], ``delay`` samples later, and the next
         state."""
-        before, added, *rest = state
+        before, overlap, *rest = state
         waiting, network = rest[: int(self.ahead > 0)], tuple(rest[int(self.ahead > 0) :])
-        heard = torch.cat([before, samples], dim=1)
+        signals = torch.cat([before, samples], dim=1)
         with full_precision(samples):
-            coefficients = self.transform.analyse(heard)
+            coefficients = self.transform.analyse(signals)
             features = self.transform.features(coefficients)
         masks, network = self.mask_network(features, network)
         coefficients = torch.cat([*waiting, coefficients], dim=1)
@@ -159,6 +158,6 @@ class Enhancer(nn.Module):
         coefficients = coefficients[:, : masks.shape[1]]
         with full_precision(samples):
             sound = self.transform.synthesise(self.transform.masked(coefficients, masks.float()))
-        sound = sound + functional.pad(added, (0, samples.shape[1]))
         count = samples.shape[1]
-        return sound[:, :count], heard[:, count:], sound[:, count:], *waiting, *network
+        sound = sound + functional.pad(overlap, (0, count))
+        return sound[:, :count], signals[:, count:], sound[:, count:], *waiting, *network

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sbkit.nn.codec import fourier
 
-#: The energy of a bin that is added to all, so that silence has a logarithm.
+#: The energy added to each bin before the logarithm.
 FLOOR = 1e-7
 
 
@@ -46,14 +46,14 @@ class Frames(nn.Module, ABC):
 
     @abstractmethod
     def features(self, coefficients: Tensor) -> Tensor:
-        """Coefficients [B, T, C] to what a network is told of them, [B, T, features_size]."""
+        """Coefficients [B, T, C] to the network's inputs [B, T, features_size]."""
 
     @abstractmethod
     def masked(self, coefficients: Tensor, masks: Tensor) -> Tensor:
         """Multiply coefficients [B, T, C] with masks [B, T, masks_size]."""
 
     def synthesise(self, coefficients: Tensor) -> Tensor:
-        """The inverse: frames are added where they overlap, [B, T, C] to [B, (T - 1) * hop + size]."""
+        """Coefficients [B, T, C] to overlap-added waveforms [B, (T - 1) * hop + size]."""
         return fourier.overlapped(coefficients @ self.synthesis, self.hop)
 
 
@@ -69,8 +69,8 @@ class FourierFrames(Frames):
         super().__init__(size, hop)
         self.power, bins = power, size // 2 + 1
         self.features_size, self.masks_size = 3 * bins, 2 * bins
-        taper = fourier.window(size).sqrt()  # whose square adds up from half a frame to the next on
-        energy = taper.square().sum().sqrt().float()  # what the analysis is divided by
+        taper = fourier.window(size).sqrt()  # whose squares add up to a constant
+        energy = taper.square().sum().sqrt().float()  # by which the analysis is divided
         self.register_buffer("analysis", fourier.analysis(size, taper), persistent=False)
         self.register_buffer("synthesis", energy * fourier.synthesis(size, hop, taper), persistent=False)
 
@@ -82,15 +82,16 @@ class FourierFrames(Frames):
         return torch.cat([energy.log() / 4 + 1, real * weight, imaginary * weight], dim=2)
 
     def masked(self, coefficients: Tensor, masks: Tensor) -> Tensor:
-        """Multiply spectra [B, T, C] with complex masks [B, T, C], given as what they differ from 1 by: a network then
-        begins with speech as it is, and not with its opposite, which has the same SI-SNR."""
-        (real, imaginary), (beside_1, turned) = coefficients.chunk(2, dim=2), masks.chunk(2, dim=2)
-        kept = 1 + beside_1
-        return torch.cat([real * kept - imaginary * turned, real * turned + imaginary * kept], dim=2)
+        """Multiply spectra [B, T, C] with complex masks [B, T, C], from which 1 has been subtracted: so an untrained
+        network starts near the identity, and not with the inverted signal, which has the same SI-SNR."""
+        (real, imaginary), (mask_real, mask_imaginary) = coefficients.chunk(2, dim=2), masks.chunk(2, dim=2)
+        mask_real = 1 + mask_real
+        return torch.cat([real * mask_real - imaginary * mask_imaginary,
+                          real * mask_imaginary + imaginary * mask_real], dim=2)
 
 
 class LearnedFrames(Frames):
-    """A transform that is learnt, as Conv-TasNet's: coefficients and masks are real, and masks 0 or more.
+    """A learnt transform, as Conv-TasNet's: coefficients and masks are real, and masks are not negative.
 
     size : samples of a frame, a multiple of ``hop``
     hop : samples between two frames

@@ -48,11 +48,11 @@ class ConvolutionModule(Conformer.ConvolutionModule):
         return (out[..., : -self.padding] if self.causal else out).transpose(1, 2)
 
     def _depthwise_in_chunks(self, x: Tensor, size: int) -> Tensor:
-        """Convolve [B, T, D] with zeros behind the chunk of each frame, as if chunks came one by one."""
+        """Convolve [B, T, D] with zeros after the chunk of each frame, as on a stream."""
         assert not self.causal and self.dilation == 1, "SpeechBrain's chunks need a centred convolution"
         b, t, columns = x.shape
         conv, around = self.conv, self.padding
-        # A compiled graph always cuts a rest off, since one with nothing to cut off would be another graph.
+        # A compiled graph always pads, since one without padding would be another graph.
         rest = size - t % size if torch.compiler.is_compiling() else -t % size
         before = functional.pad(x, (0, 0, around, rest)).unfold(1, around + size, size)  # [B, N, D, around + size]
         chunks = functional.pad(before, (0, around)).flatten(0, 1)
@@ -99,8 +99,8 @@ def _feed_forward(module: Layer, x: Tensor, dtype: torch.dtype | None) -> Tensor
 def _attend(layer: Layer, x: Tensor, mask: Tensor | None, keys: Tensor | None, positions: Tensor | None,
             dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
     """Compute x plus self-attention of its norm, fused if possible; returns the attention weights too, or None."""
-    if dtype is not None and _attends_as_known(layer.mha_layer, layer.norm1, x, keys, mask):
-        summed = _to_itself(layer.mha_layer, layer.norm1.norm, x, keys, mask, positions, dtype)
+    if dtype is not None and _supported(layer.mha_layer, layer.norm1, x, keys, mask):
+        summed = _self_attention(layer.mha_layer, layer.norm1.norm, x, keys, mask, positions, dtype)
         if summed is not None:
             return summed, None
     normed = _norm(layer.norm1, x, dtype)
@@ -109,7 +109,7 @@ def _attend(layer: Layer, x: Tensor, mask: Tensor | None, keys: Tensor | None, p
     return attended + x, weights
 
 
-def _attends_as_known(mha: Layer, norm: Layer, x: Tensor, keys: Tensor | None, mask: Tensor | None) -> bool:
+def _supported(mha: Layer, norm: Layer, x: Tensor, keys: Tensor | None, mask: Tensor | None) -> bool:
     """Whether the kernels support this attention layer and its norm."""
     if type(mha) not in (RoPEMHA, RelPosMHAXL) or type(norm) is not normalization.LayerNorm:
         return False
@@ -123,8 +123,8 @@ def _attends_as_known(mha: Layer, norm: Layer, x: Tensor, keys: Tensor | None, m
                 and (not p or dropout.levels(p)))
 
 
-def _to_itself(mha: Layer, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, mask: Tensor | None,
-               positions: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _self_attention(mha: Layer, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, mask: Tensor | None,
+                    positions: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Compute x plus fused self-attention of its norm; None if the kernels don't support its positions."""
     t, size, p = x.shape[1], mha.head_dim, mha.dropout if mha.training else 0.0
     if type(mha) is RoPEMHA:

@@ -11,7 +11,7 @@ from sbkit.nn.fast.autocast import Context
 
 _LEVELS = 1 << 16
 _COARSE = 1 / 256  # for p closer than this to 0 or 1, levels are too coarse (some percent off)
-_STARTS = 1 << 16  # number of offsets in each table at which a mask may start
+_STARTS = 1 << 16  # possible offsets of a mask in each table
 
 
 def levels(p: float, like: Tensor | None = None) -> int:
@@ -34,7 +34,7 @@ class _RandomTable:
         words = self.words
         if len(words) < count + _STARTS:
             generator = torch.Generator().manual_seed(self.seed)
-            more = (count + _STARTS) // 4  # four words each; a quarter in reserve, since batches differ
+            more = (count + _STARTS) // 4  # four words each; a quarter in reserve for larger batches
             drawn = torch.empty(more + more // 4 + 1, dtype=torch.int64, device="cpu")
             self.words = words = drawn.random_(-(1 << 63), None, generator=generator).view(torch.int16)
         return words[first : first + count]

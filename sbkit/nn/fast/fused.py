@@ -66,32 +66,32 @@ class _Drop:
     def __init__(self, count: int, p: float):
         self.words = dropout.draw(count) if p else None
         if self.words is None:
-            self.given = DropoutStruct(None, None, 1, 0, 1.0)
+            self.struct = DropoutStruct(None, None, 1, 0, 1.0)
         else:
             drop = dropout.levels(p)
-            self.given = DropoutStruct(self.words.one.data_ptr(), self.words.other.data_ptr(), self.words.odd,
-                                       dropout.lowest(drop), dropout.factor(drop))
+            self.struct = DropoutStruct(self.words.one.data_ptr(), self.words.other.data_ptr(), self.words.odd,
+                                        dropout.lowest(drop), dropout.factor(drop))
 
     @property
     def pointer(self) -> Any:  # ctypes' own
-        return byref(self.given)
+        return byref(self.struct)
 
 
-_NOTHING = _Drop(0, 0.0)
+_NO_DROPOUT = _Drop(0, 0.0)
 
 
-class _After(NamedTuple):
-    """What follows a norm: SiLU if ``smooth``, otherwise a factor for negative values; then dropout."""
+class _Activation(NamedTuple):
+    """The operations after a norm: SiLU if ``smooth``, otherwise a factor for negative values; then dropout."""
 
     smooth: bool = False
     slope: float = 1.0
-    drop: _Drop = _NOTHING
+    drop: _Drop = _NO_DROPOUT
 
     def options(self) -> tuple[Any, ...]:
         return self.smooth, self.slope, self.drop.pointer
 
 
-_PLAIN, _SILU = _After(), _After(smooth=True)
+_IDENTITY, _SILU = _Activation(), _Activation(smooth=True)
 
 
 class _Rows:
@@ -111,7 +111,7 @@ class _Rows:
         return torch.zeros(self.threads, columns, dtype=torch.float32, device="cpu")
 
     def normalise(self, x: Tensor, norm: tuple[Tensor, Tensor, float],
-                  after: _After = _PLAIN) -> tuple[Tensor, ...]:
+                  after: _Activation = _IDENTITY) -> tuple[Tensor, ...]:
         """Normalise rows; returns them with the mean and reciprocal deviation that :meth:`unnormalise` needs."""
         columns, narrow = x.shape[-1], x.dtype != torch.float32
         out, mean, rstd = self.empty(columns), self.empty(1, torch.float32), self.empty(1, torch.float32)
@@ -119,7 +119,8 @@ class _Rows:
         return out, mean, rstd
 
     def unnormalise(self, grad: Tensor, x: Tensor, gain: Tensor, shift: Tensor, mean: Tensor, rstd: Tensor,
-                    add: Tensor | None = None, after: _After = _PLAIN) -> tuple[Tensor, Tensor, Tensor]:
+                    add: Tensor | None = None,
+                    after: _Activation = _IDENTITY) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of x (plus ``add``), gain and shift."""
         columns, narrow = x.shape[-1], x.dtype != torch.float32
         out, sums = torch.empty_like(x), self.sums(2 * columns)
@@ -253,7 +254,7 @@ class _Attention(torch.autograd.Function):
         pairs("softmax_forward", t, weights, distances, skip, apart, drop.pointer, dropped, heads)
         attended = (dropped @ value).view(b, heads, t, size).transpose(1, 2).reshape(-1, columns)
         out = torch.empty_like(x)
-        rows("add_forward", columns, x, attended @ w2.t(), b2, 1.0, None, _NOTHING.pointer, out)
+        rows("add_forward", columns, x, attended @ w2.t(), b2, 1.0, None, _NO_DROPOUT.pointer, out)
         ctx.save_for_backward(x, gain, shift, mean, rstd, normed, w1, query, away, places, key, value, weights,
                               attended, w2)
         ctx.rows, ctx.pairs, ctx.drop, ctx.scale, ctx.heads, ctx.table = rows, pairs, drop, scale, heads, table
@@ -268,7 +269,7 @@ class _Attention(torch.autograd.Function):
         rows, heads, grad, (b, t, columns) = ctx.rows, ctx.heads, grad.contiguous(), x.shape
         size = columns // heads
         of_added, of_b2 = rows.empty(columns), rows.sums(columns)
-        rows("add_backward", columns, grad, 1.0, None, _NOTHING.pointer, of_added, of_b2)
+        rows("add_backward", columns, grad, 1.0, None, _NO_DROPOUT.pointer, of_added, of_b2)
         of_attended = (of_added @ w2).view(b, t, heads, size).transpose(1, 2).reshape(-1, t, size)
         of_scores, dropped = of_attended @ value.transpose(1, 2), torch.empty_like(weights)
         of_distances = None if away is None else away.new_empty(heads, b * t, 2 * t - 1)
@@ -297,7 +298,7 @@ class _Norm(torch.autograd.Function):
                 dtype: torch.dtype) -> Tensor:
         x, shape = x.contiguous(), x.shape
         flat = x.view(-1, gain.numel())
-        ctx.rows, ctx.after = _Rows(len(flat), dtype), _After(False, slope, _Drop(x.numel(), p))
+        ctx.rows, ctx.after = _Rows(len(flat), dtype), _Activation(False, slope, _Drop(x.numel(), p))
         out, *kept = ctx.rows.normalise(flat, (gain, shift, eps), ctx.after)
         ctx.save_for_backward(flat, gain, shift, *kept)
         return out.view(shape)
@@ -349,7 +350,7 @@ def convolution(x: Tensor, skip: Tensor | None, before: nn.LayerNorm, first: nn.
                 chunk: int | None = None) -> Tensor:
     """Compute x plus a Conformer's convolution block of its norm; only x where ``skip`` [B, T, 1] is True.
 
-    chunk : frames of a chunk, beyond whose end its frames see nothing; None: the whole utterance is one
+    chunk : frames of a chunk, which see nothing beyond its end; None: the whole utterance
     """
     return _Convolution.apply(x, _bytes(skip), before.weight, before.bias, first.weight, first.bias, around.weight,
                               around.bias, behind.weight, behind.bias, second.weight, second.bias,

@@ -1,4 +1,4 @@
-"""Pretrained encoders, built with the layers of transformers, that map waveforms to states."""
+"""Pretrained encoders from waveforms to states, built with the layers of transformers."""
 
 from sbkit.nn.pretrained.encoder import Encoder, Head, Weights
 

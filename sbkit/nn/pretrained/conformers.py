@@ -18,7 +18,7 @@ _RATE, _HOP, _SIZE, _BINS = 16_000, 160, 400, 512
 
 
 class Conformer(Network):
-    """What both have: convolutions over features, which take several frames together, and layers.
+    """The base of both: subsampling convolutions over features, then Conformer layers.
 
     Batch normalisation keeps the statistics of pretraining: those of a batch would include its padding.
     """
@@ -28,11 +28,11 @@ class Conformer(Network):
     layers: nn.ModuleList
     window: Tensor
     fourier: Tensor
-    """The matrix in two parts, since an export makes all buffers fp32: in fp32, and what that leaves."""
+    """The matrix in fp32, and its rounding error, since an export makes all buffers fp32."""
     min_samples: int
-    """The smallest number of samples that makes a state."""
+    """The smallest number of samples with a state."""
     spectral_dtype = torch.float32
-    """What the Fourier transform is computed in."""
+    """The dtype of the Fourier transform."""
 
     def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
         super().__init__(settings, options, config)
@@ -51,7 +51,7 @@ class Conformer(Network):
         return self.layers
 
     def train(self, mode: bool = True) -> Conformer:
-        """Set the mode of all modules but those of batch normalisation."""
+        """Set the mode of all modules except batch normalisation."""
         super().train(mode)
         for module in self.modules():
             if isinstance(module, nn.BatchNorm1d):
@@ -72,7 +72,7 @@ class Conformer(Network):
 
     @abstractmethod
     def positions(self, states: Tensor) -> Any:  # whatever the layers take
-        """Compute what the layers are given about the places of states [B, T, D]."""
+        """Compute the position embeddings of states [B, T, D]."""
 
     def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
         """[B, S], [B] -> [B, T, D]."""
@@ -99,9 +99,9 @@ class Conformer(Network):
 class Parakeet(Conformer):
     """NeMo's FastConformer, as in Parakeet's CTC models and transducers: a frame every 80 ms.
 
-    Features are normalised over an utterance's own frames, which removes its loudness, and makes the rounding in bands
-    that hold next to nothing, as those above 4 kHz of a telephone, as loud as speech. So that all formats hear the same
-    there, levels are relative to their floor, and of spectra in fp64.
+    Features are normalised over an utterance's own frames, which removes its loudness, but amplifies rounding errors in
+    nearly empty bands, such as those above 4 kHz of telephone speech. So that all formats have the same features there,
+    levels are relative to their floor, and spectra are computed in fp64.
     """
 
     normalizes = True
@@ -136,12 +136,12 @@ class Parakeet(Conformer):
         before = functional.pad(signals, (1, 0))[:, :-1]
         signals = (signals - self._PREEMPHASIS * before).masked_fill(~lengths_to_mask(samples, signals.shape[1]), 0.0)
         count = self.feature_frames(samples)[:, None, None]
-        most = signals.shape[1] // _HOP
-        power = self.power(functional.pad(signals, (_SIZE // 2, _SIZE // 2)))[:, :most]
+        frames = signals.shape[1] // _HOP
+        power = self.power(functional.pad(signals, (_SIZE // 2, _SIZE // 2)))[:, :frames]
         level = _log1p(product(power, self.mel) / self._FLOOR)
-        inside = lengths_to_mask(count[:, 0, 0], most)[..., None]
-        apart, squares = centred(level, inside, count, 1)
-        return (apart / ((squares / (count - 1)).sqrt() + self._EPSILON)).masked_fill(~inside, 0.0)
+        inside = lengths_to_mask(count[:, 0, 0], frames)[..., None]
+        feats, squares = centred(level, inside, count, 1)
+        return (feats / ((squares / (count - 1)).sqrt() + self._EPSILON)).masked_fill(~inside, 0.0)
 
     def subsampled(self, feats: Tensor, counts: Tensor) -> Tensor:
         return self.subsampling(feats, lengths_to_mask(counts, feats.shape[1])) * self.scale
@@ -199,6 +199,6 @@ class Lasr(Conformer):
 
 
 def _log1p(values: Tensor) -> Tensor:
-    """Compute log(1 + values), exact for small values too; runtimes have none that is."""
+    """Compute log(1 + values), exact for small values too, which runtimes' own is not."""
     whole = 1 + values
     return torch.where(whole == 1, values, whole.log() * (values / (whole - 1)))

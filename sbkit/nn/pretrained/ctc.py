@@ -1,4 +1,4 @@
-"""CTC models that others have published: their head, their tokens, and their own code to compare with."""
+"""Published CTC models of transformers: their head, their tokens, and transformers' own code to compare with."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sbkit.nn.pretrained.encoder import network_class
 from sbkit.nn.pretrained.source import Settings
 from sbkit.nn.pretrained.tensors import TensorFiles
 
-#: Files of tokenizers, of which a repository has some.
+#: Possible files of tokenizers in a repository.
 _TOKENIZER_FILES = ("tokenizer_config.json", "vocab.json", "tokenizer.json", "special_tokens_map.json",
                     "added_tokens.json", "spiece.model")
-_SPACE = "▁"  # how SentencePiece writes it
-#: The names that SentencePiece, and a search with a language model, have for tokens that are no text.
+_SPACE = "▁"  # in SentencePiece's pieces
+#: The names of special tokens in SentencePiece, and in a search with a language model.
 _NAMES = {"unk": "<unk>", "bos": "<s>", "eos": "</s>"}
 
 
@@ -31,20 +31,20 @@ class Tokens(NamedTuple):
     """The tokens of a head, in the order of its rows."""
 
     pieces: list[str]
-    """As SentencePiece writes them, with ``▁`` for a space."""
+    """Pieces of SentencePiece, with ``▁`` for a space."""
     roles: dict[str, int]
     """The ids of ``blank``, and of ``unk``, ``bos`` and ``eos`` if there are any."""
     silent: frozenset[int]
-    """The ids of all that are no text."""
+    """The ids of all tokens that are no text."""
     scores: dict[str, float]
-    """By which a text is cut into pieces, as SentencePiece does it; empty: into characters."""
+    """SentencePiece's scores for tokenizing text; empty: into characters."""
     merges: bool = False
-    """Whether these are ranks of merges."""
+    """Whether the scores are ranks of merges."""
 
 
 @dataclass(frozen=True)
 class CTCModel:
-    """A CTC model as transformers saves it: a folder, or a repository of the Hugging Face Hub."""
+    """A CTC model saved by transformers: a folder, or a repository of the Hugging Face Hub."""
 
     source: str
 
@@ -55,7 +55,7 @@ class CTCModel:
 
     @cached_property
     def files(self) -> TensorFiles:
-        """Its tensors, those of the encoder by their names in it."""
+        """Its tensors; those of the encoder by their names in the encoder."""
         prefixes = network_class(self.settings).prefixes
         return TensorFiles(source.weights(self.source), prefixes)
 
@@ -72,7 +72,7 @@ class CTCModel:
 
     @cached_property
     def folder(self) -> Path:
-        """The folder that has its tokenizer's files, too."""
+        """The folder with its files, including the tokenizer's."""
         for name in _TOKENIZER_FILES:
             source.present(self.source, name)
         return source.find(self.source, source.CONFIG).parent
@@ -85,29 +85,29 @@ class CTCModel:
         try:
             return transformers.AutoTokenizer.from_pretrained(str(self.folder), trust_remote_code=False,
                                                               local_files_only=True)
-        except Exception as error:  # whatever its files make of transformers
+        except Exception as error:  # of any kind, depending on the files
             raise SbkitError(f"{self.source} has no tokenizer that transformers can open: {first_line(error)}",
                              hint=f"fetch its files too: some of {', '.join(_TOKENIZER_FILES)}") from error
 
     @cached_property
     def tokens(self) -> Tokens:
-        """What the rows of its head stand for; raises unless its tokenizer says it of each."""
+        """The tokens of the head's rows; raises unless its tokenizer has exactly these."""
         own, size = self.tokenizer, self.files.shapes[self.head()["weight"]][0]
         known = set(own.get_vocab().values())
-        lacking = [place for place in range(size) if place not in known]
-        beyond = sorted(place for place in known - set(own.all_special_ids) if place >= size)
+        missing = [index for index in range(size) if index not in known]
+        beyond = sorted(index for index in known - set(own.all_special_ids) if index >= size)
         blank = own.pad_token_id
-        if lacking or beyond or blank is None or blank >= size:
-            what = f"none for {len(lacking)}, such as row {lacking[0]}" if lacking else \
+        if missing or beyond or blank is None or blank >= size:
+            what = f"none for {len(missing)}, such as row {missing[0]}" if missing else \
                 f"{len(beyond)} more, such as {own.convert_ids_to_tokens(beyond[0])!r}" if beyond else \
                 f"{own.pad_token!r} for the blank, which is none of them"
-            raise SbkitError(f"the tokenizer of {self.source} doesn't fit its head: that has {size} rows, and the "
+            raise SbkitError(f"the tokenizer of {self.source} doesn't fit its head: that has {size} rows, but the "
                              f"tokenizer has {what}", hint="are its tokenizer and its weights of the same model?")
         delimiter = getattr(own, "word_delimiter_token_id", None)
-        roles = {"blank": blank} | {role: place for role in _NAMES if (
-            place := getattr(own, f"{role}_token_id")) is not None and place < size and place != blank}
-        silent = frozenset(place for place in own.all_special_ids if place < size and place != delimiter) - {blank}
-        pieces = [_piece(own, place) for place in range(size)]
+        roles = {"blank": blank} | {role: index for role in _NAMES if (
+            index := getattr(own, f"{role}_token_id")) is not None and index < size and index != blank}
+        silent = frozenset(index for index in own.all_special_ids if index < size and index != delimiter) - {blank}
+        pieces = [_piece(own, index) for index in range(size)]
         if delimiter is not None and delimiter < size:
             pieces[delimiter] = _SPACE
         for role, name in _NAMES.items():
@@ -116,9 +116,9 @@ class CTCModel:
         return Tokens(pieces, roles, silent, *_scores(own))
 
     def own_code(self, frames: Callable[[int], int]) -> Callable[[np.ndarray], tuple[np.ndarray, str]]:
-        """Return what transformers' own model and tokenizer make of a waveform [S]: log-probabilities [T, V], text.
+        """Return transformers' own model and tokenizer, from a waveform [S] to log-probabilities [T, V] and text.
 
-        frames : the number of frames for a number of samples; theirs may be followed by some of padding
+        frames : the number of frames for a number of samples; transformers' outputs may have more, of padding
         """
         import transformers
 
@@ -128,18 +128,18 @@ class CTCModel:
                 folder, trust_remote_code=False)
             model = transformers.AutoModelForCTC.from_pretrained(folder, dtype=torch.float32,
                                                                  trust_remote_code=False).eval()
-        except Exception as error:  # whatever its files make of transformers
+        except Exception as error:  # of any kind, depending on the files
             raise SbkitError(f"transformers itself can't open {self.source}: {first_line(error)}",
                              hint="is the folder complete?") from error
         adapted = self.settings.config.get("add_adapter")
-        own, silent = self.tokenizer, [self.tokenizer.convert_ids_to_tokens(place) for place in self.tokens.silent]
+        own, silent = self.tokenizer, [self.tokenizer.convert_ids_to_tokens(index) for index in self.tokens.silent]
 
         @torch.no_grad()
         def run(signal: np.ndarray) -> tuple[np.ndarray, str]:
-            given = extractor(signal, sampling_rate=self.settings.sample_rate, return_tensors="pt")
-            if adapted and "input_features" in given:  # without padding, which an adapter would hear
-                given = {name: value[:, :int(given["attention_mask"].sum())] for name, value in given.items()}
-            scores = model(**given).logits[0, :frames(len(signal))].log_softmax(-1)
+            inputs = extractor(signal, sampling_rate=self.settings.sample_rate, return_tensors="pt")
+            if adapted and "input_features" in inputs:  # without padding, which an adapter would see
+                inputs = {name: value[:, :int(inputs["attention_mask"].sum())] for name, value in inputs.items()}
+            scores = model(**inputs).logits[0, :frames(len(signal))].log_softmax(-1)
             text = own.decode(scores.argmax(-1).tolist(), clean_up_tokenization_spaces=False)
             for token in silent:
                 text = text.replace(token.lower() if getattr(own, "do_lower_case", False) else token, "")
@@ -148,9 +148,9 @@ class CTCModel:
         return run
 
     def tensors(self, shapes: bool = False) -> dict[str, Tensor]:
-        """Return the tensors of the encoder, as ``encoder.``, and of the head, as ``head.``.
+        """Return the tensors of the encoder, named ``encoder.*``, and of the head, named ``head.*``.
 
-        shapes : without values
+        shapes : only their shapes, as meta tensors
         """
         heads = {name: f"head.{part}" for part, name in self.head().items()}
         names = {name: heads.get(name, f"encoder.{name}") for name in self.files.shapes}
@@ -160,13 +160,13 @@ class CTCModel:
         return found
 
 
-def _piece(tokenizer: Any, place: int) -> str:  # each family has a class for it
-    piece = str(tokenizer.convert_ids_to_tokens(place)).replace(" ", _SPACE)
+def _piece(tokenizer: Any, index: int) -> str:  # each family has a class for it
+    piece = str(tokenizer.convert_ids_to_tokens(index)).replace(" ", _SPACE)
     return piece.lower() if getattr(tokenizer, "do_lower_case", False) else piece
 
 
 def _scores(tokenizer: Any) -> tuple[dict[str, float], bool]:  # as there
-    """Return by what a tokenizer with pieces cuts a text, and whether by merges."""
+    """Return the scores of a tokenizer with pieces, and whether they are ranks of merges."""
     if not tokenizer.is_fast:
         return {}, False
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]

@@ -25,30 +25,30 @@ logger = logging.getLogger(__name__)
 
 class Encoder(nn.Module):
     """Waveforms [B, S] and sample counts [B] to states [B, T, D], which do not depend on the rest of the batch and are
-    zero after an utterance.
+    zero for padding.
 
     It is built from the source's config with random weights; :class:`Weights`, or ``load``, loads the pretrained ones.
-    A run keeps a copy of the config, so that its checkpoints can be used without the source.
+    A run saves a copy of the config, so that its checkpoints can be used without the source.
 
     source : a folder written by transformers' ``save_pretrained``, or a repository of the Hugging Face Hub,
         ``owner/name`` or ``owner/name@revision``, which is downloaded once; None: that of ``init_from``
-    folder : where a run keeps its copy of the config
-    init_from : what the weights come from; the copy of the config in a run is used if the source isn't there
-    freeze_front : never train the convolutions in front
+    folder : where a run saves its copy of the config
+    init_from : the source of the weights; if it is a run, its copy of the config is used if the source is missing
+    freeze_front : never train the convolutional front end
     layers : use only this many of the lowest layers; None: all
     dropout : for all of the encoder's dropouts; None: as in its config
     mask_time_prob, mask_time_length : share of the frames to mask in training, and length of the masked spans; None: as
         in its config
     mask_feature_prob, mask_feature_length : the same for features
     whole_window : pad Whisper's input to 30 seconds with silence, as in its pretraining
-    adapter_language : the language whose adapters to load, of MMS, by its code there, such as ``fra``; None: those that
-        the model's own file holds
-    add_adapter : keep the layers that some models have between transformer and head, which take frames together; a run
-        that starts from such a model with its head has to
+    adapter_language : the language whose adapters to load, for MMS, by its code there, such as ``fra``; None: those in
+        the model's own file
+    add_adapter : keep the subsampling layers that some models have between transformer and head; needed by a run that
+        starts from such a model with its head
     """
 
     sample_rate = 16_000
-    """The sample rate that all these families were pretrained at."""
+    """The sample rate of pretraining, for all these families."""
 
     def __init__(self, source: str | None, folder: str | Path | None = None, *, init_from: str | Path | None = None,
                  freeze_front: bool = True, layers: int | None = None, dropout: float | None = None,
@@ -61,8 +61,8 @@ class Encoder(nn.Module):
         here = isinstance(source, str) and is_folder(source)
         kept = Settings.kept(source, folder)
         if source is None and init_from is not None and not any(Path(folder or "").glob("CKPT+*")):
-            kept = None  # an earlier start, which left no checkpoint, may have had another init_from
-        copy = kept or (None if here else Settings.lent(source, init_from))
+            kept = None  # an earlier start without a checkpoint may have had another init_from
+        copy = kept or (None if here else Settings.of_run(source, init_from))
         self.settings, self.folder = copy or Settings.of(_named(source, init_from)), folder
         if adapter_language is not None:
             self.settings = replace(self.settings, adapter_language=adapter_language)
@@ -75,20 +75,20 @@ class Encoder(nn.Module):
         self.network = build_network(self.settings, self.options)
         self.width = self.network.width
         self.longest_seconds = self.network.longest_seconds
-        self.normalizes_loudness = self.network.normalizes  # so that loudness has no effect
+        self.normalizes_loudness = self.network.normalizes
         self.adapter_language = adapter_language
         if adapter_language is not None and not self._adapters():
             raise SbkitError(f"adapter_language is {adapter_language}, but {self.source} has no language adapters",
                              hint="it is for models of MMS, whose config.json says adapter_attn_dim; write null")
         self.reinitialised: frozenset[str] = frozenset()
-        """The names of tensors that the source lacks, once it was looked at."""
-        if copy is None and here:  # on this machine, so a misfit is reported at once
+        """The names of tensors that the source lacks, once it was checked."""
+        if copy is None and here:  # on this machine, so problems are reported at once
             self.check_source()
 
     def extra_repr(self) -> str:
-        """The options that its layers don't show, and on which it depends how much a step holds."""
-        said = self.options
-        return f"freeze_front={said.freeze_front}, dropout={said.dropout}, whole_window={said.whole_window}"
+        """Format the options that its layers don't show, and that affect the memory of a step."""
+        options = self.options
+        return f"freeze_front={options.freeze_front}, dropout={options.dropout}, whole_window={options.whole_window}"
 
     @property
     def source(self) -> str:
@@ -97,12 +97,12 @@ class Encoder(nn.Module):
 
     @property
     def dispensable(self) -> frozenset[str]:
-        """The names of tensors that only training uses, and that start at random where there are none."""
+        """The names of tensors that only training uses, and that start at random if the source lacks them."""
         return frozenset(f"network.{name}" for name in self.network.reinitialised)
 
     @property
     def stack(self) -> nn.ModuleList:
-        """The layers of the transformer, lowest first, without the convolutions in front."""
+        """The layers of the transformer, lowest first, without the convolutional front end."""
         return self.network.stack
 
     def frames(self, samples: N) -> N:
@@ -121,20 +121,20 @@ class Encoder(nn.Module):
         if language is not None:
             paths.append(source.adapter(self.source, language))
             own = tensors.TensorFiles(paths[-1:], self.network.prefixes)
-            if lacking := self._adapters() - own.shapes.keys():
-                raise SbkitError(f"{paths[-1]} lacks {len(lacking)} tensors of the adapters, such as {min(lacking)}",
+            if missing := self._adapters() - own.shapes.keys():
+                raise SbkitError(f"{paths[-1]} lacks {len(missing)} tensors of the adapters, such as {min(missing)}",
                                  hint="is it of this model? if the download is incomplete, download it again")
         files = tensors.TensorFiles(paths, self.network.prefixes)
         lines = tensors.check(self.network, files, self.source)
         lines += self.notes()
         if any(name.startswith(source.HEADS) for name in files.shapes):
-            lines.append(f"--init_from {self.source} takes its CTC head and its tokens too")
-        missing = self.network.state_dict().keys() - files.shapes.keys()
-        self.reinitialised = frozenset(f"network.{name}" for name in missing)
+            lines.append(f"--init_from {self.source} loads its CTC head and its tokens too")
+        absent = self.network.state_dict().keys() - files.shapes.keys()
+        self.reinitialised = frozenset(f"network.{name}" for name in absent)
         return files, lines
 
     def notes(self, trains: bool = True) -> list[str]:
-        """What to log about the encoder that its source says otherwise, or that was chosen."""
+        """Return lines to log about options that differ from the source's config, or that were chosen."""
         dropped, language = trains and self.settings.config.get("layerdrop"), self.adapter_language
         lines = [f"layerdrop is 0 instead of the config's {dropped:g}: no layer is skipped"] if dropped else []
         if self._adapters():
@@ -142,7 +142,7 @@ class Encoder(nn.Module):
         return lines
 
     def _adapters(self) -> set[str]:
-        """The names of the tensors of MMS's adapters."""
+        """Return the names of the tensors of MMS's adapters."""
         return {name for name in self.network.state_dict() if ".adapter_layer." in name}
 
     def load(self) -> None:
@@ -158,19 +158,19 @@ class Encoder(nn.Module):
             self.settings.keep(self.folder)
 
     def compare(self) -> None:
-        """Refuse a source that isn't there, or whose config is no more that which this encoder was built from."""
+        """Raise if the source is missing, or its config has changed since this encoder was built."""
         if Settings.of(self.source) != self.settings:
             raise SbkitError(f"the config of {self.source} has changed since this run began",
                              hint="name another output_folder, or restore the old config")
 
 
 class Head(nn.Linear):
-    """Encoder states [B, T, D], zero after an utterance, to scores [B, T, V].
+    """Encoder states [B, T, D], zero for padding, to scores [B, T, V].
 
     encoder : the encoder, for its width
     n_neurons : number of scores V
-    dropout : dropout of what is scored in training
-    kernel_size : states that a convolution below the scores sees, an odd number; 0: there is no convolution
+    dropout : dropout before the linear layer
+    kernel_size : of a convolution before the linear layer, an odd number; 0: no convolution
     width : outputs of the convolution
     """
 
@@ -180,7 +180,7 @@ class Head(nn.Linear):
                              hint="write an odd number, such as 5, or 0 for no convolution")
         super().__init__(width if kernel_size else encoder.width, n_neurons)
         self.dropout = dropout
-        # The norm has no bias, so that zeros stay zeros, which are what the convolution sees beyond the last state.
+        # The norm has no bias, so that the padding of the convolution's input stays zero.
         self.norm = nn.RMSNorm(encoder.width) if kernel_size else None
         self.conv = nn.Conv1d(encoder.width, width, kernel_size, padding=kernel_size // 2) if kernel_size else None
 
@@ -213,7 +213,7 @@ class Weights:
         encoder = self.loadables["encoder"]
         encoder.compare()
         encoder.keep()
-        encoder.check_source()  # what doesn't fit is told before a corpus is prepared
+        encoder.check_source()  # so that problems are reported before a corpus is prepared
         return {"encoder": encoder.source}
 
 
@@ -246,11 +246,11 @@ def _load(encoder: Encoder, path: str) -> None:
 
 
 def _named(named: str | None, init_from: str | Path | None) -> str:
-    """Return the source, or say what is missing."""
+    """Return the source; raises if there is none."""
     if isinstance(named, str) and named:
         return named
     if init_from is not None and names_model(str(init_from)):
         return str(init_from)
-    lacking = "no pretrained encoder is named" if init_from is None else \
+    problem = "no pretrained encoder is named" if init_from is None else \
         f"no pretrained encoder is named, and {init_from} is no run with a copy of an encoder's config"
-    raise SbkitError(lacking, hint="give its folder, or its name on the Hugging Face Hub: --encoder_source owner/name")
+    raise SbkitError(problem, hint="give its folder, or its name on the Hugging Face Hub: --encoder_source owner/name")

@@ -1,4 +1,4 @@
-"""Layers of pretrained encoders that are faster than transformers' own, keep less, or can be adapted."""
+"""Layers of pretrained encoders that are faster than transformers' own, need less memory, or can have adapters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 def replace_layers(network: nn.Module) -> None:
-    """Put these layers in the place of transformers' own, which are known by the names of their parts in a checkpoint.
+    """Replace transformers' layers by these; they are recognised by the names of their submodules.
 
-    The new layers hold the parts of the old ones under the same names.
+    The new layers have the submodules of the old ones under the same names.
     """
     for module in list(network.modules()):
         for name, child in list(module.named_children()):
@@ -24,7 +24,7 @@ def replace_layers(network: nn.Module) -> None:
 
 
 class _Replacement(nn.Module):
-    """A layer with the parts of another one."""
+    """A layer with the submodules of another one."""
 
     parts: tuple[str, ...] = ()
 
@@ -40,9 +40,9 @@ class _Replacement(nn.Module):
 
 
 class FeedForward(_Replacement):
-    """Two linear layers with an activation between them, whose result is computed again in backward.
+    """Two linear layers with an activation between them, whose output is recomputed in backward.
 
-    It is four times as wide as the model, so it would be a quarter of what a layer keeps.
+    It is four times as wide as the model, so it would be a quarter of the memory kept by a layer.
     """
 
     parts = ("intermediate_dense", "intermediate_act_fn", "intermediate_dropout", "output_dense", "output_dropout")
@@ -57,7 +57,7 @@ class FeedForward(_Replacement):
         return cast(Tensor, self.output_dropout(out))
 
     def _would_keep(self) -> bool:
-        """Whether the second layer would keep its input (it trains), and nothing in it is random (no adapters)."""
+        """Whether the second layer would keep its input (it trains), and has no randomness (no adapters)."""
         return type(self.output_dense) is nn.Linear and self.output_dense.weight.requires_grad
 
     def _narrowed(self, wide: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class FeedForward(_Replacement):
 class GatedAttention(_Replacement):
     """WavLM's attention, with a gated bias by distance, that calls its linear layers.
 
-    Transformers' own hands their weights to a function of torch, which leaves out adapters that were added to them.
+    Transformers' own passes their weights to a function of torch, which ignores adapters.
     """
 
     parts = ("q_proj", "k_proj", "v_proj", "out_proj", "gru_rel_pos_linear", "gru_rel_pos_const", "max_distance")
@@ -96,7 +96,7 @@ class GatedAttention(_Replacement):
         return self.out_proj(out.transpose(1, 2).flatten(2)), None, position_bias
 
     def _bias(self, size: int, device: torch.device) -> Tensor:
-        """Make the bias by distance [H, T, T]: half of the buckets for a distance each, the others ever wider."""
+        """Make the bias by distance [H, T, T]: half of the buckets have one distance each, the others grow."""
         time, exact = torch.arange(size, device=device), self.buckets // 2
         distance = time[None, :] - time[:, None]
         far = distance.abs()

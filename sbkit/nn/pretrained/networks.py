@@ -1,8 +1,8 @@
-"""The networks of pretrained encoders: modules that transformers' public auto classes make, and a forward of ours.
+"""The networks of pretrained encoders: modules made by transformers' public auto classes, with our own forward.
 
-Transformers' own forward won't do: it normalises over padding, so that an utterance depends on its batch, and it waits
-for the device to ask whether a mask is full. The names of the modules and of their parts are those of the published
-weights; that their calls are the same in all versions that setup.cfg allows is held by a test over all families.
+Transformers' own forward normalises over padding, so that an utterance depends on its batch, and syncs with the host to
+ask whether a mask is full. The names of the modules are those of the published weights. A test over all families checks
+that their calls are the same in all versions that setup.cfg allows.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from sbkit.nn.pretrained.source import Settings
 class MaskSpans:
     """How much of an axis to mask.
 
-    share : share of the axis to mask; less is masked where spans overlap
+    share : share of the axis to mask; less is masked if spans overlap
     length : length of a span
-    least : smallest number of spans, if the axis is long enough
+    min_spans : smallest number of spans, if the axis is long enough
     """
 
     share: float
     length: int
-    least: int = 0
+    min_spans: int = 0
 
     @classmethod
     def of(cls, config: dict[str, Any], axis: str, share: float | None, length: int | None) -> MaskSpans:
-        """Take a recipe's values for an axis (``time`` or ``feature``); those of the encoder's config where None."""
+        """Use a recipe's values for an axis (``time`` or ``feature``), or the encoder's config if they are None."""
         own = config.get(f"mask_{axis}_prob", 0.0) if config.get("apply_spec_augment", True) else 0.0
         share = own if share is None else share
         length = config.get(f"mask_{axis}_length", 10) if length is None else length
@@ -49,15 +49,15 @@ class MaskSpans:
         return cls(float(share), int(length), int(config.get(f"mask_{axis}_min_masks", 0)))
 
     def draw(self, counts: Tensor, size: int) -> Tensor:
-        """Draw a mask [B, size], True in spans, for axes with ``counts`` [B] valid places.
+        """Draw a mask [B, size], True in spans, for axes with ``counts`` [B] valid positions.
 
         It uses torch's generator of the device of ``counts``, without a host sync. Axes shorter than a span get none.
         """
         batch = len(counts)
         wanted = (self.share * counts / self.length + torch.rand(batch, device=counts.device)).long()
-        last = counts - self.length  # last place where a span may start
-        wanted = wanted.clamp(min=self.least).minimum((last + 1).clamp(min=0))
-        most = min(size, max(self.least, int(self.share * size / self.length) + 1))
+        last = counts - self.length  # last position where a span may start
+        wanted = wanted.clamp(min=self.min_spans).minimum((last + 1).clamp(min=0))
+        most = min(size, max(self.min_spans, int(self.share * size / self.length) + 1))
         drawn = torch.rand(batch, size, device=counts.device)
         drawn = drawn.masked_fill(torch.arange(size, device=counts.device) > last[:, None], -1.0)
         starts = drawn.topk(most, dim=1).indices
@@ -83,7 +83,7 @@ def mask(states: Tensor, counts: Tensor, time: MaskSpans, feature: MaskSpans, fi
 _DROPOUTS = ("dropout", "hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout",
              "conformer_conv_dropout", "dropout_positions")
 _LEFT_OUT = ("dtype", "torch_dtype", "architectures", "attn_implementation", "_attn_implementation")
-#: What of the families' configs decides what the weights mean.
+#: The keys of the families' configs that define the function of the weights.
 _DEFINING = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "feat_extract_norm",
              "do_stable_layer_norm", "hidden_act", "feat_extract_activation", "conv_dim", "conv_kernel", "conv_stride",
              "conv_bias", "num_conv_pos_embeddings", "num_conv_pos_embedding_groups", "layer_norm_eps",
@@ -120,27 +120,26 @@ class Network(nn.Module, ABC):
     """Waveforms [B, S] and sample counts [B] to states [B, T, D], a frame every 20 ms; base of all families."""
 
     prefixes: tuple[str, ...] = ()
-    """What names of its tensors may start with in a larger model."""
+    """Possible prefixes of its tensors' names in a larger model."""
     reinitialised: tuple[str, ...] = ("masked_spec_embed",)
     """Tensors that only training uses, which a source may lack."""
     normalizes = False
-    """Whether inputs are made equally loud."""
+    """Whether the loudness of inputs is normalised."""
     longest_seconds: float | None = None
-    """The seconds of the longest utterance that it takes; None if any will do."""
+    """The seconds of the longest utterance that it takes; None: there is no limit."""
 
     def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # each family has a class for it
         super().__init__()
         self.width: int = config.hidden_size
-        said = settings.config
-        self.time = MaskSpans.of(said, "time", options.mask_time_prob, options.mask_time_length)
-        self.feature = MaskSpans.of(said, "feature", options.mask_feature_prob, options.mask_feature_length)
+        self.time = MaskSpans.of(settings.config, "time", options.mask_time_prob, options.mask_time_length)
+        self.feature = MaskSpans.of(settings.config, "feature", options.mask_feature_prob, options.mask_feature_length)
         self.freezes_front = options.freeze_front
         self.adapter: FrameAdapter | None = None
         """The layers above the transformer."""
 
     @property
     def front(self) -> list[nn.Parameter]:
-        """The parameters of convolutions in front."""
+        """The parameters of the convolutional front end."""
         return []
 
     @property
@@ -154,7 +153,7 @@ class Network(nn.Module, ABC):
             self.masked_spec_embed = nn.Parameter(torch.empty(self.width).uniform_())
 
     def _add_adapter(self, model: Any, config: Any) -> None:  # each family has classes for both
-        """Take over the layers above the transformer, if the config has them."""
+        """Add the layers above the transformer, if the config has them."""
         if getattr(model, "adapter", None) is not None:
             self.adapter, self.width = FrameAdapter(model.adapter), config.output_hidden_size
 
@@ -164,7 +163,7 @@ class Network(nn.Module, ABC):
         return mask(states, counts, self.time, self.feature, getattr(self, "masked_spec_embed", None))
 
     def front_context(self) -> contextlib.AbstractContextManager[object]:
-        """Without gradients where the convolutions in front are frozen."""
+        """Return a context without gradients if the convolutional front end is frozen."""
         return torch.no_grad() if self.freezes_front and torch.is_grad_enabled() else contextlib.nullcontext()
 
     @abstractmethod
@@ -176,8 +175,8 @@ class Wav2Vec2(Network):
     """wav2vec 2.0 (with XLS-R and MMS), HuBERT and WavLM: convolutions over waveforms, then a transformer.
 
     Models whose first layer normalises over time (``feat_extract_norm: group``) were pretrained without an attention
-    mask, on clips of equal length. Here normalisation and attention use an utterance's own frames, so the result is
-    what such a model gives for it alone.
+    mask, on clips of equal length. Here normalisation and attention only use an utterance's own frames, so the result
+    is the same as for the utterance alone.
     """
 
     prefixes = ("wav2vec2.", "hubert.", "wavlm.")
@@ -190,7 +189,7 @@ class Wav2Vec2(Network):
         self.encoder.layers = lowest(self.encoder.layers, options.layers)
         self.strides = list(zip(config.conv_kernel, config.conv_stride, strict=True))
         self.min_samples = 1
-        """The smallest number of samples that makes a state."""
+        """The smallest number of samples with a state."""
         for kernel, stride in reversed(self.strides):
             self.min_samples = (self.min_samples - 1) * stride + kernel
         self.normalizes = _normalizes(settings, config.feat_extract_norm)
@@ -228,7 +227,7 @@ class Wav2Vec2(Network):
         states = states.masked_fill(~inside[..., None], 0.0)
         states = states + _positions(encoder.pos_conv_embed, states, inside)
         states = encoder.dropout(states if self.norm_first else encoder.layer_norm(states))
-        more: dict[str, Tensor] = {}  # WavLM's layers hand on a bias by distance
+        more: dict[str, Tensor] = {}  # WavLM's layers pass on a bias by distance
         for layer in self.stack:
             states = layer(states, attention_mask=inside[:, None, None], **more)
             if isinstance(states, tuple):
@@ -259,7 +258,7 @@ class W2vBert(Network):
         self.feature_projection, self.encoder = model.feature_projection, model.encoder
         self.encoder.layers = lowest(self.encoder.layers, options.layers)
         self.min_samples = self.features.size + (_STACKED - 1) * self.features.hop
-        """The smallest number of samples that makes a state."""
+        """The smallest number of samples with a state."""
         self._add_mask()
         self._add_adapter(model, config)
         self.intermediate_ffn = model.intermediate_ffn
@@ -284,21 +283,21 @@ class W2vBert(Network):
         """Waveforms [B, S] and sample counts [B] to normalised features [B, T, 160] and frame counts [B]."""
         signals, hop = padded(signals, self.min_samples), self.features.hop
         states = (signals.shape[1] - self.min_samples) // (_STACKED * hop) + 1
-        # An odd last frame gives no state, but counts in an utterance's mean and variance.
+        # An odd last frame has no state, but is part of an utterance's mean and variance.
         feats = self.features(functional.pad(signals, (0, hop)), count=states * _STACKED + 1)
         count = self.features.frames(samples.clamp(min=self.min_samples))[:, None, None]
         inside = lengths_to_mask(count[:, 0, 0], feats.shape[1])[..., None]
-        apart, squares = centred(feats, inside, count, 1)
-        feats = (apart * torch.rsqrt(squares / (count - 1) + _EPSILON)).masked_fill(~inside, 0.0)
+        feats, squares = centred(feats, inside, count, 1)
+        feats = (feats * torch.rsqrt(squares / (count - 1) + _EPSILON)).masked_fill(~inside, 0.0)
         return feats[:, :states * _STACKED].unflatten(1, (states, _STACKED)).flatten(2), count[:, 0, 0] // _STACKED
 
 
 class FrameAdapter(nn.Module):
-    """States [B, T, D] of a transformer and frame counts [B] to states [B, T', D'], by the layers that some models have
-    between transformer and head (``add_adapter``), each of which takes frames together.
+    """States [B, T, D] of a transformer and frame counts [B] to subsampled states [B, T', D'], by the layers that some
+    models have between transformer and head (``add_adapter``).
 
-    In a batch transformers' own would convolve over what is behind an utterance. Here that is zeros, as it is for an
-    utterance alone.
+    In a batch transformers' own would convolve over an utterance's padding. Here that is zero, as for an utterance
+    alone.
 
     original : transformers' own, whose parts keep their names: of wav2vec 2.0 and WavLM, or of w2v-BERT
     """
@@ -311,7 +310,7 @@ class FrameAdapter(nn.Module):
                              "utterance has", hint="take a model whose adapter_kernel_size is 3, as it usually is")
 
     def frames(self, count: N) -> N:
-        """Return the number of states that it makes of a number of frames."""
+        """Return the number of states for a number of frames."""
         for layer in self.layers:
             count = _shorter(_convolution(layer), count)
         return count
@@ -343,7 +342,7 @@ def _shorter(conv: nn.Conv1d, count: N) -> N:
 
 
 def _gated(conv: nn.Conv1d, states: Tensor, counts: Tensor) -> Tensor:
-    """Convolve an utterance's own states, and gate the result."""
+    """Convolve states with padding set to zero, and apply a gated linear unit."""
     states = states.masked_fill(~lengths_to_mask(counts, states.shape[1])[..., None], 0.0)
     return functional.glu(conv(states.transpose(1, 2)), dim=1).transpose(1, 2)
 
@@ -356,9 +355,9 @@ def make(auto: str, config: Any) -> Any:  # each family has classes for both
 
 
 def differences(here: Settings, there: Settings) -> list[str]:
-    """Compare what decides what the weights of two encoders mean; returns ``name: value there, value here``.
+    """Compare the definitions of two encoders; returns ``name: value there, value here``.
 
-    What only training uses, such as dropout, and what belongs to a head decides nothing.
+    Values that only affect training, such as dropout, or the head are not compared.
     """
     own, other = map(_definition, (here, there))
     return [f"{name}: {other[name]} there, {value} here" for name, value in own.items()
@@ -367,18 +366,18 @@ def differences(here: Settings, there: Settings) -> list[str]:
 
 def _definition(settings: Settings) -> dict[str, Any]:
     config = make_config(settings, EncoderOptions()).to_dict()
-    said = {name: config[name] for name in ("model_type", *_DEFINING) if name in config}
-    if "feat_extract_norm" in said:
-        said["do_normalize"] = _normalizes(settings, said["feat_extract_norm"])
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
+    values = {name: config[name] for name in ("model_type", *_DEFINING) if name in config}
+    if "feat_extract_norm" in values:
+        values["do_normalize"] = _normalizes(settings, values["feat_extract_norm"])
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each family has a class for it
     """Make transformers' config from the settings, with dropout from the options.
 
     Masking is turned off, since sbkit does it. Layer drop is turned off, since ranks and resumed runs would drop
-    different layers. Attention is torch's own, which takes a mask of booleans; transformers' other kinds would add it
-    to the scores.
+    different layers. Attention is torch's own, which takes a boolean mask; transformers' other kinds would add it to
+    the scores.
     """
     kind = settings.config.get("model_type")
     known = ("wav2vec2", "hubert", "wavlm", "wav2vec2-bert", "whisper", "parakeet_encoder", "lasr_encoder")
@@ -418,7 +417,7 @@ def lowest(layers: nn.ModuleList, count: int | None) -> nn.ModuleList:
     return layers[:count]
 
 
-# ------------------------------------------------- steps that use each utterance's own samples and frames only
+# ------------------------------------------------- operations on each utterance's own samples and frames
 
 
 def at_least(samples: N, smallest: int) -> N:
@@ -433,15 +432,15 @@ def padded(signals: Tensor, size: int) -> Tensor:
 def normalized(signals: Tensor, samples: Tensor) -> Tensor:
     """Normalise waveforms [B, S] to mean 0 and variance 1 over their own samples [B]; padding becomes zero."""
     inside, count = lengths_to_mask(samples, signals.shape[1]), samples.clamp(min=1)[:, None]
-    apart, squares = centred(signals.float(), inside, count, 1)
-    return (apart * torch.rsqrt(squares / count + _EPSILON)).masked_fill(~inside, 0.0)
+    signals, squares = centred(signals.float(), inside, count, 1)
+    return (signals * torch.rsqrt(squares / count + _EPSILON)).masked_fill(~inside, 0.0)
 
 
 def _channel_norm(norm: nn.GroupNorm, states: Tensor, frames: Tensor) -> Tensor:
     """Apply a GroupNorm with one channel per group to [B, C, T], over each utterance's own frames [B]."""
     count = frames[:, None, None]
-    apart, squares = centred(states.float(), lengths_to_mask(frames, states.shape[2])[:, None], count, 2)
-    return apart * (torch.rsqrt(squares / count + norm.eps) * norm.weight[:, None]) + norm.bias[:, None]
+    states, squares = centred(states.float(), lengths_to_mask(frames, states.shape[2])[:, None], count, 2)
+    return states * (torch.rsqrt(squares / count + norm.eps) * norm.weight[:, None]) + norm.bias[:, None]
 
 
 def _convolved(layers: Iterable[Any], signals: Tensor, counts: Sequence[Tensor]) -> Tensor:
@@ -465,7 +464,7 @@ def _positions(embed: Any, states: Tensor, inside: Tensor) -> Tensor:  # ``embed
         states = functional.batch_norm(states, norm.running_mean, norm.running_var, norm.weight, norm.bias,
                                        eps=norm.eps)
         states = states.masked_fill(~inside[:, None], 0.0)
-    if states.is_cuda:  # cuDNN takes each group by itself, in bf16 three times as long as in fp32 (seen on an H200)
+    if states.is_cuda:  # cuDNN runs each group separately, in bf16 three times as slow as in fp32 (seen on an H200)
         with torch.autocast("cuda", enabled=False):
             states = embed.conv(states.float()).to(states.dtype)
     else:

@@ -16,22 +16,22 @@ from sbkit.system.console import atomic_write
 
 CONFIG, PREPROCESSOR, PROCESSOR = "config.json", "preprocessor_config.json", "processor_config.json"
 CARD = "README.md"
-#: Files of weights in the order in which they are looked for, and whether each is an index of several files.
+#: Files of weights in the order of preference, and whether each is an index of several files.
 WEIGHTS = {"model.safetensors": False, "model.safetensors.index.json": True,
            "pytorch_model.bin": False, "pytorch_model.bin.index.json": True}
-HEADS = ("lm_head.", "ctc_head.")  # what names of CTC heads' tensors start with
-_MAX_JSON_BYTES = 1 << 26  # an index of weights names each of them
-_KEPT = "encoder.json"  # the copy in a run's folder, and what it holds
+HEADS = ("lm_head.", "ctc_head.")  # prefixes of CTC heads' tensors
+_MAX_JSON_BYTES = 1 << 26  # an index of weights has all their names
+_KEPT = "encoder.json"  # the copy in a run's folder, and its fields
 _FIELDS = {"source": str, "config": dict, "preprocessor": dict, "adapter_language": str | None}
 _ENCODER = "encoder_config"
-_LISTED = 30  # languages that a message names
+_LISTED = 30  # languages in a message
 _ADAPTER, _LANGUAGE = "adapter.{}.safetensors", re.compile(r"[\w-]+")  # of MMS, for a language
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The configuration of an encoder, which with its weights makes it complete."""
+    """The configuration of an encoder: all that is needed to build it, without its weights."""
 
     source: str
     config: dict[str, Any]
@@ -39,31 +39,32 @@ class Settings:
     preprocessor: dict[str, Any]
     """The contents of its preprocessor_config.json, or the same of processor_config.json; empty if there is neither."""
     adapter_language: str | None = field(default=None, compare=False)
-    """The language whose adapters a run loaded into it."""
+    """The language whose adapters a run loaded."""
 
     @classmethod
     def of(cls, source: str) -> Settings:
         """Read the settings of a folder or a repository."""
         config = _object(find(source, CONFIG))
-        if isinstance(config.get(_ENCODER), dict):  # of a model whose encoder has a config of its own
+        if isinstance(config.get(_ENCODER), dict):  # of a model whose encoder has its own config
             config = config[_ENCODER]
-        path, whole = present(source, PREPROCESSOR), None
-        if path is None:  # transformers 5 writes it into a processor's file
-            whole = present(source, PROCESSOR)
-        said = _object(path) if path else _object(whole).get("feature_extractor") if whole else None
+        if path := present(source, PREPROCESSOR):
+            preprocessor: Any = _object(path)  # of JSON
+        else:  # transformers 5 writes it into a processor's file
+            path = present(source, PROCESSOR)
+            preprocessor = _object(path).get("feature_extractor") if path else None
         with contextlib.suppress(SbkitError):
-            find(source, CARD)  # into the cache: a run's model card says the licence of what it started from
-        return cls(source, config, said if isinstance(said, dict) else {})
+            find(source, CARD)  # into the cache, for the licence in a run's model card
+        return cls(source, config, preprocessor if isinstance(preprocessor, dict) else {})
 
     @property
     def sample_rate(self) -> int:
-        """The sample rate that it was trained at."""
+        """The sample rate of its training."""
         rate = self.preprocessor.get("sampling_rate")
         return rate if isinstance(rate, int) else 16_000
 
     @classmethod
     def kept(cls, source: str | None, folder: str | Path | None) -> Settings | None:
-        """Read the copy that a run has kept in a folder; None if there is none of this source (None: of any)."""
+        """Read the copy in a run's folder; None if there is none of this source (None: of any)."""
         path = None if folder is None else Path(folder) / _KEPT
         if path is None or not path.is_file():
             return None
@@ -74,8 +75,8 @@ class Settings:
         return settings if source in (None, settings.source) else None
 
     @classmethod
-    def lent(cls, source: str | None, run: str | Path | None) -> Settings | None:
-        """Read the copy of another run, of which a path names the folder, a checkpoint or a file in one."""
+    def of_run(cls, source: str | None, run: str | Path | None) -> Settings | None:
+        """Read the copy in another run, given the path of its folder, of a checkpoint or of a file in one."""
         if run is None:
             return None
         path = Path(run).expanduser().absolute()
@@ -84,7 +85,7 @@ class Settings:
         return next((settings for settings in (*copies, *above) if settings is not None), None)
 
     def keep(self, folder: str | Path) -> None:
-        """Write a copy into a run's folder, so that its model can be built without the source."""
+        """Write a copy to a run's folder, so that its model can be built without the source."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         with atomic_write(Path(folder) / _KEPT) as out:
             json.dump(asdict(self), out, indent=1, ensure_ascii=False)
@@ -100,8 +101,8 @@ def is_folder(source: str) -> bool:
 
 
 def names_model(source: str) -> bool:
-    """Whether this is a folder with a model of transformers, or may be such a repository: ``owner/name``, unless there
-    is a folder ``owner`` here, in which nothing has that name."""
+    """Whether this is a folder with a model of transformers, or the name of a repository: ``owner/name``, unless there
+    is a local folder ``owner`` without ``name`` in it."""
     folder = Path(source).expanduser()
     if folder.exists():
         with contextlib.suppress(SbkitError):
@@ -168,7 +169,7 @@ def weights(source: str) -> list[Path]:
 
 
 def check_language(language: object) -> None:
-    """Refuse what can't be MMS's code of a language; it becomes part of a file's name."""
+    """Raise unless this can be MMS's code of a language; it becomes part of a file's name."""
     if not (isinstance(language, str) and _LANGUAGE.fullmatch(language)):
         raise SbkitError(f"adapter_language is {language!r}, which is no language code",
                          hint="MMS has codes such as fra or uig-script_arabic")
@@ -230,9 +231,9 @@ def _fetched(source: str, name: str) -> Path:
         cached = try_to_load_from_cache(repository, name, revision=revision)
         if isinstance(cached, str):
             return Path(cached)
-        if cached is not None:  # the cache knows that there is none
+        if cached is not None:  # the cache knows that there is no such file
             raise EntryNotFoundError(f"{source} has no {name}")
-        with contextlib.suppress(HfHubHTTPError):  # if nobody answers, a download tries for half a minute
+        with contextlib.suppress(HfHubHTTPError):  # fails fast: if the hub is offline, a download retries for 30 s
             get_hf_file_metadata(hf_hub_url(repository, name, revision=revision))
         return Path(hf_hub_download(repository, name, revision=revision))
     except LocalEntryNotFoundError as error:  # also an EntryNotFoundError
@@ -261,7 +262,7 @@ def _explained(error: Exception, source: str, name: str) -> SbkitError:
         if means():
             return SbkitError(f"the pretrained source {source}: {what}", hint=hint)
     while isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # what happened; the hub's own error is a paragraph of advice
+        error = error.__cause__  # the reason; the hub's own error is a paragraph of advice
     again = "continues the download" if _begun(source.partition("@")[0]) else "downloads it"
     return SbkitError(f"the pretrained source {source}: no folder has this name, and its {name} can't be downloaded "
                       f"from {constants.ENDPOINT}: {first_line(error)}",
@@ -270,7 +271,7 @@ def _explained(error: Exception, source: str, name: str) -> SbkitError:
 
 
 def _begun(repository: str) -> bool:
-    """Whether the cache has a part of a file of this repository."""
+    """Whether the cache has an incomplete file of this repository."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

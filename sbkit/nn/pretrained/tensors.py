@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn.adapters import is_added
 
-#: What torch's weight_norm called its two tensors before it was a parametrization.
+#: The names of weight_norm's two tensors in old versions of torch, and now.
 _OLD_NAMES = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
-_LISTED = 6  # groups of tensors that a message lists
+_LISTED = 6  # groups of tensors in a message
 _AGAIN = "if the download is incomplete, download it again"
 
 
@@ -25,7 +25,7 @@ class TensorFiles:
     """The tensors of some files; each is read only when it is used.
 
     paths : safetensors files, or files of torch.save that hold only tensors
-    prefixes : what names of the encoder's tensors may start with in a larger model
+    prefixes : possible prefixes of the encoder's tensors' names in a larger model
     """
 
     def __init__(self, paths: Sequence[Path], prefixes: Sequence[str]):
@@ -77,7 +77,7 @@ def _saved(path: Path) -> dict[str, tuple[Any, tuple[int, ...]]]:
 
 
 def renamed(name: str) -> str:
-    """Return what torch calls a tensor of a weight_norm now."""
+    """Return the current name of a tensor of torch's weight_norm."""
     head, _, last = name.rpartition(".")
     return f"{head}.{_OLD_NAMES[last]}" if last in _OLD_NAMES and head.endswith("conv") else name
 
@@ -86,17 +86,17 @@ def renamed(name: str) -> str:
 
 
 def check(model: nn.Module, files: TensorFiles, source: str) -> list[str]:
-    """Refuse weights that do not fit the model; returns lines to log about them.
+    """Raise if the weights do not fit the model; returns lines to log about them.
 
     Tensors in the model's ``reinitialised``, which only training uses, and those of adapters may be missing: they keep
     their random values.
     """
     own = {name: tuple(value.shape) for name, value in model.state_dict().items() if not is_added(name)}
     missing = own.keys() - files.shapes.keys()
-    drawn = missing & set(getattr(model, "reinitialised", ()))
-    if missing - drawn:
-        raise SbkitError(f"{source} lacks {len(missing - drawn)} of the {len(own)} tensors that its encoder needs: "
-                         f"{_groups(missing - drawn)}",
+    random = missing & set(getattr(model, "reinitialised", ()))
+    if missing - random:
+        raise SbkitError(f"{source} lacks {len(missing - random)} of the {len(own)} tensors that its encoder needs: "
+                         f"{_groups(missing - random)}",
                          hint="are its config.json and its weights of the same model?")
     wrong = {name for name in own.keys() & files.shapes.keys() if own[name] != files.shapes[name]}
     if wrong:
@@ -105,11 +105,11 @@ def check(model: nn.Module, files: TensorFiles, source: str) -> list[str]:
                          f"{name}: {list(files.shapes[name])}, not {list(own[name])}",
                          hint="are its config.json and its weights of the same model?")
     surplus = files.shapes.keys() - own.keys()
-    lines = [f"{len(own) - len(drawn)} tensors loaded"]
+    lines = [f"{len(own) - len(random)} tensors loaded"]
     if surplus:
         lines.append(f"left out, since this encoder does not use them: {_groups(surplus)}")
-    if drawn:
-        lines.append(f"reinitialised, since the source lacks them: {', '.join(sorted(drawn))}")
+    if random:
+        lines.append(f"reinitialised, since the source lacks them: {', '.join(sorted(random))}")
     return lines
 
 
@@ -122,7 +122,7 @@ def fill(model: nn.Module, files: TensorFiles) -> None:
 
 
 def _groups(names: Iterable[str]) -> str:
-    """Format names of tensors by module, layers together: ``encoder.layers (12), lm_head (2)``."""
+    """Format names of tensors by module, all layers as one: ``encoder.layers (12), lm_head (2)``."""
     counted = Counter(_group(name) for name in sorted(names))
     shown = [f"{group} ({count})" for group, count in counted.most_common(_LISTED)]
     more = [f"{len(counted) - _LISTED} more kinds"] if len(counted) > _LISTED else []

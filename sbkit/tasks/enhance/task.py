@@ -138,10 +138,10 @@ class Enhancement(Task):
 
     def compute_objectives(self, sound: Tensor, batch: Batch, stage: Stage) -> Loss:
         """Compute the loss, a sum over utterances, and their number."""
-        clean, lengths, most = batch.columns["clean"].data, batch.signal_lengths, self.keys.most_decibels
+        clean, lengths, maximum = batch.columns["clean"].data, batch.signal_lengths, self.keys.most_decibels
         if stage != Stage.TRAIN and batch.weight:
             self.rows += self._rows(sound, clean, batch, stage)
-        ratios = si_snr(sound, clean, lengths, most), snr(sound, clean, lengths, most)
+        ratios = si_snr(sound, clean, lengths, maximum), snr(sound, clean, lengths, maximum)
         return Loss(-(ratios[0] + ratios[1]).sum() / 2, len(batch), {"si_snr": (ratios[0].sum(), len(batch))})
 
     # ------------------------------------------------------------ validation and test
