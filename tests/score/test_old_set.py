@@ -1,4 +1,4 @@
-"""Whether a model forgot: by the interval of what it made of the old test before."""
+"""Whether a model forgot: by the interval of its score on the old test before."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Bench:
 
 
 def row(corpus: str, way: str, found: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]:
-    """A run's line of the table; ``other`` has what the source made of the old test."""
+    """A run's line of the table; ``other`` has the initial model's score on the old test."""
     before, mean = other["before"], found["before"] or {}
     saved = "" if mean.get("share") is None else \
         f"{mean['share']:g} of the new: new WER {mean['new']:.1f}, old {mean['old']:.1f} %"
