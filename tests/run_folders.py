@@ -31,21 +31,22 @@ def sound(path: Path, seconds: float = 0.8, rate: int = 16000, seed: int = 0) ->
     return str(path)
 
 
-def told(count: int = 60, seed: int = 0, wrong: float = 0.2, wav: str = "/nowhere.wav") -> list[ScoredUtterance]:
-    """Utterances of which a share of the words was misheard."""
+def scored(count: int = 60, seed: int = 0, wrong: float = 0.2, wav: str = "/nowhere.wav") -> list[ScoredUtterance]:
+    """Utterances of which a share of the words is wrong."""
     rng = random.Random(seed)
     found = []
     for i in range(count):
-        said = rng.choices(WORDS, k=rng.randint(3, 9))
-        heard = [word if rng.random() > wrong else rng.choice(["", word[:-1] or "a", f"{word} uh"]) for word in said]
+        reference = rng.choices(WORDS, k=rng.randint(3, 9))
+        hypothesis = [word if rng.random() > wrong else rng.choice(["", word[:-1] or "a", f"{word} uh"])
+                      for word in reference]
         meta = {"accent": rng.choice(ACCENTS), "age": rng.choice(AGES), "gender": rng.choice(GENDERS)}
-        found.append(ScoredUtterance(f"clip{i:03d}", " ".join(said), " ".join(" ".join(heard).split()),
+        found.append(ScoredUtterance(f"clip{i:03d}", " ".join(reference), " ".join(" ".join(hypothesis).split()),
                            round(rng.uniform(0.7, 1.0), 4), round(rng.uniform(0.5, 12.0), 3), wav,
                            speaker=f"speaker{i % 12}", meta={name: value for name, value in meta.items() if value}))
     return found
 
 
-def run_that_tells(folder: Path, heard: list[ScoredUtterance] | None, epochs: int = 6, steps: int = 20) -> Path:
+def finished_run(folder: Path, rows: list[ScoredUtterance] | None, epochs: int = 6, steps: int = 20) -> Path:
     """A run's folder with all that the report reads, and no model."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [{"time": 1.7e9, "kind": "run", "command": "torchrun train.py hparams/ctc.yaml --lr 1e-3 <&>",
@@ -69,9 +70,9 @@ def run_that_tells(folder: Path, heard: list[ScoredUtterance] | None, epochs: in
     (folder / "manifests" / "prepare_report.json").write_text(json.dumps({
         "source": {"kind": "Common Voice", "where": "/data/cv/en"}, "options": {"max_duration": 20.0},
         "splits": {"train": split}}))
-    if heard is not None:
-        utterances.write(folder / "test_utterances.jsonl", heard)
-        manifest(folder, *(one.wav for one in heard))
+    if rows is not None:
+        utterances.write(folder / "test_utterances.jsonl", rows)
+        manifest(folder, *(one.wav for one in rows))
     return folder
 
 

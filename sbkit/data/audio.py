@@ -97,7 +97,7 @@ def read_audio(
 def read_utterance(wav: str, start: float, duration: float, *, sample_rate: int = 16_000,
                    speed: float = 1.0, remote: Remote = NO_REMOTE) -> np.ndarray:
     """Read the recording of a manifest's row, float32 mono ``[S]``; ``AudioError`` if it was cut off."""
-    slack = 0.0 if start else longer(duration)
+    slack = 0.0 if start else length_tolerance(duration)
     signal = read_audio(wav, start=start, duration=duration, sample_rate=sample_rate, speed=speed, slack=slack,
                         remote=remote)
     check_whole(wav, duration, len(signal) * speed / sample_rate)
@@ -117,7 +117,7 @@ def check_whole(wav: str, duration: float, seconds: float) -> None:
         raise AudioError(wav, f"{missing:.2f} of its {duration:.2f} s are missing")
 
 
-def longer(duration: Duration) -> Duration:
+def length_tolerance(duration: Duration) -> Duration:
     """Return by how many seconds a recording may exceed its row's ``duration``, and still be read to its end."""
     return LONGER_SECONDS + LONGER_SHARE * duration
 
@@ -143,7 +143,7 @@ def audio_info(wav: str | os.PathLike[str] | bytes | BinaryIO, remote: Remote = 
 
 def length_mismatch(declared: int, actual: int, rate: int) -> str | None:
     """Describe how the frames in a recording's file differ from its header; None if only by rounding."""
-    if abs(declared - actual) <= longer(declared / rate) * rate:
+    if abs(declared - actual) <= length_tolerance(declared / rate) * rate:
         return None
     if actual < declared:
         return f"cut off: {actual / rate:.2f} of {declared / rate:.2f} s can be read"

@@ -54,7 +54,7 @@ _CODECS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
 class Augment:
     """A list of augmentations, applied in this order. ``SpeedPerturb`` must be the first: it happens while reading.
 
-    An augmentation whose attribute ``aligned`` is true also changes the signals that a task declares as aligned with
+    An augmentation owner attribute ``aligned`` is true also changes the signals that a task declares as aligned with
     the recording, with the same random numbers; others change only the recording.
 
     Slower speech is longer, and a crop shorter, so batches are planned with the durations that ``planned`` returns, and
@@ -142,7 +142,7 @@ class SpeedPerturb:
                 isinstance(speed, Real) and 0.5 <= speed <= 2 for speed in speeds):
             raise SbkitError(f"SpeedPerturb: speeds are {speeds!r}",
                              hint="expected a list of factors from 0.5 to 2, such as 0.9")
-        self.speeds, self.prob = [float(speed) for speed in speeds], share(prob, "SpeedPerturb")
+        self.speeds, self.prob = [float(speed) for speed in speeds], check_probability(prob, "SpeedPerturb")
 
     @property
     def stretch(self) -> float:
@@ -186,7 +186,7 @@ class Gain:
 
     def __init__(self, low_db: float = -10.0, high_db: float = 6.0, prob: float = 1.0):
         check_range("Gain", low_db=low_db, high_db=high_db)
-        self.low_db, self.high_db, self.prob = low_db, high_db, share(prob, "Gain")
+        self.low_db, self.high_db, self.prob = low_db, high_db, check_probability(prob, "Gain")
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """``[S]`` to ``[S]``."""
@@ -208,7 +208,7 @@ class AddNoise:
                  sample_rate: int | None = None):
         check_range("AddNoise", snr_low=snr_low, snr_high=snr_high)
         self.files = AudioFiles(folder, "AddNoise")
-        self.snr_low, self.snr_high, self.prob = snr_low, snr_high, share(prob, "AddNoise")
+        self.snr_low, self.snr_high, self.prob = snr_low, snr_high, check_probability(prob, "AddNoise")
         self.sample_rate = sample_rate
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -216,9 +216,9 @@ class AddNoise:
         if rng.random() >= self.prob:
             return signal
         ratio = rng.uniform(self.snr_low, self.snr_high)
-        return mixed(signal, self.files.draw(rng, lambda path: self._stretch(path, len(signal), rng)), ratio)
+        return add_noise(signal, self.files.draw(rng, lambda path: self._noise_segment(path, len(signal), rng)), ratio)
 
-    def _stretch(self, path: str, size: int, rng: np.random.Generator) -> np.ndarray:
+    def _noise_segment(self, path: str, size: int, rng: np.random.Generator) -> np.ndarray:
         rate = self.sample_rate or SAMPLE_RATE
         needed = size / rate
         seconds = audio_info(path)[0]
@@ -241,7 +241,7 @@ class AddReverb:
 
     def __init__(self, folder: str, prob: float = 0.5, sample_rate: int | None = None):
         self.files = AudioFiles(folder, "AddReverb")
-        self.prob, self.sample_rate = share(prob, "AddReverb"), sample_rate
+        self.prob, self.sample_rate = check_probability(prob, "AddReverb"), sample_rate
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """``[S]`` to ``[S]``."""
@@ -270,7 +270,7 @@ class ApplyCodec:
         wrong = [name for name in codecs if name not in _CODECS] if isinstance(codecs, (list, tuple)) else [codecs]
         if wrong or not codecs:
             raise SbkitError(f"ApplyCodec: codecs are {codecs!r}", hint=f"a list of any of {', '.join(_CODECS)}")
-        self.codecs, self.prob, self.sample_rate = list(codecs), share(prob, "ApplyCodec"), sample_rate
+        self.codecs, self.prob, self.sample_rate = list(codecs), check_probability(prob, "ApplyCodec"), sample_rate
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """``[S]`` to ``[S]``."""
@@ -302,7 +302,7 @@ class BandPass:
                     isinstance(limit, Real) for limit in limits) and least <= limits[0] <= limits[1]):
                 raise SbkitError(f"BandPass: {name} is {limits!r}", hint="expected two frequencies, such as [100, 400]")
         self.low_hz, self.high_hz = low_hz, high_hz
-        self.prob, self.sample_rate = share(prob, "BandPass"), sample_rate
+        self.prob, self.sample_rate = check_probability(prob, "BandPass"), sample_rate
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """``[S]`` to ``[S]``."""
@@ -325,7 +325,7 @@ class Overdrive:
 
     def __init__(self, low_db: float = 3.0, high_db: float = 15.0, prob: float = 0.2):
         check_range("Overdrive", low_db=low_db, high_db=high_db)
-        self.low_db, self.high_db, self.prob = low_db, high_db, share(prob, "Overdrive")
+        self.low_db, self.high_db, self.prob = low_db, high_db, check_probability(prob, "Overdrive")
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """``[S]`` to ``[S]``."""
@@ -350,19 +350,19 @@ def _response(path: str, sample_rate: int) -> np.ndarray:
 class AudioFiles:
     """The audio files below a folder, listed once and sorted, so that the order is the same on every machine."""
 
-    def __init__(self, folder: str, whose: str):
-        self.folder, self.whose = str(folder), whose
+    def __init__(self, folder: str, owner: str):
+        self.folder, self.owner = str(folder), owner
         self._paths: list[str] | None = None
 
     def check(self) -> list[str]:
         """The sorted paths of the files; an error if there are none."""
         if self._paths is None:
             if not os.path.isdir(self.folder):
-                raise SbkitError(f"{self.whose}: {self.folder} is not a folder")
+                raise SbkitError(f"{self.owner}: {self.folder} is not a folder")
             below = Path(self.folder).rglob("*")
             self._paths = sorted(str(path) for path in below if path.suffix.lower() in SUFFIXES)
             if not self._paths:
-                raise SbkitError(f"{self.whose}: no audio files in {self.folder}",
+                raise SbkitError(f"{self.owner}: no audio files in {self.folder}",
                                  hint=f"looked for {', '.join(SUFFIXES)}")
         return self._paths
 
@@ -374,13 +374,13 @@ class AudioFiles:
             try:
                 return read(path)
             except AudioError as error:
-                logger.warning("%s: skipped: %s", self.whose, error)
+                logger.warning("%s: skipped: %s", self.owner, error)
                 last = error
-        raise SbkitError(f"{self.whose}: {_TRIES} files in a row cannot be used, the last: {last}",
+        raise SbkitError(f"{self.owner}: {_TRIES} files in a row cannot be used, the last: {last}",
                          hint=f"look at what is in {self.folder}")
 
 
-def mixed(signal: np.ndarray, noise: np.ndarray, decibels: float) -> np.ndarray:
+def add_noise(signal: np.ndarray, noise: np.ndarray, decibels: float) -> np.ndarray:
     """Add noise ``[S]`` to a signal ``[S]`` at a signal-to-noise ratio; silence is returned unchanged."""
     power, noise_power = _power(signal), _power(noise)
     if not power or not noise_power:
@@ -392,18 +392,18 @@ def _power(signal: np.ndarray) -> float:
     return float(np.dot(signal, signal)) / max(len(signal), 1)
 
 
-def check_range(whose: str, **limits: float) -> None:
+def check_range(owner: str, **limits: float) -> None:
     """Refuse two limits that aren't numbers, or if the first is above the second."""
     for name, value in limits.items():
-        check_number(f"{whose}: {name}", value)
+        check_number(f"{owner}: {name}", value)
     (low, least), (high, most) = limits.items()
     if least > most:
-        raise SbkitError(f"{whose}: {low} ({least}) is above {high} ({most})")
+        raise SbkitError(f"{owner}: {low} ({least}) is above {high} ({most})")
 
 
-def share(prob: float, whose: str) -> float:
+def check_probability(prob: float, owner: str) -> float:
     """Return a probability; an error if it isn't one."""
-    check_number(f"{whose}: prob", prob)
+    check_number(f"{owner}: prob", prob)
     if not 0 <= prob <= 1:
-        raise SbkitError(f"{whose}: prob is {prob}", hint="a probability from 0 to 1")
+        raise SbkitError(f"{owner}: prob is {prob}", hint="a probability from 0 to 1")
     return float(prob)

@@ -33,7 +33,7 @@ class Batch:
     token_lengths: Tensor
     """``[B]`` int64."""
     texts: list[str]
-    columns: dict[str, Any] = field(default_factory=dict)  # of types that their declarations say
+    columns: dict[str, Any] = field(default_factory=dict)  # of the declared types
     """The columns that the task declares, by name: B texts, or ``Padded`` signals."""
     labels: dict[str, Tensor] = field(default_factory=dict)
     """``[B]`` int64, the numbers of texts of ``columns`` in a list of the recipe."""

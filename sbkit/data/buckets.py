@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from sbkit.data.part_draws import PartDraws, Parts
+from sbkit.data.part_sampler import Parts, PartSampler
 
 #: The cost of a step besides its audio, as a share of a full step. It balances padding, which more buckets reduce,
 #: against incomplete steps, of which each bucket adds half a one on average.
@@ -41,7 +41,7 @@ class Buckets:
         self.edges = bucket_edges(durations, step_seconds, buckets, least)
         # The bucket of each utterance; small integers sort in linear time.
         self._bucket = np.searchsorted(self.edges, durations, side="left").astype(np.uint16)
-        self.parts = None if parts is None else PartDraws(parts, durations, self._bucket, least, seed)
+        self.parts = None if parts is None else PartSampler(parts, durations, self._bucket, least, seed)
         sizes = np.bincount(self._bucket, minlength=len(self.edges)) if self.parts is None else self.parts.sizes
         lengths = [np.zeros(0, np.int64)]
         for size, longest in zip(sizes.tolist(), self.edges.tolist(), strict=True):

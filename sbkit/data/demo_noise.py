@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sbkit.data.augment import check_range, mixed, share
+from sbkit.data.augment import add_noise, check_probability, check_range
 from sbkit.data.batch import SAMPLE_RATE
 from sbkit.data.options import texts
 from sbkit.errors import SbkitError
@@ -160,7 +160,7 @@ class DemoNoise:
         if unknown := [kind for kind in self.kinds if kind not in KINDS]:
             raise SbkitError(f"DemoNoise: unknown noise {unknown[0]!r}", hint=f"kinds are {', '.join(KINDS)}")
         check_range("DemoNoise", snr_low=snr_low, snr_high=snr_high)
-        self.snr_low, self.snr_high, self.prob = snr_low, snr_high, share(prob, "DemoNoise")
+        self.snr_low, self.snr_high, self.prob = snr_low, snr_high, check_probability(prob, "DemoNoise")
         self.sample_rate = sample_rate
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -171,7 +171,7 @@ class DemoNoise:
         noise = self._random_noise(rng, len(signal))
         if rng.random() < 0.5:
             noise += rng.random() * self._random_noise(rng, len(signal))
-        return mixed(signal, noise.astype(np.float32), ratio)
+        return add_noise(signal, noise.astype(np.float32), ratio)
 
     def _random_noise(self, rng: np.random.Generator, size: int) -> np.ndarray:
         make, rate = KINDS[self.kinds[rng.integers(len(self.kinds))]], self.sample_rate or SAMPLE_RATE

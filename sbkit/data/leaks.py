@@ -76,7 +76,7 @@ def _values(one: pa.Array, other: pa.Array) -> tuple[int, int, int, list[str]]:
 
 
 def _overlapping(one: Manifest, other: Manifest) -> np.ndarray:
-    """Rows of ``one`` that have a stretch of a file in common with a row of ``other``."""
+    """Rows of ``one`` that overlap in a file with a row of ``other``."""
     files = pa.concat_arrays([one.wavs.arrow, other.wavs.arrow]).dictionary_encode().indices.to_numpy()
     starts = np.concatenate([one.starts, other.starts])
     ends = starts + np.concatenate([one.durations, other.durations])

@@ -49,7 +49,7 @@ class _Requests(Sampler[ReadRequest]):
         return self.source
 
 
-class Workers(DataLoader[Any]):
+class QuietDataLoader(DataLoader[Any]):
     """A DataLoader that doesn't warn about more workers than cores: workers wait for files most of the time.
 
     Its dataset, or the dataset's ``reader``, records in ``reading`` which row each worker reads, so that an error can
@@ -94,7 +94,7 @@ class _Loader:
             batch_bytes = int(max_batch_seconds * reader.sample_rate * torch.float32.itemsize * signals)
             parallel = {"prefetch_factor": _prefetch_that_fits(prefetch, workers, batch_bytes),
                         "persistent_workers": True, "timeout": timeout, "worker_init_fn": init_worker}
-        self._loader = Workers(
+        self._loader = QuietDataLoader(
             reader, sampler=self._requests, batch_size=None, collate_fn=_unchanged, num_workers=workers,
             pin_memory=pin_memory and torch.cuda.is_available(),
             generator=torch.Generator(),  # else each epoch draws from the global one

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from sbkit.data.buckets import Buckets
-from sbkit.data.label_groups import LabelGroups
+from sbkit.data.label_sampler import LabelSampler
 from sbkit.data.options import check_number
-from sbkit.data.part_draws import Parts
+from sbkit.data.part_sampler import Parts
 from sbkit.errors import SbkitError
 
 if TYPE_CHECKING:
@@ -100,11 +100,11 @@ class Batching:
 
     @property
     def clips(self) -> int:
-        """The number of clips that stay together."""
+        """The number of clips that stay min_capacity."""
         return next(iter(self.clips_per.values())) if self.clips_per else 1
 
     @property
-    def together(self) -> int:
+    def min_capacity(self) -> int:
         """The utterances that a batch must have room for, so that any number can be cut into batches of the minimum
         size and of whole ``clips_per``."""
         return (2 * -(-self.min_batch_utterances // self.clips) - 1) * self.clips
@@ -134,7 +134,7 @@ class Plan:
     batching: see ``Batching``.
     ids: names of utterances for error messages.
     labels: ``[N]``, the number of each utterance's label, for ``Batching.clips_per``.
-    parts: those of a mixture, see ``sbkit.data.part_draws``.
+    parts: those of a mixture, see ``sbkit.data.part_sampler``.
     round_seconds: the ``Batching.rounding`` of the device. Buckets and batches are made from rounded durations, so
         that few shapes occur.
     epochs: epochs over which ``Batching.least_steps`` are spread: the number when the run began.
@@ -157,12 +157,12 @@ class Plan:
         if round_seconds:
             units = unit_of(self.durations, round_seconds)
             rounded = (np.ceil(self.durations / units - 1e-4) * units).astype(np.float32)
-            longest = np.float32(batching.max_batch_seconds / batching.together)
+            longest = np.float32(batching.max_batch_seconds / batching.min_capacity)
             self.durations = np.maximum(self.durations, np.minimum(rounded, longest))
         # Without rounding, so that the number of labels in a step doesn't depend on the device.
         seconds, least = batching.update_seconds, batching.min_batch_utterances
-        self.sampler: LabelGroups | Buckets = Buckets(
-            self.durations, seconds, batching.buckets, least, parts, batching.seed) if labels is None else LabelGroups(
+        self.sampler: LabelSampler | Buckets = Buckets(
+            self.durations, seconds, batching.buckets, least, parts, batching.seed) if labels is None else LabelSampler(
                 labels, np.asarray(durations, np.float32), batching.clips_per or {}, seconds, least)
         self.edges, lengths = self.sampler.edges, self.sampler.lengths
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])
@@ -253,7 +253,7 @@ class EpochPlan:
     def _parts(self, i: int, world: int, min_micros: int) -> tuple[list[np.ndarray], int]:
         batching, clips = self.batching, self.batching.clips
         start, stop = self._bounds[self._order[i] : self._order[i] + 2]
-        places = np.arange(start, stop).reshape(-1, clips)  # what stays together
+        places = np.arange(start, stop).reshape(-1, clips)  # what stays min_capacity
         longest = self.durations[self.members[places]].max(1)
         order = np.argsort(-longest, kind="stable")
         places, seconds = places[order], (clips * longest[order]).tolist()
@@ -316,18 +316,18 @@ def _refuse(durations: np.ndarray, batching: Batching, ids: Sequence[str] | None
             f"holds at once: {some(long)}",
             hint="raise max_batch_seconds, or prepare with a smaller max_duration",
         )
-    together = batching.together
-    if together == 1:
+    min_capacity = batching.min_capacity
+    if min_capacity == 1:
         return
     if len(durations) < batching.min_batch_utterances:
         raise SbkitError(f"the training set has {len(durations)} utterances, but min_batch_utterances is "
                          f"{batching.min_batch_utterances}", hint="lower it")
-    if (batching.max_batch_utterances or together) < together:
+    if (batching.max_batch_utterances or min_capacity) < min_capacity:
         raise SbkitError(f"max_batch_utterances is {batching.max_batch_utterances}", hint=f"this min_batch_utterances "
-                         f"or clips_per needs {together} or more")
-    long = np.flatnonzero(together * durations > batching.max_batch_seconds * (1 + 1e-6))
+                         f"or clips_per needs {min_capacity} or more")
+    long = np.flatnonzero(min_capacity * durations > batching.max_batch_seconds * (1 + 1e-6))
     if len(long):
         raise SbkitError(
             f"max_batch_seconds ({batching.max_batch_seconds:g} s) is too small: because of min_batch_utterances or "
-            f"clips_per it must hold {together} utterances of any length, such as {some(long)}",
-            hint=f"raise it to {together * float(durations.max()):g}, or crop or leave out longer ones")
+            f"clips_per it must hold {min_capacity} utterances of any length, such as {some(long)}",
+            hint=f"raise it to {min_capacity * float(durations.max()):g}, or crop or leave out longer ones")

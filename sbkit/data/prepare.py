@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sbkit.data import exclusions, leaks
-from sbkit.data.audio import longer
+from sbkit.data.audio import length_tolerance
 from sbkit.data.columns import Declared, LabelColumn
 from sbkit.data.copies import Copies
 from sbkit.data.exclusions import MISSING, UNDECODABLE
@@ -252,7 +252,7 @@ def _correct(durations: np.ndarray, rows: Rows, at: np.ndarray, found: np.ndarra
     """
     listed, left = durations[at], found - rows.starts[at]
     excess = listed - left if rows.segments else np.abs(listed - left)
-    wrong = excess > longer(listed)
+    wrong = excess > length_tolerance(listed)
     durations[at] = np.where(wrong | np.isnan(found), left, listed)
     return wrong
 
@@ -260,7 +260,7 @@ def _correct(durations: np.ndarray, rows: Rows, at: np.ndarray, found: np.ndarra
 def _differ_in_length(rows: Rows, durations: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Which rows have an aligned signal, of these seconds [N], with another length than their recording."""
     excess = durations - (seconds - rows.starts)
-    return (excess if rows.segments else np.abs(excess)) > longer(durations)
+    return (excess if rows.segments else np.abs(excess)) > length_tolerance(durations)
 
 
 def _explain(report: SplitReport, rows: Rows, why: np.ndarray, durations: np.ndarray,

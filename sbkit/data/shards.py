@@ -6,8 +6,8 @@
     OUT/shard-index.json    the list of shards for WebDataset's `wids`
     OUT/shard-report.json   rows read, kept and left out
 
-Network file systems and object stores are slow at opening millions of small files and fast at reading stretches of
-large ones. The loader reads a recording by its offset, so the plan shuffles the whole corpus and not just a buffer.
+Network file systems and object stores are slow at opening millions of small files and fast at reading parts of large
+ones. The loader reads a recording by its offset, so the plan shuffles the whole corpus and not just a buffer.
 The rows are shuffled before they are written, so that other tools can read the shards in order.
 """
 
@@ -31,7 +31,15 @@ import numpy as np
 import soundfile
 
 from sbkit.data import tar
-from sbkit.data.audio import AudioError, audio_info, check_whole, longer, read_bytes, read_utterance, split_member
+from sbkit.data.audio import (
+    AudioError,
+    audio_info,
+    check_whole,
+    length_tolerance,
+    read_bytes,
+    read_utterance,
+    split_member,
+)
 from sbkit.data.batch import SAMPLE_RATE
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest, Utterance
@@ -202,7 +210,7 @@ def encode_row(row: Utterance, encode: str | None, sample_rate: int, remote: Rem
         data = read_bytes(row.wav, remote)
         seconds = audio_info(data)[0]
         # A segment at the beginning of its file is copied only if it is the whole file.
-        whole = seconds <= row.duration + longer(row.duration)
+        whole = seconds <= row.duration + length_tolerance(row.duration)
     if whole:
         check_whole(row.wav, row.duration, seconds)
         path = split_member(row.wav)[0]
@@ -239,7 +247,7 @@ def _bytes_per_second(manifest: Manifest) -> float:
 def _check_space(out: Path, name: str, manifest: Manifest, per_second: float) -> None:
     needed = manifest.hours * 3600 * per_second
     there = sum(file.stat().st_size for file in out.glob(f"{name}-*.tar"))
-    disk.check_room(out, needed - there, "choose another folder, or copy the files as they are (no encode)")
+    disk.check_room(out, needed - there, "choose another folder, or copy the files unchanged (no encode)")
 
 
 def _manifest(manifest: Manifest, order: np.ndarray, shards: list[dict[str, Any]], out: Path) -> Manifest:

@@ -26,12 +26,12 @@ class LiveTranscript(NamedTuple):
     latencies: tuple[float, ...]  # seconds from the end of each correct word until it no longer changed
 
 
-def follow(before: Tokens, after: Tokens) -> tuple[list[int | None], int]:
+def match_words(before: Tokens, after: Tokens) -> tuple[list[int | None], int]:
     """Find which word of ``before`` each word of ``after`` is, None for a new one, and how many of ``before`` changed.
 
     A word that is continued is new, but its beginning did not change: ``at`` that becomes ``attic``.
 
-    >>> follow(["an", "at"], ["an", "attic", "room"]), follow(["an", "at"], ["an", "odd", "room"])
+    >>> match_words(["an", "at"], ["an", "attic", "room"]), match_words(["an", "at"], ["an", "odd", "room"])
     (([0, None, None], 0), ([0, None, None], 1))
     """
     if " ".join(after).startswith(" ".join(before)):  # it only grew: at most the last word is continued
@@ -58,7 +58,7 @@ def stable_words(texts: Sequence[Tokens]) -> tuple[list[int], int]:
     since: list[int] = []
     changed = 0
     for number, (before, after) in enumerate(pairwise([(), *texts])):
-        same, replaced = follow(before, after)
+        same, replaced = match_words(before, after)
         since = [number if old is None else since[old] for old in same]
         changed += replaced
     return since, changed

@@ -1,7 +1,7 @@
 """The names of the files and folders in a run's output folder that several packages use.
 
-The recipe says where checkpoints, the tokenizer and the log of epochs go (``save`` and ``train_log.txt`` in all shipped
-recipes), and ``log-config.yaml`` says where the log goes: ``log.txt``.
+The recipe sets the places of checkpoints, the tokenizer and the log of epochs (``save`` and ``train_log.txt`` in all
+shipped recipes), and ``log-config.yaml`` that of the log: ``log.txt``.
 """
 
 RECIPE = "hyperparams.yaml"

@@ -29,7 +29,7 @@ def interval(rates: ErrorRates) -> tuple[float, float]:
 def interval_of(edits: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
     """Compute bounds for part of a test set, from edits and tokens of its utterances, both [N].
 
-    With so many utterances that resampling takes long, the normal distribution of a ratio of sums is used.
+    For many utterances, which would take long to resample, the normal distribution of a ratio of sums is used.
     """
     if len(edits) > NORMAL_FROM:
         rate, reach = 100 * float(edits.sum() / lengths.sum()), _normal_reach(edits, lengths)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from sbkit.data.audio import AudioError
-from sbkit.data.loader import Workers, plain_worker_errors
+from sbkit.data.loader import QuietDataLoader, plain_worker_errors
 from sbkit.data.manifest import Manifest
 from sbkit.data.reader import Reader, init_worker, starting_workers
 from sbkit.errors import SbkitError
@@ -100,7 +100,7 @@ def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None =
         cores = min(_MAX_WORKERS, usable_cores())
         workers = cores if cores > 1 and len(manifest) >= WORTH_PROCESSES else 0
     parallel: dict[str, Any] = {"worker_init_fn": init_worker, "prefetch_factor": _PREFETCHED} if workers else {}
-    loader = Workers(_Sums(settings, manifest), batch_size=None, collate_fn=_unchanged, num_workers=workers,
+    loader = QuietDataLoader(_Sums(settings, manifest), batch_size=None, collate_fn=_unchanged, num_workers=workers,
                      generator=torch.Generator(), **parallel)
     sums, frames, unread = np.zeros(1), 0, 0
     with _one_thread(), plain_worker_errors():

@@ -26,7 +26,7 @@ def browser(tmp_path_factory):
 def page(tmp_path_factory):
     """A page with everything on it, long words and hostile text too."""
     home = tmp_path_factory.mktemp("page")
-    heard = run_folders.told(80, wav=run_folders.sound(home / "sound.wav", 1.5))
+    heard = run_folders.scored(80, wav=run_folders.sound(home / "sound.wav", 1.5))
     long = "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamtengesellschaft"
     hostile = f"{long} <script>window.hacked = 1</script>"
     heard[0] = dataclasses.replace(heard[0], reference=hostile, hypothesis=long * 2)
@@ -34,8 +34,8 @@ def page(tmp_path_factory):
     heard = [dataclasses.replace(one, speaker=one.speaker * 12, id=one.id * 9, duration=1.5 + i % 9)
              for i, one in enumerate(heard)]
     better = [dataclasses.replace(one, hypothesis=one.reference) if i % 3 else one for i, one in enumerate(heard)]
-    other = run_folders.run_that_tells(home / "other", better)
-    return write_report(run_folders.run_that_tells(home / "run", heard), against=other).as_uri()
+    other = run_folders.finished_run(home / "other", better)
+    return write_report(run_folders.finished_run(home / "run", heard), against=other).as_uri()
 
 
 @pytest.mark.slow

@@ -146,21 +146,21 @@ def test_batches_say_which_corpus_and_language_each_row_is_of(two, tmp_path):
     assert numbered.labels({"language": ["en", "cs", "de"]})["language"].tolist() == [1, 0, -1]
 
 
-def test_a_row_that_is_heard_twice_in_a_pass_is_augmented_in_two_ways(two, tmp_path):
+def test_a_row_that_comes_twice_in_a_pass_is_augmented_in_two_ways(two, tmp_path):
     mixture = Mixture(two, tmp_path / "m", weights={"read": 1, "calls": 3})
     train = mixture.prepare(show_progress=False)["train"]
     plan = Plan.of(train, Batching(3), None, 1)
-    heard: dict[str, list[float]] = {}
+    peaks: dict[str, list[float]] = {}
 
     def listen(batch: Batch) -> None:
         for name, signal in zip(batch.ids, batch.signals, strict=True):
-            heard.setdefault(name, []).append(float(signal.abs().max()))
+            peaks.setdefault(name, []).append(float(signal.abs().max()))
 
     for _ in range(2):
         with TrainLoader(train, None, plan, workers=0, augment=Augment([Gain(prob=1.0)])) as loader:
             for batch in loader.at(1):
                 listen(batch)
-    twice = heard["calls:train0"]
+    twice = peaks["calls:train0"]
     assert len(twice) == 6 and len(set(twice)) == 3, "three times in a pass, each another, and again the same"
 
 

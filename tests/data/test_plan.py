@@ -109,8 +109,8 @@ def test_a_short_run_goes_through_the_corpus_several_times_in_an_epoch():
         assert len(made) == len(again)
         for number in range(again.passes):
             steps = range(number * len(once), (number + 1) * len(once))
-            heard = np.concatenate([made.step(i) for i in steps])
-            assert sorted(heard.tolist()) == list(range(60))  # each time everything once, as an epoch of its own would
+            drawn = np.concatenate([made.step(i) for i in steps])
+            assert sorted(drawn.tolist()) == list(range(60))  # each time everything once, as a separate epoch would
             visit = again.passes * (epoch - 1) + number + 1
             assert {visit for i in steps for places in made.places(i) for visit in made.pass_numbers(places)} == {visit}
             assert [made.step(i).tolist() for i in steps] == steps_of(once, visit)
@@ -255,8 +255,8 @@ def test_each_step_has_as_many_clips_of_as_many_labels_on_any_ranks(counts, clip
     plan = Plan(seconds, batching, labels=labels, round_seconds=rounded)
     steps = steps_of(plan, epoch)
     assert len(steps) == len(plan) == steps_by_counting(counts, wanted, clips)
-    heard = [i for members in steps for i in members]
-    assert len(set(heard)) == len(heard)
+    drawn = [i for members in steps for i in members]
+    assert len(set(drawn)) == len(drawn)
     for number, members in enumerate(steps):
         groups = labels[members].reshape(wanted, clips)
         assert (groups == groups[:, :1]).all() and len(set(groups[:, 0].tolist())) == wanted
@@ -273,8 +273,8 @@ def test_labels_are_drawn_anew_in_each_epoch_and_none_is_left_out_for_good():
     epochs = [steps_of(plan, epoch) for epoch in range(1, 30)]
     assert epochs[6] == steps_of(again, 7)
     assert not any(epochs[0] == other for other in epochs[1:])
-    heard = np.bincount([i for steps in epochs for members in steps for i in members], minlength=700)
-    assert heard.min() > 15, "each is heard in most epochs"
+    drawn = np.bincount([i for steps in epochs for members in steps for i in members], minlength=700)
+    assert drawn.min() > 15, "each is drawn in most epochs"
     together = [len({labels[i] for i in members}) for steps in epochs for members in steps]
     assert set(together) == {10}
     longer = Batching(60, 120, clips_per={"speaker": 4}, least_steps=3 * len(plan))

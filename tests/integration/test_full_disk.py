@@ -55,8 +55,8 @@ def given(tmp_path_factory):
         release = common_voice(home / f"release{number}", train=said, dev=said[:2], test=said[:2])
         archive(release, home / f"release{number}.tar.gz")
         run_folders.corpus(home / f"csv{number}", train=3 + number)
-    heard = run_folders.told(20)
-    return SimpleNamespace(home=home, run=run_folders.run_that_tells(home / "run", heard), heard=heard)
+    heard = run_folders.scored(20)
+    return SimpleNamespace(home=home, run=run_folders.finished_run(home / "run", heard), heard=heard)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_the_last_good_state_stays_and_the_same_command_goes_on(write, left, giv
 
 
 def test_a_start_is_refused_before_it_changes_the_run(room, given):
-    run = run_folders.run_that_tells(room.path / "run", given.heard)
+    run = run_folders.finished_run(room.path / "run", given.heard)
     before = state(run)
     with room.full():
         with pytest.raises(SbkitError, match=rf"{run}\S* could not be written: {REFUSED} \("), RunLock(run):

@@ -23,18 +23,18 @@ def said(count=400, seed=0):
 
 def scores(rows, margin=50.0, confidence=0.9):
     """A score for each (label, hypothesis)."""
-    return [LabelScore(f"row{i}", label, heard, margin, confidence) for i, (label, heard) in enumerate(rows)]
+    return [LabelScore(f"row{i}", label, hypothesis, margin, confidence) for i, (label, hypothesis) in enumerate(rows)]
 
 
 def corpus(**wrong):
-    """The given rows, and right labels of which each twentieth word is misheard as one that nobody says."""
+    """The given rows, and right labels of which each twentieth word is recognised as one that no label has."""
     draw = random.Random(1)
     rows = [(" ".join(words), " ".join(word + "x" if draw.random() < 0.05 else word for word in words))
             for words in said()]
     return scores([*wrong.values(), *rows])
 
 
-@pytest.mark.parametrize("label, heard, reason", [
+@pytest.mark.parametrize("label, hypothesis, reason", [
     ("seven quiet horses sleep near green river", "brave teacher finds old ladder after dinner", "other words"),
     ("near green river", "seven quiet horses sleep near green river", "more speech"),
     ("seven old horses", "seven teacher finds after dinner while horses", "more speech"),
@@ -42,8 +42,8 @@ def corpus(**wrong):
     ("seven quiet horses sleep", "", "silence"),
     ("sevem quiet horsef slaep near grern river", "seven quiet horses sleep near green river", "other letters"),
 ])
-def test_a_wrong_label_is_named_with_its_reason(label, heard, reason):
-    found = judge(corpus(wrong=(label, heard)))
+def test_a_wrong_label_is_named_with_its_reason(label, hypothesis, reason):
+    found = judge(corpus(wrong=(label, hypothesis)))
     assert found[0].reason == reason and found[0].expected_right < 0.1
     assert max(each.score for each in found[1:]) < found[0].score
 
@@ -72,9 +72,9 @@ def test_the_expected_share_falls_with_the_score_and_is_a_share(values):
 def test_any_rows_are_judged(rows):
     found = judge([LabelScore(str(i), *row, 0.5) for i, row in enumerate(rows)])
     assert len(found) == len(rows)
-    for (label, heard, margin), verdict in zip(rows, found, strict=True):
+    for (label, hypothesis, margin), verdict in zip(rows, found, strict=True):
         assert 0 <= verdict.score <= max(0, margin) + 1e-9
-        assert verdict.score == 0 or label.split() != heard.split()
+        assert verdict.score == 0 or label.split() != hypothesis.split()
 
 
 def test_a_script_without_spaces_is_compared_by_characters():
@@ -103,7 +103,7 @@ def test_the_list_begins_with_the_worst_and_says_what_is_expected_of_it():
 def test_models_that_have_learnt_nothing_are_told_apart_from_labels_that_are_right():
     rows = corpus(wrong=("seven quiet horses sleep near green river", "brave teacher finds old ladder after dinner"))
     assert len(suspects(rows, manifest(rows), "x")) == 1
-    rows += [row._replace(id=f"unheard{i}", hypothesis="") for i, row in enumerate(2 * rows)]
+    rows += [row._replace(id=f"empty{i}", hypothesis="") for i, row in enumerate(2 * rows)]
     assert judge(rows)[0].expected_right < 0.1
     half = summary([], rows[:900], 900)
     assert "the models recognise " in half and "so most misspelt labels are not listed" in half

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sbkit.score.latency import LiveRates, LiveTranscript, follow, live_transcript, rates, stable_words
+from sbkit.score.latency import LiveRates, LiveTranscript, live_transcript, match_words, rates, stable_words
 
 WORDS = st.sampled_from(["a", "at", "attic", "an", "odd", "room"])
 TEXTS = st.lists(WORDS, max_size=5)
@@ -24,7 +24,7 @@ def test_a_word_that_is_replaced_or_taken_back_has_changed():
 
 
 def test_a_word_is_the_same_wherever_it_moves():
-    assert follow(["of", "green", "river"], ["off", "a", "green", "river"]) == ([None, None, 1, 2], 0)
+    assert match_words(["of", "green", "river"], ["off", "a", "green", "river"]) == ([None, None, 1, 2], 0)
     assert stable_words([["ab", "green"], ["x", "b", "green"]]) == ([1, 1, 0], 1)
 
 
@@ -64,7 +64,7 @@ def test_a_word_stands_in_all_texts_since_the_one_it_is_said_to(texts):
 
 @given(TEXTS, TEXTS)
 def test_each_word_before_is_kept_goes_on_or_has_changed(before, after):
-    same, changed = follow(before, after)
+    same, changed = match_words(before, after)
     kept = [old for old in same if old is not None]
     assert kept == sorted(set(kept)) and len(same) == len(after)
     assert all(after[new] == before[old] for new, old in enumerate(same) if old is not None)

@@ -123,7 +123,7 @@ def _whole(path: Path) -> list[Any] | None:
             return None
         what = f"not UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else str(error)
         raise SbkitError(f"{path}: neither JSON lines nor one JSON text: {what}",
-                         hint='expected lines such as {"audio_filepath": "a.wav", "text": "what is said"}') from None
+                         hint='expected lines such as {"audio_filepath": "a.wav", "text": "the transcript"}') from None
     if isinstance(data, dict):
         return [{"ID": id_, **item} if isinstance(item, dict) else item for id_, item in data.items()]
     return data if isinstance(data, list) else [data]

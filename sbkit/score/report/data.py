@@ -181,7 +181,7 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """The last parts of the folder's path, enough to tell runs apart."""
+        """The last parts of the folder's path, which distinguish runs."""
         whole = self.folder.resolve()
         return "/".join(whole.parts[-3:]) if len(whole.parts) > 4 else str(whole)
 
@@ -294,7 +294,7 @@ def _epochs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _warnings(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last warning of each kind, unless it says that the problem has passed."""
+    """The last warning of each kind, unless it reports that the problem is over."""
     last = {line.get("what"): line for line in lines if line["kind"] == "warning"}
     return [line for line in last.values() if line.get("holds")]
 

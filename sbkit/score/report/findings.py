@@ -33,7 +33,7 @@ NOT_CHECKED = f"Not checked: this needs at least {_LEAST} utterances with a know
 class SuspectLabel(NamedTuple):
     """A suspected label; ``error`` and ``usual`` are shares of the reference's characters."""
 
-    index: int  # type: ignore[assignment]  # hides a tuple method that nobody calls
+    index: int  # type: ignore[assignment]  # hides a tuple method that is never called
     error: float
     usual: float
 
@@ -57,7 +57,7 @@ def suspects(results: ScoredRun) -> list[SuspectLabel]:
 
 
 def can_judge(results: ScoredRun) -> bool:
-    """Whether there are enough utterances to tell what is usual."""
+    """Whether there are enough utterances to know what is usual."""
     return sum(one.confidence is not None for one in results.utterances) >= _LEAST
 
 
@@ -181,7 +181,7 @@ def _speakers(speakers: Sequence[UtteranceGroup], totals: tuple[int, int]) -> It
     if errors > 1.5 * words and errors - words > _WORTH:
         yield RunFinding(
             errors - words, f"A tenth of the speakers account for {percent(errors)} of the errors",
-            f"These {len(worst)} of {len(speakers)} speakers said {percent(words)} of the words.", "where",
+            f"These {len(worst)} of {len(speakers)} speakers account for {percent(words)} of the words.", "where",
             100 * (errors - words) * totals[0] / totals[1])
 
 

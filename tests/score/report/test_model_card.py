@@ -23,7 +23,7 @@ def front(text):
 
 @pytest.fixture
 def run(tmp_path):
-    return run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=run_folders.sound(tmp_path / "a.wav")))
+    return run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=run_folders.sound(tmp_path / "a.wav")))
 
 
 def test_a_run_has_a_card_with_its_figures_and_no_place_of_this_machine(run, tmp_path):
@@ -64,10 +64,10 @@ def test_what_it_started_from_is_named_with_its_licence(run, tmp_path, monkeypat
 
 
 def test_each_part_of_a_mixture_has_its_own_figures_and_what_was_forgotten_is_said(run):
-    heard = [dataclasses.replace(one, hypothesis=one.hypothesis if i % 2 else "no",
+    rows = [dataclasses.replace(one, hypothesis=one.hypothesis if i % 2 else "no",
                                  meta={"corpus": ("old", "new")[i % 2], "language": ("en", "de")[i % 2]})
              for i, one in enumerate(read(run).results.utterances)]
-    utterances.write(run / "test_utterances.jsonl", heard)
+    utterances.write(run / "test_utterances.jsonl", rows)
     assert "| WER | " in model_card.of_run(read(run)), "the column of another corpus names no parts"
     prepared = run / "manifests" / "prepare_report.json"
     whole = json.loads(prepared.read_text())
@@ -91,7 +91,7 @@ def test_each_part_of_a_mixture_has_its_own_figures_and_what_was_forgotten_is_sa
     card, page = (run / "README.md").read_text(), (run / "report.html").read_text()
     assert "WER 90.00 on the old test, beyond the interval that it had before this run: 5.00 (4.00 to 6.00)." in card
     for part in ("old", "new"):
-        value = ScoredRun([one for one in heard if one.meta["corpus"] == part]).words.rate
+        value = ScoredRun([one for one in rows if one.meta["corpus"] == part]).words.rate
         assert f"| WER {part} | {value:.2f} % |" in card and f"Word error rate of {part}" in page
     assert "| WER | " not in card and "Corpus “old”" not in page, "it is said that it forgot"
     assert "| new | Common Voice | de | 90 (1.5 h) |  |  | 3 h, 2.0 times, 75 % of the audio |" in card
@@ -183,7 +183,7 @@ def test_a_bundle_of_another_checkpoint_than_was_tested_says_so(run):
 def test_a_bundle_of_other_weights_has_their_own_figures_where_they_were_measured(run):
     recipe = run / "hyperparams.yaml"
     recipe.write_text(f"{recipe.read_text()}\naverage_checkpoints: 3\n")
-    own = run_folders.told(seed=7, wrong=0.5)
+    own = run_folders.scored(seed=7, wrong=0.5)
     made = {"run": str(run), "checkpoint": "best-mean-of-2", "checkpoints": ["CKPT+b", "CKPT+a"], "corpus": None,
             "manifest": f"{run}/manifests/test.csv"}
     facts = {"checkpoint": "CKPT+b", "mean_of": 2}

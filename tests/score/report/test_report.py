@@ -60,7 +60,7 @@ def wav(tmp_path):
 
 
 def test_the_page_says_what_the_files_say(tmp_path, wav):
-    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
+    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))
     page = Page(write_report(run))
     results = read(run).results
     assert f"{results.words.rate:.2f} %" in page.text and f"{results.characters.rate:.2f} %" in page.text
@@ -80,9 +80,9 @@ def test_the_page_says_what_the_files_say(tmp_path, wav):
 
 
 def test_the_worst_come_first_with_every_word_in_its_place(tmp_path, wav):
-    heard = run_folders.told(wrong=0.0, wav=wav)
-    heard[7] = dataclasses.replace(heard[7], reference="one two three four", hypothesis="one too four five")
-    page = Page(write_report(run_folders.run_that_tells(tmp_path / "run", heard)))
+    scored = run_folders.scored(wrong=0.0, wav=wav)
+    scored[7] = dataclasses.replace(scored[7], reference="one two three four", hypothesis="one too four five")
+    page = Page(write_report(run_folders.finished_run(tmp_path / "run", scored)))
     card = page.source[page.source.index("<article"):]
     words = re.findall(r'<span class="(eq|sub|del|ins)"><span>(.*?)</span> <span>(.*?)</span>',
                        card[:card.index("</article>")])
@@ -92,19 +92,19 @@ def test_the_worst_come_first_with_every_word_in_its_place(tmp_path, wav):
 
 
 def test_where_no_label_is_suspected_it_says_so_and_where_none_could_be(tmp_path, wav):
-    right = run_folders.told(100, wrong=0.0, wav=wav)
+    right = run_folders.scored(100, wrong=0.0, wav=wav)
     assert "None: no transcript differs from its hypothesis" in Page(
-        write_report(run_folders.run_that_tells(tmp_path / "right", right))).text
-    few = Page(write_report(run_folders.run_that_tells(tmp_path / "few", right[:10]))).text
+        write_report(run_folders.finished_run(tmp_path / "right", right))).text
+    few = Page(write_report(run_folders.finished_run(tmp_path / "few", right[:10]))).text
     assert "Not checked: this needs at least 20 utterances" in few and "None: no" not in few
 
 
 def test_text_from_data_is_text_and_nothing_else_runs(tmp_path, wav):
-    heard = [dataclasses.replace(one, id=f"{EVIL}{i}", reference=f"{EVIL} {one.reference}", speaker=f"{EVIL}{i % 5}",
+    scored = [dataclasses.replace(one, id=f"{EVIL}{i}", reference=f"{EVIL} {one.reference}", speaker=f"{EVIL}{i % 5}",
                                  hypothesis=f"{one.hypothesis} {EVIL}",
                                  meta={"accent": f"{EVIL}{i % 2}", EVIL: str(i % 2)})
-             for i, one in enumerate(run_folders.told(wav=wav))]
-    run = run_folders.run_that_tells(tmp_path / "run", heard)
+             for i, one in enumerate(run_folders.scored(wav=wav))]
+    run = run_folders.finished_run(tmp_path / "run", scored)
     (run / "hyperparams.yaml").write_text(f"# </pre>{EVIL}")
     page = Page(write_report(run, against=run, title=EVIL))
     assert len(page.all("script")) == 1 and not page.all("img")
@@ -117,7 +117,7 @@ def test_text_from_data_is_text_and_nothing_else_runs(tmp_path, wav):
 
 
 def test_nothing_in_it_comes_from_elsewhere(tmp_path, wav):
-    page = Page(write_report(run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))))
+    page = Page(write_report(run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))))
     for name, attributes in page.elements:
         for key in ("src", "href", "action", "data", "srcset", "poster"):
             value = attributes.get(key)
@@ -126,7 +126,7 @@ def test_nothing_in_it_comes_from_elsewhere(tmp_path, wav):
 
 
 def test_recordings_fill_no_more_than_they_may_and_each_is_in_it_once(tmp_path, wav):
-    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
+    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))
     few = Page(write_report(run, audio_megabytes=0.02))
     size = sum(len(audio.get("src", "")) for audio in few.all("audio"))
     assert 0 < size <= 20_000 and "MB for recordings are used up" in few.text
@@ -138,15 +138,15 @@ def test_recordings_fill_no_more_than_they_may_and_each_is_in_it_once(tmp_path, 
 
 
 def test_a_recording_that_is_no_part_of_the_run_is_not_in_its_page(tmp_path, wav):
-    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
+    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))
     inside = run_folders.sound(run / "test_sounds" / "1.wav")
     (run / "link.wav").symlink_to(wav)
     names = {wav: True, inside: True, str(tmp_path / "other.wav"): False, f"{run}/link.wav": False,
              f"{run}/../other.wav": False, "shard.tar?offset=512&size=9": False}
     run_folders.sound(tmp_path / "other.wav")
     for name, embedded in names.items():
-        heard = [dataclasses.replace(one, wav=name) for one in run_folders.told()]
-        utterances.write(run / "test_utterances.jsonl", heard)
+        scored = [dataclasses.replace(one, wav=name) for one in run_folders.scored()]
+        utterances.write(run / "test_utterances.jsonl", scored)
         page = Page(write_report(run))
         assert bool(page.all("audio")) == embedded, name
         assert ("neither in the run's folder nor in its manifests" in page.text) != embedded
@@ -156,7 +156,7 @@ def test_a_recording_that_is_no_part_of_the_run_is_not_in_its_page(tmp_path, wav
     ("/nowhere.wav", "the recording can't be read: no such file"), ("a\0b.wav", "not embedded: its path is invalid"),
     ("\ud800.wav", "not embedded: its path is invalid")])
 def test_a_recording_that_is_gone_or_whose_name_no_file_can_have_is_said_on_its_card(tmp_path, name, said):
-    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav="/nowhere.wav"))
+    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav="/nowhere.wav"))
     path = run / "test_utterances.jsonl"
     path.write_text(path.read_text().replace("/nowhere.wav", json.dumps(name)[1:-1]))
     page = Page(write_report(run))
@@ -164,7 +164,7 @@ def test_a_recording_that_is_gone_or_whose_name_no_file_can_have_is_said_on_its_
 
 
 def test_players_stand_side_by_side_even_after_the_run_has_moved(tmp_path, wav):
-    run = run_folders.run_that_tells(tmp_path / "run", None)
+    run = run_folders.finished_run(tmp_path / "run", None)
     run_folders.manifest(run, wav)
     run_folders.sound(run / "test_sounds" / "01.wav", seed=1)
     sounds = [SoundSample("recording", wav, 0.0, 0.8), SoundSample("codec", "test_sounds/01.wav", 0.0, 0.8)]
@@ -183,14 +183,14 @@ def test_without_an_mp3_encoder_the_page_has_no_sound_and_says_so(tmp_path, wav,
     def no_mp3(*args, **kwargs):
         raise soundfile.LibsndfileError(1)
 
-    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
+    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))
     monkeypatch.setattr(soundfile, "write", no_mp3)
     page = Page(write_report(run))
     assert "not embedded: " in page.text and not page.all("audio") and page.all("article")
 
 
 def test_a_run_that_has_just_begun_has_a_page_too(tmp_path):
-    run = run_folders.run_that_tells(tmp_path / "run", None, epochs=1)
+    run = run_folders.finished_run(tmp_path / "run", None, epochs=1)
     with open(run / "metrics.jsonl", "a") as out:
         out.write('{"kind": "ste')  # it is being written right now
     page = Page(write_report(run))
@@ -201,14 +201,14 @@ def test_a_run_that_has_just_begun_has_a_page_too(tmp_path):
 
 def _other(tmp_path, run):
     """The same run with half of the errors."""
-    heard = [dataclasses.replace(one, hypothesis=one.reference) if i % 2 else one
+    scored = [dataclasses.replace(one, hypothesis=one.reference) if i % 2 else one
              for i, one in enumerate(utterances.read(run / "test_utterances.jsonl"))]
-    return run_folders.run_that_tells(tmp_path / "other", heard, epochs=3)
+    return run_folders.finished_run(tmp_path / "other", scored, epochs=3)
 
 
 @pytest.mark.slow
 def test_against_another_run_it_says_who_is_better_and_where(tmp_path, wav):
-    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
+    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))
     other = _other(tmp_path, run)
     page = Page(write_report(other, against=run))
     assert "Significantly better: −" in page.text and "30 have as many errors" not in page.text
@@ -221,19 +221,19 @@ def test_against_another_run_it_says_who_is_better_and_where(tmp_path, wav):
     assert "No significant difference (+0.00 points of WER)" in Page(write_report(run, against=run)).text
 
 
-def test_a_comparison_shows_what_the_other_run_heard_of_the_same_recordings_and_how_many_there_are(tmp_path):
-    heard = run_folders.told()
-    right = run_folders.run_that_tells(tmp_path, [dataclasses.replace(one, hypothesis=one.reference) for one in heard])
-    others = [run_folders.run_that_tells(tmp_path / place / "other", rows)
-              for place, rows in (("a", heard), ("b", heard[::-1]))]
+def test_a_comparison_shows_what_the_other_run_recognised_in_the_same_recordings_and_how_many_there_are(tmp_path):
+    scored = run_folders.scored()
+    right = run_folders.finished_run(tmp_path, [dataclasses.replace(one, hypothesis=one.reference) for one in scored])
+    others = [run_folders.finished_run(tmp_path / place / "other", rows)
+              for place, rows in (("a", scored), ("b", scored[::-1]))]
     first, second = (write_report(right, against=other).read_text().split("<h3>Better")[1].split("</section>")[0]
                      for other in others)
-    wrong = sum(one.hypothesis != one.reference for one in heard)
+    wrong = sum(one.hypothesis != one.reference for one in scored)
     assert first == second and first.startswith(f" (the first 6 of {wrong})")
 
 
 def test_a_comparison_leaves_the_runs_own_page_alone(tmp_path):
-    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told())
+    run = run_folders.finished_run(tmp_path / "run", run_folders.scored())
     own = write_report(run)
     before, both = own.read_bytes(), write_report(run, against=_other(tmp_path, run))
     assert both.parent == run and both.name.startswith("report-against-") and both.name.endswith("-other.html")
@@ -241,7 +241,7 @@ def test_a_comparison_leaves_the_runs_own_page_alone(tmp_path):
 
 
 def test_the_command_tells_who_is_better_in_the_pages_words(tmp_path, capsys):
-    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told())
+    run = run_folders.finished_run(tmp_path / "run", run_folders.scored())
     other = _other(tmp_path, run)
     assert main(["report", str(other), "--against", str(run)]) == 0
     told, path = capsys.readouterr().out.splitlines()
@@ -251,10 +251,10 @@ def test_the_command_tells_who_is_better_in_the_pages_words(tmp_path, capsys):
 
 
 def test_marks_of_the_run_compared_with_stand_where_its_rates_are(tmp_path):
-    heard = run_folders.told()
-    right = [dataclasses.replace(one, hypothesis=one.reference) for one in heard]
-    page = Page(write_report(run_folders.run_that_tells(tmp_path / "right", right),
-                             against=run_folders.run_that_tells(tmp_path / "other", heard)))
+    scored = run_folders.scored()
+    right = [dataclasses.replace(one, hypothesis=one.reference) for one in scored]
+    page = Page(write_report(run_folders.finished_run(tmp_path / "right", right),
+                             against=run_folders.finished_run(tmp_path / "other", scored)))
     marks = [re.fullmatch(r"left:([\d.]+)%", mark["style"])[1] for mark in page.all("i", **{"class": "before"})]
     tables = page.source.count('<table class="groups">')
     assert marks.count("100.0") == tables < len(marks), "the highest in each table alone is at its end"
@@ -263,21 +263,21 @@ def test_marks_of_the_run_compared_with_stand_where_its_rates_are(tmp_path):
 
 def test_marks_and_lines_are_spoken_of_where_there_are_some(tmp_path):
     keys = ("Orange marks", "Dashed: the other run")
-    told = run_folders.told()
-    whole, other = (run_folders.run_that_tells(tmp_path / name, told) for name in ("whole", "other"))
+    told = run_folders.scored()
+    whole, other = (run_folders.finished_run(tmp_path / name, told) for name in ("whole", "other"))
     assert all(key in Page(write_report(whole, against=other)).text for key in keys)
     nobody = [dataclasses.replace(one, speaker="", meta={}) for one in told]
-    plain, silent = (run_folders.run_that_tells(tmp_path / name, nobody) for name in ("plain", "silent"))
+    plain, silent = (run_folders.finished_run(tmp_path / name, nobody) for name in ("plain", "silent"))
     (silent / "metrics.jsonl").unlink()
     assert not any(key in Page(write_report(plain, against=silent)).text for key in keys)
 
 
 def test_runs_that_cannot_be_compared_are_told_so(tmp_path, capsys):
-    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told())
-    other = run_folders.run_that_tells(tmp_path / "other", run_folders.told(50))
+    run = run_folders.finished_run(tmp_path / "run", run_folders.scored())
+    other = run_folders.finished_run(tmp_path / "other", run_folders.scored(50))
     with pytest.raises(SbkitError, match="were scored in one run only"):
         write_report(run, against=other)
-    unscored = run_folders.run_that_tells(tmp_path / "unscored", None)
+    unscored = run_folders.finished_run(tmp_path / "unscored", None)
     with pytest.raises(SbkitError, match="unscored has no scored test set"):
         write_report(run, against=unscored)
     assert main(["report", str(run), "--against", str(tmp_path / "nowhere")]) == 2
@@ -287,12 +287,12 @@ def test_runs_that_cannot_be_compared_are_told_so(tmp_path, capsys):
 
 
 def test_damaged_files_are_named(tmp_path):
-    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told())
+    run = run_folders.finished_run(tmp_path / "run", run_folders.scored())
     metrics = run / "metrics.jsonl"
     metrics.write_text("no json\n" + metrics.read_text())
     with pytest.raises(SbkitError, match=r"metrics.jsonl, line 1: "):
         write_report(run)
-    run_folders.run_that_tells(run, run_folders.told())
+    run_folders.finished_run(run, run_folders.scored())
     with open(run / "test_utterances.jsonl", "a") as out:
         out.write('{"id": "x"}\n')
     with pytest.raises(SbkitError, match=r"test_utterances.jsonl, line 61: .*reference"):
@@ -301,7 +301,7 @@ def test_damaged_files_are_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "test_utterances.jsonl", "manifests/prepare_report.json"])
 def test_json_that_is_nested_too_deeply_or_too_large_is_named(tmp_path, name):
-    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told())
+    run = run_folders.finished_run(tmp_path / "run", run_folders.scored())
     (run / name).write_text("[" * 200_000 + "\n\n")
     with pytest.raises(SbkitError, match=rf"{name}.*nested too deeply"):
         write_report(run)
@@ -312,14 +312,14 @@ def test_json_that_is_nested_too_deeply_or_too_large_is_named(tmp_path, name):
 
 @pytest.mark.slow
 def test_utterances_without_a_reference_are_not_scored(tmp_path, wav):
-    heard = run_folders.told(wav=wav)
-    heard[3] = dataclasses.replace(heard[3], reference="")
-    run = run_folders.run_that_tells(tmp_path / "run", heard)
+    scored = run_folders.scored(wav=wav)
+    scored[3] = dataclasses.replace(scored[3], reference="")
+    run = run_folders.finished_run(tmp_path / "run", scored)
     assert len(read(run).results) == 59 and "59 utterances" in Page(write_report(run)).text
 
 
 def test_the_command_writes_it_and_says_where(tmp_path, wav, capsys):
-    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
+    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))
     out = tmp_path / "page.html"
     assert main(["report", str(run), "--out", str(out), "--utterances", "3", "--audio-mb", "1"]) == 0
     assert capsys.readouterr().out.strip() == str(out) and len(Page(out).all("audio")) <= 6
@@ -328,19 +328,19 @@ def test_the_command_writes_it_and_says_where(tmp_path, wav, capsys):
     assert "cannot write" in capsys.readouterr().err
 
 
-def heard_in_chunks(run, chunks):
+def transcribed_in_chunks(run, chunks):
     """An evaluation's folder with what ``--chunk`` leaves there."""
     folder = run / "evaluations" / "test-best-chunk"
     folder.mkdir(parents=True, exist_ok=True)
-    utterances.write(folder / "utterances.jsonl", run_folders.told())
+    utterances.write(folder / "utterances.jsonl", run_folders.scored())
     (folder / "result.json").write_text(json.dumps({"run": str(run), "chunks": chunks}))
     return folder
 
 
 def test_live_speech_has_its_table_and_its_picture(tmp_path, wav):
-    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
+    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))
     said = {"WER_interval": [9.0, 13.0], "measured": 100, "changed": 2.5}
-    page = Page(write_report(heard_in_chunks(run, [
+    page = Page(write_report(transcribed_in_chunks(run, [
         {"chunk": 640, "WER": 11.25, "latency": 0.51, "latency_p95": 0.93, **said},
         {"chunk": "whole", "WER": 9.75, "latency": None, "latency_p95": None, **said}])))
     assert "640 ms 11.25 % 9.00 to 13.00 0.51 s 0.93 s 2.5" in page.text
@@ -348,6 +348,6 @@ def test_live_speech_has_its_table_and_its_picture(tmp_path, wav):
     assert "those of the first line (640 ms)" in page.text and page.all("a", href="#live")
     assert page.all("svg", **{"aria-label": "WER by latency"})
     assert not Page(write_report(run)).all("section", id="live")
-    unmeasured = Page(write_report(heard_in_chunks(run, [
+    unmeasured = Page(write_report(transcribed_in_chunks(run, [
         {"chunk": 320, "WER": 100.0, "latency": None, "latency_p95": None, **said}])))
     assert unmeasured.all("section", id="live") and not unmeasured.all("svg", **{"aria-label": "WER by latency"})

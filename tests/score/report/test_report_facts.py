@@ -25,7 +25,7 @@ from sbkit.score.utterances import ScoredUtterance
 
 @pytest.fixture(scope="module")
 def results():
-    return ScoredRun(run_folders.told(200))
+    return ScoredRun(run_folders.scored(200))
 
 
 # ---------------------------------------------------------------- groups
@@ -44,23 +44,23 @@ def test_groups_hold_every_utterance_once(results):
 
 
 def test_a_column_that_divides_as_another_is_named_with_it():
-    heard = [dataclasses.replace(one, meta={"corpus": ("new", "old")[i % 2], "language": ("de", "en")[i % 2],
+    rows = [dataclasses.replace(one, meta={"corpus": ("new", "old")[i % 2], "language": ("de", "en")[i % 2],
                                             "age": ("teens", "fifties", "")[i % 3]})
-             for i, one in enumerate(run_folders.told(30))]
-    found = groups.breakdown(ScoredRun(heard))
+             for i, one in enumerate(run_folders.scored(30))]
+    found = groups.breakdown(ScoredRun(rows))
     assert (list(found.values), found.alike) == (["age", "corpus"], {"corpus": ["language"]})
 
 
 def test_durations_lie_in_their_group():
-    heard = [dataclasses.replace(one, duration=seconds) for one, seconds in
-             zip(run_folders.told(6), [0.5, 1.0, 1.99, 2.0, 29.9, 45.0], strict=True)]
-    assert [(group.label, group.utterances) for group in groups.by_duration(ScoredRun(heard))] == [
+    rows = [dataclasses.replace(one, duration=seconds) for one, seconds in
+             zip(run_folders.scored(6), [0.5, 1.0, 1.99, 2.0, 29.9, 45.0], strict=True)]
+    assert [(group.label, group.utterances) for group in groups.by_duration(ScoredRun(rows))] == [
         ("0–1 s", 1), ("1–2 s", 2), ("2–3 s", 1), ("20–30 s", 1), ("30+ s", 1)]
 
 
 def test_ages_are_in_their_order_and_what_is_not_said_is_last():
     ages = ["fifties", "", "teens", "twenties"] * 5
-    found = groups.by_value(ScoredRun(run_folders.told(20)), ages, "age")
+    found = groups.by_value(ScoredRun(run_folders.scored(20)), ages, "age")
     assert [group.label for group in found] == ["teens", "twenties", "fifties", groups.UNKNOWN]
 
 
@@ -72,9 +72,9 @@ def test_many_values_end_in_others(results):
 
 
 def test_the_hardest_speakers_come_first_and_two_utterances_have_no_interval():
-    heard = run_folders.told(40)
-    heard[0] = dataclasses.replace(heard[0], speaker="alone", hypothesis="nothing like it")
-    found = groups.by_speaker(ScoredRun(heard))
+    rows = run_folders.scored(40)
+    rows[0] = dataclasses.replace(rows[0], speaker="alone", hypothesis="nothing like it")
+    found = groups.by_speaker(ScoredRun(rows))
     assert found[0].label == "alone" and found[0].low is None
     assert [group.rate for group in found] == sorted((group.rate for group in found), reverse=True)
 
@@ -86,7 +86,7 @@ def confident(count=400, seed=3):
     """Utterances with one letter wrong here and there, the less the surer."""
     rng = random.Random(seed)
     found = []
-    for one in run_folders.told(count, wrong=0.0):
+    for one in run_folders.scored(count, wrong=0.0):
         sure = rng.uniform(0.7, 0.99)
         letters = [letter if rng.random() < sure else "x" for letter in one.reference]
         found.append(dataclasses.replace(one, confidence=sure, hypothesis="".join(letters)))
@@ -94,29 +94,29 @@ def confident(count=400, seed=3):
 
 
 def test_transcripts_that_were_exchanged_are_found_and_little_else():
-    heard = confident()
+    rows = confident()
     rng = random.Random(0)
-    wrong = set(rng.sample(range(len(heard)), 20))
+    wrong = set(rng.sample(range(len(rows)), 20))
     for i in wrong:
-        heard[i] = dataclasses.replace(heard[i], reference=heard[i - 1].reference)
-    found = {suspect.index for suspect in suspects(ScoredRun(heard))}
-    sure = {i for i in wrong if heard[i].confidence > 0.8}
+        rows[i] = dataclasses.replace(rows[i], reference=rows[i - 1].reference)
+    found = {suspect.index for suspect in suspects(ScoredRun(rows))}
+    sure = {i for i in wrong if rows[i].confidence > 0.8}
     assert len(sure & found) >= 0.9 * len(sure)
     assert len(found - wrong) <= 0.25 * len(found)
 
 
 def test_a_model_that_is_wrong_throughout_suspects_nobody():
-    heard = [dataclasses.replace(one, hypothesis="something else", confidence=0.9 + i / 10_000)
-             for i, one in enumerate(run_folders.told(100))]
-    assert len(suspects(ScoredRun(heard))) <= 5
-    silent = [dataclasses.replace(one, hypothesis="", confidence=None) for one in run_folders.told(100)]
+    rows = [dataclasses.replace(one, hypothesis="something else", confidence=0.9 + i / 10_000)
+             for i, one in enumerate(run_folders.scored(100))]
+    assert len(suspects(ScoredRun(rows))) <= 5
+    silent = [dataclasses.replace(one, hypothesis="", confidence=None) for one in run_folders.scored(100)]
     assert suspects(ScoredRun(silent)) == []
 
 
-def test_a_recording_in_which_nothing_was_heard_is_suspected():
-    heard = confident(100)
-    heard[40] = dataclasses.replace(heard[40], hypothesis="", confidence=None)
-    assert suspects(ScoredRun(heard))[0].index == 40
+def test_a_recording_with_an_empty_hypothesis_is_suspected():
+    rows = confident(100)
+    rows[40] = dataclasses.replace(rows[40], hypothesis="", confidence=None)
+    assert suspects(ScoredRun(rows))[0].index == 40
 
 
 # ---------------------------------------------------------------- what stands out
@@ -127,7 +127,7 @@ def headlines(run):
 
 
 def test_a_model_that_forgot_what_it_knew_is_told(tmp_path):
-    run = run_folders.run_that_tells(tmp_path, run_folders.told(60))
+    run = run_folders.finished_run(tmp_path, run_folders.scored(60))
     OldSet("WER", True, 5.0, (4.0, 6.0)).write(run)
     for value, forgot in ((6.0, False), (6.5, True)):
         with open(run / "metrics.jsonl", "a") as file:
@@ -138,46 +138,46 @@ def test_a_model_that_forgot_what_it_knew_is_told(tmp_path):
 
 
 def test_an_accent_that_is_understood_worse_stands_out(tmp_path):
-    heard = [dataclasses.replace(one, meta={"accent": "hard" if i % 4 == 0 else "easy"},
+    rows = [dataclasses.replace(one, meta={"accent": "hard" if i % 4 == 0 else "easy"},
                                  hypothesis="no" if i % 4 == 0 else one.reference)
-             for i, one in enumerate(run_folders.told(100))]
-    assert "Accent “hard”: 100.0" in headlines(run_folders.run_that_tells(tmp_path, heard))
-    even = [dataclasses.replace(one, meta={"accent": "ab"[i % 2]}) for i, one in enumerate(run_folders.told(100))]
-    assert "Accent" not in headlines(run_folders.run_that_tells(tmp_path, even))
+             for i, one in enumerate(run_folders.scored(100))]
+    assert "Accent “hard”: 100.0" in headlines(run_folders.finished_run(tmp_path, rows))
+    even = [dataclasses.replace(one, meta={"accent": "ab"[i % 2]}) for i, one in enumerate(run_folders.scored(100))]
+    assert "Accent" not in headlines(run_folders.finished_run(tmp_path, even))
 
 
 def test_missed_words_and_the_commonest_mistake_stand_out(tmp_path):
-    heard = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis=one.reference)
-             for one in run_folders.told(60)]
-    told = headlines(run_folders.run_that_tells(tmp_path, heard))
-    assert "Words are deleted: 100" in told and "“the” is deleted 60 times" in told
+    rows = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis=one.reference)
+             for one in run_folders.scored(60)]
+    found = headlines(run_folders.finished_run(tmp_path, rows))
+    assert "Words are deleted: 100" in found and "“the” is deleted 60 times" in found
 
 
 def test_training_that_should_go_on_or_waited_or_lost_data_stands_out(tmp_path):
-    run = run_folders.run_that_tells(tmp_path, None)
-    told = headlines(run)
-    assert "The WER was still falling when training ended" in told
-    assert "10.0\N{NO-BREAK SPACE}% of the training rows were left out" in told
+    run = run_folders.finished_run(tmp_path, None)
+    found = headlines(run)
+    assert "The WER was still falling when training ended" in found
+    assert "10.0\N{NO-BREAK SPACE}% of the training rows were left out" in found
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"data": 0.02', '"data": 0.3').replace(
         '"skipped_steps": 0', '"skipped_steps": 2, "core_wait_share": 0.4').replace(
         '"train_seconds": 12.5', '"train_seconds": 125'))
-    told = headlines(run)
-    assert "waited for data during 30" in told and "12 steps were skipped" in told
-    assert "Training waited for a core during 40" in told
+    found = headlines(run)
+    assert "waited for data during 30" in found and "12 steps were skipped" in found
+    assert "Training waited for a core during 40" in found
 
 
-def test_what_is_heard_but_is_no_word_is_for_a_language_model(tmp_path):
-    heard = [dataclasses.replace(one, hypothesis=f"{one.reference} zzyx" if i % 2 else one.reference)
-             for i, one in enumerate(run_folders.told(60))]
-    run = run_folders.run_that_tells(tmp_path, heard)
+def test_non_words_are_for_a_language_model(tmp_path):
+    rows = [dataclasses.replace(one, hypothesis=f"{one.reference} zzyx" if i % 2 else one.reference)
+             for i, one in enumerate(run_folders.scored(60))]
+    run = run_folders.finished_run(tmp_path, rows)
     assert "are non-words" not in headlines(run), "nobody knows which words there are"
-    transcripts = "".join(f"a{i},1,a.wav,,{one.reference}\n" for i, one in enumerate(heard))
+    transcripts = "".join(f"a{i},1,a.wav,,{one.reference}\n" for i, one in enumerate(rows))
     (run / "manifests").mkdir(exist_ok=True)
     (run / "manifests" / "train.csv").write_text(f"ID,duration,wav,spk_id,wrd\n{transcripts}")
     (finding,) = [one for one in findings(read(run)) if "are non-words" in one.headline]
     assert finding.headline.startswith("100") and "'zzyx'" in finding.detail
-    words = sum(len(one.reference.split()) for one in heard)
+    words = sum(len(one.reference.split()) for one in rows)
     assert finding.points == pytest.approx(100 * 30 / words)
 
 
@@ -187,7 +187,7 @@ def test_what_is_heard_but_is_no_word_is_for_a_language_model(tmp_path):
     ([2.0, 1.0, 0.6, 0.4, 0.3], [2.0, 1.2, 0.9, 0.8, 0.7], None),  # both still fall
 ])
 def test_what_the_losses_of_training_and_dev_say_of_the_size(tmp_path, train, valid, said):
-    run = run_folders.run_that_tells(tmp_path, None, epochs=0)
+    run = run_folders.finished_run(tmp_path, None, epochs=0)
     with open(run / "metrics.jsonl", "a") as file:
         for epoch, losses in enumerate(zip(train, valid, strict=True), start=1):
             for name, loss in zip(("train_loss", "valid_loss"), losses, strict=True):
@@ -199,7 +199,7 @@ def test_what_the_losses_of_training_and_dev_say_of_the_size(tmp_path, train, va
 
 def waited(folder, device, seconds):
     """What the findings say about data of a run of six epochs, which waited for it for a third of the time."""
-    run = run_folders.run_that_tells(folder, None)
+    run = run_folders.finished_run(folder, None)
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"data": 0.02', '"data": 0.33').replace(
         '"train_seconds": 12.5', f'"train_seconds": {seconds / 6}').replace(
@@ -224,8 +224,8 @@ def warned(run, *lines):
 
 
 def test_what_training_was_warned_of_and_holds_stands_first(tmp_path):
-    heard = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis="") for one in run_folders.told(60)]
-    run = run_folders.run_that_tells(tmp_path, heard)
+    rows = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis="") for one in run_folders.scored(60)]
+    run = run_folders.finished_run(tmp_path, rows)
     found = warned(run, ("chance", "Nothing yet", True, False))
     assert found[0] == ("Nothing yet", "Reported at step 500. So it is. What to try, the likeliest first: try "
                                        "this; or <that>.")
@@ -234,26 +234,26 @@ def test_what_training_was_warned_of_and_holds_stands_first(tmp_path):
     assert "Nothing yet" not in str(found), "said again at the end, it stands there once"
 
 
-def test_which_words_are_wrong_is_no_finding_while_nothing_is_heard_and_that_is_told_once(tmp_path):
-    heard = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis="e" if i % 9 == 0 else "")
-             for i, one in enumerate(run_folders.told(60))]  # a letter here and there
-    run = run_folders.run_that_tells(tmp_path, heard)
-    told = headlines(run)
-    assert "The model recognises almost nothing: CER 9" in told and "The WER was still falling" in told
-    assert not any(noise in told for noise in ("deleted", "hypothesis", "wrong", "speakers"))
+def test_which_words_are_wrong_is_no_finding_while_nothing_is_recognised_and_that_is_reported_once(tmp_path):
+    rows = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis="e" if i % 9 == 0 else "")
+             for i, one in enumerate(run_folders.scored(60))]  # a letter here and there
+    run = run_folders.finished_run(tmp_path, rows)
+    found = headlines(run)
+    assert "The model recognises almost nothing: CER 9" in found and "The WER was still falling" in found
+    assert not any(noise in found for noise in ("deleted", "hypothesis", "wrong", "speakers"))
     found = str(warned(run, ("chance", "Nothing yet", True, True)))
     assert "Nothing yet" in found and "almost nothing" not in found and "deleted" not in found
 
 
 def test_what_has_passed_is_no_finding(tmp_path):
-    run = run_folders.run_that_tells(tmp_path, None)
+    run = run_folders.finished_run(tmp_path, None)
     found = warned(run, ("chance", "Nothing yet", True, False), ("divergence", "Lost", True, False),
                    ("chance", "It hears now", False, False))
     assert found[0][0] == "Lost" and "hear" not in str(found) and "Nothing yet" not in str(found)
 
 
 def test_a_rate_of_nothing_that_was_not_the_last_stands_out(tmp_path):
-    run = run_folders.run_that_tells(tmp_path, None, epochs=16)
+    run = run_folders.finished_run(tmp_path, None, epochs=16)
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace(f'"valid_WER": {400 / 210}', '"valid_WER": 0.0'))
     assert "The WER was best in epoch 10 of 16" in headlines(run)
@@ -310,15 +310,15 @@ def test_markup_shows_any_text_as_it_is(value, attribute):
     ScoredUtterance, id=st.uuids().map(str), reference=st.text(), hypothesis=st.text(), wav=st.text(),
     speaker=st.text(), confidence=st.none() | st.floats(0, 1), duration=st.floats(0, 1e5), start=st.floats(0, 1e5),
     meta=st.dictionaries(st.text(), st.text(min_size=1))), max_size=5))
-def test_utterances_come_back_from_disk_as_they_went(tmp_path_factory, heard):
-    path = tmp_path_factory.mktemp("heard") / "u.jsonl"
-    utterances.write(path, heard)
-    assert utterances.read(path) == heard
+def test_utterances_come_back_from_disk_as_they_went(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("rows") / "u.jsonl"
+    utterances.write(path, rows)
+    assert utterances.read(path) == rows
 
 
 @pytest.mark.parametrize("folder, name", [("/out/run", "/out/run"), ("/a/b/run/evaluations/x", "run/evaluations/x")])
 def test_a_run_is_named_by_the_end_of_its_path_or_by_all_of_a_short_one(tmp_path, folder, name):
-    run = read(run_folders.run_that_tells(tmp_path / "run", run_folders.told()))
+    run = read(run_folders.finished_run(tmp_path / "run", run_folders.scored()))
     assert dataclasses.replace(run, folder=Path(folder)).name == name
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbkit.data.part_draws import PartDraws, Parts
+from sbkit.data.part_sampler import Parts, PartSampler
 from sbkit.data.plan import Batching, Plan
 from sbkit.errors import SbkitError
 
@@ -37,22 +37,22 @@ def test_each_part_goes_through_its_rows_as_often_as_its_share_says(made, shares
     buckets = np.searchsorted(np.quantile(seconds, np.arange(1, count) / count), seconds)
     buckets = np.unique(buckets, return_inverse=True)[1]
     parts = parts_of(numbers, shares)
-    draws = PartDraws(parts, seconds, buckets, least, seed)
-    heard, visits = np.zeros(len(seconds), int), [Counter() for _ in seconds]
+    draws = PartSampler(parts, seconds, buckets, least, seed)
+    times_drawn, visits = np.zeros(len(seconds), int), [Counter() for _ in seconds]
     for number in range(1, 6):
         drawn, times = draws.draw(number)
         assert np.bincount(buckets[drawn], minlength=len(draws.sizes)).tolist() == draws.sizes.tolist()
         assert (np.diff(buckets[drawn]) >= 0).all()
         for row, time in zip(drawn.tolist(), times.tolist(), strict=True):
             visits[row][time] += 1
-        heard += np.bincount(drawn, minlength=len(seconds))
+        times_drawn += np.bincount(drawn, minlength=len(seconds))
         for bucket in range(len(draws.sizes)):
             for part in range(len(parts.shares)):
-                of = heard[(buckets == bucket) & (parts.numbers == part)]
-                assert not len(of) or of.max() - of.min() <= 1, "none again before all were heard"
-    # Each time that a row is heard has a number of its own: 1, 2, 3, ...
-    assert all(found == Counter(range(1, times + 1)) for found, times in zip(visits, heard.tolist(), strict=True))
-    other = PartDraws(parts, seconds, buckets, least, seed).draw(5)
+                of = times_drawn[(buckets == bucket) & (parts.numbers == part)]
+                assert not len(of) or of.max() - of.min() <= 1, "none again before all were drawn"
+    # The pass numbers of a row are 1, 2, 3, ...
+    assert all(found == Counter(range(1, times + 1)) for found, times in zip(visits, times_drawn.tolist(), strict=True))
+    other = PartSampler(parts, seconds, buckets, least, seed).draw(5)
     assert other[0].tolist() == drawn.tolist() and other[1].tolist() == times.tolist()
 
 
@@ -63,7 +63,7 @@ def test_draws_are_in_proportion_and_passes_add_up(counts, data, passes):
     shares = data.draw(st.lists(st.floats(0.01, 1), min_size=len(counts), max_size=len(counts)))
     numbers = np.repeat(np.arange(len(counts)), counts)
     parts = Parts(numbers, {str(i): share for i, share in enumerate(shares)})
-    draws = PartDraws(parts, np.ones(len(numbers)), np.zeros(len(numbers), int))
+    draws = PartSampler(parts, np.ones(len(numbers)), np.zeros(len(numbers), int))
     taken = [draws.drawn(number)[0] for number in range(passes + 1)]
     assert all((later >= before).all() for before, later in itertools.pairwise(taken))
     assert [int(each.sum()) for each in taken] == [number * len(numbers) for number in range(passes + 1)]
@@ -122,11 +122,11 @@ def test_a_later_epoch_is_found_without_those_before_it_and_goes_on_where_they_e
 
 def test_rows_of_a_part_keep_their_order_whatever_it_is_mixed_with():
     seconds = np.ones(40)
-    alone = PartDraws(Parts(np.zeros(40, int), {"a": 1}), seconds, np.zeros(40, int)).draw(1)[0]
+    alone = PartSampler(Parts(np.zeros(40, int), {"a": 1}), seconds, np.zeros(40, int)).draw(1)[0]
     for others in (1, 3):
         numbers = np.concatenate([np.repeat(np.arange(others), 25) + 1, np.zeros(40, int)])
         shares = {"a": 1.0, **{f"other {i}": 1.0 for i in range(others)}}
-        both = PartDraws(Parts(numbers, shares), np.ones(len(numbers)), np.zeros(len(numbers), int))
+        both = PartSampler(Parts(numbers, shares), np.ones(len(numbers)), np.zeros(len(numbers), int))
         own = np.concatenate([both.draw(number)[0] for number in (1, 2, 3)])
         own = own[own >= 25 * others] - 25 * others
         assert own[:40].tolist() == alone.tolist()
@@ -147,7 +147,7 @@ def test_two_million_rows_in_a_hundred_parts_are_planned_in_seconds():
     code = """
 import time
 import numpy as np
-from sbkit.data.part_draws import Parts
+from sbkit.data.part_sampler import Parts
 from sbkit.data.plan import Batching, Plan
 draw = np.random.default_rng(0)
 seconds = np.clip(draw.lognormal(1.5, 0.45, 2_000_000), 0.8, 30).astype(np.float32)
@@ -166,9 +166,9 @@ print(time.process_time() - start)
 def test_a_pass_goes_through_one_part_once_however_long_the_others_are(counts, share, passes):
     numbers = np.repeat(np.arange(len(counts)), counts)
     shares = {"0": 1 - share, **{str(i): share / (len(counts) - 1) for i in range(1, len(counts))}}
-    draws = PartDraws(Parts(numbers, shares, "0"), np.ones(len(numbers)), np.zeros(len(numbers), int))
+    draws = PartSampler(Parts(numbers, shares, "0"), np.ones(len(numbers)), np.zeros(len(numbers), int))
     assert draws.times[0] == 1 and draws.sizes.sum() == pytest.approx(counts[0] / (1 - share), abs=1)
     drawn = np.concatenate([draws.draw(number)[0] for number in range(1, passes + 1)])
-    heard = np.bincount(drawn[drawn < counts[0]], minlength=counts[0])
+    times_drawn = np.bincount(drawn[drawn < counts[0]], minlength=counts[0])
     rounded = passes / 2 + (len(counts) + 1) / 2 + 1  # draws: half a one in each pass, and as above
-    assert abs(heard - passes).max() <= np.ceil(rounded / counts[0])
+    assert abs(times_drawn - passes).max() <= np.ceil(rounded / counts[0])

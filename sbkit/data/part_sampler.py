@@ -31,7 +31,7 @@ class Parts(NamedTuple):
         return cls(places.to_numpy(zero_copy_only=False), train.shares, train.once)
 
 
-class PartDraws:
+class PartSampler:
     """Draws each bucket's rows from several parts. All passes draw equally many, so steps keep their number and size.
 
     A bucket has an endless sequence of draws, in which each part is spread evenly by its share (Sainte-Laguë's method
@@ -45,7 +45,7 @@ class PartDraws:
     least: minimum number of draws from a bucket in a pass.
     seed: seed of the shuffling.
 
-    >>> draws = PartDraws(Parts(np.array([0, 0, 0, 1]), {"a": 1, "b": 1}), np.ones(4), np.zeros(4, int))
+    >>> draws = PartSampler(Parts(np.array([0, 0, 0, 1]), {"a": 1, "b": 1}), np.ones(4), np.zeros(4, int))
     >>> draws.sizes.tolist(), draws.times.round(2).tolist(), draws.draw(1)[0].tolist().count(3)
     ([4], [0.67, 2.0], 2)
     """

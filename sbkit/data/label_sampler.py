@@ -10,7 +10,7 @@ import numpy as np
 from sbkit.errors import SbkitError
 
 
-class LabelGroups:
+class LabelSampler:
     """Groups of ``clips`` clips with one label, of which each step has ``labels_per_step`` with different labels.
 
     In a pass over the corpus, each label has as many groups as its clips fill, at most one per step. A pass has as many
@@ -22,7 +22,7 @@ class LabelGroups:
     step_seconds: seconds in a step, padding included.
     least: minimum number of utterances in a step.
 
-    >>> groups = LabelGroups(np.array([0, 0, 1, 1, 2, 2]), np.ones(6), {"speaker": 2}, step_seconds=4)
+    >>> groups = LabelSampler(np.array([0, 0, 1, 1, 2, 2]), np.ones(6), {"speaker": 2}, step_seconds=4)
     >>> groups.labels_per_step, groups.lengths.tolist(), groups.draw(np.random.default_rng(0), 1)[0].shape
     (2, [4], (4,))
     """
@@ -44,7 +44,7 @@ class LabelGroups:
             raise SbkitError(f"clips_per: {int(enough.sum())} values of the column {name} have {self.clips} clips or "
                              "more", hint="lower the number, or check the column")
         if fits < 2:
-            raise SbkitError(f"clips_per: {what}, and a step needs two values of {name} to tell apart",
+            raise SbkitError(f"clips_per: {what}, but a step needs clips of at least two values of {name}",
                              hint=f"raise step_seconds to {2 * self.clips * self.longest:g} or more, or crop the clips")
         if fits > enough.sum():
             raise SbkitError(
