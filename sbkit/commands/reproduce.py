@@ -68,7 +68,7 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
         raise SbkitError(f"{args.to} holds the run of another {args.file.name}", hint="choose another --to")
     texts = flatten(load.resolved(recipe, {})).texts()
     source = "corpus.source" if "corpus.source" in texts else "data_folder"  # of a mixture
-    words = reproduction.places(texts, ([] if args.source is None else [f"{source}={args.source}"]) + args.values)
+    words = reproduction.path_options(texts, ([] if args.source is None else [f"{source}={args.source}"]) + args.values)
 
     request = arguments.parse([str(recipe), *words])
     keys = load.open_recipe(load.load(recipe, request.overrides), recipe).keys

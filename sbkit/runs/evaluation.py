@@ -65,11 +65,11 @@ class EvaluateRequest:
         """The part of the results' name that lists the given search options, such as ``-joint-ctc0.2-beam10``."""
         numbers = {"lm": self.lm_weight, "word": self.word_score, "ctc": self.ctc_weight, "beam": self.beam,
                    "nbest": self.nbest}
-        said = [("joint", self.joint), (self.lm and Path(self.lm).name.split(".")[0], self.lm),
+        parts = [("joint", self.joint), (self.lm and Path(self.lm).name.split(".")[0], self.lm),
                 ("tuned", self.tune_lm), ("hot", self.hot_words),
                 ("chunk" + "-".join(map(chunk_size.written, self.chunk)), self.chunk),
                 *((f"{name}{value:g}", True) for name, value in numbers.items() if value is not None)]
-        return "".join(f"-{word}" for word, asked in said if asked)
+        return "".join(f"-{word}" for word, asked in parts if asked)
 
     @property
     def folder(self) -> Path:
@@ -89,7 +89,7 @@ class CheckpointResult(NamedTuple):
 def write(scored: CheckpointResult, manifest: Manifest) -> str:
     """Write all files of a result; returns how a different result that it replaced was made."""
     folder = Path(scored.facts["folder"])
-    replaced = _another(folder / RESULT, scored.facts, scored.metric)
+    replaced = _describe_replaced(folder / RESULT, scored.facts, scored.metric)
     with disk.writing_into(folder, "--out"):
         folder.mkdir(parents=True, exist_ok=True)
         scored.results.write(folder, manifest)
@@ -105,10 +105,10 @@ def source(on: str | None) -> str | None:
     return str(Path(on).resolve()) if on and Path(on).exists() else on
 
 
-def _another(path: Path, facts: dict[str, Any], metric: str) -> str:
-    """The command and the rate of the result that is there, if checkpoint, corpus or search differ from this one's."""
-    there = stored_json(path)
-    if not there or all(there.get(key) == facts.get(key) for key in _SCORED):
+def _describe_replaced(path: Path, facts: dict[str, Any], metric: str) -> str:
+    """The command and rate of the previous result, if its checkpoint, corpus or search differs from this one's."""
+    previous = stored_json(path)
+    if not previous or all(previous.get(key) == facts.get(key) for key in _SCORED):
         return ""
-    return f"{there.get('command')} ({metric} {there.get(metric, float('nan')):.2f})"
+    return f"{previous.get('command')} ({metric} {previous.get(metric, float('nan')):.2f})"
 

@@ -68,7 +68,7 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
                       columns=named, schemes=own.schemes, url_megabytes=own.url_megabytes, url_seconds=own.url_seconds)
 
     split = request.split
-    with _naming_the_run(request):
+    with _name_run_in_errors(request):
         if split is None:
             names = corpus_of("test", corpora / title).names()
             split = next((name for name in names if name.lower() in _TEST), names[0] if len(names) == 1 else None)
@@ -85,7 +85,7 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
 
 
 @contextlib.contextmanager
-def _naming_the_run(request: EvaluateRequest) -> Iterator[None]:
+def _name_run_in_errors(request: EvaluateRequest) -> Iterator[None]:
     """Name the run in errors about its corpus, which the command did not name."""
     try:
         yield
@@ -103,17 +103,17 @@ def score(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Mani
         damaged, loss = transcribe(request, recipe, brain, manifest, label)
     took = max(ranks.gather_objects(time.monotonic() - began))
     damaged = {name: reason for part in ranks.gather_objects(damaged) for name, reason in part.items()}
-    came = brain.tested_results(brain.all_rows(), loss, damaged)
-    came.check()
+    results = brain.tested_results(brain.all_rows(), loss, damaged)
+    results.check()
     seconds = float(manifest.durations.sum(dtype="float64")) - sum(
         float(manifest.durations[i]) for i, name in enumerate(manifest.ids) if name in damaged)
     facts = {
-        "utterances": came.utterances, "hours": seconds / 3600, **came.facts(), "seconds": took,
-        **({"parts": {part: each.facts() for part, each in came.parts.items()}} if came.parts else {}),
+        "utterances": results.utterances, "hours": seconds / 3600, **results.facts(), "seconds": took,
+        **({"parts": {part: each.facts() for part, each in results.parts.items()}} if results.parts else {}),
         "real_time_factor": took / seconds, "devices": ranks.world_size(), "device": str(brain.device),
         "precision": brain.eval_precision, "damaged": damaged,
     }
-    return CheckpointResult(came, facts, brain.metric.name)
+    return CheckpointResult(results, facts, brain.metric.name)
 
 
 def transcribe(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Manifest, label: str,

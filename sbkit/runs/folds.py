@@ -80,7 +80,7 @@ def train(fold: Fold, words: Sequence[str], corpus: Corpus, processes: int) -> N
     command = training_command(words, processes)
     command += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     print(f"fold {fold.number} of {fold.of}: {fold.run}", file=sys.stderr, flush=True)
-    before = signal.signal(signal.SIGTERM, _leave)
+    before = signal.signal(signal.SIGTERM, _exit_with)
     process = subprocess.Popen(command, env=os.environ)
     try:
         code = process.wait()
@@ -96,5 +96,5 @@ def train(fold: Fold, words: Sequence[str], corpus: Corpus, processes: int) -> N
                          hint="its messages above say why; the same command resumes it", exit_code=1)
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
+def _exit_with(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)

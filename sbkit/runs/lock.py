@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 BEAT, DEAD_AFTER = 10.0, 120.0  # seconds between signs of life, and without one until a holder counts as dead
 #: Seconds to wait for a holder to end: any, and one of the same job, which its launcher has just ended.
-PATIENCE, PATIENCE_WITH_KIN = 5.0, 60.0
+PATIENCE, PATIENCE_SAME_JOB = 5.0, 60.0
 _POLL_SECONDS = 0.2
 _LONGEST = 200  # characters of a command that are shown
 
@@ -80,7 +80,7 @@ class RunLock:
             self.folder.mkdir(parents=True, exist_ok=True)
             while not self._follow(self._newest()):
                 pass  # another process was quicker
-        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        self._thread = threading.Thread(target=self._renew, name="run-lock", daemon=True)
         self._thread.start()
 
     def _newest(self) -> int:
@@ -136,34 +136,34 @@ class RunLock:
 
     def _wait_for(self, path: Path) -> None:
         """Wait until the holder that wrote ``path`` has ended; a run that doesn't end is an error."""
-        began, told, holder = time.monotonic(), False, _LockHolder(path)
-        while holder.lives is not False:
+        began, warned, holder = time.monotonic(), False, _LockHolder(path)
+        while holder.alive is not False:
             waited = time.monotonic() - began
-            if holder.lives and holder.facts.get("runs", True) and waited > self._patience(holder):
+            if holder.alive and holder.facts.get("runs", True) and waited > self._patience(holder):
                 raise SbkitError(f"{self.folder} is in use by another run: {holder}",
                                  hint=f"wait for it, end it, or choose another place with {self.option}")
-            if not told and waited > PATIENCE:
-                told = True
-                what = "is working there, waiting for it" if holder.lives else "held it, waiting for a sign of life"
+            if not warned and waited > PATIENCE:
+                warned = True
+                what = "is working there, waiting for it" if holder.alive else "held it, waiting for a sign of life"
                 logger.warning("%s: %s %s", self.folder, holder, what)
             time.sleep(_POLL_SECONDS)
             holder.refresh()
 
     def _patience(self, holder: _LockHolder) -> float:
-        kin = self._facts["job"] and holder.facts.get("job") == self._facts["job"]
-        return PATIENCE_WITH_KIN if kin else PATIENCE
+        same_job = self._facts["job"] and holder.facts.get("job") == self._facts["job"]
+        return PATIENCE_SAME_JOB if same_job else PATIENCE
 
     # ------------------------------------------------------------ holding it
 
-    def _beat(self) -> None:
+    def _renew(self) -> None:
         while not self._over.wait(BEAT):
             with contextlib.suppress(OSError):  # the disk may be unreachable for a moment
-                if self._followed():
+                if self._taken_over():
                     ending.exit_with_error(f"{self.folder} was taken over by another run, because this one gave no "
                                            "sign of life for too long; this run ends here")
                 os.utime(self._held.descriptor)
 
-    def _followed(self) -> bool:
+    def _taken_over(self) -> bool:
         """Whether another process has taken the folder, or a new folder of the same name."""
         newest = self._newest()
         return newest > self._number or (newest == self._number and not self._held.is_at(self._path(newest)))
@@ -172,25 +172,25 @@ class RunLock:
 class _LockHolder:
     """The holder of a folder, as read from its file.
 
-    lives : whether the holder is alive; None if only time can tell
+    alive : whether the holder is alive; None if only time can tell
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.facts: dict[str, Any] = {}
-        self.lives: bool | None = None
+        self.alive: bool | None = None
         self._first: int | None = None
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the file again and update ``lives``."""
+        """Read the file again and update ``alive``."""
         try:
             with Lock(self.path) as lock:
                 free = lock.acquire(shared=True)
                 self.facts = self._read()
-                self.lives = self._judge(free, os.fstat(lock.descriptor).st_mtime_ns)
+                self.alive = self._is_alive(free, os.fstat(lock.descriptor).st_mtime_ns)
         except FileNotFoundError:  # another process has taken the folder
-            self.lives = False
+            self.alive = False
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -198,7 +198,7 @@ class _LockHolder:
         except ValueError:  # the holder has just started
             return {}
 
-    def _judge(self, free: bool | None, beat: int) -> bool | None:
+    def _is_alive(self, free: bool | None, beat: int) -> bool | None:
         if free is False:
             return True
         if "ended" in self.facts:

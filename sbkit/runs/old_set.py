@@ -87,14 +87,14 @@ def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | 
             raise
         print(f"the old test was not scored: {error.message}", file=sys.stderr)
         return "The result of the old test is unknown."
-    said = known.describe(value)
+    message = known.describe(value)
     if known.is_worse(value):
-        said = f"the model forgot: {said}"
+        message = f"the model forgot: {message}"
         if not accept_worse:
-            raise SbkitError(said, hint=f"{known.offer(keys.folder, keys.average_checkpoints)}; ".removeprefix("; ")
+            raise SbkitError(message, hint=f"{known.offer(keys.folder, keys.average_checkpoints)}; ".removeprefix("; ")
                              + "--accept-worse exports it anyway")
-    print(said, file=sys.stderr)
-    return f"{said[0].upper()}{said[1:]}."
+    print(message, file=sys.stderr)
+    return f"{message[0].upper()}{message[1:]}."
 
 
 def _old_rate(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | None) -> tuple[OldSet, float]:

@@ -45,42 +45,42 @@ def fetch(pretrainer: Pretrainer | None, filled: Collection[int] = ()) -> dict[s
 
     filled : the ids of tensors that get their values from a checkpoint, or from ``init_from``
     """
-    return ranks.run_on_main(_collect, pretrainer) if _wanted(pretrainer, filled) else {}
+    return ranks.run_on_main(_collect, pretrainer) if _needed(pretrainer, filled) else {}
 
 
 def load(pretrainer: Pretrainer | None, filled: Collection[int] = ()) -> None:
     """Fetch and load everything but modules of which all is ``filled`` otherwise, as in ``fetch``."""
-    wanted = _wanted(pretrainer, filled)
-    if pretrainer is None or not wanted:
+    needed = _needed(pretrainer, filled)
+    if pretrainer is None or not needed:
         return
     paths = ranks.run_on_main(_collect, pretrainer)
-    for name, obj in wanted.items():
+    for name, obj in needed.items():
         _load(obj, name, paths[name], pretrainer.custom_hooks.get(name))
     if ranks.is_main():
-        logger.info("Pretrained: %s", ", ".join(f"{name} from {paths[name]}" for name in wanted))
+        logger.info("Pretrained: %s", ", ".join(f"{name} from {paths[name]}" for name in needed))
 
 
-def brought(pretrainer: Pretrainer | None, filled: Collection[int] = ()) -> set[int]:
+def loaded_ids(pretrainer: Pretrainer | None, filled: Collection[int] = ()) -> set[int]:
     """The ids of the tensors that ``load`` fills: those of its modules, but for adapters and what its files lack."""
-    modules = [obj for obj in _wanted(pretrainer, filled).values() if isinstance(obj, nn.Module)]
+    modules = [obj for obj in _needed(pretrainer, filled).values() if isinstance(obj, nn.Module)]
     return {id(tensor) for module in modules for name, tensor in module.state_dict(keep_vars=True).items()
             if not is_added(name) and name not in getattr(module, "reinitialised", ())}
 
 
-def saved(objects: Iterable[object]) -> set[int]:
+def saved_ids(objects: Iterable[object]) -> set[int]:
     """The ids of the tensors that a checkpoint of these objects fills."""
     return {tensor for obj in objects for tensor in saved_by(obj)}
 
 
-def _wanted(pretrainer: Pretrainer | None, filled: Collection[int]) -> dict[str, Any]:
+def _needed(pretrainer: Pretrainer | None, filled: Collection[int]) -> dict[str, Any]:
     """What the pretrainer has to load: all that isn't filled otherwise."""
     if pretrainer is None:
         return {}
     return {name: obj for name, obj in pretrainer.loadables.items()
-            if pretrainer.is_loadable(name) and not _within(obj, filled)}
+            if pretrainer.is_loadable(name) and not _is_filled(obj, filled)}
 
 
-def _within(obj: object, filled: Collection[int]) -> bool:
+def _is_filled(obj: object, filled: Collection[int]) -> bool:
     """Whether all of a module is filled, but for what pretrained weights need not have."""
     if not isinstance(obj, nn.Module):
         return False

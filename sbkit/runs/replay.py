@@ -35,7 +35,7 @@ class Replay(Mixture):
     """
 
     def __init__(self, corpus: Corpus, share: float, source: str | Path):
-        options, folder = prepared_with(Path(source)), corpus.folder / OLD
+        options, folder = preparation_options(Path(source)), corpus.folder / OLD
         old = (Prepared if source == folder else Corpus)(
             source, options.get("language"), folder, text=_rules(options) or corpus.text,
             min_duration=corpus.min_duration, max_duration=corpus.max_duration, schemes=corpus.schemes,
@@ -59,7 +59,7 @@ class Prepared(Corpus):
         return self.load()
 
 
-def prepared_with(folder: Path) -> dict[str, Any]:
+def preparation_options(folder: Path) -> dict[str, Any]:
     """The options that manifests in a folder were prepared with; none if there are none."""
     options = stored_json(folder / _REPORT).get("options")
     return options if isinstance(options, dict) else {}
@@ -73,7 +73,7 @@ def _rules(options: Mapping[str, Any]) -> TextRules | None:
     return AsWritten() if text.get("as_written") else NormalizedBefore.for_language(None, **text)
 
 
-def replayed(keys: TaskKeys) -> Replay:
+def with_replay(keys: TaskKeys) -> Replay:
     """The corpus of a recipe with what its source was trained on."""
     assert keys.replay is not None
     if isinstance(keys.corpus, Mixture):
@@ -117,11 +117,11 @@ def arguments_of(values: Mapping[str, str]) -> str:
                       for word in (f"--{key}", values[key]))
 
 
-def _began(keys: TaskKeys) -> str:
+def _resume_hint(keys: TaskKeys) -> str:
     """How the run that is in the output folder is resumed; empty if there is none that replays."""
     recipe = Path(str(vars(keys).get("output_folder") or "")) / RECIPE
-    began = load.tree(recipe).texts() if recipe.is_file() else {}
-    return f"resume the run in {recipe.parent} with {arguments_of(began)}" if "replay" in began else ""
+    recorded = load.tree(recipe).texts() if recipe.is_file() else {}
+    return f"resume the run in {recipe.parent} with {arguments_of(recorded)}" if "replay" in recorded else ""
 
 
 def problems(keys: TaskKeys) -> Iterator[Problem]:
@@ -133,16 +133,16 @@ def problems(keys: TaskKeys) -> Iterator[Problem]:
         return
     if keys.init_from is None:
         yield Problem("replay", f"it is {keys.replay:g}, but the run starts from no trained model",
-                      _began(keys) or "write init_from: RUN")
+                      _resume_hint(keys) or "write init_from: RUN")
         return
     if not isinstance(keys.corpus, Replay):
         try:
-            replayed(keys)
+            with_replay(keys)
         except SbkitError as error:
-            name, _, said = error.message.partition(": ")
+            name, _, message = error.message.partition(": ")
             if name not in ("replay", "init_from"):
-                name, said = "replay" if keys.replay_from is None else "replay_from", error.message
-            yield Problem(name, said, error.hint or "")
+                name, message = "replay" if keys.replay_from is None else "replay_from", error.message
+            yield Problem(name, message, error.hint or "")
     recipe = (_run_of(keys) or Path(keys.init_from)) / RECIPE
     rate = load.tree(recipe).at("sample_rate") if recipe.is_file() else None
     if isinstance(rate, int) and rate != keys.sample_rate:

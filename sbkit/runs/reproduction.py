@@ -48,7 +48,7 @@ FORMAT = 1
 #: never.
 _HASH = 6
 _MAX_BYTES = 4 << 30
-_MOST = 4096  # processes, and threads of each
+_MAX_PROCESSES = 4096  # processes, and threads of each
 _NAMED = 5
 _QUICK = 10_000  # recordings, read in seconds
 WHOLE = 200_000  # recordings, read in minutes
@@ -150,7 +150,7 @@ def compare_corpus(recorded: Mapping[str, Any], manifests: Mapping[str, Manifest
 
     Raises an error that names the first rows that differ, in all splits.
     """
-    wrong, unread = [], []
+    wrong, not_compared = [], []
     for split, was in recorded["corpus"].items():
         if split not in manifests:
             wrong.append(f"{split}: the corpus lacks it")
@@ -158,7 +158,7 @@ def compare_corpus(recorded: Mapping[str, Any], manifests: Mapping[str, Manifest
         manifest = manifests[split]
         now = hashes(manifest, split)
         if was["audio"] is None or now["audio"] is None:
-            unread.append(f"the audio of {split}, which is behind URLs")
+            not_compared.append(f"the audio of {split}, which is behind URLs")
         if now["rows"] != was["rows"]:
             wrong.append(f"{split}: {now['rows']:,} rows instead of {was['rows']:,}")
         for part in ("texts", "audio"):
@@ -174,7 +174,7 @@ def compare_corpus(recorded: Mapping[str, Any], manifests: Mapping[str, Manifest
     if wrong:
         raise SbkitError("the corpus is not the one that was recorded:\n  " + "\n  ".join(wrong), exit_code=1,
                          hint="name the same corpus, such as --source /data/cv/en, in the release that was used")
-    return unread
+    return not_compared
 
 
 # ---------------------------------------------------------------- reading, and comparing runs
@@ -192,8 +192,8 @@ def read(path: Path) -> dict[str, Any]:
         missing = {"options", "device", "precision", "environment", "corpus",
                    "figures"} - set(found)
         for name in ("processes", "threads"):
-            if not isinstance(found.get(name), int) or not 1 <= found[name] <= _MOST:
-                missing.add(f"a number of {name} from 1 to {_MOST}")
+            if not isinstance(found.get(name), int) or not 1 <= found[name] <= _MAX_PROCESSES:
+                missing.add(f"a number of {name} from 1 to {_MAX_PROCESSES}")
         if missing or not losses:
             raise ValueError(f"it lacks {', '.join(sorted(missing)) or 'losses'}")
         for split, rows in found["corpus"].items():
@@ -216,8 +216,8 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def places(texts: Mapping[str, str], given: Iterable[str]) -> list[str]:
-    """Return the options that put places where the recorded recipe has others, in all keys that have them.
+def path_options(texts: Mapping[str, str], given: Iterable[str]) -> list[str]:
+    """Return the options that replace paths of the recorded recipe, in all keys that have them.
 
     texts : the recorded values by key
     given : ``KEY=PLACE``
@@ -329,8 +329,8 @@ def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[in
         try:
             while True:
                 ended = process.poll() is not None
-                found, began = losses_of(folder)
-                other = None not in (began, weights) and began != weights
+                found, started_from = losses_of(folder)
+                other = None not in (started_from, weights) and started_from != weights
                 if other and exact and cause is None:
                     raise SbkitError("the run starts from other weights than the recorded one", hint=OTHER_WEIGHTS,
                                      exit_code=1)

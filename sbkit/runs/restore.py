@@ -17,7 +17,7 @@ from sbkit.recipe.arguments import make_importable
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Node
 from sbkit.runs import pretrained
-from sbkit.runs.begun import steps_begun
+from sbkit.runs.progress import read_progress
 from sbkit.score.metric import Metric, Order
 from sbkit.score.run_files import EVALUATIONS, RECIPE, TESTED
 from sbkit.train.averaging import EMA, load_mean, weight_recoverables
@@ -53,8 +53,8 @@ def read_run(run: str | Path) -> Recipe:
     run = Path(run)
     path = run / RECIPE
     if run.resolve().parent.name == EVALUATIONS and run.is_dir() and not (run / "save").exists() \
-            and (of := run.resolve().parents[1] / RECIPE).is_file():
-        raise SbkitError(f"{run} has the results of a test, not a run", hint=f"name the run's own folder: {of.parent}")
+            and (tested := run.resolve().parents[1] / RECIPE).is_file():
+        raise SbkitError(f"{run} has the results of a test, not a run", hint=f"name the run's folder: {tested.parent}")
     if not path.is_file():
         missing = f"is not a run: it has no {RECIPE}" if run.is_dir() else "does not exist"
         raise SbkitError(f"{run} {missing}", hint="name the output_folder of a run")
@@ -76,13 +76,13 @@ def read_run(run: str | Path) -> Recipe:
 def warn_unfinished(recipe: Recipe) -> None:
     """Warn if a run is still to train: how far it is, and which checkpoint is not among the best."""
     keys = recipe.keys
-    begun, epochs = steps_begun(keys.checkpointer, keys.epoch_counter), keys.epoch_counter.limit
-    if not begun.done or begun.finished >= epochs or (keys.folder / TESTED).exists():
+    progress, epochs = read_progress(keys.checkpointer, keys.epoch_counter), keys.epoch_counter.limit
+    if not progress.done or progress.finished >= epochs or (keys.folder / TESTED).exists():
         return
-    newest = f"; its newest checkpoint, {begun.within} steps into epoch {begun.finished + 1}, is not validated, so " \
-        f"only --checkpoint {LAST} uses it" if begun.within else ""
+    newest = f"; its newest checkpoint, {progress.within} steps into epoch {progress.finished + 1}, is not " \
+        f"validated, so only --checkpoint {LAST} uses it" if progress.within else ""
     logger.warning("%s has not finished: it has trained %d of %d epochs, %d steps%s. The same command resumes it",
-                   keys.folder, begun.finished, epochs, begun.done, newest)
+                   keys.folder, progress.finished, epochs, progress.done, newest)
 
 
 def _origin(path: Path) -> Path:
@@ -96,7 +96,7 @@ def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: 
     options = {"device": None if device is None else str(device), **run_opts}
     options = {name: value for name, value in options.items() if value is not None}
     checkpointer = recipe.hparams["checkpointer"]
-    pretrained.load(recipe.keys.pretrainer, pretrained.saved(checkpointer.recoverables.values()))
+    pretrained.load(recipe.keys.pretrainer, pretrained.saved_ids(checkpointer.recoverables.values()))
     brain = recipe.brain(RunOptions(**options, overridden_args=set(options)), opt_class=None)
     # No optimizer, no generators, no log files: only what was trained is taken from a checkpoint.
     checkpointer = brain.checkpointer
@@ -124,7 +124,7 @@ def take_weights(brain: Brain, checkpoint: str = BEST, mean_of: int = 1) -> list
     if checkpoint in (BEST, LAST):
         used = checkpointer.recover_if_possible(**order)
     else:
-        used = named(checkpointer, checkpoint)
+        used = find_checkpoint(checkpointer, checkpoint)
         checkpointer.load_checkpoint(used)
     for obj in checkpointer.recoverables.values():
         if isinstance(obj, EMA):
@@ -137,7 +137,7 @@ def order_of(checkpointer: Checkpointer, metric: Metric, checkpoint: str,
     """How to rank a run's checkpoints when ``checkpoint`` is asked for: by the task's metric, or by time if empty.
 
     metric : of the task
-    asked : how to ask for the newest instead, for the message
+    requested : how to ask for the newest instead, for the message
     """
     if not checkpointer.list_checkpoints():
         raise SbkitError(f"{checkpointer.checkpoints_dir} has no checkpoint",
@@ -149,16 +149,16 @@ def order_of(checkpointer: Checkpointer, metric: Metric, checkpoint: str,
     return order
 
 
-def named(checkpointer: Checkpointer, name: str) -> Checkpoint:
+def find_checkpoint(checkpointer: Checkpointer, name: str) -> Checkpoint:
     """The checkpoint whose folder has this name, or the only one whose name contains it."""
-    there = {Path(ckpt.path).name: ckpt for ckpt in checkpointer.list_checkpoints()}
+    checkpoints = {Path(ckpt.path).name: ckpt for ckpt in checkpointer.list_checkpoints()}
     wanted = Path(name).name
-    found = [wanted] if wanted in there else [each for each in there if wanted in each]
+    found = [wanted] if wanted in checkpoints else [each for each in checkpoints if wanted in each]
     if len(found) == 1:
-        return there[found[0]]
+        return checkpoints[found[0]]
     problem = f"{len(found)} checkpoints have {name!r} in their name" if found else f"there is no checkpoint {name!r}"
     raise SbkitError(f"{problem} in {checkpointer.checkpoints_dir}",
-                     hint=f"choose one of {', '.join(sorted(there))}, {BEST} or {LAST}")
+                     hint=f"choose one of {', '.join(sorted(checkpoints))}, {BEST} or {LAST}")
 
 
 _WEIGHTS = (torch.nn.Module, EMA)

@@ -17,8 +17,8 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import finished_runs
 from sbkit.recipe.arguments import CommandLine
 from sbkit.runs import reproduction
-from sbkit.runs.begun import steps_begun
 from sbkit.runs.keys import TaskKeys
+from sbkit.runs.progress import read_progress
 from sbkit.runs.start_guard import StartGuard
 from sbkit.score.report import write_report
 from sbkit.score.results import Results, describe_unread
@@ -61,19 +61,19 @@ def finished(keys: TaskKeys, request: CommandLine, guard: StartGuard) -> str:
     Raises an error if all epochs are trained and tested, but by other values, which would be recorded as the run's.
     """
     folder = keys.folder
-    if not (there := stored_json(folder / TESTED)):
+    if not (tested := stored_json(folder / TESTED)):
         return ""
-    was, now = there.get("of") or {}, _of(keys, request)
-    if was != now or not all((folder / name).exists() for name in there.get("files", ())):
+    was, now = tested.get("of") or {}, _of(keys, request)
+    if was != now or not all((folder / name).exists() for name in tested.get("files", ())):
         changes = [*guard.changes(), *_options_changed(was.get("options") or {}, now["options"])]
         if changes and not request.run_opts.test_only and \
-                steps_begun(keys.checkpointer, keys.epoch_counter).finished >= keys.epoch_counter.limit:
+                read_progress(keys.checkpointer, keys.epoch_counter).finished >= keys.epoch_counter.limit:
             raise SbkitError(f"{folder} is finished, so these changes would have no effect: {'; '.join(changes)}",
                              hint="choose another --output_folder; if the model stays the same, a larger "
                                   "--number_of_epochs trains on, and --test_only tests with the changes")
         return ""
-    said = there.get("said", "done")
-    where = f" ({folder / there['files'][0]})" if there.get("files") else ""
+    said = tested.get("said", "done")
+    where = f" ({folder / tested['files'][0]})" if tested.get("files") else ""
     return (f"nothing left to do: {folder} is trained and tested, test {said}{where}; a larger number_of_epochs trains "
             "on, --test_only tests again")
 
@@ -94,14 +94,14 @@ def open_test(keys: TaskKeys, request: CommandLine, guard: StartGuard, done: str
     test_only, was = request.run_opts.test_only, stored_json(keys.folder / TESTED).get("of")
     if test_only and not done and (
             guard.changed() or (was and _options_changed(was.get("options") or {}, _of(keys, request)["options"]))):
-        into = keys.folder / EVALUATIONS / "test_only"
+        results_folder = keys.folder / EVALUATIONS / "test_only"
         for name in (RECIPE, PREPARED, f"{MANIFESTS}/test.csv"):
             if (keys.folder / name).is_file():
-                (into / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(keys.folder / name, into / name)
+                (results_folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(keys.folder / name, results_folder / name)
         guard.restores = True
-        return into
-    for folder in (keys.folder, *[guard.aside] * test_only):
+        return results_folder
+    for folder in (keys.folder, *[guard.backup] * test_only):
         (folder / TESTED).unlink(missing_ok=True)
     return keys.folder
 

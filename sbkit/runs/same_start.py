@@ -12,7 +12,7 @@ from sbkit.train.distributed import ranks
 
 #: Run options that may differ between ranks: the place of the recipe, and what is shown. Of a device only its kind may
 #: not.
-_OWN = {"param_file", "device", "local_rank", "noprogressbar", "tqdm_colored_bar", "log_config"}
+_MAY_DIFFER = {"param_file", "device", "local_rank", "noprogressbar", "tqdm_colored_bar", "log_config"}
 _NAMED, _WIDTH = 5, 60
 
 
@@ -43,7 +43,7 @@ def require(request: CommandLine) -> None:
 def _start_values(request: CommandLine) -> dict[str, str]:
     """The resolved value of each key and option, as text."""
     options = {name: str(getattr(request.run_opts, name))
-               for name in request.run_opts.overridden_args if name not in _OWN}
+               for name in request.run_opts.overridden_args if name not in _MAY_DIFFER}
     options["check"] = str(request.check)
     options["device"] = str(request.run_opts.device).partition(":")[0]
     return flatten(resolved(request.path, request.overrides)).texts() | options

@@ -78,7 +78,7 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
     ranks.run_on_main(preparation.open_folder, folder, request)
     ranks.run_on_main(initial.open_source, recipe.keys, guard.changed())
     # Before a corpus is prepared, so that what is missing is told at once.
-    pretrained.fetch(recipe.keys.pretrainer, _filled(recipe))
+    pretrained.fetch(recipe.keys.pretrainer, _filled_elsewhere(recipe))
     from_corpus = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides, bundles)
     if from_corpus:
         request.overrides.update({key: value for key, value in from_corpus.items() if key in recipe.hparams})
@@ -92,24 +92,24 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
         if ranks.is_main():
             print(done)
         return
-    into = ranks.run_on_main(results.open_test, recipe.keys, request, guard, done)
+    results_folder = ranks.run_on_main(results.open_test, recipe.keys, request, guard, done)
     corpus = recipe.keys.corpus
     manifests = corpus.load()
-    pretrained.load(recipe.keys.pretrainer, _filled(recipe))
-    brain = training.fit_and_test(recipe, request, device, manifests, guard, bundles, into)
-    ranks.run_on_main(results.show, brain.tested, into, manifests["test"], corpus.left_out("test"),
+    pretrained.load(recipe.keys.pretrainer, _filled_elsewhere(recipe))
+    brain = training.fit_and_test(recipe, request, device, manifests, guard, bundles, results_folder)
+    ranks.run_on_main(results.show, brain.tested, results_folder, manifests["test"], corpus.left_out("test"),
                       brain.metrics_log)
     if (done or not test_only) and not brain.tested.unread:  # a test alone does not complete a run
         ranks.run_on_main(results.mark_finished, recipe.keys, request, brain.tested)
-    if into == folder:
+    if results_folder == folder:
         old_set.compare(brain, device)
 
 
-def _filled(recipe: Recipe) -> set[int]:
+def _filled_elsewhere(recipe: Recipe) -> set[int]:
     """The ids of the tensors that come from a checkpoint of this run, or from ``init_from`` in one that begins."""
     from sbkit.runs import initial, pretrained
     from sbkit.train.distributed import ranks
 
     if ranks.run_on_main(initial.fresh, recipe.keys):
         return initial.filled(recipe)
-    return pretrained.saved(recipe.keys.checkpointer.recoverables.values())
+    return pretrained.saved_ids(recipe.keys.checkpointer.recoverables.values())

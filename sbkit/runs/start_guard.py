@@ -32,7 +32,7 @@ class StartGuard:
     restores = False
 
     def __init__(self, folder: Path, here: bool = True):
-        self.folder, self.aside = folder, folder / BEFORE_START
+        self.folder, self.backup = folder, folder / BEFORE_START
         self._here = here
 
     def begins(self) -> None:
@@ -49,7 +49,7 @@ class StartGuard:
         if not self._here:
             return {}
         try:
-            before, now = (load.tree(folder / RECIPE).texts() for folder in (self.aside, self.folder))
+            before, now = (load.tree(folder / RECIPE).texts() for folder in (self.backup, self.folder))
         except SbkitError:  # there is no backup, or it is not readable
             return {}
         changes = {key: (before.get(key, "nothing"), now.get(key, "nothing")) for key in before | now}
@@ -84,7 +84,7 @@ class StartGuard:
             for path in _manifests(self.folder):
                 _link(path, part / MANIFESTS / path.name)
             disk.sync_folder(part / MANIFESTS)
-        os.rename(part, self.aside)
+        os.rename(part, self.backup)
         disk.sync_folder(self.folder)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -104,9 +104,9 @@ def restore_previous(folder: Path) -> None:
     Manifests belong together: if the run had any, those that it did not have are deleted. If this is killed, the next
     start does it again.
     """
-    aside = folder / BEFORE_START
-    if aside.is_dir():
-        kept = [path.relative_to(aside) for path in sorted(aside.rglob("*")) if path.is_file()]
+    backup = folder / BEFORE_START
+    if backup.is_dir():
+        kept = [path.relative_to(backup) for path in sorted(backup.rglob("*")) if path.is_file()]
         if any(path.parent.name for path in kept):
             for path in _manifests(folder):
                 if path.relative_to(folder) not in kept:
@@ -115,7 +115,7 @@ def restore_previous(folder: Path) -> None:
             (folder / path).parent.mkdir(exist_ok=True)
             between = (folder / path).with_name(f".{path.name}.back")
             between.unlink(missing_ok=True)
-            _link(aside / path, between)
+            _link(backup / path, between)
             os.replace(between, folder / path)
             between.unlink(missing_ok=True)  # still there if both were already the same file
         logger.debug("Restored the recipe and the manifests in %s: the start that wrote others trained nothing", folder)
@@ -124,10 +124,10 @@ def restore_previous(folder: Path) -> None:
 
 def _drop(folder: Path) -> None:
     """Delete the backup, atomically rather than file by file."""
-    aside, gone = folder / BEFORE_START, folder / _GONE
+    backup, gone = folder / BEFORE_START, folder / _GONE
     shutil.rmtree(gone, ignore_errors=True)
-    if aside.is_dir():
-        os.rename(aside, gone)
+    if backup.is_dir():
+        os.rename(backup, gone)
     for path in (gone, folder / _PART):
         shutil.rmtree(path, ignore_errors=True)
 

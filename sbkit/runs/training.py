@@ -22,8 +22,8 @@ from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Findings
 from sbkit.recipe.speed import Utilisation, peak_of
 from sbkit.runs import initial, old_set, restore
-from sbkit.runs.begun import steps_begun, warn_of_lost_steps
 from sbkit.runs.keys import Bundles
+from sbkit.runs.progress import read_progress, warn_of_lost_steps
 from sbkit.runs.reproduction import weights_hash
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
@@ -36,39 +36,39 @@ logger = logging.getLogger(__name__)
 
 
 def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, manifests: Mapping[str, Manifest],
-                 guard: StartGuard, bundles: Bundles, into: Path) -> Brain:
+                 guard: StartGuard, bundles: Bundles, results_folder: Path) -> Brain:
     """Train the remaining epochs, then test; returns the Brain, which has the results.
 
     bundles : opens the recogniser that the task's tests need, a room above this one
-    into : the folder of the test's results
+    results_folder : the folder of the test's results
     """
     keys, train, test_only = recipe.keys, manifests["train"], request.run_opts.test_only
-    reports = ranks.is_main() and not test_only  # how it trains
+    logs = ranks.is_main() and not test_only  # how it trains
     encoder = recipe.task.encoder(keys)
     brain = recipe.brain(request.run_opts)
     if brain.recogniser is not None:
         brain.take_recogniser(bundles.recogniser(brain.recogniser, keys.sample_rate))
-    brain.utilisation = _utilisation(brain, device, train) if reports else None
+    brain.utilisation = _utilisation(brain, device, train) if logs else None
     batching, columns = keys.batching, BatchColumns(recipe.task.columns, keys)
-    reading = {"columns": columns, "rank": ranks.rank(), "world": ranks.world_size(), "workers": keys.num_workers,
+    options = {"columns": columns, "rank": ranks.rank(), "world": ranks.world_size(), "workers": keys.num_workers,
                "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
     epochs = keys.epoch_counter.limit
-    begun = ranks.run_on_main(steps_begun, brain.checkpointer, keys.epoch_counter)
-    plan = Plan.of(train, batching, keys.augment, begun.epochs, batching.rounding(device.type, brain.compile),
+    progress = ranks.run_on_main(read_progress, brain.checkpointer, keys.epoch_counter)
+    plan = Plan.of(train, batching, keys.augment, progress.epochs, batching.rounding(device.type, brain.compile),
                    columns)
-    if plan.sampler.left_out and reports:
+    if plan.sampler.left_out and logs:
         logger.warning("%d of %d utterances are in no step: fewer than %d have their label (clips_per)",
                        plan.sampler.left_out, len(train), batching.clips)
-    brain.train_state.epochs = begun.epochs
-    steps = begun.steps(len(plan), epochs)
-    if plan.passes > 1 and reports:
-        began = "" if epochs == begun.epochs else f", spread over the {begun.epochs} epochs that it began with"
+    brain.train_state.epochs = progress.epochs
+    steps = progress.steps(len(plan), epochs)
+    if plan.passes > 1 and logs:
+        note = "" if epochs == progress.epochs else f", spread over the {progress.epochs} epochs that it began with"
         logger.info("The corpus has %d steps: an epoch goes through it %d times, and the run has %d (least_steps: "
-                    "%d%s)", len(plan) // plan.passes, plan.passes, steps, batching.least_steps, began)
+                    "%d%s)", len(plan) // plan.passes, plan.passes, steps, batching.least_steps, note)
     train_set = TrainLoader(train, encoder, plan, min_micros=brain.grad_accumulation_factor, augment=keys.augment,
-                            **reading)
+                            **options)
     valid_set, test_set = (
-        EvalLoader(manifests[split], encoder, max_batch_seconds=batching.max_batch_seconds, augment=augment, **reading)
+        EvalLoader(manifests[split], encoder, max_batch_seconds=batching.max_batch_seconds, augment=augment, **options)
         for split, augment in (("dev", keys.valid_augment), ("test", keys.test_augment))
     )
     brain.mixture_parts.loader = train_set
@@ -85,10 +85,10 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
                 warn_of_lost_steps(brain, len(plan))
                 initial.load(brain)
                 old_set.score_before(recipe, brain)
-            brain.fit(_from_here_on(brain, guard, keys.epoch_counter, resumed), train_set, valid_set)
-        if into != keys.folder and brain.metrics_log is not None:
+            brain.fit(_epochs(brain, guard, keys.epoch_counter, resumed), train_set, valid_set)
+        if results_folder != keys.folder and brain.metrics_log is not None:
             brain.metrics_log.close()
-            brain.metrics_log = MetricsLog(into)
+            brain.metrics_log = MetricsLog(results_folder)
         with test_set:
             brain.evaluate(test_set, **brain.metric.order)
     except OtherModel as error:
@@ -99,7 +99,7 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     return brain
 
 
-def _from_here_on(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool) -> Iterator[int]:
+def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool) -> Iterator[int]:
     """Yield the epochs; the first is asked for once the newest checkpoint was found to fit, so the run begins."""
     changes = guard.changes()
     if resumed and changes:

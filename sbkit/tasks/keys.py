@@ -43,7 +43,7 @@ class RecogniserKeys(TaskKeys):
         keys = super().read(hparams)
         if keys.replay is not None and keys.init_from is not None and "corpus" in vars(keys):
             with contextlib.suppress(SbkitError):  # clashes reports it
-                keys.corpus = replay.replayed(keys)
+                keys.corpus = replay.with_replay(keys)
         return keys
 
     def clashes(self) -> Iterator[Problem]:

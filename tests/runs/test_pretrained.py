@@ -97,10 +97,10 @@ def test_what_a_checkpoint_holds_needs_no_source(folder):
     layer, frozen = nn.Linear(2, 3), nn.Linear(2, 3)
     given = Pretrainer(loadables={"frozen": frozen, "layer": layer},
                        paths={"frozen": "source/layer.ckpt", "layer": "source/layer.ckpt"})
-    pretrained.load(given, pretrained.saved([nn.Sequential(layer)]))
+    pretrained.load(given, pretrained.saved_ids([nn.Sequential(layer)]))
     assert (frozen.weight == 7).all() and not (layer.weight == 7).any()
     os.remove("source/layer.ckpt")
-    pretrained.load(given, pretrained.saved([nn.Sequential(layer), frozen]))
+    pretrained.load(given, pretrained.saved_ids([nn.Sequential(layer), frozen]))
 
 
 def head(size, value):

@@ -11,7 +11,7 @@ from run_folders import corpus
 
 from sbkit.data.corpus import Corpus
 from sbkit.errors import SbkitError
-from sbkit.runs.replay import NEW, problems, replayed
+from sbkit.runs.replay import NEW, problems, with_replay
 from sbkit.score.old_set import OLD
 
 
@@ -35,7 +35,7 @@ def keys(folder: Path, **given: object) -> SimpleNamespace:
 
 @pytest.mark.parametrize("start", ["", "save", "save/CKPT+1", "bundle"])
 def test_the_corpus_of_a_run_is_found_from_it_and_from_what_lies_in_it(run, start):
-    joint = replayed(keys(run.parent, init_from=str(run / start)))
+    joint = with_replay(keys(run.parent, init_from=str(run / start)))
     assert joint.parts[OLD].source == run / "manifests" and joint.parts[OLD].language == "en"
     assert joint.parts[OLD].text.replace == {"e": "ee"}, "it is written by the run's own rules"
     assert joint.parts[OLD].max_duration == 20, "what is too long for this run is left out"
@@ -50,7 +50,7 @@ def test_the_corpus_of_a_run_is_found_from_it_and_from_what_lies_in_it(run, star
 
 @pytest.mark.parametrize("named", ["run", "run/manifests", "en"])
 def test_a_corpus_can_be_named(run, named):
-    joint = replayed(keys(run.parent, init_from="owner/model", replay_from=str(run.parent / named)))
+    joint = with_replay(keys(run.parent, init_from="owner/model", replay_from=str(run.parent / named)))
     assert len(joint.prepare(show_progress=False)["train"]) == 12
     assert joint.parts[OLD].language == ("en" if named != "en" else None)
 
@@ -58,14 +58,14 @@ def test_a_corpus_can_be_named(run, named):
 @pytest.mark.parametrize("named", [None, "run/manifests"])
 def test_a_run_that_has_begun_needs_its_source_no_more(run, named):
     there = keys(run.parent, init_from=str(run), replay_from=named and str(run.parent / named))
-    before = replayed(there).prepare(show_progress=False)["train"].digest()
+    before = with_replay(there).prepare(show_progress=False)["train"].digest()
     shutil.rmtree(run)
-    again = replayed(there)
+    again = with_replay(there)
     for _ in range(2):
         assert again.prepare(show_progress=False)["train"].digest() == before and not list(problems(there))
     shutil.rmtree(there.corpus.folder)
     with pytest.raises(SbkitError, match=r"doesn't exist|no such file or folder"):
-        replayed(there)
+        with_replay(there)
 
 
 def test_what_lies_beside_is_not_what_it_learnt(run, monkeypatch):
@@ -75,10 +75,10 @@ def test_what_lies_beside_is_not_what_it_learnt(run, monkeypatch):
     (run.parent / "model").mkdir()
     for source in ("owner/model", "model"):
         with pytest.raises(SbkitError, match=r"has no manifests/prepare_report\.json"):
-            replayed(keys(run.parent, init_from=source))
+            with_replay(keys(run.parent, init_from=source))
     monkeypatch.chdir(run)
     with pytest.raises(SbkitError, match=r"has no manifests/prepare_report\.json"):
-        replayed(keys(run.parent, init_from="owner/model"))
+        with_replay(keys(run.parent, init_from="owner/model"))
 
 
 @pytest.mark.parametrize("source", ["gone", "run/gone", "./owner/model"])
@@ -100,7 +100,7 @@ def test_a_run_that_replays_is_resumed_with_both_keys(run):
 def test_an_old_corpus_without_a_test_is_refused(run):
     for split in ("dev", "test"):
         (run.parent / "en" / f"{split}.csv").unlink()
-    joint = replayed(keys(run.parent, init_from="owner/model", replay_from=str(run.parent / "en")))
+    joint = with_replay(keys(run.parent, init_from="owner/model", replay_from=str(run.parent / "en")))
     with pytest.raises(SbkitError, match="en has no test split to measure forgetting on"):
         joint.prepare(show_progress=False, needed=("train", "dev", "test"))
 
@@ -108,13 +108,13 @@ def test_an_old_corpus_without_a_test_is_refused(run):
 @pytest.mark.parametrize("report", ["[]", '{"options": []}', '{"options": {"text": null}}', "{"])
 def test_a_report_that_says_nothing_leaves_the_new_rules(run, report):
     (run / "manifests" / "prepare_report.json").write_text(report)
-    joint = replayed(keys(run.parent, init_from=str(run)))
+    joint = with_replay(keys(run.parent, init_from=str(run)))
     assert joint.parts[OLD].text is joint.parts[NEW].text
 
 
 def test_another_rate_is_refused(run):
     there = keys(run.parent, init_from=str(run), sample_rate=8000)
-    there.corpus = replayed(there)
+    there.corpus = with_replay(there)
     (problem,) = problems(there)
     assert problem.key == "sample_rate" and "it is 8000, but " in problem.message and "16000" in problem.hint
 

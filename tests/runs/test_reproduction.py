@@ -136,10 +136,10 @@ RECORDED = {"lr": "0.003", "layers": "4", "ema": "false", "betas": "[0.9, 0.98]"
     ("init_form=x", "the recorded recipe has no key init_form; did you mean init_from")])
 def test_a_place_is_set_wherever_the_recipe_has_it_and_nothing_else_is(given, words):
     if isinstance(words, list):
-        assert reproduction.places(RECORDED, [given]) == words
+        assert reproduction.path_options(RECORDED, [given]) == words
     else:
         with pytest.raises(SbkitError, match=re.escape(words)):
-            reproduction.places(RECORDED, [given])
+            reproduction.path_options(RECORDED, [given])
 
 
 def test_another_machine_is_compared_within_rounding(manifest):

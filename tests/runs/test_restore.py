@@ -147,7 +147,7 @@ def test_what_is_missing_is_named(run, tmp_path, spoil, message):
 
 def test_the_folder_of_a_test_is_not_a_run(run):
     (own := run / "evaluations" / "test_only").mkdir(parents=True)
-    with pytest.raises(SbkitError, match=f"results of a test, not a run; name the run's own folder: {run}$"):
+    with pytest.raises(SbkitError, match=f"results of a test, not a run; name the run's folder: {run}$"):
         restore.read_run(own)
     with pytest.raises(SbkitError, match="nosuch does not exist"):
         restore.read_run(own.with_name("nosuch"))

@@ -94,7 +94,7 @@ def filled(recipe: Recipe) -> set[int]:
         return set()
     own = modules.state_dict(keep_vars=True)
     taken = {id(own[path]): path for path in ranks.run_on_main(_paths, keys, modules, recipe.hparams)}
-    lost = pretrained.brought(keys.pretrainer) - pretrained.saved(keys.checkpointer.recoverables.values())
+    lost = pretrained.loaded_ids(keys.pretrainer) - pretrained.saved_ids(keys.checkpointer.recoverables.values())
     unsaved = [path for each, path in taken.items() if each in lost]
     if unsaved:
         raise SbkitError(f"init_from: {len(unsaved)} tensors, such as {unsaved[0]}, would be taken, but no checkpoint "
@@ -163,7 +163,7 @@ def _merged(match: Match) -> str:
 
 def _match(brain: Task, source: WeightSource, shapes: bool = False) -> Match:
     match = Match(brain.modules, vars(brain.hparams), source, brain.keys.init_leave or (), brain.token_tables(), shapes)
-    match.pretrained = pretrained.brought(brain.keys.pretrainer, {id(match.own[path]) for path in match.taken()})
+    match.pretrained = pretrained.loaded_ids(brain.keys.pretrainer, {id(match.own[path]) for path in match.taken()})
     return match
 
 
@@ -186,15 +186,15 @@ def check_start(trace: Trace, findings: Findings) -> Section | None:
     if trace.brain is None or trace.keys.init_from is None or _has_checkpoint(trace.built):
         return None
     try:
-        described, fates = check(trace.keys, trace.brain)
+        described, outcomes = check(trace.keys, trace.brain)
     except SbkitError as error:
         nodes, (key, _, said) = trace.built.nodes, error.message.partition(": ")
         key, said = (key, said) if key in nodes and key.startswith("init_") else ("init_from", error.message)
         findings.error("start", nodes[key].place, key, said, error.hint or "")
         return None
-    parts = [{"part": fate.name, "numbers": fate.numbers, "what": fate.what, "why": fate.why}
-             for fate in collapsed(fates)]
-    return Section(f"Start: from {described}", COLUMNS, rows(fates),
+    parts = [{"part": outcome.name, "numbers": outcome.numbers, "what": outcome.what, "why": outcome.why}
+             for outcome in collapsed(outcomes)]
+    return Section(f"Start: from {described}", COLUMNS, rows(outcomes),
                    values={"from": described, "parts": parts})
 
 
@@ -216,17 +216,17 @@ def text(source: str, outcomes: Sequence[ParameterOutcome]) -> str:
 
 def rows(outcomes: Sequence[ParameterOutcome]) -> list[list[str]]:
     """The rows of the table, whose columns are ``COLUMNS``."""
-    return [[fate.name, f"{fate.numbers:,}", fate.what, fate.why] for fate in collapsed(outcomes)]
+    return [[outcome.name, f"{outcome.numbers:,}", outcome.what, outcome.why] for outcome in collapsed(outcomes)]
 
 
 def collapsed(outcomes: Iterable[ParameterOutcome], depth: int = 1) -> list[ParameterOutcome]:
-    """One row for each module of which all shares its fate; layers in a row that do, in one.
+    """One row for each module whose tensors all have one outcome; such layers in sequence share a row.
 
-    depth : how many words of names are compared; where these don't tell what becomes of all below, one more is
+    depth : how many parts of names are compared; one more where these have several outcomes
 
     >>> rows = collapsed([ParameterOutcome(name, 2, what) for name, what in
     ...                   (("a.0.w", "taken"), ("a.1.w", "taken"), ("a.2.w", "left"), ("b", "taken"))])
-    >>> [(fate.name, fate.numbers, fate.what) for fate in rows]
+    >>> [(outcome.name, outcome.numbers, outcome.what) for outcome in rows]
     [('a.0-1', 4, 'taken'), ('a.2', 2, 'left'), ('b', 2, 'taken')]
     """
     modules: dict[str, list[ParameterOutcome]] = {}
@@ -237,9 +237,9 @@ def collapsed(outcomes: Iterable[ParameterOutcome], depth: int = 1) -> list[Para
         alike = len({(each.what, each.why) for each in below}) == 1
         found += [_together(name, below)] if alike else collapsed(below, depth + 1)
 
-    def layer(fate: ParameterOutcome) -> tuple[object, ...]:
-        *above, last = fate.name.split(".")
-        return (fate.what, fate.why, above) if len(above) == depth - 1 > 0 and last.isdigit() else fate
+    def layer(outcome: ParameterOutcome) -> tuple[object, ...]:
+        *above, last = outcome.name.split(".")
+        return (outcome.what, outcome.why, above) if len(above) == depth - 1 > 0 and last.isdigit() else outcome
 
     rows = []
     for _, group in itertools.groupby(found, layer):
@@ -249,5 +249,5 @@ def collapsed(outcomes: Iterable[ParameterOutcome], depth: int = 1) -> list[Para
     return rows
 
 
-def _together(name: str, fates: Sequence[ParameterOutcome]) -> ParameterOutcome:
-    return fates[0]._replace(name=name, numbers=sum(fate.numbers for fate in fates))
+def _together(name: str, outcomes: Sequence[ParameterOutcome]) -> ParameterOutcome:
+    return outcomes[0]._replace(name=name, numbers=sum(outcome.numbers for outcome in outcomes))

@@ -240,14 +240,14 @@ class Match:
         return self._outcomes(rows)
 
     def _outcomes(self, rows: Mapping[str, list[int]] | None) -> list[ParameterOutcome]:
-        fates = [self._outcome(path, rows) for path in self.own]
-        fates += [ParameterOutcome(self.parts.name(path), sum(self.theirs[name].numel() for name in names.values()),
+        outcomes = [self._outcome(path, rows) for path in self.own]
+        outcomes += [ParameterOutcome(self.parts.name(path), sum(self.theirs[name].numel() for name in names.values()),
                                    TAKEN, "running statistics") for path, names in self.counted.items()]
         known = {*self.found.values(), *(name for names in self.counted.values() for name in names.values())}
         surplus = [ParameterOutcome(name, tensor.numel(), LEFT, "init_leave" if name in self.left_there else
                                     "not in this model") for name,
                    tensor in self.theirs.items() if name not in known]
-        return [*fates, *surplus,
+        return [*outcomes, *surplus,
                 *(ParameterOutcome(name, 0, LEFT, why) for name, why in self.source.no_tensors.items())]
 
     def statistics(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -329,11 +329,11 @@ class Match:
                 wrong.append(path)
         if not wrong:
             return
-        told = [f"{self.parts.name(path)}: {_shape(self.theirs[self.found[path]])} there, {_shape(self.own[path])} "
+        lines = [f"{self.parts.name(path)}: {_shape(self.theirs[self.found[path]])} there, {_shape(self.own[path])} "
                 "here" for path in wrong[:_LISTED]]
         more = f"\n  and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
         raise SbkitError(f"init_from: {len(wrong)} tensors of {self.source.description} have another shape:\n  "
-                         + "\n  ".join(told) + more,
+                         + "\n  ".join(lines) + more,
                          hint=f"give the recipe the sizes that it was trained with, or {self._leaving(wrong)}")
 
     def _leaving(self, paths: Sequence[str]) -> str:

@@ -269,16 +269,16 @@ def _run_of(path: Path) -> Path | None:
 
 def refuse_choice(path: Path, checkpoint: str, mean_of: int) -> None:
     """Refuse a choice of checkpoints in what isn't a run."""
-    for key, asked, none in (("init_average", mean_of, 1), ("init_checkpoint", checkpoint, restore.BEST)):
-        if asked != none:
+    for key, asked, default in (("init_average", mean_of, 1), ("init_checkpoint", checkpoint, restore.BEST)):
+        if asked != default:
             raise SbkitError(f"{key}: {asked} selects a run's checkpoints, but init_from is {path}, which is no run",
                              hint=f"name the folder of the run, or leave {key} out")
 
 
 def _no_source(folder: Path) -> SbkitError:
     """The error for a folder that is nothing to start from."""
-    said = _config(folder)
-    if said.get("format") == _BUNDLE:
+    config = _config(folder)
+    if config.get("format") == _BUNDLE:
         return SbkitError(f"init_from: the bundle {folder} has only graphs, and no weights that can be trained",
                           hint="name the run that it was exported from, or a bundle in SpeechBrain's format")
     return SbkitError(f"init_from: {folder} is nothing that a run can start from", hint=f"name {KINDS}")
@@ -305,18 +305,18 @@ def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightS
     order = restore.order_of(checkpointer, metric, checkpoint, requested=f"init_checkpoint: {restore.LAST}")
     if mean_of == 1:
         chosen = _chosen(checkpointer, checkpoint, order)
-        said = "".join(f", {name} {value:.4g}" for name, value in chosen.meta.items() if name == metric.name)
-        return _saved(f"the run {run} ({Path(chosen.path).name}{said})", chosen, tree, checkpointer)
+        score = "".join(f", {name} {value:.4g}" for name, value in chosen.meta.items() if name == metric.name)
+        return _saved(f"the run {run} ({Path(chosen.path).name}{score})", chosen, tree, checkpointer)
     if checkpoint not in (restore.BEST, restore.LAST):
         raise SbkitError(f"init_average averages the best or the last checkpoints, not {checkpoint}")
-    describe_mean = functools.partial(_mean, run, mean_of)
+    describe_mean = functools.partial(_describe_mean, run, mean_of)
     there = min(mean_of, len(checkpointer.find_checkpoints(**order)))
-    made = _saved(describe_mean(there), _chosen(checkpointer, checkpoint, order), tree, checkpointer)
-    made.mean_of, made.order, made.describe_mean = mean_of, order, describe_mean
-    return made
+    source = _saved(describe_mean(there), _chosen(checkpointer, checkpoint, order), tree, checkpointer)
+    source.mean_of, source.order, source.describe_mean = mean_of, order, describe_mean
+    return source
 
 
-def _mean(run: Path, asked: int, count: int) -> str:
+def _describe_mean(run: Path, asked: int, count: int) -> str:
     """A run in words; of fewer checkpoints than were asked for all are taken, as ``average`` does."""
     few = f" instead of {asked}: there are no more" if count < asked else ""
     return f"the run {run} (the mean of {count} checkpoint{'s' if count > 1 else ''}{few})"
@@ -338,15 +338,15 @@ def _of_checkpoint(path: Path, metric: Metric) -> WeightSource:
 def _of_file(path: Path, metric: Metric) -> WeightSource:
     """By the names of the recipe that it lies with, if that says what it holds; else by its own."""
     description = f"the file {path}"
-    whole = _siblings(path.absolute(), metric)
-    held = None if whole is None else next(
-        (name for name, file in whole.files.items() if file.stem == path.stem or file.samefile(path)), None)
-    if whole is None or held is None:
+    container = _container(path.absolute(), metric)
+    held = None if container is None else next(
+        (name for name, file in container.files.items() if file.stem == path.stem or file.samefile(path)), None)
+    if container is None or held is None:
         return WeightSource(description, {"": path})
-    return replace(whole, description=description, files={held: path}, no_tensors={})
+    return replace(container, description=description, files={held: path}, no_tensors={})
 
 
-def _siblings(path: Path, metric: Metric) -> WeightSource | None:
+def _container(path: Path, metric: Metric) -> WeightSource | None:
     """The checkpoint, bundle or folder that a file is of; None where there is none whose recipe could be read."""
     folder = path.parent
     if (folder / METAFNAME).is_file():
@@ -359,7 +359,7 @@ def _siblings(path: Path, metric: Metric) -> WeightSource | None:
 
 def _chosen(checkpointer: Checkpointer, checkpoint: str, order: Order) -> Checkpoint:
     if checkpoint not in (restore.BEST, restore.LAST):
-        found = restore.named(checkpointer, checkpoint)
+        found = restore.find_checkpoint(checkpointer, checkpoint)
         _refuse_damaged(Path(found.path))
         return found
     reasons = []
@@ -443,5 +443,5 @@ def _pretrainer(folder: Path) -> tuple[Node, dict[str, Node], dict[str, list[str
         raise SbkitError(f"init_from: {path} is not of a run, and has no pretrainer that names weights",
                          hint=f"name {KINDS}")
     paths = (tree.at("pretrainer", "paths") or {}).items()
-    said = {name: [Path(str(path.value)).name] for name, path in paths if path.value}
-    return tree, loadables, {name: [f"{name}{PARAMFILE_EXT}", *said.get(name, [])] for name in loadables}
+    names = {name: [Path(str(path.value)).name] for name, path in paths if path.value}
+    return tree, loadables, {name: [f"{name}{PARAMFILE_EXT}", *names.get(name, [])] for name in loadables}

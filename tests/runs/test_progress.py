@@ -10,7 +10,7 @@ from speechbrain.utils.epoch_loop import EpochCounter
 from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain
 
 from sbkit.data.plan import Batching, Plan
-from sbkit.runs.begun import Begun, steps_begun, warn_of_lost_steps
+from sbkit.runs.progress import RunProgress, read_progress, warn_of_lost_steps
 from sbkit.train.checkpoint import Checkpointer
 
 BEGAN = 3  # epochs, of 5 steps
@@ -40,7 +40,7 @@ def shelf(folder, epochs):
 def run(folder, epochs=BEGAN, steps=5, die_at=None):
     """The steps of the whole run, as they are known before it starts, and those that it has in the end."""
     checkpointer, counter = shelf(folder, epochs)
-    found = steps_begun(checkpointer, counter)
+    found = read_progress(checkpointer, counter)
     toy = brain(Stopping, checkpointer=checkpointer, hparams={"die_at": die_at}, ckpt_interval_steps=2)
     toy.checkpointer.add_recoverable("model", toy.hparams.model)
     toy.train_state.epochs = found.epochs
@@ -75,22 +75,22 @@ def test_it_does_not_change_if_the_newest_checkpoint_is_damaged(tmp_path):
     assert len(saved) > 1
     for path, left in ((saved[-1], "epochs: ["), (saved[-1], ""), (saved[-1], "3")):
         path.write_text(left)
-        assert steps_begun(*shelf(tmp_path, 4)).steps(5, 4) == 20
+        assert read_progress(*shelf(tmp_path, 4)).steps(5, 4) == 20
     for path in saved:
         path.write_bytes(b"\xff\x00")
-    assert steps_begun(*shelf(tmp_path, 4)) == Begun(4)
+    assert read_progress(*shelf(tmp_path, 4)) == RunProgress(4)
 
 
 def test_an_epoch_keeps_its_length_when_there_are_to_be_more(tmp_path):
     batching, seconds = Batching(100, least_steps=60), [20.0] * 25  # 5 steps
     assert len(Plan(seconds, batching, epochs=BEGAN)) == 20
-    assert steps_begun(*shelf(tmp_path, 30)).epochs == 30
+    assert read_progress(*shelf(tmp_path, 30)).epochs == 30
     stopped(tmp_path, None)
     for epochs in (30, 6, 2):
-        found = steps_begun(*shelf(tmp_path, epochs))
+        found = read_progress(*shelf(tmp_path, epochs))
         assert len(Plan(seconds, batching, epochs=found.epochs)) == 20 and found[1:] == (15, 3, 0)
     run(tmp_path, 4)
-    assert steps_begun(*shelf(tmp_path, 9)) == Begun(BEGAN, 20, 4)
+    assert read_progress(*shelf(tmp_path, 9)) == RunProgress(BEGAN, 20, 4)
 
 
 def test_a_checkpoint_that_does_not_say_with_how_many_epochs_it_began_is_taken_by_its_steps(tmp_path):
@@ -99,12 +99,12 @@ def test_a_checkpoint_that_does_not_say_with_how_many_epochs_it_began_is_taken_b
         state = yaml.safe_load(path.read_text())
         del state["epochs"]
         path.write_text(yaml.safe_dump(state))
-    assert steps_begun(*shelf(tmp_path, 7)) == Begun(7, 9, 1, 4)
+    assert read_progress(*shelf(tmp_path, 7)) == RunProgress(7, 9, 1, 4)
 
 
 def test_a_counter_that_is_not_saved_begins_anew(tmp_path):
     stopped(tmp_path, 9)
-    assert steps_begun(Checkpointer(tmp_path), EpochCounter(4)) == Begun(4)
+    assert read_progress(Checkpointer(tmp_path), EpochCounter(4)) == RunProgress(4)
 
 
 @pytest.mark.parametrize("minutes, batches, first", [

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _STEP = re.compile(r'"kind": "(?:step|loss|epoch)".*?"step": (\d+)')
 
 
-class Begun(NamedTuple):
+class RunProgress(NamedTuple):
     """What a run has done; one that only begins has done nothing.
 
     epochs : ``number_of_epochs`` when it began. ``least_steps`` are spread over these for good, so an epoch keeps its
@@ -50,7 +50,7 @@ class Begun(NamedTuple):
         return self.done + (left * epoch_steps - min(self.within, epoch_steps) if left > 0 else 0)
 
 
-def steps_begun(checkpointer: Checkpointer, counter: EpochCounter) -> Begun:
+def read_progress(checkpointer: Checkpointer, counter: EpochCounter) -> RunProgress:
     """Read what a run has done, before anything of it is loaded.
 
     If the newest checkpoint turns out to be damaged, an older one is loaded. The length is the same then: what is done
@@ -60,15 +60,15 @@ def steps_begun(checkpointer: Checkpointer, counter: EpochCounter) -> Begun:
     for checkpoint in checkpointer.find_checkpoints():
         with contextlib.suppress(AttributeError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError, NotLoaded):
             return _read(checkpoint, name, counter)  # all these: it is damaged
-    return Begun(counter.limit)
+    return RunProgress(counter.limit)
 
 
-def _read(checkpoint: Checkpoint, name: str, counter: EpochCounter) -> Begun:
+def _read(checkpoint: Checkpoint, name: str, counter: EpochCounter) -> RunProgress:
     ended = checkpoint.meta.get("end-of-epoch", True)
     state, at = TrainState(), copy.copy(counter)
     state.load_state_dict(yaml.safe_load(checkpoint.paramfiles["brain"].read_text(encoding="utf-8")), ended)
     load_recoverable(at, name, checkpoint.paramfiles[name], hook_for(at, None, DEFAULT_LOAD_HOOKS, "load"), ended)
-    return Begun(state.epochs or counter.limit, state.optimizer_step, at.current, state.epoch_step)
+    return RunProgress(state.epochs or counter.limit, state.optimizer_step, at.current, state.epoch_step)
 
 
 def warn_of_lost_steps(brain: Brain, epoch_steps: int) -> None:
