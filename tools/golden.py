@@ -212,11 +212,11 @@ def _corpus(folder: Path) -> None:
     for split, count in SPLITS.items():
         lines = ["ID,duration,wav,spk_id,wrd"]
         for i in range(count):
-            said = [str(word) for word in draw.choice(list(WORDS), 2 + i % 3)]
-            parts = [_sound(WORDS[word], draw) for word in said]
+            words = [str(word) for word in draw.choice(list(WORDS), 2 + i % 3)]
+            parts = [_sound(WORDS[word], draw) for word in words]
             path = folder / f"{split}{i}.wav"
             soundfile.write(path, np.concatenate(parts), RATE, subtype="PCM_16")
-            lines.append(f"{split}{i},{sum(map(len, parts)) / RATE},{path},speaker{i % 2},{' '.join(said)}")
+            lines.append(f"{split}{i},{sum(map(len, parts)) / RATE},{path},speaker{i % 2},{' '.join(words)}")
         (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
 
 

@@ -33,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--average", type=int, default=1, metavar="N",
                         help="score the mean of the weights of the N best (or last) checkpoints")
     parser.add_argument("--max-wer", type=float, metavar="PERCENT", help="exit with 1 if a WER is higher")
-    for option, field, what in (("--max", "most", "above"), ("--min", "least", "below")):
+    for option, field, what in (("--max", "max_values", "above"), ("--min", "min_values", "below")):
         parser.add_argument(option, dest=field, action="append", default=[], type=_bound, metavar="NAME=VALUE",
                             help=f"exit with 1 if this figure of the results is {what} VALUE (repeatable)")
     parser.add_argument("--name", help="prefix of the results folder's name (default: the corpus)")
@@ -144,8 +144,8 @@ def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest
                           ("without a reference", scored.facts.get("without_reference"))):
             if ids:
                 print(f"  not scored: {counted(len(ids), 'utterance')} {what}: {', '.join(ids[:5])}")
-    bounds = [(name, 1, "more", bound) for name, bound in request.most]
-    bounds += [(name, -1, "less", bound) for name, bound in request.least]
+    bounds = [(name, 1, "more", bound) for name, bound in request.max_values]
+    bounds += [(name, -1, "less", bound) for name, bound in request.min_values]
     if request.max_wer is not None:
         bounds.append(("WER", 1, "more", request.max_wer))
     code = 0

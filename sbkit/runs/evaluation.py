@@ -24,7 +24,7 @@ _SCORED = ("source", "manifest", "checkpoints", "decoder", "precision")  # keys 
 class EvaluateRequest:
     """What to score, and how: the options of ``sbkit evaluate``, whose help describes each.
 
-    most, least : names of the results' figures, each with a bound; ``max_wer`` is one of WER
+    max_values, min_values : names of the results' figures, each with a bound; ``max_wer`` is one of WER
     lm, hot_words, lm_weight, word_score, beam, nbest : without any of these, transcripts are each frame's best token,
         or what the recipe's decoder finds
     chunk : milliseconds; None is the whole utterance
@@ -36,8 +36,8 @@ class EvaluateRequest:
     checkpoints: Sequence[str] = ("best",)
     average: int = 1
     max_wer: float | None = None
-    most: Sequence[tuple[str, float]] = ()
-    least: Sequence[tuple[str, float]] = ()
+    max_values: Sequence[tuple[str, float]] = ()
+    min_values: Sequence[tuple[str, float]] = ()
     name: str | None = None
     out: Path | None = None
     lm: str | None = None

@@ -32,7 +32,7 @@ from sbkit.data.suspects import Exclusions
 from sbkit.system.console import atomic_write
 from tools.bench.harness import RECIPE, as_words, markdown, parse_checked, program, rates_of, sbkit
 
-OWN = ("data_folder", "seed", "output_folder", "corpus")  # keys of its own runs
+OWN = ("data_folder", "seed", "output_folder", "corpus")  # keys that it sets
 KINDS = ("swapped", "cut", "misspelt")
 RUNS = ("original", "planted", "found", "without found", "without as many")
 

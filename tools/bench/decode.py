@@ -65,7 +65,7 @@ class Task(NamedTuple):
     pieces: list[str]
     log_probs: np.ndarray  # [B, T, V]
     lengths: np.ndarray  # [B]
-    said: list[str]
+    references: list[str]
     arpa: Path
     spell: Callable[[str], list[str]]
 
@@ -75,7 +75,8 @@ class Task(NamedTuple):
 
     def part(self, which: slice) -> Task:
         """Select some of the utterances."""
-        return self._replace(log_probs=self.log_probs[which], lengths=self.lengths[which], said=self.said[which])
+        return self._replace(log_probs=self.log_probs[which], lengths=self.lengths[which],
+                             references=self.references[which])
 
 
 def language(words: int, seed: int) -> Iterator[str]:
@@ -103,7 +104,7 @@ def make_task(size: int, utterances: int, folder: Path, seed: int = 0) -> Task:
     """Make a vocabulary of this size (about 32: characters), its language model, and utterances to decode."""
     sentences = language(8000, seed)
     train = [next(sentences) for _ in range(30_000)]
-    said = [next(sentences) for _ in range(utterances)]
+    references = [next(sentences) for _ in range(utterances)]
     text, arpa = folder / f"{size}.txt", folder / f"{size}.arpa"
     text.write_text("\n".join(train))
     kind = {"model_type": "char"} if size < 100 else {"model_type": "bpe", "vocab_size": size}
@@ -116,12 +117,12 @@ def make_task(size: int, utterances: int, folder: Path, seed: int = 0) -> Task:
     pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
     rng = np.random.default_rng(seed)
     sounds = rng.normal(size=(len(pieces), SOUNDS)) / math.sqrt(SOUNDS)
-    spoken = [posteriors(processor.encode(sentence), sounds, rng) for sentence in said]
+    spoken = [posteriors(processor.encode(sentence), sounds, rng) for sentence in references]
     lengths = np.array([len(each) for each in spoken])
     log_probs = np.full((len(spoken), lengths.max(), len(pieces)), -30.0, np.float32)
     for row, each in zip(log_probs, spoken, strict=True):
         row[:len(each)] = each
-    return Task(pieces, log_probs, lengths, said, arpa, lambda word: processor.encode(word, out_type=str))
+    return Task(pieces, log_probs, lengths, references, arpa, lambda word: processor.encode(word, out_type=str))
 
 
 def posteriors(tokens: Sequence[int], sounds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -129,9 +130,9 @@ def posteriors(tokens: Sequence[int], sounds: np.ndarray, rng: np.random.Generat
     frames = []
     for token in tokens:
         noise = NOISE * rng.lognormal(sigma=0.5)  # some tokens are clear, some are not
-        heard = sounds[token] + noise * rng.normal(size=sounds.shape[1]) / math.sqrt(sounds.shape[1])
+        observed = sounds[token] + noise * rng.normal(size=sounds.shape[1]) / math.sqrt(sounds.shape[1])
         for number in range(rng.choice([1, 1, 2])):
-            scores = SHARPNESS * (sounds @ heard) + 0.3 * rng.normal(size=len(sounds))
+            scores = SHARPNESS * (sounds @ observed) + 0.3 * rng.normal(size=len(sounds))
             scores[0] = scores.max() + rng.normal(-4.0 if number == 0 else 0.5, 1.5)
             frames.append(scores)
         longer = len(sounds) > 100  # a piece lasts longer than a character
@@ -194,7 +195,8 @@ def tune(task: Task, beam: int) -> Pair:
     events = search.events(torch.from_numpy(task.log_probs), torch.from_numpy(task.lengths))
 
     def wrong(weights: Pair) -> float:
-        return error_rate(task.said, [several[0].text for several in search.search(events, FusionWeights(*weights))])
+        found = search.search(events, FusionWeights(*weights))
+        return error_rate(task.references, [hypotheses[0].text for hypotheses in found])
 
     return min(itertools.product(LM_WEIGHTS, WORD_SCORES), key=wrong)
 
@@ -204,7 +206,7 @@ def contenders(task: Task, dev: Task, beam: int, workers: int) -> Iterator[tuple
     few = task.part(slice(FEW))
     tuned = tune(dev, beam)
     print(f"tuned: lm weight {tuned[0]}, word score {tuned[1]}", file=sys.stderr)
-    made: list[tuple[str, Task, Callable[[], Decode]]] = [
+    searches: list[tuple[str, Task, Callable[[], Decode]]] = [
         ("sbkit greedy", task, lambda: greedy(task)),
         ("sbkit", task, lambda: ours(task, beam)),
         ("sbkit, beam 16", task, lambda: ours(task, 16)),
@@ -217,7 +219,7 @@ def contenders(task: Task, dev: Task, beam: int, workers: int) -> Iterator[tuple
         ("flashlight, pruned", task, lambda: flashlight(task, beam, min(20, len(task.pieces)))),
         (f"flashlight, {FEW} utterances", few, lambda: flashlight(few, beam, None)),
     ]
-    for name, part, make in made:
+    for name, part, make in searches:
         try:
             yield name, part, make()
         except (ImportError, RuntimeError) as error:  # the second is torchaudio's
@@ -237,9 +239,9 @@ def race(task: Task, dev: Task, beam: int, rounds: int, workers: int) -> list[di
             if not number and name.startswith("sbkit"):
                 decode()  # starts processes, builds tables, allocates memory
             began = time.perf_counter()
-            heard = decode()
+            hypotheses = decode()
             took[name].append(time.perf_counter() - began)
-            wer[name] = error_rate(part.said, heard)
+            wer[name] = error_rate(part.references, hypotheses)
     return [{"vocabulary": len(task.pieces), "search": name, "WER": wer[name],
              "audio_seconds_per_second": part.seconds / statistics.median(took[name]),
              "spread": spread(took[name])} for name, part, _ in runs]
@@ -254,9 +256,9 @@ def shown(speed: float) -> str:
     return f"{speed:.0f}" if speed >= 10 else f"{speed:.1f}"
 
 
-def error_rate(said: Sequence[str], heard: Sequence[str]) -> float:
-    references = [each.split() for each in said]
-    edits = count(references, [each.split() for each in heard]).edits.sum()
+def error_rate(references: Sequence[str], hypotheses: Sequence[str]) -> float:
+    words = [each.split() for each in references]
+    edits = count(words, [each.split() for each in hypotheses]).edits.sum()
     return 100 * float(edits) / sum(map(len, references))
 
 

@@ -66,7 +66,7 @@ def sweep(name: str, device: str, rest: list[str]) -> list[dict[str, Any]]:
 
 
 def ask(what: dict[str, Any], device: str, rest: list[str]) -> dict[str, Any]:
-    """Measure a point in a process of its own."""
+    """Measure a point in a separate process."""
     command = [sys.executable, "-m", "tools.bench.growth", "--point", json.dumps(what), "--device", device, *rest]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

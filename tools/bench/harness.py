@@ -47,7 +47,7 @@ def check_keys(recipe: Path, words: list[str], own: Collection[str] = ()) -> Non
     from sbkit.recipe.check import check
 
     options = "--help lists this program's own options"
-    request = arguments.parse([str(recipe), *words], beside=False)
+    request = arguments.parse([str(recipe), *words], importable=False)
     if taken := sorted(request.overrides.keys() & own):
         raise SbkitError(f"--{taken[0]} is set by this program for each run", hint=options)
     if wrong := [each for each in check(request.path, request.overrides, run=False).errors if each.key not in own]:
@@ -118,7 +118,7 @@ def processor_seconds() -> float:
 
 
 def discard(folder: Path) -> None:
-    """Delete a run, except the file with which sbkit reproduce has it again, which moves beside its folder."""
+    """Delete a run, except the file for sbkit reproduce, which moves beside its folder."""
     for kept in folder.rglob(REPRODUCE):
         kept.replace(folder.with_name(f"{folder.name}.{REPRODUCE}"))
     shutil.rmtree(folder)

@@ -54,11 +54,11 @@ class Bench:
         self.lm = out / "tenth.arpa" if lm else None
         demo = make_demo_corpus(out / "demo", hours=hours)
         corpus = Corpus(str(demo), "en", out / "manifests", max_duration=20.0, min_duration=0.4)
-        self.said = corpus.prepare()["train"]
+        self.train = corpus.prepare()["train"]
         self.tenth, self.rest = out / "tenth.jsonl", out / "rest.jsonl"
-        order = np.random.default_rng(1234).permutation(len(self.said))
-        _write(self.tenth, self.said, order[: len(order) // _SHARE], texts=True)
-        _write(self.rest, self.said, order[len(order) // _SHARE :], texts=False)
+        order = np.random.default_rng(1234).permutation(len(self.train))
+        _write(self.tenth, self.train, order[: len(order) // _SHARE], texts=True)
+        _write(self.rest, self.train, order[len(order) // _SHARE :], texts=False)
 
     def run(self, rounds: int) -> float:
         """Train, label and train again; returns the last WER as a share of the first."""
@@ -106,7 +106,7 @@ class Bench:
         sbkit("the labels", ["label", run / "bundle", self.rest, "--to", labels, "--keep", self.keep, "--calibrate",
                              self.out / "manifests" / "dev.csv", *(["--lm", self.lm] if self.lm else [])], log)
         rows, rates = read_lines(labels / "train.jsonl"), ErrorRates("word")
-        texts = dict(zip(self.said.ids, self.said.texts, strict=True))
+        texts = dict(zip(self.train.ids, self.train.texts, strict=True))
         rates.add([row["id"] for row in rows], [texts[row["id"]] for row in rows], [row["text"] for row in rows])
         hours, right, there = (sum(row["duration"] * row.get(factor, 1) for row in lines) / 3600 for lines, factor in (
             (rows, ""), (rows, "confidence"), (read_lines(self.rest), "")))

@@ -42,7 +42,7 @@ from tools.bench.figure import figure
 from tools.bench.harness import RECIPE, discard, positive, whole_numbers
 from tools.bench.systems import NAMES, SYSTEMS, Cell
 
-OWN = ("number_of_epochs", "seed", "data_folder", "language", "output_folder")  # keys of its own runs
+OWN = ("number_of_epochs", "seed", "data_folder", "language", "output_folder")  # keys that it sets
 SPEED_EPOCHS = 2  # of a run that measures a system's speed
 #: Before anything was measured: audio seconds per second on two cores in fp32, and seconds of a run besides training.
 GUESSED_SPEED = {"sbkit": 150.0, "stock": 70.0, "nemo": 60.0}

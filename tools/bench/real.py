@@ -178,7 +178,7 @@ class Bench:
                     *as_words({**given, "step_seconds": 40}), *self.keys], log)
         found = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
         test = Manifest.read(folder / "manifests" / "test.csv")
-        rates = systems.score("test", dict(zip(test.ids, test.texts, strict=True)), found.pop("heard"))
+        rates = systems.score("test", dict(zip(test.ids, test.texts, strict=True)), found.pop("transcripts"))
         return {**found, "wer": rates["test_wer"], "cer": rates["test_cer"], "curve": []}
 
 

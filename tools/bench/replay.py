@@ -29,7 +29,7 @@ from sbkit.system.console import atomic_write
 from tools.bench.harness import RECIPE, Results, as_words, markdown, parse_checked, program, sbkit
 
 MOST = 1.1  # times the new WER without replay
-OWN = ("data_folder", "language", "number_of_epochs", "init_from", "output_folder", "replay")  # keys of its own runs
+OWN = ("data_folder", "language", "number_of_epochs", "init_from", "output_folder", "replay")  # keys that it sets
 HEAD = ("corpus", "way", "new WER", "old WER before", "old WER after", "the mean that saves the old")
 
 

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def ask(what: str, folder: Path, rows: int, parts: int) -> dict[str, float]:
-    """Do it in a process of its own."""
+    """Do it in a separate process."""
     command = [sys.executable, "-m", "tools.bench.scale", "--do", what, "--folder", str(folder), "--rows", str(rows),
                "--parts", str(parts)]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)

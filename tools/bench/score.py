@@ -58,7 +58,7 @@ def timed(make: Callable[[], Any], work: Callable[[Any], dict[str, Any]]) -> tup
     gc.collect()
     gc.disable()  # what else lives in the process isn't looked through within the time
     try:
-        began = time.process_time()  # other programs make it hardly longer
+        began = time.process_time()  # other processes change it little
         summary = work(data)
         return time.process_time() - began, summary
     finally:

@@ -55,10 +55,10 @@ def load(url: str, clips: list[tuple[bytes, float]], expected: Sequence[str | No
     turns, lock = iter(itertools.islice(itertools.cycle(range(len(clips))), requests)), threading.Lock()
     latencies: list[float] = []
     lost = 0
-    heard = 0.0
+    audio_seconds = 0.0
 
     def one(client: httpx.Client) -> None:
-        nonlocal lost, heard
+        nonlocal lost, audio_seconds
         while True:
             with lock:
                 turn = next(turns, None)
@@ -73,7 +73,7 @@ def load(url: str, clips: list[tuple[bytes, float]], expected: Sequence[str | No
             with lock:
                 latencies.append(took)
                 lost += text != expected[turn]
-                heard += clips[turn][1]
+                audio_seconds += clips[turn][1]
 
     with contextlib.ExitStack() as stack:  # made before the clock starts, without certificates, which take time to read
         asking = [stack.enter_context(httpx.Client(timeout=600, verify=False)) for _ in range(clients)]
@@ -86,7 +86,7 @@ def load(url: str, clips: list[tuple[bytes, float]], expected: Sequence[str | No
         seconds = time.perf_counter() - began
     p50, p95, p99 = np.percentile(latencies, (50, 95, 99))
     return {"clients": clients, "requests": len(latencies), "lost": lost, "seconds": seconds,
-            "requests_per_second": len(latencies) / seconds, "audio_per_second": heard / seconds,
+            "requests_per_second": len(latencies) / seconds, "audio_per_second": audio_seconds / seconds,
             "p50": p50, "p95": p95, "p99": p99}
 
 

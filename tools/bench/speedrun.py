@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def run(recipe: Path, out: Path, words: list[str]) -> None:
-    """Train, print what came of it, and keep it if it is the record."""
+    """Train, print the result, and store it if it is the record."""
     if usable_cores() < CORES:
         raise SbkitError(f"the leaderboard is for {CORES} cores, and this process may use {usable_cores()}")
     if out.exists():

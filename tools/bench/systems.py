@@ -87,13 +87,14 @@ def train_sbkit(run: Run) -> dict[str, Any]:
     """Train hparams/ctc.yaml as ``make demo`` does, and transcribe with its last weights."""
     run.call([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", ROOT / "train.py",
               RECIPE, *run.keys()])
-    heard = {}
+    transcripts = {}
     for split in ("dev", "test"):
         run.call([sys.executable, "-m", "sbkit", "evaluate", run.folder / "run", "--checkpoint", "last", "--split",
-                  split, "--name", split, "--out", run.folder / "heard", "--device", run.setting.device], waits=False)
-        rows = read_lines(run.folder / "heard" / f"{split}-last" / "utterances.jsonl")
-        heard[split] = {row["id"]: row["hypothesis"] for row in rows}
-    return {**from_metrics(read_lines(run.folder / "run" / "metrics.jsonl")), "heard": heard}
+                  split, "--name", split, "--out", run.folder / "transcripts", "--device", run.setting.device],
+                 waits=False)
+        rows = read_lines(run.folder / "transcripts" / f"{split}-last" / "utterances.jsonl")
+        transcripts[split] = {row["id"]: row["hypothesis"] for row in rows}
+    return {**from_metrics(read_lines(run.folder / "run" / "metrics.jsonl")), "transcripts": transcripts}
 
 
 def from_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -133,28 +134,28 @@ def measure(run: Run) -> dict[str, Any]:
     run.log.unlink(missing_ok=True)
     others = Others()
     found = TRAIN[run.cell.system](run)
-    heard = found.pop("heard")
+    transcripts = found.pop("transcripts")
     rates: dict[str, float] = {}
     for split in ("dev", "test"):
-        rates |= score(split, run.corpus.references(split), heard[split])
+        rates |= score(split, run.corpus.references(split), transcripts[split])
     return {**rates, "audio_hours": run.cell.epochs * run.corpus.train_hours,
             "train_seconds": sum(found["epoch_seconds"]),
             "wall_seconds": round(run.wall - found.pop("extra_seconds", 0.0), 1), **found,
             "others_share": others.share(), "commit": commit(), "time": time.strftime("%Y-%m-%d %H:%M")}
 
 
-def score(split: str, references: dict[str, str], heard: dict[str, str]) -> dict[str, float]:
+def score(split: str, references: dict[str, str], transcripts: dict[str, str]) -> dict[str, float]:
     """Compute WER and CER by sbkit's scorer; raises if an utterance that has words was not transcribed."""
     from sbkit.score.rates import ErrorRates
 
     scored = {name: text for name, text in references.items() if text.split()}
-    missing = [name for name in scored if name not in heard]
+    missing = [name for name in scored if name not in transcripts]
     if missing:
         raise SbkitError(f"{len(missing)} of {len(scored)} {split} utterances were not transcribed, "
                          f"such as {missing[0]}")
     words, characters = ErrorRates("word"), ErrorRates("character")
     for rates in (words, characters):
-        rates.add(list(scored), list(scored.values()), [heard[name] for name in scored])
+        rates.add(list(scored), list(scored.values()), [transcripts[name] for name in scored])
     return {f"{split}_wer": round(words.rate, 3), f"{split}_cer": round(characters.rate, 3)}
 
 

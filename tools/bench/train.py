@@ -352,7 +352,7 @@ def stock(hparams: dict[str, Any], request: CommandLine) -> SimpleNamespace:
                "eval_precision": request.run_opts.precision}
     brain = Stock(hparams["modules"], adamw(hparams), hparams, options)
     brain.on_fit_start()
-    brain.nonfinite_count, brain.nonfinite_patience = 0, sys.maxsize  # its speed is measured, whatever the loss is
+    brain.nonfinite_count, brain.nonfinite_patience = 0, sys.maxsize  # only its speed is measured, not its loss
     hours = {split: float(sum(row["duration"] for row in data.data.values())) for split, data in
              (("train", train_set), ("dev", valid_set))}
 

@@ -52,7 +52,7 @@ def prove(args: argparse.Namespace) -> int:
     """Run the asked checks; the report is written as each ends."""
     started, stamp = time.monotonic(), time.time()
     asked = [check for check in CHECKS if not args.only or check.name in args.only]
-    settings, machine = look(args.dry_run)
+    settings, machine = find_cards(args.dry_run)
     on_null = nullcard.active() and not args.only  # where what it can't show is left out
     logs = Path(f"{args.out}-logs").absolute()
     logs.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def prove(args: argparse.Namespace) -> int:
         for place, check in enumerate(asked):
             result = _run(check, asked[place + 1:], until, {**settings, "home": home}, logs, on_null)
             results[check.name] = result
-            written = report.write(report.Made(stamp, time.monotonic() - started, args.dry_run, about,
+            written = report.write(report.RunReport(stamp, time.monotonic() - started, args.dry_run, about,
                                                list(results.values()), args.only), args.out)
             bad = [f"{expect.what}: {seen.seen}" for expect, seen in result.lines() if seen.verdict in BAD]
             say(f"[{place + 1:2}/{len(asked)}] {check.name:<10} {result.seconds:6.1f} s of {check.seconds:3g}  "
@@ -101,15 +101,15 @@ def _run(check: Check, later: Sequence[Check], until: float, settings: dict[str,
 
 
 def _stop(signum: int, frame: object) -> None:
-    """End the command once: what runs is killed on the way out."""
+    """End the command once: running checks are killed."""
     signal.signal(signum, signal.SIG_IGN)
     sys.exit(128 + signum)
 
 
-def look(dry_run: bool) -> tuple[dict[str, object], str]:
+def find_cards(dry_run: bool) -> tuple[dict[str, object], str]:
     """Find the cards, as a separate process sees them: this one must not touch them, since it forks others."""
     if dry_run:
-        return {"device": "cpu", "dry_run": True, "cards": 2, "gib": None}, "a CPU that stands in for two cards"
+        return {"device": "cpu", "dry_run": True, "cards": 2, "gib": None}, "a CPU instead of two cards"
     cards = probe.inspect_library("torch").get("cards", {}).get("cards", [])
     if not cards:
         raise SbkitError("torch finds no CUDA card on this machine", exit_code=1,

@@ -53,7 +53,7 @@ class Program(NamedTuple):
 
     def last_line(self) -> str:
         """The last line of the output."""
-        return (self.output.strip().splitlines() or ["it said nothing"])[-1]
+        return (self.output.strip().splitlines() or ["no output"])[-1]
 
 
 class ProgramFailed(Exception):
@@ -315,7 +315,7 @@ def _check(function: str, bench: Bench, log: str) -> None:
 
             torch.set_num_threads(1)
             torch._dynamo.config.disable = True
-            speed.MEASURE_SECONDS = 0.0  # its runs look for the CPU's speed for longer than they train
+            speed.MEASURE_SECONDS = 0.0  # measuring the CPU's speed takes longer than these runs
         module, name = function.split(":")
         getattr(importlib.import_module(module, __package__), name)(bench)
     except BaseException as error:

@@ -25,8 +25,9 @@ def check(bench: Bench) -> None:
     """Check a trace of the large model, an epoch on one and on two cards, and a failure; a dry run over gloo."""
     _overlap(bench)
     one, two = _epochs(bench)
-    apart = abs(two - one) / max(one, 1e-9)  # a null card loses nothing
-    bench.found("same", f"{one:.5g} and {two:.5g}, {100 * apart:.2f} % apart", apart < LOSS_APART, one=one, two=two)
+    difference = abs(two - one) / max(one, 1e-9)  # a null card loses nothing
+    bench.found("same", f"{one:.5g} and {two:.5g}, {100 * difference:.2f} % apart", difference < LOSS_APART,
+                one=one, two=two)
     _fails(bench)
 
 
@@ -52,10 +53,10 @@ def _fails(bench: Bench) -> None:
         bench.found("fails", f"rank 1 never reached its failure: {done[1].last_line()}", False)
         return
     late = max(each.at for each in done) - float(mark.read_text())
-    said = any("rank 1 was asked to fail here" in each.output for each in done)
-    good = late <= END_SECONDS and said and all(each.code for each in done)
+    reported = any("rank 1 was asked to fail here" in each.output for each in done)
+    good = late <= END_SECONDS and reported and all(each.code for each in done)
     bench.found("fails", f"all ended after {late:.1f} s, codes {done[0].code} and {done[1].code}"
-                + ("" if said else ", and nobody said why"), good, seconds=late)
+                + ("" if reported else ", and nobody reported why"), good, seconds=late)
 
 
 def _epochs(bench: Bench) -> tuple[float, float]:

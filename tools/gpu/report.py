@@ -21,7 +21,7 @@ SMALL = " Small sizes on a CPU: the figures say nothing about a card, only that 
 
 
 @dataclass(frozen=True)
-class Made:
+class RunReport:
     """The contents of the report."""
 
     at: float
@@ -32,42 +32,42 @@ class Made:
     only: Sequence[str] = ()
 
 
-def write(made: Made, out: Path) -> tuple[Path, Path]:
+def write(report: RunReport, out: Path) -> tuple[Path, Path]:
     """Write both files atomically."""
     written = Path(f"{out}.md"), Path(f"{out}.json")
-    for path, text in zip(written, (page(made), json.dumps(facts(made), indent=1) + "\n"), strict=True):
+    for path, text in zip(written, (page(report), json.dumps(facts(report), indent=1) + "\n"), strict=True):
         with atomic_write(path) as file:
             file.write(text)
     return written
 
 
-def facts(made: Made) -> dict[str, Any]:
+def facts(report: RunReport) -> dict[str, Any]:
     """Return the report as JSON; keys are only ever added."""
     checks = []
-    for result in made.results:
+    for result in report.results:
         lines = [{"what": expect.what, "expected": expect.expected, **asdict(seen)}
                  for expect, seen in result.lines()]
         checks.append({"name": result.check.name, "title": result.check.title, "verdict": result.verdict,
-                       "seconds": round(result.seconds, 1), "command": _command(made, result), "notes": result.notes,
+                       "seconds": round(result.seconds, 1), "command": _command(report, result), "notes": result.notes,
                        "lines": lines})
-    return {"format": FORMAT, "ok": passed(made.results), "verdict": headline(made.results),
-            "dry_run": made.dry_run, "at": round(made.at), "seconds": round(made.seconds, 1),
-            "machine": dict(made.machine), "checks": checks}
+    return {"format": FORMAT, "ok": passed(report.results), "verdict": headline(report.results),
+            "dry_run": report.dry_run, "at": round(report.at), "seconds": round(report.seconds, 1),
+            "machine": dict(report.machine), "checks": checks}
 
 
-def page(made: Made) -> str:
+def page(report: RunReport) -> str:
     """Format the report in Markdown."""
-    day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made.at))
+    day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(report.at))
     blocks = [
-        "# Dry run of the GPU report, on a CPU" if made.dry_run else "# GPU report",
-        f"**{headline(made.results)}.**",
-        f"`{_command(made)}`, {day}, {_clock(made.seconds)}.{SMALL if made.dry_run else ''}",
+        "# Dry run of the GPU report, on a CPU" if report.dry_run else "# GPU report",
+        f"**{headline(report.results)}.**",
+        f"`{_command(report)}`, {day}, {_clock(report.seconds)}.{SMALL if report.dry_run else ''}",
         "## Machine",
-        _table(["what", "found"], made.machine),
+        _table(["what", "found"], report.machine),
         "## Checks",
-        _table(["check", "what", "expected", "seen", "verdict"], _rows(made.results)),
+        _table(["check", "what", "expected", "seen", "verdict"], _rows(report.results)),
         "## Each alone",
-        *(block for result in made.results for block in _details(made, result)),
+        *(block for result in report.results for block in _details(report, result)),
     ]
     return anonymised("\n\n".join(blocks)) + "\n"
 
@@ -79,9 +79,9 @@ def _rows(results: Sequence[Result]) -> Iterable[list[str]]:
             yield ["" if i else result.check.name, expect.what, expect.expected, seen.seen, verdict]
 
 
-def _details(made: Made, result: Result) -> Iterable[str]:
+def _details(report: RunReport, result: Result) -> Iterable[str]:
     yield f"### {result.check.name}: {result.check.title}"
-    yield f"`{_command(made, result)}`, {result.seconds:.1f} s, {result.verdict}."
+    yield f"`{_command(report, result)}`, {result.seconds:.1f} s, {result.verdict}."
     if result.notes:
         yield "\n".join(f"- {note}" for note in result.notes)
     figures = [("" if i else expect.what, name, _figure(value)) for expect, seen in result.lines()
@@ -93,9 +93,9 @@ def _details(made: Made, result: Result) -> Iterable[str]:
         yield "    " + "\n    ".join(lines)
 
 
-def _command(made: Made, result: Result | None = None) -> str:
-    words = ["python -m tools.gpu", *(["--dry-run"] if made.dry_run else [])]
-    only = made.only if result is None else [result.check.name]
+def _command(report: RunReport, result: Result | None = None) -> str:
+    words = ["python -m tools.gpu", *(["--dry-run"] if report.dry_run else [])]
+    only = report.only if result is None else [result.check.name]
     return " ".join([*words, *([f"--only {','.join(only)}"] if only else [])])
 
 

@@ -205,14 +205,14 @@ def ship(bench: Bench) -> None:
 
 
 def _compare(bench: Bench, model: str, bundle: Path, clips: list[Path], expected: list[str]) -> None:
-    heard = _transcribed(bench, bundle, model, bench.device, clips)
-    if isinstance(heard, str):
-        if "has no CUDA" in heard:
-            bench.not_shown(model, f"needs onnxruntime-gpu: {heard}")
+    transcripts = _transcribed(bench, bundle, model, bench.device, clips)
+    if isinstance(transcripts, str):
+        if "has no CUDA" in transcripts:
+            bench.not_shown(model, f"needs onnxruntime-gpu: {transcripts}")
         else:
-            bench.found(model, heard, False)
+            bench.found(model, transcripts, False)
         return
-    differ = sum(a != b for a, b in zip(heard, expected, strict=True))
+    differ = sum(a != b for a, b in zip(transcripts, expected, strict=True))
     bench.found(model, f"{differ} of {len(clips)} clips differ", not differ)
 
 
@@ -237,9 +237,10 @@ def _together(bundle: Path, device: str, clips: list[Path], expected: list[str])
         assert isinstance(model, Model), "the corpus's bundle is a recogniser"
         started = time.perf_counter()
         with ThreadPoolExecutor(THREADS) as pool:
-            heard = list(pool.map(lambda i: model.transcribe(clips[i % len(clips)]).text, range(THREADS * len(clips))))
+            transcripts = list(pool.map(lambda i: model.transcribe(clips[i % len(clips)]).text,
+                                        range(THREADS * len(clips))))
         seconds = time.perf_counter() - started
-    return sum(text.strip() != expected[i % len(clips)] for i, text in enumerate(heard)), seconds
+    return sum(text.strip() != expected[i % len(clips)] for i, text in enumerate(transcripts)), seconds
 
 
 # ------------------------------------------------------------------ tests

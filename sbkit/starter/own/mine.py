@@ -33,8 +33,8 @@ class WordEncoder(nn.Module):
         padded = functional.pad(signals, (0, 4 * HOP))  # so that the shortest has frames
         states = self.second(self.first(padded[:, None]).relu()).relu()
         frames = lengths // HOP + 1
-        real = torch.arange(states.shape[2], device=states.device) < frames[:, None]
-        return states.masked_fill(~real[:, None], 0.0).sum(2) / frames[:, None]
+        valid = torch.arange(states.shape[2], device=states.device) < frames[:, None]
+        return states.masked_fill(~valid[:, None], 0.0).sum(2) / frames[:, None]
 
 
 class WordNumbers:
@@ -53,12 +53,12 @@ class MineKeys(TaskKeys):
 
     encoder: Any = key("waveforms [B, S] and sample counts [B] to vectors [B, D]")
     head: Any = key("vectors to a score for each word, [B, N]")
-    words: list[str] = key("what may be said, as transcripts write it")
+    words: list[str] = key("the words to recognise, as transcripts write them")
 
 
 class Row(NamedTuple):
     id: str
-    said: int
+    target: int
     predicted: int
 
 
@@ -87,17 +87,17 @@ class Mine(Task):
         return self.keys.head(self.keys.encoder(batch.signals, batch.signal_lengths))
 
     def compute_objectives(self, scores: Tensor, batch: Any, stage: sbkit.Stage) -> sbkit.Loss:
-        said = batch.tokens[:, 0]
+        targets = batch.tokens[:, 0]
         if stage != sbkit.Stage.TRAIN and batch.weight:  # weight 0: a placeholder for an empty batch
-            self.rows += map(Row, batch.ids, said.tolist(), scores.argmax(-1).tolist())
-        return sbkit.Loss(functional.cross_entropy(scores, said, reduction="sum"), len(batch))
+            self.rows += map(Row, batch.ids, targets.tolist(), scores.argmax(-1).tolist())
+        return sbkit.Loss(functional.cross_entropy(scores, targets, reduction="sum"), len(batch))
 
     def stats(self, rows: Sequence[Row]) -> dict[str, float]:
-        return {"accuracy": sum(row.said == row.predicted for row in rows) / max(1, len(rows))}
+        return {"accuracy": sum(row.target == row.predicted for row in rows) / max(1, len(rows))}
 
     def results(self, rows: Sequence[Row], loss: float, unread: Mapping[str, str]) -> Results:
-        words, pairs = self.keys.words, Counter((row.said, row.predicted) for row in rows)
-        table = Table("Confusions", ["said", *words],
+        words, pairs = self.keys.words, Counter((row.target, row.predicted) for row in rows)
+        table = Table("Confusions", ["target", *words],
                       [[word, *(pairs[i, j] for j in range(len(words)))] for i, word in enumerate(words)])
         return Results({"loss": loss, **self.stats(rows)}, len(rows), dict(unread), [table])
 

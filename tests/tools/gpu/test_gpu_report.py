@@ -4,7 +4,7 @@ import json
 
 from tools.gpu import report
 from tools.gpu.check import FAILED, NOT_SHOWN, OK, SHORT, Check, Expect, Observation, Result
-from tools.gpu.report import Made
+from tools.gpu.report import RunReport
 
 KERNELS = Check("kernels", "kernels against their references", ".nowhere:check", 30, (
     Expect("losses", "CTC losses", "within 1e-4 of torch's"), Expect("gradients", "their gradients", "within 5e-3")))
@@ -20,7 +20,7 @@ def made(log="", **kwargs):
         Result(Check("pair", "two cards", ".nowhere:check", 5, (Expect("fails", "one fails", "all end", cards=2),)),
                [Observation("fails", "needs 2 cards", NOT_SHOWN)]),
     ]
-    return Made(**{"at": 1.7e9, "seconds": 492.4, "dry_run": False, "machine": [("cuda:0", "a card")],
+    return RunReport(**{"at": 1.7e9, "seconds": 492.4, "dry_run": False, "machine": [("cuda:0", "a card")],
                    "results": results, **kwargs})
 
 

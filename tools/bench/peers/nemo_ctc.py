@@ -58,14 +58,14 @@ def main() -> None:
     trainer.fit(model)
     model.eval()
     began = time.perf_counter()
-    heard = {"dev": transcribe(model, rows["dev"])}
+    transcripts = {"dev": transcribe(model, rows["dev"])}
     extra = time.perf_counter() - began  # not counted: the last validation has transcribed dev already
-    heard["test"] = transcribe(model, rows["test"])
+    transcripts["test"] = transcribe(model, rows["test"])
     args.answer.write_text(json.dumps({
         "epoch_seconds": clock.training, "validation_seconds": clock.validation, "extra_seconds": extra,
         "steps": trainer.global_step, "steps_planned": steps, "last_lr": trainer.optimizers[0].param_groups[0]["lr"],
         "parameters": sum(each.numel() for each in model.parameters()), "precision": args.precision,
-        "versions": {"nemo": nemo.__version__, "torch": torch.__version__}, "heard": heard,
+        "versions": {"nemo": nemo.__version__, "torch": torch.__version__}, "transcripts": transcripts,
     }, ensure_ascii=False), encoding="utf-8")
 
 

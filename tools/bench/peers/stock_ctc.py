@@ -42,11 +42,11 @@ def main(answer: Path, keys: list[str]) -> None:
         side.epoch()
         seconds.append(round(time.perf_counter() - began, 3))
         side.validation()
-    heard = {"dev": transcripts(side.brain.words)}
+    found = {"dev": transcripts(side.brain.words)}
     side.evaluation()
-    heard["test"] = transcripts(side.brain.words)
+    found["test"] = transcripts(side.brain.words)
     answer.write_text(json.dumps({
-        "epoch_seconds": seconds, "steps": side.brain.optimizer_step, "heard": heard,
+        "epoch_seconds": seconds, "steps": side.brain.optimizer_step, "transcripts": found,
         "parameters": sum(p.numel() for p in hparams["modules"]["model"].parameters()),
         "precision": side.brain.precision, "versions": versions(),
     }, ensure_ascii=False), encoding="utf-8")

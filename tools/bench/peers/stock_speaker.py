@@ -58,7 +58,7 @@ class Stock(sb.Brain):
         return loss
 
 
-def made(speakers: int, channels: int) -> Stock:
+def build(speakers: int, channels: int) -> Stock:
     """Put the recipe's parts together."""
     modules = {
         "compute_features": Fbank(n_mels=80), "mean_var_norm": InputNormalization(norm_type="sentence", std_norm=False),
@@ -99,7 +99,7 @@ def main() -> None:
     names = sorted(set(train.speakers))
     signals = [read_utterance(row.wav, row.start, row.duration, sample_rate=RATE) for row in train]
     speakers = [names.index(each) for each in train.speakers]
-    brain = made(len(names), args.channels)
+    brain = build(len(names), args.channels)
     brain.on_fit_start()
     brain.modules.train()
     began, steps, ends = time.perf_counter(), 0, []

@@ -65,7 +65,7 @@ def main(answer: Path, source: str, minutes: float, keys: list[str]) -> None:
     side.evaluation()
     answer.write_text(json.dumps({
         "train_seconds": seconds, "steps": brain.optimizer_step, "epochs": round(clips / side.clips, 2),
-        "heard": transcripts(brain.words), "precision": brain.precision, "versions": versions(),
+        "transcripts": transcripts(brain.words), "precision": brain.precision, "versions": versions(),
     }, ensure_ascii=False), encoding="utf-8")
 
 

@@ -102,10 +102,10 @@ def _measured(server: Server, live: Live, sessions: int, audio: Path) -> dict[st
     found = []
     for process in processes:
         assert process.stdout is not None, "it is a pipe"
-        said = process.stdout.read()
+        output = process.stdout.read()
         if process.wait():
-            raise SystemExit(f"the clients failed; the server said:\n{server.said()}")
-        found.append(json.loads(said))
+            raise SystemExit(f"the clients failed; the server's output:\n{server.output()}")
+        found.append(json.loads(output))
     seconds = time.perf_counter() - began
     own, everything = server.cpu_seconds() - own, machine_seconds() - everything
     return {"sessions": sessions, "seconds": seconds, **_summary(found, live, sessions),

@@ -104,14 +104,14 @@ def _recognizer(folder: Path) -> Recognizer:
 
     torch.manual_seed(0)
     given = {"output_folder": str(folder), "output_neurons": len(LETTERS)}
-    made = load.open_recipe(load.load(STREAMING, given), STREAMING)
-    model = Recognizer.of(made.keys, made.hparams["ctc_lin"])
-    made.hparams["normalize"].take(torch.full((80,), -5.0), torch.full((80,), 2.0))
-    head = made.hparams["ctc_lin"].w
+    recipe = load.open_recipe(load.load(STREAMING, given), STREAMING)
+    model = Recognizer.of(recipe.keys, recipe.hparams["ctc_lin"])
+    recipe.hparams["normalize"].take(torch.full((80,), -5.0), torch.full((80,), 2.0))
+    head = recipe.hparams["ctc_lin"].w
     head.weight.data.normal_(std=1.0)
     head.bias.data.zero_()
     head.bias.data[:2] = torch.tensor([_BLANK, _START])
-    for module in made.hparams["modules"].values():
+    for module in recipe.hparams["modules"].values():
         module.eval()
     return model
 

@@ -27,8 +27,8 @@ class Server:
         self.url = self.running = ""
         while not self.url:
             if self.process.poll() is not None:
-                raise SystemExit(self.said())
-            for line in self.said().splitlines():
+                raise SystemExit(self.output())
+            for line in self.output().splitlines():
                 if line.startswith("ready on "):
                     self.url = line.split()[-1]
                 elif line.startswith(f"{NAME}: "):
@@ -42,10 +42,10 @@ class Server:
         return host, int(port)
 
     def cpu_seconds(self) -> float:
-        """Return the processor time that the server's own process has taken so far; 0 where nothing tells it."""
+        """Return the CPU time that the server's own process has taken so far; 0 if it is unknown."""
         return _seconds(_fields(f"/proc/{self.process.pid}/stat")[11:13])
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Return what the server has written so far."""
         self.log.seek(0)
         return self.log.read()
@@ -58,7 +58,7 @@ class Server:
 
 
 def machine_seconds() -> float:
-    """Return the processor time that everything on this machine has taken so far; 0 where nothing tells it."""
+    """Return the CPU time that everything on this machine has taken so far; 0 if it is unknown."""
     times = _fields("/proc/stat")
     return _seconds([*times[1:4], *times[6:9]])  # all but idle and waiting for disks
 

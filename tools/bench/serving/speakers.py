@@ -37,7 +37,7 @@ class Plan:
     sessions : clients, those with the numbers ``first``, ``first + step``, ... of ``count`` in all processes
     seconds : what each of them says
     packet : samples in a frame
-    chunk_ms : the chunk to ask for; None: whatever the server takes
+    chunk_ms : the chunk to ask for; None: the server's default
     begins : seconds over which their beginnings are spread
     """
 
@@ -61,11 +61,11 @@ class Found:
     """What the clients of a process saw."""
 
     latencies: list[float]
-    """Of each partial: its arrival, less the end of the audio that it was made of."""
+    """Of each partial: its arrival, less the end of its audio."""
     gaps: list[float]
     """Seconds between two partials of a session."""
     lost: list[str]
-    """Why each session that was not heard to its end was not."""
+    """Why each lost session was lost."""
     late: list[float]
     """How much later than planned packets were sent."""
     finals: int
@@ -103,13 +103,13 @@ class Speaker:
         start = {"type": "start", "model": plan.model, "sample_rate": plan.rate}
         self.socket.sendall(_frame(_TEXT, json.dumps(
             start if plan.chunk_ms is None else start | {"chunk_ms": plan.chunk_ms}).encode()))
-        told: list[Any] = []
-        while not told:
+        messages: list[Any] = []
+        while not messages:
             self._came += self._receive()
-            told = [json.loads(data) for opcode, data in self._frames() if opcode == _TEXT]
-        if told[0]["type"] != "ready":
-            raise SystemExit(f"the server refuses a session: {told[0]}")
-        self._ahead = told[0].get("ahead_seconds") or 0.0
+            messages = [json.loads(data) for opcode, data in self._frames() if opcode == _TEXT]
+        if messages[0]["type"] != "ready":
+            raise SystemExit(f"the server refuses a session: {messages[0]}")
+        self._ahead = messages[0].get("ahead_seconds") or 0.0
         self.socket.setblocking(False)
 
     def _receive(self) -> bytes:
@@ -173,16 +173,16 @@ class Speaker:
         self._came += data
         for opcode, payload in self._frames():
             if opcode == _TEXT:
-                self._hear(json.loads(payload), now)
+                self._handle(json.loads(payload), now)
             elif opcode == _PING:
                 self._send(_frame(_PONG, payload))
             elif opcode == _CLOSE:
                 self.lose("closed without an end")
 
-    def _hear(self, message: dict[str, Any], now: float) -> None:
+    def _handle(self, message: dict[str, Any], now: float) -> None:
         if message["type"] == "partial":
-            came = message["heard"] + (0.0 if self.stopped else self._ahead)  # the end of what it was heard in
-            self._found.latencies.append(now - self.began - came)
+            end = message["heard"] + (0.0 if self.stopped else self._ahead)  # the end of its audio
+            self._found.latencies.append(now - self.began - end)
             if self._shown:
                 self._found.gaps.append(now - self._shown)
             self._shown = now
@@ -191,9 +191,9 @@ class Speaker:
         elif message["type"] == "error":
             self.lose(str(message["error"]["code"] or message["error"]["message"]))
         elif message["type"] == "done":
-            said = self.packets * self.plan.packet / self.plan.rate
-            if abs(message["duration"] - said) > 0.01:
-                self.lose(f"heard {message['duration']} s of {said:g} s")
+            sent = self.packets * self.plan.packet / self.plan.rate
+            if abs(message["duration"] - sent) > 0.01:
+                self.lose(f"the server processed {message['duration']} s of {sent:g} s")
             self._end()
 
     def lose(self, why: str) -> None:
@@ -207,7 +207,7 @@ class Speaker:
         self.socket.close()
 
     def _frames(self) -> Iterator[tuple[int, bytes]]:
-        """Take the whole frames out of what came."""
+        """Take complete frames from the received bytes."""
         while len(self._came) >= 2:
             size, at = self._came[1], 2
             if size > 125:
