@@ -187,11 +187,11 @@ def writing(folder: str | Path, books: Books, force: bool = False, shard_frames:
     to = Path(folder).resolve()
     publish.clean_up(to)
     check_place(folder, force)
-    with publish.temporary_folder(to) as aside:
-        out = CodesWriter(aside, books, min(shard_frames, MAX_FRAMES), made_from)
+    with publish.temporary_folder(to) as temporary:
+        out = CodesWriter(temporary, books, min(shard_frames, MAX_FRAMES), made_from)
         yield out
         out.close()
-        publish.publish(aside, to, force)
+        publish.publish(temporary, to, force)
 
 
 def check_place(folder: str | Path, force: bool) -> None:

@@ -205,7 +205,7 @@ class OpenRecording(NamedTuple):
         file, name, rate = self.file, self.name, self.file.samplerate
         first = round(start * rate)
         if first >= file.frames:
-            raise AudioError(name, f"is {file.frames / rate:.2f} s long, so there is nothing from {start:.2f} s on")
+            raise AudioError(name, f"is {file.frames / rate:.2f} s long, so it has no audio from {start:.2f} s on")
         wanted = file.frames - first
         if duration is not None and wanted > (duration + slack) * rate:
             wanted = round(duration * rate)

@@ -377,7 +377,7 @@ class AudioFiles:
                 logger.warning("%s: skipped: %s", self.owner, error)
                 last = error
         raise SbkitError(f"{self.owner}: {_TRIES} files in a row cannot be used, the last: {last}",
-                         hint=f"look at what is in {self.folder}")
+                         hint=f"check the files in {self.folder}")
 
 
 def add_noise(signal: np.ndarray, noise: np.ndarray, decibels: float) -> np.ndarray:

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 # Increase when the same input gives other manifests than before.
 _FORMAT = 3
 _JOURNAL, _COPIES = ".durations-", ".copies-"
-_ASIDE = ".new"
+_TEMPORARY = ".new"
 
 
 class Corpus:
@@ -416,28 +416,28 @@ class Corpus:
     def _write(self, manifests: Mapping[str, Manifest], reports: Mapping[str, SplitReport],
                report: dict[str, Any]) -> None:
         """Write all files into a separate folder, then move them into place: a full disk leaves the old ones."""
-        aside = self.folder / _ASIDE
-        shutil.rmtree(aside, ignore_errors=True)  # left by a preparation that was killed
+        temporary = self.folder / _TEMPORARY
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a preparation that was killed
         try:
             for split, found in reports.items():
-                path = aside / self.manifest_path(split).name
+                path = temporary / self.manifest_path(split).name
                 manifests[split].write_prepared(path)
                 report["splits"][split] = {"sha256": disk.sha256(path), **found.facts()}
-            exclusions.write(aside, [table for found in reports.values() for table in found.tables])
-            written = list(aside.iterdir())
-            with atomic_write(aside / self.report_path.name) as file:
+            exclusions.write(temporary, [table for found in reports.values() for table in found.tables])
+            written = list(temporary.iterdir())
+            with atomic_write(temporary / self.report_path.name) as file:
                 json.dump(report, file, indent=1, ensure_ascii=False)
             self.report_path.unlink(missing_ok=True)  # until it is written again, the folder counts as unprepared
             for path in written:
                 os.replace(path, self.folder / path.name)
             for path in (each for split in SPLITS for each in (
                     self.manifest_path(split), mapped_file(self.manifest_path(split)))):
-                if aside / path.name not in written:
+                if temporary / path.name not in written:
                     path.unlink(missing_ok=True)  # left by an earlier source
-            os.replace(aside / self.report_path.name, self.report_path)
+            os.replace(temporary / self.report_path.name, self.report_path)
             disk.sync_folder(self.folder)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
     @staticmethod
     def _read(source: Source, split: str, names: Sequence[str], show: bool) -> Rows:

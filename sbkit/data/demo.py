@@ -168,23 +168,23 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
     if _finished(folder, made_with):
         return folder
 
-    with _temporary_folder(folder) as aside, _pool(workers, language) as run:
+    with _temporary_folder(folder) as temporary, _pool(workers, language) as run:
         base = next((name for name, dialects in DIALECTS.items() if spoken in dialects), spoken)
         grammar = GRAMMARS.get(base) or _numbers(spoken, run)
         speakers = _studio_speakers(voices) if voices else draw_voices(spoken, seed)
         count = _count_clips(hours, grammar, speakers["train"], seed, run)
         clips = plan_clips(count, grammar, speakers, seed)
-        (aside / "clips").mkdir()
-        jobs = ((clip, aside / "clips" / _file_name(clip, language)) for clip in clips)
+        (temporary / "clips").mkdir()
+        jobs = ((clip, temporary / "clips" / _file_name(clip, language)) for clip in clips)
         milliseconds = list(progress(
             run(_record, jobs), what=f"Synthesising {hours:g} h of {language}", total=len(clips), unit="clip",
             show=show_progress,
         ))
-        write_tables(aside, clips, milliseconds, language)
-        (aside / "demo.json").write_text(json.dumps({**made_with, "synthetic": "espeak-ng"}, indent=1) + "\n")
-        disk.sync_file_system(aside)
+        write_tables(temporary, clips, milliseconds, language)
+        (temporary / "demo.json").write_text(json.dumps({**made_with, "synthetic": "espeak-ng"}, indent=1) + "\n")
+        disk.sync_file_system(temporary)
         try:
-            os.rename(aside, folder)
+            os.rename(temporary, folder)
         except OSError:
             if not _finished(folder, made_with):  # another process has created the same meanwhile
                 raise
@@ -223,19 +223,19 @@ def _finished(folder: Path, made_with: dict[str, Any]) -> bool:
 @contextlib.contextmanager
 def _temporary_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder beside ``folder``, which is deleted at the end unless it was renamed."""
-    aside = None
+    temporary = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        aside.chmod(0o755)
+        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        temporary.chmod(0o755)
         with disk.disk_errors_as_user_error(folder):
-            yield aside
+            yield temporary
     except OSError as error:
         reason = error.strerror or error
         raise SbkitError(f"cannot write the demo corpus to {folder}: {reason}") from error
     finally:
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 Run = Callable[[Callable[..., Any], Iterable[tuple[Any, ...]]], Iterator[Any]]

@@ -80,16 +80,16 @@ def _overlapping(one: Manifest, other: Manifest) -> np.ndarray:
     files = pa.concat_arrays([one.wavs.arrow, other.wavs.arrow]).dictionary_encode().indices.to_numpy()
     starts = np.concatenate([one.starts, other.starts])
     ends = starts + np.concatenate([one.durations, other.durations])
-    theirs = np.arange(len(files)) >= len(one)
+    of_other = np.arange(len(files)) >= len(one)
     # All files are put on one time line. A row of ours overlaps if the furthest end of their rows before it, or the
     # first start after it, is within it.
     gap = float(ends.max(initial=0)) + 1
     starts, ends = starts + gap * files, ends + gap * files - _TOUCHING
     order = np.argsort(starts, kind="stable")
-    starts, ends, theirs = starts[order], ends[order], theirs[order]
-    before = np.maximum.accumulate(np.where(theirs, ends, -1.0))
-    after = np.minimum.accumulate(np.where(theirs, starts, np.inf)[::-1])[::-1]
-    touched = ~theirs & ((before > starts) | (after < ends))
+    starts, ends, of_other = starts[order], ends[order], of_other[order]
+    before = np.maximum.accumulate(np.where(of_other, ends, -1.0))
+    after = np.minimum.accumulate(np.where(of_other, starts, np.inf)[::-1])[::-1]
+    touched = ~of_other & ((before > starts) | (after < ends))
     return np.sort(order[touched])
 
 

@@ -347,6 +347,6 @@ def _dead_worker() -> tuple[str, str] | None:
             row = int(reader.reading[number])
             last = f"it last read {reader.manifest.ids[row]} ({reader.manifest.wavs[row]})" if row >= 0 else \
                 "it had not read any recording"
-            hint = _NO_MEMORY if killed == signal.SIGKILL else "if it dies there again, leave that recording out"
+            hint = _NO_MEMORY if killed == signal.SIGKILL else "if that happens again, leave that recording out"
             return f"number {number} of {len(iterator._workers)} (process {worker.pid}) {cause}; {last}", hint
     return None

@@ -105,12 +105,12 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     exclude : a list of rows to leave out
     """
     report = SplitReport(split, rows.origin, len(rows) + len(rows.malformed))
-    why = np.zeros(len(rows), np.int8)
+    codes = np.zeros(len(rows), np.int8)  # of reasons
     details: dict[int, str] = {}
 
     def leave_out(reason: str, mask: np.ndarray, detail: Callable[[int], str] | None = None) -> None:
-        left = np.flatnonzero((why == 0) & mask)
-        why[left] = _CODE[reason]
+        left = np.flatnonzero((codes == 0) & mask)
+        codes[left] = _CODE[reason]
         if detail is not None:
             details.update((i, detail(i)) for i in left.tolist())
 
@@ -121,7 +121,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         same = join(rows.ids.arrow, recording_keys(rows.wavs, rows.starts), separator="@")
         leave_out("repeated id", ~_first_of_each(same))
         ids = np.array(list(rows.ids), object)
-        ids[why == 0] = unique_ids(ids[why == 0])
+        ids[codes == 0] = unique_ids(ids[codes == 0])
         rows = copy.copy(rows)
         rows.ids = Column(ids.tolist())
     for keys in taken:
@@ -136,7 +136,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     if exclude is not None:
         leave_out(EXCLUDED, exclude.mask(rows.ids, texts, rows.origin))
 
-    durations = _durations(split, rows, why, details, report, check_audio, journal, workers, remote, show_progress)
+    durations = _durations(split, rows, codes, details, report, check_audio, journal, workers, remote, show_progress)
     leave_out(UNDECODABLE, np.isnan(durations))
     leave_out(UNDECODABLE, durations <= 0, lambda i: f"it ends before its start at {rows.starts[i]:.2f} s")
     if limits.min_duration is not None:
@@ -146,11 +146,11 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     outside: Counter[str] = Counter()
     if rules.alphabet is not None:
         mask = np.zeros(len(rows), bool)
-        for i in np.flatnonzero(why == 0):
-            if alien := rules.outside(texts[i]):
-                outside.update(alien)
+        for i in np.flatnonzero(codes == 0):
+            if characters := rules.outside(texts[i]):
+                outside.update(characters)
                 mask[i] = True
-                details[int(i)] = " ".join(sorted(alien))
+                details[int(i)] = " ".join(sorted(characters))
         if limits.alphabet:
             leave_out("alphabet", mask)
     if limits.min_words:
@@ -160,7 +160,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     def check_recordings(name: str, aligned: bool) -> None:
         wavs = rows.column(name)
         leave_out(MISSING, refused(wavs, remote) | ~existing(wavs, listings), lambda i: f"{name}: {wavs[i]}")
-        left = np.flatnonzero(why == 0)
+        left = np.flatnonzero(codes == 0)
         found, causes = measure(list(wavs.take(left)), workers=workers, journal=journal, remote=remote,
                                 what=f"{split}: {name}", show_progress=show_progress and len(left) >= _WORTH_A_BAR)
         seconds = np.full(len(rows), np.nan)
@@ -184,25 +184,25 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
             check_recordings(name, column.aligned)
 
     if copies is not None:
-        left = np.flatnonzero(why == 0)
+        left = np.flatnonzero(codes == 0)
         originals, broken = copies.search(split, rows.ids.take(left), rows.wavs.take(left), rows.starts[left],
                                       durations[left], keep=split != "train")
         details.update((int(left[i]), cause) for i, cause in broken.items())
-        why[left[list(broken)]] = _CODE[UNDECODABLE]
+        codes[left[list(broken)]] = _CODE[UNDECODABLE]
         if split == "train":
             details.update((int(left[i]), f"is {name}") for i, name in originals.items())
-            why[left[list(originals)]] = _CODE[IN_OTHER_SPLIT]
+            codes[left[list(originals)]] = _CODE[IN_OTHER_SPLIT]
         else:
             report.copies = {rows.ids[int(left[i])]: name for i, name in originals.items()}
 
-    kept = np.flatnonzero(why == 0)
+    kept = np.flatnonzero(codes == 0)
     everything = Manifest(
         ids=rows.ids, durations=np.nan_to_num(durations), wavs=rows.wavs, texts=texts, speakers=rows.speakers,
         starts=rows.starts, meta=meta, remote=remote)
     manifest = everything.select(kept)
     report.kept, report.hours = len(manifest), manifest.hours
     report.outside_alphabet = dict(outside.most_common(100))
-    _explain(report, rows, why, durations, details)
+    _explain(report, rows, codes, durations, details)
     if report.rows != report.kept + report.missing:
         raise AssertionError(f"{split}: {report.rows} rows, {report.kept} kept, {report.missing} left out")
     return manifest, report
@@ -213,12 +213,12 @@ def recording_keys(wavs: Column, starts: np.ndarray) -> pa.Array:
     return join(wavs.arrow, pc.cast(pa.array(starts), pa.large_string()), separator="@")
 
 
-def _durations(split: str, rows: Rows, why: np.ndarray, details: dict[int, str], report: SplitReport,
+def _durations(split: str, rows: Rows, codes: np.ndarray, details: dict[int, str], report: SplitReport,
                check_audio: str, journal: Path | None, workers: int | None, remote: Remote, show: bool) -> np.ndarray:
     """Seconds of each usable row, NaN if its recording can't be read; listed durations are checked."""
     durations = rows.durations.copy()
     durations[(durations == 0) & (rows.starts == 0)] = np.nan  # 0 means not measured
-    usable = np.flatnonzero(why == 0)
+    usable = np.flatnonzero(codes == 0)
     listed = usable[np.isfinite(durations[usable])]
     unlisted = usable[~np.isfinite(durations[usable])]
     sample = listed
@@ -263,10 +263,10 @@ def _differ_in_length(rows: Rows, durations: np.ndarray, seconds: np.ndarray) ->
     return (excess if rows.segments else np.abs(excess)) > length_tolerance(durations)
 
 
-def _explain(report: SplitReport, rows: Rows, why: np.ndarray, durations: np.ndarray,
+def _explain(report: SplitReport, rows: Rows, codes: np.ndarray, durations: np.ndarray,
              details: dict[int, str]) -> None:
     for reason in REASONS:
-        at = np.flatnonzero(why == _CODE[reason])
+        at = np.flatnonzero(codes == _CODE[reason])
         unread = rows.malformed if reason == MALFORMED else []
         ids = [*(where for where, _ in unread), *rows.ids.take(at)]
         if not ids:

@@ -31,24 +31,24 @@ def temporary_folder(to: Path) -> Iterator[Path]:
     """Make a temporary folder on the disk of ``to``; it is removed at the end."""
     with disk.writing_into(to.parent, "--to"):
         to.parent.mkdir(parents=True, exist_ok=True)
-        aside, lock = _make_folder(to)
+        temporary, lock = _make_folder(to)
     with disk.disk_errors_as_user_error(to):  # reports free space after the temporary folder is gone
         try:
-            yield aside
+            yield temporary
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             lock.close()
 
 
-def publish(aside: Path, to: Path, force: bool) -> None:
+def publish(temporary: Path, to: Path, force: bool) -> None:
     """Move the folder to ``to`` so that the old or the new one is complete there, even after a power cut."""
-    aside.chmod(0o755)
-    _sync(aside)
+    temporary.chmod(0o755)
+    _sync(temporary)
     try:
         if not (force and to.exists()):
-            os.rename(aside, to)
-        elif not exchange(aside, to):
-            _replace(aside, to)
+            os.rename(temporary, to)
+        elif not exchange(temporary, to):
+            _replace(temporary, to)
     except OSError as error:
         if disk.disk_error(error):
             raise
@@ -73,7 +73,7 @@ def clean_up(to: Path) -> None:
         if before.exists() and not to.exists():
             os.rename(before, to)
             disk.sync_folder(to.parent)
-            logger.warning("A process was killed while it replaced %s; what was there before is back", to)
+            logger.warning("A process was killed while it replaced %s; the old version is restored", to)
     for left in (before, *to.parent.glob(f".{glob.escape(to.name)}.making-*")):
         with contextlib.suppress(OSError):
             if remove_unheld(left, unless_older=_DAY):
@@ -110,12 +110,12 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
-def _replace(aside: Path, to: Path) -> None:
+def _replace(temporary: Path, to: Path) -> None:
     """Replace a folder in two steps; if killed between them, ``clean_up`` restores the old one."""
     old = replaced(to)
     os.rename(to, old)
     try:
-        os.rename(aside, to)
+        os.rename(temporary, to)
     except BaseException:
         os.rename(old, to)
         raise

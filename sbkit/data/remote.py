@@ -36,8 +36,8 @@ def scheme_of(url: str) -> str | None:
 def check_schemes(where: str, schemes: Iterable[str]) -> tuple[str, ...]:
     """Refuse schemes that can't be allowed; return the others as a tuple."""
     schemes = tuple(schemes)
-    if alien := [scheme for scheme in schemes if scheme not in SCHEMES]:
-        raise SbkitError(f"{where} names {alien[0]!r}", hint=f"it may name {', '.join(SCHEMES)}")
+    if unknown := [scheme for scheme in schemes if scheme not in SCHEMES]:
+        raise SbkitError(f"{where} names {unknown[0]!r}", hint=f"it may name {', '.join(SCHEMES)}")
     return schemes
 
 

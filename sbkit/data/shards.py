@@ -246,8 +246,8 @@ def _bytes_per_second(manifest: Manifest) -> float:
 
 def _check_space(out: Path, name: str, manifest: Manifest, per_second: float) -> None:
     needed = manifest.hours * 3600 * per_second
-    there = sum(file.stat().st_size for file in out.glob(f"{name}-*.tar"))
-    disk.check_room(out, needed - there, "choose another folder, or copy the files unchanged (no encode)")
+    written = sum(file.stat().st_size for file in out.glob(f"{name}-*.tar"))
+    disk.check_room(out, needed - written, "choose another folder, or copy the files unchanged (no encode)")
 
 
 def _manifest(manifest: Manifest, order: np.ndarray, shards: list[dict[str, Any]], out: Path) -> Manifest:

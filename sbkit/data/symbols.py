@@ -36,7 +36,7 @@ class NameTable:
         if self.file.exists():
             if self.read() != found:
                 raise SbkitError(f"{self.file} has other entries than the corpus, and checkpoints may depend on it",
-                                 hint="start in a new output_folder, or set the corpus back")
+                                 hint="start in a new output_folder, or restore the corpus")
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.file) as out:

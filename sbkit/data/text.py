@@ -97,8 +97,8 @@ class TextRules:
             return cls(**{**base, **overrides})
         except TypeError:
             known = ", ".join(cls().options())
-            alien = next(name for name in overrides if name not in known.split(", "))
-            raise SbkitError(f"text rules: unknown rule {alien!r}", hint=f"rules are {known}") from None
+            unknown = next(name for name in overrides if name not in known.split(", "))
+            raise SbkitError(f"text rules: unknown rule {unknown!r}", hint=f"rules are {known}") from None
 
     def options(self) -> dict[str, Any]:
         """The rules as plain data, for fingerprints and reports."""

@@ -216,7 +216,7 @@ class Tokenizer:
             raise SbkitError(
                 f"{self.path} was trained on other text or with other options, and checkpoints such as "
                 f"{checkpoint.name} were trained with it",
-                hint="start in a new output_folder, or set text and options back")
+                hint="start in a new output_folder, or restore text and options")
         logger.warning("tokenizer %s: its text or options changed, training it again", self.path)
 
     # --------------------------------------------------------------- training

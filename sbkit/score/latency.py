@@ -52,8 +52,8 @@ def match_words(before: Tokens, after: Tokens) -> tuple[list[int | None], int]:
 def stable_words(texts: Sequence[Tokens]) -> tuple[list[int], int]:
     """Follow words through texts that are shown one after the other.
 
-    Returns for each word of the last text the number of the text since which it has stood there, and how many words
-    changed on the alignment.
+    Returns for each word of the last text the index of the text since which it hasn't changed, and the number of words
+    that changed.
     """
     since: list[int] = []
     changed = 0

@@ -73,7 +73,7 @@ class Results:
     def check(self) -> None:
         """Raise if there is nothing to report."""
         if not self.utterances:
-            raise SbkitError("there is no utterance to score", hint="look at the corpus and its split")
+            raise SbkitError("there is no utterance to score", hint="check the corpus and its split")
 
     def headline(self) -> str:
         """The numbers on one line."""

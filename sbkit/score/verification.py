@@ -99,13 +99,13 @@ def read_list(path: str | Path) -> list[tuple[bool, str, str]]:
 
 def from_list(trials: Sequence[tuple[bool, str, str]], ids: Sequence[str]) -> tuple[Trials, int]:
     """Find the recordings of a list among ids, with or without a suffix; returns the trials that have both, and how
-    many others there are."""
+    many others found are."""
     place: Mapping[str, int] = {name: number for number, name in enumerate(ids)}
 
     def at(name: str) -> int:
         return place.get(name, place.get(name.rpartition(".")[0], -1))
 
     every = np.array([(at(first), at(second), same) for same, first, second in trials], int).reshape(-1, 3)
-    there = (every[:, :2] >= 0).all(1)
-    first, second, same = every[there].T
-    return Trials(first, second, same.astype(bool)), int((~there).sum())
+    found = (every[:, :2] >= 0).all(1)
+    first, second, same = every[found].T
+    return Trials(first, second, same.astype(bool)), int((~found).sum())

@@ -169,7 +169,7 @@ def test_an_mp3_behind_an_id3_tag_is_found():
 def test_reading_past_the_end_gives_what_there_is_and_starting_there_is_an_error():
     data = encoded(speechlike(1), 16000)
     assert len(read_audio(data, start=0.75, duration=10)) == 4000
-    with pytest.raises(AudioError, match=r"is 1\.00 s long, so there is nothing from 1\.50 s on"):
+    with pytest.raises(AudioError, match=r"is 1\.00 s long, so it has no audio from 1\.50 s on"):
         read_audio(data, start=1.5)
 
 

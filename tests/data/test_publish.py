@@ -125,7 +125,7 @@ def test_a_bundle_that_a_killed_export_was_replacing_is_named_and_put_back(tmp_p
     with pytest.raises(SbkitError, match=r"b does not exist; an export that was killed left .* at .*/\.b\.replaced"):
         Config.read(to)
     publish.clean_up(to)
-    assert bundle(to) == 1 and "what was there before is back" in caplog.text
+    assert bundle(to) == 1 and "the old version is restored" in caplog.text
 
 
 def test_the_room_of_an_export_under_way_stays(tmp_path):

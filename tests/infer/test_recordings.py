@@ -97,7 +97,7 @@ def test_what_was_cut_off_is_named(tmp_path):
     with pytest.raises(AudioError, match=r"cut off: 3\.\d+ of 10\.00 s"):
         mp3 = encoded("mp3", 16_000, seconds=10.0)
         joined(Recording(mp3[: len(mp3) * 36 // 100]))
-    with pytest.raises(AudioError, match=r"so there is nothing from 11\.00 s on"):
+    with pytest.raises(AudioError, match=r"so it has no audio from 11\.00 s on"):
         joined(Recording(data, start=11.0))
     with pytest.raises(AudioError, match="no such file"):
         joined(Recording(str(tmp_path / "none.wav")))

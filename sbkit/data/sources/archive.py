@@ -87,11 +87,11 @@ def unpack(archive: Path, into: Path, show_progress: bool = True) -> Path:
     """
     with locked(into.with_name(f".{into.name}.lock")):
         if not is_unpacked(archive, into):
-            _unpack_aside(archive, into, show_progress)
+            _unpack_to_partial(archive, into, show_progress)
     return into
 
 
-def _unpack_aside(archive: Path, into: Path, show_progress: bool) -> None:
+def _unpack_to_partial(archive: Path, into: Path, show_progress: bool) -> None:
     partial = into.with_name(into.name + ".partial")
     begun = {"archive": stamp(archive), "uptime": processes.machine()}
     if _read(partial / _BEGUN) != begun:  # from another archive, or before a power cut
@@ -197,7 +197,7 @@ def _write(source: IO[bytes], target: Path, size: int) -> None:
     if target.is_file() and target.stat().st_size == size:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.part")
-    with open(aside, "wb") as file:
+    partial = target.with_name(f".{target.name}.part")
+    with open(partial, "wb") as file:
         shutil.copyfileobj(source, file, _BLOCK)
-    os.replace(aside, target)
+    os.replace(partial, target)

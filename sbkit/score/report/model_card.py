@@ -88,9 +88,9 @@ def _own_figures(run: RunData, checkpoint: str, mean_of: int, mean: float | None
         f"-mean-of-{facts.get('mean_of')}" if mean_of > 1 else "")
     for path in sorted(run.folder.glob(f"{EVALUATIONS}/*/{RESULT}")):
         try:
-            there = untrusted.read_json(path, _MAX_BYTES)
-            if (there["checkpoint"], there["checkpoints"][0]) == (label, facts.get("checkpoint")) and \
-                    there["corpus"] is None and there["manifest"].endswith(f"/{MANIFESTS}/test.csv"):  # the run's own
+            result = untrusted.read_json(path, _MAX_BYTES)
+            if (result["checkpoint"], result["checkpoints"][0]) == (label, facts.get("checkpoint")) and \
+                    result["corpus"] is None and result["manifest"].endswith(f"/{MANIFESTS}/test.csv"):  # the run's own
                 return _figures(data.read(path.parent)), ", which `sbkit evaluate` tested: these are its figures"
         except (SbkitError, OSError, ValueError, LookupError, TypeError, AttributeError):  # damaged, or old
             logger.warning("The bundle's model card leaves out %s, which can't be read", path)

@@ -103,13 +103,13 @@ def _page(data: RunData, other: RunData | None, compared: RunComparison | None, 
         parts["worst"] = sections.worst_recordings(data, data.estimate, clips, count)
     parts["data"] = sections.data(data)
     parts["making"] = sections.making(data)
-    there = {place: part for place, part in parts.items() if part is not None}
-    links = tag("nav", [tag("a", _TITLES[place], href=f"#{place}") for place in there])
+    shown = {place: part for place, part in parts.items() if part is not None}
+    links = tag("nav", [tag("a", _TITLES[place], href=f"#{place}") for place in shown])
     over = "Test results" if results is not None or data.stats else "No test set has been scored yet"
     head = tag("header", tag("p", over, class_="over"), tag("h1", title), sections.tiles(data))
     made = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
     foot = tag("footer", f"Made by sbkit {sbkit.__version__} on {made}. This page needs no network.")
-    return fill_template(title, text(head, links, tag("main", list(there.values())), foot))
+    return fill_template(title, text(head, links, tag("main", list(shown.values())), foot))
 
 
 def fill_template(title: str, body: Markup, template_file: Path = _PAGE) -> str:
