@@ -54,7 +54,7 @@ _CODECS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
 class Augment:
     """A list of augmentations, applied in this order. ``SpeedPerturb`` must be the first: it happens while reading.
 
-    An augmentation owner attribute ``aligned`` is true also changes the signals that a task declares as aligned with
+    An augmentation whose attribute ``aligned`` is true also changes the signals that a task declares as aligned with
     the recording, with the same random numbers; others change only the recording.
 
     Slower speech is longer, and a crop shorter, so batches are planned with the durations that ``planned`` returns, and

@@ -100,7 +100,7 @@ class Batching:
 
     @property
     def clips(self) -> int:
-        """The number of clips that stay min_capacity."""
+        """The number of clips that stay together."""
         return next(iter(self.clips_per.values())) if self.clips_per else 1
 
     @property
@@ -253,7 +253,7 @@ class EpochPlan:
     def _parts(self, i: int, world: int, min_micros: int) -> tuple[list[np.ndarray], int]:
         batching, clips = self.batching, self.batching.clips
         start, stop = self._bounds[self._order[i] : self._order[i] + 2]
-        places = np.arange(start, stop).reshape(-1, clips)  # what stays min_capacity
+        places = np.arange(start, stop).reshape(-1, clips)  # what stays together
         longest = self.durations[self.members[places]].max(1)
         order = np.argsort(-longest, kind="stable")
         places, seconds = places[order], (clips * longest[order]).tolist()

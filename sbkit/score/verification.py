@@ -13,7 +13,7 @@ from sbkit.errors import SbkitError, shown
 #: The share of trials of one speaker that minDCF assumes, as VoxCeleb's challenges do; a miss costs as much as a false
 #: alarm.
 P_TARGET = 0.01
-#: Trials are all_pairs of this many recordings at most, which are 2 million.
+#: Trials are made from at most this many recordings, which give 2 million.
 MAX_RECORDINGS = 2000
 
 
@@ -99,7 +99,7 @@ def read_list(path: str | Path) -> list[tuple[bool, str, str]]:
 
 def from_list(trials: Sequence[tuple[bool, str, str]], ids: Sequence[str]) -> tuple[Trials, int]:
     """Find the recordings of a list among ids, with or without a suffix; returns the trials that have both, and how
-    many others found are."""
+    many others there are."""
     place: Mapping[str, int] = {name: number for number, name in enumerate(ids)}
 
     def at(name: str) -> int:

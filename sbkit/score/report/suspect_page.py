@@ -1,4 +1,4 @@
-"""suspects.html: a page on which one listens to rows whose labels may be wrong, and decides about each by key."""
+"""suspects.html: a page to listen to rows whose labels may be wrong, and to decide on each with the keyboard."""
 
 from __future__ import annotations
 
