@@ -112,14 +112,13 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
     assert started(*last, "--test_only")[:2] == (0, (0, 1)) and record() == made and started(*last)[1] == (0, 0)
 
 
-@pytest.mark.parametrize("place", ["testing", "writing"])
-def test_killed_in_its_test_it_tests_when_started_again(started, place):
+def test_killed_in_its_test_it_tests_when_started_again(started):
     assert started("--number_of_epochs", "2")[0] == 0
-    assert started("--number_of_epochs", "3", until=place)[0] == -signal.SIGKILL
+    assert started("--number_of_epochs", "3", until="writing")[0] == -signal.SIGKILL
     last = "--number_of_epochs", "3", "--num_workers", "0"  # what one changes after a test that has died
     assert started(*last)[:2] == (0, (0, 1)), "what was tested before is not what is there"
     assert started(*last)[:2] == (0, (0, 0))
-    assert started(*last, "--lr", "0.5", "--test_only", until=place)[0] == -signal.SIGKILL
+    assert started(*last, "--lr", "0.5", "--test_only", until="testing")[0] == -signal.SIGKILL
     assert started(*last)[:2] == (0, (0, 0)), "whose test is not the run's"
 
 
