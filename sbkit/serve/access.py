@@ -30,8 +30,8 @@ def loopback(address: str) -> bool:
 class Hosts:
     """The allowed values of a request's ``Host`` header.
 
-    address : the address listened on; a loopback address answers only to its own names
-    allowed : further names; if given, any other address too answers only to these and its own
+    address : the address listened on; on a loopback address only loopback names are allowed
+    allowed : further names; if given, on any other address too only these and its own are allowed
     listened_on : the address as given when the server was started
     """
 
@@ -57,7 +57,7 @@ def _name(host: str) -> str:
 KEY_PROTOCOL = "sbkit.key."
 #: The key of a request's id in its scope.
 REQUEST_ID = "sbkit.request_id"
-#: Room in a form for boundaries and short fields beside the file.
+#: Bytes of a form for boundaries and short fields, in addition to the file.
 _FORM_BYTES = 1 << 16
 #: Paths that need no key: the page, which asks for it, and the health checks.
 _WITHOUT_KEY = frozenset({"/", "/health", "/ready"})
@@ -157,7 +157,7 @@ class AccessControl:
     # ------------------------------------------------------------------ checks
 
     def _check_origin(self, headers: dict[str, str]) -> None:
-        """Raise if a page of another server uses this one through its visitor's browser."""
+        """Raise if the request comes from a page of another server that is not allowed."""
         origin = headers.get("origin")
         if origin is None or self._allowed(origin):
             return

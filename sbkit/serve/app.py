@@ -69,7 +69,7 @@ class State:
             self.limits.disk_bytes, self.limits.client_share)
 
     def stop(self) -> None:
-        """Stop accepting requests, and end live sessions with what was said so far; from any thread."""
+        """Stop accepting requests, and finish live sessions with the speech received so far; from any thread."""
         self.stopping = True
         if self.loop is not None:
             self.loop.call_soon_threadsafe(self.live_sessions.end)
@@ -106,7 +106,7 @@ def make_app(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...]
                                            "cache-control": "no-cache"})
 
     async def health(_: Request) -> Response:
-        """Report whether the process should be kept alive; no model is run for it."""
+        """Report whether the process should be kept alive, without running a model."""
         faults = state.faults()
         status = "unhealthy" if faults else "loading" if state.registry is None else "ok"
         return JSONResponse({
@@ -258,7 +258,7 @@ def _transcribe(state: State, parsed: Form, reservation: DiskReservation, contex
 
 
 async def _events(found: AsyncIterator[str | Transcript], request: str) -> AsyncGenerator[bytes, None]:
-    """Yield pieces of the text as they are recognised, then the whole text. Nothing follows an error."""
+    """Yield pieces of the text as they are recognised, then the whole text. An error is the last event."""
     try:
         async for each in found:
             yield replies.delta(each) if isinstance(each, str) else replies.done(each)
@@ -287,7 +287,7 @@ def _error_handlers(state: State) -> dict[Any, Callable[..., Any]]:  # as Starle
         return await refused(request, found)
 
     async def disconnected(request: Request, _: Exception) -> Response:
-        """Answer nobody, or a client whose request was cut off at the server's end."""
+        """Respond to a disconnected client, or to one whose request was cut off because the server stops."""
         return await refused(request, stopping()) if state.stopping else Response(status_code=_CLIENT_LEFT)
 
     async def crashed(request: Request, error: Exception) -> Response:
@@ -318,7 +318,7 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 @functools.cache
 def _page() -> tuple[str, str]:
-    """Read the page, and make the policy that allows only its own script and style."""
+    """Read the page, and make a policy that allows only its inline script and style."""
     text = _PAGE.read_text(encoding="utf-8")
     digests = {kind: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
                for kind, text in _INLINE.findall(text)}

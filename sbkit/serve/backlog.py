@@ -1,4 +1,4 @@
-"""What a model has left to compute, by client: what can't be done in time is refused at once."""
+"""Work that is queued for a model, by client: a request that can't finish in time is refused at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sbkit.serve.errors import busy, too_late
 
 
 class Backlog:
-    """Work for one model, and how fast it is done.
+    """Work queued for one model, and the model's speed.
 
     unit : what work is counted in: seconds of audio, or a voice's symbols
     """
@@ -27,20 +27,20 @@ class Backlog:
         return self._speed or None
 
     def record_batch(self, units: float, seconds: float) -> None:
-        """Note that a batch of so many units took so many seconds."""
+        """Record the units and seconds of a batch."""
         self._speed = max(self._speed, units / max(seconds, 1e-6))
 
     def seconds(self, client: str | None) -> float:
-        """How long the model needs for what is left of a client's; 0 while the speed is unknown."""
+        """How long the model needs for a client's remaining work; 0 while the speed is unknown."""
         with self._lock:
             return self._remaining.get(client, 0.0) / self._speed if self._speed else 0.0
 
 
 class Work:
-    """The work of one request: none, then an estimate, which may be corrected, less what is done.
+    """The work of one request: an estimate, which grows and may be corrected, minus what is done.
 
-    share : of what can be done within the limit of a request, for one client; a single request may be larger
-    seconds, until : the limit of a request, and when it ends for this one
+    share : for one client, of what can be done within a request's time limit; a single request may be larger
+    seconds, until : the time limit of a request, and this one's deadline
     """
 
     def __init__(self, backlog: Backlog, client: str | None, share: float, seconds: float, until: float):
@@ -49,7 +49,7 @@ class Work:
         self._total = self._done = 0.0
 
     def grow(self, units: float) -> None:
-        """Be so many units; raises ``ApiError`` if they can't be done in time, or not beside the others."""
+        """Grow the estimate to ``units``; raises ``ApiError`` if they can't be done in time, or not with all others."""
         backlog, more = self._backlog, units - self._total
         if more <= 0:
             return
@@ -70,13 +70,13 @@ class Work:
             self._total = units
 
     def correct(self, units: float) -> None:
-        """Shrink to so many units: a header claimed more than there is."""
+        """Shrink the estimate to ``units``, after a header claimed more."""
         with self._backlog._lock:
             self._finish(self._total - units)
             self._total, self._done = units, 0.0
 
     def done(self, units: float) -> None:
-        """So many of them are done; raises ``ApiError`` if the rest can't be in time."""
+        """Record that ``units`` are done; raises ``ApiError`` if the rest can't be done in time."""
         with self._backlog._lock:
             self._finish(min(units, self._total) - self._done)
         if self._backlog.speed is not None:

@@ -35,7 +35,7 @@ class Batcher:
     budget : the same as a length in samples, or a voice's symbols; overrides ``seconds``
     batching : False runs each signal by itself
     log : called with the number of signals of each batch
-    unit, cost : what work is counted in, and how much a signal is; seconds of audio by default
+    unit, cost : the unit of work, and a function that measures a signal in it; seconds of audio by default
     """
 
     def __init__(self, engine: Engine | VoiceEngine, seconds: float | None = None, batching: bool = True,
@@ -54,7 +54,7 @@ class Batcher:
         self._started = 0.0
         self._cost = cost or (lambda signal: len(signal) / engine.config.sample_rate)
         self.backlog = Backlog(unit)
-        """What is left to do for the requests inside."""
+        """Work that is left for the active requests."""
 
     @property
     def waiting(self) -> int:
@@ -68,10 +68,10 @@ class Batcher:
     def measure(self, signal: Sized) -> None:
         """Run full batches of a signal before the first request, so that the speed is known from then on."""
         full = max(1, min(self._rows, int(self._budget // len(signal))))
-        with contextlib.suppress(OutOfMemory):  # such a batch is split while serving
+        with contextlib.suppress(OutOfMemory):  # a batch that is too large is split while serving
             for rows in (1, full, full):
                 began = time.monotonic()
-                batch: list[Any] = [signal] * rows  # of the engine's kind
+                batch: list[Any] = [signal] * rows  # whatever the engine takes
                 self.engine.submit(batch).result()
                 seconds = time.monotonic() - began
                 self.backlog.record_batch(self._cost(signal) * rows, seconds)
@@ -79,7 +79,7 @@ class Batcher:
                     break
 
     def submit(self, signal: Sized, client: str | None = None) -> Future[Any]:
-        """Queue a signal [S] or a line; the future gives its log-probabilities [T, V] or its sound, and can be
+        """Queue a signal [S] or a line; the future's result is log-probabilities [T, V] or speech; it can be
         cancelled before its turn."""
         query = _Query(signal, Future(), client)
         with self._lock:
@@ -140,7 +140,7 @@ class Batcher:
         error = CancelledError() if done.cancelled() else done.exception()
         if error is None:
             costs = [self._cost(each.signal) for each in batch]
-            if max(costs) >= _LONG:  # a short one says little of long ones
+            if max(costs) >= _LONG:  # the speed of short ones is not that of long ones
                 self.backlog.record_batch(sum(costs), self.busy_seconds)
             self._finish(batch, done.result())
         elif len(batch) > 1 and self.engine.fault is None and not done.cancelled():

@@ -87,8 +87,7 @@ class FairQueue:
         return future
 
     def ahead(self, client: str | None, future: Future[None] | None = None) -> float:
-        """How many of a client's must end before a new one begins, or one that waits, for each of the places that it
-        may have."""
+        """How many requests of a client must end before a new or a waiting one starts, per slot that it may have."""
         with self._lock:
             waiting = self._waiting.get(client, deque())
             before = waiting.index(future) if future is not None and future in waiting else len(waiting)
@@ -113,7 +112,7 @@ class FairQueue:
                 self.release(job.client)
 
     def _remove(self, client: str | None, future: Future[None]) -> None:
-        """Let others move up if one that waits is cancelled."""
+        """Remove a cancelled one from the queue."""
         with self._lock:
             queue = self._waiting.get(client)
             if future.cancelled() and queue and future in queue:
@@ -130,7 +129,7 @@ class FairQueue:
             each.set_result(None)
 
     def _next(self) -> Future[None] | None:
-        """Take the next that waits, and put its client last."""
+        """Take the next one, and put its client last."""
         for client, queue in list(self._waiting.items()):
             if client is not None and self._taken[client] >= self._max_per_client:
                 continue

@@ -1,9 +1,8 @@
-"""Limits the number of connections, and closes those that send no request, take too long to send one, or don't read
-what ends them.
+"""Limits the number of connections, and closes those that send no request, send one too slowly, or don't read.
 
-One address may have a share of the places: beyond it, its own idle connections give way. If all
-places are taken, the connection that has been idle the longest gives way to a new one. If all are busy, a few more are
-let in to ask whether the server is alive; any other request on them is refused.
+One address may have a share of the connections. A new one beyond that share replaces an idle one of the same address.
+If all connections are taken, a new one replaces the one that has been idle the longest. If all are busy, a few more are
+accepted for health checks; any other request on them is refused.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def connection_budget(limits: Limits) -> tuple[int, int]:
 
 
 class ConnectionLimit:
-    """Lets connections in.
+    """Accepts connections up to a limit.
 
     maximum : connections open at once
     share : of them, for one address
@@ -76,7 +75,7 @@ class ConnectionLimit:
         self._logged = -_LOG_SECONDS
 
     def admit(self, new: TimedConnection, connections: Collection[Any]) -> bool:
-        """Whether a new connection is let in for all requests."""
+        """Whether a new connection is accepted for all requests."""
         own = 0 if new.address is None else sum(
             each.address == new.address for each in connections if each not in self._leaving)
         if own > self._share:
@@ -166,7 +165,7 @@ def protocol_options(limit: ConnectionLimit) -> dict[str, Any]:
 
 
 def _client_address(peer: tuple[str, int] | None, config: uvicorn.Config) -> str | None:
-    """The address whose share of the connections one takes; that of a trusted proxy is everybody's, so nobody's."""
+    """The address to count a connection for; None for a trusted proxy, whose connections are everybody's."""
     trusted = config.forwarded_allow_ips
     if peer and config.proxy_headers and _is_proxy(peer[0], trusted if isinstance(trusted, str) else ",".join(trusted)):
         return None
@@ -175,7 +174,7 @@ def _client_address(peer: tuple[str, int] | None, config: uvicorn.Config) -> str
 
 @functools.lru_cache(1024)
 def _is_proxy(host: str, trusted: str) -> bool:
-    app: Any = None  # which is asked for nothing
+    app: Any = None  # never called
     return host in ProxyHeadersMiddleware(app, trusted).trusted_hosts
 
 
@@ -219,7 +218,7 @@ class TimedConnection(H11Protocol):
             self.transport.write_eof()
 
     def data_received(self, data: bytes) -> None:
-        """Take what arrived, except the rest of a request that has its answer: it isn't even parsed."""
+        """Parse what arrived, except the rest of a request that has its response already."""
         if not self._answered_early:
             super().data_received(data)
 
@@ -258,24 +257,24 @@ class TimedConnection(H11Protocol):
 class LiveSocket(WebSocketsSansIOProtocol):
     """WebSocket for many small messages, which is cut soon after its end, even if the client doesn't read.
 
-    uvicorn stops reading from a connection at each message until the application takes it: two system calls and twice
-    the time of a packet of 20 ms. Here some may wait.
+    uvicorn stops reading from a connection at each message until the application takes it. These two system calls
+    double the time of a packet of 20 ms. Here some may wait.
 
-    asyncio reads up to 256 KiB at once, and all frames in it are taken before any other client has its turn: with the
-    smallest frames, that is a second. Here it reads as much as a few packets have.
+    asyncio reads up to 256 KiB at once, and all frames in it are handled before any other client's: with the smallest
+    frames, that takes a second. Here it reads a few packets at once.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        """Bound what waits for a client that doesn't read, and what is read of one before the others' turn."""
+        """Limit the bytes that wait for a slow reader, and those that are read from one client at a time."""
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
         transport.set_write_buffer_limits(_UNREAD_BYTES)
         transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own, which the server asks for
-        self._pong = b""  # the answer to a ping, for which there was no room
+        self._pong = b""  # a pong that could not be sent yet
         super().connection_made(transport)
         self.address = _client_address(self.client, self.config)
 
     def data_received(self, data: bytes) -> None:
-        """Take what arrived. The first is the whole request: if it begins no handshake, nothing ever will."""
+        """Parse what arrived. The first data is the whole request: if it starts no handshake, nothing will."""
         super().data_received(data)
         if not self.handshake_initiated and not self.transport.is_closing():
             self.transport.write(b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\n"
@@ -284,13 +283,13 @@ class LiveSocket(WebSocketsSansIOProtocol):
             self.transport.close()
 
     def handle_ping(self) -> None:
-        """Answer a ping; while the client doesn't read, only the last one waits for that, as the protocol allows."""
+        """Answer a ping; while the client doesn't read, only the last pong is kept, as the protocol allows."""
         self._pong = b"".join(self.conn.data_to_send())
         if self.writable.is_set():
             self._send_pong()
 
     def resume_writing(self) -> None:
-        """Write again, first of all what a ping waits for."""
+        """Write again, a waiting pong first."""
         super().resume_writing()
         self._send_pong()
 
@@ -300,7 +299,7 @@ class LiveSocket(WebSocketsSansIOProtocol):
             self.transport.write(pong)
 
     def handle_cont(self, event: Frame) -> None:
-        """Take a part of a message; an empty one would be kept, and counts nothing towards the longest message."""
+        """Take a part of a message, but no empty one: it would be kept without counting towards the size limit."""
         if event.data or event.fin:
             super().handle_cont(event)
 

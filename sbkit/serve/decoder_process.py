@@ -79,7 +79,7 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
 
 
 def _write(out: BinaryIO, data: memoryview) -> None:
-    """Write all of it: a nearly full disk takes only part, and says so only by the count."""
+    """Write all of it: a nearly full disk writes only part, and only the count shows it."""
     while data:
         data = data[out.write(data) :]
 
@@ -96,7 +96,7 @@ def _limit(memory: int, file_bytes: int) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Have the kernel end this process if the request takes more."""
+    """Let the kernel end this process if the request takes longer."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))
 

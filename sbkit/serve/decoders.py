@@ -1,4 +1,4 @@
-"""Processes that decode uploads, apart from the server: one that dies, hangs or eats memory is replaced.
+"""Separate processes that decode uploads: one that dies, hangs or uses too much memory is replaced.
 
 A decoder gets an open file and writes samples into another one. It gets no path, no key and only the environment
 variables it needs; the kernel limits its memory, its processor time and what it writes.
@@ -44,7 +44,7 @@ class Wave:
     def __init__(self, file: IO[bytes], samples: int, reservation: DiskReservation, warning: str | None = None):
         self._file, self.samples, self._reservation = file, samples, reservation
         self.warning = warning
-        """What of the recording is missing in them."""
+        """Which part of the recording is missing, if any."""
 
     def blocks(self) -> Iterator[np.ndarray]:
         self._file.seek(0)
@@ -161,7 +161,7 @@ class Decoders:
             self._free.put(self._start())
 
     def check(self) -> None:
-        """Wait until they run; raises ``SbkitError`` if they can't."""
+        """Wait until the processes run; raises ``SbkitError`` if they can't."""
         for each in list(self.running):
             try:
                 each.start(Job())
@@ -199,7 +199,7 @@ class Decoders:
             raise invalid(f"the audio is {reply['too_long']}; the limit of this server is "
                           f"{self._limits.max_audio_seconds:g} s", "file", "audio_too_long")
         if "no_room" in reply:
-            grow(reply["no_room"])  # which says why
+            grow(reply["no_room"])  # raises with the reason
             raise no_room("there was no room on the server's disk")
         if "full" in reply:
             full = OSError(reply["full"], "")

@@ -21,7 +21,7 @@ _FULL = {errno.ENOSPC: "the server's temporary folder is full", errno.EDQUOT: "t
 class Disk:
     """Space in the temporary folder, shared by all requests.
 
-    max_bytes : bytes that may be used; never more than half of the free space, so that others can write too
+    max_bytes : bytes that may be used; never more than half of the free space
     share : of them, for one client
     """
 
@@ -34,7 +34,7 @@ class Disk:
         """Bytes that are reserved."""
 
     def change(self, more: int, client: str | None) -> None:
-        """Reserve so many more bytes for a client, or less; raises ``ApiError`` 503 if there is no room for them."""
+        """Reserve ``more`` bytes for a client, or release them if below 0; raises ``ApiError`` 503 without space."""
         with self._lock:
             if more > 0:
                 limit = min(self._max_bytes, (shutil.disk_usage(self._folder).free + self.reserved) // 2)
@@ -59,7 +59,7 @@ class DiskReservation:
         self._disk, self._client, self._size = disk, client, 0
 
     def grow(self, size: int) -> None:
-        """Grow to this many bytes; raises ``ApiError`` 503 if there is no room for them."""
+        """Grow to this many bytes; raises ``ApiError`` 503 if there is no space."""
         if size > self._size:
             self.resize(size)
 

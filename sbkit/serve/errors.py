@@ -49,7 +49,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 @contextlib.contextmanager
 def refused_for(param: str, code: str | None = None) -> Iterator[None]:
-    """Make what this block raises for a user error 400 of a field."""
+    """Turn a user error raised in this block into an error 400 of the field ``param``."""
     try:
         yield
     except SbkitError as error:
@@ -82,7 +82,7 @@ def missing_model(known: Sequence[str]) -> ApiError:
 
 
 def unsupported(names: Sequence[str], known: Iterable[str]) -> ApiError:
-    """Error 400: fields that nothing reads.
+    """Error 400: unknown fields.
 
     names : at least one
     known : those that may be given

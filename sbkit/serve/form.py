@@ -1,4 +1,4 @@
-"""The request form of OpenAI's API: received in time and within its room, each field checked, none ignored."""
+"""The request form of OpenAI's API: received within limits of time and size, each field checked, none ignored."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class OutputsForm:
     """The upload, closed by the caller."""
     served: ServedGraph
     sound: bool
-    """Whether its first output is asked for as a WAV file."""
+    """Whether the first output is requested as a WAV file."""
 
 
 async def read(request: Request, kind: Callable[[FormData, Registry], F], registry: Callable[[], Registry]) -> F:
@@ -79,8 +79,8 @@ async def read(request: Request, kind: Callable[[FormData, Registry], F], regist
 
 
 def _headers(content_type: str) -> Headers:
-    """The headers with which Starlette reads the form. It decodes texts as Latin-1, which keeps every byte: it would
-    take any codec that a client names, and some take minutes."""
+    """The headers for Starlette's parser. It decodes texts as Latin-1, which keeps every byte; it would use any codec
+    that a client names, and some take minutes."""
     if len(content_type) > _TYPE_BYTES:
         raise invalid(f"the content type is longer than {_TYPE_BYTES} characters")
     kind, options = parse_options_header(content_type)
@@ -98,7 +98,7 @@ def _utf8(text: str) -> str:
 
 
 async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
-    """Yield the body in pieces, with others' turn after each."""
+    """Yield the body in pieces, and let other tasks run after each."""
     async for data in request.stream():
         for start in range(0, len(data), _PIECE_BYTES):
             yield data[start : start + _PIECE_BYTES]
@@ -106,7 +106,7 @@ async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
 
 
 class _FormParser(MultiPartParser):
-    """Starlette's, with a limit for all headers of parts: it looks at each byte of them."""
+    """Starlette's parser, with a limit for the headers of all parts together, which it parses byte by byte."""
 
     _headers_left = _HEADER_BYTES
 
@@ -126,7 +126,7 @@ def outputs(form: FormData, registry: Registry) -> OutputsForm:
 
 
 def _model(registry: Registry, kind: type[S], form: FormData, known: frozenset[str]) -> S:
-    """The model that a form asks for, which must work; the form may have no other fields than those ``known``."""
+    """The model that a form names, which must work; the form may have only ``known`` fields."""
     unknown = sorted({name.removesuffix("[]") for name in form} - known)
     if unknown:
         raise unsupported(unknown, known)
@@ -224,10 +224,10 @@ def _boolean(value: str | None) -> bool:
 
 
 def limited(request: Request, limits: Limits, reserve: Callable[[int], None]) -> Request:
-    """Return a request whose body has to come fast enough, and where there is room for it.
+    """Return a request whose body must arrive fast enough and fit.
 
-    reserve : is called with the bytes that the request claims, then with those that have arrived; raises
-        ``ApiError`` if there is no room for them
+    reserve : called with the bytes that the request claims, then with those that have arrived; raises ``ApiError`` if
+        there is no space for them
     """
     reserve(int(request.headers.get("content-length", "0")))
     received, waited, complete = 0, 0.0, False

@@ -14,7 +14,7 @@ class Cancelled(Exception):
 
 
 class Job:
-    """Whose a request is, and the state of its cancellation, shared by the threads that work on it."""
+    """The client of a request, and whether it was cancelled; shared by the threads that process it."""
 
     def __init__(self, client: str | None = None) -> None:
         self.client = client

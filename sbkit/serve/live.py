@@ -9,8 +9,8 @@ The client sends one JSON text, then binary frames of 16-bit little-endian mono 
 The server sends JSON texts; times are seconds from the first sample:
 
     {"type": "ready", "model": "NAME", "sample_rate": 48000, "chunk_seconds": 0.32, "ahead_seconds": 0.16}
-                                                                      null, both: decodes the tail
-    {"type": "partial", "start": 3.1, "text": "...", "settled": "...", "heard": 4.8}   the line; replaces the last
+                                                                      both null: no streaming graph
+    {"type": "partial", "start": 3.1, "text": "...", "settled": "...", "heard": 4.8}   replaces the last partial
     {"type": "final", "start": 3.1, "end": 5.6, "text": "...", "words": [{"word", "start", "end", "confidence"}]}
     {"type": "done", "duration": 61.2}                                after "stop"; then it closes
     {"type": "error", "error": {"message", "type", "param", "code"}}  then it closes
@@ -40,15 +40,15 @@ from sbkit.serve.metrics import Metrics
 from sbkit.serve.registry import Registry, ServedModel
 from sbkit.serve.wire import AudioBuffer, MessageReader
 
-_MAX_BACKLOG_SECONDS = 5.0  # of audio that was not heard yet; beyond that the client has to wait
+_MAX_BACKLOG_SECONDS = 5.0  # of audio that is not recognised yet; beyond that the client has to wait
 _SLOW_READER_SECONDS = 60.0  # a client that takes longer to read the last messages is dropped
 
 
 class LiveSession:
-    """Hears one client to the end.
+    """Transcribes the speech of one client.
 
-    reader : the client, whose first message was received
-    served, rate, chunk_ms : what it asked for
+    reader : of the client's messages, after the first
+    served, rate, chunk_ms : what the first message named
     """
 
     def __init__(self, websocket: WebSocket, reader: MessageReader, served: ServedModel, rate: int,
@@ -71,7 +71,7 @@ class LiveSession:
         self._stop.set()
 
     async def run(self) -> None:
-        """Run until the client says "stop" or :meth:`end` is called, and tell all that was heard."""
+        """Run until the client sends "stop" or :meth:`end` is called, and send the whole transcript."""
         await self._websocket.send_json(self._ready)
         publishing, sending = self._start(self._publish()), self._start(self._send_queue.run())
         receiving, watching = self._start(self._receive()), self._start(self._reader.watch(self._limits.idle_seconds))
@@ -94,9 +94,9 @@ class LiveSession:
             each.cancel()
         self._recogniser.close()
 
-    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:  # nobody looks at what it returns
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:  # its result is never read
         task = asyncio.create_task(work)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the first error is told
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the first error is raised by run
         self._tasks.append(task)
         return task
 
@@ -123,7 +123,7 @@ class LiveSession:
 
 
 async def _wait_for_first(*tasks: asyncio.Task[Any], seconds: float | None = None) -> bool:
-    """Wait until one of them is done, and raise its error if it failed; False: none was in time."""
+    """Wait until one of them is done, and raise its error if it failed; False after a timeout."""
     done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for each in done:
         each.result()
@@ -137,8 +137,8 @@ MAX_MESSAGES = 64
 class SendQueue:
     """Makes the messages of a session, and sends them one after the other.
 
-    A partial that waits is replaced by the next, so that a client who was slow for a while gets the newest. One who
-    doesn't read at all is told nothing more: ``put`` raises ``ApiError`` 408.
+    A waiting partial is replaced by the next, so that a client who was slow for a while gets the newest. If a client
+    doesn't read at all, ``put`` raises ``ApiError`` 408.
     """
 
     def __init__(self, vocabulary: Vocabulary, send: Callable[[dict[str, Any]], Awaitable[None]]):
@@ -148,7 +148,7 @@ class SendQueue:
         self._ended = False
 
     def put(self, update: Update) -> None:
-        """Tell lines that are over, and the line that goes on if it changed."""
+        """Queue finished lines, and the current line if it changed."""
         for line in update.lines:
             if (message := self._messages.message(line)) is not None:
                 end = round(update.seconds, 3)
@@ -170,7 +170,7 @@ class SendQueue:
 
     def _add(self, message: dict[str, Any]) -> None:
         if self._waiting and self._waiting[-1]["type"] == "partial":
-            self._waiting.pop()  # what follows says more
+            self._waiting.pop()  # the next message replaces it
         if len(self._waiting) >= MAX_MESSAGES:
             raise ApiError(408, f"the client doesn't read its messages: {MAX_MESSAGES} are waiting", code="slow_client")
         self._waiting.append(message)
@@ -245,7 +245,7 @@ async def _send_error(websocket: WebSocket, error: ApiError, code: int) -> None:
 
 
 async def _start(reader: MessageReader, registry: Registry) -> tuple[ServedModel, int, int | None]:
-    """Receive the first message: the model that a client asks for, its rate, and the milliseconds of a chunk."""
+    """Receive the first message, and return the model, the sample rate and the milliseconds of a chunk."""
     first = await reader.receive_within(_START_SECONDS)
     if isinstance(first, bytes) or first.get("type") != "start":
         raise invalid('the first message must be {"type": "start", "model": NAME, "sample_rate": HERTZ}')

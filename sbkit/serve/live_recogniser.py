@@ -1,4 +1,4 @@
-"""How a live session is heard: chunk by chunk by the bundle's graph for streams, or by decoding the tail."""
+"""Recognises a live session: chunk by chunk with the bundle's streaming graph, or by decoding the tail."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from sbkit.serve.tail import Tail
 
 
 class Update(NamedTuple):
-    """What is new in a session. Times are seconds from the first sample."""
+    """New lines of a session. Times are seconds from the first sample."""
 
     lines: list[TranscriptLine]
-    """Those that are over, and the one in progress if it goes on."""
+    """Those that are complete, and the current one."""
     seconds: float
-    """Until when it was heard."""
+    """End of the recognised audio."""
 
 
 class LiveRecogniser(ABC):
-    """Hears one session. One task gives it samples, another waits for news; neither waits for the other.
+    """Recognises one session. One task feeds samples, another waits for updates; neither waits for the other.
 
     served : the model
-    seconds : how long it may take to hear what was received; ``next_update`` raises ``ApiError`` 504 then
+    seconds : time limit for received audio; after that ``next_update`` raises ``ApiError`` 504
     """
 
     chunk_seconds: float | None = None
-    """Seconds that are heard at a time; None where that depends on what was said."""
+    """Seconds of a chunk; None if the model has no streaming graph."""
     ahead_seconds: float | None = None
-    """How much of them is only looked at, and heard again with what follows; None as above."""
+    """Lookahead in a chunk, which the next chunk begins with; None as above."""
 
     def __init__(self, served: ServedModel, seconds: float):
         self._served, self._seconds = served, seconds
@@ -49,12 +49,12 @@ class LiveRecogniser(ABC):
     @property
     @abstractmethod
     def wanted(self) -> float:
-        """How many more samples there must be for any of them to be heard."""
+        """How many more samples are needed for the next step."""
 
     @property
     @abstractmethod
     def backlog_seconds(self) -> float:
-        """The seconds that were received and are not heard yet."""
+        """Seconds received but not recognised yet."""
 
     @abstractmethod
     def feed(self, signal: np.ndarray) -> None:
@@ -62,11 +62,11 @@ class LiveRecogniser(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Hear what is left: nothing will follow."""
+        """Recognise what is left, at the end of the audio."""
 
     @abstractmethod
     async def next_update(self) -> Update | None:
-        """Wait for what is new; None after the end."""
+        """Wait for the next update; None after the end."""
 
     @abstractmethod
     def close(self) -> None:
@@ -84,7 +84,7 @@ class LiveRecogniser(ABC):
             raise
 
     async def catch_up(self, seconds: float) -> None:
-        """Wait until at most so many seconds are not heard yet, and give the other tasks a turn anyway."""
+        """Wait until the backlog is at most ``seconds``; other tasks run in any case."""
         await asyncio.sleep(0)
         while self.backlog_seconds > seconds:
             self._progressed.clear()
@@ -92,10 +92,10 @@ class LiveRecogniser(ABC):
 
 
 class ChunkRecogniser(LiveRecogniser):
-    """Hears a session by the bundle's graph for streams, in batches with all others.
+    """Recognises a session with the bundle's streaming graph, in batches with all others.
 
-    streams : the engine of the model's graph for streams
-    chunk_ms : one of its chunks; None: the one that it chooses
+    streams : the engine of the streaming graph
+    chunk_ms : one of its chunk sizes; None for its default
     """
 
     def __init__(self, served: ServedModel, streams: StreamEngine, chunk_ms: int | None, seconds: float):
@@ -156,7 +156,7 @@ class ChunkRecogniser(LiveRecogniser):
 
 
 class TailRecogniser(LiveRecogniser):
-    """Hears a session by decoding the tail of what was said, again and again. While that is done, more arrives."""
+    """Recognises a session by decoding its unsettled end repeatedly, while more audio arrives."""
 
     def __init__(self, served: ServedModel, seconds: float, client: str | None):
         super().__init__(served, seconds)
@@ -211,7 +211,7 @@ class TailRecogniser(LiveRecogniser):
 
 
 def live_recogniser(served: ServedModel, chunk_ms: int | None, seconds: float, client: str | None) -> LiveRecogniser:
-    """Hear a client's session in the best way that the model's bundle has."""
+    """Return a recogniser for a client's session: with the streaming graph if the bundle has one."""
     if served.streams is None:
         return TailRecogniser(served, seconds, client)
     return ChunkRecogniser(served, served.streams, chunk_ms, seconds)

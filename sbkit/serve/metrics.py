@@ -43,7 +43,7 @@ class Metrics:
 
     def gauge(self, name: str, help_text: str, labels: Iterable[str],
               read: Callable[[], Iterable[tuple[Iterable[str], float]]]) -> None:
-        """Add values that ``read`` gives whenever they are asked for, each with the values of its labels."""
+        """Add a gauge whose values, each with those of its labels, are read at each scrape."""
         self._registry.register(_Gauge(name, help_text, list(labels), read))
 
     def text(self) -> str:

@@ -30,7 +30,7 @@ from sbkit.serve.metrics import Metrics
 from sbkit.serve.served import BundleOptions, Served, device_facts
 from sbkit.system.cores import usable_cores
 
-_MEASURE_SECONDS = 5.0  # of the signal that speed is measured with
+_MEASURE_SECONDS = 5.0  # of the signal for measuring the speed
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -55,7 +55,7 @@ class ServedModel(Served):
 
     endpoints, does = ("/v1/audio/transcriptions", "/v1/audio/live"), "recognises speech"
     streams: StreamEngine | None = None
-    """Hears live sessions; None if the bundle has no graph for streams in the format in use."""
+    """Recognises live sessions; None if the bundle has no streaming graph in the format in use."""
 
     def _load(self, folder: Path, options: BundleOptions, metrics: Metrics) -> None:
         self.engine = Engine(folder, options.model, options.device, options.threads)
@@ -98,7 +98,7 @@ class ServedModel(Served):
 
 
 class ServedGraph(Served):
-    """A model that gives tensors, loaded and warm."""
+    """A model that outputs tensors, loaded and warm."""
 
     endpoints, does = ("/v1/audio/outputs",), "outputs tensors"
     engine: GraphEngine
@@ -113,7 +113,7 @@ class ServedGraph(Served):
 
 #: Symbols in a batch, padding included, on a CPU and on a GPU; one text of the greatest length always fits.
 _SYMBOLS = {True: 250, False: 6000}
-_SENTENCE = 60  # symbols of the one that speed is measured with
+_SENTENCE = 60  # symbols of the sentence for measuring the speed
 
 
 class ServedVoice(Served):
@@ -141,7 +141,7 @@ class ServedVoice(Served):
                  "default": not number} for number, name in enumerate(self.config.speakers)]
 
 
-#: How each kind of bundle is served. Whatever is none of these is refused as no recogniser.
+#: How each kind of bundle is served; others are refused.
 SERVED: layout.ByKind[type[Served]] = layout.ByKind({layout.Bundle: ServedModel, layout.GraphConfig: ServedGraph,
                                                       layout.VoiceConfig: ServedVoice})
 

@@ -1,4 +1,4 @@
-"""Transcripts in the formats of OpenAI's API, the events of streams, and answers that are sent while they are made."""
+"""Transcripts in the formats of OpenAI's API, the events of streams, and streaming responses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reply(transcript: Transcript, kind: str, granularities: Sequence[str]) -> Re
 
 
 class _Verbose(JSONResponse):
-    """An answer that is encoded piece by piece: for hours of audio at once, all threads would wait for that."""
+    """A response that is encoded piece by piece: encoding hours of audio at once would block all threads."""
 
     def render(self, content: Any) -> bytes:  # whatever JSON holds
         return "".join(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(content)).encode()
@@ -97,7 +97,7 @@ _SLOW_READER_SECONDS = 60.0  # a client that takes longer to read a part is drop
 
 
 class CutOff(Exception):
-    """The rest of an answer can't be made, and its client has to notice."""
+    """The rest of a response can't be made, and the client must notice."""
 
 
 class Streamed(Response):

@@ -47,9 +47,9 @@ def device_facts(placement: Placement) -> dict[str, Any]:
 class Served(ABC):
     """One bundle, loaded and warm."""
 
-    #: Paths that the model answers.
+    #: Paths of the API that the model serves.
     endpoints: ClassVar[tuple[str, ...]]
-    #: What it does and what not, for a request that asks for something else.
+    #: What it does, for the error of a request for something else.
     does: ClassVar[str]
     engine: Engine | VoiceEngine
     batcher: Batcher
@@ -75,7 +75,7 @@ class Served(ABC):
             each.close()
 
     def _measure(self, signal: Sized) -> None:
-        """Measure the speed, so that the first request that can't be answered in time is refused, too."""
+        """Measure the speed, so that even the first request is refused if it can't finish in time."""
         try:
             self.batcher.measure(signal)
         except BaseException:
@@ -84,7 +84,7 @@ class Served(ABC):
 
     @property
     def fault(self) -> str | None:
-        """Why the model will never answer again, or None; the model is not run for it."""
+        """Why the model can't run any more, or None; found without running it."""
         found = next((each.fault for each in self.engines if each.fault is not None), None)
         if found is None and self.busy_seconds > STUCK_SECONDS:
             return f"a batch has been running for {self.busy_seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""The server: load bundles or refuse to start, answer until told to stop, then finish requests in flight."""
+"""The server: loads bundles or refuses to start, runs until it is stopped, then finishes requests in flight."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sbkit.serve.served import BundleOptions
 KEY_VARIABLE = "SBKIT_API_KEY"
 _REQUIRED = ("starlette", "uvicorn", "prometheus_client", "python_multipart", "websockets")
 _POLL_SECONDS = 0.2
-#: What uvicorn logs, some with a traceback, whenever a client sends what is refused.
+#: What uvicorn logs, some with a traceback, for bad requests of clients.
 _CLIENT_ERRORS = ("without completing handshake", "Invalid HTTP request", "Invalid UTF-8", "Unsupported upgrade",
                    "No supported WebSocket library")
 _CLEANUP_SECONDS = 3.0  # to clean up requests that were cut off
@@ -39,9 +39,9 @@ class ServeRequest(BundleOptions):
     bundles : ``BUNDLE`` or ``NAME=BUNDLE``
     api_key_file : file of keys, one per line; SBKIT_API_KEY in the environment adds one
     allow_origins : origins of web pages elsewhere that may use this server
-    allow_hosts : names that the server answers to besides its own
+    allow_hosts : further host names of the server
     trust_proxies : addresses of proxies whose X-Forwarded-For is believed
-    grace_seconds : total time to finish requests in flight when the server is told to stop
+    grace_seconds : time to finish requests in flight after a stop signal
     """
 
     bundles: Sequence[str]
@@ -89,7 +89,7 @@ def read_keys(path: Path | None) -> list[str]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind the address before the slow loading, to find out early if it isn't free."""
+    """Bind the address before the slow loading, to fail early if it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Name the protocol, or asyncio leaves Nagle's algorithm on: 40 ms for every answer.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

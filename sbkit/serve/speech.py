@@ -1,4 +1,4 @@
-"""Speaks a text sentence by sentence through the batcher, as bytes of a format that are sent on at once."""
+"""Synthesises a text sentence by sentence through the batcher, and streams it as bytes of an audio format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sbkit.serve.text import decode_utf8, parse_object
 from sbkit.serve.work import ClientDisconnected, RequestContext
 
 MAX_CHARACTERS = 4096
-_MAX_BYTES = 1 << 16  # so many characters as JSON, each of them two escapes
+_MAX_BYTES = 1 << 16  # of all these characters as JSON, each as two escapes
 _FIELDS = ("input", "model", "voice", "response_format", "speed", "stream_format", "instructions", "skip_unknown")
 _DEFAULT, _AUDIO, _SSE = "mp3", "audio", "sse"
 
@@ -38,7 +38,7 @@ _DEFAULT, _AUDIO, _SSE = "mp3", "audio", "sse"
 class SpeechForm:
     """A valid request.
 
-    pieces : the whole text, as the voice takes it
+    pieces : the whole text in phrases for the voice
     kind : the format, one of ``sbkit.infer.sound_file.KINDS``
     sse : whether events are sent, otherwise bytes
     """
@@ -140,7 +140,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Usage:
-    """What a text took: its symbols, and the frames of its speech."""
+    """The symbols of a text, and the frames of its speech."""
 
     symbols: int = 0
     frames: int = 0
@@ -189,7 +189,7 @@ async def synthesise(context: RequestContext, form: SpeechForm, metrics: Metrics
 
 
 def _discard(future: asyncio.Future[Any]) -> None:
-    """Cancel a future, or take an error from it that nobody waits for."""
+    """Cancel a future, or retrieve its exception so that asyncio doesn't log it."""
     if not future.cancel() and not future.cancelled():
         future.exception()
 
@@ -202,7 +202,7 @@ def _encoded(stream: SoundStream, speech: Speech, last: bool) -> bytes:
 
 
 def _part(each: bytes | Usage, sse: bool) -> bytes:
-    """A part of an answer: bytes as they are, or an event; none for what only an event can say."""
+    """A part of a response: the bytes, or an event; usage is sent only as an event."""
     if isinstance(each, bytes):
         return replies.audio_delta(each) if sse else each
     return replies.audio_done(each.symbols, each.frames) if sse else b""

@@ -1,4 +1,4 @@
-"""The unsettled end of a live recording: when to decode it, what to settle, what to forget."""
+"""The unsettled end of a live recording: when to decode it, which words to settle, which samples to drop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sbkit.infer.chunks import CONTEXT_SECONDS
 #: Decode again after this much new audio, and after this share of the tail: repeated decoding costs at most 1 / SHARE
 #: times what decoding once would cost.
 EVERY_SECONDS, SHARE = 0.3, 0.1
-#: Seconds kept if no word was heard: one may just begin.
+#: Seconds kept if no word was recognised: one may be starting.
 _KEPT_SECONDS = 1.0
 #: A pause is cut at most this many seconds after its word, so that the next word keeps its start.
 _AFTER_WORD_SECONDS = 0.5
@@ -23,7 +23,7 @@ class Tail:
     """The unsettled samples of a live recording, at the model's rate.
 
     rate, frame_samples : as in the model
-    longest : most seconds decoded at once; beyond that, words are settled without a pause
+    longest : seconds decoded at once; beyond that, words are settled without a pause
     """
 
     def __init__(self, rate: int, frame_samples: int, longest: float):
@@ -58,7 +58,7 @@ class Tail:
 
     @property
     def wanted(self) -> float:
-        """How many more samples there must be for the tail to be decoded."""
+        """How many more samples are needed until the tail is decoded."""
         return max(EVERY_SECONDS * self._rate, SHARE * self.length) - (self._received - self._decoded)
 
     def add(self, signal: np.ndarray) -> None:
@@ -78,7 +78,7 @@ class Tail:
                  ) -> tuple[list[Word], list[Word], float]:
         """Settle words decoded from the first ``samples``; their times count from frame ``skip``.
 
-        Returns those that are final, those that may change, and until when it was heard, from the first sample.
+        Returns the final words, those that may change, and the end of the decoded audio in seconds.
         """
         first = (self.start + skip * self._frame) / self._rate
         words = [replace(word, start=word.start + first, end=word.end + first) for word in words]

@@ -1,4 +1,4 @@
-"""Text from outside: it is UTF-8, or it is refused."""
+"""Text from clients, which must be UTF-8."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def decode_utf8(data: bytes, what: str) -> str:
 
 
 def parse_object(text: str, what: str) -> dict[str, Any]:
-    """Parse an object of JSON; ``what`` names it in errors. No key is given twice, and all texts in it can be encoded:
-    half of a surrogate pair, written as an escape, could be put into no answer and no log."""
+    """Parse a JSON object; ``what`` names it in errors. Duplicate keys are refused, and unpaired surrogates, which no
+    response and no log could contain."""
     try:
         found = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
         json.dumps(found, ensure_ascii=False).encode("utf-8")

@@ -1,4 +1,4 @@
-"""What a live client says: an object as JSON, or audio, which becomes samples at the model's rate."""
+"""Messages of a live client: JSON objects, or audio, which becomes samples at the model's rate."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _MAX_TEXT = 1 << 14
 class MessageReader:
     """Receives the messages of one client.
 
-    Its idle clock runs from a call of :meth:`receive` to the next message alone: a client whose message is still being
-    dealt with may have sent others long ago.
+    Its idle clock runs only during :meth:`receive`: while a message is being processed, others may be waiting already.
     """
 
     def __init__(self, websocket: WebSocket):
@@ -48,7 +47,7 @@ class MessageReader:
             raise _idle(seconds) from None
 
     async def watch(self, seconds: float) -> None:
-        """Raise ``ApiError`` 408 once the next message was waited for so long; one clock for all costs nothing."""
+        """Raise ``ApiError`` 408 if no message comes for ``seconds``; cheaper than a timeout per message."""
         while (left := seconds - self._waited) > 0:
             await asyncio.sleep(left)
         raise _idle(seconds)
@@ -66,7 +65,7 @@ _MAX_FRAME_SECONDS = 10.0
 
 
 class AudioBuffer:
-    """Keeps what came as it came until it is wanted: a packet of 20 ms costs next to nothing by itself.
+    """Keeps frames as received until the samples are taken, so that a packet of 20 ms costs little.
 
     rate, model_rate : of the client, and of the model
     """
@@ -84,7 +83,7 @@ class AudioBuffer:
 
     @property
     def samples(self) -> float:
-        """About how many samples at the model's rate :meth:`take` would give."""
+        """About how many samples at the model's rate :meth:`take` would return."""
         return (self._received - self._taken) / 2 * self._model_rate / self._rate
 
     def add(self, frame: bytes) -> None:

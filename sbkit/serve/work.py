@@ -1,4 +1,4 @@
-"""Processing of a request: its slot, its deadline, the client's presence, and the worker threads."""
+"""Processing of a request: its slot, its deadline, the client's connection, and the worker threads."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SMOOTH = 0.2  # weight of the newest request in the mean
 
 
 class ClientDisconnected(Exception):
-    """The client disconnected, so nobody reads an answer."""
+    """The client disconnected."""
 
 
 class RequestSlots:
-    """Places for requests, and the threads that process them."""
+    """Slots for requests, and the threads that process them."""
 
     def __init__(self, limits: Limits, metrics: Metrics):
         self._limits, self._metrics = limits, metrics
@@ -66,7 +66,7 @@ class RequestSlots:
 
         def ended(done: Future[T]) -> None:
             seconds = time.monotonic() - began
-            if seconds > self.mean_work or not (done.cancelled() or done.exception()):  # else it was hardly begun
+            if seconds > self.mean_work or not (done.cancelled() or done.exception()):  # else it failed early
                 self.mean_work += _SMOOTH * (seconds - self.mean_work)
             self.queue.release(client)
 
@@ -84,7 +84,7 @@ class RequestSlots:
 
 
 class RequestContext:
-    """One request with its job, its deadline and a client who may leave."""
+    """One request with its job, its deadline and its client's connection."""
 
     def __init__(self, request: Request, slots: RequestSlots, seconds: float, metrics: Metrics):
         self.job = Job(address(request.scope))
@@ -102,14 +102,14 @@ class RequestContext:
             raise too_slow(f"took longer than {self._seconds:g} s") from None
 
     def work(self, backlog: Backlog) -> Work:
-        """Hold the work that the request is for a model, none at first."""
+        """The work of this request for a model, empty at first."""
         return Work(backlog, self.job.client, self._slots.client_share, self._seconds, self.until)
 
     async def stream(self, call: Callable[[Callable[[Any], None]], T], backlog: Backlog) -> AsyncIterator[Any]:
         """Yield what a call in a thread reports, then its result. Ends early, together with the call, at the deadline
-        or when the client leaves.
+        or when the client disconnects.
 
-        backlog : of the model that the call asks
+        backlog : of the model that the call runs
         """
         loop = asyncio.get_running_loop()
         results: asyncio.Queue[Any] = asyncio.Queue()
@@ -118,7 +118,7 @@ class RequestContext:
             loop.call_soon_threadsafe(results.put_nowait, each)
 
         running = asyncio.wrap_future(self.job.watch(await self._submit(lambda: call(put), backlog)))
-        running.add_done_callback(results.put_nowait)  # itself, behind all that was reported
+        running.add_done_callback(results.put_nowait)  # the future itself, after all reports
         try:
             while (each := await self.wait_for(results.get())) is not running:
                 yield each
@@ -133,7 +133,7 @@ class RequestContext:
         granted = self._slots.queue.acquire(client)
         try:
             future = asyncio.wrap_future(self.job.watch(granted))
-            while not granted.done():  # what those before it take may be known only once they have begun
+            while not granted.done():  # how long those before it take may be known only once they run
                 wait = max(self._slots.mean_work * self._slots.queue.ahead(client, granted), backlog.seconds(client))
                 if wait + time.monotonic() > self.until:
                     raise busy("your address has as many waiting requests as can start within the time limit", wait)
@@ -146,7 +146,7 @@ class RequestContext:
             raise
 
     async def wait_for(self, wanted: Awaitable[T]) -> T:
-        """Wait for something, within the deadline and while the client is there."""
+        """Wait for something, within the deadline and while the client is connected."""
         wanted = asyncio.ensure_future(wanted)
         if self._disconnected is None:
             self._disconnected = asyncio.create_task(_until_disconnected(self._request))
@@ -172,6 +172,6 @@ class RequestContext:
 
 
 async def _until_disconnected(request: Request) -> None:
-    """Wait until the client leaves: after the body, the next message is the end."""
+    """Wait until the client disconnects: after the body, the next message is the end."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
