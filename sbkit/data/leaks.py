@@ -81,8 +81,8 @@ def _overlapping(one: Manifest, other: Manifest) -> np.ndarray:
     starts = np.concatenate([one.starts, other.starts])
     ends = starts + np.concatenate([one.durations, other.durations])
     of_other = np.arange(len(files)) >= len(one)
-    # All files are put on one time line. A row of ours overlaps if the furthest end of their rows before it, or the
-    # first start after it, is within it.
+    # All files are put on one time line. A row overlaps if it contains the furthest end of the other's rows that begin
+    # before it, or the first start of those after it.
     gap = float(ends.max(initial=0)) + 1
     starts, ends = starts + gap * files, ends + gap * files - _TOUCHING
     order = np.argsort(starts, kind="stable")

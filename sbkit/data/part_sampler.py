@@ -52,30 +52,30 @@ class PartSampler:
 
     def __init__(self, parts: Parts, seconds: np.ndarray, buckets: np.ndarray, least: int = 1, seed: int = 0):
         shares = np.array(list(parts.shares.values()), np.float64)
-        count, many = int(buckets.max()) + 1, len(shares)
-        audio = np.bincount(parts.numbers, weights=seconds, minlength=many)
+        count, part_count = int(buckets.max()) + 1, len(shares)
+        audio = np.bincount(parts.numbers, weights=seconds, minlength=part_count)
         drawn = shares > 0
         if not (drawn & (audio > 0)).any() or (drawn & (audio == 0)).any():
             raise SbkitError("a part of the mixture has a share but no training audio", hint="set its weight to 0")
-        self.times = np.divide(shares / shares.sum() * audio[drawn].sum(), audio, where=drawn, out=np.zeros(many))
+        self.times = np.divide(shares / shares.sum() * audio[drawn].sum(), audio, where=drawn, out=np.zeros(part_count))
         if parts.once is not None:
             self.times /= self.times[list(parts.shares).index(parts.once)]
         """How often a pass draws each row of a part on average, ``[P]``."""
         # Small integers sort in linear time.
-        strata = (buckets.astype(np.int64) * many + parts.numbers).astype(np.min_scalar_type(count * many))
-        self._counts = np.bincount(strata, minlength=count * many).reshape(count, many)
-        self._starts = np.concatenate([[0], np.cumsum(self._counts)])[:-1].reshape(count, many)
+        strata = (buckets.astype(np.int64) * part_count + parts.numbers).astype(np.min_scalar_type(count * part_count))
+        self._counts = np.bincount(strata, minlength=count * part_count).reshape(count, part_count)
+        self._starts = np.concatenate([[0], np.cumsum(self._counts)])[:-1].reshape(count, part_count)
         self._rows = np.argsort(strata, kind="stable")
         salts = [hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest() for name in parts.shares]
         within = np.empty(len(seconds), np.uint64)
-        order = np.argsort(parts.numbers.astype(np.min_scalar_type(many)), kind="stable")
-        ends = np.cumsum(np.bincount(parts.numbers, minlength=many))
+        order = np.argsort(parts.numbers.astype(np.min_scalar_type(part_count)), kind="stable")
+        ends = np.cumsum(np.bincount(parts.numbers, minlength=part_count))
         within[order] = np.arange(len(order)) - np.concatenate([[0], ends])[parts.numbers[order]]
         self._keys = _scramble(within + np.frombuffer(b"".join(salts), np.uint64)[parts.numbers])
         self._wanted = self._counts * self.times
         wanted = self._wanted.sum(1)
         self.sizes = wanted.astype(np.int64)
-        """How many rows of each bucket a pass has."""
+        """How part_count rows of each bucket a pass has."""
         left = round(float(wanted.sum())) - int(self.sizes.sum())
         self.sizes[np.argsort(self.sizes - wanted, kind="stable")[:left]] += 1  # those with the largest remainders
         self.sizes[wanted > 0] = np.maximum(self.sizes, least)[wanted > 0]
@@ -83,19 +83,19 @@ class PartSampler:
     def drawn(self, passes: int) -> np.ndarray:
         """Return the number of draws of each part in each bucket in the first ``passes``, ``[buckets, P]``."""
         wanted, seats = self._wanted, passes * self.sizes
-        total, many = np.maximum(wanted.sum(1), 1e-300), wanted.shape[1]
-        low, high = np.maximum(seats - many, 0) / total, (seats + many + 1) / total
+        total, part_count = np.maximum(wanted.sum(1), 1e-300), wanted.shape[1]
+        low, high = np.maximum(seats - part_count, 0) / total, (seats + part_count + 1) / total
 
-        def given(place: np.ndarray) -> np.ndarray:
-            return np.floor(wanted * place[:, None] + 0.5)
+        def drawn_until(position: np.ndarray) -> np.ndarray:
+            return np.floor(wanted * position[:, None] + 0.5)
 
         for _ in range(64):  # bisection: the last draw lies between low and high
             middle = (low + high) / 2
-            few = given(middle).sum(1) <= seats
-            low, high = np.where(few, middle, low), np.where(few, high, middle)
-        sure = given(low)
-        more = given(high) - sure
-        return (sure + more * (more.cumsum(1) <= (seats - sure.sum(1))[:, None])).astype(np.int64)
+            below = drawn_until(middle).sum(1) <= seats
+            low, high = np.where(below, middle, low), np.where(below, high, middle)
+        certain = drawn_until(low)
+        tied = drawn_until(high) - certain
+        return (certain + tied * (tied.cumsum(1) <= (seats - certain.sum(1))[:, None])).astype(np.int64)
 
     def draw(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Draw the rows of a pass, counted from 1, bucket by bucket, and the pass number of each row."""

@@ -18,7 +18,7 @@ from sbkit.score.significance import RunComparison, bounds
 
 logger = logging.getLogger(__name__)
 
-FEWEST, MOST, SECONDS = 100, 1000, 20.0
+MIN_SAMPLES, MAX_SAMPLES, MAX_SECONDS = 100, 1000, 20.0
 """Bootstrap samples: fewer give no interval, and sampling ends after this many seconds."""
 
 
@@ -40,7 +40,7 @@ class MetricEstimate:
     @property
     def interval(self) -> tuple[float, float] | None:
         """The 95 % interval: the bounds within which 95 % of the drawn values lie."""
-        return bounds(np.array(self.drawn)) if len(self.drawn) >= FEWEST else None
+        return bounds(np.array(self.drawn)) if len(self.drawn) >= MIN_SAMPLES else None
 
     def __str__(self) -> str:
         if self.interval is None:
@@ -68,13 +68,13 @@ def estimate(metric: Metric, rows: Sequence[Any], stats: Callable[[Sequence[Any]
     if not rows or metric.name not in (known := stats(rows)) or not math.isfinite(known[metric.name]):
         return None
     found = MetricEstimate(metric.name, metric.lower_is_better, float(known[metric.name]), [row.id for row in rows])
-    end, rng = time.monotonic() + SECONDS, np.random.default_rng(0)
+    end, rng = time.monotonic() + MAX_SECONDS, np.random.default_rng(0)
     try:
         found.values = [value_of([row]) for row in rows]
     except Exception as error:  # the task's own code, for values that a test doesn't need
         logger.debug("%s of one recording: %r", metric.name, error)
     try:
-        while len(found.drawn) < MOST and time.monotonic() < end:
+        while len(found.drawn) < MAX_SAMPLES and time.monotonic() < end:
             found.drawn.append(value_of([rows[i] for i in rng.integers(len(rows), size=len(rows))]))
     except Exception as error:
         logger.warning("The results have no interval for %s: stats fails on rows drawn at random (%s: %s)",
@@ -91,7 +91,7 @@ def compare(a: MetricEstimate, b: MetricEstimate) -> RunComparison:
         raise SbkitError(f"{len(alone)} recordings were scored in one run only: {first_few(alone)}",
                          hint="compare runs on the same corpus")
     pairs = min(len(a.drawn), len(b.drawn))
-    if pairs < FEWEST:
+    if pairs < MIN_SAMPLES:
         raise SbkitError(f"the results have too few samples of {a.name} to compare", hint="score both runs again "
                                                                                            "(sbkit evaluate)")
     difference = np.array(b.drawn[:pairs]) - np.array(a.drawn[:pairs])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sbkit.errors import SbkitError
-from sbkit.score.estimate import MOST, MetricEstimate, compare, estimate
+from sbkit.score.estimate import MAX_SAMPLES, MetricEstimate, compare, estimate
 from sbkit.score.metric import Metric
 from sbkit.score.significance import RunComparison
 
@@ -35,7 +35,7 @@ def test_the_interval_of_a_mean_is_that_of_the_normal_distribution():
     found = estimate(HIGH, rows(values), means)
     low, high = found.interval
     assert found.value == pytest.approx(values.mean()) and low < found.value < high
-    assert high - low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1) and len(found.drawn) == MOST
+    assert high - low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1) and len(found.drawn) == MAX_SAMPLES
     assert found == estimate(HIGH, rows(values), means)  # drawn from a seed
     assert found.values == pytest.approx(values.tolist())
     assert str(found) == f"gain {found.value:.4g} ({low:.4g} to {high:.4g})"

@@ -17,7 +17,7 @@ from sbkit.errors import SbkitError
 
 METADATA, WAVS = "metadata.csv", "wavs"
 #: The share of the ids in each of dev and test, and their minimum number, as far as it is at most the second share.
-SHARE, LEAST, MAX_SHARE = 0.02, 8, 0.1
+SHARE, MIN_IDS, MAX_SHARE = 0.02, 8, 0.1
 _ROLES = ("id", "audio", "text", "speaker")
 _MAX_COLUMNS = 3  # fields with a known meaning
 _NAMED = "name fields by their numbers, e.g. --corpus.columns '{text: 2, speaker: 3}'"
@@ -130,7 +130,7 @@ class LJSpeech(Source):
 def assign_splits(ids: Iterator[str]) -> dict[str, str]:
     """Choose the split of each id by its hash."""
     ordered = sorted(set(ids), key=lambda name: hashlib.sha256(name.encode()).digest())
-    count = max(1, round(SHARE * len(ordered)), min(LEAST, int(MAX_SHARE * len(ordered))))
+    count = max(1, round(SHARE * len(ordered)), min(MIN_IDS, int(MAX_SHARE * len(ordered))))
     return dict.fromkeys(ordered, "train") | dict.fromkeys(ordered[:count], "dev") \
         | dict.fromkeys(ordered[-count:], "test")
 

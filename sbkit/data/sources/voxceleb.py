@@ -18,7 +18,7 @@ _DEPTH = 4  # folders down to the speakers', such as VoxCeleb1/dev/wav/id10001
 #: The speakers of VoxCeleb1's test set, whose names begin with an E.
 _TEST = range(10270, 10310)
 #: The share of the other speakers in dev, and their minimum number.
-SHARE, LEAST = 0.02, 2
+SHARE, MIN_SPEAKERS = 0.02, 2
 
 
 class VoxCeleb(Source):
@@ -63,7 +63,7 @@ class VoxCeleb(Source):
             else:
                 known.setdefault(path.name, []).append(path)
         drawn = sorted(known, key=lambda name: hashlib.sha256(name.encode()).digest())
-        count = max(LEAST, round(SHARE * len(drawn)))
+        count = max(MIN_SPEAKERS, round(SHARE * len(drawn)))
         for number, name in enumerate(drawn):
             found["dev" if number < count else "train"] += known[name]
         return {split: sorted(paths) for split, paths in found.items()}

@@ -20,14 +20,14 @@ SUSPECTS_NOTE = (
     "of. Listen before you correct anything."
 )
 _EXCESS = 0.2  # share of the characters beyond what is usual at that confidence
-_SURE = 0.25  # share of utterances, those with the lowest confidence, that are never suspected
+_LOW_CONFIDENCE = 0.25  # share of utterances, those with the lowest confidence, that are never suspected
 _NEIGHBOURS = 100
-_LEAST = 20  # utterances needed to know what is usual
+_MIN_UTTERANCES = 20  # utterances needed to know what is usual
 _RARELY_SILENT = 0.05  # empty hypotheses that are more frequent than this say nothing about the labels
 
 #: Texts shown if there are no suspects.
 NONE_SUSPECTED = "None: no transcript differs from its hypothesis much more than usual at the model's confidence."
-NOT_CHECKED = f"Not checked: this needs at least {_LEAST} utterances with a known confidence."
+NOT_CHECKED = f"Not checked: this needs at least {_MIN_UTTERANCES} utterances with a known confidence."
 
 
 class SuspectLabel(NamedTuple):
@@ -46,8 +46,8 @@ def suspects(results: ScoredRun) -> list[SuspectLabel]:
     confidence = np.array([np.nan if one.confidence is None else one.confidence for one in results.utterances])
     known = np.flatnonzero(~np.isnan(confidence))
     order = known[np.argsort(confidence[known], kind="stable")]
-    usual = _running_median(errors[order], min(_NEIGHBOURS, max(_LEAST, len(order) // 4)))
-    least = np.quantile(confidence[known], _SURE)
+    usual = _running_median(errors[order], min(_NEIGHBOURS, max(_MIN_UTTERANCES, len(order) // 4)))
+    least = np.quantile(confidence[known], _LOW_CONFIDENCE)
     found = [SuspectLabel(int(i), float(errors[i]), float(median)) for i, median in zip(order, usual, strict=True)
              if confidence[i] >= least and errors[i] - median >= _EXCESS]
     silent = [SuspectLabel(i, 1.0, 0.0) for i, one in enumerate(results.utterances) if not one.hypothesis.split()]
@@ -58,7 +58,7 @@ def suspects(results: ScoredRun) -> list[SuspectLabel]:
 
 def can_judge(results: ScoredRun) -> bool:
     """Whether there are enough utterances to know what is usual."""
-    return sum(one.confidence is not None for one in results.utterances) >= _LEAST
+    return sum(one.confidence is not None for one in results.utterances) >= _MIN_UTTERANCES
 
 
 def _running_median(values: np.ndarray, width: int) -> np.ndarray:
@@ -69,15 +69,15 @@ def _running_median(values: np.ndarray, width: int) -> np.ndarray:
     return np.pad(medians, (before, len(values) - len(medians) - before), mode="edge")
 
 
-MOST = 7
-_WORSE = 1.15  # times the rate of all others: a group with a higher rate is reported
-_WORTH = 0.03  # least share of all errors that is reported
-_WAITING = 0.1  # least share of a step spent waiting for data that is reported
-_LOST = 60.0  # least seconds of waiting that are reported: less isn't worth speeding up
+MAX_FINDINGS = 7
+_MIN_RATIO = 1.15  # times the rate of all others: a group with a higher rate is reported
+_MIN_SHARE = 0.03  # of all errors
+_MIN_WAITING = 0.1  # share of the time
+_MIN_LOST_SECONDS = 60.0  # less isn't worth speeding up
 _RECOGNISES_NOTHING = 90.0  # CER in per cent from which single errors say nothing: that of guessed letters
 _OVERFIT = 0.8  # times the loss on dev: a training loss below it means overfitting
 _PLATEAU = 0.05  # of the training loss over two epochs: it must fall by more
-_LEFT_OUT = 0.02  # least share of rows left out that is reported
+_MIN_LEFT_OUT = 0.02  # share of the rows
 
 
 class RunFinding(NamedTuple):
@@ -102,7 +102,7 @@ def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFin
     elif run.results is not None and run.results.edits.sum():
         found += [*_labels(run.results, suspects), *_groups(run.results, {OLD} if forgot else ()),
                   *_kinds(run.results), *_words(run.results), *_non_words(run, run.results)]
-    return sorted(found, key=lambda finding: -finding.weight)[:MOST]
+    return sorted(found, key=lambda finding: -finding.weight)[:MAX_FINDINGS]
 
 
 def _warnings(run: RunData) -> Iterator[RunFinding]:
@@ -163,8 +163,8 @@ def _groups(results: ScoredRun, known: Collection[str]) -> Iterator[RunFinding]:
 
 
 def _stands_out(group: UtteranceGroup, total: int) -> bool:
-    return (group.low is not None and group.rest is not None and group.low > group.rest * _WORSE
-            and _excess(group) >= _WORTH * total)
+    return (group.low is not None and group.rest is not None and group.low > group.rest * _MIN_RATIO
+            and _excess(group) >= _MIN_SHARE * total)
 
 
 def _excess(group: UtteranceGroup) -> float:
@@ -178,7 +178,7 @@ def _speakers(speakers: Sequence[UtteranceGroup], totals: tuple[int, int]) -> It
     worst = speakers[:max(1, len(speakers) // 10)]
     errors = sum(group.edits for group in worst) / totals[0]
     words = sum(group.words for group in worst) / totals[1]
-    if errors > 1.5 * words and errors - words > _WORTH:
+    if errors > 1.5 * words and errors - words > _MIN_SHARE:
         yield RunFinding(
             errors - words, f"A tenth of the speakers account for {percent(errors)} of the errors",
             f"These {len(worst)} of {len(speakers)} speakers account for {percent(words)} of the words.", "where",
@@ -206,7 +206,7 @@ def _kinds(results: ScoredRun) -> Iterator[RunFinding]:
 def _words(results: ScoredRun) -> Iterator[RunFinding]:
     first = results.words.confusions(1)
     total = int(results.edits.sum())
-    if first and first[0].count >= max(3, _WORTH * total):
+    if first and first[0].count >= max(3, _MIN_SHARE * total):
         ref, hyp, count = first[0]
         what = (f"“{ref}” is recognised as “{hyp}”" if ref and hyp
                 else f"“{ref}” is deleted" if ref else f"“{hyp}” is inserted")
@@ -263,7 +263,7 @@ def _non_words(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
     known = run.training_words | {word for one in results.utterances for word in one.reference.split()}
     unknown = [word for one in results.utterances for word in one.hypothesis.split() if word not in known]
     total, words = results.totals
-    if run.training_words and len(unknown) > _WORTH * total:
+    if run.training_words and len(unknown) > _MIN_SHARE * total:
         share = min(1.0, len(unknown) / total)
         yield RunFinding(
             share, f"{percent(share)} of the errors are non-words",
@@ -294,7 +294,7 @@ def _waited(epochs: Sequence[tuple[float, float]]) -> float:
     """Return the mean share of waiting of epochs (share, seconds of training); 0 if it isn't worth a finding."""
     mean = float(np.mean([share for share, _ in epochs])) if epochs else 0.0
     lost = sum(share * seconds for share, seconds in epochs)
-    return mean if mean > _WAITING and lost >= _LOST else 0.0
+    return mean if mean > _MIN_WAITING and lost >= _MIN_LOST_SECONDS else 0.0
 
 
 def _data(run: RunData) -> Iterator[RunFinding]:
@@ -305,7 +305,7 @@ def _data(run: RunData) -> Iterator[RunFinding]:
             "The run's log names them. Fix the files and score again before publishing.", "data")
     splits: Mapping[str, Mapping[str, Any]] = (run.prepared or {}).get("splits", {})
     train = splits.get("train")
-    if train and train["rows"] and (train["rows"] - train["kept"]) > _LEFT_OUT * train["rows"]:
+    if train and train["rows"] and (train["rows"] - train["kept"]) > _MIN_LEFT_OUT * train["rows"]:
         left = train["rows"] - train["kept"]
         reason, entry = max(train["left_out"].items(), key=lambda item: item[1]["count"])
         yield RunFinding(

@@ -15,9 +15,9 @@ from sbkit.score.report.data import ScoredRun
 from sbkit.score.significance import interval_of
 
 EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, math.inf)  # seconds
-SHOWN = 12  # groups of one kind that are shown; the rest are merged
+MAX_GROUPS = 12  # of one kind; the rest are merged
 SPEAKERS_SHOWN = 8
-LEAST = 5  # least utterances for an interval
+MIN_UTTERANCES = 5  # for an interval
 UNKNOWN = "not given"
 _MAX_VALUES = 50  # a column with more distinct values than this gives no groups
 _AGES = ("child", "teens", "twenties", "thirties", "forties", "fourties", "fifties", "sixties", "seventies", "eighties",
@@ -92,7 +92,7 @@ def by_value(results: ScoredRun, values: Sequence[str], name: str = "") -> list[
     ranked = sorted(sizes, key=lambda value: (value == UNKNOWN, -sizes[value]))
     if name == "age":
         ranked.sort(key=lambda value: (value == UNKNOWN, _AGES.index(value) if value in _AGES else -1, value))
-    shown = ranked if len(ranked) <= SHOWN else ranked[:SHOWN - 1]
+    shown = ranked if len(ranked) <= MAX_GROUPS else ranked[:MAX_GROUPS - 1]
     groups = [_group(value.replace("_", " "), results, array == value) for value in shown]
     others = [value for value in ranked if value not in shown]
     if others:
@@ -117,7 +117,7 @@ def by_speaker(results: ScoredRun) -> list[UtteranceGroup]:
 
 def _group(label: str, results: ScoredRun, which: np.ndarray, bounds: bool = True) -> UtteranceGroup:
     inside, words = results.edits[which], results.lengths[which]
-    low, high = interval_of(inside, words) if bounds and len(inside) >= LEAST else (None, None)
+    low, high = interval_of(inside, words) if bounds and len(inside) >= MIN_UTTERANCES else (None, None)
     wrong, total = int(inside.sum()), int(words.sum())
     all_wrong, all_words = results.totals
     rest = 100 * (all_wrong - wrong) / (all_words - total) if all_words > total else None

@@ -67,7 +67,7 @@ def test_ages_are_in_their_order_and_what_is_not_said_is_last():
 def test_many_values_end_in_others(results):
     values = [f"value{i % 40}" for i in range(len(results))]
     found = groups.by_value(results, values)
-    assert len(found) == groups.SHOWN and found[-1].label == f"{40 - groups.SHOWN + 1} others"
+    assert len(found) == groups.MAX_GROUPS and found[-1].label == f"{40 - groups.MAX_GROUPS + 1} others"
     assert sum(group.utterances for group in found) == len(results)
 
 
