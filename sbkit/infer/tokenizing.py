@@ -198,7 +198,7 @@ class _SplitEncoder:
 
     def left_out(self, split: str) -> list[pa.Table]:
         return [exclusions.rows(split, reason, [self._manifest.ids[row] for row, _ in rows],
-                                [self._manifest.wavs[row] for row, _ in rows], [why for _, why in rows], seal=True)
+                                [self._manifest.wavs[row] for row, _ in rows], [why for _, why in rows], versions=True)
                 for reason, rows in self._left_out.items() if rows]
 
 

@@ -306,7 +306,7 @@ def test_a_binary_with_a_table_that_has_no_free_slot_is_refused_and_not_searched
         kenlm_binary.KenLM(binary)
 
 
-def test_a_binary_whose_probabilities_are_no_numbers_is_told_when_they_are_used(binary):
+def test_a_binary_whose_probabilities_are_no_numbers_is_refused_when_they_are_used(binary):
     spoil(binary, [cell + 8 for cell in cells_of_the_longest(binary)], struct.pack("<f", math.nan))
     with pytest.raises(SbkitError, match="is damaged: it has probabilities that are not numbers"):
         kenlm_binary.KenLM(binary).quality(SENTENCES)

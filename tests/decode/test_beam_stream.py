@@ -55,15 +55,15 @@ HOW = st.sampled_from(["alone", "hot words", "words", "pieces", "lexicon"])
        data=st.data())
 def test_words_times_and_confidences_are_those_of_the_whole_search(seed, frames, sharp, how, data, searches):
     log_probs = exhaustive.random_log_probs(np.random.default_rng(seed), frames, len(PIECES), sharp)
-    heard = listen(stream(searches[how], NO_PAUSE), np.split(log_probs, cuts(data, frames)), finish=True)
-    assert heard.settled == whole(searches[how], log_probs, NO_PAUSE)
+    result = listen(stream(searches[how], NO_PAUSE), np.split(log_probs, cuts(data, frames)), finish=True)
+    assert result.settled == whole(searches[how], log_probs, NO_PAUSE)
 
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(labels=runs(len(PIECES), (1, 1, 2, 3, 9, 18, 40)), sharp=st.sampled_from([2.0, 4.0, 8.0]), how=HOW,
        data=st.data())
-def test_all_that_is_shown_depends_on_the_frames_heard_and_not_on_the_pieces(labels, sharp, how, data, searches):
+def test_all_that_is_shown_depends_on_the_frames_and_not_on_how_they_are_split(labels, sharp, how, data, searches):
     log_probs = log_probs_of(labels, len(PIECES), sharp)[:data.draw(st.integers(0, len(labels)))]
     in_pieces = listen(stream(searches[how]), np.split(log_probs, cuts(data, len(log_probs))))
     assert in_pieces == listen(stream(searches[how]), [log_probs])
@@ -73,7 +73,7 @@ def test_all_that_is_shown_depends_on_the_frames_heard_and_not_on_the_pieces(lab
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), frames=st.integers(1, 120), sharp=st.sampled_from([0.3, 1.0, 2.0]), how=HOW,
        data=st.data())
-def test_what_is_cut_short_depends_on_the_frames_heard_and_not_on_the_pieces(seed, frames, sharp, how, data, searches):
+def test_what_is_cut_short_depends_on_frames_and_not_on_how_they_are_split(seed, frames, sharp, how, data, searches):
     log_probs = exhaustive.random_log_probs(np.random.default_rng(seed), frames, len(PIECES), sharp)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streaming, "LONGEST_SECONDS", 1.0)
@@ -93,25 +93,25 @@ SPEECH = [1, 2, 4, 2, 0, 3, 0, 1, 1, 0]  # ab b ab a; 0 is the blank
 @pytest.mark.parametrize("how", ["alone", "words", "pieces"])
 def test_each_line_is_what_the_whole_search_finds_in_it(how, searches):
     lines = [say(SPEECH * count + [0] * 30) for count in (1, 2, 3)]
-    heard = listen(stream(searches[how]), np.split(np.concatenate(lines), range(7, sum(map(len, lines)), 7)))
-    assert [count for count, _ in heard.lines] == list(
+    result = listen(stream(searches[how]), np.split(np.concatenate(lines), range(7, sum(map(len, lines)), 7)))
+    assert [count for count, _ in result.lines] == list(
         np.cumsum([len(whole(searches[how], line)) for line in lines]))
-    assert [word.text for word in heard.settled] == [word.text for line in lines
+    assert [word.text for word in result.settled] == [word.text for line in lines
                                                      for word in whole(searches[how], line)]
-    assert heard.partial == []
+    assert result.partial == []
 
 
 def test_words_settle_once_all_hypotheses_share_them_and_what_they_need_is_forgotten():
-    heard = stream(BeamSearch(PIECES, beam=8, width=4.0), NO_PAUSE)
-    said = [each for _ in range(40) for each in heard.feed(say(SPEECH))]
+    decoder = stream(BeamSearch(PIECES, beam=8, width=4.0), NO_PAUSE)
+    said = [each for _ in range(40) for each in decoder.feed(say(SPEECH))]
     assert sum(len(each.settled) for each in said) >= 40 * 4 - 2 and all(len(each.partial) < 4 for each in said)
-    assert heard._events.kept.frame[0] > 380
+    assert decoder._events.kept.frame[0] > 380
 
 
 def test_words_that_hypotheses_never_agree_about_settle_after_a_while(searches):
-    heard, words = stream(searches["words"]), 0
+    decoder, words = stream(searches["words"]), 0
     for tenth in range(1, 101):
-        said, = heard.feed(say(SPEECH))
+        said, = decoder.feed(say(SPEECH))
         words += len(said.settled)
         assert words + len(said.partial) == pytest.approx(4 * tenth, abs=1) and not said.endpoint
         assert 4 * tenth - words <= 10 * LONGEST_SECONDS + 10, "there are 10 words a second"
@@ -119,38 +119,38 @@ def test_words_that_hypotheses_never_agree_about_settle_after_a_while(searches):
 
 def test_a_pause_ends_a_line_once_though_unlikely_tokens_are_in_it(searches):
     quiet = np.log(np.array([0.98, 0.005, 0.005, 0.005, 0.005], np.float32))[None].repeat(60, 0)
-    heard = stream(searches["alone"])
-    said = [each for piece in (say([0, 1, 2, 0]), *np.split(quiet, 6)) for each in heard.feed(piece)]
+    decoder = stream(searches["alone"])
+    said = [each for piece in (say([0, 1, 2, 0]), *np.split(quiet, 6)) for each in decoder.feed(piece)]
     assert [each.endpoint for each in said].count(True) == 1
     assert [word.text for each in said for word in each.settled] == ["ab"]
-    assert not heard.finish().endpoint
+    assert not decoder.finish().endpoint
 
 
 def test_a_word_that_just_begins_keeps_the_pause_before_it_from_ending_the_line(searches):
-    heard = stream(searches["alone"])
-    heard.feed(say([1, 2] + [0] * 16))
+    decoder = stream(searches["alone"])
+    decoder.feed(say([1, 2] + [0] * 16))
     begins = np.log(np.array([[0.6, 0.4, 1e-9, 1e-9, 1e-9]], np.float32))  # after 16 frames, and the blank is likelier
-    waiting, = heard.feed(np.concatenate([begins, say([0] * 4)]))
+    waiting, = decoder.feed(np.concatenate([begins, say([0] * 4)]))
     assert not waiting.endpoint
-    said = [each for _ in range(8) for each in heard.feed(say([0] * 4))]
+    said = [each for _ in range(8) for each in decoder.feed(say([0] * 4))]
     assert [each.endpoint for each in said].count(True) == 1
 
 
 def test_what_is_refused_leaves_the_stream_as_it_was(searches):
-    heard, log_probs = stream(searches["words"]), say(SPEECH)
-    first = listen(heard, [log_probs[:4]])
+    decoder, log_probs = stream(searches["words"]), say(SPEECH)
+    first = listen(decoder, [log_probs[:4]])
     with pytest.raises(SbkitError, match="not a number"):
-        heard.feed(np.full((2, len(PIECES)), np.nan, np.float32))
-    rest = listen(heard, [log_probs[4:]], finish=True)
+        decoder.feed(np.full((2, len(PIECES)), np.nan, np.float32))
+    rest = listen(decoder, [log_probs[4:]], finish=True)
     assert first.settled + rest.settled == whole(searches["words"], log_probs)
     with pytest.raises(SbkitError, match="tokens"):
         searches["words"].stream(Spelling(["a"], FRAME))
 
 
-def size(heard):
+def size(decoder):
     """What the stream keeps, without what all streams share."""
-    line = heard._line
-    return len(pickle.dumps([line.history, line.beams, line.scale, heard._events, heard._settled]))
+    line = decoder._line
+    return len(pickle.dumps([line.history, line.beams, line.scale, decoder._events, decoder._settled]))
 
 
 LONG = {
@@ -179,12 +179,12 @@ def _listen_for(seconds, kind, search):
         piece = say(np.resize(LONG[kind], frames))
     else:
         piece = exhaustive.random_log_probs(rng, frames, len(PIECES), NOISE[kind])
-    heard, sizes, longest = stream(search), [], 0
+    decoder, sizes, longest = stream(search), [], 0
     for _ in range(seconds // 10):
         for part in np.split(piece, range(16, frames, 16)):
-            said = heard.feed(part)
+            said = decoder.feed(part)
             longest = max(longest, *(len(each.settled) + len(each.partial) for each in said))
-            sizes.append(size(heard))
+            sizes.append(size(decoder))
     warm = len(sizes) * 60 // seconds
     assert max(sizes[warm:]) <= 1.5 * max(sizes[:warm]), "the first minute needs as much"
     assert longest <= 1.5 * LONGEST_SECONDS / FRAME

@@ -66,10 +66,10 @@ def aligned(pieces, starts, ends, separator="▁"):
     return Alignment(pieces, np.array(starts, float), np.array(ends, float), separator)
 
 
-def test_each_character_ends_in_the_middle_between_where_it_and_the_next_were_heard():
+def test_each_character_ends_in_the_middle_between_of_its_end_and_the_next_ones_start():
     signal = tone((0, 0.2), (0.5, 0.6), (0, 0.2))
-    heard = aligned(["▁", "a", "b", "c"], [0.2, 0.24, 0.40, 0.6], [0.24, 0.3, 0.5, 0.7])
-    found = durations("abc", heard, signal, RATE, 50)
+    alignment = aligned(["▁", "a", "b", "c"], [0.2, 0.24, 0.40, 0.6], [0.24, 0.3, 0.5, 0.7])
+    found = durations("abc", alignment, signal, RATE, 50)
     # 50 frames a second: silence to 0.2, a to 0.35, b to 0.55, c to where the sound ends at 0.8, silence to 1
     assert found.tolist() == [10, 8, 10, 12, 10] and found.dtype == np.int64
 
@@ -77,7 +77,7 @@ def test_each_character_ends_in_the_middle_between_where_it_and_the_next_were_he
 def test_characters_of_one_piece_share_its_time_and_the_space_before_the_first_word_is_none():
     signal = tone((0.5, 1.0))
     found = durations("ab c", aligned(["▁ab", "▁", "c"], [0.0, 0.6, 0.7], [0.6, 0.7, 1.0]), signal, RATE, 50)
-    # "▁ab" is heard until 0.6: a from 0.2, b from 0.4
+    # "▁ab" is alignment until 0.6: a from 0.2, b from 0.4
     assert found.tolist() == [0, 20, 10, 5, 15, 0]
 
 
@@ -88,7 +88,7 @@ def test_without_a_separator_every_character_is_one_of_the_text():
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), frames=st.integers(1, 60), count=st.integers(1, 12), samples=st.integers(RATE // 20, RATE))
-def test_durations_are_of_all_frames_and_none_is_negative_wherever_pieces_were_heard(data, frames, count, samples):
+def test_durations_are_of_all_frames_and_none_is_negative_wherever_pieces_were_aligned(data, frames, count, samples):
     seconds = samples / RATE
     times = sorted(data.draw(st.lists(st.floats(0, 1.2 * seconds), min_size=2 * count, max_size=2 * count)))
     quiet = data.draw(st.integers(0, samples))

@@ -39,10 +39,10 @@ def say(labels):
 @given(runs(len(PIECES)), st.data(), st.sampled_from(["▁", None]))
 def test_words_times_and_confidences_are_those_of_the_whole_to_the_last_bit(labels, data, separator):
     log_probs = say(labels)
-    heard = listen(stream(separator), np.split(log_probs, cuts(data, len(labels))), finish=True)
+    result = listen(stream(separator), np.split(log_probs, cuts(data, len(labels))), finish=True)
     expected = whole(log_probs, separator)
-    assert heard.settled == expected and heard.partial == []
-    counts = [count for count, _ in heard.lines]
+    assert result.settled == expected and result.partial == []
+    counts = [count for count, _ in result.lines]
     assert counts == sorted(set(counts)) and counts[-1:] == [len(expected)] * bool(expected)
     assert all(expected[count].start - expected[count - 1].end >= PAUSE_SECONDS for count in counts[:-1])
 
@@ -50,7 +50,7 @@ def test_words_times_and_confidences_are_those_of_the_whole_to_the_last_bit(labe
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(runs(len(PIECES)), st.data(), st.sampled_from(["▁", None]))
-def test_all_that_is_shown_depends_on_the_frames_heard_and_not_on_the_pieces(labels, data, separator):
+def test_all_that_is_shown_depends_on_the_frames_and_not_on_how_they_are_split(labels, data, separator):
     log_probs = say(labels)[:data.draw(st.integers(0, len(labels)))]
     in_pieces = listen(stream(separator), np.split(log_probs, cuts(data, len(log_probs))))
     assert in_pieces == listen(stream(separator), [log_probs])
@@ -69,36 +69,36 @@ def test_words_that_are_too_long_end_at_the_same_frames_whatever_the_pieces(labe
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(runs(len(PIECES)), st.data())
-def test_shown_words_are_those_of_the_whole_heard_so_far(labels, data):
+def test_shown_words_are_those_of_all_frames_so_far(labels, data):
     log_probs = say(labels)[:data.draw(st.integers(0, len(labels)))]
-    heard = listen(stream(), [log_probs])
-    assert heard.settled + heard.partial == whole(log_probs)
+    result = listen(stream(), [log_probs])
+    assert result.settled + result.partial == whole(log_probs)
 
 
 def test_a_word_settles_when_the_next_begins_and_at_a_pause():
-    heard = stream()
-    first, = heard.feed(say([5, 4, 0, 5]))
+    decoder = stream()
+    first, = decoder.feed(say([5, 4, 0, 5]))
     assert [word.text for word in first.settled] == ["ab"] and [word.text for word in first.partial] == ["a"]
-    waiting, = heard.feed(say([0] * 17))  # 0.68 s
+    waiting, = decoder.feed(say([0] * 17))  # 0.68 s
     assert (waiting.settled, waiting.endpoint, len(waiting.partial)) == ([], False, 1)
-    ended, = heard.feed(say([0] * 2))
+    ended, = decoder.feed(say([0] * 2))
     assert ended.endpoint and [word.text for word in ended.settled] == ["a"] and ended.partial == []
     assert ended.seconds == pytest.approx((4 + 18) * FRAME)
-    quiet, = heard.feed(say([0] * 100))
+    quiet, = decoder.feed(say([0] * 100))
     assert (quiet.settled, quiet.partial, quiet.endpoint) == ([], [], False), "a line ends once"
-    assert not heard.finish().endpoint
+    assert not decoder.finish().endpoint
 
 
-def test_lines_within_one_piece_are_told_one_by_one():
+def test_lines_within_one_piece_are_returned_one_by_one():
     said = stream().feed(say(([5] + [0] * 20) * 2 + [5, 5]))
     assert [each.endpoint for each in said] == [True, True, False]
     assert [len(each.settled) for each in said] == [1, 1, 0] and len(said[-1].partial) == 1
 
 
 def test_the_end_of_the_stream_ends_the_line():
-    heard = stream()
-    heard.feed(say([5, 0, 5]))
-    last = heard.finish()
+    decoder = stream()
+    decoder.feed(say([5, 0, 5]))
+    last = decoder.finish()
     assert last.endpoint and [word.text for word in last.settled] == ["a"] and last.seconds == pytest.approx(3 * FRAME)
 
 
@@ -109,11 +109,11 @@ def test_the_end_of_the_stream_ends_the_line():
 ])
 def test_what_is_refused_leaves_the_stream_as_it_was(wrong, said):
     log_probs = say([5, 4, 4, 0, 5, 3])
-    heard = stream()
-    heard.feed(log_probs[:3])
+    decoder = stream()
+    decoder.feed(log_probs[:3])
     with pytest.raises(SbkitError, match=said):
-        heard.feed(wrong)
-    rest = listen(heard, [log_probs[3:]], finish=True)
+        decoder.feed(wrong)
+    rest = listen(decoder, [log_probs[3:]], finish=True)
     assert rest.settled == whole(log_probs)
 
 
@@ -130,11 +130,11 @@ def test_twenty_minutes_take_constant_memory(kind):
     pattern = LONG[kind]
     labels = np.resize(pattern, int(1200 / FRAME))
     confidence = np.full(len(labels), 0.9, np.float32)
-    heard, sizes, longest = stream(), [], 0
+    decoder, sizes, longest = stream(), [], 0
     for start in range(0, len(labels), 16):
-        for each in heard.decode(labels[start:start + 16], confidence[start:start + 16]):
+        for each in decoder.decode(labels[start:start + 16], confidence[start:start + 16]):
             longest = max(longest, len(each.settled) + len(each.partial))
-        sizes.append(len(pickle.dumps(heard)))
+        sizes.append(len(pickle.dumps(decoder)))
     bounded = int(2 * LONGEST_SECONDS / FRAME)
     first = max(sizes[:bounded // 16])
     assert max(sizes) <= 1.05 * first + 64, "the first seconds need as much"
@@ -143,6 +143,6 @@ def test_twenty_minutes_take_constant_memory(kind):
 
 def test_a_word_without_end_is_ended():
     labels = [3, 4] * int(1.5 * LONGEST_SECONDS / FRAME / 2)
-    heard = listen(stream(), [say(labels)], finish=True)
-    assert len(heard.settled) == 2 and len(heard.lines) == 1
-    assert heard.settled[0].end - heard.settled[0].start == pytest.approx(LONGEST_SECONDS)
+    result = listen(stream(), [say(labels)], finish=True)
+    assert len(result.settled) == 2 and len(result.lines) == 1
+    assert result.settled[0].end - result.settled[0].start == pytest.approx(LONGEST_SECONDS)

@@ -65,11 +65,11 @@ def test_a_pause_ends_a_word_where_that_is_asked_for():
     pieces = ["<s>", "▁a", "b", "c", "▁", "d"]
     found = spans((1, 0, 1, 0.9), (2, 4, 5, 0.9), (0, 6, 7, 0.9), (3, 9, 10, 0.9), (4, 15, 16, 0.9), (5, 22, 23, 0.9))
 
-    def heard(pause):
+    def texts(pause):
         return [word.text for word in words(found, pieces.__getitem__, 1.0, skip={0}, pause=pause)]
 
-    assert heard(None) == heard(5) == ["abc", "d"], "no empty word where a pause and a mark meet"
-    assert heard(4) == ["ab", "c", "d"] and heard(3) == ["a", "b", "c", "d"]
+    assert texts(None) == texts(5) == ["abc", "d"], "no empty word where a pause and a mark meet"
+    assert texts(4) == ["ab", "c", "d"] and texts(3) == ["a", "b", "c", "d"]
 
 
 def test_collapse_handles_no_frames_and_no_utterances():

@@ -159,15 +159,15 @@ def test_a_stream_cut_anywhere_says_what_the_whole_says(seed, frames, sharp, uni
     [states] = drawn(seed, frames)
     states, spelling = sharp * states, Spelling(PIECES, NO_PAUSE, {0})
     search = beam(Joint(seed), beam=8, lm=unit and models[unit][1], hot_words={"ca": 1.5})
-    heard = listen(search.stream(spelling), np.split(states, cuts(data, frames)), finish=True)
+    result = listen(search.stream(spelling), np.split(states, cuts(data, frames)), finish=True)
     [[best]] = search.search(States([states]))
-    assert heard.settled == words(best.spans, PIECES.__getitem__, NO_PAUSE, skip={0})
+    assert result.settled == words(best.spans, PIECES.__getitem__, NO_PAUSE, skip={0})
 
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 10**6), spoken=st.lists(st.integers(0, 12), max_size=5), data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_all_that_is_shown_depends_on_the_frames_heard_and_not_on_the_pieces(seed, spoken, data, models):
+def test_all_that_is_shown_depends_on_the_frames_and_not_on_how_they_are_split(seed, spoken, data, models):
     quiet = np.tile(np.array([20, 0, 0, 0, 0], np.float32), (6, 1))  # a pause is three frames
     states = np.concatenate([np.zeros((0, 5), np.float32), *(part for one in drawn(seed, *spoken)
                                                              for part in (one, quiet))])
@@ -181,10 +181,10 @@ def test_a_pause_ends_a_line_whose_words_are_those_of_the_whole():
     joint, [first, second] = Joint(8), drawn(8, 9, 7)
     quiet = np.tile(np.array([20, 0, 0, 0, 0], np.float32), (30, 1))
     search, spelling = beam(joint), Spelling(PIECES, 0.1, {0})
-    heard = listen(search.stream(spelling), [first, quiet, second, quiet], finish=True)
+    result = listen(search.stream(spelling), [first, quiet, second, quiet], finish=True)
     texts = [search.search(States([each]))[0][0].text for each in (first, second)]
-    assert [count for count, _ in heard.lines] == list(np.cumsum([len(text.split()) for text in texts]))
-    assert [word.text for word in heard.settled] == " ".join(texts).split()
+    assert [count for count, _ in result.lines] == list(np.cumsum([len(text.split()) for text in texts]))
+    assert [word.text for word in result.settled] == " ".join(texts).split()
 
 
 def test_a_stream_that_gets_what_is_no_number_stays_as_it_was():

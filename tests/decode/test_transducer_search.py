@@ -45,13 +45,13 @@ def test_utterances_of_a_batch_are_decoded_as_alone(seed, lengths):
 def test_a_stream_cut_anywhere_says_what_the_whole_says(seed, pieces):
     joint, [states] = Joint(seed), drawn(seed, sum(pieces))
     spelling = Spelling(PIECES, 0.25, {0}, "▁")  # a pause is three frames
-    stream, heard, at = TransducerStream(spelling, joint), [], 0
+    stream, results, at = TransducerStream(spelling, joint), [], 0
     for piece in pieces:
-        heard += stream.feed(states[at:at + piece])
+        results += stream.feed(states[at:at + piece])
         at += piece
-    heard.append(stream.finish())
+    results.append(stream.finish())
     [spans] = TransducerSearch(joint).feed([states])
-    assert [word for each in heard for word in each.settled] == \
+    assert [word for each in results for word in each.settled] == \
         words(spans, PIECES.__getitem__, 0.25, skip={0}, pause=spelling.pause)
 
 

@@ -1,4 +1,4 @@
-"""Bundles as tasks use them: a recogniser hears and aligns at the rate of what made the sound, a codec encodes."""
+"""Bundles as tasks use them: a recogniser transcribes and aligns audio of another rate, a codec encodes."""
 
 import json
 
@@ -16,7 +16,7 @@ from sbkit.runs.evaluation import EvaluateRequest
 pytest.importorskip("onnxruntime", reason="a bundle's ONNX model needs the extra 'export'")
 
 
-def test_it_hears_each_signal_in_order_at_the_given_rate(tmp_path):
+def test_it_transcribes_each_signal_in_order_at_the_given_rate(tmp_path):
     heard = BundleLoader().recogniser(str(bundles.make(tmp_path / "bundle")), bundles.RATE)
     assert heard([bundles.say("ab ba"), bundles.say("b")]) == ["ab ba", "b"]
 
@@ -27,7 +27,7 @@ def test_signals_of_another_rate_are_resampled(tmp_path):
     assert heard([np.repeat(level, 2)]) == ["a"]
 
 
-def test_a_transducer_hears_but_does_not_align(tmp_path):
+def test_a_transducer_transcribes_but_does_not_align(tmp_path):
     bundle = str(bundles.make_transducer(tmp_path / "bundle"))
     assert BundleLoader().recogniser(bundle, bundles.RATE)([bundles.say("ab ba")]) == ["ab ba"]
     with pytest.raises(SbkitError, match="has a transducer, which can't align"):
@@ -66,7 +66,7 @@ def aligner(tmp_path_factory):
     aligner.close()
 
 
-def test_it_tells_when_each_piece_was_heard(aligner):
+def test_it_aligns_each_piece(aligner):
     [found] = aligner.align([bundles.say("ab c")], bundles.RATE, ["ab c"])
     frame = bundles.FRAME / bundles.RATE
     assert found.pieces == ["▁", "a", "b", "▁", "c"] and found.separator == "▁"
@@ -84,7 +84,7 @@ def test_signals_of_another_rate_have_the_same_times(aligner):
     assert other.starts == pytest.approx(own.starts, abs=frame) and other.ends == pytest.approx(own.ends, abs=frame)
 
 
-def test_a_text_that_cannot_be_aligned_is_told_and_the_others_are_not_affected(aligner):
+def test_a_text_that_cannot_be_aligned_is_reported_and_the_others_are_not_affected(aligner):
     signals = [bundles.say("ab"), bundles.say("a"), bundles.say("b"), bundles.say("ab")]
     good, letters, long, again = aligner.align(signals, bundles.RATE, ["ab", "ñ", "b" * 40, "ab"])
     assert letters == "the recogniser has no tokens for 'ñ'; use one that was trained on the same alphabet"

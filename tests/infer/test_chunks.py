@@ -49,7 +49,7 @@ def test_the_kept_frames_of_all_chunks_are_the_frames_of_the_recording(seconds, 
     assert [frame for part in order for frame in part] == list(range(size // FRAME + 1))
 
 
-def test_cuts_go_through_pauses_and_nothing_is_heard_twice_there():
+def test_cuts_go_through_pauses_and_nothing_is_transcribed_twice_there():
     rng = np.random.default_rng(0)
     pauses = [7.0, 15.0, 22.5]
     signal = rng.standard_normal(30 * RATE).astype(np.float32)

@@ -110,13 +110,13 @@ def test_a_codec_that_looks_at_everything_takes_no_more_than_it_can_hold(tmp_pat
 
 
 @pytest.mark.parametrize("id", [-1, 50, 50 + 63, 2**40])
-def test_an_id_that_is_in_no_codebook_is_told_before_anything_runs(codec, monkeypatch, id):
+def test_an_id_that_is_in_no_codebook_is_reported_before_anything_runs(codec, monkeypatch, id):
     wrong = codecs.drawn(9)
     wrong[7, 0] = id
     monkeypatch.setattr(codec.sounds, "submit", lambda _: pytest.fail("nothing must be computed"))
-    with pytest.raises(InvalidCode, match=f"recording 1: frame 7, level 0: id {id} is not in a codebook of 50") as told:
+    with pytest.raises(InvalidCode, match=f"1: frame 7, level 0: id {id} is not in a codebook of 50") as raised:
         codec.decode([codecs.drawn(5), wrong])
-    error = pickle.loads(pickle.dumps(told.value))
+    error = pickle.loads(pickle.dumps(raised.value))
     assert (error.position, error.level, error.id) == ((1, 7), 0, id)
 
 
@@ -124,7 +124,7 @@ def test_an_id_that_is_in_no_codebook_is_told_before_anything_runs(codec, monkey
     (np.zeros((3, 2), np.float32), "whole numbers, not float32"), (np.zeros((3, 1), int), r"\[frames, 2\]"),
     (np.zeros((1, 3, 2), int), r"recording 0: its codes must be \[frames, 2\], not \[1, 3, 2\]"), (3, "per codebook"),
 ])
-def test_what_are_no_codes_of_a_recording_is_told(codec, codes, expected):
+def test_what_are_no_codes_of_a_recording_is_reported(codec, codes, expected):
     with pytest.raises(SbkitError, match=expected):
         codec.decode([codes])
 
@@ -134,12 +134,12 @@ def test_what_are_no_codes_of_a_recording_is_told(codec, codes, expected):
     (np.zeros(400, np.int16), "samples must be floats"), (np.zeros((2, 400), np.float32), "samples must be floats"),
     ("missing.wav", "no such file"),
 ])
-def test_what_is_no_recording_is_told(codec, audio, expected):
+def test_what_is_no_recording_is_reported(codec, audio, expected):
     with pytest.raises(AudioError, match=expected):
         codec.encode([np.zeros(400, np.float32), audio])
 
 
-def test_one_recording_without_its_list_is_told(codec):
+def test_one_recording_without_its_list_is_reported(codec):
     for method in (codec.encode, codec.decode):
         with pytest.raises(SbkitError, match=r"takes a list of .*, not ndarray; for one, write"):
             method(np.zeros(400, np.float32))
@@ -161,11 +161,11 @@ def test_files_are_brought_to_its_rate(codec, tmp_path):
     assert abs(len(codes) - 50) <= 1 and np.array_equal(codes[5:45, 0], wanted[5:45, 0])
 
 
-def test_a_graph_whose_codes_are_in_no_codebook_is_told_by_its_file(tmp_path):
+def test_a_graph_whose_codes_are_in_no_codebook_is_reported_by_its_file(tmp_path):
     with sbkit.infer.load(codecs.make(tmp_path / "c", graph_sizes=(60, 20)), device="cpu") as wrong:
-        with pytest.raises(InvalidCode, match=r"1: the output of model\.onnx: frame 0, level 0: id 59") as told:
+        with pytest.raises(InvalidCode, match=r"1: the output of model\.onnx: frame 0, level 0: id 59") as raised:
             wrong.encode([np.zeros(400, np.float32), np.ones(400, np.float32)])
-    assert (told.value.position, told.value.id) == ((1, 0), 59)
+    assert (raised.value.position, raised.value.id) == ((1, 0), 59)
 
 
 def test_each_waveform_has_its_codes_or_its_own_error(tmp_path, monkeypatch):

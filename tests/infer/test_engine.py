@@ -302,7 +302,7 @@ def test_a_width_that_shows_only_when_it_runs_is_refused_too(bundle):
         engine.backend = wide
 
 
-def test_a_file_that_was_cut_off_or_is_missing_is_told_before_it_is_loaded(tmp_path):
+def test_a_file_that_was_cut_off_or_is_missing_is_reported_before_it_is_loaded(tmp_path):
     folder = bundles.make(tmp_path / "b")
     data = (folder / "model.onnx").read_bytes()
     (folder / "model.onnx").write_bytes(data[:-10])

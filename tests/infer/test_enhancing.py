@@ -102,8 +102,8 @@ def test_files_of_any_rate_and_format_become_wavs(bundle, tmp_path, capsys):
     (tmp_path / "broken.wav").write_bytes(b"RIFF no sound")
     to = tmp_path / "made" / "here"
     assert enhance(bundle, tmp_path, "--to", to) == 1, "one is damaged"
-    told = capsys.readouterr()
-    assert "4 recordings, 4.4 s" in told.out and "left out:" in told.err and "broken.wav" in told.err
+    captured = capsys.readouterr()
+    assert "4 recordings, 4.4 s" in captured.out and "left out:" in captured.err and "broken.wav" in captured.err
     assert sorted(path.name for path in to.iterdir()) == ["_-rf.wav", "one.wav", "three.wav", "two.wav"]
     for name, (_, seconds) in sources.items():
         sound, rate = soundfile.read(to / f"{'_' if name[0] == '-' else ''}{name.split('.')[0]}.wav")
@@ -119,11 +119,11 @@ def test_files_of_any_rate_and_format_become_wavs(bundle, tmp_path, capsys):
     assert (to / "one.wav").stat().st_mtime_ns != before[to / "one.wav"]
 
 
-def test_a_recording_is_never_replaced_by_what_becomes_of_it(bundle, tmp_path, capsys):
+def test_a_recording_is_never_overwritten(bundle, tmp_path, capsys):
     soundfile.write(tmp_path / "a.wav", noise(4000), RATE)
     before = (tmp_path / "a.wav").read_bytes()
     assert enhance(bundle, tmp_path / "a.wav", "--to", tmp_path, "--overwrite") == 2
-    assert "would be replaced" in capsys.readouterr().err
+    assert "would be overwritten" in capsys.readouterr().err
     assert enhance(bundle, tmp_path / "a.wav", "--to", tmp_path / "a.wav") == 2
     assert "is a file" in capsys.readouterr().err
     assert (tmp_path / "a.wav").read_bytes() == before
@@ -155,15 +155,15 @@ def test_another_bundle_is_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("changed, told", [
+@pytest.mark.parametrize("changed, message", [
     ({"hop": 0}, "hop is 0"), ({"delay": -1}, "delay is -1"), ({"state": {}}, "state is"),
     ({"streams": {}}, "streams must give a file for each of onnx"),
     ({"state": {"state_0": {"type": "float32", "shape": [1 << 26, 2]}}}, "more than"),
     ({"hop": 1 << 20}, "hop is"), ({"wet": 1}, "unknown keys: wet")])
-def test_a_configuration_that_no_stream_can_run_with_is_refused(bundle, tmp_path, changed, told):
+def test_a_configuration_that_no_stream_can_run_with_is_refused(bundle, tmp_path, changed, message):
     values = json.loads((bundle / layout.CONFIG).read_text()) | changed
     (tmp_path / layout.CONFIG).write_text(json.dumps(values))
-    with pytest.raises(sbkit.errors.SbkitError, match=told):
+    with pytest.raises(sbkit.errors.SbkitError, match=message):
         layout.read(tmp_path)
 
 

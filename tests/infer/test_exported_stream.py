@@ -28,7 +28,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bundle(made, tmp_path_factory):
-    to = shutil.copytree(made.bundle, tmp_path_factory.mktemp("heard") / "bundle")
+    to = shutil.copytree(made.bundle, tmp_path_factory.mktemp("results") / "bundle")
     config = Config.read(to)
     config.word_separator = None  # each token is a word: a model that wasn't trained seldom says that one begins
     (to / CONFIG).write_text(config.to_json())
@@ -63,21 +63,21 @@ def same(words, others):
         for one, other in zip(words, others, strict=True))
 
 
-def settled(heard):
-    return [word for each in heard for word in each.settled]
+def settled(results):
+    return [word for each in results for word in each.settled]
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_a_streams_words_are_those_of_the_checkpoints_masked_whole_forward(made, model, signal, chunk):
     recognizer = load_run(made.run, "cpu")[1].recognizer
     log_probs = reference(recognizer, chunks=recognizer.chunks.config(CHUNKS[chunk]))(signal)
-    heard, end = settled(model.stream(chunk)(signal)), len(signal) / model.engine.config.sample_rate
+    results, end = settled(model.stream(chunk)(signal)), len(signal) / model.engine.config.sample_rate
     whole = [replace(word, end=min(word.end, end)) for word in words_of(model, log_probs)]  # the audio's, not a frame's
-    assert len(heard) > 5 and same(heard, whole)
+    assert len(results) > 5 and same(results, whole)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_samples_one_by_one_hear_what_all_at_once_do(model, signal, chunk):
+def test_samples_one_by_one_give_what_all_at_once_do(model, signal, chunk):
     signal, stream = signal[:20_000], model.stream(chunk)
     whole = list(stream(signal))
     assert list(stream(signal[i : i + 1] for i in range(len(signal)))) == whole
@@ -97,7 +97,7 @@ def test_one_chunk_around_everything_says_what_a_recording_says(model, signal):
     assert len(found.words) > 5 and same(words_of(model, log_probs), found.words)
 
 
-def test_streams_of_several_threads_hear_what_each_alone_hears(model, signal):
+def test_streams_of_several_threads_give_what_each_gives_alone(model, signal):
     def hear(number):
         stream = model.stream([320, 640][number % 2])
         return settled(stream(np.array_split(signal[number * 1000:], 9)))

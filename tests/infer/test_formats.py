@@ -20,7 +20,7 @@ TOLD = r"only as a torch.export program \(.*\.pt2\), which can run any code"
 
 
 def of_torch_alone(folder):
-    """The same bundle, with a program of torch as its only model; nobody may open that, so it holds nothing."""
+    """The same bundle, with a program of torch as its only model; it must not be opened, so it is empty."""
     values = json.loads((folder / layout.CONFIG).read_text())
     values["models"] = {"torch": "model.pt2"}
     if "decoders" in values:
@@ -79,12 +79,12 @@ def of_another_model(bundle, model: bytes):
     (bundle / layout.CONFIG).write_text(json.dumps(values))
 
 
-@pytest.mark.parametrize("version, told, length", [
+@pytest.mark.parametrize("version, message, length", [
     (onnxruntime.__version__, "External data path|reads any file of", b"\x08"),
     ("1.23.2", "onnxruntime 1.23.2 would read any file of this machine", b"\x08"),
     ("1.23.2", "onnxruntime 1.23.2 would read any file of this machine", b"\x88\x00")])  # protobuf takes that as 8, too
 @pytest.mark.parametrize("named", ["../secret", "link"])
-def test_a_model_reads_no_weights_from_outside_of_its_folder(tmp_path, monkeypatch, version, told, named, length):
+def test_a_model_reads_no_weights_from_outside_of_its_folder(tmp_path, monkeypatch, version, message, named, length):
     """ONNX Runtime refuses it since 1.24; earlier ones would read the file, so such a model isn't given to them."""
     bundle = bundles.make(tmp_path / "bundle")
     (tmp_path / "secret").write_bytes(bytes(4096))
@@ -96,7 +96,7 @@ def test_a_model_reads_no_weights_from_outside_of_its_folder(tmp_path, monkeypat
     weights.external_data.add(key="location", value=named)
     of_another_model(bundle, model.SerializeToString().replace(b"\x08location", length + b"location"))
     monkeypatch.setattr(onnxruntime, "__version__", version)
-    with pytest.raises(SbkitError, match=told):
+    with pytest.raises(SbkitError, match=message):
         sbkit.infer.load(bundle, device="cpu")
 
 

@@ -24,7 +24,7 @@ WORDS = "alpha beta gamma delta epsilon zeta eta theta".split()
 
 
 def clip(path, generator, noise):
-    """Write a recording whose words are the harder to hear, the more noise; returns what is said."""
+    """Write a recording with noise; returns its text."""
     text = " ".join(generator.choice(WORDS, 4))
     ids = np.array(bundles.spell(text), float)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def test_what_is_sure_is_kept_and_all_else_has_its_reason(home, tmp_path, capsys
     assert "expected calibration error" in out and "expected word accuracy %" in out
 
 
-def test_a_long_recording_comes_in_pieces_that_training_reads_as_they_were_heard(home, tmp_path):
+def test_a_long_recording_comes_in_pieces_that_training_reads_as_they_were_transcribed(home, tmp_path):
     label(home, tmp_path / "labels", audio=["audio/long.wav"])
     kept = rows(tmp_path / "labels/train.jsonl")
     assert len(kept) > 2 and all(2 < each["duration"] <= 20 for each in kept)
@@ -115,7 +115,7 @@ def test_a_corpus_takes_the_folder(home, tmp_path):
     assert sum(prepared["train"].durations) == pytest.approx(sum(each["duration"] for each in kept), rel=1e-3)
 
 
-def test_another_keep_hears_nothing_again(home, tmp_path, capsys):
+def test_another_keep_transcribes_nothing_again(home, tmp_path, capsys):
     label(home, tmp_path / "labels")
     before = (tmp_path / "labels/labelling/heard-train.jsonl").read_bytes()
     kept = len(rows(tmp_path / "labels/train.jsonl"))
@@ -133,7 +133,7 @@ def test_a_folder_for_labels_within_that_of_the_recordings_is_none_of_these(home
         assert [each["text"] for each in rows(tmp_path / "audio/labels/train.jsonl")] == [text]
 
 
-def test_a_recording_that_was_repaired_is_heard(home, tmp_path):
+def test_a_recording_that_was_repaired_is_transcribed(home, tmp_path):
     (tmp_path / "audio").mkdir()
     broken = tmp_path / "audio" / "a.wav"
     broken.write_bytes(b"RIFF")
@@ -217,7 +217,7 @@ def test_a_list_that_can_t_calibrate_is_refused(home, tmp_path, refused):
     assert "found no words in any recording that has a transcript" in refused(calibrate=tmp_path / "silent.jsonl")
     few = "recordings with a transcript can't show how reliable confidences are; give at least 40"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sbkit.infer.pipeline.Pipeline.run", None)  # nothing is heard for what is refused
+        patch.setattr("sbkit.infer.pipeline.Pipeline.run", None)  # nothing is transcribed before an error
         for name, count in (("short", 30), ("without", 0)):
             assert f"{tmp_path}/{name}.jsonl: {count} {few}" in refused(calibrate=tmp_path / f"{name}.jsonl")
     assert label(home, tmp_path / "labels", "--beam", 4, audio=["audio/1.wav"]) == 0, "nothing stands in the way"

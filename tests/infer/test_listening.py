@@ -98,7 +98,7 @@ def test_another_rate_a_search_and_hot_words(bundle, monkeypatch, tmp_path, caps
     assert len(capsys.readouterr().out.split()) == 2
 
 
-@pytest.mark.parametrize(("data", "options", "told"), [
+@pytest.mark.parametrize(("data", "options", "message"), [
     (b"RIFF\0\0\0\0WAVEfmt ", [], r"is a file \(WAV\).*ffmpeg"),
     (b"ID3\x04\0\0", [], r"is a file \(MP3\)"), (b"OggS", [], r"is a file \(Ogg \(Vorbis, Opus\)\)"),
     (b"", ["--microphone", "3"], "so it can't also use the microphone 3; leave out one"),
@@ -108,10 +108,10 @@ def test_another_rate_a_search_and_hot_words(bundle, monkeypatch, tmp_path, caps
     (b"", ["--rate", "x"], "'x' is not a whole number above 0"),
     (b"", ["--lm", "nowhere.arpa"], "nowhere.arpa"),
 ])
-def test_what_is_wrong_is_one_line(bundle, monkeypatch, tmp_path, capsys, data, options, told):
+def test_what_is_wrong_is_one_line(bundle, monkeypatch, tmp_path, capsys, data, options, message):
     assert listen(bundle, monkeypatch, tmp_path, data, *options) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: ") and re.search(told, last)
+    assert last.startswith("error: ") and re.search(message, last)
 
 
 def test_a_file_is_for_transcribe(tmp_path, monkeypatch, capsys):
@@ -124,7 +124,7 @@ def test_a_file_is_for_transcribe(tmp_path, monkeypatch, capsys):
         (tmp_path / "talk.wav").touch()
 
 
-def test_nothing_is_heard_after_the_end_of_the_audio(bundle, monkeypatch, tmp_path, capsys):
+def test_nothing_is_transcribed_after_the_end_of_the_audio(bundle, monkeypatch, tmp_path, capsys):
     data = np.round(bundles.voiced([bundles.PIECES.index("a")] * 9) * 32768).astype("<i2").tobytes()[:-600]
     assert listen(bundle, monkeypatch, tmp_path, data, "--json") == 0
     *_, last, end = facts(capsys.readouterr().out)
@@ -137,7 +137,7 @@ def test_a_bundle_for_recordings_alone_says_how_to_get_another(monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("data", [b"", b"a", b"abc", b"\1\0", bytes(10_001)])
-def test_a_few_bytes_are_heard_and_half_a_sample_is_told(bundle, monkeypatch, tmp_path, capsys, data):
+def test_a_few_bytes_are_transcribed_and_half_a_sample_is_a_warning(bundle, monkeypatch, tmp_path, capsys, data):
     assert listen(bundle, monkeypatch, tmp_path, data, "--json") == 0
     captured = capsys.readouterr()
     assert [each["type"] for each in facts(captured.out)] == ["end"]
@@ -207,14 +207,14 @@ def test_a_warning_comes_after_the_line_in_progress(bundle):
                           b"one channel?\r\n")
 
 
-@pytest.mark.parametrize(("state", "told"), [
+@pytest.mark.parametrize(("state", "message"), [
     ("terminal", "that is a terminal"), ("closed", "standard input is closed")])
-def test_no_samples_come_from_a_terminal_or_from_nowhere(bundle, monkeypatch, capsys, state, told):
+def test_no_samples_come_from_a_terminal_or_from_nowhere(bundle, monkeypatch, capsys, state, message):
     typed = types.SimpleNamespace(isatty=lambda: True)
     monkeypatch.setattr(sys, "stdin", typed if state == "terminal" else None)  # Python's own value for a closed one
     assert main(["listen", str(bundle), "-", "--rate", "8000"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"error: - reads 16-bit PCM from standard input, but {told}; "
+        f"error: - reads 16-bit PCM from standard input, but {message}; "
         "arecord -t raw -f S16_LE -r 8000 | sbkit listen BUNDLE -")
 
 
@@ -300,7 +300,7 @@ def library(blocks, rates=(16_000,), found=True):
     return made
 
 
-def test_the_microphone_is_heard_until_it_stops(bundle, monkeypatch, capsys):
+def test_the_microphone_is_transcribed_until_it_stops(bundle, monkeypatch, capsys):
     data = pcm("abc def")
     made = library([data[i : i + 1_280] for i in range(0, len(data), 1_280)])
     monkeypatch.setitem(sys.modules, "sounddevice", made)
@@ -325,7 +325,7 @@ def test_the_line_in_progress_when_the_microphone_stops_is_not_lost(bundle, monk
     assert captured.err.splitlines()[-1] == "error: the microphone Built-in stopped; is it still connected?"
 
 
-def test_a_model_that_fails_is_told_once(bundle, monkeypatch, tmp_path, capsys):
+def test_a_model_that_fails_is_one_error(bundle, monkeypatch, tmp_path, capsys):
     def broken(_engine, sessions, _windows):
         for each in sessions:
             each.fail(SbkitError("it broke"))
@@ -349,7 +349,7 @@ def test_a_model_that_falls_behind_says_so(monkeypatch):
         list(Microphone(None, 16_000))
 
 
-def test_no_microphone_and_no_package_are_told(bundle, monkeypatch, capsys):
+def test_no_microphone_and_no_package_are_reported(bundle, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "sounddevice", library([], found=False))
     assert main(["listen", str(bundle)]) == 2
     assert "the microphone can't be used: Error querying device -1" in capsys.readouterr().err

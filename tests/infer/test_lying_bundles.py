@@ -53,7 +53,7 @@ def test_what_belongs_together_is_opened(made, tmp_path, kind):
     opened(lying(made / kind, tmp_path / "b"))
 
 
-@pytest.mark.parametrize("kind, changes, told", [
+@pytest.mark.parametrize("kind, changes, message", [
     ("voice", {"symbols": [*voices.SYMBOLS, "é"]}, "exported with symbols .* says .*é"),
     ("voice", {"symbols": [voices.SYMBOLS[0], *voices.SYMBOLS[:0:-1]]}, "exported with symbols"),
     ("voice", {"symbols": voices.SYMBOLS[:5]}, "exported with symbols"),
@@ -63,8 +63,8 @@ def test_what_belongs_together_is_opened(made, tmp_path, kind):
     ("codec", {"codec": "0" * 64}, "exported with codec c0dec0+, but config.json says 0+"),
     ("codec", {"stride": 160}, "exported with stride 320, but config.json says 160"),
 ])
-def test_a_graph_that_says_something_else_is_refused(made, tmp_path, kind, changes, told):
-    with pytest.raises(SbkitError, match=told):
+def test_a_graph_that_says_something_else_is_refused(made, tmp_path, kind, changes, message):
+    with pytest.raises(SbkitError, match=message):
         opened(lying(made / kind, tmp_path / "b", **changes))
 
 
@@ -78,7 +78,7 @@ def test_a_graph_that_says_nothing_has_to_speak_the_last_symbol_and_voice(tmp_pa
         opened(bundle, model=model)
 
 
-@pytest.mark.parametrize("line, told", [
+@pytest.mark.parametrize("line, message", [
     (SpeechInput([9999]), "ids of symbols must be whole numbers from 1 to 32"), (SpeechInput([-1]), "ids of symbols"),
     (SpeechInput([2, 0, 2]), "ids of symbols"), (SpeechInput([1.5]), "ids of symbols"),
     (SpeechInput([33]), "ids of symbols"),
@@ -86,16 +86,16 @@ def test_a_graph_that_says_nothing_has_to_speak_the_last_symbol_and_voice(tmp_pa
     (SpeechInput([2], speaker=-1), "speaker"),
     (SpeechInput([2], speed=0.0), "speed must be"), (SpeechInput([2], speed=float("nan")), "speed must be"),
 ])
-def test_a_line_that_no_voice_can_speak_is_refused_before_anything_runs(voice, line, told):
-    with pytest.raises(ValueError, match=told):
+def test_a_line_that_no_voice_can_speak_is_refused_before_anything_runs(voice, line, message):
+    with pytest.raises(ValueError, match=message):
         voice.engine.submit([SpeechInput(np.array([2, 3])), line])
 
 
-@pytest.mark.parametrize("make, at, told", [
+@pytest.mark.parametrize("make, at, message", [
     (voices.make, (0,), "the voice output"), (toy_codec.make, (0,), "the codec output"),
     (toy_codec.make, (1,), "codec output"), (bundles.make, (0,), "the model outputs"),
 ])
-def test_a_graph_that_gives_fewer_rows_than_it_was_given_is_refused(tmp_path, make, at, told):
+def test_a_graph_that_gives_fewer_rows_than_it_was_given_is_refused(tmp_path, make, at, message):
     """Its outputs are cut behind what the graph computes."""
     bundle = make(tmp_path / "b")
     path = sorted(bundle.glob("*.onnx"), key=lambda file: file.name, reverse=True)[-1 if at == (1,) else 0]
@@ -109,5 +109,5 @@ def test_a_graph_that_gives_fewer_rows_than_it_was_given_is_refused(tmp_path, ma
     path.write_bytes(model.SerializeToString())
     values = json.loads((bundle / layout.CONFIG).read_text()) | {"files": {}}
     (bundle / layout.CONFIG).write_text(json.dumps(values))
-    with pytest.raises(SbkitError, match=told):
+    with pytest.raises(SbkitError, match=message):
         opened(bundle)

@@ -83,7 +83,7 @@ def test_long_recordings_say_what_short_ones_say_wherever_they_are_cut(model, sa
 
 
 @pytest.mark.slow
-def test_an_hour_is_heard_as_it_is_said(model, tmp_path):
+def test_an_hour_is_transcribed_without_errors(model, tmp_path):
     """And in little memory: its samples alone are 230 MB."""
     said = "the brave teacher finds an old ladder near green river after dinner"
     minute = np.concatenate([bundles.say(said), np.zeros(60 * bundles.RATE, np.float32)])[: 60 * bundles.RATE]
@@ -141,7 +141,7 @@ def test_many_of_all_lengths_come_back_in_order_whatever_the_batches(model):
         assert [each.text for each in found] == said
 
 
-def test_readers_end_when_nobody_wants_the_rest(model, tmp_path):
+def test_readers_end_when_the_rest_is_not_taken(model, tmp_path):
     import threading
 
     before = threading.active_count()
@@ -173,7 +173,7 @@ def test_hot_words_turn_what_is_nearly_said(tmp_path):
         assert {each.text for each in many} == {"one ac ac"} and len(many) == 70
 
 
-def test_a_search_hears_what_is_clear_as_greedy_does(model):
+def test_a_search_decodes_clear_speech_as_greedy_does(model):
     rng = np.random.default_rng(1)
     signals = [bundles.say(" ".join(rng.choice(["ab", "cde", "f"], rng.integers(1, 40)))) for _ in range(10)]
     search = sbkit.infer.Model(model.engine, Options(search={"beam": 8}))
@@ -202,7 +202,7 @@ def test_threads_search_at_the_same_time_and_each_has_its_own_words(model, monke
     assert max(most) > 1, "none waits for another"
 
 
-def test_options_of_the_search_that_do_not_exist_are_told(model):
+def test_options_of_the_search_that_do_not_exist_are_reported(model):
     from sbkit.errors import SbkitError
 
     with pytest.raises(SbkitError, match="beam search"):

@@ -1,4 +1,4 @@
-"""A voice whose words somebody else spells: what it says, when it says which word, and what it refuses."""
+"""A voice whose words espeak-ng spells: its output, the times of words, and what it refuses."""
 
 import sys
 
@@ -40,7 +40,7 @@ def voice(bundle, asked):
         yield loaded
 
 
-def test_phones_are_heard_and_words_have_their_times(voice, asked):
+def test_phones_are_spoken_and_words_have_their_times(voice, asked):
     speech = voice.speak("Hello, not at. All")
     assert speech.text == "hello, not at. all"
     assert voices.heard(speech.samples) == "oolllleehh ttoonn ttaa. llllaa"
@@ -56,7 +56,7 @@ def test_marks_that_are_symbols_are_kept_where_they_are(voice):
     assert "".join(voices.SYMBOLS[number] for number in piece.ids) == "'oolllleehh' ttoonn."
 
 
-def test_unknown_characters_are_told_and_so_are_unknown_sounds(voice):
+def test_unknown_characters_are_reported_and_so_are_unknown_sounds(voice):
     with pytest.raises(UnknownCharacters) as refused:
         voice.speak("hello wet bad c")
     assert str(refused.value).startswith(
@@ -79,12 +79,12 @@ def test_a_voice_that_needs_espeak_is_refused_without_it_when_it_is_loaded(bundl
     assert "sbkit[demo]" in refused.value.hint
 
 
-@pytest.mark.parametrize("changes, told", [
+@pytest.mark.parametrize("changes, message", [
     ({"spelling": "../xx"}, "spelling is '../xx', but must be a voice of espeak-ng"),
     ({"spelling": 3}, "spelling is 3"),
     ({"characters": []}, "must be characters if there is a spelling"), ({"spelling": None}, "and none otherwise"),
     ({"characters": ["ab"]}, "not one character")], ids=str)
-def test_a_damaged_spelling_is_refused(tmp_path, asked, changes, told):
+def test_a_damaged_spelling_is_refused(tmp_path, asked, changes, message):
     voices.make(tmp_path / "v", **(PHONES | changes))
-    with pytest.raises(SbkitError, match=told):
+    with pytest.raises(SbkitError, match=message):
         sbkit.infer.load(tmp_path / "v")

@@ -95,14 +95,14 @@ def test_auto_takes_the_cpu_where_cuda_cannot_be_used_and_says_why(bundle, monke
         assert scores.argmax(-1).tolist() == [*bundles.spell("ab"), 0]
 
 
-@pytest.mark.parametrize("wanted, told", [("cuda:1", ""), ("auto", "a test inference on CUDA succeeded")])
+@pytest.mark.parametrize("wanted, note", [("cuda:1", ""), ("auto", "a test inference on CUDA succeeded")])
 @pytest.mark.parametrize("runtime", [runtimes.OnCuda, runtimes.Silent])
-def test_cuda_that_works_is_used(opened, monkeypatch, runtime, wanted, told):
+def test_cuda_that_works_is_used(opened, monkeypatch, runtime, wanted, note):
     runtimes.use(monkeypatch, runtime)
     with opened(device=wanted) as engine:
         running = engine.running
         assert where(engine) == (wanted if wanted != "auto" else "cuda:0", "CUDAExecutionProvider")
-        assert running.note == told
+        assert running.note == note
         assert ("with 8 of 9 operators" in str(running)) == (runtime is runtimes.OnCuda)
     (provider, options), spare = runtime.asked
     assert (provider, spare) == ("CUDAExecutionProvider", "CPUExecutionProvider")
@@ -110,7 +110,7 @@ def test_cuda_that_works_is_used(opened, monkeypatch, runtime, wanted, told):
                        "cudnn_conv_algo_search": "HEURISTIC"}
 
 
-def test_a_cuda_that_rounds_to_tf32_whatever_it_is_told_says_so(bundle, monkeypatch):
+def test_a_cuda_that_rounds_to_tf32_whatever_its_options_says_so(bundle, monkeypatch):
     runtimes.use(monkeypatch, runtimes.OnCuda)
     monkeypatch.setattr(runtimes.OnCuda, "ignored", ("use_tf32",))
     with Engine(bundle, device="cuda") as engine:
@@ -177,7 +177,7 @@ def test_a_build_in_another_folder_overwrites_nothing(bundle, monkeypatch, tmp_p
         assert where(engine) == ON_THE_CPU
 
 
-def test_what_is_left_when_one_of_two_builds_was_removed_is_told(bundle, monkeypatch):
+def test_what_is_left_when_one_of_two_builds_was_removed_is_reported(bundle, monkeypatch):
     monkeypatch.delattr(onnxruntime, "InferenceSession")
     with pytest.raises(SbkitError, match=r"installed incompletely.*--force-reinstall onnxruntime"):
         Engine(bundle, device="cpu")

@@ -139,36 +139,36 @@ def planted(folder, index, id):
 
 @pytest.mark.parametrize("level, size", [*enumerate(toy_codec.SIZES)])
 @pytest.mark.parametrize("beyond", [None, 0, 63])
-def test_an_id_that_is_in_no_codebook_is_told_and_nothing_written(bundle, tmp_path, monkeypatch, level, size, beyond):
+def test_an_id_in_no_codebook_is_refused_and_nothing_is_left(bundle, tmp_path, monkeypatch, level, size, beyond):
     id = -1 if beyond is None else size + beyond
     folder = planted(codes(tmp_path / "codes"), (3 + 17, level), id)
     monkeypatch.setattr(resynthesis, "codec", lambda *_: pytest.fail("nothing must be loaded"))
-    with pytest.raises(InvalidCode) as told:
+    with pytest.raises(InvalidCode) as raised:
         resynthesis.resynthesize(ResynthesizeRequest(bundle, folder, tmp_path / "out", device="cpu"))
-    error = told.value
+    error = raised.value
     assert error.message == (f"{folder}/codes-00000.safetensors, b: frame 17, level {level}: id {id} is not in a "
                              f"codebook of {size} entries; 1 of 4 utterances have such ids")
     assert (error.position, error.level, error.id) == ((17,), level, id)
     assert [each.name for each in tmp_path.iterdir()] == ["codes"]
 
 
-@pytest.mark.parametrize("changed, told", [
+@pytest.mark.parametrize("changed, difference", [
     ({"codec": "ab" * 32}, "codec abababababab... instead of c0dec0000000..."),
     ({"sizes": (50, 10), "codec": "ab" * 32}, "sizes (50, 10) instead of (50, 20), codec ababab"),
     ({"frame_rate": 25.0}, "frame_rate 25.0 instead of 50.0"),
 ])
-def test_codes_of_another_codec_are_told_by_what_differs(bundle, tmp_path, capsys, changed, told):
+def test_codes_of_another_codec_are_reported_by_what_differs(bundle, tmp_path, capsys, changed, difference):
     books = Books(**(toy_codec.BOOKS.to_dict() | {"sizes": toy_codec.SIZES} | changed))
     with writing(tmp_path / "codes", books) as out:
         out.add("a", [[1, 2]])
     said = refused(capsys, bundle, tmp_path / "codes", "--to", tmp_path / "out")
-    assert f"manifest.json has codes of another codec: {told}" in said
+    assert f"manifest.json has codes of another codec: {difference}" in said
     assert "create them again with this codec, or use the codec that created them" in said
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: data[:-1] + bytes([data[-1] ^ 1])])
-def test_a_damaged_shard_is_told_by_name_and_no_file_is_written(bundle, tmp_path, capsys, damage):
+def test_a_damaged_shard_is_reported_by_name_and_no_file_is_written(bundle, tmp_path, capsys, damage):
     path = codes(tmp_path / "codes") / "codes-00000.safetensors"
     path.write_bytes(damage(path.read_bytes()))
     said = refused(capsys, bundle, tmp_path / "codes", "--to", tmp_path / "out")

@@ -69,14 +69,14 @@ def test_a_recording_that_cannot_be_read_is_left_out_and_named(bundle, clips, ca
     assert len(captured.out.splitlines()) == 2 and "broken.wav" in captured.err and "2 of 3" in captured.err
 
 
-@pytest.mark.parametrize("words, told", [
+@pytest.mark.parametrize("words, message", [
     (["--format", "wav"], "--output FOLDER"), (["--format", "mp3"], "'mp3' is not one of npz, wav, json"),
     (["--format", "wav", "--output", "out"], "level [2] is not audio"),
 ])
-def test_formats_that_do_not_fit_are_refused(bundle, clips, words, told, capsys, monkeypatch, tmp_path):
+def test_formats_that_do_not_fit_are_refused(bundle, clips, words, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert run(bundle, clips, *words) == 2
-    assert told in capsys.readouterr().err and not [*tmp_path.glob("out/**/*.*")]
+    assert message in capsys.readouterr().err and not [*tmp_path.glob("out/**/*.*")]
 
 
 def test_more_numbers_than_a_screen_takes_need_files(sound, tmp_path, capsys):

@@ -34,9 +34,9 @@ def speak(*words):
 
 def refused(capsys, *words):
     assert speak(*words) == 2
-    told = capsys.readouterr()
-    assert told.err.count("\n") == 1, "one line, and no model was loaded"
-    return told.err
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1, "one line, and no model was loaded"
+    return captured.err
 
 
 def heard(path, speed=1.0):
@@ -125,7 +125,7 @@ def test_all_of_a_text_is_checked_before_any_of_it_is_spoken(bundle, tmp_path, c
     assert heard(tmp_path / "a.wav") == "a b"
 
 
-def test_places_that_can_t_be_written_are_told(bundle, tmp_path, capsys):
+def test_places_that_can_t_be_written_are_reported(bundle, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert speak(bundle, "a", "--to", tmp_path / "file" / "a.wav") == 2
     assert "cannot write" in capsys.readouterr().err
@@ -143,11 +143,11 @@ def test_a_full_disk_is_one_error_and_leaves_no_file(bundle, tmp_path, capsys, s
     assert re.search(rf"^error: .*a{suffix} could not be written: {REFUSED} ", capsys.readouterr().err, re.M)
 
 
-def test_a_bundle_that_hears_is_told_from_one_that_speaks(tmp_path, capsys):
+def test_a_recogniser_is_reported_from_a_voice(tmp_path, capsys):
     import bundles
 
-    told = refused(capsys, bundles.make(tmp_path / "level"), "a", "--to", tmp_path / "a.wav")
-    assert "has a speech recogniser, but a voice is needed here" in told
+    message = refused(capsys, bundles.make(tmp_path / "level"), "a", "--to", tmp_path / "a.wav")
+    assert "has a speech recogniser, but a voice is needed here" in message
 
 
 @pytest.mark.slow

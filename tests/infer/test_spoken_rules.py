@@ -51,18 +51,18 @@ def test_punctuation_that_the_rules_keep_is_spoken_and_the_case_that_they_keep_i
     assert spoken(voice("en", case="keep"), "A pin") == "a pin", "there is but one case to speak in"
 
 
-def test_the_text_that_is_told_still_has_its_marks():
+def test_the_text_of_a_phrase_still_has_its_marks():
     [piece] = PhraseReader(voice("en")).read("It’s a (pin-tip).")
     assert piece.text == "it's a (pin-tip)." and [word for word, _, _ in piece.words] == ["it's", "a", "(pin-tip)."]
 
 
-@pytest.mark.parametrize("text, told", [
+@pytest.mark.parametrize("text, message", [
     ("so 100% sure", "'1' (character 4), '0' (character 5; character 6)"), ("a&b", "'&' (character 2)"),
     ("don’t ñ", "'ñ' (character 7)"), ("e\u0301\u00adé ae\u0301\u00adbñ", "'ñ' (character 11)"),
     ("ab.cd", "'.' (character 3)"), ("İİñ", "'ñ' (character 3)"),
 ])
-def test_unknown_characters_are_told_where_somebody_wrote_them(text, told):
-    with pytest.raises(UnknownCharacters, match=re.escape(told)):
+def test_unknown_characters_are_named_where_they_were_written(text, message):
+    with pytest.raises(UnknownCharacters, match=re.escape(message)):
         spoken(voice("en"), text)
 
 
@@ -73,17 +73,17 @@ def test_a_place_is_exact_behind_a_replacement_of_another_length():
         spoken(voice("en", replace={"abc": "x"}), "abcñ")
 
 
-@pytest.mark.parametrize("text, told", [
+@pytest.mark.parametrize("text, message", [
     (["NFC"], "text is .*, but must be an object, or null"), ({"colour": 1}, "text must have options of TextRules"),
     ({"case": "title"}, "case is 'title'"), ({"replace": {"": "x"}}, "replace is"), ({"unicode": []}, "unicode is"),
     ({"case": {}}, "case is"), ({"keep_punctuation": 1}, "keep_punctuation is 1"),
     ({"replace": {"a": "b" * 101}}, "text has more than"),
     ({"replace": dict.fromkeys(map(str, range(1001)), "x")}, "text has more than"),
 ])
-def test_rules_that_are_none_are_refused(tmp_path, text, told):
+def test_rules_that_are_none_are_refused(tmp_path, text, message):
     values = json.loads(voice("en").to_json()) | {"text": text}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(SbkitError, match=told):
+    with pytest.raises(SbkitError, match=message):
         layout.read(tmp_path)
 
 

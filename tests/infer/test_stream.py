@@ -32,12 +32,12 @@ def model(bundle):
         yield loaded
 
 
-def settled(heard):
-    return [word for each in heard for word in each.settled]
+def settled(results):
+    return [word for each in results for word in each.settled]
 
 
-def texts(heard):
-    return " ".join(word.text for word in settled(heard))
+def texts(results):
+    return " ".join(word.text for word in settled(results))
 
 
 def cut(signal, cuts):
@@ -47,8 +47,8 @@ def cut(signal, cuts):
 @pytest.mark.slow
 def test_words_come_while_the_stream_goes_on(model):
     stream = model.stream(chunk=160)
-    shown = [(stream.text(heard.settled), stream.text(heard.partial), round(heard.seconds, 2))
-             for heard in stream([bundles.say("ab cd"), np.zeros(16_000, np.float32)])]
+    shown = [(stream.text(result.settled), stream.text(result.partial), round(result.seconds, 2))
+             for result in stream([bundles.say("ab cd"), np.zeros(16_000, np.float32)])]
     assert shown[:5] == [("", "", 0.16), ("", "ab", 0.32), ("ab", "", 0.48), ("", "c", 0.64), ("", "cd", 0.8)]
     assert [each for each in shown if each[0]] == [("ab", "", 0.48), ("cd", "", 1.44)]
 
@@ -56,26 +56,26 @@ def test_words_come_while_the_stream_goes_on(model):
 def test_words_have_their_times_and_confidence(model):
     """Those of the recording, one frame later: so says this model."""
     signal = bundles.say("ab cd", hold=3)
-    whole, heard = model.transcribe(signal).words, settled(model.stream()(signal))
-    assert [word.text for word in heard] == [word.text for word in whole] == ["ab", "cd"]
-    for one, other in zip(heard, whole, strict=True):
+    whole, results = model.transcribe(signal).words, settled(model.stream()(signal))
+    assert [word.text for word in results] == [word.text for word in whole] == ["ab", "cd"]
+    for one, other in zip(results, whole, strict=True):
         assert (one.start, one.end) == pytest.approx((other.start + 0.04, other.end + 0.04))
         assert one.confidence == pytest.approx(other.confidence, abs=1e-6)
 
 
 def test_a_pause_ends_a_line_and_so_does_the_end(model):
     pause = np.zeros(2 * bundles.RATE, np.float32)
-    heard = list(model.stream(chunk=160)([bundles.say("one two"), pause, bundles.say("three")]))
-    lines = [(sum(len(each.settled) for each in heard[: i + 1]), each.seconds)
-             for i, each in enumerate(heard) if each.endpoint]
-    spoken = settled(heard)
+    results = list(model.stream(chunk=160)([bundles.say("one two"), pause, bundles.say("three")]))
+    lines = [(sum(len(each.settled) for each in results[: i + 1]), each.seconds)
+             for i, each in enumerate(results) if each.endpoint]
+    spoken = settled(results)
     assert [count for count, _ in lines] == [2, 3] and [word.text for word in spoken] == ["one", "two", "three"]
     assert 0.7 <= lines[0][1] - spoken[1].end <= 0.74
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("search", [{}, {"beam": 8}], ids=["greedy", "beam"])
-def test_every_way_of_cutting_it_hears_the_same(model, search):
+def test_every_way_of_splitting_it_gives_the_same(model, search):
     signal = bundles.say(SAID)[: 16 * 4 * bundles.FRAME + 77]
     stream = model.stream(chunk=160, **search)
     whole = list(stream(signal))
@@ -95,7 +95,7 @@ def test_streams_of_any_length_and_pieces(model, cuts, chunk, samples):
     assert list(stream(cut(signal, cuts))) == list(stream(signal))
 
 
-def test_formats_and_types_of_samples_hear_the_same(model, bundle):
+def test_formats_and_types_of_samples_give_the_same(model, bundle):
     signal = bundles.say("a bird sat")
     said = texts(model.stream()(signal))
     for same in (signal.astype(np.float64), np.round(signal * 32768).astype(np.int16)):
@@ -114,7 +114,7 @@ def test_another_rate_is_resampled_as_it_comes(model):
     assert texts(pieces) == "abc abc" and pieces[-1].seconds == whole[-1].seconds
 
 
-@pytest.mark.parametrize(("given", "rate", "told"), [
+@pytest.mark.parametrize(("given", "rate", "message"), [
     (np.array([0.1, np.nan], np.float32), None, "not finite .*skip it"),
     (np.array([0.1, -np.inf]), None, "not finite"),
     (np.zeros((160, 2), np.float32), None, r"shape \[160, 2\].*mix the channels"),
@@ -129,33 +129,33 @@ def test_another_rate_is_resampled_as_it_comes(model):
     (np.full(160, 12_000.0), None, "up to 1.2e.04.*divide 16-bit samples by 32768"),
     (np.zeros(160, np.float32), 8_000, r"16000 samples per second, and these are at 8000.*stream\(rate=8000\)"),
 ])
-def test_bad_samples_are_one_error_and_the_stream_goes_on(model, given, rate, told):
+def test_bad_samples_are_one_error_and_the_stream_goes_on(model, given, rate, message):
     signal = bundles.say("abc def")
     stream = model.stream(chunk=160)
-    heard = stream.feed(signal[:9_000])
-    with pytest.raises(SbkitError, match=told):
+    results = stream.feed(signal[:9_000])
+    with pytest.raises(SbkitError, match=message):
         stream.feed(given, rate)
     late = np.concatenate([np.zeros(200_000, np.float32), np.array([np.nan], np.float32)])
-    with pytest.raises(SbkitError, match="not finite"):  # nothing of a piece is heard before all of it is looked at
+    with pytest.raises(SbkitError, match="not finite"):  # a piece is checked before it is decoded
         stream.feed(late)
-    heard += stream.feed(signal[9_000:], 16_000) + stream.finish()
-    assert heard == list(stream(signal))
+    results += stream.feed(signal[9_000:], 16_000) + stream.finish()
+    assert results == list(stream(signal))
 
 
 @pytest.mark.parametrize("given", [b"\0\0", "x.wav", None])
-def test_what_is_no_stream_of_pieces_is_told_as_it_was_given(model, given):
+def test_what_is_no_stream_of_pieces_is_reported_as_it_was_given(model, given):
     with pytest.raises(SbkitError, match=r"a piece of a stream is (bytes|'x.wav'|NoneType), but"):
         list(model.stream()(given))
 
 
 @pytest.mark.parametrize(("rate", "samples"), [(16_000, 5_460), (16_000, 100), (48_000, 16_380)])
 @pytest.mark.parametrize("search", [{}, {"beam": 8}], ids=["greedy", "beam"])
-def test_nothing_is_heard_after_the_end_of_the_audio(model, search, rate, samples):
+def test_nothing_is_transcribed_after_the_end_of_the_audio(model, search, rate, samples):
     """A frame of 40 ms reaches beyond it."""
     signal = bundles.voiced([bundles.PIECES.index("a")] * 9).repeat(rate // bundles.RATE)[:samples]
-    heard = list(model.stream(rate=rate, **search)(signal))
-    ends = [each.seconds for each in heard] + [word.end for each in heard for word in each.settled + each.partial]
-    assert max(ends) == heard[-1].seconds == pytest.approx(samples / rate, abs=1e-4)
+    results = list(model.stream(rate=rate, **search)(signal))
+    ends = [each.seconds for each in results] + [word.end for each in results for word in each.settled + each.partial]
+    assert max(ends) == results[-1].seconds == pytest.approx(samples / rate, abs=1e-4)
 
 
 def test_what_follows_the_end_is_refused_until_it_is_reset(model):
@@ -222,19 +222,19 @@ def test_a_text_is_no_list_of_hot_words(model):
 
 
 def test_closing_the_model_ends_its_streams(bundle):
-    told = "the model was closed; load it again"
+    message = "the model was closed; load it again"
     with sbkit.infer.load(bundle, device="cpu") as model:
         stream = model.stream()
     for _ in range(2):
-        with pytest.raises(SbkitError, match=told):
+        with pytest.raises(SbkitError, match=message):
             stream.feed(np.zeros(100_000, np.float32))
-        with pytest.raises(SbkitError, match=told):
+        with pytest.raises(SbkitError, match=message):
             stream.reset()
-        with pytest.raises(SbkitError, match=told):
+        with pytest.raises(SbkitError, match=message):
             model.stream()
 
 
-def test_a_closed_model_that_heard_no_stream_begins_none(bundle):
+def test_a_closed_model_without_streams_begins_none(bundle):
     with sbkit.infer.load(bundle, device="cpu") as model:
         pass
     with pytest.raises(SbkitError, match="the model was closed; load it again"):
@@ -259,7 +259,7 @@ def test_an_hour_takes_the_memory_and_the_time_per_chunk_of_a_minute(model, rate
     minute = np.resize(minute, 60 * bundles.RATE).repeat(rate // bundles.RATE)
     stream, sizes, words = model.stream(chunk=640, rate=rate), [], []
     for _ in range(minutes):
-        words.append(sum(len(heard.settled) for heard in stream.feed(minute)))
+        words.append(sum(len(result.settled) for result in stream.feed(minute)))
         session = stream._session
         sizes.append(size_of(session.state, session.search, session._windows, session._waiting, session._results))
     assert max(words) - min(words) < 5 and min(words) > 50

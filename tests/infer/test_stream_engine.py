@@ -43,10 +43,10 @@ def said(engine, text, chunk=160, search=None, **options):
 
 
 def words(session):
-    heard = []
+    results = []
     while session.busy:
-        heard += session.take(10)
-    return " ".join(word.text for each in heard for word in each.settled)
+        results += session.take(10)
+    return " ".join(word.text for each in results for word in each.settled)
 
 
 class Held:
@@ -83,7 +83,7 @@ class Slow:
 
 
 @pytest.mark.slow
-def test_streams_at_different_places_each_hear_their_own(engine):
+def test_streams_at_different_places_each_give_their_own(engine):
     rng = np.random.default_rng(0)
     texts = [" ".join("".join(rng.choice(list("abcdefg"), rng.integers(1, 6))) for _ in range(20)) for _ in range(24)]
     rngs = rng.spawn(len(texts))
@@ -104,7 +104,7 @@ def test_streams_at_different_places_each_hear_their_own(engine):
 
 
 def test_streams_that_wait_share_a_step(engine, monkeypatch):
-    """Those of one chunk size, up to the most; the others are in front of those that were heard already."""
+    """Streams of one chunk size, up to ``max_streams``; the others come before those that were decoded already."""
     held = Held(engine, monkeypatch)
     monkeypatch.setattr(engine, "max_streams", 3)
     sessions = [engine.open(greedy(engine), 320)]
@@ -134,10 +134,10 @@ def test_feeding_waits_for_no_step(engine, monkeypatch):
     assert session.finished and not session.waiting_seconds and session.seconds == pytest.approx(3.2)
 
 
-def test_one_that_goes_away_in_mid_step_disturbs_nobody(engine, monkeypatch):
+def test_one_that_goes_away_in_mid_step_disturbs_no_other(engine, monkeypatch):
     held = Held(engine, monkeypatch)
-    told = []
-    gone = engine.open(greedy(engine), 160, on_result=lambda: told.append(1))
+    calls = []
+    gone = engine.open(greedy(engine), 160, on_result=lambda: calls.append(1))
     stays = engine.open(greedy(engine), 160)
     for session in (gone, stays):
         session.feed(bundles.say("abc def"))
@@ -145,7 +145,7 @@ def test_one_that_goes_away_in_mid_step_disturbs_nobody(engine, monkeypatch):
     gone.close()
     stays.finish()
     held.go.set()
-    assert words(stays) == "abc def" and not told
+    assert words(stays) == "abc def" and not calls
     with pytest.raises(SbkitError, match="the stream was closed"):
         gone.take(10)
     with pytest.raises(SbkitError, match="the stream was closed"):
@@ -167,7 +167,7 @@ def test_an_error_of_one_search_ends_that_stream_alone(engine):
         broken.feed(np.zeros(1, np.float32))
 
 
-def test_a_step_that_fails_is_told_to_its_streams_and_the_next_ones_go_on(engine, monkeypatch):
+def test_a_step_that_fails_is_raised_in_its_streams_and_the_next_ones_go_on(engine, monkeypatch):
     step = engine.step
     session = engine.open(greedy(engine), 160)
     monkeypatch.setattr(engine, "step", lambda *_: 1 / 0)
@@ -207,22 +207,22 @@ def test_a_long_search_delays_no_other_streams_chunk(engine):
     assert words(long) == "abc def" and slow.threads == {"sbkit-search"}
 
 
-def test_a_beam_search_with_hot_words_hears_with_the_others(engine):
+def test_a_beam_search_with_hot_words_shares_steps_with_the_others(engine):
     search = decoder(engine.vocabulary, {"beam": 8, "hot_words": {"abd": 40.0}}).stream()
     beam, plain = said(engine, "abc abc", search=search), said(engine, "abc abc")
     assert words(plain) == "abc abc"
     assert set(words(beam).split()) <= {"abc", "abd"}
 
 
-def test_an_event_loop_is_told_when_something_was_heard(engine):
+def test_an_event_loop_is_called_when_there_are_results(engine):
     async def listen():
         loop, news = asyncio.get_running_loop(), asyncio.Event()
-        session, heard = said(engine, "abc def", on_result=lambda: loop.call_soon_threadsafe(news.set)), []
+        session, results = said(engine, "abc def", on_result=lambda: loop.call_soon_threadsafe(news.set)), []
         while not session.finished or session.busy:
             await asyncio.wait_for(news.wait(), 10)
             news.clear()
-            heard += session.take(0)
-        return " ".join(word.text for each in heard for word in each.settled)
+            results += session.take(0)
+        return " ".join(word.text for each in results for word in each.settled)
 
     assert asyncio.run(listen()) == "abc def"
 
@@ -294,7 +294,7 @@ def test_closing_the_engine_releases_the_graph(bundle):
         engine.open(greedy(engine))
 
 
-def test_a_stream_that_gets_in_line_as_the_engine_closes_is_told(bundle, monkeypatch):
+def test_a_stream_that_gets_in_line_as_the_engine_closes_is_reported(bundle, monkeypatch):
     engine = StreamEngine(bundle, device="cpu")
     session = engine.open(greedy(engine), 160)
     monkeypatch.setattr(session, "_enqueue", lambda this: (engine.close(), engine.enqueue(this)))

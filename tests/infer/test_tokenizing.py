@@ -111,9 +111,9 @@ def test_a_split_whose_folder_would_be_that_of_the_lists_is_refused_before_anyth
     folder, _ = corpus
     (folder / "other.csv").rename(folder / f"{name}.csv")
     monkeypatch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
-    told = f"the split '{name}' can't be encoded: {tmp_path / 'out' / 'manifests'} is where the corpus's "
+    message = f"the split '{name}' can't be encoded: {tmp_path / 'out' / 'manifests'} is where the corpus's "
     for words in ((folder / f"{name}.csv",), (folder, "--split", name)):
-        assert told in refused(capsys, bundle, *words, "--to", tmp_path / "out")
+        assert message in refused(capsys, bundle, *words, "--to", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -201,7 +201,7 @@ def test_an_empty_corpus_is_an_error(bundle, tmp_path, capsys):
     assert not (tmp_path / "out" / "test").exists()
 
 
-def test_a_bundle_of_another_kind_and_a_missing_corpus_are_told_before_anything_is_made(bundle, tmp_path, capsys):
+def test_a_bundle_of_another_kind_and_a_missing_corpus_are_reported_before_anything_is_made(bundle, tmp_path, capsys):
     voice = voices.make(tmp_path / "voice")
     assert "has a voice, but a codec is needed here" in refused(capsys, voice, tmp_path, "--to", tmp_path / "out")
     assert "no such file or folder" in refused(capsys, bundle, tmp_path / "nowhere", "--to", tmp_path / "out")

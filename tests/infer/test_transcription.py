@@ -58,7 +58,7 @@ def test_a_recording_that_was_cut_off_comes_with_a_warning(bundle, clips, capsys
 
 
 def test_several_come_in_the_order_they_were_named_in(bundle, clips, capsys):
-    """However they were batched: the longest is heard first."""
+    """Independent of batches: the longest is transcribed first."""
     assert run(bundle, clips / "deep/er/three.wav", clips / "deep/two.flac", clips / "one.wav") == 0
     assert capsys.readouterr().out.splitlines() == ["three\tlast", "two\tmore words here", "one\tfirst words"]
 
@@ -168,21 +168,21 @@ def test_a_manifest_is_scored_against_its_texts(bundle, clips, tmp_path, capsys)
 
 
 def test_its_interval_is_that_of_evaluate_which_goes_through_a_manifest_in_its_order(bundle, clips, tmp_path, capsys):
-    told = {"one.wav": "first words", "deep/two.flac": "more words here", "deep/er/three.wav": "last"}
-    rows = [(f"u{i}", name, told[name] + i % 5 * " word") for i, name in enumerate(6 * [*told])]
+    texts = {"one.wav": "first words", "deep/two.flac": "more words here", "deep/er/three.wav": "last"}
+    rows = [(f"u{i}", name, texts[name] + i % 5 * " word") for i, name in enumerate(6 * [*texts])]
     (tmp_path / "test.csv").write_text("ID,duration,wav,wrd\n" + "".join(
-        f"{each},{len(bundles.say(told[name])) / bundles.RATE},{clips}/{name},{words}\n" for each, name, words in rows))
+        f"{id},{len(bundles.say(texts[name])) / bundles.RATE},{clips}/{name},{words}\n" for id, name, words in rows))
     assert run(bundle, tmp_path / "test.csv") == 0
     words = ErrorRates("word")
-    words.add(*zip(*((each, reference, told[name]) for each, name, reference in rows), strict=True))
+    words.add(*zip(*((each, reference, texts[name]) for each, name, reference in rows), strict=True))
     assert "(95 % interval {:.2f} to {:.2f})".format(*interval(words)) in capsys.readouterr().err
 
 
 def test_references_of_one_s_own(bundle, clips, tmp_path, capsys):
     (tmp_path / "refs.tsv").write_text("one\tfirst words\ntwo.flac\tmore words there\n\n")
     assert run(bundle, clips, "--references", tmp_path / "refs.tsv") == 0
-    told = capsys.readouterr().err
-    assert "WER 20.00 %" in told and "not scored: 1 recording without a reference: deep/er/three" in told
+    err = capsys.readouterr().err
+    assert "WER 20.00 %" in err and "not scored: 1 recording without a reference: deep/er/three" in err
     (tmp_path / "refs.tsv").write_text("else\tfirst words\n")
     assert run(bundle, clips, "--references", tmp_path / "refs.tsv") == 2
     assert "has none of the recordings" in capsys.readouterr().err
@@ -240,7 +240,7 @@ def test_ids_can_not_leave_the_folder(bundle, tmp_path):
     assert (out / "evil.txt").exists() and not list(tmp_path.glob("evil*"))
 
 
-def test_what_can_not_be_written_is_told(bundle, clips, tmp_path, capsys):
+def test_what_can_not_be_written_is_reported(bundle, clips, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "two").write_text("a file where a folder has to be")
     (tmp_path / "m.csv").write_text(f"ID,duration,wav,spk_id,wrd\ntwo/one,0.5,{clips}/one.wav,,a\n")

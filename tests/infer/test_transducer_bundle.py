@@ -1,4 +1,4 @@
-"""A transducer's bundle is transcribed, heard live and refused as a CTC recogniser's is."""
+"""A transducer's bundle is transcribed, streamed and refused as a CTC recogniser's is."""
 
 import json
 
@@ -37,9 +37,9 @@ def test_recordings_of_any_length_are_transcribed(model):
 @pytest.mark.parametrize("piece", [100, 1000, 100_000])
 def test_a_stream_says_what_the_recording_says(model, piece):
     stream, signal = model.stream(), bundles.say("ab cd dc")
-    heard = [each for at in range(0, len(signal), piece) for each in stream.feed(signal[at:at + piece])]
-    heard += stream.finish()
-    assert [word.text for each in heard for word in each.settled] == ["ab", "cd", "dc"]
+    results = [each for at in range(0, len(signal), piece) for each in stream.feed(signal[at:at + piece])]
+    results += stream.finish()
+    assert [word.text for each in results for word in each.settled] == ["ab", "cd", "dc"]
 
 
 #: A frame says a and b, in either order.
@@ -62,18 +62,18 @@ def test_hot_words_are_found_in_recordings_and_streams(model, searching):
     assert [round(word.start, 2) for word in found.words] == [0.08, 0.28] and 0.3 < found.words[0].confidence < 0.7
     for hot in ("ba", "ab"):
         stream = model.stream(hot_words={hot: 8.0})
-        heard = [each for at in range(0, len(long), 3000) for each in stream.feed(long[at:at + 3000])]
-        heard += stream.finish()
-        assert [word.text for each in heard for word in each.settled] == [hot, "cd"] * 40
-        assert sum(each.endpoint for each in heard) == 40
+        results = [each for at in range(0, len(long), 3000) for each in stream.feed(long[at:at + 3000])]
+        results += stream.finish()
+        assert [word.text for each in results for word in each.settled] == [hot, "cd"] * 40
+        assert sum(each.endpoint for each in results) == 40
 
 
 def test_a_language_model_decides_where_the_sound_leaves_a_choice(model, tmp_path):
     for first in ("ba", "ab"):
         lm.build([f"{first} cd", first, f"{first} {first} cd"], tmp_path / f"{first}.arpa", order=2)
         stream = model.stream(lm=tmp_path / f"{first}.arpa")
-        heard = stream.feed(UNSURE) + stream.finish()
-        assert [word.text for each in heard for word in each.settled] == [first, "cd"]
+        results = stream.feed(UNSURE) + stream.finish()
+        assert [word.text for each in results for word in each.settled] == [first, "cd"]
 
 
 def test_what_is_no_number_is_refused_before_it_is_searched_with_others(model):
@@ -82,25 +82,25 @@ def test_what_is_no_number_is_refused_before_it_is_searched_with_others(model):
     kept = search.keep(states)
     with pytest.raises(SbkitError, match="not a number"):
         search.keep(np.full_like(states, np.nan))
-    [[heard]] = search.tokens([[kept]])
-    assert [bundles.PIECES[i] for i in heard.spans.ids] == ["▁", "d"]
+    [[results]] = search.tokens([[kept]])
+    assert [bundles.PIECES[i] for i in results.spans.ids] == ["▁", "d"]
 
 
-@pytest.mark.parametrize("options, told", [
+@pytest.mark.parametrize("options, message", [
     ({"lm_weight": 1.0}, "there is no language model to weight"), ({"hot_words": ["Ü"]}, "can't be spelled"),
     ({"lm": "/none/such.arpa"}, "there is no such language model"), ({"beam": 0}, "beam is 0")])
-def test_a_search_that_can_not_be_is_refused_as_for_ctc(model, options, told):
-    with pytest.raises(SbkitError, match=told):
+def test_a_search_that_can_not_be_is_refused_as_for_ctc(model, options, message):
+    with pytest.raises(SbkitError, match=message):
         model.stream(**options)
 
 
-@pytest.mark.parametrize("change, told", [
+@pytest.mark.parametrize("change, message", [
     ({"context": 3}, "Got invalid dimensions|can't be run|tokens"), ({"joint_size": 7}, "joiner.onnx|decoder.onnx|7"),
     ({"joiner": "decoder.onnx"}, "has the inputs .*encoded"), ({"decoder": "gone.onnx"}, "gone.onnx is missing"),
     ({"joiner": "../joiner.onnx"}, "joiner is '../joiner.onnx'"), ({"context": 0}, "context is 0")])
-def test_a_bundle_whose_parts_do_not_fit_is_refused(tmp_path, change, told):
+def test_a_bundle_whose_parts_do_not_fit_is_refused(tmp_path, change, message):
     folder = bundles.make_transducer(tmp_path / "b", streams=False)
     values = json.loads((folder / layout.CONFIG).read_text())
     (folder / layout.CONFIG).write_text(json.dumps({**values, **change}))
-    with pytest.raises(SbkitError, match=told):
+    with pytest.raises(SbkitError, match=message):
         sbkit.infer.load(folder, device="cpu", threads=1)

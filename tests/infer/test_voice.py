@@ -1,4 +1,4 @@
-"""Text to sound: what is heard is what was written, at the speed and in the voice that were asked for."""
+"""Text to speech: the sound is the text's, at the requested speed and in the requested voice."""
 
 import numpy as np
 import onnx
@@ -27,7 +27,7 @@ def voice(bundle):
 
 
 @pytest.mark.slow
-def test_what_is_heard_is_what_was_written(voice):
+def test_what_is_spoken_is_what_was_written(voice):
     speech = voice.speak(TEXT)
     assert voices.heard(speech.samples) == "hello there. good bye, all of you!"
     assert (speech.text, speech.sentences) == ("hello there. good bye, all of you!",
