@@ -1,6 +1,6 @@
 """A bundle whose model says what a signal's level spells: each frame of 40 ms at level k/50 is the token k.
 
-Its graph for streams says each frame's token one frame later, so that what it says first of a chunk comes from its
+Its streaming graph says each frame's token one frame later, so that what it says first of a chunk comes from its
 state.
 """
 

@@ -80,7 +80,7 @@ _MAX_RULES, _MAX_RULE = 1000, 100
 FILE = String(1, 255, r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f]+", "the name of a file in the bundle's folder")
 #: Entries of each codebook.
 BOOKS = Array(Integer(maximum=1 << 24), max_items=256)
-#: Inputs of a graph for streams that hold their state.
+#: Inputs of a streaming graph that hold their state.
 STATE = Object(min_items=1, values=Record(
     {"type": Enumerated(TYPES), "shape": Array(Integer(maximum=MAX_STATE), max_items=8)}, needed=True))
 _SAMPLES = Integer(0, MAX_SECONDS * MAX_RATE)
@@ -191,7 +191,7 @@ class EnhancerConfig(GraphConfig):
     delay: int = value(Integer(0))
     """Samples of a stream between one that is heard and what becomes of it."""
     state: dict[str, dict[str, Any]] = value(STATE)
-    """Inputs of the graph for streams, as ``Streaming.state``."""
+    """Inputs of the streaming graph, as ``Streaming.state``."""
     streams: dict[str, str] = value(Object(FILE), default_factory=dict)
     """The file of that graph in each format."""
 

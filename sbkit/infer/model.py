@@ -68,7 +68,7 @@ class Model(LoadedBundle[Engine]):
     def stream(self, chunk: int | None = None, rate: int | None = None, lm: str | Path | None = None,
                hot_words: Mapping[str, float] | Sequence[str] | None = None, lm_weight: float | None = None,
                word_score: float | None = None, beam: int | None = None) -> Stream:
-        """Transcribe a stream as its samples come, with a bundle that has a graph for streams.
+        """Transcribe a stream as its samples come, with a bundle that has a streaming graph.
 
         >>> for result in model.stream()(microphone):                             # doctest: +SKIP
         ...     print(" ".join(word.text for word in result.settled + result.partial))

@@ -1,4 +1,4 @@
-"""Engine that runs a bundle's graph for streams: the chunks of many streams in one batch, in one worker thread."""
+"""Engine that runs a bundle's streaming graph: the chunks of many streams in one batch, in one worker thread."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StreamEngine(BundleEngine):
     >>> session.feed(samples); session.finish()                           # doctest: +SKIP
     >>> while session.busy: print(session.take())                         # doctest: +SKIP
 
-    folder : a bundle that has a graph for streams
+    folder : a bundle that has a streaming graph
     model, device, threads : as for ``BundleEngine``
     max_streams : streams in one step; more would not be faster on a CPU, and all would wait longer
     on_step : is called with the number of streams after each step, in the worker thread
@@ -44,7 +44,7 @@ class StreamEngine(BundleEngine):
 
     config: Config
     streaming: Streaming
-    kind, thread, spin = "graph for streams", "sbkit-streams", False
+    kind, thread, spin = "streaming graph", "sbkit-streams", False
 
     def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
                  threads: int | None = None, max_streams: int = 16, on_step: Callable[[int], None] | None = None):
@@ -60,7 +60,7 @@ class StreamEngine(BundleEngine):
         self.config = Config.read(self.folder)
         self.vocabulary = Vocabulary.read(self.folder, self.config)
         if self.config.streaming is None:
-            raise SbkitError(f"{self.folder} has no graph for streams: its model needs whole recordings",
+            raise SbkitError(f"{self.folder} has no streaming graph: its model needs whole recordings",
                              hint="train with hparams/streaming.yaml (sbkit new FOLDER --task streaming writes it) and "
                                   "export that run; a model trained in chunks gets it when it is exported again")
         self.streaming = self.config.streaming
@@ -215,10 +215,10 @@ class StreamEngine(BundleEngine):
         log_probs, counts, *after = found
         if log_probs.ndim != 3 or {len(log_probs), *counts.shape} != {streams} \
                 or [each.shape for each in after] != [(streams, *part.shape) for part in states[0]]:
-            raise SbkitError(f"the graph for streams outputs {[each.shape for each in found]} for {streams} streams",
+            raise SbkitError(f"the streaming graph outputs {[each.shape for each in found]} for {streams} streams",
                              hint="export it again")
         if log_probs.shape[2] != self.config.width:
-            raise SbkitError(f"the graph for streams outputs {log_probs.shape[2]} values per frame, but config.json "
+            raise SbkitError(f"the streaming graph outputs {log_probs.shape[2]} values per frame, but config.json "
                              f"says {self.config.width}", hint="do all files come from the same export?")
         for row, state in enumerate(states):
             for part, batch in zip(state, after, strict=True):

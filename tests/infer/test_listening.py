@@ -133,7 +133,7 @@ def test_nothing_is_transcribed_after_the_end_of_the_audio(bundle, monkeypatch, 
 
 def test_a_bundle_for_recordings_alone_says_how_to_get_another(monkeypatch, tmp_path, capsys):
     assert listen(bundles.make(tmp_path / "b"), monkeypatch, tmp_path, b"") == 2
-    assert "has no graph for streams" in capsys.readouterr().err
+    assert "has no streaming graph" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("data", [b"", b"a", b"abc", b"\1\0", bytes(10_001)])

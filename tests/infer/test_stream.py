@@ -197,7 +197,7 @@ def test_a_rate_that_is_none_is_refused(model, rate):
 
 def test_a_bundle_without_the_graph_says_how_to_get_one(tmp_path):
     with sbkit.infer.load(bundles.make(tmp_path / "b"), device="cpu") as model:
-        with pytest.raises(SbkitError, match=r"has no graph for streams.*hparams/streaming.yaml"):
+        with pytest.raises(SbkitError, match=r"has no streaming graph.*hparams/streaming.yaml"):
             model.stream()
         assert model.transcribe(bundles.say("abc")).text == "abc"
 

@@ -314,7 +314,7 @@ def test_steps_are_counted_for_whoever_asks(bundle):
 
 
 def test_a_format_that_it_lacks_is_said_at_once(bundle):
-    with pytest.raises(SbkitError, match="has no int8 graph for streams; it has onnx, torch"):
+    with pytest.raises(SbkitError, match="has no int8 streaming graph; it has onnx, torch"):
         StreamEngine(bundle, model="int8")
 
 

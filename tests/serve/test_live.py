@@ -26,7 +26,7 @@ PAUSE = np.zeros(RATE, dtype=np.float32)
 
 @pytest.fixture(scope="module", params=["tail", "chunks"])
 def folder(request, bundle, tmp_path_factory):
-    """A bundle whose live sessions are heard by decoding the tail, and one with a graph for streams."""
+    """A bundle whose live sessions are heard by decoding the tail, and one with a streaming graph."""
     if request.param == "tail":
         return bundle
     return bundles.make(tmp_path_factory.mktemp("live") / "level", streams=True)

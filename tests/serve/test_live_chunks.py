@@ -1,4 +1,4 @@
-"""Live sessions of a bundle with a graph for streams: in chunks, in steps that they share, each as if it were alone."""
+"""Live sessions of a bundle with a streaming graph: in chunks, in steps that they share, each as if it were alone."""
 
 import contextlib
 import json

@@ -38,7 +38,7 @@ def test_a_gpu_that_works_is_told_with_its_share_of_the_operators(tmp_path, monk
 
 
 class NotForStreams(runtimes.OnCuda):
-    """CUDA runs the model for whole recordings, but not its graph for streams."""
+    """CUDA runs the model for whole recordings, but not its streaming graph."""
 
     def run(self, *args):
         if self.on_cuda and self.get_inputs()[0].name == "samples":

@@ -21,7 +21,7 @@ from sbkit.nn.enhance import Enhancer
 OUTPUTS = {"enhanced": ("batch", "enhanced_lengths"), "enhanced_lengths": ("batch",)}
 #: Pieces of a stream in which it is compared, in seconds.
 PIECES = (0.1, 1.0)
-_EXAMPLE = (2, 40)  # streams and frames to trace the graph for streams with
+_EXAMPLE = (2, 40)  # streams and frames to trace the streaming graph with
 
 
 class WholeEnhancer(nn.Module):
@@ -48,7 +48,7 @@ class EnhancerStep(nn.Module):
 
 
 class EnhancerStreams(Companion):
-    """The graph for streams; it is compared with whole clips in pieces of several sizes."""
+    """The streaming graph; it is compared with whole clips in pieces of several sizes."""
 
     name, files = "stream", layout.STREAMS
 

@@ -50,7 +50,7 @@ class ExportedRecognizer(Exported):
 
     @property
     def companions(self) -> Sequence[Companion]:
-        """The graph for streams, if the model was trained in chunks."""
+        """The streaming graph, if the model was trained in chunks."""
         if self.recognizer.chunks is None:
             return ()
         try:

@@ -1,7 +1,7 @@
 """Exports a model that was trained in chunks for sherpa-onnx's streams, as one of NeMo's kinds of models.
 
 sherpa-onnx computes the features, and gives the model windows of one size and its last state: two tensors of floats of
-any shape, zeros at first, and a number. This differs from a bundle's own graph for streams:
+any shape, zeros at first, and a number. This differs from a bundle's own streaming graph:
 
 - Its features are NeMo's, since version 2.0.1. Normalisation is in the graph.
 - It only gives the model whole windows, and the last one only if a frame follows it. So a stream must be followed by

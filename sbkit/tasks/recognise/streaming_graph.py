@@ -1,4 +1,4 @@
-"""A recogniser as a graph for streams: the samples of a chunk and a state to log-probabilities and the next state."""
+"""A recogniser as a streaming graph: the samples of a chunk and a state to log-probabilities and the next state."""
 
 from __future__ import annotations
 

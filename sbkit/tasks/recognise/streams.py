@@ -33,7 +33,7 @@ Compare = Callable[[ComparisonClips, OwnBundle, Path, Callable[[np.ndarray], np.
 
 
 class Streams(Companion):
-    """A recogniser's graph for streams; it is compared with whole utterances in chunks of each size.
+    """A recogniser's streaming graph; it is compared with whole utterances in chunks of each size.
 
     Raises if the recogniser can't run on a stream. ``scores`` is the name of the graph's first output.
     """

@@ -1,4 +1,4 @@
-"""The model for sherpa-onnx's streams does what a bundle's own graph for streams does, with its state in two caches."""
+"""The model for sherpa-onnx's streams does what a bundle's own streaming graph does, with its state in two caches."""
 
 from __future__ import annotations
 

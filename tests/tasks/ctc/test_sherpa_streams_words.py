@@ -60,7 +60,7 @@ def signals():
 
 
 def scores(made, signal, chunk=16):
-    """The log-probabilities of the windows that sherpa-onnx hears, by the bundle's own graph for streams."""
+    """The log-probabilities of the windows that sherpa-onnx hears, by the bundle's own streaming graph."""
     config, tail = Config.read(made), 640 * chunk
     found, = streams.run(open_runner(layout.ONNX, made / "stream.onnx"), config, chunk,
                          [np.concatenate([signal, np.zeros(tail, np.float32)])])

@@ -1,4 +1,4 @@
-"""The graph for streams gives, chunk by chunk, what the checkpoint gives for whole recordings in chunks."""
+"""The streaming graph gives, chunk by chunk, what the checkpoint gives for whole recordings in chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that learnt in chunks gets its graph for streams into the bundle, behind the same gate as all others."""
+"""A run that learnt in chunks gets its streaming graph into the bundle, behind the same gate as all others."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _AUDIO_SECONDS = 300.0
 class Live:
     """What is measured.
 
-    bundle : a bundle that has a graph for streams; None: one with random weights
+    bundle : a bundle that has a streaming graph; None: one with random weights
     clips : recordings to say; None: something about as lively as speech
     sessions : numbers of sessions at once, one row of the table for each
     seconds : what each session says
@@ -53,7 +53,7 @@ class Live:
 
 
 def bench(live: Live, to: Path | None = None) -> int:
-    """Measure, print a table and return the exit code: 1 if the graph for streams lost a session."""
+    """Measure, print a table and return the exit code: 1 if the streaming graph lost a session."""
     rows = []
     with tempfile.TemporaryDirectory() as home, contextlib.ExitStack() as stack:
         audio = Path(home) / "audio.raw"

@@ -117,7 +117,7 @@ def _recognizer(folder: Path) -> Recognizer:
 
 
 def without_streams(bundle: Path, folder: Path) -> Path:
-    """Copy a bundle without its graph for streams, so that live audio is decoded as the tail of a recording."""
+    """Copy a bundle without its streaming graph, so that live audio is decoded as the tail of a recording."""
     config = Config.read(bundle)
     left = set(config.streaming.models.values()) if config.streaming else set()
     shutil.copytree(bundle, folder, ignore=lambda _, names: left & set(names))
