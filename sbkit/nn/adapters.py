@@ -6,7 +6,7 @@
         rank: 16
 
 Adapted layers and their parameters keep their names, so recipes and code that use the model need no change.
-For checkpoints with the adapters alone, see ``sbkit.train.checkpoint.adapted.Adapted``.
+For checkpoints that only have the adapters, see ``sbkit.train.checkpoint.adapted.Adapted``.
 """
 
 from __future__ import annotations
@@ -82,16 +82,16 @@ class Adapters(ABC):
         own = {path: layer for path, layer in self.module.named_modules() if path and not is_added(path)}
         fitting = {path: layer for path, layer in own.items() if self.fits(layer)}
         unmatched = [target for target in self.targets if not fnmatch.filter(fitting, target)]
-        others = {target: next(iter(fnmatch.filter(own, target)), None) for target in unmatched}
+        unsupported = {target: next(iter(fnmatch.filter(own, target)), None) for target in unmatched}
         problems = [f"{path} is a {type(own[path]).__name__}, which can't be adapted"
-                    for path in dict.fromkeys(others.values()) if path is not None]
-        if nowhere := [target for target, path in others.items() if path is None]:
-            problems.insert(0, f"no layer of {type(self.module).__name__} is called {', '.join(nowhere)}")
+                    for path in dict.fromkeys(unsupported.values()) if path is not None]
+        if missing := [target for target, path in unsupported.items() if path is None]:
+            problems.insert(0, f"no layer of {type(self.module).__name__} is called {', '.join(missing)}")
         if problems:
             raise SbkitError(f"{type(self).__name__}: targets: {'; '.join(problems)}", hint=f"possible targets: "
                              f"{_some(fitting)} (docs/finetune.md#adapters says which are of attention)")
-        wanted = [path for path in fitting if any(fnmatch.fnmatchcase(path, target) for target in self.targets)]
-        return {path: fitting[path] for path in wanted if not any(path.startswith(f"{outer}.") for outer in wanted)}
+        matched = [path for path in fitting if any(fnmatch.fnmatchcase(path, target) for target in self.targets)]
+        return {path: fitting[path] for path in matched if not any(path.startswith(f"{outer}.") for outer in matched)}
 
 
 class LoRA(Adapters):

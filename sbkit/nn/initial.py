@@ -8,9 +8,9 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
 
 
 def by_layer(*modules: nn.Module) -> None:
-    """Reinitialise linear and convolutional layers with torch's defaults, which depend on a layer's fan-in alone.
+    """Reinitialise linear and convolutional layers with torch's defaults, which only depend on a layer's fan-in.
 
-    SpeechBrain's transformers use Xavier's initialisation for all weights. It depends on the fan-out too, which is
+    SpeechBrain's transformers use Xavier's initialisation for all weights. It also depends on the fan-out, which is
     wrong for depthwise convolutions: their weights start five times too small, and a recogniser learns later.
     """
     for module in modules:

@@ -24,7 +24,7 @@ from sbkit.tasks.keys import RecogniserKeys, TaskKeys
 from sbkit.tasks.learning_notices import LearningNotices, Notice, Setup
 from sbkit.tasks.learning_progress import LearningProgress
 from sbkit.tasks.task import Metric, Task
-from sbkit.tasks.transcripts import Transcripts, score
+from sbkit.tasks.transcripts import ASRResults, score
 from sbkit.train.distributed import ranks
 from sbkit.train.step import StepResult
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 LETTERS_PER_SECOND, PIECES_PER_SECOND = 16, 6
 
 
-class Choice(NamedTuple):
+class NBestEntry(NamedTuple):
     """One hypothesis of a search, with its score and the acoustic part of it, both natural logarithms."""
 
     text: str
@@ -42,9 +42,9 @@ class Choice(NamedTuple):
     acoustic: float
 
 
-def choices(hypotheses: Sequence[Any]) -> tuple[Choice, ...]:
+def nbest_entries(hypotheses: Sequence[Any]) -> tuple[NBestEntry, ...]:
     """Convert a search's hypotheses of an utterance for its row."""
-    return tuple(Choice(one.text, one.score, one.acoustic) for one in hypotheses)
+    return tuple(NBestEntry(one.text, one.score, one.acoustic) for one in hypotheses)
 
 
 class TranscribedUtterance(NamedTuple):
@@ -54,7 +54,7 @@ class TranscribedUtterance(NamedTuple):
     reference: str
     hypothesis: str
     confidence: float | None = None  # 0 to 1; None for an empty hypothesis, or if the task has none
-    nbest: Sequence[Choice] = ()  # best first; empty without a search
+    nbest: Sequence[NBestEntry] = ()  # best first; empty without a search
     live: Sequence[LiveTranscript] = ()  # its live transcripts, for each chunk size of an evaluation
 
 
@@ -209,8 +209,8 @@ class ASR(Task):
     def estimate(self, rows: Sequence[Any]) -> None:
         """None: the intervals of its rates are bootstrapped over words."""
 
-    def results(self, rows: Sequence[TranscribedUtterance], loss: float, unread: Mapping[str, str]) -> Transcripts:
-        return Transcripts.of(rows, loss, unread)
+    def results(self, rows: Sequence[TranscribedUtterance], loss: float, unread: Mapping[str, str]) -> ASRResults:
+        return ASRResults.of(rows, loss, unread)
 
 
 def _most_common(characters: Counter[str]) -> str:

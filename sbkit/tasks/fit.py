@@ -15,16 +15,16 @@ class Fit(NamedTuple):
     key: str
     argument: str
     found: int
-    wanted: int
+    expected: int
     why: str
 
 
 def all_fit(numbers: Sequence[Fit], built: Built, findings: Findings) -> bool:
     """Report the sizes that don't match those of other parts; returns whether all match."""
-    wrong = [fit for fit in numbers if fit.found != fit.wanted]
+    wrong = [fit for fit in numbers if fit.found != fit.expected]
     for fit in wrong:
         node = built.nodes[fit.key]
         findings.error("shape-mismatch", node.place_of(fit.argument), node.key_of(fit.argument),
-                       f"it is {fit.found}, and {fit.why.format(fit.wanted)}",
+                       f"it is {fit.found}, but {fit.why.format(fit.expected)}",
                        "refer to one key of the recipe in both places")
     return not wrong

@@ -1,4 +1,4 @@
-"""Notices during training that a recogniser's loss stays at chance, or that it has diverged, with what to try."""
+"""Notices during training that a recogniser's loss stays at chance, or that it has diverged, with advice."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ CHANCE, DIVERGENCE = "chance", "divergence"
 NOTHING = 0.05
 #: From this share below chance on it learns. Twice ``NOTHING``, so that noise doesn't cross both.
 LEARNS = 2 * NOTHING
-#: Steps at the peak of the learning rate until a run is taken to stay at chance: those of hparams/ctc.yaml that learn
-#: have left it after 100 to 230, the slowest after 330. A lower peak than usual gets up to three times as many.
+#: Steps at the peak of the learning rate until a run is considered to stay at chance: runs of hparams/ctc.yaml that
+#: learn leave it after 100 to 230, the slowest after 330. A lower peak than usual gets up to three times as many.
 PATIENCE, MAX_TIMES = 400, 3.0
-#: The same from trained weights: a share of the run, between two numbers of steps. Whisper base with the rates of
+#: The same from pretrained weights: a share of the run, between two numbers of steps. Whisper base with the rates of
 #: hparams/ssl.yaml leaves chance after 45 to 75 steps, with the head at the encoder's rate after 190.
 TRAINED_PATIENCE, TRAINED_SHARE = (40, 150), 0.15
-#: The usual peak of the learning rate from nothing, and that of hparams/ssl.yaml from trained weights.
+#: The usual peak of the learning rate from random weights, and that of hparams/ssl.yaml from pretrained ones.
 USUAL_RATE, TRAINED_RATE = 0.002, 5e-5
-#: The peak of a head that is new, of linear layers alone, and how low it may be.
+#: The advised peak for a new head, and the one up to which it is advised.
 HEAD_RATE, LEAST_HEAD_RATE = 0.01, 0.002
 #: Divergence: for ``LASTING`` steps, the loss has risen half of the way back to chance, on a logarithmic scale, after
 #: it was at least ``CLEARLY`` below, or it is ``GROWN`` times the loss at the start. The lowest loss counts as at least
@@ -92,7 +92,7 @@ class Setup(NamedTuple):
 
     @property
     def patience(self) -> float:
-        """Steps at that rate until a run is taken to stay at chance."""
+        """Steps at that rate until a run is considered to stay at chance."""
         if not self.trained:
             return PATIENCE
         low, high = TRAINED_PATIENCE
@@ -189,7 +189,7 @@ class LearningNotices:
 
     @property
     def _patience(self) -> float:
-        """Steps at the peak rate until a run is taken to stay at chance; more for low rates, once it is at chance."""
+        """Steps at the peak rate until a run is considered to stay at chance; more for low rates, once it is there."""
         rate = self.setup.usual_rate / self.setup.peak if self.setup.peak > 0 else 1.0
         lower = min(MAX_TIMES, max(1.0, rate))
         return self.setup.patience * (lower if self._state.came_down or self.setup.trained else 1.0)
@@ -288,8 +288,8 @@ class LearningNotices:
     def _against_chance(self) -> str:
         loss, chance = self._state.loss, self._state.chance
         assert loss is not None and chance is not None, "they were compared"
-        apart = f"{100 * abs(1 - loss / chance):.0f} % {'below' if loss < chance else 'above'} chance"
-        return (f"the {self.part or 'training'} loss is {loss:.3g} per token, {apart} ({chance:.3g}: guessing from "
+        distance = f"{100 * abs(1 - loss / chance):.0f} % {'below' if loss < chance else 'above'} chance"
+        return (f"the {self.part or 'training'} loss is {loss:.3g} per token, {distance} ({chance:.3g}: guessing from "
                 "token frequencies)")
 
     @property

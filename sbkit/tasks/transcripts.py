@@ -1,4 +1,4 @@
-"""Results of a recogniser's test: transcripts beside references, and error rates with intervals."""
+"""Results of a recogniser's test: transcripts, references, and error rates with intervals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_nbest(path: Path, rows: Sequence[Any]) -> None:
 
 
 @dataclass
-class Transcripts(Results):
+class ASRResults(Results):
     """Rows of a test, and the error rates of those that have a reference."""
 
     rows: Sequence[Any] = ()
@@ -54,7 +54,7 @@ class Transcripts(Results):
     """A line below the rates."""
 
     @classmethod
-    def of(cls, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Transcripts:
+    def of(cls, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> ASRResults:
         """Compute the results of a test from its rows."""
         words, characters = score(rows)
         return cls({"loss": loss, "WER": words.rate, "CER": characters.rate}, len(rows), dict(unread), rows=rows,

@@ -101,7 +101,7 @@ class CodecDecoder(nn.Module):
         return self.last_norm(self.fast(x, real)) * real
 
 
-class Resynthesis(NamedTuple):
+class CodecOutput(NamedTuple):
     """The outputs of the codec for a batch of waveforms."""
 
     sound: Tensor  # [B, T * stride], 0 beyond an utterance's frames
@@ -139,11 +139,11 @@ class Coder(nn.Module):
         """Return what defines the codec besides its weights: the class and the plain attributes of each part."""
         return {name: definition(part) for name, part in self.named_children()}
 
-    def forward(self, signals: Tensor, samples: Tensor) -> Resynthesis:
+    def forward(self, signals: Tensor, samples: Tensor) -> CodecOutput:
         """Encode and decode waveforms [B, S] with sample counts [B]."""
         feats, frames = self.features(signals, samples)
         quantised = self.quantiser(self.encoder(feats, frames))
-        return Resynthesis(self.sound(quantised.vectors, frames), quantised, frames)
+        return CodecOutput(self.sound(quantised.vectors, frames), quantised, frames)
 
     def encode(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Waveforms [B, S] and sample counts [B] to codes [B, T, Q] and code frames [B]; codes of padding are 0."""

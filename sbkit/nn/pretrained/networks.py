@@ -54,14 +54,14 @@ class MaskSpans:
         It uses torch's generator of the device of ``counts``, without a host sync. Axes shorter than a span get none.
         """
         batch = len(counts)
-        wanted = (self.share * counts / self.length + torch.rand(batch, device=counts.device)).long()
+        spans = (self.share * counts / self.length + torch.rand(batch, device=counts.device)).long()
         last = counts - self.length  # last position where a span may start
-        wanted = wanted.clamp(min=self.min_spans).minimum((last + 1).clamp(min=0))
-        most = min(size, max(self.min_spans, int(self.share * size / self.length) + 1))
+        spans = spans.clamp(min=self.min_spans).minimum((last + 1).clamp(min=0))
+        max_spans = min(size, max(self.min_spans, int(self.share * size / self.length) + 1))
         drawn = torch.rand(batch, size, device=counts.device)
         drawn = drawn.masked_fill(torch.arange(size, device=counts.device) > last[:, None], -1.0)
-        starts = drawn.topk(most, dim=1).indices
-        used = torch.arange(most, device=counts.device) < wanted[:, None]
+        starts = drawn.topk(max_spans, dim=1).indices
+        used = torch.arange(max_spans, device=counts.device) < spans[:, None]
         begins = torch.zeros(batch, size, device=counts.device).scatter(1, starts, used.float())
         return functional.max_pool1d(functional.pad(begins, (self.length - 1, 0))[:, None], self.length, 1)[:, 0] > 0
 

@@ -17,7 +17,7 @@ from sbkit.nn.pretrained.source import Settings
 _RATE = 16_000
 _STRIDE = 2  # of the second convolution
 _MIN_SAMPLES = 201  # smallest number of samples that features can be computed from
-_SEEN_BEHIND = 2  # frames after an utterance that the convolutions see
+_RIGHT_CONTEXT = 2  # frames after an utterance that the convolutions see
 
 
 class Whisper(Network):
@@ -26,8 +26,8 @@ class Whisper(Network):
     It was pretrained on windows of 30 seconds, with attention to the silence after an utterance. Here inputs are as
     long as the longest utterance of a batch, and attention ignores the frames after each utterance, so that its states
     do not depend on its batch. This is several times faster for clips of 5 seconds, but the encoder needs the first
-    steps of training to adapt. With ``whole_window`` inputs are padded to 30 seconds as in pretraining. Utterances of
-    more than 30 seconds are refused.
+    steps of training to adapt. With ``whole_window`` inputs are padded to 30 seconds as in pretraining. Raises for
+    utterances of more than 30 seconds.
     """
 
     prefixes = ("model.encoder.", "encoder.")
@@ -36,7 +36,7 @@ class Whisper(Network):
     def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
         masking = settings.config if config.apply_spec_augment else {}
         super().__init__(Settings(settings.source, masking, {}), options, config)
-        # The one with an encoder alone.
+        # The auto class of a model without a decoder.
         encoder = make("AutoModelForAudioClassification", config).encoder
         self.features = WhisperLogMel(config.num_mel_bins)
         self.conv1, self.conv2, self.embed_positions = encoder.conv1, encoder.conv2, encoder.embed_positions
@@ -65,7 +65,7 @@ class Whisper(Network):
         if self.whole_window:
             feats = self.features(padded(signals, self.max_frames * _STRIDE * HOP))
         else:
-            feats = self.features(padded(signals, _MIN_SAMPLES), more=_SEEN_BEHIND)
+            feats = self.features(padded(signals, _MIN_SAMPLES), more=_RIGHT_CONTEXT)
         feats = self.masked(feats, self.features.frames(samples))
         with self.front_context():
             states = functional.gelu(self.conv1(feats.transpose(1, 2)))
@@ -81,28 +81,25 @@ class Whisper(Network):
         return self.layer_norm(states[:, :longest])
 
     def _without_padding(self, signals: Tensor, samples: Tensor) -> Tensor:
-        """Cut off what a batch is padded to beyond the window, in which no utterance may end.
-
-        Only for such batches the host has to wait for the device.
-        """
-        most = self.max_frames * _STRIDE * HOP
+        """Cut off padding beyond the window; raises if an utterance is longer. It syncs with the host."""
+        limit = self.max_frames * _STRIDE * HOP
         longest = int(samples.max())
-        if longest > most:
+        if longest > limit:
             raise SbkitError(f"Whisper's encoder takes at most {self.longest_seconds:g} s, but an utterance has "
                              f"{longest / _RATE:g} s", hint="leave out longer ones with corpus.max_duration")
-        return signals[:, :most]
+        return signals[:, :limit]
 
 
 HOP = 160
 _SIZE = 400
-_FLOOR, _RANGE = 1e-10, 8.0  # smallest energy; range of its logarithm below the loudest
+_FLOOR, _RANGE = 1e-10, 8.0  # smallest energy; range of its logarithm below the maximum
 
 
 class WhisperLogMel(nn.Module):
     """Waveforms [B, S] to features [B, T, F], a frame every 160 samples.
 
-    A waveform is followed by silence, as in Whisper's windows of 30 seconds, so an utterance's features are the same in
-    a batch that is padded with zeros.
+    A waveform is padded with silence, as in Whisper's windows of 30 seconds, so an utterance's features are the same in
+    a batch.
 
     n_mels : number of bands
     """
@@ -127,9 +124,9 @@ class WhisperLogMel(nn.Module):
         with full_precision(signals):
             signals = signals.float()
             half = _SIZE // 2
-            behind = (self.frames(signals.shape[1]) + more - 1) * HOP + half - signals.shape[1]
+            after = (self.frames(signals.shape[1]) + more - 1) * HOP + half - signals.shape[1]
             before = signals[:, 1:half + 1].flip(1)
-            whole = torch.cat([before, functional.pad(signals, (0, behind))], dim=1)
+            whole = torch.cat([before, functional.pad(signals, (0, after))], dim=1)
             power = spectrum(framed(whole, _SIZE, HOP) * self.window, self.fourier, _SIZE)
             level = product(power, self.mel).clamp(min=_FLOOR).log10()
             loudest = level.amax(dim=(1, 2), keepdim=True)

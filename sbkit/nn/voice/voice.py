@@ -90,7 +90,7 @@ class TextEncoder(nn.Module):
                  speakers: int = 1):
         super().__init__()
         if symbols < 2 or speakers < 1:
-            raise ValueError(f"symbols is {symbols} and speakers {speakers}: there must be a symbol beside padding, "
+            raise ValueError(f"symbols is {symbols} and speakers {speakers}: there must be a symbol besides padding, "
                              "and a speaker")
         self.symbols, self.size, self.speakers = symbols, size, speakers
         self.table, self.speaker = nn.Embedding(symbols + 1, size), nn.Embedding(speakers, size)

@@ -77,7 +77,7 @@ def perplexity(counts: np.ndarray) -> float:
 
 
 @dataclass
-class Resyntheses(SoundResults):
+class CodecResults(SoundResults):
     """Rows of a test, their statistics, and a recogniser's error rates on those that have a text."""
 
     rows: Sequence[CodecRow] = ()
@@ -85,7 +85,7 @@ class Resyntheses(SoundResults):
     maker: ClassVar[str] = "codec"
 
     @classmethod
-    def of(cls, rows: Sequence[CodecRow], loss: float, unread: Mapping[str, str], books: CodecFacts) -> Resyntheses:
+    def of(cls, rows: Sequence[CodecRow], loss: float, unread: Mapping[str, str], books: CodecFacts) -> CodecResults:
         """Compute the results of a test from its rows."""
         stats = {"loss": loss, **measures(rows, books)}
         before, after = word_rates(rows, "recording_transcript"), word_rates(rows, "output_transcript")

@@ -12,14 +12,14 @@ from speechbrain.core import Stage
 from torch import Tensor
 
 from sbkit.data.batch import Batch
-from sbkit.nn.codec.coder import Coder, Resynthesis
+from sbkit.nn.codec.coder import CodecOutput, Coder
 from sbkit.nn.codec.spectral_loss import DECIBELS, MelDistance
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.recipe.build import Built
 from sbkit.recipe.choices import COUNT, Range
 from sbkit.recipe.keys import Problem, key
 from sbkit.recipe.source import Findings
-from sbkit.tasks.codec.results import CodecFacts, CodecRow, Resyntheses, measures, pesq
+from sbkit.tasks.codec.results import CodecFacts, CodecResults, CodecRow, measures, pesq
 from sbkit.tasks.fit import Fit, all_fit
 from sbkit.tasks.generation import SpeechTask, drop_other_sounds, stoi
 from sbkit.tasks.keys import TaskKeys
@@ -94,7 +94,7 @@ class Codec(SpeechTask):
         """Check that the sizes of the parts match."""
         features, encoder, quantiser, decoder, head = (keys.compute_features, keys.encoder, keys.quantiser,
                                                        keys.decoder, keys.head)
-        wanted = [
+        sizes = [
             Fit("compute_features", "sample_rate", features.sample_rate, keys.sample_rate,
                 "recordings are read at {}"),
             Fit("encoder", "fold", encoder.fold, features.fold, "compute_features makes {} frames for each code"),
@@ -103,9 +103,9 @@ class Codec(SpeechTask):
             Fit("decoder", "input_size", decoder.input_size, quantiser.size, "the quantiser gives {} numbers a frame"),
             Fit("head", "input_size", head.input_size, decoder.size, "the decoder's states have {} numbers"),
             Fit("head", "hop", head.hop * decoder.fold, features.stride,
-                "a code stands for {} samples, which are decoder's fold times head's hop"),
+                "a code frame has {} samples, which must be decoder's fold times head's hop"),
         ]
-        return all_fit(wanted, built, findings)
+        return all_fit(sizes, built, findings)
 
     def describe(self) -> tuple[list[str], dict[str, Any]]:
         """Describe the rate of codes and of bits."""
@@ -116,14 +116,14 @@ class Codec(SpeechTask):
 
     # ------------------------------------------------------------ training
 
-    def compute_forward(self, batch: Batch, stage: Stage) -> Resynthesis:
+    def compute_forward(self, batch: Batch, stage: Stage) -> CodecOutput:
         """Encode waveforms [B, S], and decode the codes."""
         if stage != Stage.TEST:
             return self.coder(batch.signals, batch.signal_lengths)
         with self.timed(batch.signals.device):
             return self.coder(batch.signals, batch.signal_lengths)
 
-    def compute_objectives(self, outputs: Resynthesis, batch: Batch, stage: Stage) -> Loss:
+    def compute_objectives(self, outputs: CodecOutput, batch: Batch, stage: Stage) -> Loss:
         """Compute the loss, a sum over code frames, and their number."""
         frames, count = outputs.frames, outputs.frames.sum()
         sound = trimmed(outputs.sound, batch)
@@ -158,7 +158,7 @@ class Codec(SpeechTask):
 
     # ------------------------------------------------------------ validation and test
 
-    def _rows(self, outputs: Resynthesis, sound: Tensor, batch: Batch, stage: Stage) -> list[CodecRow]:
+    def _rows(self, outputs: CodecOutput, sound: Tensor, batch: Batch, stage: Stage) -> list[CodecRow]:
         """Make the row of each utterance of a batch."""
         distances = DECIBELS * self.mel_distance(sound, batch.signals, batch.signal_lengths)
         facts = zip(batch.ids, batch.texts, batch.signal_lengths.tolist(), distances.tolist(), outputs.frames.tolist(),
@@ -180,8 +180,8 @@ class Codec(SpeechTask):
         """Compute the mel distance and the use of the codebooks."""
         return measures(rows, self.books)
 
-    def results(self, rows: Sequence[CodecRow], loss: float, unread: Mapping[str, str]) -> Resyntheses:
-        return Resyntheses.of(drop_other_sounds(rows), loss, unread, self.books)
+    def results(self, rows: Sequence[CodecRow], loss: float, unread: Mapping[str, str]) -> CodecResults:
+        return CodecResults.of(drop_other_sounds(rows), loss, unread, self.books)
 
     # ------------------------------------------------------------ export
 

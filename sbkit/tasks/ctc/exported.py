@@ -53,7 +53,7 @@ def _spans(log_probs: np.ndarray, blank_id: int) -> TokenSpans:
 
 
 @dataclass
-class Recogniser(ExportedRecognizer):
+class ExportedCTC(ExportedRecognizer):
     """A CTC recogniser to export; ``run`` is the folder with its recipe."""
 
     keys: CTCKeys = field(kw_only=True)
@@ -62,7 +62,7 @@ class Recogniser(ExportedRecognizer):
     targets = (layout.SHERPA,)
 
     @classmethod
-    def of(cls, recognizer: Recognizer, keys: CTCKeys, run: Path) -> Recogniser:
+    def of(cls, recognizer: Recognizer, keys: CTCKeys, run: Path) -> ExportedCTC:
         """Export the recogniser of a run in evaluation mode, which isn't changed."""
         return cls(Graph(recognizer), OUTPUTS, keys.sample_rate, recognizer=recognizer, keys=keys, run=run,
                    from_forward=lambda scores: (scores.ctc.float().log_softmax(-1), scores.frames))

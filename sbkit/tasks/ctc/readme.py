@@ -106,8 +106,8 @@ parts = json.load(open("config.json"))["streaming"]["state"]
 state = {{name: np.zeros([1, *part["shape"]], part["type"]) for name, part in parts.items()}}
 outputs = []
 for window, frames in windows(signal):
-    given = {{"samples": window[None], "frames": np.array([frames]), **state}}
-    log_probs, counts, *after = session.run(None, given)
+    inputs = {{"samples": window[None], "frames": np.array([frames]), **state}}
+    log_probs, counts, *after = session.run(None, inputs)
     state = dict(zip(state, after))
     outputs.append(log_probs[0, :counts[0]])
 print(text(np.concatenate(outputs)))
@@ -163,18 +163,18 @@ def windows(signal, chunk={chunk}):
 
 
 def sherpa(rate: int) -> str:
-    """Write the section on sherpa-onnx and whole recordings."""
+    """Return the section on sherpa-onnx and whole recordings."""
     return _SHERPA.format(file=layout.MODELS[layout.SHERPA], rate=rate)
 
 
 def words(config: Config) -> str:
-    """Write the section on how log-probabilities become words."""
+    """Return the section on how log-probabilities become words."""
     return _WORDS.format(vocabulary=config.vocabulary, blank=config.blank_id, joined=joined(config),
                          silent=sorted({config.blank_id, *config.silent_ids}))
 
 
 def text(name: str, config: Config, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
-    """Write the whole file as a string; ``of_targets`` are sections on the programs that models were made for."""
+    """Return the whole file as a string; ``of_targets`` are sections on the programs that models were exported for."""
     values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary,
               "frame": 1000 * config.frame_seconds}
     parts = [words(config), *(_USE[each].format(**values) for each in _USE if each in config.models)]

@@ -1,6 +1,6 @@
 """Writes the files of a bundle that stock SpeechBrain reads: ``EncoderASR.from_hparams(source=BUNDLE)``.
 
-SpeechBrain's ``Pretrainer`` looks for ``<name>.ckpt`` beside hyperparams.yaml and passes the module and the path to a
+SpeechBrain's ``Pretrainer`` looks for ``<name>.ckpt`` next to hyperparams.yaml and passes the module and the path to a
 hook. The hook is ``safetensors.torch.load_model``, which takes the same arguments. So ``model.ckpt`` is a hard link to
 model.safetensors: no second copy and no pickle. In the same way, ``tokenizer.ckpt`` is tokenizer.model, which
 SpeechBrain's own hook for SentencePiece reads.
@@ -103,9 +103,9 @@ def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Tokenizer,
 
 def _parts(recognizer: Recognizer, nodes: dict[str, Node]) -> list[Part]:
     encoder = "Transformer" if "Transformer" in nodes else "encoder"
-    wanted = [("compute_features", recognizer.compute_features), ("normalize", recognizer.normalize),
-              ("CNN", recognizer.frontend), (encoder, recognizer.encoder), ("ctc_lin", recognizer.head)]
-    parts = [Part(key, module, nodes[key]) for key, module in wanted if module is not None]
+    modules = [("compute_features", recognizer.compute_features), ("normalize", recognizer.normalize),
+               ("CNN", recognizer.frontend), (encoder, recognizer.encoder), ("ctc_lin", recognizer.head)]
+    parts = [Part(key, module, nodes[key]) for key, module in modules if module is not None]
     for part in parts:
         for node in part.node.walk():
             node.comments = {}  # they refer to other keys of the recipe
@@ -116,26 +116,26 @@ def _parts(recognizer: Recognizer, nodes: dict[str, Node]) -> list[Part]:
 
 def _recipe(parts: list[Part], recognizer: Recognizer, sample_rate: int, blank_id: int, name: str) -> str:
     """Return the text of hyperparams.yaml: the recipe's own definitions of its layers, in a sequence."""
-    own, made, row, learned = Node({}, Place(), ""), "", [], []
+    own, extra, row, learned = Node({}, Place(), ""), "", [], []
     for part in parts:
         # SpeechBrain calls the whole sequence `encoder`.
         key = "layers" if part.key == "encoder" else part.key
         if part.fixed:
-            made += _FIXED_NORM.format(size=len(part.module.glob_mean))
+            extra += _FIXED_NORM.format(size=len(part.module.glob_mean))
         else:
             own.value[key] = part.node
         if part.learned:
             learned.append(key)
         if part.module is recognizer.frontend:
-            made += _GUARD.format(frames=GUARD_FRAMES, behind=GUARD_FRAMES // recognizer.subsampling)
+            extra += _GUARD.format(frames=GUARD_FRAMES, outputs=GUARD_FRAMES // recognizer.subsampling)
             row += ["guard", key, "flatten", "crop"]
         elif hasattr(part.module, "encode"):
-            made += _WRAPPED.format(key=key)
+            extra += _WRAPPED.format(key=key)
             row.append("wrapped")
         else:
             row.append(key)
     return "".join([
-        _HEAD.format(name=name, sample_rate=sample_rate), writing.text(own), made, _MODEL,
+        _HEAD.format(name=name, sample_rate=sample_rate), writing.text(own), extra, _MODEL,
         *(f"{'      -' if i else '    - -'} !ref <{key}>\n" for i, key in enumerate(learned)), _ROW,
         *(f"    {key}: !ref <{key}>\n" for key in [*row, "log_softmax"]), _TAIL.format(blank=blank_id),
     ])
@@ -157,7 +157,7 @@ guard: !new:torch.nn.ConstantPad2d
 flatten: !new:torch.nn.Flatten
     start_dim: 2
 crop: !new:torch.nn.ConstantPad2d
-    padding: [0, 0, 0, -{behind}]
+    padding: [0, 0, 0, -{outputs}]
     value: 0.0
 """
 

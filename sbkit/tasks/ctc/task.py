@@ -32,7 +32,7 @@ from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
 
 if TYPE_CHECKING:
-    from sbkit.tasks.ctc.exported import Recogniser
+    from sbkit.tasks.ctc.exported import ExportedCTC
 
 
 class Scores(NamedTuple):
@@ -201,10 +201,10 @@ class CTC(RecognitionTask):
         self.decoder = JointSearch(self.keys.tokenizer, blank_id=self.keys.blank_index, bos_id=begin, eos_id=end,
                                    **given)
 
-    def exported(self, run: Path) -> Recogniser:
-        from sbkit.tasks.ctc.exported import Recogniser
+    def exported(self, run: Path) -> ExportedCTC:
+        from sbkit.tasks.ctc.exported import ExportedCTC
 
-        return Recogniser.of(self.recognizer, self.keys, run)
+        return ExportedCTC.of(self.recognizer, self.keys, run)
 
     def next_token(self, scores: Scores) -> Step:
         """Return the attention decoder as a function for a joint search."""

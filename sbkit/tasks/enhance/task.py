@@ -60,14 +60,15 @@ def measures(rows: Sequence[EnhancedRow]) -> dict[str, float]:
 
 
 @dataclass
-class Enhanced(SoundResults):
+class EnhancementResults(SoundResults):
     """Rows of a test, and their statistics."""
 
     rows: Sequence[EnhancedRow] = ()
     maker: ClassVar[str] = "enhanced"
 
     @classmethod
-    def of(cls, rows: Sequence[EnhancedRow], loss: float, unread: Mapping[str, str], sample_rate: int) -> Enhanced:
+    def of(cls, rows: Sequence[EnhancedRow], loss: float, unread: Mapping[str, str],
+           sample_rate: int) -> EnhancementResults:
         """Compute the results of a test from its rows."""
         found = cls({"loss": loss, **measures(rows)}, len(rows), dict(unread), sample_rate=sample_rate, rows=rows)
         found.tables = [found._by_noise()]
@@ -171,9 +172,9 @@ class Enhancement(Task):
         """Compute means over utterances."""
         return measures(rows)
 
-    def results(self, rows: Sequence[EnhancedRow], loss: float, unread: Mapping[str, str]) -> Enhanced:
+    def results(self, rows: Sequence[EnhancedRow], loss: float, unread: Mapping[str, str]) -> EnhancementResults:
         kept = drop_other_sounds(rows, lambda row: row.after - row.before)
-        return Enhanced.of(kept, loss, unread, self.keys.sample_rate)
+        return EnhancementResults.of(kept, loss, unread, self.keys.sample_rate)
 
     # ------------------------------------------------------------ export
 

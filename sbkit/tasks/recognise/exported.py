@@ -21,11 +21,11 @@ from sbkit.export.exported import Exported
 from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
 from sbkit.export.vocabulary import write_tokens
+from sbkit.tasks.recognise.duration_limit import longest_seconds
 from sbkit.tasks.recognise.graph import Graph, trace
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.streams import Streams
-from sbkit.tasks.recognise.window import longest_seconds
 
 logger = logging.getLogger(__name__)
 

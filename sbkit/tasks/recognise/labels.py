@@ -66,7 +66,7 @@ def check_labels(keys: EncoderKeys, model: Recognizer, manifests: Mapping[str, M
     """Check the labels of each split with the loaded tokenizer; returns a table for the report.
 
     ctc : whether the loss is CTC or has it as a part, so that labels and repeats each need a frame
-    alone : whether nothing else learns from an utterance that is too short for CTC
+    alone : whether CTC is the only loss, so that an utterance that is too short for it has no effect
     """
     node = nodes.get("corpus") or nodes.get("tokenizer")
     place = node.place if node is not None else Place()

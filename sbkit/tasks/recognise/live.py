@@ -21,12 +21,12 @@ from sbkit.nn.chunks import ChunkConfig
 from sbkit.nn.ctc import ctc_frames_needed
 from sbkit.score import chunk_size
 from sbkit.score.latency import COLUMNS, LiveRates, LiveTranscript, live_transcript, rates
-from sbkit.tasks.asr import ASR, Choice, TranscribedUtterance, choices
+from sbkit.tasks.asr import ASR, NBestEntry, TranscribedUtterance, nbest_entries
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.recognizer import Recognizer
-from sbkit.tasks.transcripts import Transcripts
+from sbkit.tasks.transcripts import ASRResults
 
-Scores = Any  # a tensor, or several: the outputs that the task decodes
+DecoderScores = Any  # a tensor, or several: the outputs that the task decodes
 
 
 class PartialTranscript(NamedTuple):
@@ -34,7 +34,7 @@ class PartialTranscript(NamedTuple):
 
     text: str
     confidence: float | None
-    nbest: Sequence[Choice] = ()  # of a whole utterance: a stream has only one transcript
+    nbest: Sequence[NBestEntry] = ()  # of a whole utterance: a stream has only one transcript
 
 
 def frame_seconds(model: Recognizer, keys: EncoderKeys) -> float:
@@ -53,16 +53,16 @@ class DecodingTask(ASR):
     keys: EncoderKeys
     recognizer: Recognizer
 
-    def compute_scores(self, encoded: Tensor) -> Scores:
+    def compute_scores(self, encoded: Tensor) -> DecoderScores:
         """Compute the scores to decode from encoder states [B, T, D]."""
         return self.recognizer.head(encoded)
 
-    def ctc_scores(self, scores: Scores) -> Tensor | None:
+    def ctc_scores(self, scores: DecoderScores) -> Tensor | None:
         """Return the CTC head's scores [B, T, V], for aligning words; None if there is no such head."""
         return scores
 
     @abstractmethod
-    def search_input(self, scores: Scores) -> Tensor:
+    def search_input(self, scores: DecoderScores) -> Tensor:
         """Return the input of ``Search.decode``."""
 
     @abstractmethod
@@ -103,19 +103,19 @@ class LiveTest:
         assert self.keys.chunks is not None, "the constructor refuses that"
         return None if size is None else self.keys.chunks.config(size)
 
-    def scores(self, feats: Tensor, frames: Tensor, first: Scores) -> list[Scores]:
+    def scores(self, feats: Tensor, frames: Tensor, first: DecoderScores) -> list[DecoderScores]:
         """Compute the scores of features [B, T', F] for each size in order, and for whole utterances at the end.
 
         first : the scores of the first size
         """
-        found: dict[int | None, Scores] = {self.chunk[0]: first}
+        found: dict[int | None, DecoderScores] = {self.chunk[0]: first}
         for chunk in self._sizes:
             if chunk not in found:
                 encoded, _ = self.task.recognizer.encode(feats, frames, self.config(chunk))
                 found[chunk] = self.task.compute_scores(encoded)
         return [found[chunk] for chunk in (*self.chunk, None)]
 
-    def partials(self, scores: Scores, frames: Tensor, cuts: Sequence[Sequence[int]], search: TokenSearch | None,
+    def partials(self, scores: DecoderScores, frames: Tensor, cuts: Sequence[Sequence[int]], search: TokenSearch | None,
                  live: bool) -> list[list[PartialTranscript]]:
         """Transcribe each utterance of a batch up to each of its ``cuts``, the last of which is its end.
 
@@ -127,7 +127,7 @@ class LiveTest:
             return self._prefixes(self.task.greedy(inputs, frames), cuts)
         if live:
             return self._by_streams(search, inputs, cuts)
-        return [[PartialTranscript(best[0].text, best[0].confidence, choices(best))]
+        return [[PartialTranscript(best[0].text, best[0].confidence, nbest_entries(best))]
                 for best in search.decode(inputs, frames)]
 
     def _by_streams(self, search: TokenSearch, inputs: Tensor,
@@ -147,7 +147,7 @@ class LiveTest:
             transcripts.append(partials)
         return transcripts
 
-    def rows(self, scores: Sequence[Scores], frames: Tensor, batch: Batch,
+    def rows(self, scores: Sequence[DecoderScores], frames: Tensor, batch: Batch,
              search: TokenSearch | None) -> Iterator[TranscribedUtterance]:
         """Yield the row of each utterance, with the transcripts after each chunk of each size.
 
@@ -211,7 +211,7 @@ class LiveTest:
 
 
 @dataclass
-class LiveTranscripts(Transcripts):
+class LiveResults(ASRResults):
     """Rows of a test in chunks of several sizes; the transcripts are those of the first."""
 
     chunk: Sequence[int | None] = field(kw_only=True)

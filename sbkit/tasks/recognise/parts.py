@@ -15,8 +15,8 @@ from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import SECONDS, on_fake_tensors
 from sbkit.recipe.values import static
 from sbkit.tasks.recognise.chunk_check import chunks_fit
+from sbkit.tasks.recognise.duration_limit import durations_fit
 from sbkit.tasks.recognise.keys import EncoderKeys
-from sbkit.tasks.recognise.window import durations_fit
 
 K = TypeVar("K", bound=EncoderKeys)
 

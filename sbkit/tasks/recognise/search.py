@@ -26,7 +26,7 @@ from sbkit.errors import SbkitError
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.score.edits import count
 from sbkit.system.cores import usable_cores
-from sbkit.tasks.asr import TranscribedUtterance, choices
+from sbkit.tasks.asr import TranscribedUtterance, nbest_entries
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.live import DecodingTask, LiveTest
 from sbkit.train.distributed import ranks
@@ -147,7 +147,7 @@ class SearchingTask(DecodingTask):
         else:
             for name, text, nbest in zip(batch.ids, batch.texts, decoder.decode(scores, frames, *more), strict=True):
                 best = nbest[0]
-                self.rows.append(TranscribedUtterance(name, text, best.text, best.confidence, choices(nbest)))
+                self.rows.append(TranscribedUtterance(name, text, best.text, best.confidence, nbest_entries(nbest)))
 
     def take_search(self, request: EvaluateRequest) -> None:
         self.decoder = build(request, self)
@@ -250,7 +250,7 @@ def search_all_at_end(brain: SearchingTask) -> Iterator[None]:
         brain.decoder = search
     with search_processes(search, len(recorder)):
         hypotheses = search.search(search.join(recorder.batches))
-    brain.rows = [row._replace(hypothesis=nbest[0].text, confidence=nbest[0].confidence, nbest=choices(nbest))
+    brain.rows = [row._replace(hypothesis=nbest[0].text, confidence=nbest[0].confidence, nbest=nbest_entries(nbest))
                   for row, nbest in zip(brain.rows, hypotheses, strict=True)]
 
 

@@ -25,14 +25,14 @@ from sbkit.runs.initial.source import TokenTables
 from sbkit.tasks import feature_statistics
 from sbkit.tasks.asr import TranscribedUtterance
 from sbkit.tasks.keys import RecogniserKeys
+from sbkit.tasks.recognise.duration_limit import refuse_longer
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.labels import check_labels
-from sbkit.tasks.recognise.live import LiveTest, LiveTranscripts, frame_seconds
+from sbkit.tasks.recognise.live import LiveResults, LiveTest, frame_seconds
 from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
 from sbkit.tasks.recognise.search import SearchingTask
 from sbkit.tasks.recognise.vocabulary import check_sizes, token_tables
-from sbkit.tasks.recognise.window import refuse_longer
-from sbkit.tasks.transcripts import Transcripts
+from sbkit.tasks.transcripts import ASRResults
 
 
 class RecognitionTask(SearchingTask):
@@ -159,10 +159,10 @@ class RecognitionTask(SearchingTask):
         self.live = LiveTest(self, chunk)
         self.test_context = self.live.config(chunk[0])
 
-    def results(self, rows: Sequence[TranscribedUtterance], loss: float, unread: Mapping[str, str]) -> Transcripts:
+    def results(self, rows: Sequence[TranscribedUtterance], loss: float, unread: Mapping[str, str]) -> ASRResults:
         found = super().results(rows, loss, unread)
         if self.live is not None:
-            return LiveTranscripts(**vars(found), chunk=self.live.chunk)
+            return LiveResults(**vars(found), chunk=self.live.chunk)
         if (chunks := self.keys.chunks) is not None and chunks.validate is not None:
             size = 1000 * frame_seconds(self.recognizer, self.keys) * chunks.validate
             found.remark = (f"the test used whole utterances, but validations chunks of {size:.0f} ms; "

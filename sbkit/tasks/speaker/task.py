@@ -88,14 +88,14 @@ def scored(rows: Sequence[SpeakerRow], path: str | None = None) -> ScoredTrials:
 
 
 @dataclass
-class Verified(Results):
+class VerificationResults(Results):
     """Rows of a test and the rates of its trials."""
 
     scored: ScoredTrials = field(kw_only=True)
     rows: Sequence[SpeakerRow] = ()
 
     @classmethod
-    def of(cls, scored: ScoredTrials, rows: Sequence[SpeakerRow], unread: Mapping[str, str]) -> Verified:
+    def of(cls, scored: ScoredTrials, rows: Sequence[SpeakerRow], unread: Mapping[str, str]) -> VerificationResults:
         """Make the results of a test."""
         found = cls(scored.stats, len(rows), dict(unread), scored=scored, rows=rows)
         found.tables = [found._kinds(), found._wrong()]
@@ -272,9 +272,9 @@ class Verification(Task):
         """Compute the equal error rate, per cent, and minDCF of all pairs."""
         return scored(rows).stats
 
-    def results(self, rows: Sequence[SpeakerRow], loss: float, unread: Mapping[str, str]) -> Verified:
+    def results(self, rows: Sequence[SpeakerRow], loss: float, unread: Mapping[str, str]) -> VerificationResults:
         del loss  # only of the training set's speakers, which a test has none of
-        return Verified.of(scored(rows, self.keys.trials), rows, unread)
+        return VerificationResults.of(scored(rows, self.keys.trials), rows, unread)
 
     def estimate(self, rows: Sequence[SpeakerRow]) -> MetricEstimate | None:
         """Estimate the uncertainty of the equal error rate, by a bootstrap over recordings."""

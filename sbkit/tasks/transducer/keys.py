@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class TransducerKeys(EncoderKeys):
-    """Keys of the prediction and joint network, and of the CTC loss beside that of the transducer."""
+    """Keys of the prediction and joint network, and of the auxiliary CTC loss."""
 
     transducer: TransducerHead = key("prediction and joint network, a sbkit.nn.transducer.TransducerHead")
     ctc_lin: nn.Module | None = key("a CTC head, encoder states to scores [B, T, V], for an auxiliary loss", None)

@@ -94,7 +94,7 @@ print(recognizer.get_result(stream))
 
 
 def text(name: str, config: TransducerConfig, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
-    """Write the whole file as a string; ``of_targets`` are sections on the programs that models were made for."""
+    """Return the whole file as a string; ``of_targets`` are sections on the programs that models were exported for."""
     values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary, "size": config.joint_size,
               "frame": 1000 * config.frame_seconds, "decoder": config.decoder, "joiner": config.joiner,
               "blank": config.blank_id, "context": config.context, "joined": joined(config),

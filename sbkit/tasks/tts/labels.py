@@ -37,7 +37,7 @@ FACTS = "labels.json"
 CODES, DURATIONS = "codes", "durations.safetensors"
 #: Seconds of audio that are labelled at once.
 BATCH = 60.0
-#: The largest share of a split that may be left out, beside one utterance, and how many of them are named.
+#: The largest share of a split that may be left out, if more than one utterance is, and how many of them are named.
 LEFT_OUT, NAMED = 0.1, 5
 _AGAIN = "remove the folder of labels, and start again"
 

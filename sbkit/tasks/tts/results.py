@@ -42,13 +42,13 @@ def measures(rows: Sequence[SpokenRow]) -> dict[str, float]:
 
 
 @dataclass
-class Spoken(SoundResults):
+class VoiceResults(SoundResults):
     """Rows of a test and their statistics."""
 
     maker: ClassVar[str] = "voice"
 
     @classmethod
-    def of(cls, rows: Sequence[SpokenRow], loss: float, unread: Mapping[str, str], sample_rate: int) -> Spoken:
+    def of(cls, rows: Sequence[SpokenRow], loss: float, unread: Mapping[str, str], sample_rate: int) -> VoiceResults:
         """Compute the results of a test from its rows."""
         stats = {"loss": loss, **known} if (known := measures(rows)) else {}  # without labels there is no loss
         before, after = word_rates(rows, "recording_transcript"), word_rates(rows, "output_transcript")

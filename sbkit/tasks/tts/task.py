@@ -31,7 +31,7 @@ from sbkit.tasks.task import Metric
 from sbkit.tasks.tts import labels
 from sbkit.tasks.tts.keys import TTSKeys
 from sbkit.tasks.tts.labels import Label, Targets, VoiceLabels
-from sbkit.tasks.tts.results import Spoken, SpokenRow, measures
+from sbkit.tasks.tts.results import SpokenRow, VoiceResults, measures
 from sbkit.train.step import Loss
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class TTS(SpeechTask):
         """Check that the sizes of the parts match."""
         text, frames, codec, head = keys.text_encoder, keys.frame_decoder, keys.decoder, keys.head
         states = "the text encoder's states have {} numbers"
-        fits = [
+        sizes = [
             Fit("durations", "input_size", keys.durations.input_size, text.size, states),
             Fit("frame_decoder", "input_size", frames.input_size, text.size, states),
             Fit("code_head", "input_size", keys.code_head.input_size, frames.size,
@@ -132,7 +132,7 @@ class TTS(SpeechTask):
             findings.error("shape-mismatch", node.place_of("quantiser"), node.key_of("quantiser"),
                            "it is not the recipe's quantiser, so its codes differ",
                            "write quantiser: !ref <quantiser> under code_head")
-        return all_fit(fits, built, findings) and same
+        return all_fit(sizes, built, findings) and same
 
     @classmethod
     def check_start(cls, trace: Trace, findings: Findings) -> Section | None:
@@ -241,8 +241,8 @@ class TTS(SpeechTask):
         """Compute the share of right choices, and the error of durations."""
         return measures(rows)
 
-    def results(self, rows: Sequence[SpokenRow], loss: float, unread: Mapping[str, str]) -> Spoken:
-        return Spoken.of(drop_other_sounds(rows), loss, unread, self.keys.sample_rate)
+    def results(self, rows: Sequence[SpokenRow], loss: float, unread: Mapping[str, str]) -> VoiceResults:
+        return VoiceResults.of(drop_other_sounds(rows), loss, unread, self.keys.sample_rate)
 
     # ------------------------------------------------------------ export
 

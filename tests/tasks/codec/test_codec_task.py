@@ -21,7 +21,7 @@ from sbkit.recipe.check import check
 from sbkit.runs import initial
 from sbkit.tasks.codec import Codec
 from sbkit.tasks.codec.exported import ExportedCodec
-from sbkit.tasks.codec.results import CodecFacts, CodecRow, Resyntheses, perplexity
+from sbkit.tasks.codec.results import CodecFacts, CodecResults, CodecRow, perplexity
 
 RECIPE = Path(__file__).parents[3] / "hparams" / "codec.yaml"
 SMALL = {"n_mels": 20, "size": 16, "hidden": 24, "encoder_layers": 1, "slow_layers": 1, "fast_layers": 1, "noise": 0.0}
@@ -150,10 +150,10 @@ def test_half_of_the_adversarial_switch_is_refused(tmp_path, given, message):
 
 
 @pytest.mark.parametrize(("given", "key", "message"), [
-    ({"code_size": 6}, "encoder.output_size", "it is 6, and the quantiser takes 8 numbers a frame"),
-    ({"head": {"hop": 128}}, "head.hop", "a code stands for 320 samples"),
+    ({"code_size": 6}, "encoder.output_size", "it is 6, but the quantiser takes 8 numbers a frame"),
+    ({"head": {"hop": 128}}, "head.hop", "a code frame has 320 samples"),
     ({"compute_features": {"sample_rate": 8000}}, "compute_features.sample_rate", "recordings are read at 16000"),
-    ({"decoder": {"fold": 4}}, "head.hop", "a code stands for 320 samples"),
+    ({"decoder": {"fold": 4}}, "head.hop", "a code frame has 320 samples"),
 ])
 def test_parts_that_contradict_each_other_are_errors_where_they_stand(tmp_path, given, key, message):
     report = check(RECIPE, {**SMALL, "output_folder": str(tmp_path), **given})
@@ -228,7 +228,7 @@ def test_perplexity_is_the_number_of_entries_that_are_used_alike(counts, expecte
 
 def test_without_a_recogniser_there_is_no_word_error_rate():
     rows = [CodecRow("a", "one", 320, 2.0, np.array([[1, 2]], np.int32), seconds=0.01)]
-    results = Resyntheses.of(rows, 0.5, {}, CodecFacts((5, 5), 232.2, 16_000))
+    results = CodecResults.of(rows, 0.5, {}, CodecFacts((5, 5), 232.2, 16_000))
     assert "WER" not in results.stats and dict(results.figures("WER")) == {}
     assert results.facts()["codebooks"][0] == {"entries": 5, "used": 1, "perplexity": 1.0, "entropy_bits": 0.0}
 

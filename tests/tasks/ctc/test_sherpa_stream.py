@@ -21,7 +21,7 @@ from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.kaldi import FilterBank, framed
 from sbkit.nn.streaming.layers import EncoderState
 from sbkit.tasks.ctc import sherpa
-from sbkit.tasks.ctc.exported import Recogniser
+from sbkit.tasks.ctc.exported import ExportedCTC
 from sbkit.tasks.ctc.sherpa import CTCStream, SherpaOutput
 from sbkit.tasks.recognise import sherpa_stream
 from sbkit.tasks.recognise.sherpa_stream import chunk_milliseconds, packed, unpacked
@@ -131,7 +131,7 @@ def exported(made, equal=False):
     """
     keys = SimpleNamespace(sample_rate=16_000, tokenizer=SimpleNamespace(decode=str))
     whole = SimpleNamespace(normalize=None, encoder=SimpleNamespace(normalizes_loudness=equal))
-    return Recogniser(whole, {}, 16_000, recognizer=made, keys=keys, run=None)
+    return ExportedCTC(whole, {}, 16_000, recognizer=made, keys=keys, run=None)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from sbkit.recipe.overrides import from_python
 from sbkit.recipe.source import Findings
 from sbkit.runs import initial, restore
 from sbkit.tasks import feature_statistics as statistics
-from sbkit.tasks.ctc.exported import Recogniser
+from sbkit.tasks.ctc.exported import ExportedCTC
 from sbkit.tasks.recognise import chunk_check
 from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 
@@ -69,7 +69,7 @@ def run(data, tmp_path_factory):
 def test_what_is_scored_and_exported_has_those_of_its_checkpoint(run):
     made, found = restore.load_run(run, "cpu")
     assert found.recognizer.normalize.mean.unique().tolist() == [-5.0]
-    assert Recogniser.of(found.recognizer, made.keys, run).formats == ("onnx", "int8", "torch"), \
+    assert ExportedCTC.of(found.recognizer, made.keys, run).formats == ("onnx", "int8", "torch"), \
         "SpeechBrain gives features no lengths"
 
 

@@ -9,7 +9,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.nn.enhance.enhancer import si_snr
 from sbkit.score.estimate import estimate
 from sbkit.tasks.enhance import Enhancement
-from sbkit.tasks.enhance.task import Enhanced, EnhancedRow, measures
+from sbkit.tasks.enhance.task import EnhancedRow, EnhancementResults, measures
 from sbkit.tasks.generation import stoi
 
 RATE = 16_000
@@ -24,7 +24,7 @@ ROWS = [row(0, -3.0, 4.0, stoi_before=0.6, stoi=0.7), row(1, 2.0, 10.0, stoi_bef
 
 
 def results(rows=ROWS):
-    return Enhanced.of(rows, -5.0, {}, RATE)
+    return EnhancementResults.of(rows, -5.0, {}, RATE)
 
 
 def test_measures_are_means_over_utterances_of_what_was_measured():

@@ -21,7 +21,7 @@ from sbkit.recipe import load
 from sbkit.recipe.check import check
 from sbkit.score.verification import all_pairs, rates
 from sbkit.tasks.speaker import Verification
-from sbkit.tasks.speaker.task import SpeakerRow, Verified, scored
+from sbkit.tasks.speaker.task import SpeakerRow, VerificationResults, scored
 
 RECIPE = Path(__file__).parents[3] / "hparams" / "speaker.yaml"
 SMALL = {"channels": 16, "embedding_size": 8, "speakers": ["s0", "s1", "s2"], "n_speakers": 3}
@@ -140,7 +140,7 @@ def test_the_worst_trials_are_listed_and_to_be_heard(tmp_path):
         soundfile.write(tmp_path / f"{row.id}.wav", np.zeros(800), 16_000)
     listed = ["ID,duration,wav,spk_id,wrd", *(f"{row.id},0.05,{tmp_path / row.id}.wav,{row.speaker}," for row in given)]
     (tmp_path / "test.csv").write_text("\n".join(listed) + "\n")
-    found = Verified.of(scored(given), given, {})
+    found = VerificationResults.of(scored(given), given, {})
     found.write(tmp_path, Manifest.read(tmp_path / "test.csv"))
     assert found.players and all(len(each.sounds) == 2 for each in found.players)
     refused = [each for each in found.tables[1].rows if each[0] == "same speaker, rejected"]

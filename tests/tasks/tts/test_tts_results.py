@@ -8,7 +8,7 @@ import soundfile
 from run_folders import sound
 
 from sbkit.data.manifest import Manifest
-from sbkit.tasks.tts.results import WORST, Spoken, SpokenRow, measures
+from sbkit.tasks.tts.results import WORST, SpokenRow, VoiceResults, measures
 
 NOISE = np.arange(-800, 800, dtype=np.int16)
 ROWS = [
@@ -24,7 +24,7 @@ def test_labels_are_measured_over_frames_and_over_utterances_that_have_some():
 
 
 def test_words_are_counted_in_what_was_said_and_in_the_recordings():
-    results = Spoken.of(ROWS, 3.5, {"d": "gone"}, 16_000)
+    results = VoiceResults.of(ROWS, 3.5, {"d": "gone"}, 16_000)
     assert results.stats["WER"] == pytest.approx(100 * 4 / 6) and results.stats["loss"] == 3.5
     assert results.stats["WER_of_recordings"] == pytest.approx(100 / 6)
     assert results.stats["real_time_factor"] == pytest.approx(0.05) and results.unread == {"d": "gone"}
@@ -40,20 +40,20 @@ def test_words_are_counted_in_what_was_said_and_in_the_recordings():
 def test_the_texts_that_were_heard_worst_come_first():
     many = [SpokenRow(f"{i:02}", "one two three four", 1, 1.0, 0.0, 1.0, 0.1, "one two three four",
                       " ".join(["one", "two", "three", "four"][:i % 5])) for i in range(30)]
-    table = Spoken.of(many, 1.0, {}, 16_000).tables[1]
+    table = VoiceResults.of(many, 1.0, {}, 16_000).tables[1]
     wrong = [int(row[-1]) for row in table.rows]
     assert len(wrong) == WORST and wrong == sorted(wrong, reverse=True) and wrong[0] == 100
 
 
 def test_without_a_recogniser_and_without_labels_only_the_time_is_known():
     rows = [row._replace(frames=0, recording_transcript=None, output_transcript=None) for row in ROWS]
-    results = Spoken.of(rows, 0.0, {}, 16_000)
+    results = VoiceResults.of(rows, 0.0, {}, 16_000)
     assert set(results.stats) == {"real_time_factor"} and len(results.tables) == 1
     assert results.headline() == "real-time factor 0.0500, 3 utterances" and results.figures("WER") == {}
 
 
 def test_clips_are_written_beside_the_recordings(tmp_path):
-    results = Spoken.of(ROWS, 1.0, {}, 16_000)
+    results = VoiceResults.of(ROWS, 1.0, {}, 16_000)
     wavs = [sound(tmp_path / f"{name}.wav") for name in "abc"]
     manifest = Manifest(ids=["a", "b", "c"], durations=[0.8] * 3, wavs=wavs, texts=[row.reference for row in ROWS])
     results.write(tmp_path, manifest, "test")

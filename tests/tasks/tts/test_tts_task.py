@@ -247,11 +247,11 @@ def test_bundles_that_are_not_there_are_named(tmp_path):
 @pytest.mark.parametrize(("given", "key", "said"), [
     ({"init_from": "elsewhere"}, "init_from", "the codec's own decoder has to be taken from"),
     ({"decoder": {**toy_voice.SMALL["decoder"], "input_size": 8}}, "decoder.input_size",
-     "it is 8, and the quantiser gives 4 numbers a frame"),
-    ({"head": {"input_size": 99}}, "head.input_size", "it is 99, and the decoder's states have 12 numbers"),
+     "it is 8, but the quantiser gives 4 numbers a frame"),
+    ({"head": {"input_size": 99}}, "head.input_size", "it is 99, but the decoder's states have 12 numbers"),
     ({"durations": {**toy_voice.SMALL["durations"], "input_size": 17}}, "durations.input_size",
-     "it is 17, and the text encoder's states have 16 numbers"),
-    ({"code_head": {"input_size": 21}}, "code_head.input_size", "it is 21, and the frames' states have 20 numbers"),
+     "it is 17, but the text encoder's states have 16 numbers"),
+    ({"code_head": {"input_size": 21}}, "code_head.input_size", "it is 21, but the frames' states have 20 numbers"),
 ])
 def test_parts_that_do_not_fit_are_found_by_the_check(tmp_path, given, key, said):
     found = checked(tmp_path, **{name: toy_voice.bundle(tmp_path / name) for name in ("codec", "recogniser")}, **given)
