@@ -19,10 +19,10 @@ from sbkit.system.cores import usable_cores
 
 #: Sample rate of the signals that are compared.
 RATE = 6_000
-#: Samples of a frame, and between frames of the index; a query has every ``STRIDE``-th of them.
+#: Samples of a frame, and between frames of the index; a query has every ``STRIDE``-th frame.
 WINDOW, HOP, STRIDE = 2_048, 64, 4
 #: Frames between the two whose energies are compared.
-_APART = 8
+_FRAME_DISTANCE = 8
 _BITS = 32
 _EDGES = np.round(np.geomspace(300, 2_000, _BITS + 2) * WINDOW / RATE).astype(int)
 _SHAPE = np.hanning(WINDOW).astype(np.float32)
@@ -34,7 +34,7 @@ _DOUBTFUL = 4
 #: Frames that are transformed at once.
 _FRAMES_AT_ONCE = 512
 #: Frames of a query that must be comparable: this number, and this share of the shorter recording.
-_LEAST_FRAMES, _LEAST_SHARE = 12, 0.5
+_MIN_FRAMES, _MIN_SHARE = 12, 0.5
 #: The share of bits that may differ. It was 0.19 for copies at the lowest rates of MP3 and Opus, 0.19 with noise 10 dB
 #: below the speech, and at least 0.24 for a speaker who repeats the same words in the same rhythm.
 _MAX_BIT_ERRORS = 0.2
@@ -49,17 +49,17 @@ def fingerprint(signal: np.ndarray, stride: int = 1) -> np.ndarray:
 
     stride : 1 for a recording of the index, ``STRIDE`` for a query
     """
-    if len(signal) < WINDOW + HOP * _APART:
+    if len(signal) < WINDOW + HOP * _FRAME_DISTANCE:
         return np.zeros((2, 0), np.uint32)
     energy = np.concatenate(list(_energies(np.ascontiguousarray(signal, np.float32), HOP * stride)))
     falls = energy[:, :-1] - energy[:, 1:]
-    apart = _APART // stride
-    rises = falls[apart:] - falls[:-apart]
+    distance = _FRAME_DISTANCE // stride
+    rises = falls[distance:] - falls[:-distance]
     pairs = energy[:, :-1] + energy[:, 1:]
-    doubtful = np.argpartition(np.abs(rises) / (pairs[apart:] + pairs[:-apart] + 1e-20), _DOUBTFUL, axis=1)
+    doubtful = np.argpartition(np.abs(rises) / (pairs[distance:] + pairs[:-distance] + 1e-20), _DOUBTFUL, axis=1)
     bits = ((rises > 0) * _VALUE).sum(1, dtype=np.uint32)
     mask = _VALUE[doubtful[:, :_DOUBTFUL]].sum(1, dtype=np.uint32)
-    loudness = energy[apart:].sum(1)
+    loudness = energy[distance:].sum(1)
     mask[loudness <= _QUIET * loudness.max()] = 0
     return np.stack([bits, mask])
 
@@ -80,27 +80,27 @@ class Index:
         self._prints: list[np.ndarray] = []
         self._sorted = False
 
-    def add(self, found: np.ndarray) -> None:
+    def add(self, fingerprint: np.ndarray) -> None:
         """Add a fingerprint of stride 1; numbers start at 0."""
-        self._prints.append(found)
+        self._prints.append(fingerprint)
         self._sorted = False
 
-    def find(self, wanted: np.ndarray) -> int | None:
+    def find(self, query: np.ndarray) -> int | None:
         """Return the number of the recording that this fingerprint of stride ``STRIDE`` is a copy of; None if it is of
         none, or if less than 0.5 s can be compared."""
-        loud = np.flatnonzero(wanted[1])
-        if len(loud) < _LEAST_FRAMES or not self._prints:
+        loud = np.flatnonzero(query[1])
+        if len(loud) < _MIN_FRAMES or not self._prints:
             return None
         self._sort()
-        bits = wanted[0, loud]
-        row, offset = self._candidates(bits, wanted[1, loud], loud)
+        bits = query[0, loud]
+        row, offset = self._candidates(bits, query[1, loud], loud)
         for number, shift in zip(row.tolist(), offset.tolist(), strict=True):
             start, end = self._starts[number : number + 2].tolist()
             at = start + shift + STRIDE * loud
             comparable = np.flatnonzero((at >= start) & (at < end))
             comparable = comparable[self._mask[at[comparable]] > 0]
-            least = _LEAST_SHARE * min(len(loud), self._loud[number] / STRIDE)
-            if len(comparable) < max(_LEAST_FRAMES, least):
+            least = _MIN_SHARE * min(len(loud), self._loud[number] / STRIDE)
+            if len(comparable) < max(_MIN_FRAMES, least):
                 continue
             if np.unpackbits((bits[comparable] ^ self._bits[at[comparable]]).view(np.uint8)).mean() < _MAX_BIT_ERRORS:
                 return number
@@ -109,9 +109,9 @@ class Index:
     def _sort(self) -> None:
         if self._sorted:
             return
-        self._starts = np.cumsum([0, *(found.shape[1] for found in self._prints)])
+        self._starts = np.cumsum([0, *(each.shape[1] for each in self._prints)])
         self._bits, self._mask = np.concatenate(self._prints, axis=1)
-        self._loud = [int((found[1] > 0).sum()) for found in self._prints]
+        self._loud = [int((each[1] > 0).sum()) for each in self._prints]
         loud = np.flatnonzero(self._mask).astype(np.int32)
         self._frames = loud[np.argsort(self._bits[loud], kind="stable")]
         self._keys = self._bits[self._frames]

@@ -75,7 +75,7 @@ class PartSampler:
         self._wanted = self._counts * self.times
         wanted = self._wanted.sum(1)
         self.sizes = wanted.astype(np.int64)
-        """How part_count rows of each bucket a pass has."""
+        """How many rows of each bucket a pass has."""
         left = round(float(wanted.sum())) - int(self.sizes.sum())
         self.sizes[np.argsort(self.sizes - wanted, kind="stable")[:left]] += 1  # those with the largest remainders
         self.sizes[wanted > 0] = np.maximum(self.sizes, least)[wanted > 0]
