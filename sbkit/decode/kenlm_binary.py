@@ -173,12 +173,12 @@ class KenLM(LanguageModel):
         for _ in range(_MAX_STEPS):
             if not len(todo):
                 return rows
-            there = keys[at[todo]]
-            hit = there == wanted[todo]
+            stored = keys[at[todo]]
+            hit = stored == wanted[todo]
             rows[todo[hit]] = at[todo[hit]]
-            todo = todo[~hit & (there != 0)]
+            todo = todo[~hit & (stored != 0)]
             at[todo] = (at[todo] + 1) % len(keys)
-        raise SbkitError(f"{self.path} is damaged: {_MAX_STEPS:,} slots of a table are taken in a row",
+        raise SbkitError(f"{self.path} is damaged: {_MAX_STEPS:,} slots of a table are occupied in a row",
                          hint="download it again or build it again")
 
 

@@ -225,7 +225,7 @@ def _check_spelling(words: list[str], pieces: Pieces, name: str) -> None:
     share = (f"{100 * len(unspellable) / len(words):.0f} % of its words can't be spelled with them, such as "
              f"{unspellable[0]!r}")
     if len(unspellable) * 2 <= len(words):
-        logger.warning("%s fits only some of this model's tokens: %s; %s", name, share, hint)
+        logger.warning("%s only partly fits this model's tokens: %s; %s", name, share, hint)
         return
     raise SbkitError(f"{name} doesn't fit this model's tokens: {share}", hint=hint)
 

@@ -129,10 +129,10 @@ class Pipeline:
         waiting: list[_ReadChunk] = []
         running: deque[tuple[list[_ReadChunk], Future[Any]]] = deque()
         while readers or waiting or running:
-            while readers and (room := _BATCHES_WAITING * self._budget - sum(
+            while readers and (free := _BATCHES_WAITING * self._budget - sum(
                     len(each.chunk.signal) for each in waiting)) > 0:
                 # Wait for a reader only if there is less than a batch and nothing else to do.
-                idle = not running and room > (_BATCHES_WAITING - 1) * self._budget
+                idle = not running and free > (_BATCHES_WAITING - 1) * self._budget
                 if idle and ready:
                     yield from self._finish(recordings, ready)
                 with contextlib.suppress(queue.Empty):

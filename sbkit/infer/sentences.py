@@ -126,28 +126,28 @@ class PhraseReader:
 
 def words(blocks: Iterable[str], longest: int) -> Iterator[TextWord]:
     """Yield the words of a text that is given in blocks; words of more than ``longest`` characters are cut."""
-    line, character, breaks, held = 1, 1, 2, ""
+    line, character, breaks, pending = 1, 1, 2, ""
     joined = False
     place = TextPosition()
     for run in (match[0] for block in blocks for match in _RUN.finditer(block)):
         if run.isspace():
-            if held:
-                yield from _parts(held, place, joined, breaks > 1)
-                held, joined, breaks = "", False, 0
+            if pending:
+                yield from _parts(pending, place, joined, breaks > 1)
+                pending, joined, breaks = "", False, 0
             breaks += run.count("\n")
             line += run.count("\n")
             character = len(run) - run.rindex("\n") if "\n" in run else character + len(run)
             continue
-        if not held and not joined:
+        if not pending and not joined:
             place = TextPosition(line, character)
-        held += run
+        pending += run
         character += len(run)
-        while (cut := _cut(held, longest)) is not None:
-            yield from _parts(held[:cut], place, joined, breaks > 1)
-            held, joined, breaks = held[cut:], True, 0
+        while (cut := _cut(pending, longest)) is not None:
+            yield from _parts(pending[:cut], place, joined, breaks > 1)
+            pending, joined, breaks = pending[cut:], True, 0
             place = TextPosition(line, place.character + cut)
-    if held:
-        yield from _parts(held, place, joined, breaks > 1)
+    if pending:
+        yield from _parts(pending, place, joined, breaks > 1)
 
 
 def _cut(word: str, longest: int) -> int | None:

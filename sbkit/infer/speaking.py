@@ -59,10 +59,10 @@ def speak(request: SpeakRequest) -> int:
     speaker_of(config, request.voice)
     check_speed(request.speed)
     with _opened(request) as text:
-        script = PhraseReader(config, request.skip_unknown)
-        count = sum(len(piece.ids) for piece in script.read(_blocks(text, request)))
-        if script.unknown.counts:
-            print(f"left out because the voice never learnt it: {script.unknown}", file=sys.stderr)
+        reader = PhraseReader(config, request.skip_unknown)
+        count = sum(len(piece.ids) for piece in reader.read(_blocks(text, request)))
+        if reader.unknown.counts:
+            print(f"left out because the voice never learnt it: {reader.unknown}", file=sys.stderr)
         with Voice(VoiceEngine(request.bundle, request.model, request.device, request.threads)) as voice:
             print(voice.running, file=sys.stderr)
             text.seek(0)

@@ -302,7 +302,7 @@ def cells_of_the_longest(path):
 def test_a_binary_with_a_table_that_has_no_free_slot_is_refused_and_not_searched_for_ever(binary):
     data = binary.read_bytes()
     spoil(binary, [cell for cell in cells_of_the_longest(binary) if not any(data[cell:cell + 8])], b"\7" * 8)
-    with pytest.raises(SbkitError, match="is damaged: 10,000 slots of a table are taken in a row"):
+    with pytest.raises(SbkitError, match="is damaged: 10,000 slots of a table are occupied in a row"):
         kenlm_binary.KenLM(binary)
 
 
