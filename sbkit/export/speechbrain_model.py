@@ -137,14 +137,14 @@ class SpeechBrainModel:
                 f"SpeechBrain can't open {folder} as an EncoderASR: {summary(error).replace(temporary, str(folder))}",
                 hint="its hyperparams.yaml needs encoder, tokenizer and decoding_function, and the folder all "
                      "files that its pretrainer loads") from error
-        hparams, encoder = self.own.hparams, self.own.mods.encoder
+        values, encoder = self.own.hparams, self.own.mods.encoder
         if not hasattr(encoder, "lengths_arg_names"):
             raise SbkitError(f"the encoder of {folder} is a {type(encoder).__name__}, not the LengthsCapableSequential "
                              "that EncoderASR needs", hint="name another model")
-        self.folder, self.sample_rate = folder, int(hparams.sample_rate)
-        decoding = hparams.decoding_function
+        self.folder, self.sample_rate = folder, int(values.sample_rate)
+        decoding = values.decoding_function
         blank = decoding.keywords.get("blank_id") if isinstance(decoding, functools.partial) else None
-        self.blank = int(getattr(hparams, "blank_index", 0) if blank is None else blank)
+        self.blank = int(getattr(values, "blank_index", 0) if blank is None else blank)
         own = [WaveEncoder(layer) if hasattr(layer, "normalize_wav") else layer for layer in encoder.values()]
         layers = list(zip(own, encoder.lengths_arg_names, strict=True))
         self.features = layers.pop(0)[0] if isinstance(layers[0][0], (lobes.Fbank, lobes.MFCC)) else None

@@ -27,19 +27,19 @@ class RecogniserKeys(TaskKeys):
     """Keys of every recogniser."""
 
     tokenizer: Tokenizer = key("a sbkit.data.tokens.Tokenizer")
-    output_neurons: int = key("the size of the vocabulary; with characters determined by the text", allowed=SIZE)
-    init_tokenizer: str = key("new: made from this corpus, and tokens that both have keep their rows; keep: that of "
+    output_neurons: int = key("the size of the vocabulary; for characters determined by the text", allowed=SIZE)
+    init_tokenizer: str = key("new: trained on this corpus, and tokens that both have keep their rows; keep: that of "
                               "init_from", "new", Enumerated(("new", "keep")))
-    replay: float | None = key("the share of every step from the corpus that init_from was trained on, such as 0.2, "
-                               "whose test is scored before and after; null: none", None, Range(0, 0.9, above=True))
+    replay: float | None = key("the share of each step from the corpus that init_from was trained on, such as 0.2; its "
+                               "test is scored before and after; null: none", None, Range(0, 0.9, above=True))
     replay_from: str | None = key("a run trained on that corpus, or the corpus itself, if init_from is not a run", None)
     spec_augment: Callable[[Tensor, Tensor], Tensor] | None = key(
-        "what masks features [B, T, F] in training, given also frame counts [B], such as "
+        "masks features [B, T, F] in training, called with their frame counts [B] too, such as "
         "sbkit.nn.spec_augment.SpecAugment", None)
 
     @classmethod
     def read(cls, hparams: Mapping[str, Any]) -> RecogniserKeys:
-        """Read the keys, with a mixture for the corpus where there is something to replay."""
+        """Read the keys, with a mixture as corpus if there is a corpus to replay."""
         keys = super().read(hparams)
         if keys.replay is not None and keys.init_from is not None and "corpus" in vars(keys):
             with contextlib.suppress(SbkitError):  # clashes reports it

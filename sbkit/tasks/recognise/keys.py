@@ -27,13 +27,13 @@ class EncoderKeys(RecogniserKeys):
 
     compute_features: nn.Module | None = key("waveforms [B, S] to features [B, T, F], such as SpeechBrain's Fbank; "
                                              "null: the encoder takes waveforms", None)
-    normalize: nn.Module | None = key("what normalises features [B, T, F], given relative lengths [B], such as "
+    normalize: nn.Module | None = key("normalises features [B, T, F], called with relative lengths [B] too, such as "
                                       "SpeechBrain's InputNormalization", None)
     CNN: nn.Module | None = key("the front end, [B, T, F] to [B, T', ...], such as SpeechBrain's ConvolutionFrontEnd",
                                 None)
     Transformer: nn.Module | None = key("the encoder (and decoder): a SpeechBrain transformer", None)
     encoder: nn.Module | None = key("the encoder, instead of Transformer: any module [B, T, F] to [B, T', D], "
-                                    "given the lengths [B] if it takes them", None)
+                                    "called with the lengths [B] too if it takes them", None)
     decoder: Any = key(  # or an object with their methods
         "the search for tests, a sbkit.decode.beam.BeamSearch, joint.JointSearch or "
         "transducer_beam.TransducerBeam; null: greedy", None)

@@ -49,7 +49,7 @@ class TTSKeys(TaskKeys):
     code_head: CodeHead = key("frame states to codes, a sbkit.nn.voice.CodeHead")
     quantiser: Quantiser = key("the codec's: codes to vectors")
     decoder: CodecDecoder = key("the codec's: vectors to frame states")
-    head: WaveHead = key("the codec's: these to waveforms")
+    head: WaveHead = key("the codec's: frame states to waveforms")
     duration_weight: float = key("weight of the duration loss, relative to that of the codes", 1.0, Range(0))
     max_symbols: int = key("the longest text that the bundle speaks at once; longer ones are split", 400, SIZE)
 
