@@ -182,7 +182,7 @@ def test_a_manifest_that_is_no_json_is_an_error_of_ours(tmp_path, text):
         Codes(tmp_path)
 
 
-def test_what_is_no_folder_of_codes_is_told(tmp_path):
+def test_what_is_no_folder_of_codes_is_reported(tmp_path):
     with pytest.raises(SbkitError, match=r"has no codes: there is no manifest\.json"):
         Codes(tmp_path)
     with pytest.raises(SbkitError, match="none does not exist; sbkit tokenize"):
@@ -232,9 +232,9 @@ def test_half_a_character_is_refused_before_anything_is_made_of_it(tmp_path, row
 def test_what_no_shard_can_hold_leaves_the_others_as_they_are(tmp_path):
     with writing(tmp_path / "t", BOOKS) as out:
         out.add("u0", [[1, 2]])
-        for wrong, told in (({"text": "a" * (1 << 20)}, r"id, text and speaker have 1\.0 MB"),
+        for wrong, message in (({"text": "a" * (1 << 20)}, r"id, text and speaker have 1\.0 MB"),
                             ({"speaker": "\udc00"}, "not valid Unicode")):
-            with pytest.raises(UnstorableUtterance, match=told):
+            with pytest.raises(UnstorableUtterance, match=message):
                 out.add("v", [[3, 4]], **wrong)
         out.add("v", [[5, 6]])
     assert [each.codes.tolist() for each in Codes(tmp_path / "t")] == [[[1, 2]], [[5, 6]]]

@@ -54,7 +54,7 @@ def test_a_generator_is_its_utterances_own():
     assert rng(3, "a", 7).random() == rng(3, "a", 7).random()
 
 
-def test_speeds_are_drawn_evenly_and_stretch_tells_the_longest():
+def test_speeds_are_drawn_evenly_and_stretch_is_that_of_the_slowest():
     speeds = SpeedPerturb([0.9, 1.0, 1.1])
     draws = [speeds.draw(rng(name=str(i))) for i in range(3000)]
     for speed in (0.9, 1.0, 1.1):
@@ -192,7 +192,7 @@ def test_damaged_files_are_passed_over(noises, caplog):
         AddNoise(str(noises), prob=1)(SIGNAL, rng())
 
 
-@pytest.mark.parametrize(("make", "told"), [
+@pytest.mark.parametrize(("make", "message"), [
     (lambda: Augment([AddNoise("/nowhere/noise")]).check(), "AddNoise: /nowhere/noise is not a folder"),
     (lambda: Augment([Gain(), SpeedPerturb()]), "once, as the first stage"),
     (lambda: SpeedPerturb([90, 110]), r"speeds are \[90, 110\]"),
@@ -203,12 +203,12 @@ def test_damaged_files_are_passed_over(noises, caplog):
     *((lambda wrong=wrong: BandPass(high_hz=wrong), r"BandPass: high_hz is .*; expected two frequencies")
       for wrong in ([300, 100], [0, 8000], 3400, ["low", "high"])),
     (lambda: AddNoise("x", 20, 10), r"snr_low \(20\) is above snr_high \(10\)"), (lambda: Crop(0), "Crop: seconds")])
-def test_mistakes_are_told_before_the_first_batch(make, told):
-    with pytest.raises(SbkitError, match=told):
+def test_mistakes_are_reported_before_the_first_batch(make, message):
+    with pytest.raises(SbkitError, match=message):
         make()
 
 
-def test_a_folder_without_audio_is_told(tmp_path):
+def test_a_folder_without_audio_is_reported(tmp_path):
     with pytest.raises(SbkitError, match=r"AddReverb: no audio files in .*looked for .*\.wav"):
         Augment([AddReverb(str(tmp_path))]).check()
 

@@ -209,21 +209,21 @@ def test_two_million_rows_take_seconds(tmp_path):
     assert written - started < 20 and time.process_time() - written < 20
 
 
-@pytest.mark.parametrize("header, told", [
+@pytest.mark.parametrize("header, reported", [
     (",".join(f"c{i}" for i in range(100_000)), "100,000 columns, but at most 10,000 are allowed"),
     ("x" * (2 << 20), "the header is too long"), ("ID\rwav," + "x" * 10, "not a header"),
     ("ID,wav," + ",".join("x" * 5000 for _ in range(2)), "appears twice"),
 ])
-def test_a_header_of_no_table_is_refused_at_once_and_in_a_short_line(tmp_path, header, told):
+def test_a_header_of_no_table_is_refused_at_once_and_in_a_short_line(tmp_path, header, reported):
     path = tmp_path / "m.csv"
     path.write_bytes(header.encode() + b"\na,b\n")
     began = time.perf_counter()
-    with pytest.raises(SbkitError, match=told) as error:
+    with pytest.raises(SbkitError, match=reported) as error:
         Manifest.read(path)
     assert time.perf_counter() - began < 5 and len(str(error.value)) < 1000
 
 
-def test_a_row_that_is_both_too_short_and_no_text_is_told(tmp_path):
+def test_a_row_that_is_both_too_short_and_no_text_is_reported(tmp_path):
     path = tmp_path / "m.csv"
     path.write_bytes(b"ID,duration,wav,wrd\na,1,b.wav,c\nd,\xff,e.wav\n")
     with pytest.raises(SbkitError, match=r"line 3, column 'duration': not UTF-8"):

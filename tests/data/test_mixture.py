@@ -1,4 +1,4 @@
-"""Several corpora as one: joined, named, drawn by weights, and mistakes about them told."""
+"""Several corpora as one: joined, named, drawn by weights, and mistakes about them reported."""
 
 from __future__ import annotations
 
@@ -224,10 +224,10 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("options, told", WRONG, ids=[told[:30] for _, told in WRONG])
-def test_mistakes_are_named(options, told):
+@pytest.mark.parametrize("options, message", WRONG, ids=[message[:30] for _, message in WRONG])
+def test_mistakes_are_named(options, message):
     parts = {"read": Corpus("."), "calls": Corpus(".")}
-    with pytest.raises(SbkitError, match=f"^mixture: {told}"):
+    with pytest.raises(SbkitError, match=f"^mixture: {message}"):
         Mixture(**{"parts": parts, **options})
 
 

@@ -35,6 +35,6 @@ def test_pieces_cut_a_text_by_their_scores_or_by_merges():
 
 
 @pytest.mark.parametrize("pieces", [["_", "a", "a"], ["_", "", "a"], ["a", "a"]])
-def test_pieces_that_can_not_be_told_apart_are_refused(pieces):
+def test_pieces_that_are_ambiguous_are_refused(pieces):
     with pytest.raises(SbkitError, match="tokens are duplicates or empty"):
         piece_model(pieces)

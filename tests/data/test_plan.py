@@ -288,7 +288,7 @@ def test_labels_are_drawn_anew_in_each_epoch_and_none_is_left_out_for_good():
 LABELS = np.array([0, 0, 0, 1, 1, 1, 2])
 
 
-@pytest.mark.parametrize(("batching", "told"), [
+@pytest.mark.parametrize(("batching", "message"), [
     (lambda: Batching(10, 10, clips_per={"speaker": 2}), r"step_seconds \(10 s\) holds 5 times 2 clips of 1 s, each of "
      "another speaker, but only 2 have enough clips; lower step_seconds to 4"),
     (lambda: Batching(10, 2, clips_per={"speaker": 2}), r"holds 1 times 2 clips .* raise step_seconds to 4 or more"),
@@ -298,8 +298,8 @@ LABELS = np.array([0, 0, 0, 1, 1, 1, 2])
       for wrong in ("speaker", {}, {"speaker": 2, "mood": 2}, 4)),
     (lambda: Batching(10, clips_per={"speaker": 1.5}), r"clips_per: speaker is 1\.5; it must be a whole number"),
     (lambda: Batching(10, clips_per={"speaker": 2}, sort="ascending"), "clips_per groups utterances by label")])
-def test_mistakes_about_labels_are_named(batching, told):
-    with pytest.raises(SbkitError, match=told):
+def test_mistakes_about_labels_are_named(batching, message):
+    with pytest.raises(SbkitError, match=message):
         Plan(np.ones(7), batching(), labels=LABELS)
 
 
@@ -328,7 +328,7 @@ def test_what_is_longer_is_rounded_to_no_less(a, b):
     assert rounded[0] <= rounded[1] * (1 + 1e-6) and low * (1 - 1e-3) <= rounded[0] <= low * 1.126 + 0.32 * (low > 2.56)
 
 
-@pytest.mark.parametrize(("make", "told"), [
+@pytest.mark.parametrize(("make", "message"), [
     (lambda: Plan([1.0, 12.0], Batching(10), ids=["clip3", "clip7"]),
      r"longer than max_batch_seconds \(10 s\).*clip7 \(12\.00 s\)"),
     (lambda: Plan([20.0] * 8, Batching(10)), r"row 0 \(20\.00 s\).* and 3 more"),
@@ -344,8 +344,8 @@ def test_what_is_longer_is_rounded_to_no_less(a, b):
      r"max_batch_seconds \(20 s\) is too small.* 3 utterances.*such as long \(8\.00 s\); raise it to 24,"),
     (lambda: Plan([2.0, 8.0, 3.0], Batching(30, min_batch_utterances=2, max_batch_utterances=2)),
      r"max_batch_utterances is 2; .* needs 3 or more")])
-def test_mistakes_are_named(make, told):
-    with pytest.raises(SbkitError, match=told):
+def test_mistakes_are_named(make, message):
+    with pytest.raises(SbkitError, match=message):
         make()
 
 

@@ -123,9 +123,9 @@ def test_a_local_corpus_asks_nobody(tmp_path, local, server, monkeypatch):
     entry = made.report["splits"]["train"]
     assert list(manifest.wavs) == [str(local)] and server.asked == []
     assert (entry["rows"], entry["kept"], entry["left_out"]["refused URL"]["count"]) == (8, 1, 7)
-    told = "\n".join(entry["left_out"]["refused URL"]["examples"])
-    assert "corpus.schemes: [http]" in told and "within a URL (::) is never opened" in told
-    assert "begin with file:// are never opened" in told and "begin with reference:// are never opened" in told
+    message = "\n".join(entry["left_out"]["refused URL"]["examples"])
+    assert "corpus.schemes: [http]" in message and "within a URL (::) is never opened" in message
+    assert "begin with file:// are never opened" in message and "begin with reference:// are never opened" in message
     assert (tmp_path / "manifests" / "left_out.csv").read_text().count("refused URL") == 7
 
 
@@ -173,7 +173,7 @@ def test_manifests_of_before_say_how_their_urls_are_allowed(tmp_path, local, ser
     assert server.asked == []
 
 
-def test_a_report_opens_no_urls_unless_told_to(server):
+def test_a_report_opens_no_urls_unless_allowed(server):
     one = ScoredUtterance("a", "a", "b", None, 0.5, f"{server.url}/a")
     uri, why = AudioEmbedder(1, lambda wav: True).get(one)
     assert uri is None and "--schemes http" in why and server.asked == []
@@ -210,7 +210,7 @@ def test_members_of_an_object_store_are_read_by_range():
         read_audio("memory://bucket/shard.tar?offset=0&size=1001", remote=Remote(("memory",), megabytes=0.001))
 
 
-@pytest.mark.parametrize("path, told", [
+@pytest.mark.parametrize("path, message", [
     ("moved", r"redirects to http://localhost:\d+/elsewhere, and redirects are not followed"),
     ("file", "redirects to file:///etc/passwd"),
     ("gone", "no such file"),
@@ -218,8 +218,8 @@ def test_members_of_an_object_store_are_read_by_range():
     ("a?offset=5&size=9", "does not support range requests"),
     ("endless", r"larger than 0\.1 MB \(corpus.url_megabytes\)"),
 ])
-def test_an_answer_that_is_no_recording_is_told(server, path, told):
-    with pytest.raises(AudioError, match=told):
+def test_an_answer_that_is_no_recording_is_reported(server, path, message):
+    with pytest.raises(AudioError, match=message):
         audio_info(f"{server.url}/{path}", Remote(("http",), megabytes=0.1))
     assert len(server.asked) == 1 and server.sent < 30e6, "what is sent beyond the limit lies in the system's buffers"
 
@@ -245,7 +245,7 @@ def test_a_store_that_does_not_answer_is_left(monkeypatch):
         audio_info("memory://bucket/a.wav", MEMORY)
 
 
-def test_what_a_client_raises_is_told_in_its_words(monkeypatch):
+def test_what_a_client_raises_is_reported_in_its_words(monkeypatch):
     def lacks(*args):
         raise ImportError("Install s3fs to access S3")
 

@@ -259,16 +259,16 @@ def test_the_manifest_that_is_packed_stays(manifest, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["train.csv"]
 
 
-@pytest.mark.parametrize(("options", "told"), [
+@pytest.mark.parametrize(("options", "message"), [
     ({"shard_size_mb": 0}, "shard_size_mb"), ({"shard_size_mb": float("nan")}, "shard_size_mb"),
     ({"workers": 0}, "workers"), ({"encode": "mp4"}, "cannot encode shards as 'mp4'.*wav16k, flac"),
     ({"encode": "wav16k", "sample_rate": 8000}, "wav16k has a sample rate of 16000, not 8000.*encode as wav")])
-def test_wrong_options_are_told(manifest, tmp_path, options, told):
-    with pytest.raises(SbkitError, match=told):
+def test_wrong_options_are_reported(manifest, tmp_path, options, message):
+    with pytest.raises(SbkitError, match=message):
         pack(manifest, tmp_path, **options)
 
 
-def test_what_cannot_be_packed_is_told(manifest, tmp_path, monkeypatch):
+def test_what_cannot_be_packed_is_reported(manifest, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(SbkitError, match=r"file: cannot be written \(File exists\)"):
         pack(manifest, tmp_path / "file")

@@ -24,12 +24,12 @@ def name(begin):
     return None if found is None else found.name
 
 
-@pytest.mark.parametrize(("kind", "subtype", "told"), [
+@pytest.mark.parametrize(("kind", "subtype", "expected"), [
     ("WAV", None, "WAV"), ("RF64", None, "WAV"), ("FLAC", None, "FLAC"), ("OGG", "VORBIS", "Ogg (Vorbis, Opus)"),
     ("OGG", "OPUS", "Ogg (Vorbis, Opus)"), ("AIFF", None, "AIFF"), ("CAF", None, "CAF"), ("AU", None, "AU"),
 ])
-def test_files_are_known_by_their_first_bytes(kind, subtype, told):
-    assert name(file(48_000, kind, subtype)[:16]) == told
+def test_files_are_known_by_their_first_bytes(kind, subtype, expected):
+    assert name(file(48_000, kind, subtype)[:16]) == expected
 
 
 @pytest.mark.parametrize("rate", [8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000])
@@ -39,11 +39,11 @@ def test_an_mp3_is_known_by_two_of_its_frames_at_any_rate(rate, level):
     assert data[:1] == b"\xff" and name(data[:4]) is None and name(data[:1_443]) == "MP3"
 
 
-@pytest.mark.parametrize(("data", "told"), [
+@pytest.mark.parametrize(("data", "expected"), [
     (b"ID3\x04\0\0", "MP3"), (b"\x1a\x45\xdf\xa3\x9f", "WebM"), (b"\0\0\0\x20ftypisom", "MP4"),
 ])
-def test_so_are_those_that_soundfile_does_not_write(data, told):
-    assert name(data) == told
+def test_so_are_those_that_soundfile_does_not_write(data, expected):
+    assert name(data) == expected
 
 
 @given(st.binary(max_size=3_000))

@@ -285,14 +285,14 @@ def test_only_clips_and_tables_are_unpacked(tmp_path):
     assert "train.tsv" in names and not names & {"README.txt", "._train.tsv"}
 
 
-def test_a_disk_that_is_too_small_is_told_before(download, tmp_path, monkeypatch):
+def test_a_disk_that_is_too_small_is_reported_before(download, tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "usable", lambda _: 10)
     with pytest.raises(SbkitError, match=r"\(it needs about .* kB, free: 10 bytes\); set the corpus's cache_folder"):
         prepare(download, tmp_path / "m")
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_damage_anywhere_in_an_archive_is_told(tmp_path, packed):
+def test_damage_anywhere_in_an_archive_is_reported(tmp_path, packed):
     """tarfile alone ends in silence at a damaged header, as if there were no more clips."""
     home = common_voice(tmp_path / "release", train=["one", "two"], dev=["three"], test=["four"])
     whole = archive(home, tmp_path / "whole.tar.gz").read_bytes()

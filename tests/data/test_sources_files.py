@@ -86,8 +86,8 @@ def test_rows_whose_duration_is_taken_from_the_audio_are_counted(tmp_path, durat
     write(tmp_path / "train.csv", "\n".join(["ID,duration,wav,wrd", *lines]) + "\n")
     corpus = Corpus({"train": tmp_path / "train.csv"}, folder=tmp_path / "m")
     assert corpus.prepare(show_progress=False)["train"].durations.tolist() == [1.0, 2.0, 3.0]
-    told = f"train: the list has no duration above 0 for {rows} of 3 rows, so these were measured"
-    assert (told in corpus.summary()) == bool(rows) == ("measured" in corpus.summary())
+    reported = f"train: the list has no duration above 0 for {rows} of 3 rows, so these were measured"
+    assert (reported in corpus.summary()) == bool(rows) == ("measured" in corpus.summary())
 
 
 def test_columns_under_other_names(tmp_path):

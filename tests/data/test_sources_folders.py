@@ -37,13 +37,13 @@ def with_clean(source, where, name="clean_wav"):
     return prepared(source, where, {"clean": SignalColumn(or_recording=True)}, columns={"clean": name})
 
 
-@pytest.mark.parametrize(("make", "told"), [
+@pytest.mark.parametrize(("make", "message"), [
     (lambda home: folder(home, "train/1.wav", "dev/1.wav", "test/1.wav"),
      "has recordings but no list with their transcripts"),
     (lambda home: voxceleb(home, *KNOWN, "id10270"), "VoxCeleb, which has no transcripts"),
     (corpora.voicebank, "recordings but no transcripts")], ids=["alone", "VoxCeleb", "VoiceBank"])
-def test_where_texts_are_needed_it_is_said_that_there_are_none(tmp_path, make, told):
-    with pytest.raises(SbkitError, match=told):
+def test_where_texts_are_needed_it_is_said_that_there_are_none(tmp_path, make, message):
+    with pytest.raises(SbkitError, match=message):
         Corpus(make(tmp_path / "c"), folder=tmp_path / "m").prepare(show_progress=False)
 
 
@@ -85,7 +85,7 @@ def test_a_recordings_id_is_its_name_in_lists_of_trials_and_each_has_its_speaker
                for name, speaker in zip(rows.ids, rows.speakers, strict=True))
 
 
-def test_dev_and_test_have_speakers_that_training_does_not_hear_wherever_their_folders_are(tmp_path):
+def test_dev_and_test_have_speakers_that_training_does_not_have_wherever_their_folders_are(tmp_path):
     source = voxceleb(tmp_path / "vox", *KNOWN, "id10309", below="one/wav")
     voxceleb(source, *KNOWN, below="two/wav", videos=("another",))
     voxceleb(source, "id00017", below="test/aac")

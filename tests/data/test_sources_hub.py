@@ -116,18 +116,18 @@ def test_a_config_of_a_dataset_is_downloaded_and_prepared(hub, tmp_path):
 
 
 @pytest.mark.slow
-def test_streaming_keeps_no_file_and_a_line_that_stays_broken_is_told(hub, files, tmp_path):
+def test_streaming_keeps_no_file_and_a_line_that_stays_broken_is_reported(hub, files, tmp_path):
     """All through a proxy; nothing half-written is left."""
     broken = "de/train-00000-of-00001.parquet"
     hub.breaks = {"fr/train-00001-of-00002.parquet": 1, broken: 10**6}
     cases = [{"source": f"hf://owner/name?config={options}"} for options in
              ("fr&streaming=true", "de&streaming=true", "de")]
-    streamed, *told = prepared(tmp_path / "home", *cases, HF_ENDPOINT="http://hub.invalid", http_proxy=hub.url)
+    streamed, *reported = prepared(tmp_path / "home", *cases, HF_ENDPOINT="http://hub.invalid", http_proxy=hub.url)
     assert streamed == PREPARED and hub.breaks["fr/train-00001-of-00002.parquet"] == 0
     whole = [request for request in hub.seen if "/storage/" in request and "bytes=" not in request]
     assert all(hashlib.sha256(files[broken]).hexdigest() in request for request in whole)
     assert not [*(tmp_path / "home").rglob("*.parquet"), *(tmp_path / "home").rglob("*.arrow")]
-    for message, folder in zip(told, ("manifests-home-1", "manifests-home-2"), strict=True):
+    for message, folder in zip(reported, ("manifests-home-1", "manifests-home-2"), strict=True):
         assert "cannot be read: peer closed connection" in message and "check the network" in message
         assert not [*(tmp_path / folder).rglob("*.csv"), *(tmp_path / folder).rglob("*.tar")]
 
@@ -152,11 +152,11 @@ def test_each_mistake_is_one_message_that_says_what_to_do(hub, tmp_path):
         ("hf://owner/name?config=fr&streaming=perhaps", "", "streaming is 'perhaps'; it is true or false"),
     ]
     welcome = {"source": "hf://owner/gated?config=fr", "token": "friend", "folder": str(tmp_path / "welcome")}
-    told = prepared(tmp_path / "home", *({"source": source, "token": token} for source, token, _ in cases), welcome,
+    reported = prepared(tmp_path / "home", *({"source": source, "token": token} for source, token, _ in cases), welcome,
                     HF_ENDPOINT=hub.url)
-    for (source, _, message), said in zip(cases, told, strict=False):
+    for (source, _, message), said in zip(cases, reported, strict=False):
         assert message in said and "\n" not in said, source
-    assert told[-1] == PREPARED
+    assert reported[-1] == PREPARED
 
     nowhere = "http://127.0.0.1:9"
     there, never = prepared(tmp_path / "home", welcome, {"source": "hf://owner/name?config=fr"}, HF_ENDPOINT=nowhere)

@@ -140,7 +140,7 @@ def test_damaged_and_missing_audio_is_counted(tmp_path):
     assert {reason: left_out[reason]["count"] for reason in left_out} == {"missing clip": 1, "undecodable": 1}
 
 
-def test_a_name_that_may_be_a_mistyped_path_is_told_as_both(tmp_path):
+def test_a_name_that_may_be_a_mistyped_path_is_reported_as_both(tmp_path):
     named, mistyped = (open_source(name, cache=tmp_path) for name in ("hf://data/fr", "data/fr"))
     assert "there is no local folder data/fr" in str(mistyped.unreadable(mistyped.where, OSError("no network")))
     assert "no folder" not in str(named.unreadable(named.where, OSError("no network")))

@@ -64,7 +64,7 @@ def test_paths_in_the_place_of_ids_and_two_fields(tmp_path):
     assert found["dev"].wavs[0] == str(source / "wavs" / f"{found['dev'].ids[0]}.flac")
 
 
-def test_rows_that_are_unusable_are_told_and_counted(tmp_path):
+def test_rows_that_are_unusable_are_reported_and_counted(tmp_path):
     lines = [f"{each}|Text {each}|Text {each}" for each in LETTERS]
     lines += ["x1|no third field", "one field", "a|Text a|Text a", "x2|Gone|Gone", "x3||", "|No id|No id", "",
               "x4|a|b|c"]
@@ -76,12 +76,12 @@ def test_rows_that_are_unusable_are_told_and_counted(tmp_path):
     splits = json.loads(corpus.report_path.read_text())["splits"]
     left_out = {}
     for entry in splits.values():
-        for reason, told in entry["left_out"].items():
-            left_out[reason] = left_out.get(reason, 0) + told["count"]
+        for reason, rows in entry["left_out"].items():
+            left_out[reason] = left_out.get(reason, 0) + rows["count"]
     assert left_out == {"malformed row": 5, "repeated id": 1, "missing clip": 1, "no text": 1}
     assert sum(entry["rows"] for entry in splits.values()) == 26 + 8
-    told = splits["train"]["left_out"]["malformed row"]["examples"]
-    assert set(told) == {"metadata.csv line 27: 2 fields instead of 3", "metadata.csv line 28: 1 field instead of 3",
+    shown = splits["train"]["left_out"]["malformed row"]["examples"]
+    assert set(shown) == {"metadata.csv line 27: 2 fields instead of 3", "metadata.csv line 28: 1 field instead of 3",
                          "metadata.csv line 32: no id", "metadata.csv line 34: 4 fields instead of 3",
                          "metadata.csv line 35: not UTF-8"}
 
@@ -96,12 +96,12 @@ def test_speakers_in_the_third_field_are_asked_about_and_taken_by_number(tmp_pat
     assert set(found["train"].speakers) == {"anna", "ben"} and everything(found)["c"] == "text c"
 
 
-@pytest.mark.parametrize("columns, told", [
+@pytest.mark.parametrize("columns, message", [
     ({"text": "raw"}, "text is 'raw', but .* has no header"), ({"speaker": 0}, "speaker is 0, but"),
     ({"speaker": 4}, "speaker is 4, but .* has 3 fields"), ({"duration": 2}, "columns names the duration")], ids=str)
-def test_fields_that_do_not_exist_are_refused(tmp_path, columns, told):
+def test_fields_that_do_not_exist_are_refused(tmp_path, columns, message):
     source = folder(tmp_path / "c", [f"{each}|{each}|{each}" for each in LETTERS])
-    with pytest.raises(SbkitError, match=told):
+    with pytest.raises(SbkitError, match=message):
         prepared(tmp_path, source, columns=columns)
 
 

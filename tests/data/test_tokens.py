@@ -141,7 +141,7 @@ def test_a_truncated_model_is_made_anew(tmp_path):
     (5, "unigram", r"vocab_size 5 is too small.*need 23:"),
     (30, "char", r"vocab_size is 30.*exactly 23 entries; set output_neurons \(which .*\) to 23$"),
 ])
-def test_a_vocabulary_that_does_not_fit_the_text_is_told_the_right_size(tmp_path, size, kind, message):
+def test_a_vocabulary_that_does_not_fit_the_text_is_an_error_with_the_right_size(tmp_path, size, kind, message):
     with pytest.raises(SbkitError, match=message):
         Tokenizer(tmp_path, size, kind).prepare(TEXTS)
     assert not list(tmp_path.iterdir())

@@ -48,12 +48,12 @@ def test_a_wrong_label_is_named_with_its_reason(label, hypothesis, reason):
     assert max(each.score for each in found[1:]) < found[0].score
 
 
-def test_a_model_that_hardly_understands_anything_is_another_reason():
+def test_a_model_that_recognises_almost_nothing_is_another_reason():
     rows = corpus(wrong=("seven quiet horses sleep near green river", "brave teacher finds old ladder after dinner"))
     assert judge([rows[0]._replace(confidence=0.2), *rows[1:]])[0].reason == "nothing fits"
 
 
-def test_words_that_are_made_up_and_sound_that_says_nothing_are_no_evidence():
+def test_words_often_inserted_and_audio_that_shows_nothing_are_no_evidence():
     made_up, as_likely, *_ = corpus(a=("seven quiet horses sleep", "sevenx quietx horsesx sleepx"),
                                     b=("seven quiet horses sleep near green", "brave teacher finds old ladder after"))
     found = judge([made_up, as_likely._replace(margin=-1.0), *corpus()])
@@ -100,7 +100,7 @@ def test_the_list_begins_with_the_worst_and_says_what_is_expected_of_it():
     assert re.search(r"more speech +1\n", text)
 
 
-def test_models_that_have_learnt_nothing_are_told_apart_from_labels_that_are_right():
+def test_models_that_have_learnt_nothing_are_distinguished_from_labels_that_are_right():
     rows = corpus(wrong=("seven quiet horses sleep near green river", "brave teacher finds old ladder after dinner"))
     assert len(suspects(rows, manifest(rows), "x")) == 1
     rows += [row._replace(id=f"empty{i}", hypothesis="") for i, row in enumerate(2 * rows)]

@@ -89,13 +89,13 @@ def test_a_list_is_read_and_its_recordings_are_found_with_or_without_a_suffix(tm
     assert [each.tolist() for each in found] == [[0, 0], [1, 2], [True, False]] and missing == 1
 
 
-@pytest.mark.parametrize("text, told", [
+@pytest.mark.parametrize("text, message", [
     ("1 a b\n2 a b\n", "line 2 is '2 a b'"), ("1 a\n", "line 1"), ("1 a b c\n", "line 1"), ("\n", "is empty"),
 ])
-def test_what_is_no_trial_is_refused_with_its_line(tmp_path, text, told):
+def test_what_is_no_trial_is_refused_with_its_line(tmp_path, text, message):
     path = tmp_path / "trials.txt"
     path.write_text(text)
-    with pytest.raises(SbkitError, match=told):
+    with pytest.raises(SbkitError, match=message):
         read_list(path)
 
 

@@ -59,8 +59,8 @@ def test_what_it_started_from_is_named_with_its_licence(run, tmp_path, monkeypat
     cached.write_text("---\nlicense: apache-2.0\n---\n")
     for found, licence in ((None, None), (str(cached), "apache-2.0")):
         monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *given, found=found, **named: found)
-        told = front(model_card.of_run(read(run)))
-        assert told["base_model"] == ["openai/whisper-base"] and told.get("license") == licence
+        matter = front(model_card.of_run(read(run)))
+        assert matter["base_model"] == ["openai/whisper-base"] and matter.get("license") == licence
 
 
 def test_each_part_of_a_mixture_has_its_own_figures_and_what_was_forgotten_is_said(run):

@@ -240,14 +240,14 @@ def test_a_comparison_leaves_the_runs_own_page_alone(tmp_path):
     assert own.read_bytes() == before != both.read_bytes()
 
 
-def test_the_command_tells_who_is_better_in_the_pages_words(tmp_path, capsys):
+def test_the_command_prints_who_is_better_in_the_pages_words(tmp_path, capsys):
     run = run_folders.finished_run(tmp_path / "run", run_folders.scored())
     other = _other(tmp_path, run)
     assert main(["report", str(other), "--against", str(run)]) == 0
-    told, path = capsys.readouterr().out.splitlines()
+    verdict, path = capsys.readouterr().out.splitlines()
     assert path == str(other / f"report-against-{read(run).name.replace('/', '-')}.html")
-    assert told.startswith("Significantly better: -")
-    assert told.replace("-", "−") in Page(Path(path)).text
+    assert verdict.startswith("Significantly better: -")
+    assert verdict.replace("-", "−") in Page(Path(path)).text
 
 
 def test_marks_of_the_run_compared_with_stand_where_its_rates_are(tmp_path):
@@ -263,16 +263,16 @@ def test_marks_of_the_run_compared_with_stand_where_its_rates_are(tmp_path):
 
 def test_marks_and_lines_are_spoken_of_where_there_are_some(tmp_path):
     keys = ("Orange marks", "Dashed: the other run")
-    told = run_folders.scored()
-    whole, other = (run_folders.finished_run(tmp_path / name, told) for name in ("whole", "other"))
+    rows = run_folders.scored()
+    whole, other = (run_folders.finished_run(tmp_path / name, rows) for name in ("whole", "other"))
     assert all(key in Page(write_report(whole, against=other)).text for key in keys)
-    nobody = [dataclasses.replace(one, speaker="", meta={}) for one in told]
+    nobody = [dataclasses.replace(one, speaker="", meta={}) for one in rows]
     plain, silent = (run_folders.finished_run(tmp_path / name, nobody) for name in ("plain", "silent"))
     (silent / "metrics.jsonl").unlink()
     assert not any(key in Page(write_report(plain, against=silent)).text for key in keys)
 
 
-def test_runs_that_cannot_be_compared_are_told_so(tmp_path, capsys):
+def test_runs_that_cannot_be_compared_are_reported(tmp_path, capsys):
     run = run_folders.finished_run(tmp_path / "run", run_folders.scored())
     other = run_folders.finished_run(tmp_path / "other", run_folders.scored(50))
     with pytest.raises(SbkitError, match="were scored in one run only"):

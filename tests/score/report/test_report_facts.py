@@ -58,7 +58,7 @@ def test_durations_lie_in_their_group():
         ("0–1 s", 1), ("1–2 s", 2), ("2–3 s", 1), ("20–30 s", 1), ("30+ s", 1)]
 
 
-def test_ages_are_in_their_order_and_what_is_not_said_is_last():
+def test_ages_are_in_their_order_and_what_is_not_given_is_last():
     ages = ["fifties", "", "teens", "twenties"] * 5
     found = groups.by_value(ScoredRun(run_folders.scored(20)), ages, "age")
     assert [group.label for group in found] == ["teens", "twenties", "fifties", groups.UNKNOWN]
@@ -126,7 +126,7 @@ def headlines(run):
     return " | ".join(finding.headline for finding in findings(read(run)))
 
 
-def test_a_model_that_forgot_what_it_knew_is_told(tmp_path):
+def test_a_model_that_forgot_what_it_knew_is_reported(tmp_path):
     run = run_folders.finished_run(tmp_path, run_folders.scored(60))
     OldSet("WER", True, 5.0, (4.0, 6.0)).write(run)
     for value, forgot in ((6.0, False), (6.5, True)):
@@ -146,7 +146,7 @@ def test_an_accent_that_is_understood_worse_stands_out(tmp_path):
     assert "Accent" not in headlines(run_folders.finished_run(tmp_path, even))
 
 
-def test_missed_words_and_the_commonest_mistake_stand_out(tmp_path):
+def test_deleted_words_and_the_commonest_mistake_stand_out(tmp_path):
     rows = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis=one.reference)
              for one in run_folders.scored(60)]
     found = headlines(run_folders.finished_run(tmp_path, rows))
