@@ -1,4 +1,4 @@
-"""Exports a run as a bundle: written to a temporary folder, compared with the checkpoint, and only then published."""
+"""Exports a run as a bundle: writes it to a temporary folder, compares it with the checkpoint, then publishes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sbkit.system.console import progress
 
 logger = logging.getLogger(__name__)
 
-#: The formats that are made of a traced graph.
+#: The formats written from a traced graph.
 _GRAPHS = (layout.ONNX, layout.INT8, layout.TORCH)
 _BUILT_BY = ("torch", "speechbrain", "onnx", "onnxscript", "onnxruntime")
 
@@ -40,10 +40,10 @@ class ExportRequest:
     to, force : the bundle's folder, and whether it replaces an existing one
     checkpoint, average, mean, accept_worse : which weights, as ``source.open_run`` takes them
     formats : which of the task's formats to write, by default all; int8 is made from onnx
-    tolerance : largest allowed difference from the checkpoint's outputs, where the task has no bound of its own
+    tolerance : largest allowed difference from the checkpoint's outputs, unless the task sets a bound
     clips : number of test utterances to compare on
     target : ``sherpa`` adds models for sherpa-onnx
-    chunk : milliseconds of a chunk, where a program of the target's takes streams in chunks of one size only
+    chunk : milliseconds of a chunk, for a target program that takes streams in chunks of one size
     """
 
     run: Path
@@ -64,7 +64,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
            open_model: Callable[[], Trained] | None = None) -> int:
     """Export a run, print how it compares with its checkpoint, and return the exit code.
 
-    bundles : opens the recogniser of a task that makes sound, which compares what is heard; None: sound alone is
+    bundles : opens the recogniser that transcribes a model's audio; None: no transcripts are compared
     open_model : returns a model that is not a run's
     """
     to = request.to.resolve()  # a link to a bundle stays a link
@@ -183,7 +183,7 @@ def _write_and_compare(folder: Path, trained: Trained, request: ExportRequest
 
 def _write_companion(companion: Companion, files: Mapping[str, str], folder: Path, config: layout.Bundle,
                      step: Callable[[str], None]) -> None:
-    """Write a further graph, and into the configuration what it is."""
+    """Write a further graph, and describe it in the configuration."""
     step(f"tracing {companion.name}")
     program = companion.trace()
     companion.describe(config, files)
@@ -194,7 +194,7 @@ def _write_companion(companion: Companion, files: Mapping[str, str], folder: Pat
 
 def _compare_companion(companion: Companion, files: Mapping[str, str], folder: Path, config: layout.Bundle,
                        clips: ComparisonClips, step: Callable[[str], None]) -> Mapping[str, parity.Comparison]:
-    """Compare the formats of a further graph with the checkpoint in each way of running it."""
+    """Compare the formats of a further graph with the checkpoint, in each mode of running it."""
     step(f"running the checkpoint for {companion.name}")
     comparisons = companion.comparisons(clips, config, folder)
     for name, file in files.items():
@@ -205,7 +205,7 @@ def _compare_companion(companion: Companion, files: Mapping[str, str], folder: P
 
 
 def complete(config: layout.Bundle, trained: Trained) -> layout.Bundle:
-    """Add to a bundle's configuration what the run and this installation say, whatever the task."""
+    """Add facts of the run and of this installation to a bundle's configuration."""
     config.language = config.language or trained.keys.language or None
     config.trained = trained.facts
     config.made_by = {"sbkit": sbkit.__version__} | {
@@ -247,5 +247,5 @@ def _write_description(folder: Path, config: layout.Bundle, comparison: parity.C
     for path in sorted(folder.iterdir()):
         path.chmod(0o644)
         config.files[path.name] = layout.fingerprint(path)
-    config.check(folder / layout.CONFIG)  # as whoever reads it does
+    config.check(folder / layout.CONFIG)  # as a reader does
     (folder / layout.CONFIG).write_text(config.to_json(), encoding="utf-8")

@@ -36,7 +36,7 @@ class ComparisonClips:
     origin: str
     longest: float
     hint: str | None = None
-    """What would make the comparison mean more."""
+    """How to make the comparison more meaningful."""
 
     @property
     def uneven(self) -> list[Clip]:
@@ -49,7 +49,7 @@ def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_second
                  ) -> ComparisonClips:
     """Choose ``count`` utterances of the run's test split, or noise of several lengths if its audio is missing.
 
-    max_seconds : what the model hears at once, if that is limited: no clip is longer
+    max_seconds : the longest audio that the model takes at once, if limited: no clip is longer
     """
     manifests = {split: Path(corpus.manifest_path(split)) for split in ("train", "test")} if corpus else {}
     longest = 0.0
@@ -87,9 +87,9 @@ def _utterances(manifest: Manifest, sample_rate: int, count: int) -> list[Clip]:
 
 
 def _long(clips: list[Clip], seconds: float, sample_rate: int, max_seconds: float | None) -> Clip:
-    """Join clips until they are longer than ``seconds``, and cut what is over ``max_seconds`` off.
+    """Join clips until they are longer than ``seconds``, and cut the result to ``max_seconds``.
 
-    Without a text, because error rates are of utterances.
+    It has no text, because error rates are of utterances.
     """
     parts: list[np.ndarray] = []
     while sum(map(len, parts)) <= seconds * sample_rate:

@@ -1,4 +1,4 @@
-"""What a task adds for each further graph of its model, and for each file that another program runs as it is."""
+"""Further graphs of a task's model, and model files for other programs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sbkit.export.parity import Comparison
 from sbkit.export.runners import Runner
 
 #: The result of ``Exported.config``: a ``layout.Bundle``.
-OwnBundle = Any  # of a class that only a subclass of ``Exported`` knows
+OwnBundle = Any  # its class depends on the subclass of ``Exported``
 
 
 class Companion(ABC):
-    """Another graph of a task's model, in the bundle beside the one from whole waveforms to tensors.
+    """Another graph of a task's model, in the bundle in addition to the one from whole waveforms to tensors.
 
-    It is written in each format of an export that it has a file for. Each is compared with the checkpoint in every way
-    in which it can be run, such as by chunks of each size; batches must give what utterances alone do.
+    It is written in each format of an export that it has a file for. Each is compared with the checkpoint in every mode
+    of running it, such as with chunks of each size; a batch must have the outputs of its utterances alone.
     """
 
     #: Its name in tables and in parity.json.
@@ -38,7 +38,7 @@ class Companion(ABC):
 
     @abstractmethod
     def describe(self, config: OwnBundle, files: Mapping[str, str]) -> None:
-        """Write into the bundle's configuration what a program needs to know to run these files, one per format."""
+        """Add to the bundle's configuration what a program needs to run these files, one per format."""
 
     def metadata(self, config: OwnBundle) -> dict[str, str]:
         """Return the metadata to put into ONNX files, for runtimes that read it."""
@@ -46,29 +46,29 @@ class Companion(ABC):
 
     @abstractmethod
     def comparisons(self, clips: ComparisonClips, config: OwnBundle, folder: Path) -> Mapping[str, Comparison]:
-        """Run the checkpoint on the clips, for each way of running the graph."""
+        """Run the checkpoint on the clips, for each mode of running the graph."""
 
     @abstractmethod
     def runners(self, name: str, path: Path, config: OwnBundle) -> Mapping[str, Runner]:
-        """Return functions that run a written format, for each way of running the graph."""
+        """Return functions that run a written format, for each mode of running the graph."""
 
 
 class Target(ABC):
-    """A model for a program of others, in the bundle beside the task's own formats, as ``--target`` asks.
+    """A model file for another program (``--target``), in addition to the task's formats.
 
     The program itself runs it on the test clips before it is published.
     """
 
-    #: What it is called while it is written and compared.
+    #: Its name in the progress bar and in tables.
     name: str
 
     @abstractmethod
     def write(self, folder: Path, config: OwnBundle) -> None:
-        """Write its file, and say in ``config.models`` that it is there."""
+        """Write its file, and add it to ``config.models``."""
 
     @abstractmethod
     def compare(self, folder: Path, config: OwnBundle, comparison: Comparison) -> None:
-        """Have the program run it on the clips, and add what it gave to the comparison or to its companions."""
+        """Let the program run it on the clips, and add the results to the comparison or to its companions."""
 
     @abstractmethod
     def readme(self) -> str:

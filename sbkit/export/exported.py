@@ -29,8 +29,8 @@ _EXAMPLE = (2, 24_000)  # batch and samples for tracing; torch.export takes size
 class Exported:
     """A model that maps waveforms to tensors, ready for export.
 
-    A task that gives more than tensors (words, audio) derives from it and overrides how the model is written, run,
-    compared and described. One that can be run in yet other ways has companions.
+    A task with more than tensors (words, audio) derives from it and overrides how the model is written, run, compared
+    and described. A model with further graphs has companions.
     """
 
     graph: nn.Module
@@ -41,17 +41,17 @@ class Exported:
     name as a dynamic dimension holds each utterance's length along that dimension."""
     sample_rate: int
     language: str | None = None
-    """Where it is another than the recipe's ``language``."""
+    """If it differs from the recipe's ``language``."""
     labels: Sequence[str] = field(default_factory=list)
     """Names for the entries of the first output's last dimension; the one with the largest value is the result."""
     examples: tuple[Tensor, ...] | None = None
     """A batch to trace with, for models that can't be traced with the default (1.5 s of noise)."""
     from_forward: Callable[[Any], Any] | None = None
-    """What the task's ``compute_forward`` returns to the graph's outputs, in their order; None: they are the same."""
+    """Converts the result of ``compute_forward`` to the graph's outputs, in order; None: they are the same."""
     forward: Callable[[Tensor, int], Any] | None = field(default=None, init=False)
-    """The checkpoint's ``compute_forward`` of one padded waveform [S] and its length, which the export sets."""
+    """Runs the checkpoint's ``compute_forward`` on one padded waveform [S] and its length; set by the export."""
     original: tuple[str, Runner] | None = field(default=None, init=False)
-    """Of a recogniser that others trained: what runs their own code, after its name. Formats are compared with it."""
+    """For an imported model: the name of its original library, and a function that runs it, to compare formats with."""
 
     #: Values that ``--target`` takes for this task.
     targets: ClassVar[tuple[str, ...]] = ()
@@ -63,7 +63,7 @@ class Exported:
 
     @property
     def judges_words(self) -> bool:
-        """Whether outputs can be read as text, which is how an 8-bit model is judged."""
+        """Whether outputs can be decoded to text, by which an 8-bit model is judged."""
         return bool(self.labels)
 
     @property
@@ -77,7 +77,7 @@ class Exported:
         return INPUTS
 
     def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:
-        """Choose what the formats are compared on: ``count`` utterances of the run's test split."""
+        """Choose the clips for the comparison: ``count`` utterances of the run's test split."""
         return choose_clips(corpus, self.sample_rate, count)
 
     def trace(self) -> torch.export.ExportedProgram:
@@ -91,7 +91,7 @@ class Exported:
         return program
 
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.Bundle:
-        """Make the contents of config.json, except for files, training and versions, which the export adds."""
+        """Make the contents of config.json, without files, training and versions, which the export adds."""
         del clips
         return layout.GraphConfig(
             sample_rate=self.sample_rate, language=self.language, min_samples=graph.min_samples(program),
@@ -136,7 +136,7 @@ class Exported:
         return run
 
     def comparison(self, clips: ComparisonClips, config: OwnBundle, folder: Path) -> Comparison:
-        """Run the original model on the clips, for the formats to be compared with."""
+        """Run the reference on the clips, to compare formats with."""
         del folder
         names = main_outputs(self.outputs)
 
@@ -149,12 +149,12 @@ class Exported:
     def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
         """Return the models for the programs of one of ``targets``; those that can't be made are refused.
 
-        chunk : milliseconds of a chunk, for a program that takes streams in chunks of one size
+        chunk : milliseconds of a chunk, for programs with chunks of one size
         """
         raise SbkitError(f"{type(self).__name__} has no target {name}", hint="override its method target")
 
     def readme(self, name: str, config: OwnBundle, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
-        """Make the text of the bundle's README.md; ``of_targets`` are sections of it."""
+        """Make the text of the bundle's README.md; ``of_targets`` are the targets' sections."""
         return readme.text(name, config, comparison, of_targets)
 
 

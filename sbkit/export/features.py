@@ -27,7 +27,7 @@ _SILENCE = -1e4  # dB; below any frame, so that padding is never the loudest
 class Features(nn.Module):
     """Waveforms [B, S] and sample counts [B] to features [B, T, F] and frame counts [B].
 
-    An utterance's features do not depend on its batch.
+    An utterance's features don't depend on its batch.
 
     features : ``speechbrain.lobes.features.Fbank`` or ``MFCC``
     hop_samples : samples between two frames
@@ -71,7 +71,7 @@ class Features(nn.Module):
         return self._add_context(level.transpose(1, 2), frames), frames
 
     def _add_context(self, feats: Tensor, frames: Tensor) -> Tensor:
-        """Append deltas and context frames, computed at an utterance's end as if the batch ended there."""
+        """Append deltas and context frames, at an utterance's end as if the batch ended there."""
         if self.deltas is not None:
             first = self.deltas(_repeat_last(feats, frames))
             second = self.deltas(_repeat_last(first, frames))
@@ -82,7 +82,7 @@ class Features(nn.Module):
 
 
 class TracedFeatures(nn.Module):
-    """Any other front end [B, S] -> [B, T, F], traced as it is; :func:`refuse_transforms` checks the result."""
+    """Any other front end [B, S] -> [B, T, F], unchanged; :func:`refuse_transforms` checks the traced graph."""
 
     def __init__(self, features: nn.Module, hop_samples: int):
         super().__init__()
@@ -95,7 +95,7 @@ class TracedFeatures(nn.Module):
 
 
 def express(features: nn.Module, hop_samples: int) -> nn.Module:
-    """Turn a front end into a module that can be exported; raises ``SbkitError`` with the reason if it can't be."""
+    """Turn a front end into a module that can be exported; raises ``SbkitError`` if that is impossible."""
     known = type(features) in (lobes.Fbank, FASTER[lobes.Fbank], lobes.MFCC)
     return (Features if known else TracedFeatures)(features, hop_samples).eval()
 
@@ -104,7 +104,7 @@ def refuse_transforms(program: torch.export.ExportedProgram, name: str) -> None:
     """Refuse a traced graph that contains Fourier transforms or complex numbers."""
     for node in program.graph.nodes:
         if node.op != "call_function":
-            continue  # a buffer may have such a name too
+            continue  # a buffer could have such a name
         target = str(node.target)
         value = node.meta.get("val")
         if "stft" in target or "fft" in target or (isinstance(value, Tensor) and value.is_complex()):
@@ -210,5 +210,5 @@ def normalization(norm: nn.Module | None) -> nn.Module | None:
 
 
 def is_input_normalization(norm: object) -> bool:
-    """Whether this is SpeechBrain's ``InputNormalization`` or its fast equivalent, and no subclass of a user's."""
+    """Whether this is SpeechBrain's ``InputNormalization`` or its fast equivalent, not a subclass."""
     return type(norm) in (InputNormalization, FASTER[InputNormalization])

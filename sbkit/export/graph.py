@@ -47,7 +47,7 @@ def trace_module(module: nn.Module, example: tuple[Tensor, ...],
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the line of the model's own code in which an error was raised, if it was raised in one."""
+    """Return the line of the model's code that raised an error; empty if torch raised it."""
     while error.__cause__ is not None:
         error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
@@ -56,9 +56,9 @@ def _line_of(error: BaseException) -> str:
 
 
 def _line_of_fixed_size(module: nn.Module, example: tuple[Tensor, ...], shapes: Any) -> str:  # torch.export's
-    """Return the line that turned a size of a batch into a constant, of which torch.export's error says nothing.
+    """Return the line that turned a dynamic size into a constant, which torch.export's error doesn't name.
 
-    torch's draft of an export goes on after such a line, and reports where it was.
+    torch's draft export continues after such a line and reports it.
     """
     try:
         with torch.no_grad(), _quiet():
@@ -90,11 +90,11 @@ def min_samples(program: torch.export.ExportedProgram, signals: str = "signals")
 
 
 def write_torch(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write ``model.pt2``, which holds the graph as JSON and the weights as bytes, and no pickle."""
+    """Write ``model.pt2``, which has the graph as JSON and the weights as bytes, and no pickle."""
     program.example_inputs = None  # would be saved as a pickle
     for part in program.graph_module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            node.meta.pop("stack_trace", None)  # it holds paths of this machine
+            node.meta.pop("stack_trace", None)  # has paths of this machine
     with open(path, "wb") as file:  # so that a full disk raises OSError, which torch would hide
         torch.export.save(program, file)
 
@@ -108,7 +108,7 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, inputs: Mappin
 def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> onnx.ModelProto:
     """Convert a traced module to an ONNX model.
 
-    For each node that doesn't know where it was traced, torch takes down where it converts it: a fifth of the time.
+    For each node without a stack trace, torch records the current one: a fifth of the time.
     """
     try:
         with torch.no_grad(), _quiet(), _keep_small_numbers():
@@ -137,7 +137,7 @@ def save(model: onnx.ModelProto, path: Path, metadata: dict[str, str], dimension
 
 
 def _drop_origins(graph: onnx.GraphProto) -> None:
-    """Remove each node's record of its source code and module, two thirds of a small model's size."""
+    """Remove each node's source line and module path, two thirds of a small model's size."""
     del graph.metadata_props[:]
     for node in graph.node:
         del node.metadata_props[:]
@@ -150,8 +150,8 @@ def _drop_origins(graph: onnx.GraphProto) -> None:
 def quantize(path: Path, to: Path) -> None:
     """Write an ONNX model with 8-bit weights in matrix products; convolutions, and so features, stay in fp32.
 
-    Weights are unsigned, as activations are: ONNX Runtime's product of unsigned with signed bytes sums pairs of them
-    in 16 bits where a processor has no VNNI, which saturates, so that a bundle would hear other words there.
+    Weights are unsigned, like activations: on a processor without VNNI, ONNX Runtime sums products of unsigned and
+    signed bytes in 16 bits, which saturates, so a bundle would recognise other words there.
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -169,8 +169,8 @@ def _cause(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _keep_small_numbers() -> Iterator[None]:
-    """Switch off onnxscript's rules that take a number near to 0 or 1 for it: they drop ``x + 1e-8``, and so make
-    log(0) of a silent frame. A runtime drops exact ones by itself."""
+    """Switch off onnxscript's rules that treat numbers close to 0 or 1 as 0 or 1: they drop ``x + 1e-8``, and so cause
+    log(0) in a silent frame. A runtime drops exact ones itself."""
     from onnxscript import rewriter
     from onnxscript.rewriter.rules.common import _no_op
 

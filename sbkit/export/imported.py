@@ -1,4 +1,4 @@
-"""Makes a bundle of a CTC model that others trained, with no training, and holds it against their own code."""
+"""Makes a bundle of a published CTC model without training, and compares it with the model's original code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ImportRequest:
 
     source : a folder or a repository of the Hugging Face Hub, of transformers or for SpeechBrain's EncoderASR
     to, formats, force, tolerance, clips : as ``ExportRequest`` has them
-    corpus : whatever a recipe's ``data_folder`` may be; its test split is what is compared on. None: noise is
+    corpus : whatever a recipe's ``data_folder`` may be; its test split is used for the comparison; None: noise
     language : of the corpus, and named in the bundle
     trust_code : whether the code in a SpeechBrain model from the Hub may run
     """
@@ -60,7 +60,7 @@ def import_model(request: ImportRequest) -> int:
 
 
 def _open(request: ImportRequest, run: Path) -> Trained:
-    """Open the model as if a run in the folder ``run`` had kept its tokenizer and trained it."""
+    """Open the model as if a run in the folder ``run`` had trained it with its tokenizer."""
     given, own_run = Path(request.source).expanduser(), f"for your own run: sbkit export RUN --to {request.to}"
     if given.is_file():
         raise SbkitError(f"{request.source} is a file: a bundle also needs the model's layers and its tokenizer",
@@ -90,14 +90,14 @@ def _open(request: ImportRequest, run: Path) -> Trained:
 
 
 def _bundle(folder: Path) -> layout.Bundle | None:
-    """The configuration of a folder that is a bundle of sbkit's."""
+    """The configuration of a folder if it is an sbkit bundle."""
     with contextlib.suppress(SbkitError):
         return layout.read(folder)
     return None
 
 
 def _of_speechbrain(request: ImportRequest, run: Path, model: SpeechBrainModel) -> Trained:
-    """The same of a model whose layers SpeechBrain has built, in the place of those of a recipe for such models."""
+    """Open a model whose layers SpeechBrain has built; they replace those of a CTC recipe."""
     brain, tokenizer = _brain(request, run, "ctc", model.piece_model, sample_rate=model.sample_rate, d_model=8, nhead=1,
                               d_ffn=8, num_encoder_layers=1)
     brain.recognizer = type(brain.recognizer)(model.features, model.layers, nn.Identity(), normalize=model.normalize,
@@ -108,7 +108,7 @@ def _of_speechbrain(request: ImportRequest, run: Path, model: SpeechBrainModel) 
 
 def _brain(request: ImportRequest, run: Path, task: str, model: bytes,
            **keys: object) -> tuple[Any, Tokenizer]:  # Any: a Brain, whose class only the rooms of tasks have
-    """Build the Brain of a recipe around the tokenizer with this SentencePiece model; prepare what is compared on."""
+    """Build the Brain of a recipe with the tokenizer of this SentencePiece model; prepare the corpus to compare on."""
     path, recipe_path = run / "tokenizer.model", starter.HOME / starter.RECIPES / f"{task}.yaml"
     path.write_bytes(model)
     tokenizer = Tokenizer(run, model=path).load()
@@ -133,9 +133,9 @@ def _trained(request: ImportRequest, run: Path, brain: Any, original: tuple[str,
 
 def _own_code(original: Callable[[np.ndarray], tuple[np.ndarray, str]], order: Sequence[int], tokenizer: Tokenizer,
               min_samples: int) -> Runner:
-    """Return what runs a model's own code, whose tokenizer has to say the same as the run's of each clip.
+    """Return a runner of a model's original code, whose text of each clip must equal that of the run's tokenizer.
 
-    order : which of its tokens each of the run's is
+    order : the index of each of the run's tokens in the original vocabulary
     min_samples : samples that shorter clips are padded to
     """
     def run(signals: Sequence[np.ndarray]) -> list[np.ndarray]:

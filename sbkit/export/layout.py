@@ -44,9 +44,9 @@ SHERPA_STREAM = "sherpa stream"
 #: The file that each format is read from.
 MODELS = {ONNX: "model.onnx", INT8: "model.int8.onnx", TORCH: "model.pt2", SPEECHBRAIN: RECIPE,
           SHERPA: "model.sherpa.onnx", SHERPA_STREAM: "stream.sherpa.onnx"}
-#: The same of a graph that takes a stream chunk by chunk.
+#: The same for a streaming graph.
 STREAMS = {ONNX: "stream.onnx", INT8: "stream.int8.onnx", TORCH: "stream.pt2"}
-#: The same of a codec's graph from codes to sound.
+#: The same for a codec's graph from codes to audio.
 DECODERS = {ONNX: "decoder.onnx", TORCH: "decoder.pt2"}
 #: Names of a graph's inputs, [B, S] float32 and [B] int64, and of a recogniser's outputs, [B, T, V] float32, [B] int64.
 INPUTS = ("signals", "lengths")
@@ -54,12 +54,12 @@ OUTPUTS = ("log_probs", "frames")
 #: The outputs of a transducer, [B, T, J] float32, [B] int64; and the files of its prediction and its joint network.
 STATES = ("states", "frames")
 PREDICTION, JOINER = "decoder.onnx", "joiner.onnx"
-#: The same of a voice: ids of symbols [B, U] and their numbers [B], int64, speakers [B] int64, speeds [B] float32; and
+#: The same for a voice: ids of symbols [B, U] and their numbers [B], int64, speakers [B] int64, speeds [B] float32; and
 #: samples from -1 to 1 [B, S] float32, their numbers [B] int64, and frames of each symbol [B, U].
 VOICE_INPUTS = ("text", "lengths", "speaker", "speed")
 VOICE_OUTPUTS = ("audio", "audio_lengths", "durations")
-#: The outputs of a codec, codes [B, T, Q] and the numbers of their frames [B], int64, which its decoder takes to give
-#: signals and lengths again.
+#: The outputs of a codec, codes [B, T, Q] and the numbers of their frames [B], int64. Its decoder maps them to signals
+#: and lengths.
 CODES = ("codes", "frames")
 
 FORMAT, VERSION = "sbkit bundle", 1
@@ -67,15 +67,14 @@ FORMAT, VERSION = "sbkit bundle", 1
 CTC, TRANSDUCER, GRAPH, VOICE, CODEC, ENHANCER = "ctc", "transducer", "graph", "voice", "codec", "enhancer"
 #: Types of the tensors of a stream's state.
 TYPES = ("float32", "int64")
-#: Buffers get as large as these say, so there are bounds: bytes of a configuration (10,000 symbols have 200 kB) and of
-#: tokens.txt, a rate that no converter gives, seconds that a model pads to, looks around or hears of a stream at once
-#: (Whisper's window, the longest known, has 30 s), seconds of a frame, seconds of audio to give it at once, symbols
-#: that a voice is given at once (an hour's), tokens (the largest vocabularies have 260,000), and numbers in the state
-#: of a stream.
+#: Bounds on values that determine the sizes of buffers: bytes of a configuration (10,000 symbols have 200 kB) and of
+#: tokens.txt, the sample rate, seconds of padding, context or a stream's window (Whisper's window, the longest known,
+#: has 30 s), seconds of a frame, seconds of audio at once, symbols of a text at once (an hour of speech), tokens (the
+#: largest vocabularies have 260,000), and numbers in the state of a stream.
 MAX_BYTES, MAX_RATE, MAX_SECONDS, MAX_FRAME_SECONDS, MAX_CHUNK_SECONDS = 1 << 24, 768_000, 60, 1, 600
 MAX_JOINT, MAX_CONTEXT = 1 << 16, 16
 MAX_TEXT, MAX_TOKENS, MAX_STATE = 50_000, 1_000_000, 1 << 26
-#: Rules of a text that replace, and the characters of each: a language's own have 14, and two characters.
+#: Replacement rules of a text, and characters of each: those of a language have up to 14 rules of two characters.
 _MAX_RULES, _MAX_RULE = 1000, 100
 FILE = String(1, 255, r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f]+", "the name of a file in the bundle's folder")
 #: Entries of each codebook.
@@ -101,17 +100,17 @@ class Bundle:
     kind: ClassVar[str]
     """Its name in config.json."""
     what: ClassVar[str]
-    """What such a bundle has, as a message says it."""
+    """What such a bundle has, for messages."""
     use: ClassVar[str]
-    """How one begins to use it; ``{}`` stands for its folder."""
+    """How to use it; ``{}`` stands for its folder."""
     pipeline_tag: ClassVar[str | None] = None
-    """What the Hugging Face Hub calls the task, if it has a name for it."""
+    """The task's name on the Hugging Face Hub, if it has one."""
     sample_rate: int = value(Integer(1000, MAX_RATE))
     language: str | None = value(Nullable(String(0, 100)), default=None)
     min_samples: int = value(Integer(maximum=MAX_SECONDS * MAX_RATE), default=1)
     """Shorter signals are padded with zeros to this length."""
     batching: bool = value(Boolean(), default=True)
-    """False where an utterance's outputs would depend on its batch, so that each has to run alone."""
+    """False if an utterance's outputs depend on its batch, so that each must run alone."""
     models: dict[str, str] = value(Object(FILE), default_factory=dict)
     files: dict[str, dict[str, Any]] = value(
         Object(Record({"bytes": Integer(0, 2**63), "sha256": SHA256}), FILE), default_factory=dict)
@@ -150,18 +149,18 @@ class Bundle:
         return found
 
     def check(self, path: Path) -> None:
-        """Refuse values that no model can run with: first each by itself, then one by another."""
+        """Refuse values that no model can run with: first each value, then combinations."""
         _check_fields(str(path), self)
         _refuse(str(path), "min_samples", self.min_samples, Integer(maximum=MAX_SECONDS * self.sample_rate))
 
     def onnx_metadata(self) -> dict[str, str]:
-        """Return what an ONNX file of the bundle has to say of itself, where it says it."""
+        """Return metadata for an ONNX file of the bundle."""
         return {}
 
 
 @dataclass(kw_only=True)
 class GraphConfig(Bundle):
-    """The configuration of a model that gives tensors, of any task."""
+    """The configuration of a model that outputs tensors, of any task."""
 
     kind, what = GRAPH, "a model that outputs tensors"
     use = "use it: sbkit run {} FILES..."
@@ -181,15 +180,15 @@ class GraphConfig(Bundle):
 
 @dataclass(kw_only=True)
 class EnhancerConfig(GraphConfig):
-    """The configuration of a model that gives waveforms without their noise, whole and piece by piece."""
+    """The configuration of a speech enhancer, for whole recordings and for streams."""
 
     kind, what = ENHANCER, "a speech enhancer"
     use = "use it: sbkit enhance {} FILES... --to FOLDER"
     pipeline_tag = "audio-to-audio"
     hop: int = value(Integer())
-    """A piece of a stream has a multiple of so many samples."""
+    """A piece of a stream has a multiple of this many samples."""
     delay: int = value(Integer(0))
-    """Samples of a stream between one that is heard and what becomes of it."""
+    """Samples by which a stream's output lags behind its input."""
     state: dict[str, dict[str, Any]] = value(STATE)
     """Inputs of the streaming graph, as ``Streaming.state``."""
     streams: dict[str, str] = value(Object(FILE), default_factory=dict)
@@ -207,8 +206,8 @@ class EnhancerConfig(GraphConfig):
 
 @dataclass(kw_only=True)
 class Streaming:
-    """What a program needs to know to run a recogniser on streams: windows of samples and a state in, log-probabilities
-    and the next state out.
+    """What a program needs to run a recogniser on streams: windows of samples and a state in, log-probabilities and the
+    next state out.
 
     A stream is continued by its mirror image, ``before`` samples at its beginning and ``after`` at its end. The first
     window begins where that does, and each further one ``ahead`` frames and ``overlap`` samples before the end of the
@@ -218,16 +217,16 @@ class Streaming:
     chunks: list[int] = value(Array(Integer(), 1, 1000))
     """Output frames of a chunk: the sizes that the model was trained for."""
     left: int = value(Integer())
-    """Output frames before its chunk that a frame sees."""
+    """Output frames before the chunk that its frames can see (left context)."""
     overlap: int = value(_SAMPLES)
-    """Samples of a feature frame beyond those of the step to the next."""
+    """Samples by which feature frames overlap."""
     before: int = value(_SAMPLES)
     after: int = value(_SAMPLES)
     state: dict[str, dict[str, Any]] = value(STATE)
     """Inputs that hold the state: ``type`` (float32 or int64) and ``shape``, to which a batch adds a first dimension.
     The next state is in the outputs of these names after ``next_``. A stream begins with zeros."""
     ahead: int = value(Integer(0), default=0)
-    """The last output frames of a full window, which the next one begins with and says."""
+    """Lookahead: the last output frames of a full window, which the next one repeats and outputs."""
     models: dict[str, str] = value(Object(FILE), default_factory=dict)
     """The file of each format."""
 
@@ -263,9 +262,9 @@ class Config(Bundle):
     chunk_seconds: float = value(Positive(MAX_CHUNK_SECONDS), default=20.0)
     """Longest audio to give the model at once, as in training; longer audio is split."""
     longest_seconds: float | None = value(Nullable(Positive(MAX_CHUNK_SECONDS)), default=None)
-    """The longest audio that the model can hear at once; null: any."""
+    """The longest audio that the model can take at once; null: any."""
     streaming: Streaming | None = None
-    """Only of a model that also takes streams."""
+    """Only for a model that can also run on streams."""
 
     @classmethod
     def of(cls: type[B], values: dict[str, Any], path: Path) -> B:
@@ -275,12 +274,12 @@ class Config(Bundle):
 
     @property
     def width(self) -> int:
-        """The number of values that the graph gives for a frame."""
+        """The number of values per output frame."""
         return self.vocabulary
 
     def window(self, chunk: int) -> int:
-        """Return the samples of a stream's window for a chunk of so many output frames."""
-        assert self.streaming is not None, "asked of models that take streams"
+        """Return the samples of a stream's window for a chunk of ``chunk`` output frames."""
+        assert self.streaming is not None, "only for streaming models"
         return chunk * self.subsampling * self.hop_samples + self.streaming.overlap
 
     def _values(self) -> dict[str, Any]:
@@ -289,7 +288,7 @@ class Config(Bundle):
                 if name not in ("streaming", "longest_seconds") or value is not None}
 
     def chunk(self, asked: float | None) -> float:
-        """Return the seconds of audio to give the model at once, as asked for if it can hear that much."""
+        """Return the seconds of audio to give the model at once: those requested, if it can take that much."""
         if asked is not None and self.longest_seconds is not None and asked > self.longest_seconds:
             raise SbkitError(f"chunks of {asked:g} s were requested, but the model takes at most "
                              f"{self.longest_seconds:g} s at once",
@@ -315,7 +314,7 @@ class Config(Bundle):
         if self.streaming is not None:
             self.streaming.check(path)
             limit = MAX_SECONDS * self.sample_rate
-            size = self.hop_samples + self.streaming.overlap  # a stream keeps the samples of one feature frame at least
+            size = self.hop_samples + self.streaming.overlap  # a stream keeps at least the samples of one feature frame
             for name, samples, bound in (
                     ("before", self.streaming.before, limit), ("after", self.streaming.after, size),
                     ("the window of the largest of chunks", self.window(max(self.streaming.chunks)), limit)):
@@ -324,14 +323,14 @@ class Config(Bundle):
 
 @dataclass(kw_only=True)
 class TransducerConfig(Config):
-    """The configuration of a transducer: its model gives states of frames, from which two further graphs predict."""
+    """The configuration of a transducer: its model outputs frame states, and two further graphs predict tokens."""
 
     kind = TRANSDUCER
     outputs = STATES
     joint_size: int = value(Integer(maximum=MAX_JOINT))
     """Number of values of a state, J."""
     context: int = value(Integer(maximum=MAX_CONTEXT))
-    """The number of last tokens that the next one is predicted from; blanks stand for those before the first."""
+    """The number of previous tokens that the prediction network sees; blanks stand for those before the first."""
     decoder: str = value(FILE)
     """ONNX, the last tokens [N, context] int64 to states [N, J]."""
     joiner: str = value(FILE)
@@ -350,23 +349,23 @@ class VoiceConfig(Bundle):
     use = "use it: sbkit speak {} TEXT --to FILE"
     pipeline_tag = "text-to-speech"
     symbols: list[str] = value(Array(String(), 2))
-    """The character of each id of a text; the first id is padding, and its name no symbol of any text."""
+    """The character of each id of a text; the first id is padding, and its name occurs in no text."""
     speakers: list[str] = value(Array(String(), 1))
     """Names of the voices; the first is the default."""
     max_symbols: int = value(Integer(maximum=MAX_TEXT))
-    """Ids of the longest text that the model is given at once; longer texts are cut."""
+    """Ids of the longest text that the model takes at once; longer texts are split."""
     frame_seconds: float = value(Positive(MAX_FRAME_SECONDS))
-    """Seconds of a frame, in which durations are counted."""
+    """Seconds of a frame, the unit of durations."""
     codec: str | None = value(Nullable(SHA256), default=None)
-    """The sha256 of the codec that the voice learnt to speak through."""
+    """The sha256 of the codec whose codes the voice outputs."""
     books: list[int] = value(BOOKS, default_factory=list)
-    """Entries of each of the codec's books."""
+    """Entries of each of the codec's codebooks."""
     spelling: str | None = value(Nullable(String(1, 100, NAME.pattern, "a voice of espeak-ng")), default=None)
-    """The voice of espeak-ng by whose pronunciation words become symbols; null: their characters are the symbols."""
+    """The voice of espeak-ng whose phonemes are the symbols; null: characters are the symbols."""
     characters: list[str] = value(Array(String()), default_factory=list)
     """With a spelling: the characters that words may have."""
     text: dict[str, Any] | None = value(Nullable(Object()), default=None)
-    """The options of the ``TextRules`` that its texts were written by; null: as they are, but for the case."""
+    """The options of the ``TextRules`` of its training texts; null: only the case was changed."""
 
     def onnx_metadata(self) -> dict[str, str]:
         return {"sample_rate": str(self.sample_rate), "symbols": json.dumps(self.symbols, ensure_ascii=False),
@@ -374,7 +373,7 @@ class VoiceConfig(Bundle):
 
     @property
     def rules(self) -> TextRules | None:
-        """The rules that its texts were written by, if it knows them."""
+        """The text rules of its training, if they are known."""
         return None if self.text is None else TextRules(**self.text)
 
     def check(self, path: Path) -> None:
@@ -398,15 +397,15 @@ class CodecConfig(Bundle):
     use = "use it: sbkit tokenize {} CORPUS --to FOLDER"
     pipeline_tag = "audio-to-audio"
     codec: str = value(SHA256)
-    """The sha256 of its weights and of what else defines its codes."""
+    """The sha256 of its weights and of everything else that defines its codes."""
     books: list[int] = value(BOOKS._replace(min_items=1))
-    """Entries of each of its books."""
+    """Entries of each of its codebooks."""
     stride: int = value(Integer())
-    """Samples of a frame, the last of which may reach beyond the end."""
+    """Samples of a frame; the last frame may reach beyond the recording's end."""
     context: int | None = value(Nullable(Integer(0)))
-    """Frames on each side of one that decide its codes and its samples; null: all there are."""
+    """Frames on each side that a frame's codes and samples depend on; null: all."""
     min_frames: int = value(Integer(), default=1)
-    """Fewer codes are padded with zeros to so many frames."""
+    """Fewer frames of codes are padded with zeros to this number."""
     decoders: dict[str, str] = value(Object(FILE), default_factory=dict)
     """The decoder's file of each format."""
 
@@ -426,10 +425,10 @@ class CodecConfig(Bundle):
 
 
 class ByKind(dict[type[Bundle], V]):
-    """What there is for each kind of bundle. A kind that adds nothing has what its base class has."""
+    """A value for each kind of bundle; a kind without one has that of its base class."""
 
     def of(self, config: Bundle) -> V:
-        """Return what there is for a bundle; raises if there is nothing."""
+        """Return the value for a bundle's kind; raises if there is none."""
         for kind in type(config).__mro__:
             if kind in self:
                 return self[kind]
@@ -465,7 +464,7 @@ def read(folder: str | Path) -> Bundle:
 
 
 def _kind(name: str) -> type[Bundle] | None:
-    """Find a kind by its name, also one that an installed package defines."""
+    """Find a kind by its name, including those of installed packages."""
     if name not in KINDS:
         for point in entry_points(group=ENTRY_POINTS, name=name):
             point.load()
@@ -473,7 +472,7 @@ def _kind(name: str) -> type[Bundle] | None:
 
 
 def _parse(kind: type[T], values: object, where: str) -> T:
-    """Make an instance of values as they were read."""
+    """Create an instance from values read from JSON."""
     if not isinstance(values, dict):
         raise SbkitError(f"{where} is {shown(values)}, but must be an object")
     unknown = sorted(set(values) - {each.name for each in fields(kind)})
@@ -488,7 +487,7 @@ def _parse(kind: type[T], values: object, where: str) -> T:
 def _check_fields(where: str, values: Bundle | Streaming) -> None:
     """Refuse the first value that its declaration doesn't allow."""
     for each in fields(values):
-        if "allowed" in each.metadata:  # others are dataclasses, which are checked by themselves
+        if "allowed" in each.metadata:  # others are dataclasses with their own check
             _refuse(where, each.name, getattr(values, each.name), each.metadata["allowed"])
 
 
@@ -504,7 +503,7 @@ def _check_state(where: str, state: dict[str, dict[str, Any]]) -> None:
 
 
 def _check_rules(where: str, text: object) -> None:
-    """Refuse options that ``TextRules`` doesn't have, and rules that are no language's."""
+    """Refuse options that ``TextRules`` doesn't have, and too many or too long rules."""
     if text is None:
         return
     if not isinstance(text, dict) or text.keys() - TextRules().options().keys():
@@ -531,6 +530,6 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def size(folder: Path, *names: str) -> int:
-    """Return the bytes of these files, of their weights beside them, and of none that is missing."""
+    """Return the bytes of these files and of their external weights; missing ones count as 0."""
     paths = [folder / each for name in names for each in (name, f"{name}.data")]
     return sum(path.stat().st_size for path in paths if path.exists())

@@ -2,7 +2,7 @@
 
 The originals can't be exported because ``len(tensor)`` fixes the batch size, tables that are cached or have a fixed
 length fix the time, Python loops over frames are unrolled, and branches depend on values. Parameters and checkpoint
-keys are the same: only classes are swapped, as in ``sbkit.nn.accelerate``. A user's subclass is left as it is.
+keys are the same: only classes are swapped, as in ``sbkit.nn.accelerate``. A user's subclass is not changed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Light:
     h_init: Tensor
 
     def _recurrent(self, before: Tensor) -> Tensor:
-        """Compute what the previous state adds to an input."""
+        """Compute the contribution of the previous state."""
         return self.u(before)
 
     def forward(self, x: Tensor, hx: None = None) -> Tensor:
@@ -175,7 +175,7 @@ class ExportedPooling2d(pooling.Pooling2d):
         return x
 
 
-#: What stands in for the forward of each recurrent layer.
+#: The class with the replacement forward of each recurrent layer.
 _RECURRENT: dict[type, type] = {
     RNN.LiGRU: _LightStack, RNN.LiGRU_Layer: _Light, RNN.SLiGRU: _LightStack, RNN.SLiGRU_Layer: _LightNormed,
     RNN.RNN: _TorchRecurrent, RNN.LSTM: _TorchRecurrent, RNN.GRU: _TorchRecurrent,

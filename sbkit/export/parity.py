@@ -18,12 +18,12 @@ from sbkit.system import disk
 from sbkit.system.console import table
 
 CHECKPOINT = "checkpoint"
-_ROUNDING = 0.1  # largest difference of an output that rounding may have made
+_ROUNDING = 0.1  # largest difference of an output that rounding can cause
 _TIE = 1e-4  # labels whose log-probabilities differ by no more than this count as equal
 TOLERANCE = 1e-3  # largest difference of an output, for formats that compute in fp32
-#: Increase of the WER that 8-bit weights may cost: in points, or relative to the WER if that is more.
+#: Allowed increase of the WER by 8-bit weights: in points, or relative to the WER if that is more.
 POINTS, SHARE = 1.0, 0.1
-#: Share of the clips (at least one clip) whose words may change in a program that modifies the waveform first.
+#: Share of the clips (at least one) whose words may change in a program that modifies the waveform first.
 _MAX_CHANGED_SHARE = 0.02
 
 
@@ -33,13 +33,13 @@ class ParityResult:
 
     format: str
     bytes: int | None
-    """Size of its files; None for the checkpoint, and for the code of others."""
+    """Size of its files; None for the checkpoint, and for an imported model's original code."""
     difference: float | None
-    """Largest absolute difference from the checkpoint's outputs; None for a program that gives only words."""
+    """Largest absolute difference from the checkpoint's outputs; None for a program that outputs only words."""
     batch_difference: float | None
     """Largest absolute difference in a batch of uneven lengths; None for a format that takes no batches."""
     words_changed: int
-    """Number of clips with other words than the checkpoint's, not counting ties that rounding decides."""
+    """Number of clips whose words differ from the checkpoint's, not counting ties that rounding decides."""
     wer: float | None
     """WER against the transcripts, per cent; None without transcripts."""
     wer_of_checkpoint: float
@@ -54,9 +54,9 @@ class Comparison:
     """Runs formats on the clips and compares their outputs with the checkpoint's.
 
     reference : runs the checkpoint on one waveform [S]
-    text : turns an output into text; None for outputs that can't be read
+    text : turns an output into text; None for outputs without words
     reference_text : turns the checkpoint's output into text, if not by ``text``
-    outputs : the outputs' names, where there are several; each clip then has a tuple of arrays
+    outputs : the outputs' names if there are several; each clip then has a tuple of arrays
     """
 
     def __init__(self, clips: ComparisonClips, reference: Callable[[np.ndarray], Output], sample_rate: float,
@@ -68,27 +68,26 @@ class Comparison:
         self.texts = [(reference_text or self.text)(each) for each in self.expected]
         self.results = [ParityResult(CHECKPOINT, None, 0.0, None, 0, self._wer(self.texts), 0.0, self._rtf(seconds))]
         self.companions: dict[str, Mapping[str, Comparison]] = {}
-        """Of further graphs by their names: a comparison for each way of running them."""
+        """Comparisons of further graphs, by their names and by modes of running them."""
 
     what = "outputs"
     """What the outputs are, for messages."""
     compared_with = "the checkpoint"
-    """What gave the expected ones, for messages."""
+    """What the expected outputs come from, for messages."""
     max_changed_share = _MAX_CHANGED_SHARE
-    """The share of the clips, at least one, whose words may change in a program that gives only words. 0: of none in
-    which no frame is a tie that its rounding decides."""
+    """Share of the clips, at least one, whose words may change in a program that outputs only words. 0: only those of
+    clips with a tie that rounding decides."""
 
     max_changed_clips = 0
-    """How many clips may have other words than the checkpoint's, not counting ties."""
+    """Number of clips whose words may differ from the checkpoint's, not counting ties."""
 
     def with_reference(self, name: str) -> Comparison:
-        """Call the reference by the name of those whose code it is, instead of a checkpoint."""
+        """Name the reference after the library whose code it is, instead of a checkpoint."""
         self.results[0].format, self.compared_with = name, f"{name}'s own code"
         return self
 
     def max_difference(self, expected: list[Output], found: list[Output]) -> float:
-        """Measure how far outputs are from the checkpoint's: the largest difference; infinity where shapes differ or
-        values are not finite."""
+        """Return the largest difference from the checkpoint's outputs; infinity if shapes differ or values aren't finite."""
         worst = 0.0
         for pair in zip(expected, found, strict=True):
             for mine, theirs in zip(*map(_parts, pair), strict=True):
@@ -103,13 +102,12 @@ class Comparison:
         return tolerance
 
     def undecided(self, expected: np.ndarray) -> bool:
-        """Whether the two best labels of a frame of [T, V] score almost equally, by what a program's outputs may
-        differ."""
+        """Whether the two best labels of some frame of [T, V] score almost equally, within the tolerance."""
         best = np.partition(expected, -2)[:, -2:]
         return bool((best[:, 1] - best[:, 0] <= TOLERANCE).any())
 
     def tied(self, expected: np.ndarray, found: np.ndarray) -> bool:
-        """Whether outputs whose words differ do so only where rounding decides."""
+        """Whether the words of these outputs differ only where rounding decides."""
         return tied(expected, found)
 
     def shown(self, difference: float) -> str:
@@ -158,7 +156,7 @@ class Comparison:
         return where
 
     def add_words(self, name: str, transcribe: Callable[[np.ndarray], str], size: int) -> ParityResult:
-        """Run a program that gives only words on the clips and record how they differ."""
+        """Run a program that outputs only words on the clips and record how they differ."""
         texts, seconds = _timed(lambda clip: transcribe(clip.signal), self.clips.alone)
         changed = sum(mine.split() != theirs.split() and (self.max_changed_share > 0 or not self.undecided(scores))
                       for mine, theirs, scores in zip(self.texts, texts, self.expected, strict=True))
@@ -176,7 +174,7 @@ class Comparison:
         return rates.rate
 
     def batchable(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether utterances have the same outputs in a batch as alone; some layers look at the padding."""
+        """Whether utterances have the same outputs in a batch as alone; some layers use the padding."""
         return all(each.batch_difference is None or each.batch_difference <= self.threshold(tolerance)
                    for each in self.results if each.format != layout.INT8)
 

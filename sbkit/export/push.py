@@ -1,4 +1,4 @@
-"""Puts a bundle on the Hugging Face Hub, as it was proven equal."""
+"""Uploads a bundle to the Hugging Face Hub, exactly as it was compared."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def push(bundle: Path, repository: str, private: bool = False) -> str:
     Files that another program left in the folder aren't uploaded, and one that was changed is refused; README.md, the
     model card, may be edited. The token is what huggingface_hub finds, and is never read here.
 
-    repository : ``owner/name``; it is made if there is none
-    private : make it for its owner only; one that exists stays what it is
+    repository : ``owner/name``, created if it doesn't exist
+    private : create it as private; an existing one is not changed
     """
     config = layout.read(bundle)
     for name, expected in config.files.items():
@@ -40,7 +40,7 @@ def push(bundle: Path, repository: str, private: bool = False) -> str:
     except errors.LocalTokenNotFoundError as error:
         raise SbkitError("you are not logged in to the hub", hint=_LOG_IN) from error
     except errors.HfHubHTTPError as error:
-        # Without its cause, which has what the hub answered, and that may have the token: --debug would show it.
+        # Without its cause: the hub's response may contain the token, which --debug would show.
         status = error.response.status_code
         if status == 401:
             raise SbkitError(f"the hub doesn't accept your token, so you can't write to {repository}",

@@ -1,4 +1,4 @@
-"""The README.md of a bundle whose model gives tensors: what it is and how to use each format."""
+"""The README.md of a bundle whose model outputs tensors: what it is and how to use each format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sbkit.export import layout
 from sbkit.export.layout import Bundle, Config
 from sbkit.export.parity import Comparison
 
-#: What readers of all kinds of bundles are told of a program of torch.
+#: The warning about a program of torch, in READMEs of all kinds of bundles.
 PROGRAM = """A `.pt2` file is a program: opening it can run any code of its author. Open it only if you trust who made
 this bundle. sbkit opens it only if you ask for it (`--model torch`).
 """
@@ -37,7 +37,7 @@ outputs = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
 
 
 def heading(name: str, config: Bundle) -> str:
-    """What was trained or imported if the folder is named ``bundle``, as most are; otherwise the folder's name."""
+    """The experiment or imported model if the folder is named ``bundle``, otherwise the folder's name."""
     known = config.trained.get("imported") or config.trained.get("experiment")
     return f"# {known}" if known and name == "bundle" else f"# {name}"
 
@@ -98,7 +98,7 @@ def joined(config: Config) -> str:
 
 
 def compared(comparison: Comparison) -> str:
-    """Make the section on the comparison, which READMEs of all kinds of bundles end with."""
+    """Make the section on the comparison, the last in READMEs of all kinds of bundles."""
     return f"""## What was compared
 
 On {comparison.clips.origin}, and one clip longer than any in training. The first row is {comparison.compared_with}.

@@ -12,8 +12,8 @@ import torch
 
 from sbkit.export import layout
 
-#: What a graph gives for an utterance, without padding: an array, or a tuple of several.
-Output = Any  # what a task's graph gives, which its comparison reads
+#: A graph's output for an utterance, without padding: an array, or a tuple of several.
+Output = Any  # depends on the task's graph
 #: Maps a batch of waveforms [S] to the output of each.
 Runner = Callable[[Sequence[np.ndarray]], list[Output]]
 #: Maps a graph's inputs, in their order, to its outputs.

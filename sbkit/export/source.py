@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-Task = Any  # the Brain of a run, whose class only the rooms of tasks have
+Task = Any  # the Brain of a run, whose class this package can't import
 
 
 @dataclass
@@ -44,7 +44,7 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, 
 
     checkpoint : ``best`` (by the task's metric), ``last`` or the name of a checkpoint
     mean_of : average the weights of this many checkpoints
-    bundles : opens the recogniser of a task that makes sound
+    bundles : opens the recogniser of a task whose model outputs audio
     mean, accept_worse : see ``old_set.guard``
     """
     recipe = restore.read_run(Path(run))
@@ -73,8 +73,8 @@ def of_brain(brain: Task, run: Path, facts: dict[str, Any], bundles: Bundles | N
     return Trained(exported, brain.keys, {**facts, "parameters": parameters})
 
 
-def _forward(brain: Task, signal: Tensor, samples: int) -> Any:  # whatever the task's forward gives
-    """Return what the task's own forward makes of one padded waveform [S]."""
+def _forward(brain: Task, signal: Tensor, samples: int) -> Any:  # depends on the task
+    """Run the task's forward on one padded waveform [S]."""
     try:
         return brain.compute_forward(brain.clip_batch(signal, samples), Stage.TEST)
     except Exception as error:
@@ -83,7 +83,7 @@ def _forward(brain: Task, signal: Tensor, samples: int) -> Any:  # whatever the 
 
 
 def _set_recogniser(brain: Task, folder: str, bundles: Bundles) -> None:
-    """Let a recogniser hear what is exported, if it is still there."""
+    """Set the recogniser that transcribes the exported model's audio, if its bundle still exists."""
     try:
         brain.take_recogniser(bundles.recogniser(folder, brain.keys.sample_rate))
     except SbkitError as error:

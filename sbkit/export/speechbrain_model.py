@@ -1,4 +1,4 @@
-"""A folder for SpeechBrain's ``EncoderASR``, opened by SpeechBrain itself, and its parts as a recogniser takes them."""
+"""A model for SpeechBrain's ``EncoderASR``, opened by SpeechBrain, and its parts for a recogniser."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from sbkit.score.metric import Metric
 
 _MARKS = ("unk_label", "bos_label", "eos_label")  # of a CTCTextEncoder
 _TYPES, _EPSILON = ("wav2vec2", "hubert", "wavlm"), 1e-5
-_PROBED = {True: (64, 640), False: (16_000, 64_000)}  # frames, or samples: a length, and how much longer another is
+_PROBED = {True: (64, 640), False: (16_000, 64_000)}  # frames, or samples: a length, and the increase to a second one
 
 
 class WaveEncoder(nn.Module):
     """SpeechBrain's wrapper of wav2vec 2.0, HuBERT or WavLM, for waveforms [B, S] and sample counts [B].
 
-    Its own can't be traced. Waveforms and states are normalised as there, but each over what is an utterance's own.
+    The original can't be traced. Waveforms and states are normalised as there, but without an utterance's padding.
     """
 
     def __init__(self, own: Any):  # of SpeechBrain's integrations, which need transformers
@@ -60,7 +60,7 @@ class WaveEncoder(nn.Module):
 
 
 def _normalized(states: Tensor, counts: Tensor) -> Tensor:
-    """Normalise [B, T, D] over all numbers of an utterance's own ``counts`` [B] frames, as torch's layer_norm does."""
+    """Normalise [B, T, D] over all values of an utterance's ``counts`` [B] frames, as torch's layer_norm does."""
     inside, numbers = lengths_to_mask(counts, states.shape[1])[..., None], (counts * states.shape[2])[:, None, None]
     mean = states.masked_fill(~inside, 0.0).sum((1, 2), keepdim=True) / numbers
     centred = (states - mean).masked_fill(~inside, 0.0)
@@ -68,11 +68,11 @@ def _normalized(states: Tensor, counts: Tensor) -> Tensor:
 
 
 class Layers(nn.Module):
-    """All that follows the features: [B, T, F] and frame counts [B], or waveforms and samples, to scores [B, T', V].
+    """All layers after the features: [B, T, F] and frame counts [B], or waveforms and samples, to scores [B, T', V].
 
-    layers : SpeechBrain's, in their order, and the name of the argument by which each takes relative lengths, if any
-    order : which of their outputs each one is
-    width : features of a frame; None: they take waveforms
+    layers : SpeechBrain's, in order, each with the name of its argument for relative lengths, if any
+    order : the index in their outputs of each output
+    width : features of a frame; None if the input is waveforms
     """
 
     order: Tensor
@@ -85,14 +85,14 @@ class Layers(nn.Module):
 
     @torch.no_grad()
     def _frame_rule(self, width: int | None) -> tuple[int, int]:
-        """Find (factor, shift) with ``frames(n) == (n + shift) // factor``, by trying it."""
+        """Find (factor, shift) with ``frames(n) == (n + shift) // factor``, by experiment."""
         def count(size: int) -> int:
             return int(self(torch.zeros(1, size, *([] if width is None else [width])), torch.tensor([size])).shape[1])
 
         shortest, more = _PROBED[width is not None]
         base = count(shortest)
         factor = round(more / (count(shortest + more) - base))
-        below, above = shortest, shortest + factor  # the length at which there is one more lies between
+        below, above = shortest, shortest + factor  # the length with one more output lies between
         while above - below > 1:
             middle = (below + above) // 2
             below, above = (below, middle) if count(middle) > base else (middle, above)
@@ -115,22 +115,22 @@ class Layers(nn.Module):
 
 
 class SpeechBrainModel:
-    """A model for ``EncoderASR``. Its hyperparams.yaml is code, which opening it runs; its weights are only read."""
+    """A model for ``EncoderASR``. Opening it runs its hyperparams.yaml, which is code; weights are only read."""
 
     def __init__(self, folder: Path):
         try:
             found = source.find(folder, "best", 1, Metric("WER"))
-        except SbkitError as error:  # in a recipe's words
+        except SbkitError as error:  # names a recipe's key
             raise SbkitError(error.message.removeprefix("init_from: "),
                              hint="download or copy all that belongs to the model") from error
         if found.checkpointer is not None:
             raise SbkitError(f"{folder} is an sbkit run", hint=f"sbkit export {folder} --to BUNDLE")
-        found.tensors(shapes=True)  # refuses what holds more than tensors
+        found.tensors(shapes=True)  # refuses files with more than tensors
         from speechbrain.inference.ASR import EncoderASR
 
         try:
             with tempfile.TemporaryDirectory() as temporary:
-                self.own: Any = EncoderASR.from_hparams(  # it has whatever the YAML makes
+                self.own: Any = EncoderASR.from_hparams(  # its attributes depend on the YAML
                     source=str(folder), savedir=temporary, run_opts={"device": "cpu"})
         except Exception as error:  # a YAML may do anything
             raise SbkitError(
@@ -159,12 +159,12 @@ class SpeechBrainModel:
 
     @property
     def hop_samples(self) -> int:
-        """Samples between two frames of features; 1 if it takes waveforms."""
+        """Samples between two frames of features; 1 if the input is waveforms."""
         stft: Any = None if self.features is None else self.features.compute_STFT  # SpeechBrain has no types
         return 1 if stft is None else int(stft.hop_length)
 
     def _piece_model(self) -> bytes:
-        """Make its tokens a SentencePiece model, with the blank first."""
+        """Make a SentencePiece model of its tokens, with the blank first."""
         own = self.own.tokenizer
         if isinstance(own, sentencepiece.SentencePieceProcessor):
             pieces = [own.id_to_piece(i) for i in range(own.vocab_size())]
@@ -186,7 +186,7 @@ class SpeechBrainModel:
                            scores)
 
     def own_code(self) -> Callable[[np.ndarray], tuple[np.ndarray, str]]:
-        """Return what SpeechBrain makes of a waveform [S]: log-probabilities [T, V], text."""
+        """Return a function that runs SpeechBrain on a waveform [S]: log-probabilities [T, V] and text."""
         own = self.own.tokenizer
 
         @torch.no_grad()

@@ -22,7 +22,7 @@ class Vocabulary:
 
     symbols : the tokens in order of their ids, with ``▁`` for the space before a word
     config : the bundle's configuration
-    folder : the bundle, where its decoder needs more of its files
+    folder : the bundle, if its decoder needs more of its files
     """
 
     def __init__(self, symbols: Sequence[str], config: Config, folder: Path | None = None):
@@ -38,7 +38,7 @@ class Vocabulary:
         return len(self.symbols)
 
     def check(self, labels: np.ndarray) -> None:
-        """Refuse ids outside the table; negative ones would look up a wrong token unnoticed."""
+        """Refuse ids outside the vocabulary; negative ones would silently index a wrong token."""
         if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < len(self):
             unknown = np.unique(labels[(labels < 0) | (labels >= len(self))]).tolist()
             raise SbkitError(f"the model gave the token ids {unknown[:5]}, but the bundle has {len(self)} tokens",
@@ -57,7 +57,7 @@ class Vocabulary:
 
     @property
     def spelling(self) -> Spelling:
-        """How a search of a stream writes the tokens."""
+        """How a streaming search spells the tokens."""
         return Spelling(self.symbols, self.config.frame_seconds, self._silent, self.config.word_separator)
 
     @property

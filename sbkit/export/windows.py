@@ -1,4 +1,4 @@
-"""Cuts a stream's samples into the windows that its graph takes. Needs only numpy."""
+"""Cuts a stream's samples into the windows for its graph. Needs only numpy."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from sbkit.export.layout import Config
 
 
 class Window(NamedTuple):
-    """What a graph takes for one chunk."""
+    """The input of a graph for one chunk."""
 
     samples: np.ndarray
     """``[S]`` float32."""
     frames: int
-    """Feature frames that are real, fewer than others only in a stream's last window."""
+    """Valid feature frames; fewer than in others only in a stream's last window."""
 
 
 class Windows:
-    """The windows of one stream, as its samples come.
+    """The windows of one stream, as its samples arrive. Keeps less than two windows of samples.
 
-    It keeps less than two windows of samples, however long the stream is.
-
-    config : of a model that takes streams
+    config : of a streaming model
     chunk : output frames of a chunk, one of the model's sizes
     """
 
     def __init__(self, config: Config, chunk: int):
-        assert config.streaming is not None, "asked of models that take streams"
+        assert config.streaming is not None, "only for streaming models"
         self.hop, self.before, self.after = config.hop_samples, config.streaming.before, config.streaming.after
         self.size, self.samples = self.hop + config.streaming.overlap, config.window(chunk)
         self.frames = chunk * config.subsampling
@@ -36,18 +34,18 @@ class Windows:
         self.moves = self.frames - config.streaming.ahead * config.subsampling
         """Feature frames from the first of a full window to the first of the next."""
         self.seconds = self.moves * self.hop / config.sample_rate
-        """What a full window adds to those before it."""
+        """Seconds that a full window adds."""
         self.reset()
 
     def reset(self) -> None:
         """Begin another stream."""
         self.received = self.next_frame = self._start = 0
-        """Samples that came, the next window's first frame, and the first sample that is kept."""
+        """Samples received, the next window's first frame, and the first sample that is kept."""
         self._kept = np.zeros(0, np.float32)
 
     @property
     def wanted(self) -> int:
-        """How many more samples complete the next window."""
+        """How many more samples the next window needs."""
         return self._first() + self.samples - self.received
 
     def feed(self, samples: np.ndarray) -> list[Window]:
@@ -71,7 +69,7 @@ class Windows:
         return windows
 
     def _first(self) -> int:
-        """Return the place of the next window's first sample; below 0: in the mirror image."""
+        """Return the index of the next window's first sample; below 0: in the mirror image."""
         return self.next_frame * self.hop - self.before
 
     def _next(self, frames: int) -> Window:
