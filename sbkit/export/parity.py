@@ -87,7 +87,7 @@ class Comparison:
         return self
 
     def max_difference(self, expected: list[Output], found: list[Output]) -> float:
-        """Return the largest difference from the checkpoint's outputs; infinity if shapes differ or values aren't finite."""
+        """Return the largest difference from the expected outputs; infinity for other shapes or non-finite values."""
         worst = 0.0
         for pair in zip(expected, found, strict=True):
             for mine, theirs in zip(*map(_parts, pair), strict=True):
