@@ -46,7 +46,8 @@ from sbkit.system.console import atomic_write, progress, table, time_span
 FOLDER = "labelling"
 CALIBRATION = "calibration.json"
 #: Whether a row is kept, or why it is left out.
-KEPT, UNREADABLE, NO_WORDS, NO_PAUSE, UNSURE = "kept", "unreadable", "no words", "no pause", "low confidence"
+KEPT, UNREADABLE, NO_WORDS, NO_PAUSE, UNSURE, UNLIKE = (
+    "kept", "unreadable", "no words", "no pause", "low confidence", "not calibrated")
 #: The shortest pause to cut at, and the longest silence that a piece keeps at each end.
 PAUSE_SECONDS, MARGIN_SECONDS = 0.4, 0.5
 _KEEPS = (0.95, 0.9, 0.8, 0.7, 0.5)  # for which the hours are shown
@@ -317,6 +318,7 @@ def _write(request: LabelRequest, path: Path, calibration: Calibration, errors: 
             for row, confidence in _rows(recording):
                 expected = 0.0 if confidence is None else float(calibration(np.float64(confidence)))
                 reason = NO_WORDS if confidence is None else NO_PAUSE if row["duration"] > longest else (
+                    UNLIKE if confidence < calibration.confidences[0] else
                     KEPT if expected >= request.keep else UNSURE)
                 rows[reason] += 1
                 hours[reason] += row["duration"] / 3600
@@ -345,7 +347,10 @@ def _report(request: LabelRequest, rows: Mapping[str, int], hours: Mapping[str, 
             candidates: Sequence[tuple[float, float]], errors: Mapping[str, str]) -> None:
     print_first("left out", [f"{json.loads(key)[0]}: {problem}" for key, problem in errors.items()])
     print(table(["", "rows", "hours"], [(each, rows[each], f"{hours[each]:.2f}") for each in (
-        KEPT, UNSURE, NO_WORDS, NO_PAUSE, UNREADABLE) if each == KEPT or rows[each] or hours[each] > 0.005]))
+        KEPT, UNSURE, UNLIKE, NO_WORDS, NO_PAUSE, UNREADABLE) if each == KEPT or rows[each] or hours[each] > 0.005]))
+    if rows[UNLIKE]:
+        print(f"{rows[UNLIKE]} rows have a lower confidence than every recording of {request.calibrate}, so their word "
+              "accuracy is unknown: calibrate on recordings like these to keep some of them")
     kept = [each for each in candidates if each[0] >= request.keep]
     if total := sum(length for _, length in kept):
         mean = sum(expected * length for expected, length in kept) / total

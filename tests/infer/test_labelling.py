@@ -80,6 +80,19 @@ def test_what_is_sure_is_kept_and_all_else_has_its_reason(home, tmp_path, capsys
     assert "expected calibration error" in out and "expected word accuracy %" in out
 
 
+def test_recordings_unlike_all_of_the_list_are_not_kept_whatever_is_asked_for(home, tmp_path, capsys):
+    generator, clear = np.random.default_rng(1), tmp_path / "clear.jsonl"
+    clear.write_text("".join(json.dumps({"audio_filepath": f"clear/{i}.wav", "text": clip(
+        tmp_path / "clear" / f"{i}.wav", generator, 0.05)}) + "\n" for i in range(40)))
+    for i in range(4):
+        clip(tmp_path / "audio" / f"{i}.wav", generator, 0.6)
+    assert label(home, tmp_path / "labels", "--keep", "0.01", audio=[tmp_path / "audio"], calibrate=clear) == 0
+    assert not (tmp_path / "labels/train.jsonl").read_text()
+    assert {each["reason"] for each in rows(tmp_path / "labels/labelling/left_out-train.jsonl")} == {"not calibrated"}
+    out = capsys.readouterr().out
+    assert "4 rows have a lower confidence than every recording of" in out and "other values of --keep" not in out
+
+
 def test_a_long_recording_comes_in_pieces_that_training_reads_as_they_were_transcribed(home, tmp_path):
     label(home, tmp_path / "labels", audio=["audio/long.wav"])
     kept = rows(tmp_path / "labels/train.jsonl")
