@@ -35,7 +35,7 @@ class LengthRule:
         for factor in range(1, n // 3):
             if all(outputs[t] + 1 == outputs[t + factor] for t in range(n // 3, n - factor)):
                 return factor
-        raise ValueError("the layers do not shorten their input by a whole factor, such as 4")
+        raise ValueError("the layers do not subsample their input by an integer factor, such as 4")
 
     @classmethod
     def identity(cls) -> LengthRule:

@@ -103,7 +103,7 @@ class ASR(Task):
         for split, manifest in manifests.items():
             uncovered = tokenizer.coverage(manifest.texts)
             if uncovered:
-                logger.warning("The tokenizer cannot express %d characters of %s: %s", uncovered.total(), split,
+                logger.warning("The tokenizer has no tokens for %d characters of %s: %s", uncovered.total(), split,
                                _most_common(uncovered))
         return follows
 
@@ -122,7 +122,7 @@ class ASR(Task):
     def check_manifest(cls, keys: RecogniserKeys, split: str, manifest: Manifest) -> None:
         uncovered = keys.tokenizer.coverage(manifest.texts)
         if uncovered:
-            logger.warning("The model cannot write %d characters of these texts, so each is an error: %s",
+            logger.warning("The model can't output %d characters of these texts, so each is an error: %s",
                            uncovered.total(), _most_common(uncovered))
 
     @property
@@ -234,7 +234,7 @@ def keep_tokenizer(keys: RecogniserKeys, texts: Sequence[str],
         source = initial.source_of(keys)
         if source is None:
             raise SbkitError("init_tokenizer: keep needs a model to take the tokenizer from",
-                             hint="name one: init_from")
+                             hint="set init_from")
         proto = source.piece_model()
         if proto is None:
             raise SbkitError(f"init_tokenizer: keep: {source.description} has no tokenizer", hint=_NEW)

@@ -69,7 +69,7 @@ def prepare(norm: GlobalNorm, settings: FeatureSettings, manifest: Manifest, sho
     """Compute the statistics of a training split, unless the file already has them."""
     fingerprint = _fingerprint(settings, manifest)
     if _stored(norm).get("fingerprint") == fingerprint:
-        logger.info("%s: computed from this corpus already", path_of(norm))
+        logger.info("%s: already computed from this corpus", path_of(norm))
         return
     found = compute(settings, manifest, show=show)
     facts = {"fingerprint": fingerprint, "utterances": len(manifest) - found.left_out, "left_out": found.left_out,

@@ -34,7 +34,7 @@ class RecogniserKeys(TaskKeys):
                                "test is scored before and after; null: none", None, Range(0, 0.9, above=True))
     replay_from: str | None = key("a run trained on that corpus, or the corpus itself, if init_from is not a run", None)
     spec_augment: Callable[[Tensor, Tensor], Tensor] | None = key(
-        "masks features [B, T, F] in training, called with their frame counts [B] too, such as "
+        "the augmentation of features [B, T, F] in training, called with frame counts [B] too, such as "
         "sbkit.nn.spec_augment.SpecAugment", None)
 
     @classmethod

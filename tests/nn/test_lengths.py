@@ -46,7 +46,7 @@ def test_integers_and_tensors_agree():
 
 
 def test_layers_that_do_not_shorten_evenly_are_refused():
-    with pytest.raises(ValueError, match="whole factor"):
+    with pytest.raises(ValueError, match="integer factor"):
         LengthRule([t * t for t in range(64)])
 
 

@@ -47,7 +47,7 @@ def overlapped(frames: Tensor, hop: int) -> Tensor:
 def check(size: int, hop: int) -> None:
     """Raise unless frames of ``size`` samples every ``hop`` overlap evenly and symmetrically."""
     if size % hop or (size - hop) % 2:
-        raise ValueError(f"size is {size}: it must be a multiple of hop ({hop}), and an even number more")
+        raise ValueError(f"size is {size}: it must be a multiple of hop ({hop}), and larger by an even number")
 
 
 def window(size: int) -> Tensor:

@@ -140,7 +140,7 @@ class FiniteScalars(Quantiser):
     def __init__(self, levels: Sequence[int] = (8, 5, 5, 5), books: int = 1, noise: float = 0.0):
         super().__init__()
         if not levels or min(levels) < 2 or books < 1:
-            raise ValueError(f"levels are {list(levels)} and books {books}: there must be a book, and two levels")
+            raise ValueError(f"levels are {list(levels)} and books {books}: use 1 book or more, and 2 levels or more")
         if not 0 <= noise <= 1:
             raise ValueError(f"noise is {noise}, not a share between 0 and 1")
         self.levels, self.books, self.noise = tuple(levels), books, noise

@@ -29,7 +29,7 @@ class Frames(nn.Module, ABC):
         super().__init__()
         self.features_size = self.masks_size = 0
         if hop < 1 or size % hop or size == hop:
-            raise ValueError(f"size is {size}: it must be a multiple of hop ({hop}), twice at least")
+            raise ValueError(f"size is {size}: it must be a multiple of hop ({hop}), and at least twice as large")
         self.size, self.hop = size, hop
 
     @property

@@ -79,7 +79,7 @@ class Encoder(nn.Module):
         self.adapter_language = adapter_language
         if adapter_language is not None and not self._adapters():
             raise SbkitError(f"adapter_language is {adapter_language}, but {self.source} has no language adapters",
-                             hint="it is for models of MMS, whose config.json says adapter_attn_dim; write null")
+                             hint="it is for models of MMS, whose config.json has adapter_attn_dim; write null")
         self.reinitialised: frozenset[str] = frozenset()
         """The names of tensors that the source lacks, once it was checked."""
         if copy is None and here:  # on this machine, so problems are reported at once

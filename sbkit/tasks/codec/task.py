@@ -59,7 +59,7 @@ class CodecKeys(TaskKeys):
                           "<adversarial_from>` below it, and add it to the model, or adversarial_from: 0")
         if there and not self.adversarial_from:
             yield Problem("adversarial_from", "it is 0, so nothing would train the discriminators",
-                          "write `adversarial_from: !ref <adversarial_from>` under discriminators: then it has none")
+                          "write `adversarial_from: !ref <adversarial_from>` under discriminators, which then has none")
 
 
 #: The frames of the mel spectra whose distance is the metric, the same for every recipe, in seconds, and their bands.

@@ -27,8 +27,8 @@ class EncoderKeys(RecogniserKeys):
 
     compute_features: nn.Module | None = key("waveforms [B, S] to features [B, T, F], such as SpeechBrain's Fbank; "
                                              "null: the encoder takes waveforms", None)
-    normalize: nn.Module | None = key("normalises features [B, T, F], called with relative lengths [B] too, such as "
-                                      "SpeechBrain's InputNormalization", None)
+    normalize: nn.Module | None = key("the normalisation of features [B, T, F], called with relative lengths [B] "
+                                      "too, such as SpeechBrain's InputNormalization", None)
     CNN: nn.Module | None = key("the front end, [B, T, F] to [B, T', ...], such as SpeechBrain's ConvolutionFrontEnd",
                                 None)
     Transformer: nn.Module | None = key("the encoder (and decoder): a SpeechBrain transformer", None)

@@ -161,7 +161,7 @@ class SpeakerKeys(TaskKeys):
                                       "SpeechBrain's Fbank; each utterance's mean is subtracted from them")
     hop_length: float = key("milliseconds between frames of compute_features", 10, POSITIVE)
     spec_augment: Callable[[Tensor, Tensor], Tensor] | None = key(
-        "masks features [B, T, F] in training, called with their frame counts [B] too, such as "
+        "the augmentation of features [B, T, F] in training, called with frame counts [B] too, such as "
         "sbkit.nn.spec_augment.SpecAugment", None)
     embedding_model: nn.Module = key("features [B, T, F] and frame counts [B] to embeddings [B, D], "
                                      "such as a sbkit.nn.speaker.ECAPA or XVector")

@@ -147,7 +147,7 @@ def _head_fits(keys: TransducerKeys, built: Built, findings: Findings) -> bool:
     for name, key in (("vocabulary", "output_neurons"), ("blank", "blank_index")):
         mine, theirs = getattr(keys.transducer, name), getattr(keys, key)
         if mine != theirs:
-            findings.error("vocabulary", node.place_of(name), node.key_of(name), f"it is {mine}, {key} is {theirs}",
+            findings.error("vocabulary", node.place_of(name), node.key_of(name), f"it is {mine}, but {key} is {theirs}",
                            f"write `{name}: !ref <{key}>`")
             fits = False
     return fits

@@ -155,7 +155,7 @@ def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> 
         if not initial.fresh(keys) and trained_on is not None and not _same(trained_on, facts):
             raise SbkitError(f"the labels in {keys.labels}, on which the checkpoints depend, are of another codec, "
                              "recogniser or corpus",
-                             hint="start in a new output_folder, or set codec, recogniser and corpus back")
+                             hint="start in a new output_folder, or restore codec, recogniser and corpus")
         if (before := label_facts(keys)) is not None and _same(before, facts):
             logger.info("labels: those in %s are up to date", keys.labels)
         else:

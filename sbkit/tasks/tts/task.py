@@ -108,7 +108,7 @@ class TTS(SpeechTask):
         for name, known, size in (("symbols", len(symbols), rows.symbols),
                                   ("speakers", len(keys.speakers.names), rows.speakers)):
             if known > size:
-                raise SbkitError(f"text_encoder has {size} {name}, but the corpus {known}",
+                raise SbkitError(f"text_encoder has {size} {name}, but the corpus has {known}",
                                  hint=f"write {name}: !ref <n_{name}> under text_encoder")
         return symbols
 

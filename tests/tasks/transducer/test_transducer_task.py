@@ -85,7 +85,7 @@ def test_what_does_not_go_together_is_told(data, tmp_path, keys, told):
 
 
 @pytest.mark.parametrize("keys, told", [
-    ({"vocabulary": 20}, "it is 20, output_neurons is"), ({"blank": 3}, "it is 3, blank_index is 0"),
+    ({"vocabulary": 20}, "it is 20, but output_neurons is"), ({"blank": 3}, "it is 3, but blank_index is 0"),
     ({"context": 17}, "context is 17"), ({"size": 0}, "size is 0")])
 def test_the_check_compares_the_head_with_the_recipe(data, tmp_path, keys, told):
     report = check(TRANSDUCER, {"output_folder": str(tmp_path / "run"), "data_folder": str(data), **SMALL,
