@@ -38,7 +38,7 @@ class BeamSearch(TokenSearch):
         return super().search(batch, weights)
 
     def _search_spans(self, batch: Events, weights: FusionWeights, nbest: int
-               ) -> list[list[tuple[TokenHypothesis, TokenSpans]]]:
+                      ) -> list[list[tuple[TokenHypothesis, TokenSpans]]]:
         found = CTCSearch(self.fusion, weights, max(self.beam, self.nbest), self.width).run(batch, nbest)
         flat = [each for hypotheses in found for each in hypotheses]
         spans = iter(spans_of(batch, [each.tokens for each in flat], [each.events for each in flat]))

@@ -49,7 +49,7 @@ def align(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: T
     targets = targets.cpu()
     names = ids or [f"number {i} of the batch" for i in range(len(frames))]
     _check_fit(frames, [row[:size].tolist() for row, size in zip(targets, tokens, strict=True)], blank_id,
-                  log_probs.shape[2], names)
+               log_probs.shape[2], names)
     labels = torch.full(log_probs.shape[:2], blank_id, dtype=torch.int64)
     confidence = torch.ones(log_probs.shape[:2])
     for i, (size, count) in enumerate(zip(frames, tokens, strict=True)):  # torchaudio aligns one utterance at a time
@@ -62,7 +62,7 @@ def align(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: T
 
 
 def _check_fit(frames: list[int], targets: list[list[int]], blank_id: int, labels: int,
-                  names: Sequence[str]) -> None:
+               names: Sequence[str]) -> None:
     wrong = []
     for name, size, target in zip(names, frames, targets, strict=True):
         needed = len(target) + sum(a == b for a, b in pairwise(target))

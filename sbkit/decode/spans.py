@@ -121,8 +121,8 @@ def words(spans: TokenSpans, piece: Callable[[int], str], frame_seconds: float, 
 
 
 def group_tokens(spans: TokenSpans, piece: Callable[[int], str], *, skip: Collection[int] = (),
-            separator: str | None = WORD_START, pause: float | None = None, longest: float | None = None
-            ) -> list[WordTokens]:
+                 separator: str | None = WORD_START, pause: float | None = None, longest: float | None = None
+                 ) -> list[WordTokens]:
     """Assign tokens to words; the arguments are those of :func:`words`.
 
     longest : a word's maximum length in frames: a token that begins later begins another word; None: no maximum

@@ -117,7 +117,7 @@ class TokenSearch(ABC):
 
     @abstractmethod
     def _search_spans(self, batch: Any, weights: FusionWeights, nbest: int,  # as above
-               ) -> list[list[tuple[TokenHypothesis, TokenSpans]]]:
+                      ) -> list[list[tuple[TokenHypothesis, TokenSpans]]]:
         """Search, and return the spans of each transcript's tokens."""
 
     def decode(self, scores: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> list[list[Hypothesis]]:

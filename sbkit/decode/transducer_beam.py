@@ -132,7 +132,7 @@ class TransducerBeam(TokenSearch):
         return self.joint, self.fusion, weights, beam, self.width, self.token_threshold, self.token_beam
 
     def _search_spans(self, batch: States, weights: FusionWeights, nbest: int
-               ) -> list[list[tuple[TokenHypothesis, TokenSpans]]]:
+                      ) -> list[list[tuple[TokenHypothesis, TokenSpans]]]:
         found = TransducerPrefixSearch(*self._options(weights, max(self.beam, self.nbest))).run(batch, nbest)
         begins = accumulate(map(len, batch.rows), initial=0)
         return [[(each, spans_of(each.tokens, each.events - begin, each.probs)) for each in hypotheses]

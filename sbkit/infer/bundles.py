@@ -51,7 +51,7 @@ class Aligner:
             return str(error)
         frame = config.frame_seconds
         return Alignment([symbols[number] for number in spans.ids], spans.starts * frame, spans.ends * frame,
-                     config.word_separator)
+                         config.word_separator)
 
     def close(self) -> None:
         self._model.close()

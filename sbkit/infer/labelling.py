@@ -105,7 +105,7 @@ def label(request: LabelRequest) -> int:
     if inside := [name for name in request.files if Path(name).resolve().is_relative_to(to)]:
         raise SbkitError(f"{inside[0]} is inside {request.to}, where labels are written", hint="choose another --to")
     recordings = {key: each for each in collect(request.files, None, request.schemes)
-            if request.shard.has(key := _key(each))}
+                  if request.shard.has(key := _key(each))}
     with Engine(request.bundle, request.model, request.device, request.threads) as engine:
         print(engine.running, file=sys.stderr)
         work = request.to / FOLDER
@@ -115,8 +115,8 @@ def label(request: LabelRequest) -> int:
         with disk.disk_errors_as_user_error(request.to):
             with locked(work / ".lock"):
                 calibrated = any(work.glob("[!.]*"))
-                record_settings(work, request.bundle, {"model": engine.running.model, "search": request.search,
-                                             "shards": request.shard.shards}, redo=None if calibrated else True)
+                settings = {"model": engine.running.model, "search": request.search, "shards": request.shard.shards}
+                record_settings(work, request.bundle, settings, redo=None if calibrated else True)
                 calibration = _calibration(request, pipeline)
             with locked(work / f".{request.shard.name}.lock"):
                 transcribed = work / f"heard-{request.shard.name}.jsonl"

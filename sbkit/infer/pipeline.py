@@ -155,7 +155,7 @@ class Pipeline:
                 batch, future = running.popleft()
                 for each, log_probs in zip(batch, future.result(), strict=True):
                     partial.setdefault(each.recording, Assembly()).add(each.number, each.chunk, log_probs, self._frame,
-                                                              self.decoder)
+                                                                       self.decoder)
                     _move_if_complete(each.recording, partial, ready)
             if len(ready) >= self.decoder.at_once:
                 yield from self._finish(recordings, ready)

@@ -97,7 +97,7 @@ def test_each_line_is_what_the_whole_search_finds_in_it(how, searches):
     assert [count for count, _ in result.lines] == list(
         np.cumsum([len(whole(searches[how], line)) for line in lines]))
     assert [word.text for word in result.settled] == [word.text for line in lines
-                                                     for word in whole(searches[how], line)]
+                                                      for word in whole(searches[how], line)]
     assert result.partial == []
 
 

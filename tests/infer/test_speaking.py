@@ -119,7 +119,7 @@ def test_what_can_t_be_spoken_is_one_error_and_no_file(bundle, tmp_path, monkeyp
 def test_all_of_a_text_is_checked_before_any_of_it_is_spoken(bundle, tmp_path, capsys):
     (tmp_path / "book.txt").write_text("Fine. " * 20_000 + "\n\u0416")
     assert "'\u0416' (line 2, character 1)" in refused(capsys, bundle, "--file", tmp_path / "book.txt", "--to",
-                                                         tmp_path / "a.wav")
+                                                       tmp_path / "a.wav")
     assert speak(bundle, "a \u0416 b", "--to", tmp_path / "a.wav", "--skip-unknown") == 0
     assert "left out because the voice never learnt it: '\u0416' (character 3)" in capsys.readouterr().err
     assert heard(tmp_path / "a.wav") == "a b"
