@@ -67,7 +67,7 @@ class EvaluateRequest:
                    "nbest": self.nbest}
         parts = [("joint", self.joint), (self.lm and Path(self.lm).name.split(".")[0], self.lm),
                 ("tuned", self.tune_lm), ("hot", self.hot_words),
-                ("chunk" + "-".join(map(chunk_size.written, self.chunk)), self.chunk),
+                ("chunk" + "-".join(map(chunk_size.to_option, self.chunk)), self.chunk),
                 *((f"{name}{value:g}", True) for name, value in numbers.items() if value is not None)]
         return "".join(f"-{word}" for word, asked in parts if asked)
 

@@ -1,23 +1,23 @@
-"""Chunk sizes as users write and read them: milliseconds, or ``whole`` for whole utterances, which is None in code."""
+"""Chunk sizes on command lines and in tables: milliseconds, or ``whole`` for whole utterances, None in code."""
 
 from __future__ import annotations
 
 WHOLE = "whole"
 
 
-def written(chunk: int | None) -> str:
-    """Write a size as the command line has it.
+def to_option(chunk: int | None) -> str:
+    """Format a size for the command line.
 
-    >>> written(320), written(None)
+    >>> to_option(320), to_option(None)
     ('320', 'whole')
     """
     return WHOLE if chunk is None else str(chunk)
 
 
-def named(chunk: int | str | None) -> str:
-    """Name a size in a table.
+def to_label(chunk: int | str | None) -> str:
+    """Format a size for a table.
 
-    >>> named(320), named(None), named("whole")
+    >>> to_label(320), to_label(None), to_label("whole")
     ('320 ms', 'whole', 'whole')
     """
     return WHOLE if chunk in (None, WHOLE) else f"{chunk} ms"

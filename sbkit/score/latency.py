@@ -106,7 +106,7 @@ class LiveRates:
     def row(self) -> list[Any]:
         """The row of a table with ``COLUMNS``."""
         low, high = self.WER_interval
-        return [chunk_size.named(self.chunk), self.WER, f"{low:.2f} to {high:.2f}", self.latency, self.latency_p95,
+        return [chunk_size.to_label(self.chunk), self.WER, f"{low:.2f} to {high:.2f}", self.latency, self.latency_p95,
                 self.changed]
 
     def facts(self) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def live(run: RunData) -> Markup | None:
 
 
 def _name(each: Mapping[str, Any]) -> str:
-    return chunk_size.named(each["chunk"])
+    return chunk_size.to_label(each["chunk"])
 
 
 def _values(each: Mapping[str, Any]) -> list[str]:

@@ -65,7 +65,7 @@ def tiles(run: RunData) -> Markup:
     """Show the most important numbers."""
     cells = []
     if run.results is not None:
-        chunk = "".join(f", {chunk_size.named(each['chunk'])}" for each in run.scored.get("chunks", ())[:1])
+        chunk = "".join(f", {chunk_size.to_label(each['chunk'])}" for each in run.scored.get("chunks", ())[:1])
         for part, results in run.parts.items():
             of, (low, high) = part and f" of {part}", interval(results.words)
             cells += [_tile(f"Word error rate{of}{chunk}", rate(results.words.rate),
@@ -257,7 +257,7 @@ def where(results: ScoredRun, other: ScoredRun | None) -> Markup:
         blocks.append(_table(title, speakers[:groups.SPEAKERS_SHOWN], before.speakers if before else []))
         if not few:
             blocks.append(charts.histogram("WER of the speakers", [group.rate for group in speakers], "WER %",
-                                           note="How many speakers have which WER."))
+                                           note="Number of speakers by WER."))
     lead = "Orange marks: the other run." if before and (values or speakers) else None
     return section("where", "Where the errors are", tag("div", blocks, class_="columns"), lead=lead)
 

@@ -234,4 +234,4 @@ class LiveResults(ASRResults):
     def figures(self, name: str) -> Mapping[str, float]:
         if name != "WER":
             return super().figures(name)
-        return {f"(chunk: {chunk_size.named(each.chunk)})": each.WER for each in self.live}
+        return {f"(chunk: {chunk_size.to_label(each.chunk)})": each.WER for each in self.live}
