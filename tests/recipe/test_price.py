@@ -175,7 +175,7 @@ def test_a_corpus_that_is_not_prepared_has_no_price():
 
 @pytest.mark.slow
 def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(finished_runs, "SHORTEST", 0.0)
+    monkeypatch.setattr(finished_runs, "MIN_SECONDS", 0.0)
     run_folders.corpus(tmp_path / "data", train=8, dev=2, test=2)
     out = tmp_path / "out"
     words = [str(ROOT / "hparams" / "ctc.yaml"), "--d_model", "16", "--nhead", "2", "--num_encoder_layers", "1",
@@ -209,4 +209,4 @@ def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys, monkeypatc
     by = price.predict(run.steps, runs, None)
     hours = cost["values"]["hours_per_100_hours"] / 100 * cost["values"]["audio_hours_per_epoch"] * 2
     assert hours == pytest.approx(run.steps.steps * by.step_seconds / 3600, rel=0.1)
-    assert f"that of training by {len(runs)} finished runs here" in cost["remarks"][0]
+    assert f"that of training, from {len(runs)} finished runs here" in cost["remarks"][0]
