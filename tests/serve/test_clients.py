@@ -182,7 +182,7 @@ def test_who_can_not_begin_in_time_behind_the_others_of_its_address_is_refused_a
                 answers = [each.result() for each in asked]
         late = [each for each in answers if each.status_code == 429]
         assert sum(each.elapsed.total_seconds() < 3 for each in late) > 12, "not after 4 s"
-        assert "as can begin within the time limit" in late[0].json()["error"]["message"]
+        assert "as can start within the time limit" in late[0].json()["error"]["message"]
         assert late[0].headers["retry-after"]
         assert server.post("b", headers=alice).json()["text"] == "b"
         assert server.post("b", headers=mallory).json()["text"] == "b", "none of its waits any more"

@@ -53,7 +53,7 @@ def test_a_source_that_is_not_there(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key, value, words", [
-    ("init_leave", ["ctc_line"], "nothing is called 'ctc_line'"),
+    ("init_leave", ["ctc_line"], "nothing is named 'ctc_line'"),
     ("init_checkpoint", "epoch9", "there is no checkpoint 'epoch9'"),
     ("d_model", 24, "tensors of the run"),
 ])

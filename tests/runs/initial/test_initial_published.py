@@ -130,7 +130,7 @@ def test_an_encoder_of_another_kind_in_speechbrains_wrapper_is_refused(english, 
 
 def test_an_encoder_whose_head_is_left_out_says_how_to_take_it(tmp_path):
     model = published.make(tmp_path / "model")
-    assert f"--init_from {model} takes its CTC head and its tokens too" in Encoder(str(model)).check_source()[1]
+    assert f"--init_from {model} loads its CTC head and its tokens too" in Encoder(str(model)).check_source()[1]
     with pytest.raises(SbkitError, match=r"has no layers between encoder and head \(add_adapter\)"):
         Encoder(str(model), add_adapter=True)
 
