@@ -1,1 +1,1 @@
-"""Runs as output folders: what they hold, reading one back, guarding a start, knowing when it is complete."""
+"""Runs as output folders: their files, restoring a run, guarding its start, recording that it is complete."""

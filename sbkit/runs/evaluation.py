@@ -17,16 +17,16 @@ from sbkit.system import disk
 from sbkit.system.console import atomic_write, stored_json
 from sbkit.system.environment import command, describe
 
-_SCORED = ("source", "manifest", "checkpoints", "decoder", "precision")  # keys of result.json by which results differ
+_SCORED = ("source", "manifest", "checkpoints", "decoder", "precision")  # keys of result.json that identify a result
 
 
 @dataclass(frozen=True)
 class EvaluateRequest:
     """What to score, and how: the options of ``sbkit evaluate``, whose help describes each.
 
-    max_values, min_values : names of the results' figures, each with a bound; ``max_wer`` is one of WER
-    lm, hot_words, lm_weight, word_score, beam, nbest : without any of these, transcripts are each frame's best token,
-        or what the recipe's decoder finds
+    max_values, min_values : bounds on results, by their names; ``max_wer`` is one on WER
+    lm, hot_words, lm_weight, word_score, beam, nbest : without any of these, decoding is greedy, or by the recipe's
+        decoder
     chunk : milliseconds; None is the whole utterance
     """
 
@@ -87,7 +87,7 @@ class CheckpointResult(NamedTuple):
 
 
 def write(scored: CheckpointResult, manifest: Manifest) -> str:
-    """Write all files of a result; returns how a different result that it replaced was made."""
+    """Write all files of a result; returns the command of a different result that it replaced."""
     folder = Path(scored.facts["folder"])
     replaced = _describe_replaced(folder / RESULT, scored.facts, scored.metric)
     with disk.writing_into(folder, "--out"):
@@ -101,7 +101,7 @@ def write(scored: CheckpointResult, manifest: Manifest) -> str:
 
 
 def source(on: str | None) -> str | None:
-    """Normalise the name of a corpus, however it was given."""
+    """Normalise the name or path of a corpus."""
     return str(Path(on).resolve()) if on and Path(on).exists() else on
 
 

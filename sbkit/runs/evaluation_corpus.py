@@ -1,4 +1,4 @@
-"""The corpus that an evaluation scores, the run's own or another prepared by its rules, and its scoring by all."""
+"""The corpus that an evaluation scores, the run's own or another, and the scoring on all ranks."""
 
 from __future__ import annotations
 

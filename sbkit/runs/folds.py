@@ -34,10 +34,10 @@ class Fold(NamedTuple):
 
 
 def split(texts: Sequence[str], count: int) -> np.ndarray:
-    """Number the fold of each row, [N] from 0: rows of one sentence are in the same one, whoever says them.
+    """Number the fold of each row, [N] from 0: rows with the same sentence are in the same fold.
 
-    So a model can't have learnt a label's mistake from another speaker of the sentence. Speakers are in all folds:
-    their voices don't say whether a label is wrong.
+    So a model can't have learnt a wrong label from another speaker of the sentence. Speakers are in all folds: a voice
+    says nothing about whether a label is wrong.
     """
     sentences = sorted(set(texts), key=lambda text: hashlib.blake2b(text.encode(), digest_size=8).digest())
     if not 2 <= count <= len(sentences):
@@ -48,8 +48,8 @@ def split(texts: Sequence[str], count: int) -> np.ndarray:
 
 
 def write(train: Manifest, dev: Manifest, count: int, folder: Path) -> list[Fold]:
-    """Write the lists of all folds. Other rows or labels get folders of their own: no run goes on from one that has
-    seen what is held out now."""
+    """Write the lists of all folds. Other rows or labels get other folders, so that no run resumes one that has seen
+    the held-out rows."""
     where = folder / f"{train.digest()[:8]}-{count}"
     numbers = split(list(train.texts), count)
     folds = []
@@ -65,7 +65,7 @@ def write(train: Manifest, dev: Manifest, count: int, folder: Path) -> list[Fold
 
 
 def train(fold: Fold, words: Sequence[str], corpus: Corpus, processes: int) -> None:
-    """Train a fold's run by ``sbkit train``, or go on with it; returns at once if it is complete.
+    """Train or resume a fold's run with ``sbkit train``; returns at once if it is complete.
 
     words : the recipe and its overrides, as on a command line
     corpus : whose rows they are
@@ -73,7 +73,7 @@ def train(fold: Fold, words: Sequence[str], corpus: Corpus, processes: int) -> N
     rules = "AsWritten {}" if isinstance(corpus.text, AsWritten) else \
         f"NormalizedBefore {json.dumps(corpus.text.options(), ensure_ascii=False)}"
     keys = {"output_folder": fold.run, "corpus.source": (fold.run / _LISTS).resolve(),
-            # What these say has been done to the rows already.
+            # These were applied to the rows already.
             "corpus.splits": "null", "corpus.columns": "null", "corpus.data_root": "null", "corpus.exclude": "null",
             "corpus.skip_short_texts": "[]", "corpus.text": f"!new:sbkit.data.text.{rules}",
             "corpus.schemes": f"[{', '.join(corpus.remote.schemes)}]"}
@@ -85,7 +85,7 @@ def train(fold: Fold, words: Sequence[str], corpus: Corpus, processes: int) -> N
     try:
         code = process.wait()
     except KeyboardInterrupt:
-        code = process.wait()  # the terminal has told it as well: it saves a checkpoint
+        code = process.wait()  # the terminal interrupts it too, so it saves a checkpoint
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

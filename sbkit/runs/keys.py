@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from sbkit.train.checkpoint.checkpointer import Checkpointer
     from sbkit.train.schedule import Schedule
 
-#: What only sbkit.infer, a room above this one, has types for.
-Bundles = Any  # its BundleLoader, which opens bundles of other models, to label a corpus and to hear tests
-CodecBundle = Any  # its CodecModel
-AlignerBundle = Any  # its Aligner
+#: Types of sbkit.infer, which this package can't import.
+Bundles = Any  # BundleLoader, which opens bundles of other models to label a corpus and to transcribe tests
+CodecBundle = Any  # CodecModel
+AlignerBundle = Any  # Aligner
 
 
 @dataclass(kw_only=True)
@@ -73,7 +73,7 @@ class TaskKeys(TrainKeys):
                           "leave one of them out")
 
     def numbers_of_the_task(self) -> dict[str, Any]:
-        """What a step's memory may depend on: the sample rate, and the numbers and texts that the task declares."""
+        """Values that a step's memory may depend on: the sample rate, and the task's numbers and texts."""
         own = [name for name, known in self.declared().items()
                if known.plain and known.by not in ("TrainKeys", "TaskKeys")]
         return {name: vars(self).get(name) for name in ("sample_rate", *own)}

@@ -1,4 +1,4 @@
-"""Lock on an output folder: one run at a time. The holder is recorded there, with what shows that it is alive.
+"""Lock on an output folder: one run at a time. The holder is recorded there, with facts that show that it is alive.
 
 ``.held-1.json`` in the folder gives host, process, command and time. The next holder creates a file with the next
 number, which only one process can do: two that find a dead holder at the same time can't both take over. Whether a
@@ -32,8 +32,8 @@ from sbkit.train.distributed import ending, ranks
 
 logger = logging.getLogger(__name__)
 
-BEAT, DEAD_AFTER = 10.0, 120.0  # seconds between signs of life, and without one until a holder counts as dead
-#: Seconds to wait for a holder to end: any, and one of the same job, which its launcher has just ended.
+BEAT, DEAD_AFTER = 10.0, 120.0  # seconds between heartbeats, and without one until a holder counts as dead
+#: Seconds to wait for a holder to end: any, and one of the same job, which the launcher is ending.
 PATIENCE, PATIENCE_SAME_JOB = 5.0, 60.0
 _POLL_SECONDS = 0.2
 _LONGEST = 200  # characters of a command that are shown
@@ -42,7 +42,7 @@ _LONGEST = 200  # characters of a command that are shown
 class RunLock:
     """Context in which only this process, or the job that it belongs to, writes into a run's folder.
 
-    Rank 0 holds the lock for all ranks. If another run holds the folder it is an error; a preparation is waited for.
+    Rank 0 holds the lock for all ranks. Another run is an error; a preparation is waited for.
 
     folder : the run's folder
     runs : whether the holder is a run or only a preparation
@@ -102,9 +102,9 @@ class RunLock:
             return False
         self._lock, self._number = lock, before + 1
         try:
-            self._facts["locked"] = bool(lock.acquire(wait=True))  # others lock it only to look, for a moment
+            self._facts["locked"] = bool(lock.acquire(wait=True))  # others lock it only for a moment, to check
             self._write(since=time.strftime("%Y-%m-%d %H:%M:%S"))
-            alone = self._newest() == self._number  # otherwise others have held it since ``before`` was found
+            alone = self._newest() == self._number  # otherwise another one has held it meanwhile
         except BaseException:
             self._release()
             raise

@@ -1,4 +1,4 @@
-"""The test of what a run replays: scored before the run and after it, and a bundle is refused if that became worse."""
+"""The old test of a run with replay: scored before and after the run; an export is refused if it became worse."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from sbkit.system.console import stored_json
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
-Brain = Any  # of a task, whose class only the rooms of tasks have
+Brain = Any  # of a task, whose class this package can't import
 
 SHARES = (0.75, 0.5, 0.25)
-"""Of the new weights, in the means that are tried."""
+"""Shares of the new weights in the means that are tried."""
 
 
 def score_before(recipe: Recipe, brain: Brain) -> None:
-    """Score the old test with the weights that a run begins with, if it replays."""
+    """Score the old test with the initial weights, if the run has replay."""
     if isinstance(recipe.keys.corpus, Replay):
         found = OldSet.of(brain.metric, _score(recipe, brain, OLD, "test"))
         brain.step = 0
@@ -40,9 +40,9 @@ def score_before(recipe: Recipe, brain: Brain) -> None:
 
 
 def compare(brain: Brain, device: torch.device) -> None:
-    """Log what became of the old test; if it is worse, look for a mean of old and new weights that saves it.
+    """Log the old test's result; if it is worse, look for a mean of old and new weights that is not.
 
-    brain : of the run, which was tested
+    brain : of the run, after its test
     """
     folder, tested = brain.keys.folder, brain.tested.parts.get(OLD)
     known = OldSet.read(folder) if isinstance(brain.keys.corpus, Replay) else None
@@ -65,11 +65,11 @@ def compare(brain: Brain, device: torch.device) -> None:
 
 
 def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | None, accept_worse: bool) -> str:
-    """Refuse weights that are worse on the old test than before the run, beyond its interval; returns what it gave.
+    """Refuse weights that are worse on the old test than before the run, beyond its interval; returns the result.
 
     brain : has the weights
-    weights : the checkpoint, and the mean of how many, that they are
-    mean : take the mean of them, which count so much, and those of before; None: take them alone
+    weights : their checkpoint, and the number of checkpoints averaged
+    mean : their share in a mean with the initial weights; None: no mean
     accept_worse : refuse nothing
     """
     keys = recipe.keys
@@ -98,14 +98,14 @@ def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | 
 
 
 def _old_rate(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | None) -> tuple[OldSet, float]:
-    """What is known of the old test, and what these weights make of it."""
+    """The record of the old test, and its result with these weights."""
     keys, folder = recipe.keys, recipe.keys.folder
     known = OldSet.read(folder)
     if known is None:
         raise SbkitError(f"the run replays its source's corpus, but lacks {OLD_SET}: the old test's result before "
                          "training is unknown", hint="--accept-worse exports it anyway")
     as_tested = mean is None and weights == (restore.BEST, keys.average_checkpoints)
-    value = stored_json(folder / TESTED).get(f"{known.metric} {OLD}") if as_tested else None  # by the run's own test
+    value = stored_json(folder / TESTED).get(f"{known.metric} {OLD}") if as_tested else None  # from the run's own test
     if value is None:
         value = _score(recipe, brain, OLD, "test").stats[known.metric]
     return known, value
@@ -118,9 +118,9 @@ def _score(recipe: Recipe, brain: Brain, part: str, split: str) -> Results:
 
 
 def _with_mean(known: OldSet, folder: Path, device: torch.device, tested: Brain) -> OldSet:
-    """Find the mean that is best on both dev sets, and score it on the tests; one that forgot too isn't kept.
+    """Find the mean that is best on both dev sets, and score it on the tests; drop it if it forgot, too.
 
-    It is of weights as they were saved: those in memory may be divided over devices, or be averaged besides.
+    It uses saved weights: those in memory may be sharded or averaged.
     """
     recipe, brain = restore.load_run(folder, device, mean_of=tested.keys.average_checkpoints,
                                      eval_precision=tested.eval_precision)

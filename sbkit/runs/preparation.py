@@ -1,4 +1,4 @@
-"""Preparation of a run: its folder, its manifests, and what the task makes from them."""
+"""Preparation of a run: its folder, its manifests, and the task's files made from them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def open_folder(folder: str | Path, request: CommandLine) -> None:
 
 
 def save_recipe(folder: str | Path, request: CommandLine) -> None:
-    """Write the resolved recipe with SpeechBrain's header and under SpeechBrain's name for it."""
+    """Write the resolved recipe with SpeechBrain's header and file name."""
     from sbkit.recipe import load
 
     folder = Path(folder)
@@ -42,9 +42,9 @@ def save_recipe(folder: str | Path, request: CommandLine) -> None:
 
 
 def prepare_data(recipe: Recipe, overrides: dict[str, Any], bundles: Bundles) -> dict[str, Any]:
-    """Prepare manifests and what the task makes from them, on one rank; the others read what it wrote.
+    """Prepare manifests and the task's files on one rank; the others read them.
 
-    bundles : opens the models that the task labels its corpus with, from a room above this one
+    bundles : opens the models that the task labels its corpus with
 
     Returns the overrides that follow from the corpus.
     """

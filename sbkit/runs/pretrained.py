@@ -8,7 +8,7 @@ The recipe declares it as in SpeechBrain:
         paths: {encoder: /models/ours/encoder.ckpt}
 
 ``paths`` are files, URLs or ``owner/model/file`` on the Hugging Face Hub. Files of weights are read as tensors only,
-so that no code in them can run; files that a class or a hook of the recipe loads are read as that code likes.
+so that no code in them can run; files with a custom loader or hook are read by that code.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _NAMED = 5  # parameters that a warning lists
 
 
 def fetch(pretrainer: Pretrainer | None, filled: Collection[int] = ()) -> dict[str, str]:
-    """Fetch all files on one rank, unless other weights fill everything; every rank gets their paths by name.
+    """Fetch the needed files on one rank; every rank gets their paths by name.
 
-    filled : the ids of tensors that get their values from a checkpoint, or from ``init_from``
+    filled : ids of tensors that get their values from a checkpoint or from ``init_from``
     """
     return ranks.run_on_main(_collect, pretrainer) if _needed(pretrainer, filled) else {}
 
 
 def load(pretrainer: Pretrainer | None, filled: Collection[int] = ()) -> None:
-    """Fetch and load everything but modules of which all is ``filled`` otherwise, as in ``fetch``."""
+    """Fetch and load everything except modules that are ``filled`` otherwise, as in ``fetch``."""
     needed = _needed(pretrainer, filled)
     if pretrainer is None or not needed:
         return
@@ -61,7 +61,7 @@ def load(pretrainer: Pretrainer | None, filled: Collection[int] = ()) -> None:
 
 
 def loaded_ids(pretrainer: Pretrainer | None, filled: Collection[int] = ()) -> set[int]:
-    """The ids of the tensors that ``load`` fills: those of its modules, but for adapters and what its files lack."""
+    """The ids of the tensors that ``load`` fills: its modules, without adapters and what the files lack."""
     modules = [obj for obj in _needed(pretrainer, filled).values() if isinstance(obj, nn.Module)]
     return {id(tensor) for module in modules for name, tensor in module.state_dict(keep_vars=True).items()
             if not is_added(name) and name not in getattr(module, "reinitialised", ())}
@@ -73,7 +73,7 @@ def saved_ids(objects: Iterable[object]) -> set[int]:
 
 
 def _needed(pretrainer: Pretrainer | None, filled: Collection[int]) -> dict[str, Any]:
-    """What the pretrainer has to load: all that isn't filled otherwise."""
+    """The objects that the pretrainer must load: those that aren't filled otherwise."""
     if pretrainer is None:
         return {}
     return {name: obj for name, obj in pretrainer.loadables.items()
@@ -81,7 +81,7 @@ def _needed(pretrainer: Pretrainer | None, filled: Collection[int]) -> dict[str,
 
 
 def _is_filled(obj: object, filled: Collection[int]) -> bool:
-    """Whether all of a module is filled, but for what pretrained weights need not have."""
+    """Whether all of a module is filled, except tensors that pretrained weights need not have."""
     if not isinstance(obj, nn.Module):
         return False
     needed = [tensor for name, tensor in obj.state_dict(keep_vars=True).items()
@@ -108,7 +108,7 @@ def _collect(pretrainer: Pretrainer) -> dict[str, str]:
         raise SbkitError(f"pretrainer: can't fetch {', '.join(str(named[name]) for name in wanted)}: "
                          f"{summary(error)}", hint="is the name right, and is the network up?") from error
     finally:
-        pretrainer.paths = named  # SpeechBrain replaced them with where it put the files
+        pretrainer.paths = named  # SpeechBrain replaces them with the paths of the fetched files
 
 
 def _check_there(name: str, paths: Mapping[str, object]) -> None:
@@ -123,7 +123,7 @@ def _check_there(name: str, paths: Mapping[str, object]) -> None:
                          hint="name a file, a URL, or owner/model/file on the Hugging Face Hub")
 
 
-def _load(obj: Any, name: str, path: str, custom: Hook | None) -> None:  # obj: as the hook takes it
+def _load(obj: Any, name: str, path: str, custom: Hook | None) -> None:  # obj: whatever the hook takes
     """Load by SpeechBrain's rules: with the recipe's hook, a parameter transfer, or a checkpoint's loader."""
     hook = custom or get_default_hook(obj, DEFAULT_TRANSFER_HOOKS)
     try:
@@ -145,7 +145,7 @@ def _load(obj: Any, name: str, path: str, custom: Hook | None) -> None:  # obj: 
 
 
 def _transfer(module: nn.Module, name: str, path: str) -> None:
-    """Load the parameters that both have; log those that only one has; a different shape is an error."""
+    """Load the parameters that both have; log those that only one has; different shapes are an error."""
     state = load_file(path)
     own = module.state_dict()
     if isinstance(state, Mapping):

@@ -1,4 +1,4 @@
-"""What earlier starts of a run have done: read from its checkpoints, or lost with none."""
+"""The progress of a run's earlier starts: read from its checkpoints, or lost without one."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _STEP = re.compile(r'"kind": "(?:step|loss|epoch)".*?"step": (\d+)')
 
 
 class RunProgress(NamedTuple):
-    """What a run has done; one that only begins has done nothing.
+    """The progress of a run; all zero for a new one.
 
-    epochs : ``number_of_epochs`` when it began. ``least_steps`` are spread over these for good, so an epoch keeps its
-        length when there are to be more of them
+    epochs : ``number_of_epochs`` when it started. ``least_steps`` stay spread over these, so that an epoch keeps its
+        length if the number grows
     done : optimizer steps
     finished : epochs
-    within : steps of the epoch after these
+    within : steps in the current epoch
     """
 
     epochs: int
@@ -42,24 +42,24 @@ class RunProgress(NamedTuple):
     within: int = 0
 
     def steps(self, epoch_steps: int, epochs: int) -> int:
-        """The steps of the whole run if an epoch has so many from now on and ``epochs`` are wanted in all.
+        """The steps of the whole run of ``epochs``, if an epoch has ``epoch_steps`` from now on.
 
-        What is done counts as it was: with another corpus or batching, those epochs had other lengths.
+        Steps that are done count as they were: with another corpus or batching, those epochs had other lengths.
         """
         left = epochs - self.finished
         return self.done + (left * epoch_steps - min(self.within, epoch_steps) if left > 0 else 0)
 
 
 def read_progress(checkpointer: Checkpointer, counter: EpochCounter) -> RunProgress:
-    """Read what a run has done, before anything of it is loaded.
+    """Read the progress of a run before its checkpoint is loaded.
 
-    If the newest checkpoint turns out to be damaged, an older one is loaded. The length is the same then: what is done
-    less is left more.
+    If the newest checkpoint turns out to be damaged, an older one is loaded. The total stays the same then: fewer steps
+    are done, and more are left.
     """
     name = next((name for name, each in checkpointer.recoverables.items() if each is counter), "")
     for checkpoint in checkpointer.find_checkpoints():
         with contextlib.suppress(AttributeError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError, NotLoaded):
-            return _read(checkpoint, name, counter)  # all these: it is damaged
+            return _read(checkpoint, name, counter)  # of a damaged one
     return RunProgress(counter.limit)
 
 
@@ -72,7 +72,7 @@ def _read(checkpoint: Checkpoint, name: str, counter: EpochCounter) -> RunProgre
 
 
 def warn_of_lost_steps(brain: Brain, epoch_steps: int) -> None:
-    """Warn if an earlier start of a run that has no checkpoint has trained, and say when the first one comes."""
+    """Warn if an earlier start trained but saved no checkpoint, and say when the first one is saved."""
     path = Path(brain.keys.output_folder or ".", METRICS)
     lost = [int(step) for step in _STEP.findall(path.read_text(encoding="utf-8"))] if path.is_file() else []
     if lost and ranks.is_main():

@@ -1,4 +1,4 @@
-"""What a model has learnt from before, heard again while it learns from another corpus: the recipe's key ``replay``."""
+"""Replay: training data of the initial model, mixed into the training on a new corpus (the key ``replay``)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from sbkit.system.console import stored_json
 
 NEW = "new"
 _REPORT = Path(PREPARED).name
-#: Keys that say what a run begins with, for good once it has a checkpoint.
+#: Keys for what a run starts from, which are fixed once it has a checkpoint.
 SOURCES = "init_from", "replay", "replay_from"
 
 
 class Replay(Mixture):
-    """The part ``new``, which a pass goes through once, and ``old``, in turns, with a share of every step.
+    """A mixture of the part ``new``, which a pass goes through once, and ``old``, with a share of every step.
 
-    corpus : the new one, whose rules other texts are normalised by, too
-    share : of the audio of every step, the old one's
-    source : of the old one; where it is the folder of a run's manifests, with the language and rules of that run
+    corpus : the new one, whose text rules are the default for the old one
+    share : of the old corpus in the audio of every step
+    source : of the old corpus; the folder of a run's manifests comes with that run's language and rules
     """
 
     def __init__(self, corpus: Corpus, share: float, source: str | Path):
@@ -52,7 +52,7 @@ class Replay(Mixture):
 
 
 class Prepared(Corpus):
-    """A corpus that is as it was prepared, since its source is gone."""
+    """A corpus that was prepared earlier, and whose source is gone."""
 
     def prepare(self, show_progress: bool = True, needed: Sequence[str] = (), needs_text: bool = True,
                 columns: Declared | None = None) -> dict[str, Manifest]:
@@ -60,13 +60,13 @@ class Prepared(Corpus):
 
 
 def preparation_options(folder: Path) -> dict[str, Any]:
-    """The options that manifests in a folder were prepared with; none if there are none."""
+    """The options that the manifests in a folder were prepared with; empty without manifests."""
     options = stored_json(folder / _REPORT).get("options")
     return options if isinstance(options, dict) else {}
 
 
 def _rules(options: Mapping[str, Any]) -> TextRules | None:
-    """The rules that manifests prepared with these options were normalised by; None if the options have none."""
+    """The text rules in these options; None if they have none."""
     text = options.get("text")
     if not isinstance(text, Mapping):
         return None
@@ -74,7 +74,7 @@ def _rules(options: Mapping[str, Any]) -> TextRules | None:
 
 
 def with_replay(keys: TaskKeys) -> Replay:
-    """The corpus of a recipe with what its source was trained on."""
+    """The recipe's corpus mixed with the one that the initial model was trained on."""
     assert keys.replay is not None
     if isinstance(keys.corpus, Mixture):
         raise SbkitError("replay: the corpus is a mixture already", hint="make the old corpus a part of it, and leave "
@@ -86,12 +86,12 @@ def with_replay(keys: TaskKeys) -> Replay:
         prepared = keys.corpus.folder / OLD
         if not (prepared / _REPORT).is_file():
             raise
-        joint = Replay(keys.corpus, keys.replay, prepared)  # the run has begun, and its source is gone
+        joint = Replay(keys.corpus, keys.replay, prepared)  # the run has started, and the source is gone
     return joint
 
 
 def _source(keys: TaskKeys) -> str | Path:
-    """Where the old corpus is: named, or the manifests of the run that the weights are of or that holds them."""
+    """The source of the old corpus: as named, or the manifests of the run that the weights come from."""
     if keys.replay_from is not None:
         run = Path(keys.replay_from).expanduser()
         return run / MANIFESTS if (run / PREPARED).is_file() else keys.replay_from
@@ -112,20 +112,20 @@ def _run_of(keys: TaskKeys) -> Path | None:
 
 
 def arguments_of(values: Mapping[str, str]) -> str:
-    """The arguments that say what a run begins with, from its recipe's values as texts."""
+    """The command-line arguments for what a run starts from, given its recipe's values as text."""
     return shlex.join(word for key in SOURCES if values.get(key, "null") not in ("null", "nothing")
                       for word in (f"--{key}", values[key]))
 
 
 def _resume_hint(keys: TaskKeys) -> str:
-    """How the run that is in the output folder is resumed; empty if there is none that replays."""
+    """A hint for resuming the run in the output folder; empty if it has no replay."""
     recipe = Path(str(vars(keys).get("output_folder") or "")) / RECIPE
     recorded = load.tree(recipe).texts() if recipe.is_file() else {}
     return f"resume the run in {recipe.parent} with {arguments_of(recorded)}" if "replay" in recorded else ""
 
 
 def problems(keys: TaskKeys) -> Iterator[Problem]:
-    """What is wrong with the keys about replay."""
+    """Yield problems of the keys for replay."""
     if keys.replay is None:
         if keys.replay_from is not None:
             yield Problem("replay_from", f"it is {keys.replay_from}, but replay, its share of every step, is not set",

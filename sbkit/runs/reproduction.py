@@ -1,4 +1,4 @@
-"""What a finished run records so that others can have it again, and how another run compares with it.
+"""What a finished run records so that others can reproduce it, and how another run is compared with it.
 
 ``reproduce.json`` holds the recipe, hashes of each row's text and audio and of the weights at the start, the machine
 and its versions, the loss of steps 1, 10 and each hundredth, and the final figures. Two runs are equal to the bit only
@@ -44,19 +44,18 @@ from sbkit.train.checkpoint.adapted import hash_of
 from sbkit.train.distributed.sharding import is_sharded
 
 FORMAT = 1
-#: Bytes of a row's hash. Two rows of a million have the same one with a probability of 0.2 %, a changed row its old one
-#: never.
+#: Bytes of a row's hash: among a million rows, two collide with a probability of 0.2 %.
 _HASH = 6
 _MAX_BYTES = 4 << 30
 _MAX_PROCESSES = 4096  # processes, and threads of each
 _NAMED = 5
 _QUICK = 10_000  # recordings, read in seconds
 WHOLE = 200_000  # recordings, read in minutes
-#: Run options that change nothing that is trained.
+#: Run options that don't change the training.
 SHOW = {"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config", "device", "local_rank"}
-#: What has to be the same for equal bits.
+#: Packages whose versions must be the same for equal bits.
 _BITS = "torch", "speechbrain", "numpy"
-#: How far losses and figures may be apart where bits can't be equal: differences of rounding grow with the steps.
+#: Allowed relative difference of losses and figures if bits can't be equal: rounding grows with the steps.
 ROUNDING = 0.05
 
 
@@ -68,7 +67,7 @@ def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence
     what = {"losses": losses, "steps": log[trained].get("step", 0)}
     starts = [line for line in log[:trained + 1] if line["kind"] == "run"]  # later ones tested only
     if not starts or what.items() <= stored_json(folder / REPRODUCE).items():
-        return  # the log is gone, or what is there has what trained this, by whatever values it was tested since
+        return  # the log is gone, or the same training is recorded already, and only the test was repeated
     lines, run = _recipe((folder / RECIPE).read_text(encoding="utf-8")), starts[-1]
     options = request.run_opts
     found = {
@@ -94,7 +93,7 @@ def _checksums(lines: Iterable[str]) -> str:
 
 
 def weights_hash(modules: torch.nn.Module) -> str | None:
-    """The hash of a model's tensors; None if each rank has a part of them only, or their bytes can't be had."""
+    """The hash of a model's tensors; None if they are sharded, or their bytes can't be read."""
     tensors = {name: value for name, value in modules.state_dict().items() if isinstance(value, torch.Tensor)}
     try:
         return None if is_sharded(modules) else hash_of(tensors)
@@ -106,8 +105,8 @@ def weights_hash(modules: torch.nn.Module) -> str | None:
 
 
 def hashes(manifest: Manifest, split: str) -> dict[str, Any]:
-    """Hash each row's text and audio. Recordings behind URLs are not read; of more than ``WHOLE`` only the size and a
-    block of each."""
+    """Hash each row's text and audio. Recordings behind URLs are not read; of more than ``WHOLE``, only the size and a
+    block of each are."""
     signals = [manifest.wavs, *(manifest.meta[name] for name in manifest.meta if f"{name}{SECONDS}" in manifest.meta)]
     texts = (_hash("\0".join((row.id, row.speaker, repr(row.start), row.text)).encode()) for row in manifest)
     found: dict[str, Any] = {"rows": len(manifest), "texts": _packed(texts), "audio": None}
@@ -146,9 +145,9 @@ def _unpacked(text: str, rows: int) -> np.ndarray:
 
 
 def compare_corpus(recorded: Mapping[str, Any], manifests: Mapping[str, Manifest]) -> list[str]:
-    """Compare prepared manifests with the recorded rows; returns what couldn't be compared.
+    """Compare prepared manifests with the recorded rows; returns what can't be compared.
 
-    Raises an error that names the first rows that differ, in all splits.
+    Raises an error with the first rows that differ, in all splits.
     """
     wrong, not_compared = [], []
     for split, was in recorded["corpus"].items():
@@ -248,13 +247,13 @@ class TrainingLaunch(NamedTuple):
 
     @classmethod
     def here(cls, recorded: Mapping[str, Any]) -> TrainingLaunch:
-        """As it was recorded, as far as this machine has the devices."""
+        """As recorded, as far as this machine has the devices."""
         if recorded["device"] == "cpu" or not torch.cuda.is_available():
             return cls("cpu", recorded["processes"], recorded["threads"])
         return cls(recorded["device"], min(recorded["processes"], torch.cuda.device_count()), recorded["threads"])
 
     def command(self, recorded: Mapping[str, Any], words: Sequence[str]) -> list[str]:
-        """The command that trains on these words, with the options that were recorded."""
+        """The training command with these arguments and the recorded options."""
         options = recorded["options"] | {"precision": recorded["precision"], "device": self.device}
         flags = [word for name, value in options.items() if value not in (None, False)
                  for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
@@ -262,7 +261,7 @@ class TrainingLaunch(NamedTuple):
 
 
 def not_to_the_bit(recorded: Mapping[str, Any], environment: Mapping[str, str], launch: TrainingLaunch) -> list[str]:
-    """What differs from the machine of the recorded run, so that bits need not be equal."""
+    """Differences from the recorded run's machine, because of which bits may differ."""
     was, on_cpu = recorded["environment"], launch.device == "cpu"
     names = [*_BITS, *([] if on_cpu else ["gpu"])]
     pairs = [(name, str(was.get(name)), str(environment.get(name))) for name in names]
@@ -272,7 +271,7 @@ def not_to_the_bit(recorded: Mapping[str, Any], environment: Mapping[str, str], 
 
 
 def losses_of(folder: Path) -> tuple[dict[int, float], str | None]:
-    """The losses of single steps that a run has written so far, and the hash of the weights that it began with."""
+    """The losses of single steps in a run's metrics so far, and the hash of its initial weights."""
     path = folder / METRICS
     if not path.is_file():
         return {}, None
@@ -290,7 +289,7 @@ def figures_of(folder: Path) -> dict[str, float]:
         raise SbkitError(f"{folder} was not tested", hint="its log.txt says why", exit_code=1) from None
 
 
-#: Why a run may compute other figures than the recorded one, which can't be helped or can.
+#: Causes of other figures than the recorded ones.
 RESUMED = "the run was resumed with another command, and its earlier values are not recorded"
 OTHER_WEIGHTS = ("--set init_from=PLACE (or encoder_source, or the pretrainer's paths) must name the recorded run's "
                  "weights, and --to another folder; if it had none, the code of the recipe or of sbkit differs")
@@ -299,7 +298,7 @@ OTHER_WEIGHTS = ("--set init_from=PLACE (or encoder_source, or the pretrainer's 
 def require_same(what: str, recorded: float, found: float, exact: bool, cause: str | None = None) -> None:
     """Raise an error unless two figures are the same, to the bit or within rounding.
 
-    cause : of a difference, if one is known
+    cause : of a difference, if known
     """
     same = recorded == found if exact else math.isclose(recorded, found, rel_tol=ROUNDING, abs_tol=1e-3)
     if not same and not (math.isnan(recorded) and math.isnan(found)):
@@ -313,11 +312,11 @@ def require_same(what: str, recorded: float, found: float, exact: bool, cause: s
 
 def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[int, float], weights: str | None, *,
           exact: bool, cause: str | None, to_the_end: bool) -> dict[int, float]:
-    """Train in processes of their own, up to the last wanted step or to the end; compare losses as they come.
+    """Train in separate processes, up to the last wanted step or to the end; compare losses as they are written.
 
-    folder : of the run; what it prints goes to ``train.log`` beside it
+    folder : of the run; its output goes to ``train.log`` next to it
     wanted : losses by their steps
-    weights : the hash of those that the recorded run began with, if known
+    weights : the hash of the recorded run's initial weights, if known
     """
     if set(wanted) <= set(losses_of(folder)[0]) and (not to_the_end or (folder / TESTED).is_file()):
         raise SbkitError(f"{folder} has the run of an earlier call, so nothing would be trained",
@@ -343,7 +342,7 @@ def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[in
                 time.sleep(0.5)
         finally:
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM)  # a run saves a checkpoint: --full goes on from there
+                process.send_signal(signal.SIGTERM)  # the run saves a checkpoint, from which --full resumes
             code = process.wait()
     missing = [step for step in wanted if step not in found]
     if missing or (to_the_end and code):

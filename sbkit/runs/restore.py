@@ -1,4 +1,4 @@
-"""Restores a run's recipe and trained model from its folder, for scoring, export and replay."""
+"""Restores a run's recipe and trained model from its folder."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def read_run(run: str | Path) -> Recipe:
         raise SbkitError(f"{path} has no checkpointer, so nothing that it trained was saved",
                          hint="train it again with one")
     recipe = load.open_recipe(hparams, path)
-    recipe.task.encoder(recipe.keys)  # loads what preparation made
+    recipe.task.encoder(recipe.keys)  # loads the tokenizer and the like from the preparation
     return recipe
 
 
 def warn_unfinished(recipe: Recipe) -> None:
-    """Warn if a run is still to train: how far it is, and which checkpoint is not among the best."""
+    """Warn if a run is not finished, with its progress and a newest checkpoint that is not validated."""
     keys = recipe.keys
     progress, epochs = read_progress(keys.checkpointer, keys.epoch_counter), keys.epoch_counter.limit
     if not progress.done or progress.finished >= epochs or (keys.folder / TESTED).exists():
@@ -86,7 +86,7 @@ def warn_unfinished(recipe: Recipe) -> None:
 
 
 def _origin(path: Path) -> Path:
-    """The recipe that a run was started with, as named in the resolved recipe's header."""
+    """The path of the run's original recipe, from the header of the resolved one."""
     line = path.read_text(encoding="utf-8").splitlines()[1:2]
     return Path(line[0].removeprefix("#").strip()) if line else path
 
@@ -98,7 +98,7 @@ def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: 
     checkpointer = recipe.hparams["checkpointer"]
     pretrained.load(recipe.keys.pretrainer, pretrained.saved_ids(checkpointer.recoverables.values()))
     brain = recipe.brain(RunOptions(**options, overridden_args=set(options)), opt_class=None)
-    # No optimizer, no generators, no log files: only what was trained is taken from a checkpoint.
+    # No optimizer, no generators, no log files: only weights are loaded from a checkpoint.
     checkpointer = brain.checkpointer
     checkpointer.recoverables = {name: obj for name, obj in checkpointer.recoverables.items()
                                  if isinstance(obj, _WEIGHTS)}
@@ -118,7 +118,7 @@ def take_weights(brain: Brain, checkpoint: str = BEST, mean_of: int = 1) -> list
     if mean_of != 1:
         if checkpoint not in (BEST, LAST):
             raise SbkitError(f"only the best or the last checkpoints can be averaged, not {checkpoint}")
-        if len(weight_recoverables(checkpointer)) < len(checkpointer.recoverables):  # the rest is the best checkpoint's
+        if len(weight_recoverables(checkpointer)) < len(checkpointer.recoverables):  # the rest isn't averaged
             checkpointer.recover_if_possible(**order)
         return load_mean(checkpointer, mean_of, **order)
     if checkpoint in (BEST, LAST):
@@ -134,10 +134,10 @@ def take_weights(brain: Brain, checkpoint: str = BEST, mean_of: int = 1) -> list
 
 def order_of(checkpointer: Checkpointer, metric: Metric, checkpoint: str,
              requested: str = f"--checkpoint {LAST}") -> Order:
-    """How to rank a run's checkpoints when ``checkpoint`` is asked for: by the task's metric, or by time if empty.
+    """How to rank a run's checkpoints for ``checkpoint``: by the task's metric, or by time if empty.
 
     metric : of the task
-    requested : how to ask for the newest instead, for the message
+    requested : how to request the newest instead, for the message
     """
     if not checkpointer.list_checkpoints():
         raise SbkitError(f"{checkpointer.checkpoints_dir} has no checkpoint",
@@ -165,7 +165,7 @@ _WEIGHTS = (torch.nn.Module, EMA)
 
 
 def moved_recipe(path: Path, folder: Path) -> Node:
-    """The tree of a recipe that a run wrote, with each path below its output folder moved below ``folder``."""
+    """The tree of a run's recipe, with paths in its old output folder moved to ``folder``."""
     tree = load.tree(path)
     if tree.at("output_folder") is None:
         raise SbkitError(f"{path} lacks output_folder", hint="is it a recipe that a run wrote?")

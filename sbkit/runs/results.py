@@ -1,4 +1,4 @@
-"""Results of a run's test: the files, the summary on the screen, and the record that the run is finished."""
+"""Results of a run's test: files, a summary on the screen, and the record that the run is finished."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 def show(results: Results, folder: Path, manifest: Manifest, left_out: str | None,
          metrics_log: MetricsLog | None) -> None:
-    """Write the files, print the results and where the rest is, and write the report."""
+    """Write the files, print the results and the paths, and write the report."""
     results.write(folder, manifest, "test")
     for line in results.lines():
         print(f"\n{line}")
@@ -51,14 +51,14 @@ def show(results: Results, folder: Path, manifest: Manifest, left_out: str | Non
         logger.warning("The report could not be written: %s", error)
 
 
-#: Run options that change neither what is trained nor what is tested.
+#: Run options that change neither the training nor the test.
 _SHOW = reproduction.SHOW - {"device", "local_rank"}
 
 
 def finished(keys: TaskKeys, request: CommandLine, guard: StartGuard) -> str:
-    """The message for a run that was tested and has not changed since; empty if it has.
+    """The message for a run that was tested and has not changed since; empty otherwise.
 
-    Raises an error if all epochs are trained and tested, but by other values, which would be recorded as the run's.
+    Raises an error if all epochs are trained and tested with other values, which would be recorded as the run's.
     """
     folder = keys.folder
     if not (tested := stored_json(folder / TESTED)):
@@ -79,7 +79,7 @@ def finished(keys: TaskKeys, request: CommandLine, guard: StartGuard) -> str:
 
 
 def _options_changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Descriptions of run options with other values, of those that change what is trained."""
+    """Descriptions of changed run options, of those that change the training."""
     values = {name: (was.get(name, "not given"), now.get(name, "not given")) for name in sorted({*was, *now})}
     return [f"{name}: {before} -> {after}" for name, (before, after) in values.items()
             if before != after and name not in reproduction.SHOW]
@@ -88,8 +88,8 @@ def _options_changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 def open_test(keys: TaskKeys, request: CommandLine, guard: StartGuard, done: str) -> Path:
     """Return the folder for the test's results, and mark the run as incomplete until ``mark_finished`` is called.
 
-    After a test alone it stays so, even if killed. One with other values leaves the run as it was: it has a folder of
-    its own, with what the report reads beside the results.
+    With ``--test_only`` it stays so, even if killed. With other values, too, the run is not changed: the results get
+    another folder, with the files that the report reads.
     """
     test_only, was = request.run_opts.test_only, stored_json(keys.folder / TESTED).get("of")
     if test_only and not done and (
@@ -109,7 +109,7 @@ def open_test(keys: TaskKeys, request: CommandLine, guard: StartGuard, done: str
 def mark_finished(keys: TaskKeys, request: CommandLine, results: Results) -> None:
     """Record that the run is complete: its results, and what they were computed from."""
     if not hasattr(keys.corpus, "manifest_path") or request.run_opts.debug:
-        return  # the run can't be identified, or only part of it was run
+        return  # the run can't be identified, or it ran only in part
     log = [json.loads(line) for line in (keys.folder / METRICS).read_text(encoding="utf-8").splitlines()]
     reproduction.record(keys, request, results, log)
     dev, test = (3600 * keys.corpus.manifest(split).hours for split in ("dev", "test"))

@@ -1,4 +1,4 @@
-"""Whether all ranks of a run were started alike: with one recipe, one command line."""
+"""Checks that all ranks of a run were started with the same recipe and command line."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from sbkit.recipe.load import resolved
 from sbkit.recipe.resolve import flatten
 from sbkit.train.distributed import ranks
 
-#: Run options that may differ between ranks: the place of the recipe, and what is shown. Of a device only its kind may
-#: not.
+#: Run options that may differ between ranks: the recipe's path, options of the output, and the device's number.
 _MAY_DIFFER = {"param_file", "device", "local_rank", "noprogressbar", "tqdm_colored_bar", "log_config"}
 _NAMED, _WIDTH = 5, 60
 
 
 def require(request: CommandLine) -> None:
-    """Refuse a run whose ranks have other recipes or options: all keys that differ, with their values, on all ranks."""
+    """Refuse a run whose ranks have different recipes or options, and name the keys that differ."""
     if ranks.is_alone():
         return
     found = ranks.gather_objects((_start_values(request), set(request.overrides)))

@@ -1,6 +1,6 @@
-"""What ``sbkit train`` does, once for each process: prepares a run or resumes it, fits, tests and reports.
+"""``sbkit train`` in each process: prepares or resumes a run, fits, tests and reports.
 
-Heavy modules are imported in functions, since signals count from the start.
+Heavy modules are imported in functions, so that signals are handled from the start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
     """Train or resume and return the exit code.
 
-    open_bundles : makes what opens bundles of other models, a room above this one
+    open_bundles : returns a BundleLoader, which opens bundles of other models
     """
     console.outlast_terminal()
     ending.watch_launcher()
@@ -37,7 +37,7 @@ def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
     from sbkit.train.signals import EndSignals
 
     request = arguments.parse(words)
-    if not request.check:  # the check reports it with everything else
+    if not request.check:  # the check reports these, too
         load.check_overrides(request.path, request.overrides)
     device = devices.resolve(request.run_opts.device)
     if device.type == "cpu":
@@ -77,7 +77,7 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
     folder = recipe.keys.folder
     ranks.run_on_main(preparation.open_folder, folder, request)
     ranks.run_on_main(initial.open_source, recipe.keys, guard.changed())
-    # Before a corpus is prepared, so that what is missing is told at once.
+    # Before the corpus is prepared, so that missing files are reported at once.
     pretrained.fetch(recipe.keys.pretrainer, _filled_elsewhere(recipe))
     from_corpus = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides, bundles)
     if from_corpus:
@@ -99,14 +99,14 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
     brain = training.fit_and_test(recipe, request, device, manifests, guard, bundles, results_folder)
     ranks.run_on_main(results.show, brain.tested, results_folder, manifests["test"], corpus.left_out("test"),
                       brain.metrics_log)
-    if (done or not test_only) and not brain.tested.unread:  # a test alone does not complete a run
+    if (done or not test_only) and not brain.tested.unread:  # --test_only does not complete a run
         ranks.run_on_main(results.mark_finished, recipe.keys, request, brain.tested)
     if results_folder == folder:
         old_set.compare(brain, device)
 
 
 def _filled_elsewhere(recipe: Recipe) -> set[int]:
-    """The ids of the tensors that come from a checkpoint of this run, or from ``init_from`` in one that begins."""
+    """The ids of the tensors that come from a checkpoint of this run, or from ``init_from`` in a new one."""
     from sbkit.runs import initial, pretrained
     from sbkit.train.distributed import ranks
 

@@ -1,4 +1,4 @@
-"""Guard that leaves a run's folder, with its recipe and corpus, as it was if a start is refused."""
+"""Guard that restores a run's folder, with its recipe and manifests, if a start is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sbkit.system import disk
 logger = logging.getLogger(__name__)
 
 _FILES = (RECIPE, "run.py", TESTED)
-#: ``BEFORE_START`` is always complete: it gets and loses its name atomically, and has these names before and after.
+#: ``BEFORE_START`` is always complete: it is renamed atomically, from and to these names.
 _PART, _GONE = f"{BEFORE_START}.part", f"{BEFORE_START}.gone"
 
 
@@ -25,8 +25,8 @@ class StartGuard:
     A start that is killed leaves its backup: the next start restores it first.
 
     folder : the run's folder
-    here : whether this process is the one that writes there
-    restores : whether what was there before comes back without an error, too
+    here : whether this process writes there
+    restores : whether the backup is restored even without an error
     """
 
     restores = False
@@ -36,13 +36,13 @@ class StartGuard:
         self._here = here
 
     def begins(self) -> None:
-        """Keep what was written from here on, and drop the backup."""
+        """Keep what was written, and drop the backup."""
         if self._here:
             _drop(self.folder)
             self._here = False
 
     def changed(self) -> dict[str, tuple[str, str]]:
-        """Each recipe value that differs from the run's previous start, before and now; none once it ``begins``.
+        """Recipe values that differ from the run's previous start, before and now; empty once it ``begins``.
 
         Paths in an output folder that has moved don't differ.
         """
@@ -57,7 +57,7 @@ class StartGuard:
         return {key: (was, now) for key, (was, now) in changes.items() if now not in (was, _moved(was, *moved))}
 
     def changes(self) -> list[str]:
-        """Descriptions of what ``changed``, keys with the same change in one."""
+        """Descriptions of the ``changed`` values; keys with the same change share one."""
         keys: dict[tuple[str, str], list[str]] = {}
         for key, change in self.changed().items():
             keys.setdefault(change, []).append(key)
@@ -94,15 +94,14 @@ class StartGuard:
 
 
 def _moved(path: str, before: str, now: str) -> str:
-    """What a path in the folder ``before`` is in ``now``; another text is returned as it is."""
+    """Move a path from the folder ``before`` to ``now``; other texts are returned unchanged."""
     return now + path.removeprefix(before) if before and f"{path}/".startswith(f"{before}/") else path
 
 
 def restore_previous(folder: Path) -> None:
     """Restore a run's folder to what it was before a start that was refused or killed, and drop the backup.
 
-    Manifests belong together: if the run had any, those that it did not have are deleted. If this is killed, the next
-    start does it again.
+    Manifests belong together: if the run had any, new ones are deleted. If this is killed, the next start repeats it.
     """
     backup = folder / BEFORE_START
     if backup.is_dir():
@@ -133,14 +132,14 @@ def _drop(folder: Path) -> None:
 
 
 def _manifests(folder: Path) -> list[Path]:
-    """The files that preparation writes for a run; not those it unpacks, nor its own notes."""
+    """The files that preparation writes for a run, without unpacked and hidden ones."""
     there = folder / MANIFESTS
     return [path for path in there.iterdir() if path.is_file() and not path.name.startswith(".")] \
         if there.is_dir() else []
 
 
 def _link(source: Path, target: Path) -> None:
-    """Hard-link a manifest, which may be large: manifests are replaced, never modified, so a link keeps them."""
+    """Hard-link a manifest, which may be large; manifests are replaced, never modified."""
     try:
         os.link(source, target)
     except OSError:  # a file system without hard links

@@ -39,11 +39,11 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
                  guard: StartGuard, bundles: Bundles, results_folder: Path) -> Brain:
     """Train the remaining epochs, then test; returns the Brain, which has the results.
 
-    bundles : opens the recogniser that the task's tests need, a room above this one
+    bundles : opens the recogniser for the task's tests
     results_folder : the folder of the test's results
     """
     keys, train, test_only = recipe.keys, manifests["train"], request.run_opts.test_only
-    logs = ranks.is_main() and not test_only  # how it trains
+    logs = ranks.is_main() and not test_only  # about training
     encoder = recipe.task.encoder(keys)
     brain = recipe.brain(request.run_opts)
     if brain.recogniser is not None:
@@ -100,7 +100,7 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
 
 
 def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool) -> Iterator[int]:
-    """Yield the epochs; the first is asked for once the newest checkpoint was found to fit, so the run begins."""
+    """Yield the epochs. The first is requested once the newest checkpoint is loaded, and so the run begins."""
     changes = guard.changes()
     if resumed and changes:
         logger.warning("This run resumes with changed values: %s", "; ".join(changes))
@@ -117,10 +117,10 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
 
 
 def _utilisation(brain: Brain, device: torch.device, manifest: Manifest) -> Utilisation | None:
-    """The FLOPs of training on a second of this corpus, and the device's peak; None if unknown."""
+    """The FLOPs per second of this corpus in training, and the device's peak; None if unknown."""
     try:
         operations = flops.operations_per_second(brain, flops.typical_seconds(manifest.durations))
-    except Exception as error:  # stand-ins may lack an operation that training has
+    except Exception as error:  # tensors on the meta device may not support an operation
         logger.info("Model FLOPs can't be counted, so utilisation is not reported: %s: %s", type(error).__name__, error)
         return None
     found = Utilisation(operations, *peak_of(device, brain.precision))
@@ -129,7 +129,7 @@ def _utilisation(brain: Brain, device: torch.device, manifest: Manifest) -> Util
 
 
 def _log_start(brain: Brain, changes: Sequence[str], begins: bool) -> None:
-    """Record how the run was started, with what changed values, from what weights, and on what machine."""
+    """Record the command, the changed values, the initial weights and the machine."""
     if brain.metrics_log is not None:
         parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
         brain.metrics_log.write(
@@ -145,7 +145,7 @@ def before_run(request: CommandLine) -> None:
     from sbkit.recipe.check import check
 
     report = check(request.path, request.overrides, run_opts=request.run_opts, starting=True)
-    if report.errors:  # one message, so that torchrun's last lines contain it all
+    if report.errors:  # one message, so that torchrun's last lines have all of it
         problems = report.problems().replace(": error: ", ": ", 1)  # the command writes that in front
         raise SbkitError(f"{problems}\n{report.verdict()}; --no-check skips this check", exit_code=1)
     if report.problems():

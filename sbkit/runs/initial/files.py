@@ -1,4 +1,4 @@
-"""Tensors out of a file, whatever wrote it; nothing in it can run."""
+"""Reads tensors from files of several formats; no code in them can run."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from sbkit.train.checkpoint.state import load_file
 V = TypeVar("V")
 
 _AGAIN = "copy, download or export it again"
-#: What a file of a list's tensors says in its head: the key of the recipe for each place in the list, as JSON.
+#: The metadata field with the recipe's key for each index of a ModuleList, as JSON.
 PARTS = "parts"
-#: What SpeechBrain's InputNormalization keeps.
+#: The state of SpeechBrain's InputNormalization.
 STATISTICS = {"count", "glob_mean", "glob_std"}
 
 
 def tensors_in(path: Path, lazily: bool = False) -> dict[str, Any] | None:
-    """A state dict from a safetensors file, be it called ``.ckpt``, or from one that torch wrote.
+    """A state dict from a safetensors file, whatever its extension, or from a file of torch.
 
-    None if the file is whole, and holds something else.
+    None if the file is intact but has something else.
 
-    lazily : read values when they are used
+    lazily : read values on first use
     """
     if _is_safetensors(path):
         try:
@@ -47,14 +47,14 @@ def tensors_in(path: Path, lazily: bool = False) -> dict[str, Any] | None:
     except SbkitError as error:
         raise SbkitError(f"init_from: {error.message}",
                          hint="save it as a state dict of tensors, best as .safetensors") from error
-    except Exception as error:  # whatever torch says to a file that isn't its own, or is cut off
+    except Exception as error:  # torch raises many types for other or truncated files
         raise SbkitError(f"init_from: {path} is damaged, incomplete, or not a file of weights: {first_line(error)}",
                          hint=_AGAIN) from error
     return _plain(state)
 
 
 def by_parts(path: Path, state: Mapping[str, V]) -> dict[str, V]:
-    """What a file holds, by the recipe's keys where its head says which of them its numbers stand for."""
+    """A file's tensors, with a ModuleList's indices replaced by the recipe's keys if the metadata has these."""
     keys = _parts(path)
     words = {name: name.partition(".") for name in state}
     return {f"{keys.get(head, head)}{dot}{rest}": state[name] for name, (head, dot, rest) in words.items()}
@@ -66,13 +66,13 @@ def _parts(path: Path) -> Mapping[str, str]:
     try:
         with safe_open(path, framework="numpy") as file:
             said = json.loads((file.metadata() or {}).get(PARTS, "{}"))
-    except (SafetensorError, OSError, ValueError, RecursionError):  # another program's, or damaged: told by tensors_in
+    except (SafetensorError, OSError, ValueError, RecursionError):  # foreign, or damaged: tensors_in reports it
         return {}
     return {place: key for place, key in said.items() if isinstance(key, str)} if isinstance(said, dict) else {}
 
 
 def plain_state(path: Path, lazily: bool = False) -> dict[str, Any] | None:
-    """What a checkpoint's file holds, if that is tensors, or a moving average of them; None for anything else."""
+    """The tensors of a checkpoint's file, or a moving average of them; None for anything else."""
     if not _is_safetensors(path) and not zipfile.is_zipfile(path):
         return None  # a counter or the like
     state = load_safetensors(path) if _is_safetensors(path) else load_file(path, lazily=lazily)
@@ -82,17 +82,17 @@ def plain_state(path: Path, lazily: bool = False) -> dict[str, Any] | None:
 
 
 def looks_like_tensors(path: Path) -> bool:
-    """Whether a file begins as those of tensors do."""
+    """Whether a file begins like one with tensors."""
     return _is_safetensors(path) or _is_torchs(path)
 
 
 def statistics_in(state: Mapping[str, Any]) -> bool:
-    """Whether this is what an InputNormalization has counted."""
+    """Whether this is the state of an InputNormalization."""
     return set(state) == STATISTICS
 
 
 def _plain(state: object) -> dict[str, Any] | None:
-    """Tensors by name, and the hash of a base that an adapted model rests on."""
+    """Tensors by name, and the hash of an adapted model's base."""
     if not isinstance(state, Mapping):
         return None
     state = weights_in(hook_on_loading_state_dict_checkpoint(dict(state)))
@@ -105,13 +105,13 @@ def _plain(state: object) -> dict[str, Any] | None:
 
 
 def _is_torchs(path: Path) -> bool:
-    """An archive as torch writes them, or a pickle as it did once."""
+    """Whether this is a zip archive of torch, or a pickle of its old format."""
     with open(path, "rb") as file:
         return zipfile.is_zipfile(path) or file.read(1) == b"\x80"
 
 
 def _is_safetensors(path: Path) -> bool:
-    """By its name, or by its head: eight bytes of length, and JSON."""
+    """Judge by the extension, or by the header: eight bytes of length, then JSON."""
     if path.suffix == ".safetensors":
         return True
     try:
@@ -121,18 +121,18 @@ def _is_safetensors(path: Path) -> bool:
         return False
 
 
-# ------------------------------------------------------------ statistics of a corpus, kept beside a state dict
+# ------------------------------------------------------------ statistics of a corpus, which no state dict has
 
 
 def counting_modules(modules: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules that count statistics over a whole corpus, by path."""
+    """The modules with running statistics of a whole corpus, by path."""
     for path, module in modules.named_modules():
         if getattr(module, "norm_type", "") == "global" and hasattr(module, "_load_statistics_dict"):
             yield path, module
 
 
 def load_statistics(modules: nn.Module, found: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Give the modules under these paths what another run had counted."""
+    """Load running statistics into the modules at these paths."""
     for path, module in counting_modules(modules):
         if path in found:
             values = dict(found[path])
@@ -140,5 +140,5 @@ def load_statistics(modules: nn.Module, found: Mapping[str, Mapping[str, torch.T
 
 
 def statistics_names(head: str) -> dict[str, str]:
-    """What the statistics of a module are called, by what they are called in it."""
+    """The full names of a module's statistics, by their names in the module."""
     return {name: f"{head}.{name}" for name in sorted(STATISTICS)}

@@ -1,4 +1,4 @@
-"""A run that has nothing yet takes the weights that its recipe says it starts from; all ranks get the same."""
+"""A new run takes the weights that its recipe names; all ranks get the same."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ logger = logging.getLogger(__name__)
 
 
 def fresh(keys: TaskKeys) -> bool:
-    """Whether a run has no checkpoint of its own."""
+    """Whether a run has no checkpoint yet."""
     return not keys.checkpointer.list_checkpoints()
 
 
 def source_of(keys: TaskKeys) -> WeightSource | None:
-    """What a recipe says that its run starts from."""
+    """The source that a recipe names for its run's initial weights."""
     if keys.init_from is None:
         return None
     return find(keys.init_from, keys.init_checkpoint, keys.init_average, keys.brain.metric)
 
 
 def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse, before a corpus is prepared, a source that isn't there or is none, or another than the run had before.
+    """Refuse, before the corpus is prepared, a missing or invalid source, or another one than the run started with.
 
     changed : recipe values that differ from the run's previous start, before and now
     """
@@ -64,9 +64,9 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
     began = arguments_of({key: before for key, (before, _) in changed.items()})
     for key in SOURCES:
         before, now = ("null" if value == "nothing" else value for value in changed.get(key, ("null", "null")))
-        if key == "replay":  # another share is no other source
+        if key == "replay":  # another share is the same source
             other = (before == "null") != (now == "null")
-        else:  # one that refers to another key, such as a voice's codec, may have moved; weights were read long ago
+        else:  # one that refers to another key, such as a voice's codec, may have moved; init_from: null is fine, too
             other = changed.get(key) not in elsewhere and (key, now) != ("init_from", "null") and \
                 Path(before).expanduser().resolve() != Path(now).expanduser().resolve()
         if other:
@@ -76,11 +76,11 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
 
 
 def check(keys: TaskKeys, brain: Task) -> tuple[str, list[ParameterOutcome]]:
-    """Refuse, besides what ``open_source`` refuses, names and shapes that don't fit; token rows wait for the corpus.
+    """Refuse names and shapes that don't fit, and whatever ``open_source`` refuses; token rows need the corpus first.
 
-    keys, brain : of the run that is to start, which may have no checkpoints; a Brain that need not be able to train
+    keys, brain : of the run that is to start; the Brain need not be able to train
 
-    Returns the source in words, and what will become of the tensors of both.
+    Returns a description of the source, and the outcome for each tensor of both.
     """
     source = _find_source(keys)
     match = _match(brain, source, shapes=True)
@@ -88,7 +88,7 @@ def check(keys: TaskKeys, brain: Task) -> tuple[str, list[ParameterOutcome]]:
 
 
 def filled(recipe: Recipe) -> set[int]:
-    """The ids of the tensors that a run which begins takes from its source, so that no pretrainer need load them."""
+    """The ids of the tensors that a new run takes from its source, so that no pretrainer must load them."""
     keys, modules = recipe.keys, torch.nn.ModuleDict(recipe.hparams["modules"])
     if keys.init_from is None or keys.pretrainer is None:
         return set()
@@ -108,7 +108,7 @@ def _paths(keys: TaskKeys, modules: torch.nn.Module, hparams: Mapping[str, objec
 
 
 def load(brain: Task) -> None:
-    """Fill the modules of a Brain whose run begins; one rank reads, and the others get what it has."""
+    """Load the initial weights into a Brain; one rank reads them, and the others get them from it."""
     if brain.keys.init_from is None:
         return
     counted, outcome = ranks.run_on_main(_fill, brain)
@@ -119,10 +119,10 @@ def load(brain: Task) -> None:
 
 
 class MeanWithSource:
-    """Gives a trained Brain the mean of its weights and of those that it began with.
+    """Averages a trained Brain's weights with its initial ones.
 
-    What its source lacks, such as the rows of new tokens, stays as it was trained; adapters that it lacks count so much
-    less.
+    Tensors that the source lacks, such as rows of new tokens, stay as trained; adapters that it lacks are scaled by the
+    share.
     """
 
     def __init__(self, brain: Task):
@@ -140,19 +140,19 @@ class MeanWithSource:
 
     @torch.no_grad()
     def take(self, share: float) -> None:
-        """Fill the Brain with the mean, in which the trained weights count ``share``."""
+        """Load the mean into the Brain, with a weight of ``share`` for the trained weights."""
         for name, value in self._state.items():
             value.copy_(torch.lerp(self._old[name], self._new[name], share))
 
 
 def _fill(brain: Task) -> tuple[dict[str, dict[str, torch.Tensor]], str]:
-    """Gives the running statistics, which are no part of a state dict, and what became of the tensors, as a table."""
+    """Returns the running statistics, which no state dict has, and a table of the tensors' outcomes."""
     source = _find_source(brain.keys)
     match = _match(brain, source)
     said = [text(f"{source.description}{_merged(match)}", match.fill())]
     for module in brain.modules.modules():
         if isinstance(module, Encoder):
-            module.keep()  # where its pretrainer, which would, has nothing to load
+            module.keep()  # its pretrainer, which would do it, has nothing to load
             said += module.notes()
     return match.statistics(), "\n".join(said)
 
@@ -168,7 +168,7 @@ def _match(brain: Task, source: WeightSource, shapes: bool = False) -> Match:
 
 
 def _find_source(keys: TaskKeys) -> WeightSource:
-    """The source, which is not the run itself."""
+    """The source; refuses the run itself."""
     assert keys.init_from is not None
     if Path(keys.init_from).resolve() == keys.folder.resolve():
         raise SbkitError(f"init_from: {keys.init_from} is the folder of this run itself",
@@ -179,9 +179,9 @@ def _find_source(keys: TaskKeys) -> WeightSource:
 
 
 def check_start(trace: Trace, findings: Findings) -> Section | None:
-    """Find a source that isn't there, or doesn't fit; a run that has a checkpoint needs none.
+    """Report a source that is missing or doesn't fit; a run with a checkpoint needs none.
 
-    Returns a table of what the run will take, and what not.
+    Returns a table of which tensors the run will take.
     """
     if trace.brain is None or trace.keys.init_from is None or _has_checkpoint(trace.built):
         return None
@@ -199,7 +199,7 @@ def check_start(trace: Trace, findings: Findings) -> Section | None:
 
 
 def _has_checkpoint(built: Built) -> bool:
-    """Whether the run has a checkpoint: not where the check has put its checkpointer, but where the recipe does."""
+    """Whether the run has a checkpoint in the recipe's folder; the check's checkpointer is elsewhere."""
     node = built.nodes.get("checkpointer")
     folder = node.value.get("checkpoints_dir") if node is not None and isinstance(node.value, dict) else None
     said = static(folder) if folder is not None else None
@@ -210,12 +210,12 @@ COLUMNS = ["part", "values", "what", "why"]
 
 
 def text(source: str, outcomes: Sequence[ParameterOutcome]) -> str:
-    """The table, with a line above it that says where the weights come from."""
+    """The table, below a line with the source."""
     return f"Starting from {source}\n{table(COLUMNS, rows(outcomes), indent='  ')}"
 
 
 def rows(outcomes: Sequence[ParameterOutcome]) -> list[list[str]]:
-    """The rows of the table, whose columns are ``COLUMNS``."""
+    """The rows of the table with ``COLUMNS``."""
     return [[outcome.name, f"{outcome.numbers:,}", outcome.what, outcome.why] for outcome in collapsed(outcomes)]
 
 

@@ -1,4 +1,4 @@
-"""What of a source goes where in a model: by name, by shape, and by token where a tensor has a row for each."""
+"""Matches a source's tensors with a model's: by name, by shape, and by token for tensors with a row per token."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from sbkit.runs.initial.source import TokenRows, TokenTables, WeightSource
 logger = logging.getLogger(__name__)
 
 TAKEN, REINITIALISED, KEPT, LEFT = "taken", "reinitialised", "kept", "left there"
-_LISTED, _SHORT = 20, 6  # tensors of another shape that an error names, modules that its hint does
-_FIELDS = 4  # of the configs of two encoders that an error names
+_LISTED, _SHORT = 20, 6  # tensors of another shape in an error, and modules in its hint
+_FIELDS = 4  # differences of two encoders' configs in an error
 
 
 class ParameterOutcome(NamedTuple):
-    """What becomes of a tensor, of the model or of the source."""
+    """The outcome for a tensor of the model or of the source."""
 
     name: str
-    """As the recipe calls it."""
+    """Its name in the recipe."""
     numbers: int
     what: str
     why: str = ""
 
 
 class Match:
-    """A source beside a model: ``fill`` copies what fits, and says what became of each tensor; ``check`` what will.
+    """A source and a model: ``fill`` copies matching tensors and returns all outcomes; ``check`` predicts them.
 
     modules, recipe : the model, and objects of its recipe by key
-    source : what it starts from
-    leave : patterns of what isn't taken
-    tables : which tensors have a row for each token
-    shapes : look at names and shapes alone, for ``check``
+    source : of the initial weights
+    leave : patterns of tensors that aren't taken
+    tables : tensors with a row for each token
+    shapes : read only names and shapes, for ``check``
     """
 
     pretrained: Collection[int] = ()
-    """The ids of tensors that have the values of a pretrained model."""
+    """The ids of tensors with values of a pretrained model."""
 
     def __init__(self, modules: nn.Module, recipe: Mapping[str, Any], source: WeightSource, leave: Sequence[str] = (),
                  tables: TokenTables | None = None, shapes: bool = False):
@@ -69,11 +69,11 @@ class Match:
     # ------------------------------------------------------------ by name
 
     def _found(self) -> dict[str, str]:
-        """The name in the source of each of the model's tensors that is there."""
+        """The source's name for each of the model's tensors that it has."""
         by_recipe = {path: next((name for name in self.parts.names(path) if name in self.theirs), None)
                      for path in self.own}
         best = {path: name for path, name in by_recipe.items() if name is not None}
-        if self.source.names is None or not best:  # a file alone may have been saved of any part
+        if self.source.names is None or not best:  # a single file may be of any part of a model
             for naming in self._namings():
                 found = {path: name for path in self.own if (name := naming(path)) in self.theirs and name is not None}
                 best = max(best, found, key=len)
@@ -87,7 +87,7 @@ class Match:
         return best
 
     def _namings(self) -> Iterator[Callable[[str], str | None]]:
-        """What a file may call a tensor: by its key, by its path, or by its path below some part of the model."""
+        """Yield naming schemes of files: by the recipe's key, by the path, or by the path in some part of the model."""
         yield self.parts.name
         yield lambda path: path
         for above in dict.fromkeys(_heads(self.parts, self.own)):
@@ -98,7 +98,7 @@ class Match:
             yield below
 
     def _left(self, leave: Sequence[str]) -> tuple[set[str], set[str]]:
-        """The paths of what isn't to be taken, and the names there; a pattern that fits neither is refused."""
+        """The paths of tensors that aren't taken, and the source's names; a pattern without a match is refused."""
         left: set[str] = set()
         there: set[str] = set()
         beyond = ParameterGroups.of_names(self.theirs)
@@ -110,10 +110,10 @@ class Match:
             there |= names
         return left, there
 
-    # ------------------------------------------------------------ what a name can't tell
+    # ------------------------------------------------------------ checks beyond names
 
     def _check_encoders(self) -> None:
-        """Refuse a pretrained encoder of another kind: weights of one name and shape may mean something else."""
+        """Refuse a pretrained encoder of another kind: weights of the same name and shape may mean something else."""
         for above, module in self.modules.named_modules():
             paths = [path for path in self.own if path.startswith(f"{above}.")]
             if not isinstance(module, Encoder):
@@ -135,7 +135,7 @@ class Match:
             self._check_rest(module, paths)
 
     def _check_heads(self) -> None:
-        """Refuse the scores of a head whose convolution is there and not here, or the other way: they need it."""
+        """Refuse a head if only the source's or only the model's has a convolution: the weights depend on it."""
         for above, module in self.modules.named_modules():
             if not isinstance(module, Head) or f"{above}.weight" not in self.taken():
                 continue
@@ -148,7 +148,7 @@ class Match:
                                       f'"[{key}]"')
 
     def _check_language(self, key: str, encoder: Encoder, there: Settings | None, paths: Iterable[str]) -> None:
-        """Refuse adapters of another language than the one that the recipe names: they would take its place."""
+        """Refuse adapters of another language than the recipe's, which they would replace."""
         wanted, had = encoder.adapter_language, None if there is None else there.adapter_language
         taken = set(self.taken()).intersection(paths)
         if wanted in (None, had) or not any(".adapter_layer." in path for path in taken):
@@ -161,7 +161,7 @@ class Match:
                  "these: --adapter_language null")
 
     def _check_rest(self, encoder: Encoder, paths: Iterable[str]) -> None:
-        """Refuse a pretrained encoder that isn't there any more, if there are tensors that only it could give."""
+        """Refuse a missing pretrained encoder if some tensors can come only from it."""
         taken, own = set(self.taken()), encoder.state_dict(keep_vars=True)
         free = {id(own[name]) for name in own if is_added(name) or name in encoder.dispensable}
         rest = [path for path in paths if path not in taken and id(self.own[path]) not in free]
@@ -176,7 +176,7 @@ class Match:
                              hint=error.hint) from error
 
     def _check_places(self) -> None:
-        """Refuse a list's tensors with numbers for names, unless the numbers or the tensors tell what each is."""
+        """Refuse tensors of a ModuleList that are named by numbers, unless it is clear which module each belongs to."""
         for above, here in self._lists():
             tails = [(path.removeprefix(above), self.found[path]) for path in self.taken() if path.startswith(above)]
             numbered = {(name.removesuffix(tail), tail.partition(".")[0]) for tail, name in tails
@@ -204,14 +204,14 @@ class Match:
         return self.parts.name(path).partition(".")[0]
 
     def _lists(self) -> Iterator[tuple[str, dict[str, set[str]]]]:
-        """What stands before the numbers of each list of the recipe's parts, and what tensors each of them has."""
+        """Yield the prefix of each ModuleList of the recipe, and the tensors of each of its entries."""
         for path, module in self.modules.named_modules():
             if isinstance(module, (nn.ModuleList, nn.Sequential)) and \
                     any(not self.parts.name(f"{path}.{place}").endswith(f".{place}") for place in range(len(module))):
                 yield f"{path}.", _entries(self.own, f"{path}.")
 
     def _counted(self) -> dict[str, dict[str, str]]:
-        """What the running statistics of the model's normalisations are called there, by the module's path."""
+        """The source's names for the running statistics of the model's normalisations, by the module's path."""
         found = {}
         for path, _ in counting_modules(self.modules):
             heads = [name.removesuffix(".count") for name in self.parts.names(f"{path}.count")]
@@ -221,10 +221,10 @@ class Match:
                     break
         return found
 
-    # ------------------------------------------------------------ what is copied
+    # ------------------------------------------------------------ copying
 
     def check(self) -> list[ParameterOutcome]:
-        """Refuse what doesn't fit, and say what will become of the rest; the rows of tokens wait for the vocabulary."""
+        """Refuse tensors that don't fit, and predict the other outcomes; token rows need the vocabulary first."""
         self._check_shapes(self.with_rows)
         if self.with_rows and self.source.has_tokenizer:
             self._their_tokens(self.with_rows)
@@ -232,7 +232,7 @@ class Match:
 
     @torch.no_grad()
     def fill(self) -> list[ParameterOutcome]:
-        """Copy into the model what fits; nothing is copied where something doesn't."""
+        """Copy the source's tensors into the model; nothing is copied if one doesn't fit."""
         rows = self._rows(self.with_rows)
         self._check_shapes(rows)
         for path in self.taken():
@@ -251,11 +251,11 @@ class Match:
                 *(ParameterOutcome(name, 0, LEFT, why) for name, why in self.source.no_tensors.items())]
 
     def statistics(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What goes to ``load_statistics``, on every rank."""
+        """The argument of ``load_statistics``, on every rank."""
         return {path: {own: self.theirs[name] for own, name in names.items()} for path, names in self.counted.items()}
 
     def taken(self) -> list[str]:
-        """The paths of the tensors that get their values, or rows of them, from the source."""
+        """The paths of the tensors that get values or rows from the source."""
         return [path for path in self.found if path not in self.left]
 
     def _fill(self, path: str, rows: Mapping[str, list[int]]) -> None:
@@ -289,7 +289,7 @@ class Match:
             f"for all {count} tokens"
 
     def _rows(self, paths: Sequence[str]) -> dict[str, list[int]]:
-        """Of tensors with a row for each token, which row each comes from; empty if that is unknown."""
+        """The source's row for each row of tensors with a row per token; empty if unknown."""
         if not paths or self.tables is None:
             return {}
         if not self.source.has_tokenizer and all(self._fits(path) for path in paths):
@@ -302,7 +302,7 @@ class Match:
         return dict.fromkeys(paths, rows)
 
     def _their_tokens(self, paths: Sequence[str]) -> TokenRows:
-        """What the rows of the source's tensors stand for; an error says why that is unknown."""
+        """The tokens of the rows of the source's tensors; raises if they are unknown."""
         try:
             theirs = self.source.vocabulary()
         except SbkitError as error:
@@ -321,7 +321,7 @@ class Match:
         return self.theirs[self.found[path]].shape == self.own[path].shape
 
     def _check_shapes(self, rows: Collection[str]) -> None:
-        """All that don't fit at once."""
+        """Raise one error for all tensors that don't fit."""
         wrong = []
         for path in self.taken():
             here, there = self.own[path].shape, self.theirs[self.found[path]].shape
@@ -337,7 +337,7 @@ class Match:
                          hint=f"give the recipe the sizes that it was trained with, or {self._leaving(wrong)}")
 
     def _leaving(self, paths: Sequence[str]) -> str:
-        """How to go without these: the modules that they are in, at most two words of each."""
+        """The hint for leaving these out: their modules, by at most two parts of their names."""
         modules = [self.parts.name(path).split(".")[:-1] or [self.parts.name(path)] for path in paths]
         children: dict[str, set[str]] = {}
         for path in self.own:
@@ -367,8 +367,7 @@ def _entries(names: Iterable[str], before: str) -> dict[str, set[str]]:
 
 
 def _ambiguous(place: str, here: Mapping[str, set[str]], there: Mapping[str, set[str]]) -> bool:
-    """Whether an entry there could be another one here, or another one there this one here, by what their tensors are
-    called.
+    """Whether, by the names of their tensors, an entry of the source could be another one of the model, or vice versa.
 
     >>> _ambiguous("1", {"0": {"conv"}, "1": {"w"}, "2": {"w"}}, {"0": {"conv"}, "1": {"w"}})
     True
@@ -393,12 +392,12 @@ _DOWN, _UP = f".{LORA}.1.weight", f".{LORA}.2.weight"
 
 def merge(theirs: dict[str, torch.Tensor], found: Mapping[str, str], modules: nn.Module,
           scale_of: Callable[[str], float | None]) -> set[str]:
-    """Merge, in place, each LoRA that the model does not have; gives the names of the weights that changed.
+    """Merge, in place, each LoRA that the model does not have; returns the names of the changed weights.
 
     theirs : the source's tensors
-    found : the names there of the model's tensors
+    found : the source's names of the model's tensors
     modules : the model
-    scale_of : by how much a LoRA of the source counts, by the name of its layer
+    scale_of : the scale of a LoRA of the source, by the name of its layer
     """
     paths = {name: path for path, name in found.items()}
     merged = set()
@@ -418,7 +417,7 @@ def merge(theirs: dict[str, torch.Tensor], found: Mapping[str, str], modules: nn
 
 def _is_own(layer: str, theirs: Mapping[str, torch.Tensor], paths: Mapping[str, str], modules: nn.Module,
             scale: float | None) -> bool:
-    """Whether the model's layer has the same LoRA, so that it can go on with this one."""
+    """Whether the model's layer has the same LoRA, which can be taken unmerged."""
     for name in (layer + _DOWN, layer + _UP):
         path = paths.get(name)
         if path is None or modules.get_parameter(path).shape != theirs[name].shape:
