@@ -1,7 +1,7 @@
-"""Names of saved tensors by the keys of the recipe that saved them, read from its text with nothing built.
+"""Maps names of saved tensors to the keys of the recipe that saved them, from the recipe's text, without building it.
 
-What is ``2.weight`` in the file of a ModuleList is ``ctc_lin.weight`` where the list's third entry is that key's: so
-two recipes that order their lists otherwise understand each other.
+``2.weight`` in the file of a ModuleList becomes ``ctc_lin.weight`` if the list's third entry has that key, so recipes
+with different orders of modules are compatible.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from sbkit.recipe.values import data
 V = TypeVar("V")
 
 _LISTS = ("ModuleList", "Sequential")
-#: SpeechBrain's wrappers of transformers' encoders, and what recipes here call what these hold as their model.
+#: SpeechBrain's wrappers of transformers' encoders, and the name in recipes here of the wrapped model.
 _WRAPPERS, _HELD_AS = ("Wav2Vec2", "HuBERT", "WavLM"), "encoder.network"
 _ADAPTED, _ADAPTERS = "Adapted", ("LoRA", "Houlsby")
 _RANK = inspect.signature(LoRA).parameters["rank"].default
 
 
 class SavedNames:
-    """What a recipe calls the parts of what it saves.
+    """A recipe's names for the parts of saved objects.
 
-    tree : the recipe, references resolved: what two refer to is one node
-    saved : what is saved, by name
+    tree : the recipe with references resolved; two references to one object are one node
+    saved : the saved objects, by name
     also : other names of keys
     """
 
@@ -42,21 +42,21 @@ class SavedNames:
         self._modules = {id(node): name for name, node in modules.items()} if isinstance(modules, dict) else {}
 
     def is_made(self, name: str) -> bool:
-        """Whether this is an object that the recipe builds."""
+        """Whether the recipe builds this object."""
         return _kind(self._saved.get(name)) != ""
 
     def is_module(self, name: str) -> bool:
-        """Whether this is one of the recipe's modules, or holds some."""
+        """Whether this is one of the recipe's modules, or contains some."""
         node = _within(self._saved.get(name))[0]
         return node is not None and (id(node) in self._modules
                                      or any(id(inner) in self._modules for _, inner in _inside(node)))
 
     def averaged(self, name: str) -> bool:
-        """Whether this is the moving average of something."""
+        """Whether this is a moving average."""
         return name == "ema" and _argument(self._ema, "module", 0) is not None
 
     def named(self, name: str, state: Mapping[str, V]) -> dict[str, V]:
-        """The same tensors by the recipe's names."""
+        """Rename a state's tensors to the recipe's names."""
         node, before = _within(_argument(self._ema, "module", 0) if self.averaged(name) else self._saved.get(name))
         return self._named(node, name, {key.removeprefix(before): value for key, value in state.items()})
 
@@ -70,7 +70,7 @@ class SavedNames:
         return found
 
     def _heads(self, node: Node | None, name: str = "") -> dict[str, str]:
-        """What stands in the recipe's names for the beginnings of those in a module."""
+        """Map prefixes of a module's tensor names to the recipe's keys."""
         own = self._keys.get(id(node)) or self._modules.get(id(node)) or name
         heads = {"": own, **dict(self._prefixes(node))}
         return {prefix: self._also.get(head, head) for prefix, head in heads.items()}
@@ -78,17 +78,17 @@ class SavedNames:
     # ------------------------------------------------------------ adapted models
 
     def base_folder(self, name: str) -> str:
-        """Where a run has the base of what it saves under this name; empty where that rests on none."""
+        """The folder of an adapted model's base; empty without a base."""
         node = self._saved.get(name)
         return str(_given(node, "folder", 2)) if _kind(node) == _ADAPTED else ""
 
     def named_base(self, name: str, base: Mapping[str, V]) -> dict[str, V]:
-        """The tensors of a base by the recipe's names."""
+        """Rename a base's tensors to the recipe's names."""
         node = _argument(self._saved.get(name), "base", 1)
         return self._named(_argument(node, "module", 0) if _kind(node) in _ADAPTERS else node, name, base)
 
     def lora_scale(self, layer: str) -> float | None:
-        """By how much the recipe multiplies what a LoRA gives, at the layer that it calls so."""
+        """The recipe's scale of the LoRA at a layer; None without one."""
         for node in self._loras:
             rank, alpha, targets = _given(node, "rank", 2), _given(node, "alpha", 3), _given(node, "targets", 1)
             for prefix, head in self._heads(_argument(node, "module", 0)).items():
@@ -109,7 +109,7 @@ class SavedNames:
 
 
 def encoders(tree: Node) -> dict[str, Settings]:
-    """The configs of pretrained encoders that a run has kept, by the recipe's key."""
+    """The configs of pretrained encoders that a run saved, by the recipe's key."""
     found = {}
     for key, node in tree.value.items():
         source, folder = _given(node, "source", 0), _given(node, "folder", 1)
@@ -120,13 +120,13 @@ def encoders(tree: Node) -> dict[str, Settings]:
 
 
 def wrapped(tree: Node) -> str | None:
-    """The folder or repository of the encoder that one of SpeechBrain's wrappers holds."""
+    """The folder or repository of the encoder in one of SpeechBrain's wrappers."""
     sources = (_given(node, "source", 0) for node in tree.value.values() if _kind(node) in _WRAPPERS)
     return next((source for source in sources if isinstance(source, str)), None)
 
 
 def _inside(node: Node | None) -> Iterator[tuple[str, Node]]:
-    """What a module is made with, by the name that it is held under: a place in a list, or the argument's."""
+    """Yield the arguments of a module by the name of the submodule: an index in a list, or the argument's name."""
     kind = _kind(node)
     if node is None or not kind:
         return
@@ -139,17 +139,17 @@ def _inside(node: Node | None) -> Iterator[tuple[str, Node]]:
 
 
 def _within(node: Node | None) -> tuple[Node | None, str]:
-    """What an Adapted saves, and where that lies in it; of anything else that itself."""
+    """The model that an Adapted saves, and its prefix there; for anything else the node itself."""
     return (_argument(node, "model", 0), "model.") if _kind(node) == _ADAPTED else (node, "")
 
 
 def _kind(node: Node | None) -> str:
-    """The class of what a recipe makes, without its module; empty if it makes nothing."""
+    """The class name of an object of the recipe; empty for other values."""
     return node.tag.rpartition(".")[2] if node is not None and node.tag.startswith("!new:") else ""
 
 
 def _argument(node: Node | None, name: str, place: int) -> Node | None:
-    """What something is made with, by its name or its place; None also if that is null."""
+    """An argument of an object, by name or position; None also if it is null."""
     value = None if node is None else node.value
     found = value.get(name) if isinstance(value, dict) else \
         value[place] if isinstance(value, list) and place < len(value) else None
@@ -157,6 +157,6 @@ def _argument(node: Node | None, name: str, place: int) -> Node | None:
 
 
 def _given(node: Node | None, name: str, place: int) -> Any:  # whatever the recipe says there
-    """The same in Python."""
+    """The same as a Python value."""
     found = _argument(node, name, place)
     return None if found is None else data(found)

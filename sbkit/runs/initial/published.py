@@ -1,4 +1,4 @@
-"""CTC models that others have published, as something to start from."""
+"""Published CTC models as sources of initial weights."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sbkit.runs.initial.source import TokenRows, WeightSource
 from sbkit.score.metric import Metric
 from sbkit.score.run_files import RECIPE
 
-#: Where a recipe such as hparams/ssl.yaml has what a model has as encoder and head.
+#: The names in recipes such as hparams/ssl.yaml of a model's encoder and head.
 _KEYS = {"encoder": "encoder.network", "head": "ctc_lin"}
-_ROLES = ("blank", "bos", "eos")  # of tokens, as recipes have keys for them
+_ROLES = ("blank", "bos", "eos")  # of special tokens with a key in recipes
 
 
 @dataclass
 class PublishedSource(WeightSource):
-    """A CTC model of transformers: its tensors by the names of a recipe with a pretrained encoder, and its tokens."""
+    """A CTC model of transformers: its tensors, named as in a recipe with a pretrained encoder, and its tokens."""
 
     model: CTCModel = field(kw_only=True)
 
@@ -45,7 +45,7 @@ class PublishedSource(WeightSource):
 
     @property
     def kept_order(self) -> list[int]:
-        """The ids of its tokens in the order of a run that keeps its tokenizer, where the blank is the first."""
+        """The ids of its tokens in the order of a run that keeps its tokenizer, with the blank first."""
         blank = self.model.tokens.roles["blank"]
         return [blank, *(place for place in range(len(self.model.tokens.pieces)) if place != blank)]
 
@@ -65,9 +65,9 @@ class PublishedSource(WeightSource):
 
 
 def recipe_folder(name: str) -> Path | None:
-    """Return the folder of a path or a repository that has a recipe of SpeechBrain's; None if it has none.
+    """Return the folder of a path or a repository with a SpeechBrain recipe; None without one.
 
-    Of a repository all that the recipe's pretrainer loads is downloaded.
+    From a repository, all files that the recipe's pretrainer loads are downloaded.
     """
     if pretrained.is_folder(name):
         folder = Path(name).expanduser()
@@ -83,7 +83,7 @@ def recipe_folder(name: str) -> Path | None:
 
 
 def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightSource:
-    """What a path holds, or a repository of the Hugging Face Hub; the arguments are those of ``source.find``."""
+    """Find the source at a path or a repository of the Hugging Face Hub; arguments as in ``source.find``."""
     folder = recipe_folder(str(path))
     if folder is None and names_model(str(path)):
         source.refuse_choice(Path(path), checkpoint, mean_of)

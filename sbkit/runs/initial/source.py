@@ -1,4 +1,4 @@
-"""What a path holds that a run can start from: its tensors by name, and the tokenizer that goes with them."""
+"""Opens the source of a run's initial weights: its tensors by name, and their tokenizer."""
 
 from __future__ import annotations
 
@@ -40,26 +40,25 @@ from sbkit.train.checkpoint.files import damage
 logger = logging.getLogger(__name__)
 
 KINDS = "a run, a checkpoint, a bundle, a folder for EncoderASR, a CTC model of transformers, or a .safetensors file"
-#: What a bundle says that it is, and the file that says it; in that, transformers' models say theirs.
+#: The format of a bundle, and the file that names it; models of transformers have a file of the same name.
 _BUNDLE, _CONFIG, _MAX_BYTES = "sbkit bundle", "config.json", 1 << 24
-_WEIGHTS = "model.safetensors"  # of bundles that have them by their names in the recipe
+_WEIGHTS = "model.safetensors"  # of bundles with the recipe's names of tensors
 _TOKENIZERS = ("tokenizer.ckpt", "tokenizer.model")  # of bundles and of SpeechBrain's folders
 _OTHER = "no tensors in its file"
 _SPECIAL = ("blank", "bos", "eos")
-#: What a SentencePiece model calls what a CTCTextEncoder has labels of its own for.
+#: SentencePiece's names for a CTCTextEncoder's special labels.
 _NAMES = {"unk": "<unk>", "bos": "<s>", "eos": "</s>"}
 
 
 class TokenRows(NamedTuple):
-    """What each id stands for."""
+    """The token of each id."""
 
     pieces: Sequence[str]
     roles: dict[str, int]
-    """The ids of what has a part to play, such as ``blank``, whatever it is written as."""
+    """The ids of special tokens by their roles, such as ``blank``, whatever their text."""
 
     def rows_in(self, other: TokenRows) -> list[int]:
-        """For each id the same one's in another vocabulary; -1 where that lacks it. Case doesn't count if that has
-        capitals alone.
+        """The id of each token in another vocabulary; -1 if that lacks it. Case is ignored if that has only capitals.
 
         >>> TokenRows(["_", "b", "a"], {"blank": 0}).rows_in(TokenRows(["<unk>", "a", "c"], {"blank": 0}))
         [0, -1, 1]
@@ -73,15 +72,15 @@ class TokenRows(NamedTuple):
 
 
 class TokenTables(NamedTuple):
-    """The tensors of a model that have a row for each token, and what the rows stand for."""
+    """The tensors of a model that have a row for each token, and the tokens of the rows."""
 
     tensors: Sequence[torch.Tensor]
     vocabulary: Callable[[], TokenRows]
-    """Asked for once the corpus is prepared."""
+    """Called once the corpus is prepared."""
 
 
 def label_rows(encoder: CTCTextEncoder) -> TokenRows:
-    """Return what each id of a CTCTextEncoder stands for, by the names that a SentencePiece model would have."""
+    """Return the token of each id of a CTCTextEncoder, with SentencePiece's names for special ones."""
     roles = {role: encoder.lab2ind[label] for role in ("blank", *_NAMES)
              if (label := getattr(encoder, f"{role}_label", None)) in encoder.lab2ind}
     names = {place: _NAMES[role] for role, place in roles.items() if role in _NAMES}
@@ -91,33 +90,33 @@ def label_rows(encoder: CTCTextEncoder) -> TokenRows:
 
 @dataclass
 class WeightSource:
-    """Where weights come from; they are read by ``tensors``."""
+    """A source of weights, which ``tensors`` reads."""
 
     description: str
-    """Which that is, in words."""
+    """For messages, such as "the run results/demo"."""
     files: dict[str, Path] = field(default_factory=dict)
-    """Of weights, by what they are called in the recipe that wrote them."""
+    """Files of weights, by their names in the recipe that saved them."""
     names: SavedNames | None = None
-    """Of what they hold, where there is that recipe."""
+    """Names of tensors in that recipe, if it is known."""
     checkpointer: Checkpointer | None = None
     mean_of: int = 1
     order: Order = field(default_factory=Order)
-    """With a checkpointer: the mean of how many of its checkpoints, and which are the best."""
+    """With a checkpointer: how many checkpoints are averaged, and their ranking."""
     describe_mean: Callable[[int], str] = str
-    """With a checkpointer: which that is, in words, by how many the mean is of after all."""
+    """With a checkpointer: returns the description for the number of checkpoints that were averaged."""
     tokenizer: Path | None = None
     lost_tokenizer: Path | None = None
-    """The one that its recipe names, where that file is no more."""
+    """The tokenizer that its recipe names, if the file is missing."""
     roles: dict[str, int] = field(default_factory=dict)
     encoders: dict[str, Settings] = field(default_factory=dict)
-    """The configs of its pretrained encoders, by the recipe's key, where it has kept them."""
+    """The configs of its pretrained encoders, by the recipe's key, if it saved them."""
     no_tensors: dict[str, str] = field(default_factory=dict)
-    """Files that hold something else, and what that is; known once the tensors are."""
+    """Files without tensors, and a note on each; known once the tensors are read."""
 
     def tensors(self, shapes: bool = False) -> dict[str, torch.Tensor]:
-        """All tensors, by the names that the recipe has for them, or by those in the file.
+        """All tensors, by their names in the recipe, or else in the file.
 
-        shapes : without values, and in little time
+        shapes : on the meta device, without reading values
         """
         states = {name: state for name, path in self.files.items() if (state := self._state(name, path, shapes))}
         if self.names is None:
@@ -126,13 +125,13 @@ class WeightSource:
             found = {full: value for name, state in states.items() if not self.names.averaged(name)
                      for full, value in self._named(name, state, shapes).items()}
             alone = not found
-            for name in filter(self.names.averaged, states):  # it takes the place of the weights that it is of
+            for name in filter(self.names.averaged, states):  # it replaces the weights that were averaged
                 mean = self._named(name, self._average(states[name]), shapes)
                 found |= {full: value for full, value in mean.items() if alone or full in found}
         return {name: value.to("meta") for name, value in found.items()} if shapes else found
 
     def lora_scale(self, layer: str) -> float | None:
-        """By how much a LoRA counts at a layer; None where nobody says."""
+        """The scale of a layer's LoRA; None if it is unknown."""
         return self.names.lora_scale(layer) if self.names is not None else None
 
     def _unnamed(self, states: Mapping[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -153,7 +152,7 @@ class WeightSource:
             if state is None:
                 self.no_tensors[name] = _OTHER
             return state or {}
-        state = plain_state(path, lazily=shapes) or {}  # what isn't tensors is something else than weights
+        state = plain_state(path, lazily=shapes) or {}  # files without tensors have no weights
         if state and self.mean_of > 1 and not shapes and not statistics_in(state):
             state, used = average(self.checkpointer, name, self.mean_of, **self.order)
             self.description = self.describe_mean(len(used))
@@ -161,7 +160,7 @@ class WeightSource:
         return state
 
     def _named(self, name: str, state: Mapping[str, Any], shapes: bool) -> dict[str, torch.Tensor]:
-        """By the recipe's names, and with the base that a state rests on."""
+        """A state by the recipe's names, with the base of an adapted model."""
         assert self.names is not None
         own = {key: value for key, value in state.items() if key != BASE}
         found = self.names.named(name, own)
@@ -179,18 +178,18 @@ class WeightSource:
         return (tensors_in(path) or {}) if shapes else read_base(path, hashed)
 
     def _average(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What a moving average has come to; nothing where it has not begun."""
+        """The averaged weights; empty before the first update."""
         if weights_in(kept) is kept:  # the mean of several
             return kept
         return weights_in(kept) if kept["updates"] else {}
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether it is known what its rows stand for."""
+        """Whether the tokens of its rows are known."""
         return self.tokenizer is not None
 
     def piece_model(self) -> bytes | None:
-        """The SentencePiece model of its tokens, as a run keeps it; None if it has none."""
+        """The SentencePiece model of its tokens; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         if (labels := self._labels()) is not None:
@@ -203,7 +202,7 @@ class WeightSource:
         return self.tokenizer.read_bytes()
 
     def vocabulary(self) -> TokenRows:
-        """What each row of its head stands for; an error says why that is unknown."""
+        """The token of each row of its head; raises if they are unknown."""
         if self.tokenizer is None:
             lost = f": {self.lost_tokenizer} doesn't exist" if self.lost_tokenizer is not None else ""
             raise SbkitError(f"{self.description} has no tokenizer{lost}")
@@ -214,7 +213,7 @@ class WeightSource:
         return TokenRows(tokenizer.pieces(), {role: place for role, place in ids.items() if place >= 0})
 
     def _labels(self) -> TokenRows | None:
-        """What its tokenizer says if that is a CTCTextEncoder's text."""
+        """The tokens of its tokenizer if that is a CTCTextEncoder; None otherwise."""
         assert self.tokenizer is not None
         with untrusted.open_regular(self.tokenizer) as file:
             if file.read(1) not in (b"'", b'"'):
@@ -222,7 +221,7 @@ class WeightSource:
         encoder = CTCTextEncoder()
         try:
             encoder.load(self.tokenizer)
-        except Exception as error:  # whatever stands there
+        except Exception as error:  # the file may have any text
             raise SbkitError(f"{self.tokenizer} can't be read as a CTCTextEncoder: {first_line(error)}",
                              hint="give the tokenizer.ckpt that SpeechBrain's encoder saved, or leave the head out: "
                              '--init_leave "[ctc_lin]"') from error
@@ -231,10 +230,10 @@ class WeightSource:
 
 
 def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightSource:
-    """What a path holds, with nothing read that is large.
+    """Find the source at a path, without reading weights.
 
-    checkpoint, mean_of : as ``restore.take_weights`` takes them, of a run
-    metric : by which the best checkpoint is chosen
+    checkpoint, mean_of : as in ``restore.take_weights``, for a run
+    metric : chooses the best checkpoint
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -255,7 +254,7 @@ def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> Wei
 
 
 def _run_of(path: Path) -> Path | None:
-    """The run that a folder is, or whose checkpoints it holds."""
+    """The folder of the run, given that folder or the one of its checkpoints; None for anything else."""
     if (path / METAFNAME).is_file() or path.is_file():
         return None
     if (path / RECIPE).is_file():
@@ -268,7 +267,7 @@ def _run_of(path: Path) -> Path | None:
 
 
 def refuse_choice(path: Path, checkpoint: str, mean_of: int) -> None:
-    """Refuse a choice of checkpoints in what isn't a run."""
+    """Refuse to choose checkpoints if the source is no run."""
     for key, asked, default in (("init_average", mean_of, 1), ("init_checkpoint", checkpoint, restore.BEST)):
         if asked != default:
             raise SbkitError(f"{key}: {asked} selects a run's checkpoints, but init_from is {path}, which is no run",
@@ -276,7 +275,7 @@ def refuse_choice(path: Path, checkpoint: str, mean_of: int) -> None:
 
 
 def _no_source(folder: Path) -> SbkitError:
-    """The error for a folder that is nothing to start from."""
+    """The error for a folder that no run can start from."""
     config = _config(folder)
     if config.get("format") == _BUNDLE:
         return SbkitError(f"init_from: the bundle {folder} has only graphs, and no weights that can be trained",
@@ -285,7 +284,7 @@ def _no_source(folder: Path) -> SbkitError:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """What a folder says of itself in JSON, as bundles and transformers' models do."""
+    """The config.json of a folder, as bundles and models of transformers have it; empty without one."""
     try:
         said = untrusted.read_json(folder / _CONFIG, _MAX_BYTES)
     except (OSError, ValueError):
@@ -317,13 +316,13 @@ def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightS
 
 
 def _describe_mean(run: Path, asked: int, count: int) -> str:
-    """A run in words; of fewer checkpoints than were asked for all are taken, as ``average`` does."""
+    """Describe the mean of a run's checkpoints, which are all of them if it has fewer than requested."""
     few = f" instead of {asked}: there are no more" if count < asked else ""
     return f"the run {run} (the mean of {count} checkpoint{'s' if count > 1 else ''}{few})"
 
 
 def _of_checkpoint(path: Path, metric: Metric) -> WeightSource:
-    """Of a run where its recipe lies above; else whatever tensors its files hold."""
+    """A checkpoint of a run, if the run's recipe is found; otherwise the tensors in its files."""
     run = next((above for above in list(path.absolute().parents)[:2] if (above / RECIPE).is_file()), None)
     if run is not None:
         return _of_run(run, path.absolute().name, 1, metric)
@@ -336,7 +335,7 @@ def _of_checkpoint(path: Path, metric: Metric) -> WeightSource:
 
 
 def _of_file(path: Path, metric: Metric) -> WeightSource:
-    """By the names of the recipe that it lies with, if that says what it holds; else by its own."""
+    """A file of weights, with the names of the recipe in its folder if that knows the file, otherwise with its own."""
     description = f"the file {path}"
     container = _container(path.absolute(), metric)
     held = None if container is None else next(
@@ -347,7 +346,7 @@ def _of_file(path: Path, metric: Metric) -> WeightSource:
 
 
 def _container(path: Path, metric: Metric) -> WeightSource | None:
-    """The checkpoint, bundle or folder that a file is of; None where there is none whose recipe could be read."""
+    """The checkpoint, bundle or folder that a file belongs to; None without a readable recipe."""
     folder = path.parent
     if (folder / METAFNAME).is_file():
         return _of_checkpoint(folder, metric)
@@ -404,7 +403,7 @@ def _tokenizer_of_run(tree: Node) -> Path | None:
 
 
 def _of_speechbrain(folder: Path) -> WeightSource:
-    """The files that the recipe's pretrainer would load, by the modules that it would load them into."""
+    """The files that the recipe's pretrainer loads, by the names of the modules."""
     tree, loadables, loaded = _pretrainer(folder)
     bundle = _config(folder).get("format") == _BUNDLE
     names = SavedNames(tree, loadables, {"layers": "encoder"} if bundle else {})
@@ -430,12 +429,12 @@ def _of_speechbrain(folder: Path) -> WeightSource:
 
 
 def pretrained_files(folder: Path) -> list[str]:
-    """Return the names that the files may have which a recipe's pretrainer loads, in its folder."""
+    """Return the possible names of the files that the recipe's pretrainer loads."""
     return [file for files in _pretrainer(folder)[2].values() for file in files]
 
 
 def _pretrainer(folder: Path) -> tuple[Node, dict[str, Node], dict[str, list[str]]]:
-    """A recipe, what its pretrainer loads, and for each of these the names that its file may have."""
+    """A recipe, the objects that its pretrainer loads, and the possible names of their files."""
     path = folder / RECIPE
     tree = flatten(load.resolved(path, {}))
     loadables = tree.at("pretrainer", "loadables")
