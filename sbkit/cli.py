@@ -103,15 +103,15 @@ def _report_to_torchrun(error: SbkitError) -> None:
 
 def dispatch(argv: list[str]) -> int:
     """Run the command that the arguments name, and return its exit code."""
-    command, words = (argv or [""])[0], argv[1:]
+    command, rest = (argv or [""])[0], argv[1:]
     if command not in RECIPE_COMMANDS:
         args = parser_for(argv).parse_args(argv)
         return args.call(args)
     module = command_module(command)
-    if "-h" in words or "--help" in words:
+    if "-h" in rest or "--help" in rest:
         print(RECIPE_HELP.format(command=command, what=module.HELP))
         return 0
-    return module.run(words)
+    return module.run(rest)
 
 
 def command_module(command: str) -> ModuleType:

@@ -17,7 +17,7 @@ from made_once import made_once
 settings.register_profile("sbkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # CI is shared
 settings.load_profile("sbkit")
 
-# What is imported and collected stays, and looking through it for garbage or stand-ins is a tenth of the tests' time.
+# What is imported and collected stays, and searching it for garbage or fake tensors is a tenth of the tests' time.
 gc.disable()
 _modules = 0  # when what there was has last been kept out of that
 
@@ -67,7 +67,7 @@ def pytest_runtest_setup(item):
     One marked ``gpu(values=True)`` judges what a card computes, and doesn't run on one that computes nothing.
     """
     global _modules
-    # What an export leaves, too: a check, which looks through everything for its stand-ins, then takes 2 to 8 times as
+    # What an export leaves, too: a check that searches everything for fake tensors then takes 2 to 8 times as
     # long. The counts are those of collections since the last whole one, at 50,000 objects each.
     if len(sys.modules) > _modules + 100 or any(gc.get_count()[1:]):
         gc.collect()

@@ -23,20 +23,20 @@ HELP = (
 FLAGS = ("json", "measure", "no-run")
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     gc.disable()  # what is imported and built stays until the end, and searching it for cycles is slow
     try:
-        return _check(words)
+        return _check(argv)
     finally:
         gc.enable()
 
 
-def _check(words: list[str]) -> int:
+def _check(argv: list[str]) -> int:
     check_torch_pair()
     from sbkit.recipe import arguments
     from sbkit.recipe.check import check
 
-    given, words = arguments.command_options(words, "see sbkit check --help", FLAGS,
+    given, argv = arguments.command_options(argv, "see sbkit check --help", FLAGS,
                                          as_or_on=str, html=Path, price=_rate)
     if given.price is not None and given.no_run:
         raise SbkitError("--price needs the model, which --no-run doesn't build", hint="drop one of them")
@@ -46,10 +46,10 @@ def _check(words: list[str]) -> int:
         if given.measure or given.no_run:
             raise SbkitError("--as rehearses the whole run, so it can't be used with "
                              f"{'--measure' if given.measure else '--no-run'}", hint="drop one of them")
-        return _rehearse(words, given)
+        return _rehearse(argv, given)
     if given.html is not None:
         raise SbkitError("--html writes the report of a rehearsal", hint="add --as CARDS, such as --as 8xH100")
-    request = arguments.parse(words, importable=not given.no_run)
+    request = arguments.parse(argv, importable=not given.no_run)
     measure = None
     if given.measure:
         from sbkit.train.memory.trials import measurement
@@ -84,7 +84,7 @@ def _rate(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not the price of a device per hour, such as 2.5")
 
 
-def _rehearse(words: list[str], given: argparse.Namespace) -> int:
+def _rehearse(argv: list[str], given: argparse.Namespace) -> int:
     """Rehearse the run, print the page and return the exit code."""
     from sbkit.recipe import arguments
     from sbkit.recipe.load import check_overrides
@@ -96,10 +96,10 @@ def _rehearse(words: list[str], given: argparse.Namespace) -> int:
     html: Path | None = given.html
     if html is not None:
         disk.check_writable(html, "--html")
-    request, started = arguments.parse([*words, "--device", "cuda"]), time.perf_counter()
+    request, started = arguments.parse([*argv, "--device", "cuda"]), time.perf_counter()
     if not given.json:  # JSON has these errors among its findings
         check_overrides(request.path, request.overrides)
-    report = assemble(str(request.path), rehearse(words, count, card), count, card, time.perf_counter() - started)
+    report = assemble(str(request.path), rehearse(argv, count, card), count, card, time.perf_counter() - started)
     if given.price is not None:
         from sbkit.recipe.check import check
         from sbkit.recipe.price import PriceRequest

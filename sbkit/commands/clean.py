@@ -17,7 +17,7 @@ HELP = (
 )
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     check_torch_pair()
     host.reserve_little()
     import torch
@@ -32,11 +32,11 @@ def run(words: list[str]) -> int:
     from sbkit.tasks.ctc import CTC, label_scores
     from sbkit.train import device as devices
 
-    given, words = arguments.command_options(words, "such as --folds 3", folds=int)
+    given, argv = arguments.command_options(argv, "such as --folds 3", folds=int)
     count = 2 if given.folds is None else given.folds
     if count < 2:
         raise SbkitError(f"--folds {count}: a row is judged by a model not trained on it", hint="write 2 or more")
-    request = arguments.parse(words)
+    request = arguments.parse(argv)
     load.check_overrides(request.path, request.overrides)
     recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
     corpus, folder = recipe.keys.corpus, recipe.keys.folder / "clean"
@@ -53,7 +53,7 @@ def run(words: list[str]) -> int:
         print(corpus.summary(), file=sys.stderr)
         scores = []
         for fold in folds.write(train, manifests["dev"], count, folder):
-            folds.train(fold, words, corpus, torch.cuda.device_count() if str(device) == "cuda" else 1)
+            folds.train(fold, argv, corpus, torch.cuda.device_count() if str(device) == "cuda" else 1)
             scores += label_scores.score(fold.run, fold.held_out, device)
         suspects = label_errors.suspects(scores, train, corpus.report["source"]["where"])
         files = folder / "suspects.csv", folder / "suspects.html"

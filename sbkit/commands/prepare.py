@@ -13,7 +13,7 @@ HELP = (
 )
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     check_torch_pair()
     host.reserve_little()
     from sbkit.infer.bundles import BundleLoader
@@ -24,7 +24,7 @@ def run(words: list[str]) -> int:
     from sbkit.train.memory import oom
     from sbkit.train.signals import EndSignals
 
-    request = arguments.parse(words)
+    request = arguments.parse(argv)
     with EndSignals(), oom.oom_as_user_error("cpu", hint=host.LIMIT_HINT):
         recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
         folder = recipe.keys.output_folder

@@ -15,8 +15,8 @@ HELP = (
 )
 
 
-def run(words: list[str]) -> int:
-    return start.run(words, _bundles)
+def run(argv: list[str]) -> int:
+    return start.run(argv, _bundles)
 
 
 def _bundles() -> BundleLoader:

@@ -8,12 +8,12 @@ from sbkit.errors import SbkitError
 from sbkit.system.environment import check_torch_pair
 
 HELP = (
-    "Find the largest batch that fits, by trying; cached per model, device and precision (--fresh tries again).\n"
+    "Find the largest batch that fits, by trying; cached per model, device and precision.\n--fresh tries again.\n"
     "--memory GIB: memory that a run may use (default: the whole GPU; on a CPU most of the free memory)."
 )
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     check_torch_pair()
     from sbkit.recipe import arguments
     from sbkit.recipe.batch_size import store
@@ -21,14 +21,14 @@ def run(words: list[str]) -> int:
     from sbkit.train.memory import batch_size_search as sizes
     from sbkit.train.memory.trials import open_trial
 
-    given, words = arguments.command_options(words, "such as --memory 16", ("fresh",), memory=float)
-    request = arguments.parse(words)
+    given, argv = arguments.command_options(argv, "such as --memory 16", ("fresh",), memory=float)
+    request = arguments.parse(argv)
     device = devices.resolve(request.run_opts.device)
     gib = sizes.memory_budget(given.memory, device)
     with open_trial(request, device) as trial:
         found = None if given.fresh else sizes.cached_result(trial, gib)
         if found is None:
-            found = sizes.find(trial, words, gib)
+            found = sizes.find(trial, argv, gib)
             try:
                 store(trial.cache, found)
             except SbkitError as error:  # the result still gets printed

@@ -59,7 +59,7 @@ def parse(argv: list[str], importable: bool = True) -> CommandLine:
     return CommandLine(path, run_opts, parse_overrides(rest), check)
 
 
-def command_options(words: list[str], hint: str, flags: Sequence[str] = (),
+def command_options(argv: list[str], hint: str, flags: Sequence[str] = (),
                 **options: Callable[[str], object]) -> tuple[argparse.Namespace, list[str]]:
     """Split a command's own ``--name value`` and ``--flag`` from its other arguments.
 
@@ -77,7 +77,7 @@ def command_options(words: list[str], hint: str, flags: Sequence[str] = (),
     for flag in flags:
         parser.add_argument(f"--{flag}", action="store_true")
     names.COMMAND_OPTIONS[1:] = [*itertools.chain(*spelled.values()), *flags]
-    return parser.parse_known_args(words)
+    return parser.parse_known_args(argv)
 
 
 def make_importable(recipe: Path) -> None:

@@ -154,7 +154,7 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         except NotImplementedError as error:
             if not str(error).startswith("Could not run "):  # torch's message for an operation without a meta kernel
                 raise
-            diary.write("skip", f"an operation doesn't support stand-ins: {first_line(error)}")
+            diary.write("skip", f"an operation doesn't support fake tensors: {first_line(error)}")
         diary.begin_stage("a step of the planned batch")
         batch = trial.batch(count, seconds)
         for _ in range(2):  # the first creates the optimizer states

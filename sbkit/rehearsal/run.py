@@ -110,7 +110,7 @@ def _import_all() -> None:
     """Import everything that the processes need."""
     with nullcard.without_driver():
         import torch._dynamo
-        import torch._refs  # noqa: F401 (for stand-ins)
+        import torch._refs  # noqa: F401 (for fake tensors)
 
         import sbkit.export.bundle
         import sbkit.runs.training

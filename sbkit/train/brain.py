@@ -283,7 +283,7 @@ class Brain(sb.core.Brain):
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Undo on exit all changes by computing losses and gradients of stand-ins.
+        """Undo on exit all changes by computing losses and gradients on fake tensors.
 
         These are gradients, state that layers update in forward, a task's attributes, such as a running mean, and
         random number generators.

@@ -85,7 +85,7 @@ def base_lr(group: Mapping[str, Any]) -> Rate:
 def depths(brain: sb.Brain, parts: ParameterGroups) -> dict[str, int]:
     """Return the number of stacked layers above each parameter, by path; 0 for the top layer and what follows it.
 
-    A training batch of stand-ins shows the order. Parameters that it uses before the first layer of the stack are
+    A training batch on fake tensors shows the order. Parameters that it uses before the first layer of the stack are
     below all layers.
     """
     if not hasattr(brain, "stand_in"):

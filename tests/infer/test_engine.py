@@ -87,7 +87,7 @@ def test_closing_ends_the_thread_and_refuses_further_calls(bundle):
 
 @pytest.mark.slow
 def test_a_process_can_load_and_train_after_a_program_was_closed(bundle):
-    """torch 2.11 crashes there if the thread that was the first to use its stand-ins has ended."""
+    """torch 2.11 crashes there if the thread that was the first to use its fake tensors has ended."""
     code = f"""import torch; from sbkit.infer.engine import Engine
 for _ in range(2): Engine({str(bundle)!r}, 'torch', 'cpu').close()
 torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()"""

@@ -1,4 +1,4 @@
-"""Nothing that was made on stand-ins outlives them, wherever a layer or a Brain keeps it."""
+"""No fake tensor outlives its forward, wherever a layer or a Brain keeps it."""
 
 import contextlib
 import functools
@@ -137,7 +137,7 @@ def contents(layer):
 
 
 @pytest.mark.parametrize("wrong", [{}, {"ctc_lin": "not a layer"}, {"compute_features": "not a layer"}])
-def test_a_check_leaves_no_stand_ins_to_the_run_that_it_is_of(wrong):
+def test_a_check_leaves_no_fake_tensors_to_the_run_that_it_is_of(wrong):
     before = fake_tensors()
     report = check(Path(__file__).parents[2] / "hparams" / "ctc.yaml", wrong)
     assert bool(report.errors) == bool(wrong)

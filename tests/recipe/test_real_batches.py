@@ -164,7 +164,7 @@ def test_that_noise_has_no_transcript_is_no_finding(tmp_path):
     assert found == [] and not any("noise" in note for note in report.notes)
 
 
-def test_a_loss_that_reads_values_leaves_out_stand_ins_alone(tmp_path):
+def test_a_loss_that_reads_values_leaves_out_only_fake_tensors(tmp_path):
     report, ((code, message),) = checked(tmp_path, brain="Reads")
     assert code == "metric" and "by 'F1', and its validations return loss, precision" in message
     assert any("the loss after brain" in note or "reads values of tensors on the host" in note for note in report.notes)

@@ -1,4 +1,4 @@
-"""The forward on stand-ins gives the shapes of the real one, and finds what a GPU would stumble over."""
+"""The forward on fake tensors gives the shapes of the real one, and finds what a GPU would stumble over."""
 
 import os
 from functools import partial
@@ -50,7 +50,7 @@ class Recurrent(nn.LSTM):
 
 
 class Gated(nn.GRU):
-    """A head with a memory that has no kernel for stand-ins on a GPU."""
+    """A head with a memory that has no kernel for fake GPU tensors."""
 
     def __init__(self, input_size, n_neurons):
         super().__init__(input_size, n_neurons, batch_first=True)
@@ -72,7 +72,7 @@ class Waiting(nn.Linear):
 
 
 class Transducing(CTC):
-    """A task whose loss has no kernel for stand-ins."""
+    """A task whose loss has no kernel for fake tensors."""
 
     def compute_objectives(self, predictions, batch, stage):
         lengths = torch.full((2,), 4, dtype=torch.int32)
@@ -134,7 +134,7 @@ def test_what_needs_a_driver_is_a_note_where_there_is_none(tmp_path, name, call)
 @pytest.mark.parametrize("name, error, note", [
     ("Transducing", [], "the loss from torchaudio::rnnt_loss_forward on"),
     ("Mistaken", [("forward", "brain", "RuntimeError: no such loss")], "")])
-def test_a_loss_without_a_kernel_for_stand_ins_is_a_note_and_one_that_fails_is_its_tasks(tmp_path, name, error, note):
+def test_a_loss_without_a_kernel_for_fake_tensors_is_a_note_and_one_that_fails_is_its(tmp_path, name, error, note):
     report = check(changed(tmp_path, {"!name:sbkit.tasks.ctc.CTC": f"!name:test_trace.{name}"}),
                    {"output_folder": str(tmp_path)})
     assert [(found.code, found.key, found.message.partition(": ")[2]) for found in report.errors] == error
@@ -143,7 +143,7 @@ def test_a_loss_without_a_kernel_for_stand_ins_is_a_note_and_one_that_fails_is_i
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not fake_gpu_works(), reason="this torch needs a driver to stand in for a GPU")
+@pytest.mark.skipif(not fake_gpu_works(), reason="this torch needs a driver for a fake GPU")
 def test_a_constant_that_stays_on_the_cpu_is_an_error_where_the_forward_meets_it(tmp_path):
     report = check(head(tmp_path, "Uneasy"))
     assert [(f.code, f.key) for f in report.errors] == [("device-mismatch", "ctc_lin")]
@@ -173,7 +173,7 @@ def test_a_recipe_that_names_no_brain_is_checked_as_far_as_it_goes(text, tmp_pat
     assert report.notes[0] == "the forward: the recipe has no brain, so only its script knows what its parts compute"
 
 
-def test_stand_ins_take_no_memory_and_end():
+def test_fake_tensors_take_no_memory_and_end():
     with trace.fake_tensors():
         assert torch.empty(1 << 50).numel() == 1 << 50
     assert type(torch.empty(1)) is torch.Tensor

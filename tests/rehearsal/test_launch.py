@@ -206,7 +206,7 @@ def test_a_function_that_the_null_card_lacks_is_a_warning_and_a_note():
 
 @pytest.mark.parametrize(("said", "left_out"), [
     ("Could not run 'aten::rare' with arguments from the 'CUDA' backend", True), ("my layer has no such mode", False)])
-def test_the_count_of_flops_is_left_out_only_where_stand_ins_lack_an_operation(said, left_out, tmp_path, monkeypatch):
+def test_the_count_of_flops_is_left_out_where_fake_tensors_lack_an_operation(said, left_out, tmp_path, monkeypatch):
     class Measured(Exception):
         """The count is over."""
 

@@ -70,7 +70,7 @@ def test_layers_are_compiled_once_for_all_lengths_and_stay_what_they_were():
     assert compiling.graphs() - before == 1
 
 
-def test_layers_that_stand_ins_went_through_are_compiled_afterwards():
+def test_layers_that_fake_tensors_went_through_are_compiled_afterwards():
     modules = stacked()
     assert compiling.compile_blocks(modules, None, "cpu") == 3
     before = compiling.graphs()

@@ -142,7 +142,7 @@ class RecognitionTask(SearchingTask):
     def visible_context(self, stage: Stage, batch: Batch) -> DynChunkTrainConfig | None:
         """Return the context of frames in a stage: the same for all micro-batches and ranks of an optimizer step.
 
-        On stand-ins it is the one that takes the most memory.
+        On fake tensors it is the one that takes the most memory.
         """
         if self.keys.chunks is None:
             return None

@@ -1,6 +1,6 @@
-"""A step of the flagship on stand-ins of a GPU, on a machine that may have none.
+"""A step of the flagship on fake GPU tensors, on a machine that may have no GPU.
 
-A tensor left on the CPU fails it, as it would on a GPU; so does looking at a value. Backward can't run on stand-ins:
+A tensor left on the CPU fails it, as it would on a GPU; so does looking at a value. Backward can't run on fake tensors:
 its gradients are made up. That nothing waits for the device is in ``test_no_host_sync``, and what the kernels give
 in ``tests/nn``.
 """
@@ -24,7 +24,7 @@ from sbkit.tasks.ctc import CTC
 from sbkit.train import precision, step
 
 CUDA = torch.device("cuda:0")
-pytestmark = pytest.mark.skipif(not fake_gpu_works(), reason="this torch has no stand-ins of a GPU without a driver")
+pytestmark = pytest.mark.skipif(not fake_gpu_works(), reason="this torch has no fake GPU tensors without a driver")
 
 
 def losses_on_the_device(log_probs, targets, input_lengths, target_lengths, blank):
@@ -57,7 +57,7 @@ def made(folder: Path, brain_class=CTC, parts=(), **overrides):
 
 
 def onto_the_device(hparams, brain):
-    """Among stand-ins."""
+    """On fake tensors."""
     own = set(brain.modules.modules())
     beside = [module for module in (hparams["compute_features"], hparams["spec_augment"]) if module not in own]
     for module in (brain.modules, *beside):
@@ -65,8 +65,8 @@ def onto_the_device(hparams, brain):
     brain.device, brain.device_type = CUDA, CUDA.type
 
 
-def step_on_stand_ins(*args, **overrides):
-    """Two micro-batches and the update, all on stand-ins."""
+def step_on_fake_tensors(*args, **overrides):
+    """Two micro-batches and the update, all on fake tensors."""
     hparams, brain = made(*args, **overrides)
     brain.open_stage(Stage.TRAIN, 1)
     batches = [batch_of(0, micro) for micro in range(2)]
@@ -95,7 +95,7 @@ def step_on_stand_ins(*args, **overrides):
     {"consistency": 0.2}, {"intermediate_ctc": 0.3, "num_encoder_layers": 2}, {"ema_decay": 0.99},
 ], ids=lambda overrides: " ".join(f"{key}={value}" for key, value in overrides.items()) or "as it is")
 def test_a_step_stays_on_the_device_and_reads_no_value(overrides, tmp_path, peeked):
-    step_on_stand_ins(tmp_path, **overrides)
+    step_on_fake_tensors(tmp_path, **overrides)
     assert [tensor.device for tensor in peeked] == [CUDA]
 
 
@@ -104,7 +104,7 @@ def test_a_step_stays_on_the_device_and_reads_no_value(overrides, tmp_path, peek
     ("transformer", "RelPosMHAXL", "global"), ("transformer", "regularMHA", "sentence"),
     ("branchformer", "RelPosMHAXL", "sentence"), ("branchformer", "regularMHA", "global")])
 def test_other_layers_never_wait_for_the_device(encoder, attention, norm, tmp_path, peeked):
-    step_on_stand_ins(tmp_path, parts=[
+    step_on_fake_tensors(tmp_path, parts=[
         ("encoder_module: conformer", f"encoder_module: {encoder}"),
         ("attention_type: RoPEMHA", f"attention_type: {attention}"), ("norm_type: sentence", f"norm_type: {norm}")])
     assert [tensor.device for tensor in peeked] == [CUDA]
@@ -138,9 +138,9 @@ class Looks(CTC):
 
 def test_a_tensor_that_was_left_behind_is_found(tmp_path, peeked):
     with pytest.raises(Exception, match=r"[Ff]ound two different devices|on different devices"):
-        step_on_stand_ins(tmp_path, LeavesBehind)
+        step_on_fake_tensors(tmp_path, LeavesBehind)
 
 
 def test_a_value_that_is_read_is_found(tmp_path, peeked):
     with pytest.raises(DataDependentOutputException):
-        step_on_stand_ins(tmp_path, Looks)
+        step_on_fake_tensors(tmp_path, Looks)
