@@ -259,7 +259,7 @@ def shown(speed: float) -> str:
 def error_rate(references: Sequence[str], hypotheses: Sequence[str]) -> float:
     words = [each.split() for each in references]
     edits = count(words, [each.split() for each in hypotheses]).edits.sum()
-    return 100 * float(edits) / sum(map(len, references))
+    return 100 * float(edits) / sum(map(len, words))
 
 
 def main() -> None:

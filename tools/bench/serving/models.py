@@ -106,7 +106,7 @@ def _recognizer(folder: Path) -> Recognizer:
     given = {"output_folder": str(folder), "output_neurons": len(LETTERS)}
     recipe = load.open_recipe(load.load(STREAMING, given), STREAMING)
     model = Recognizer.of(recipe.keys, recipe.hparams["ctc_lin"])
-    recipe.hparams["normalize"].take(torch.full((80,), -5.0), torch.full((80,), 2.0))
+    recipe.hparams["normalize"].set_statistics(torch.full((80,), -5.0), torch.full((80,), 2.0))
     head = recipe.hparams["ctc_lin"].w
     head.weight.data.normal_(std=1.0)
     head.bias.data.zero_()
