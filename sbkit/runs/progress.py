@@ -71,15 +71,20 @@ def _read(checkpoint: Checkpoint, name: str, counter: EpochCounter) -> RunProgre
     return RunProgress(state.epochs or counter.limit, state.optimizer_step, at.current, state.epoch_step)
 
 
-def warn_of_lost_steps(brain: Brain, epoch_steps: int) -> None:
+def last_logged_step(folder: Path) -> int:
+    """Return the last step that earlier starts of a run wrote to its metrics, or 0."""
+    path = folder / METRICS
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return max(map(int, _STEP.findall(text)), default=0)
+
+
+def warn_of_lost_steps(brain: Brain, last: int, epoch_steps: int) -> None:
     """Warn if an earlier start trained but saved no checkpoint, and say when the first one is saved."""
-    path = Path(brain.keys.output_folder or ".", METRICS)
-    lost = [int(step) for step in _STEP.findall(path.read_text(encoding="utf-8"))] if path.is_file() else []
-    if lost and ranks.is_main():
+    if last and ranks.is_main():
         minutes, batches = brain.ckpt_interval_minutes, brain.ckpt_interval_steps
         within = f"after {minutes:g} minutes (ckpt_interval_minutes), or " if minutes > 0 else (
             f"after {batches} batches (ckpt_interval_steps), or " if batches > 0 else "")
         logger.warning("An earlier start of this run reached step %d or later but saved no checkpoint: that work is "
                        "lost, and the run starts from the beginning. The first checkpoint is saved %sat the end of "
                        "epoch 1, after %d steps",
-                       max(lost), within, epoch_steps)
+                       last, within, epoch_steps)

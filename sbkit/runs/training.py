@@ -23,7 +23,7 @@ from sbkit.recipe.source import Findings
 from sbkit.recipe.speed import Utilisation, peak_of
 from sbkit.runs import initial, old_set, restore
 from sbkit.runs.keys import Bundles
-from sbkit.runs.progress import read_progress, warn_of_lost_steps
+from sbkit.runs.progress import last_logged_step, read_progress, warn_of_lost_steps
 from sbkit.runs.reproduction import weights_hash
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
@@ -80,12 +80,12 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         ranks.run_on_main(restore.warn_unfinished, recipe)
     try:
         with train_set, valid_set:
-            resumed = not initial.fresh(keys)
+            resumed, last = not initial.fresh(keys), last_logged_step(keys.folder)
             if not resumed:
-                warn_of_lost_steps(brain, len(plan))
+                warn_of_lost_steps(brain, last, len(plan))
                 initial.load(brain)
                 old_set.score_before(recipe, brain)
-            brain.fit(_epochs(brain, guard, keys.epoch_counter, resumed), train_set, valid_set)
+            brain.fit(_epochs(brain, guard, keys.epoch_counter, resumed, last), train_set, valid_set)
         if results_folder != keys.folder and brain.metrics_log is not None:
             brain.metrics_log.close()
             brain.metrics_log = MetricsLog(results_folder)
@@ -99,8 +99,11 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     return brain
 
 
-def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool) -> Iterator[int]:
-    """Yield the epochs. The first is requested once the newest checkpoint is loaded, and so the run begins."""
+def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool, last: int) -> Iterator[int]:
+    """Yield the epochs. The first is requested once the newest checkpoint is loaded, and so the run begins.
+
+    last : the last step that earlier starts logged; those after the checkpoint are trained again
+    """
     changes = guard.changes()
     if resumed and changes:
         logger.warning("This run resumes with changed values: %s", "; ".join(changes))
@@ -110,7 +113,9 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
     elif resumed and ranks.is_main():
         state = brain.train_state
         done = f", after {state.epoch_step} of its {state.epoch_steps} steps" if state.epoch_step else ""
-        logger.info("Continuing with epoch %d of %d%s", epochs.current + 1, epochs.limit, done)
+        lost = f". Steps {state.optimizer_step + 1} to {last} were trained after the last checkpoint: they are repeated"
+        logger.info("Continuing with epoch %d of %d%s%s", epochs.current + 1, epochs.limit, done,
+                    lost * (last > state.optimizer_step))
     _log_start(brain, changes if resumed and epochs.current < epochs.limit else [], begins=not resumed)
     guard.begins()
     yield from epochs

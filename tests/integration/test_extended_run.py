@@ -1,5 +1,7 @@
 """A small run whose epochs go through the corpus several times: stopped, resumed and extended, it trains to its end."""
 
+import json
+
 import processes
 import pytest
 import run_folders
@@ -54,9 +56,12 @@ def whole(data, tmp_path_factory):
 def test_stopped_in_an_epoch_it_ends_as_the_run_that_was_never_stopped(data, whole, tmp_path):
     out = tmp_path / "out"
     stop_in_the_second_epoch(out, data)
-    done = saved_step(out) - LENGTH
+    saved = saved_step(out)
+    with (out / "metrics.jsonl").open("a") as file:  # as if killed two steps after its last checkpoint
+        file.write(json.dumps({"time": 0.0, "kind": "loss", "step": saved + 2}) + "\n")
     said = train(out, data)
-    assert f"Continuing with epoch 2 of 2, after {done} of its {LENGTH} steps" in said
+    assert (f"Continuing with epoch 2 of 2, after {saved - LENGTH} of its {LENGTH} steps. Steps {saved + 1} to "
+            f"{saved + 2} were trained after the last checkpoint: they are repeated") in said
     assert different(weights(out), whole[1]) == []
 
 

@@ -10,7 +10,7 @@ from speechbrain.utils.epoch_loop import EpochCounter
 from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain
 
 from sbkit.data.plan import Batching, Plan
-from sbkit.runs.progress import RunProgress, read_progress, warn_of_lost_steps
+from sbkit.runs.progress import RunProgress, last_logged_step, read_progress, warn_of_lost_steps
 from sbkit.train.checkpoint import Checkpointer
 
 BEGAN = 3  # epochs, of 5 steps
@@ -120,6 +120,6 @@ def test_what_a_start_did_that_left_no_checkpoint_is_said(tmp_path, caplog, minu
     if lines is not None:
         (tmp_path / "metrics.jsonl").write_text("".join(
             json.dumps({"time": 1.5, "kind": kind, "step": step}) + "\n" for kind, step in lines))
-    warn_of_lost_steps(toy, 247)
+    warn_of_lost_steps(toy, last_logged_step(tmp_path), 247)
     said = f"An earlier start of this run reached step {lost} or later but saved no checkpoint"
     assert (said in caplog.text and first in caplog.text) if lost else not caplog.text
