@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,6 +17,8 @@ def main(run: Path) -> None:
     with sbkit.infer.load(run / "bundle") as model:
         assert isinstance(model, sbkit.infer.Model), "the demo trains a recogniser"
         print(f"\n{clip.wav}\nreference   {clip.text}\nhypothesis  {model.transcribe(clip.wav).text}")
+    if shutil.which("sbkit") is None:
+        print(f"\nFirst: . {os.path.relpath(Path(sys.executable).with_name('activate'))}")
     print(f"\nErrors, curves and players: {run / 'report.html'}"
           f"\nThe model, for other runtimes too:     {run / 'bundle'}"
           f"\nTry it: sbkit transcribe {run / 'bundle'} {clip.wav}"

@@ -25,7 +25,7 @@ def run(argv: list[str]) -> int:
     from sbkit.data.mixture import Mixture
     from sbkit.data.suspects import write
     from sbkit.recipe import arguments, load
-    from sbkit.runs import folds
+    from sbkit.runs import folds, training
     from sbkit.runs.lock import RunLock
     from sbkit.score import label_errors
     from sbkit.score.report import suspect_page
@@ -47,14 +47,17 @@ def run(argv: list[str]) -> int:
         raise SbkitError(f"{request.path} trains on a mixture, and sbkit clean takes one corpus",
                          hint="clean each part by itself, and name its list under that part's exclude")
     device = devices.resolve(request.run_opts.device)
+    if request.check:
+        training.before_run(request)
     with RunLock(folder, runs=False):
         manifests = corpus.prepare(needed=("train", "dev"), columns=recipe.task.columns)
         train = manifests["train"]
         print(corpus.summary(), file=sys.stderr)
         scores = []
         for fold in folds.write(train, manifests["dev"], count, folder):
-            folds.train(fold, argv, corpus, torch.cuda.device_count() if str(device) == "cuda" else 1)
+            folds.train(fold, [*argv, "--no-check"], corpus, torch.cuda.device_count() if str(device) == "cuda" else 1)
             scores += label_scores.score(fold.run, fold.held_out, device)
+            label_errors.require_trained(scores)
         suspects = label_errors.suspects(scores, train, corpus.report["source"]["where"])
         files = folder / "suspects.csv", folder / "suspects.html"
         write(files[0], suspects)

@@ -110,8 +110,8 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
         options = useful - beside - missing
         # two keys in one file mean different things, unless only a letter differs
         near = did_you_mean(key, options, cutoff=0.75) or did_you_mean(key, beside - missing, cutoff=0.95)
-        if not near and not hasattr(cls, "stand_in"):  # not a task: a user's script may read any key
-            continue
+        if not near and (not hasattr(cls, "stand_in") or root.value[key].value is None):
+            continue  # a user's script may read any key, and null leaves out what an included recipe has
         longer = sorted(each for each in options if each.startswith(f"{key}_"))
         findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it",
                          f"did you mean {' or '.join(longer if near in longer else [near])}?"

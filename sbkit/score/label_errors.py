@@ -139,8 +139,8 @@ def _recognised(scores: Sequence[LabelScore]) -> tuple[float, float]:
     return steps[EQUAL] / words, (steps.total() - steps[EQUAL]) / words
 
 
-def _refuse_untrained(scores: Sequence[LabelScore]) -> None:
-    """Refuse scores of models that recognise too little to judge labels."""
+def require_trained(scores: Sequence[LabelScore]) -> None:
+    """Raise if the models recognise too little to judge labels."""
     right, rate = _recognised(scores)
     if right < _MIN_RECOGNISED:
         unit = units(score.label for score in scores)
@@ -156,7 +156,6 @@ def suspects(scores: Sequence[LabelScore], train: Manifest, corpus: str) -> list
 
     corpus : where the rows were read from
     """
-    _refuse_untrained(scores)
     place = {name: at for at, name in enumerate(train.ids)}
     judged = sorted(zip(judge(scores), scores, strict=True), key=lambda each: -each[0].score)
     return [Suspect(score.id, DROP if verdict.expected_right <= _DROPPED else KEEP, verdict.reason, verdict.score,

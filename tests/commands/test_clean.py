@@ -8,7 +8,6 @@ import run_folders
 
 from sbkit import cli
 from sbkit.data.suspects import Suspect
-from sbkit.runs import folds
 from sbkit.score.label_errors import LabelScore
 from sbkit.tasks.ctc import label_scores
 
@@ -80,34 +79,22 @@ def test_a_check_names_a_list_that_is_missing(words, capsys):
     assert "corpus.exclude: corpus: exclude: there is no file /nowhere.csv" in capsys.readouterr().err
 
 
-def test_a_whole_one_is_taken_up_where_it_was_stopped(words, tmp_path, capfd, monkeypatch):
-    class Killed(Exception):
-        pass
-
-    trained = folds.train
-
-    def train(fold, *given):
-        if fold.number == 2:
-            raise Killed
-        trained(fold, *given)
-
-    monkeypatch.setattr(folds, "train", train)
-    with pytest.raises(Killed):
-        cli.main(["clean", *words])
-    monkeypatch.setattr(folds, "train", trained)
-    capfd.readouterr()
+def test_models_that_learnt_nothing_end_it_after_one_fold_and_the_same_command_resumes(words, tmp_path, capfd,
+                                                                                      monkeypatch):
+    words.remove("--no-check")
     assert cli.main(["clean", *words]) == 1
-    out, err = capfd.readouterr()
-    assert out.count("nothing left to do") == 1 and "the models have not learnt enough to judge labels" in err
+    err = capfd.readouterr().err
+    assert "the models have not learnt enough to judge labels" in err and "--number_of_epochs" in err
+    assert err.count("ctc.yaml: nothing wrong") == 1 and "nothing reads this key" not in err, "it is checked once"
     folder = tmp_path / "out" / "clean"
-    runs = sorted(folder.glob("*/fold-*"))
-    assert len(runs) == 2 and all((run / "tested.json").exists() for run in runs)
+    assert [run.parent.name for run in folder.glob("*/fold-*/tested.json")] == ["fold-1"]
     assert not list(folder.glob("suspects*"))
-    monkeypatch.setattr(folds, "train", lambda *given: None)  # both are complete
     monkeypatch.setattr(label_scores, "score", lambda run, rows, device: [
         LabelScore(row.id, row.text, row.text, 0.0, 1.0) for row in rows])
     assert cli.main(["clean", *words]) == 0
-    assert "none of 10 labels is probably wrong" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert out.count("nothing left to do") == 1 and "none of 10 labels is probably wrong" in out
+    assert len(list(folder.glob("*/fold-*/tested.json"))) == 2
     with (folder / "suspects.csv").open() as file:
         assert csv.DictReader(file).fieldnames == list(Suspect._fields)
     assert (folder / "suspects.html").exists()

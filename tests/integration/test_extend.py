@@ -220,7 +220,8 @@ def test_a_graph_that_computes_something_else_than_the_task_is_not_published(hom
 @pytest.mark.slow
 def test_parts_of_ones_own_are_checked_trained_and_shipped(parts):
     report = json.loads(sbkit(parts, "check", "mine.yaml", *TINY[:-6], "--json"))
-    assert report["errors"] == [] and report["sections"]["shapes"]["values"]["Transformer"][-1] == 16
+    assert report["errors"] == report["warnings"] == []
+    assert report["sections"]["shapes"]["values"]["Transformer"][-1] == 16
     out = sbkit(parts, "train", "mine.yaml", *TINY, "--output_folder", "results/mine")
     assert "test WER" in out
     assert any("sure" in line for line in metrics(parts / "results" / "mine")), "the loss's own part is logged"

@@ -30,8 +30,9 @@ def test_a_misspelt_key_is_told(tmp_path, key, meant):
 def test_a_key_of_ones_own_is_told_where_it_has_no_effect(tmp_path, key):
     path = write(tmp_path, f"{TEXT}\n{key}: 5\n")
     assert unread(path) == {key: "leave it out: it has no effect"}
-    path.write_text(f"{TEXT}\n{key}: 5\n__note: !ref <{key}>\n")
-    assert unread(path) == {}
+    for used in (f"{key}: 5\n__note: !ref <{key}>", f"{key}: null  # as one leaves out what an included file calls"):
+        path.write_text(f"{TEXT}\n{used}\n")
+        assert unread(path) == {}
 
 
 @pytest.mark.parametrize("line", [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sbkit.data.manifest import Manifest
 from sbkit.data.suspects import DROP
 from sbkit.errors import SbkitError
-from sbkit.score.label_errors import LabelScore, expected_right, judge, summary, suspects, units
+from sbkit.score.label_errors import LabelScore, expected_right, judge, require_trained, summary, suspects, units
 
 WORDS = "brave teacher finds old ladder near green river after dinner while seven quiet horses sleep".split()
 
@@ -108,6 +108,6 @@ def test_models_that_have_learnt_nothing_are_distinguished_from_labels_that_are_
     half = summary([], rows[:900], 900)
     assert "the models recognise " in half and "so most misspelt labels are not listed" in half
     with pytest.raises(SbkitError, match=r"recognise 31% of the words \(word error rate 69%\), and 40% are needed"):
-        suspects(rows, manifest(rows), "x")
+        require_trained(rows)
     rows = scores([(" ".join(words), " ".join(words)) for words in said()])
     assert summary(suspects(rows, manifest(rows), "x"), rows, len(rows)) == "none of 400 labels is probably wrong"
