@@ -90,11 +90,11 @@ class Comparison:
         """Return the largest difference from the expected outputs; infinity for other shapes or non-finite values."""
         worst = 0.0
         for pair in zip(expected, found, strict=True):
-            for mine, theirs in zip(*map(_parts, pair), strict=True):
-                if mine.shape != theirs.shape or not (np.isfinite(mine).all() and np.isfinite(theirs).all()):
+            for reference, output in zip(*map(_parts, pair), strict=True):
+                if reference.shape != output.shape or not (np.isfinite(reference).all() and np.isfinite(output).all()):
                     return float("inf")
-                if mine.size:
-                    worst = max(worst, float(np.abs(mine - theirs).max()))
+                if reference.size:
+                    worst = max(worst, float(np.abs(reference - output).max()))
         return worst
 
     def threshold(self, tolerance: float) -> float:
@@ -124,7 +124,7 @@ class Comparison:
             expected = [self.expected[self.clips.alone.index(clip)] for clip in uneven]
             batched = run([clip.signal for clip in uneven])
             batch_difference = self.max_difference(expected, batched)
-        changed = sum(mine != theirs and not self.tied(*scores) for mine, theirs, *scores
+        changed = sum(reference != output and not self.tied(*scores) for reference, output, *scores
                       in zip(self.texts, texts, self.expected, found, strict=True))
         difference = self.max_difference(self.expected, found)
         where = self._where(self.clips.alone, self.expected, found)
@@ -138,28 +138,28 @@ class Comparison:
         """Say in which clip, output and frame outputs differ most, or the first that can't be compared."""
         worst, where = 0.0, ""
         for clip, *pair in zip(clips, expected, found, strict=True):
-            for i, (mine, theirs) in enumerate(zip(*map(_parts, pair), strict=True)):
+            for i, (reference, output) in enumerate(zip(*map(_parts, pair), strict=True)):
                 what = f"{clip.name}{f', {self.outputs[i]}' if self.outputs else ''}"
-                if mine.shape != theirs.shape:
-                    return f"{what}: {list(theirs.shape)} where {self.compared_with} has {list(mine.shape)}"
-                for whose, values in (("", theirs), (f"{self.compared_with}'s is ", mine)):
+                if reference.shape != output.shape:
+                    return f"{what}: {list(output.shape)} where {self.compared_with} has {list(reference.shape)}"
+                for whose, values in (("", output), (f"{self.compared_with}'s is ", reference)):
                     if len(bad := np.argwhere(~np.isfinite(np.atleast_1d(values)))):
                         value = np.atleast_1d(values)[tuple(bad[0])]
                         kind = "not a number (NaN)" if np.isnan(value) else "infinite"
                         return f"{what}: {whose}{kind} from frame {bad[0][0]} of {len(np.atleast_1d(values))} on"
-                differences = np.abs(np.subtract(mine, theirs, dtype=np.float64))
+                differences = np.abs(np.subtract(reference, output, dtype=np.float64))
                 if differences.size and differences.max() > worst:
                     index = np.unravel_index(differences.argmax(), differences.shape)
-                    frame = f", frame {index[0]} of {len(mine)}" if index else ""
+                    frame = f", frame {index[0]} of {len(reference)}" if index else ""
                     worst = float(differences.max())
-                    where = f"{what}{frame}: {theirs[index]:.4g} where {self.compared_with} has {mine[index]:.4g}"
+                    where = f"{what}{frame}: {output[index]:.4g} where {self.compared_with} has {reference[index]:.4g}"
         return where
 
     def add_words(self, name: str, transcribe: Callable[[np.ndarray], str], size: int) -> ParityResult:
         """Run a program that outputs only words on the clips and record how they differ."""
         texts, seconds = _timed(lambda clip: transcribe(clip.signal), self.clips.alone)
-        changed = sum(mine.split() != theirs.split() and (self.max_changed_share > 0 or not self.undecided(scores))
-                      for mine, theirs, scores in zip(self.texts, texts, self.expected, strict=True))
+        changed = sum(reference.split() != output.split() and (self.max_changed_share > 0 or not self.undecided(scores))
+                      for reference, output, scores in zip(self.texts, texts, self.expected, strict=True))
         self.results.append(ParityResult(name, size, None, None, changed, self._wer(texts), self._wer_of(texts),
                                          self._rtf(seconds)))
         return self.results[-1]
@@ -167,7 +167,7 @@ class Comparison:
     def _wer_of(self, texts: list[str]) -> float:
         """Compute the WER against the checkpoint's words."""
         rates = ErrorRates("word")
-        pairs = [(mine, theirs) for mine, theirs in zip(self.texts, texts, strict=True) if mine.split()]
+        pairs = [(reference, output) for reference, output in zip(self.texts, texts, strict=True) if reference.split()]
         if not pairs:
             return 0.0
         rates.add([str(i) for i in range(len(pairs))], *zip(*pairs, strict=True))
@@ -188,11 +188,11 @@ class Comparison:
         reference = self.results[0]
         for result in self.results[1:]:
             if result.format == layout.INT8:
-                mine, theirs = reference.wer, result.wer
-                if mine is None or theirs is None:
-                    mine, theirs = 0.0, result.wer_of_checkpoint
-                if not theirs - mine <= max(POINTS, SHARE * mine):
-                    wrong.append(f"{result.format}: WER {theirs:.2f} % where {self.compared_with} has {mine:.2f} %")
+                base_wer, wer = reference.wer, result.wer
+                if base_wer is None or wer is None:
+                    base_wer, wer = 0.0, result.wer_of_checkpoint
+                if not wer - base_wer <= max(POINTS, SHARE * base_wer):
+                    wrong.append(f"{result.format}: WER {wer:.2f} % where {self.compared_with} has {base_wer:.2f} %")
                 continue
             if result.difference is None:
                 share = self.max_changed_share
@@ -291,6 +291,6 @@ def tied(expected: np.ndarray, found: np.ndarray) -> bool:
     """Whether the best labels [T] differ only where the checkpoint scores them almost equally."""
     if expected.shape != found.shape:
         return False
-    mine, theirs = (np.take_along_axis(expected, each.argmax(-1)[..., None], -1) for each in (expected, found))
-    return bool((mine - theirs <= _TIE).all())
+    reference, output = (np.take_along_axis(expected, each.argmax(-1)[..., None], -1) for each in (expected, found))
+    return bool((reference - output <= _TIE).all())
 

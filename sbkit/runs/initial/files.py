@@ -65,10 +65,10 @@ def _parts(path: Path) -> Mapping[str, str]:
         return {}
     try:
         with safe_open(path, framework="numpy") as file:
-            said = json.loads((file.metadata() or {}).get(PARTS, "{}"))
+            keys = json.loads((file.metadata() or {}).get(PARTS, "{}"))
     except (SafetensorError, OSError, ValueError, RecursionError):  # foreign, or damaged: tensors_in reports it
         return {}
-    return {place: key for place, key in said.items() if isinstance(key, str)} if isinstance(said, dict) else {}
+    return {place: key for place, key in keys.items() if isinstance(key, str)} if isinstance(keys, dict) else {}
 
 
 def plain_state(path: Path, lazily: bool = False) -> dict[str, Any] | None:

@@ -149,12 +149,12 @@ def _fill(brain: Task) -> tuple[dict[str, dict[str, torch.Tensor]], str]:
     """Returns the running statistics, which no state dict has, and a table of the tensors' outcomes."""
     source = _find_source(brain.keys)
     match = _match(brain, source)
-    said = [text(f"{source.description}{_merged(match)}", match.fill())]
+    lines = [text(f"{source.description}{_merged(match)}", match.fill())]
     for module in brain.modules.modules():
         if isinstance(module, Encoder):
             module.keep()  # its pretrainer, which would do it, has nothing to load
-            said += module.notes()
-    return match.statistics(), "\n".join(said)
+            lines += module.notes()
+    return match.statistics(), "\n".join(lines)
 
 
 def _merged(match: Match) -> str:
@@ -188,9 +188,9 @@ def check_start(trace: Trace, findings: Findings) -> Section | None:
     try:
         described, outcomes = check(trace.keys, trace.brain)
     except SbkitError as error:
-        nodes, (key, _, said) = trace.built.nodes, error.message.partition(": ")
-        key, said = (key, said) if key in nodes and key.startswith("init_") else ("init_from", error.message)
-        findings.error("start", nodes[key].place, key, said, error.hint or "")
+        nodes, (key, _, message) = trace.built.nodes, error.message.partition(": ")
+        key, message = (key, message) if key in nodes and key.startswith("init_") else ("init_from", error.message)
+        findings.error("start", nodes[key].place, key, message, error.hint or "")
         return None
     parts = [{"part": outcome.name, "numbers": outcome.numbers, "what": outcome.what, "why": outcome.why}
              for outcome in collapsed(outcomes)]
@@ -202,8 +202,8 @@ def _has_checkpoint(built: Built) -> bool:
     """Whether the run has a checkpoint in the recipe's folder; the check's checkpointer is elsewhere."""
     node = built.nodes.get("checkpointer")
     folder = node.value.get("checkpoints_dir") if node is not None and isinstance(node.value, dict) else None
-    said = static(folder) if folder is not None else None
-    return isinstance(said, str) and any(Path(said).glob("CKPT+*"))
+    path = static(folder) if folder is not None else None
+    return isinstance(path, str) and any(Path(path).glob("CKPT+*"))
 
 
 COLUMNS = ["part", "values", "what", "why"]

@@ -286,10 +286,10 @@ def _no_source(folder: Path) -> SbkitError:
 def _config(folder: Path) -> dict[str, Any]:
     """The config.json of a folder, as bundles and models of transformers have it; empty without one."""
     try:
-        said = untrusted.read_json(folder / _CONFIG, _MAX_BYTES)
+        config = untrusted.read_json(folder / _CONFIG, _MAX_BYTES)
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 # ------------------------------------------------------------ a run
