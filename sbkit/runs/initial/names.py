@@ -113,8 +113,8 @@ def encoders(tree: Node) -> dict[str, Settings]:
     found = {}
     for key, node in tree.value.items():
         source, folder = _given(node, "source", 0), _given(node, "folder", 1)
-        built = isinstance(source, str) or _kind(node) == "Encoder"
-        if _kind(node) and built and isinstance(folder, str) and (settings := Settings.kept(source, folder)) is not None:
+        is_encoder = _kind(node) and (isinstance(source, str) or _kind(node) == "Encoder")
+        if is_encoder and isinstance(folder, str) and (settings := Settings.kept(source, folder)) is not None:
             found[key] = settings
     return found
 
