@@ -43,7 +43,7 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
     assert f"usage: sbkit {command} RECIPE.yaml" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words, told", [
+@pytest.mark.parametrize("words, expected", [
     ("evaluate run --maxwer 15", "arguments: --maxwer 15; did you mean --max-wer? see sbkit evaluate --help"),
     ("evaluate run --max_wer=15", "arguments: --max_wer=15; did you mean --max-wer? see sbkit evaluate --help"),
     ("transcribe bundle a.wav --chunk 640", "--chunk 640; did you mean --chunk-seconds? see sbkit transcribe --help"),
@@ -61,10 +61,10 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
     ("check hparams/ctc.yaml --price 2,5", "'2,5' is not the price of a device per hour, such as 2.5; see sbkit check "
                                            "--help"),
 ])
-def test_a_misspelt_word_gets_the_one_that_was_meant(words, told, capsys):
+def test_a_misspelt_word_gets_the_one_that_was_meant(words, expected, capsys):
     assert main(words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and line.endswith(told)
+    assert line.startswith("error: ") and line.endswith(expected)
 
 
 def test_ctrl_c_outside_of_training_is_one_line(capsys, monkeypatch):

@@ -268,7 +268,7 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
         by_size = ", ".join(f"{size} GB: {estimate.largest_text(size * 1e9)}" for size in enough)
         rows.append(["largest max_batch_seconds by GPU", by_size or "none"])
     device = torch.device(estimate.device).type
-    rows += [[f"largest by sbkit tune, {one.gib:g} GiB on {device}", f"{one.seconds} s"] for one in tried]
+    rows += [[f"largest by sbkit tune with {one.gib:g} GiB on {device}", f"{one.seconds} s"] for one in tried]
     if estimate.hours_per_100 is not None:
         amounts = {"time for 100 hours of audio": 100.0} if hours is None else _amounts(hours, passes, epochs)
         rows += [[f"{what}, one {device}", time_span(36 * estimate.hours_per_100 * amount)] for what,

@@ -54,10 +54,10 @@ def test_json_is_for_programs(capsys):
     assert cli.main(["check", str(BROKEN / "unknown_argument.yaml"), "--json"]) == 1
     out, err = capsys.readouterr()
     assert err == ""
-    told = json.loads(out)
-    assert sorted(told) == ["errors", "format", "not_checked", "ok", "recipe", "seconds", "sections", "warnings"]
-    assert told["format"] == JSON_FORMAT and told["ok"] is False and told["warnings"] == []
-    assert told["errors"] == [{
+    report = json.loads(out)
+    assert sorted(report) == ["errors", "format", "not_checked", "ok", "recipe", "seconds", "sections", "warnings"]
+    assert report["format"] == JSON_FORMAT and report["ok"] is False and report["warnings"] == []
+    assert report["errors"] == [{
         "severity": "error", "code": "unknown-argument", "file": str(BROKEN / "unknown_argument.yaml"), "line": 4,
         "key": "CNN.num_bloks", "message": "ConvolutionFrontEnd has no argument num_bloks",
         "suggestion": "did you mean num_blocks?", "column": 5}]

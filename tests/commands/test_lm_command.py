@@ -35,11 +35,11 @@ def estimate(home, *words):
 def test_a_model_of_text_files_and_its_report(home, tmp_path, capsys):
     assert estimate(home, "{home}/text.txt", "--out", tmp_path / "lm.arpa", "--evaluate", "{home}/held.txt",
                     "--binary") == 0
-    told = capsys.readouterr().out
-    assert "19 words in 4 sentences, 8 different" in told
-    assert f" on {home}/held.txt (" in told and "1 of 5 words unknown (20.00 %)" in told
+    output = capsys.readouterr().out
+    assert "19 words in 4 sentences, 8 different" in output
+    assert f" on {home}/held.txt (" in output and "1 of 5 words unknown (20.00 %)" in output
     expected = lm.build(TEXT, tmp_path / "same.arpa", evaluate=["the cat sat", "the bird"])
-    assert f"perplexity {expected.quality.perplexity:.2f} " in told
+    assert f"perplexity {expected.quality.perplexity:.2f} " in output
     assert (tmp_path / "lm.arpa").read_bytes() == (tmp_path / "same.arpa").read_bytes()
     assert lm.load(tmp_path / "lm.bin").counts == expected.counts
 
@@ -78,9 +78,9 @@ def test_a_run_gives_its_transcripts_its_rules_and_its_pieces(home, tmp_path, ca
     run = home / "run"
     run_folders.run_with_model(run, run_folders.corpus(home / "data", train=24, dev=5))
     assert estimate(home, run, "--out", tmp_path / "run.arpa") == 0
-    told = capsys.readouterr().out
-    assert f"{len(Manifest.read(run / 'manifests' / 'train.csv'))} sentences" in told
-    assert f" on {run}/manifests/dev.csv (" in told
+    output = capsys.readouterr().out
+    assert f"{len(Manifest.read(run / 'manifests' / 'train.csv'))} sentences" in output
+    assert f" on {run}/manifests/dev.csv (" in output
     # Text that is written otherwise becomes like the transcripts.
     (home / "shout.txt").write_text("THE BRAVE Teacher, finds; an old ladder!\n")
     assert estimate(home, "{home}/shout.txt", "--like", run, "--out", tmp_path / "like.arpa", "--order", 2) == 0
@@ -109,6 +109,6 @@ def test_a_run_gives_its_transcripts_its_rules_and_its_pieces(home, tmp_path, ca
 def test_every_wrong_command_is_one_line(home, tmp_path, capsys, words, message):
     out = [] if "--out" in words else ["--out", tmp_path / "lm.arpa"]
     assert estimate(home, *words, *out) == 2
-    told = capsys.readouterr()
-    assert message.format(home=home) in told.err and told.err.count("\n") == 1 and not told.out
+    output = capsys.readouterr()
+    assert message.format(home=home) in output.err and output.err.count("\n") == 1 and not output.out
     assert not list(tmp_path.iterdir())

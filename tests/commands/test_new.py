@@ -23,8 +23,8 @@ def test_a_starter_holds_the_shipped_recipes_and_the_script_as_they_are(tmp_path
     for name in written - {"README.md"}:
         assert (folder / name).read_bytes() == (ROOT / name).read_bytes(), name
     assert not any(path.is_symlink() for path in folder.rglob("*")), "it stands without the package"
-    told = capsys.readouterr().out
-    assert all(str(folder / name) in told for name in written) and "sbkit check hparams/ctc.yaml" in told
+    output = capsys.readouterr().out
+    assert all(str(folder / name) in output for name in written) and "sbkit check hparams/ctc.yaml" in output
 
 
 @pytest.mark.parametrize("there", ["README.md", "hparams/ctc.yaml"])
@@ -43,12 +43,12 @@ def test_other_files_in_the_folder_do_not_matter(tmp_path):
     assert (tmp_path / "LICENSE").read_text() == "mine" and (tmp_path / "hparams/ctc.yaml").exists()
 
 
-@pytest.mark.parametrize("task, told", [
+@pytest.mark.parametrize("task, expected", [
     ("cct", "did you mean ctc? tasks are codec, ctc, enhance, mine, speaker, ssl, streaming, transducer, tts"),
     ("../x", "tasks are codec, ctc, enhance, mine, speaker, ssl, streaming, transducer, tts")])
-def test_an_unknown_task_lists_those_there_are(tmp_path, capsys, task, told):
+def test_an_unknown_task_lists_those_there_are(tmp_path, capsys, task, expected):
     assert main(["new", str(tmp_path / "x"), "--task", task]) == 2
-    assert capsys.readouterr().err == f"error: there is no task {task!r}; {told}\n"
+    assert capsys.readouterr().err == f"error: there is no task {task!r}; {expected}\n"
     assert not (tmp_path / "x").exists()
 
 

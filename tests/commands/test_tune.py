@@ -51,17 +51,17 @@ def test_a_command_tunes_once_for_each_amount_of_memory(tmp_path, monkeypatch, c
     assert shares == [1.0] * 4 + [0.5] * 2  # searched and rehearsed each time
 
 
-@pytest.mark.parametrize("words, told", [
+@pytest.mark.parametrize("words, expected", [
     (["--memory"], "--memory: expected one argument"), (["--memory", "much"], "--memory: invalid float value: 'much'"),
     (["--memory=-1"], "--memory -1: there are"), (["--memory", "nan"], "--memory nan: there are"),
     (["--memory", "1e6"], "--memory 1e+06: there are")])
 @on_linux
-def test_memory_that_can_not_be_had_is_told(words, told, capsys):
+def test_memory_that_can_not_be_had_is_an_error(words, expected, capsys):
     assert cli.main(["tune", str(SMALL), "--device", "cpu", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
-def test_a_system_that_can_not_bound_memory_is_told(monkeypatch, capsys):
+def test_a_system_that_can_not_bound_memory_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(host, "can_bound", lambda: False)
     assert cli.main(["tune", str(SMALL), "--device", "cpu"]) == 2
     assert "can't limit the memory of a process" in capsys.readouterr().err
@@ -77,9 +77,9 @@ def test_what_a_cpu_has_room_for_is_found_by_running_out_of_it(tmp_path, monkeyp
     words = [str(SMALL), "--device", "cpu", "--batching.step_seconds", "4000"]
     assert cli.main(["tune", *words, "--memory", str(gib)]) == 0
     (found,) = [one for path in (tmp_path / "tune").iterdir() for one in batch_size.cached(path)]
-    told = f"cpu with {gib:g} GiB, fp32: --max_batch_seconds {found.seconds} ({found.share:.0%}"
-    assert told in capsys.readouterr().out
+    expected = f"cpu with {gib:g} GiB, fp32: --max_batch_seconds {found.seconds} ({found.share:.0%}"
+    assert expected in capsys.readouterr().out
     assert 20 <= found.seconds < 3600 and found.share <= batch_size.MARGIN
     assert cli.main(["check", str(SMALL), "--device", "cpu"]) == 0
-    told = next(line for line in capsys.readouterr().out.splitlines() if "tried" in line)
-    assert f"with {gib:g} GiB on cpu" in told and f"{found.seconds} s" in told
+    line = next(line for line in capsys.readouterr().out.splitlines() if "sbkit tune" in line)
+    assert f"with {gib:g} GiB on cpu" in line and f"{found.seconds} s" in line

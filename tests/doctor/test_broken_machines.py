@@ -134,18 +134,18 @@ def test_a_checkout_that_is_not_installed_says_so_in_words(installed, monkeypatc
     assert only(examination.python).verdict == OK
 
 
-@pytest.mark.parametrize(("hours", "verdict", "said"), [
+@pytest.mark.parametrize(("hours", "verdict", "expected"), [
     ((), OK, "0 finished runs, none of them predicted"),
     ((1.15,), OK, "1 finished run, 1 predicted: off by 15%, 1 of 1 within their interval"),
     ((1.46,), NOTE, "1 finished run, 1 predicted: off by 46%, 1 of 1 within their interval"),
     ((1.46, 1.1, 0.9), OK, "3 finished runs, 3 predicted: median error 10%, 3 of 3 within their interval")])
-def test_predictions_are_right_within_what_the_page_says(monkeypatch, hours, verdict, said):
+def test_predictions_are_right_within_what_the_page_says(monkeypatch, hours, verdict, expected):
     steps = finished_runs.Steps(20e9, 1, 20.0, 100, 400.0, "CTC")
     runs = [finished_runs.FinishedRun(finished_runs.Setting("a CPU", "bf16", 1, 1), steps, 1.0, each,
                                       finished_runs.RunEstimate(1.0, 1.0, 0.5, 2.0, "trial")) for each in hours]
     monkeypatch.setattr(finished_runs, "read", lambda: runs)
     found = only(examination.predictions)
-    assert found.verdict == verdict and found.found.startswith(said)
+    assert found.verdict == verdict and found.found.startswith(expected)
     assert ("within 20%" in found.fix) == (verdict == NOTE)
 
 
@@ -160,14 +160,14 @@ def test_without_a_compiler_triton_and_the_kernels_say_what_they_miss(says, monk
 # ---------------------------------------------------------------- cards
 
 
-@pytest.mark.parametrize("torch, visible, verdict, told, mend", [
+@pytest.mark.parametrize("torch, visible, verdict, expected, fix", [
     ({"available": False}, None, IN_THE_WAY, "torch is built for CUDA 13.0, which needs 580 or newer", "whl/cu126"),
     ({"available": False, "cuda": "12.8"}, None, IN_THE_WAY, "torch finds no card that works", "--gpus all"),
     ({"available": False}, "", NOTE, "CUDA_VISIBLE_DEVICES='' hides all cards", "unset"),
     ({"available": False, "cuda": None}, None, IN_THE_WAY, "this torch is built without CUDA", "pip uninstall -y"),
     ({}, None, OK, "550.54.14, for CUDA up to 12.4", ""),
 ])
-def test_a_driver_and_whether_torch_can_use_it(says, monkeypatch, torch, visible, verdict, told, mend):
+def test_a_driver_and_whether_torch_can_use_it(says, monkeypatch, torch, visible, verdict, expected, fix):
     says(torch=TORCH | torch)
     monkeypatch.setattr(cards, "_smi", lambda *words: SMI)
     if visible is None:
@@ -175,7 +175,7 @@ def test_a_driver_and_whether_torch_can_use_it(says, monkeypatch, torch, visible
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = only(cards.driver)
-    assert found.verdict == verdict and told in found.found and mend in found.fix and bool(mend) == bool(found.fix)
+    assert found.verdict == verdict and expected in found.found and fix in found.fix and bool(fix) == bool(found.fix)
 
 
 def test_cards_that_are_taken_or_too_new_or_far_from_each_other(says):
@@ -230,15 +230,15 @@ def test_little_shared_memory_as_docker_gives(monkeypatch):
     assert (found.verdict, found.found) == (NOTE, "/dev/shm: 0.06 of 0.06 GiB free") and "--shm-size" in found.fix
 
 
-@pytest.mark.parametrize("usable, threads, verdict, mend", [
+@pytest.mark.parametrize("usable, threads, verdict, fix", [
     (1, None, NOTE, "two or more"), (4, "16", NOTE, "OMP_NUM_THREADS=4"), (4, "4", OK, ""), (4, None, OK, "")])
-def test_cores_and_threads_that_fight_for_them(monkeypatch, usable, threads, verdict, mend):
+def test_cores_and_threads_that_fight_for_them(monkeypatch, usable, threads, verdict, fix):
     monkeypatch.setattr(examination, "usable_cores", lambda: usable)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
     found = only(examination.cores)
-    assert found.verdict == verdict and mend in found.fix
+    assert found.verdict == verdict and fix in found.fix
 
 
 def test_few_open_files_and_names_that_are_not_utf8(monkeypatch):
@@ -283,5 +283,5 @@ def test_neither_home_nor_user_nor_host_are_told(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "alice"))
     monkeypatch.setenv("LOGNAME", "alice")
     monkeypatch.setattr(finding.socket, "gethostname", lambda: "gpu-box-7")
-    told = f"{tmp_path}/alice/.venv, /data/alice/cv and nfs on gpu-box-7:/export, not malice"
-    assert finding.anonymised(told) == "~/.venv, /data/USER/cv and nfs on HOST:/export, not malice"
+    text = f"{tmp_path}/alice/.venv, /data/alice/cv and nfs on gpu-box-7:/export, not malice"
+    assert finding.anonymised(text) == "~/.venv, /data/USER/cv and nfs on HOST:/export, not malice"

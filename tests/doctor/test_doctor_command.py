@@ -58,7 +58,7 @@ note        shared memory  /dev/shm: 0.06 of 0.06 GiB free
 def test_the_same_for_programs(capsys, monkeypatch):
     monkeypatch.setattr(examination, "examine", lambda data, run: BAD)
     assert main(["doctor", "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["in_the_way"] == 1
-    assert [each["verdict"] for each in told["findings"]] == ["ok", "in the way", "note"]
-    assert told["findings"][2]["fix"] == "docker run --shm-size=8g, or fewer workers"
+    report = json.loads(capsys.readouterr().out)
+    assert report["in_the_way"] == 1
+    assert [each["verdict"] for each in report["findings"]] == ["ok", "in the way", "note"]
+    assert report["findings"][2]["fix"] == "docker run --shm-size=8g, or fewer workers"

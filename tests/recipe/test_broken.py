@@ -50,15 +50,15 @@ def test_text_that_is_not_utf8_is_an_error(tmp_path):
     assert "not UTF-8 text" in error.message
 
 
-@pytest.mark.parametrize("text, told", [
+@pytest.mark.parametrize("text, expected", [
     ("sizes:\n  " + 600 * "[" + 600 * "]", "nested too deeply"),
     ("sizes: 3\0", "special characters are not allowed"),
     ("%YAML 1.2\n---\nsizes: 3", "takes no directives"),
 ])
-def test_text_that_breaks_the_reader_is_one_error(tmp_path, text, told):
+def test_text_that_breaks_the_reader_is_one_error(tmp_path, text, expected):
     path = write(tmp_path, text)
     (error,) = check(path).errors
-    assert told in error.message and "\n" not in str(error)
+    assert expected in error.message and "\n" not in str(error)
     with pytest.raises(SbkitError, match=r"recipe\.yaml"):
         load(path, {})
 
@@ -66,7 +66,7 @@ def test_text_that_breaks_the_reader_is_one_error(tmp_path, text, told):
 @pytest.mark.parametrize("recursion", [400, 30_000])
 def test_how_deep_a_recipe_may_be_is_counted_whatever_python_allows(tmp_path, recursion):
     path = tmp_path / "recipe.yaml"
-    for levels, told in ((files.MAX_DEPTH - 1, []), (files.MAX_DEPTH, [2])):
+    for levels, expected in ((files.MAX_DEPTH - 1, []), (files.MAX_DEPTH, [2])):
         path.write_text(f"first: 1\nsizes: {levels * '['}{levels * ']'}")
         before = sys.getrecursionlimit()
         sys.setrecursionlimit(recursion + len(inspect.stack(0)))
@@ -75,18 +75,18 @@ def test_how_deep_a_recipe_may_be_is_counted_whatever_python_allows(tmp_path, re
             files.read_file(path, findings)
         finally:
             sys.setrecursionlimit(before)
-        assert [finding.line for finding in findings] == told
+        assert [finding.line for finding in findings] == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("written", "instead", "told"), [
+@pytest.mark.parametrize(("written", "instead", "expected"), [
     (", !ref <ctc_lin>]", "]", [("not-owned", "ctc_lin")]),
     ("model: !new:torch.nn.ModuleList\n    - [", "model:\n    - [", [("no-module", "modules.model")]),
     ("!name:torch.optim.AdamW\n    lr: 0.001", "!new:functools.partial\n    - !name:torch.optim.AdamW", []),
 ], ids=["a layer that is left out", "a list under modules", "a partial that makes an optimizer later"])
-def test_one_mistake_is_told_once(tmp_path, written, instead, told):
+def test_one_mistake_is_reported_once(tmp_path, written, instead, expected):
     report = check(changed(tmp_path, {written: instead}))
-    assert [(f.code, f.key) for f in [*report.errors, *report.warnings]] == told
+    assert [(f.code, f.key) for f in [*report.errors, *report.warnings]] == expected
 
 
 @pytest.mark.slow

@@ -47,17 +47,17 @@ def test_a_class_of_ones_own_may_know_more():
         pass
 
     node = from_python({"attention_type": "mine", "d_ffn": 0}, "Transformer")
-    for cls, told in ((Mine, 0), (TransformerASR, 2)):
+    for cls, expected in ((Mine, 0), (TransformerASR, 2)):
         findings = Findings()
         check_choices(cls, node.value, node, findings)
-        assert len(findings) == told
+        assert len(findings) == expected
 
 
 def test_an_assertion_of_several_lines_is_shown_whole():
     with pytest.raises(AssertionError) as caught:
         TransformerASR(tgt_vocab=3, input_size=4, d_model=4, nhead=2, attention_type="RoPE", causal=False)
-    said = build._first(caught.value)
-    assert said.startswith("assert attention_type in [") and said.endswith("'RoPEMHA']")
+    message = build._first(caught.value)
+    assert message.startswith("assert attention_type in [") and message.endswith("'RoPEMHA']")
 
 
 TINY = {"tgt_vocab": 7, "input_size": 6, "d_model": 8, "nhead": 2, "num_encoder_layers": 1, "d_ffn": 16, "dropout": 0.0,
@@ -67,7 +67,7 @@ WAYS = {"encoder_module": ARGUMENTS["TransformerInterface"]["encoder_module"],
         "positional_encoding": ("fixed_abs_sine", None), "causal": (False, True), "num_decoder_layers": (0, 1)}
 
 
-def told(given: dict) -> list[tuple[str, str]]:
+def findings_of(given: dict) -> list[tuple[str, str]]:
     findings, node = Findings(), from_python(given, "Transformer")
     check_choices(TransformerASR, node.value, node, findings)
     return [(found.severity, found.key.removeprefix("Transformer.")) for found in findings]
@@ -96,7 +96,7 @@ def tried(given: dict) -> tuple[bool, bool, bool]:
 def test_arguments_that_clash_are_told_and_no_others(values):
     given = {**TINY, **dict(zip(WAYS, values, strict=True))}
     encoder_fails, decoder_fails, looks_ahead = tried(given)
-    found = told(given)
+    found = findings_of(given)
     assert encoder_fails == any(severity == "error" for severity, _ in found)
     assert decoder_fails == (("warning", "positional_encoding") in found)
     if not encoder_fails and not decoder_fails:
@@ -107,13 +107,13 @@ def test_arguments_that_clash_are_told_and_no_others(values):
                                                   ("transformer", False, 4), ("conformer", False, 5)])
 def test_the_size_of_a_conformers_kernel(module, causal, size):
     given = {**TINY, "encoder_module": module, "causal": causal, "kernel_size": size, "num_decoder_layers": 0}
-    assert tried(given)[0] == (told(given) == [("error", "kernel_size")])
+    assert tried(given)[0] == (findings_of(given) == [("error", "kernel_size")])
 
 
 @pytest.mark.parametrize("attention, size", [("RoPEMHA", 6), ("RoPEMHA", 8), ("RelPosMHAXL", 6)])
 def test_rotary_positions_need_heads_of_an_even_size(attention, size):
     given = {**TINY, "attention_type": attention, "d_model": size, "num_decoder_layers": 0, "causal": False}
-    assert tried(given)[0] == (told(given) == [("error", "nhead")])
+    assert tried(given)[0] == (findings_of(given) == [("error", "nhead")])
 
 
 @pytest.mark.parametrize("size, heads", [(8, 3), (8, 4), (6, 3), (8, 16)])
@@ -124,13 +124,13 @@ def test_heads_share_the_model_out_evenly(attention, size, heads):
     try:
         TransformerASR(**given)
     except AssertionError:
-        assert told(given) == [("error", "nhead")]
+        assert findings_of(given) == [("error", "nhead")]
     else:
-        assert told(given) == []
+        assert findings_of(given) == []
 
 
 def test_a_size_that_is_no_whole_number_is_no_mistake_of_the_heads():
-    assert told({**TINY, "d_model": 8.5}) == []
+    assert findings_of({**TINY, "d_model": 8.5}) == []
 
 
 @pytest.mark.parametrize("given, key", [

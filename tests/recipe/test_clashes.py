@@ -65,8 +65,8 @@ def test_null_for_what_a_run_needs_is_refused_at_check_and_load(key, tmp_path):
     path = write(tmp_path, f"{BASED}    seed: 2\n    {key}: null\n")
     with pytest.raises(SbkitError, match=f"{path}:3: {key} is null, and a run needs it; hparams/"):
         load.open_recipe(hparams(path, tmp_path), path)
-    (told,) = [each for each in check(path, {"output_folder": str(tmp_path)}).errors if each.key == key]
-    assert str(told).startswith(f"{path}:3: error: {key}: it is null, and a run needs it; ")
+    (finding,) = [each for each in check(path, {"output_folder": str(tmp_path)}).errors if each.key == key]
+    assert str(finding).startswith(f"{path}:3: error: {key}: it is null, and a run needs it; ")
 
 
 def test_all_that_a_load_refuses_is_told_with_its_line(tmp_path):

@@ -44,9 +44,9 @@ def test_a_corpus_that_is_there_is_not_told_of(elsewhere, tmp_path):
 def test_a_demo_corpus_that_nobody_can_speak_is_told_before_the_run(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = write(tmp_path, f"{BASED}    corpus: {{language: klingon}}\n")
-    [told] = check(path, starting=True).errors
-    assert (told.code, Path(told.file), told.line) == ("no-corpus", path, 2)
-    assert "has no language 'klingon'" in told.message
+    [finding] = check(path, starting=True).errors
+    assert (finding.code, Path(finding.file), finding.line) == ("no-corpus", path, 2)
+    assert "has no language 'klingon'" in finding.message
 
 
 def test_what_two_splits_of_a_prepared_corpus_share_is_in_the_report(tmp_path, tmp_path_factory):
@@ -66,8 +66,8 @@ def test_what_two_splits_of_a_prepared_corpus_share_is_in_the_report(tmp_path, t
     assert "another one" in section.text() and "the error rate is partly measured on known speakers" in section.text()
     assert not report.problems(), "shared sentences are no mistake"
     other = shutil.copytree(tmp_path, tmp_path_factory.mktemp("other") / "data")
-    [told] = check(path, {"data_folder": str(other)}).warnings
-    assert told.code == "other-corpus" and f"was prepared from {tmp_path}: labels, leaks," in told.message
+    [finding] = check(path, {"data_folder": str(other)}).warnings
+    assert finding.code == "other-corpus" and f"was prepared from {tmp_path}: labels, leaks," in finding.message
 
 
 COLUMNS = '''
@@ -91,9 +91,9 @@ def test_a_column_that_the_task_needs_and_the_corpus_lacks_is_an_error_where_the
     text = f"{BASED}    data_folder: {tmp_path / 'gone'}\n    brain: !name:further_columns.Further\n"
     path.write_text(text)
     report = check(path)
-    [told] = [each for each in report.errors if each.code == "columns"]
-    assert Path(told.file).name in ("mine.yaml", "small.yaml") and told.line and "source" in told.key
+    [finding] = [each for each in report.errors if each.code == "columns"]
+    assert Path(finding.file).name in ("mine.yaml", "small.yaml") and finding.line and "source" in finding.key
     assert "has no column for the clean: looked for 'clean' among ID, duration, wav, spk_id, wrd, clean_wav" in \
-        told.message and "columns: {clean: NAME}" in report.problems()
+        finding.message and "columns: {clean: NAME}" in report.problems()
     path.write_text(f"{text}    corpus: {{columns: {{clean: clean_wav}}}}\n")
     assert not [each for each in check(path).errors if each.code == "columns"]

@@ -58,15 +58,15 @@ def test_times_are_those_of_an_epoch_and_of_the_run_however_often_it_goes_throug
     assert section.values["audio_hours_per_epoch"] == (audio[0] * audio[1] if audio else None)
 
 
-@pytest.mark.parametrize(("planned", "said"), [
+@pytest.mark.parametrize(("planned", "expected"), [
     ((None, None), ["the largest micro-batch that max_batch_seconds allows, 116 s of audio, takes 2.3 s; the times "
                     "scale this to all audio"]),
     ((0.02, 15.0), ["a micro-batch of typical utterances, 15 s of audio, takes 0.3 s"])])
-def test_what_was_measured_is_said_in_one_line(planned, said):
+def test_what_was_measured_is_one_line(planned, expected):
     measured = cost.StepMeasurement("cpu", 116.0, 2.3, None, *planned)
     made = cost.CostEstimate(1, 0, cost.GIB, cost.BatchCost(3, 20.0, 8 * cost.GIB, 1e9), 2.0, "cpu", measured)
     remarks = cost.section(made).remarks
-    assert remarks == [f"measured on cpu: {each}" for each in said]
+    assert remarks == [f"measured on cpu: {each}" for each in expected]
 
 
 @pytest.mark.slow
@@ -84,5 +84,5 @@ def test_layers_that_are_none_are_not_counted_on(tmp_path, named, counted):
     report = check(Path(__file__).parent / "small.yaml",
                    {"output_folder": str(tmp_path), "activation_checkpointing": [named]})
     assert [error.key for error in report.errors] == ["activation_checkpointing"] * (not counted)
-    said = report.sections["cost"].values["inexact"]
-    assert said == ["activation_checkpointing needs less memory than is counted here"] * counted
+    inexact = report.sections["cost"].values["inexact"]
+    assert inexact == ["activation_checkpointing needs less memory than is counted here"] * counted

@@ -80,7 +80,7 @@ def test_it_is_no_typo_of_one_that_is_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_only_a_script_may_say_is_told_in_a_recipe_of_a_task(tmp_path):
+def test_what_only_a_script_may_say_is_reported_in_a_recipe_of_a_task(tmp_path):
     """A task evaluates in shares whatever share_validation is."""
     found = check(chained(tmp_path, "share_validation: true\n"))
     assert [(warning.key, warning.message) for warning in found.warnings] == [
@@ -88,20 +88,20 @@ def test_what_only_a_script_may_say_is_told_in_a_recipe_of_a_task(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words, told", [
+@pytest.mark.parametrize("words, expected", [
     ("--log_intervall 3", "has no key log_intervall; did you mean --log_interval?"),
     ("--schedule.peak 3", "has no key schedule; define that key in the YAML first"),
     ("--share_validation true", "has no key share_validation; define that key in the YAML first"),
     ("--colour 3", "has no key colour; define that key in the YAML first"),
 ])
-def test_parts_of_it_and_what_nobody_declares_are_refused(words, told, tmp_path):
+def test_parts_of_it_and_what_nobody_declares_are_refused(words, expected, tmp_path):
     path, given = chained(tmp_path), parse_overrides(words.split())
     with pytest.raises(SbkitError) as error:
         load.load(path, given)
     option = words.split()[0].partition(".")[0]
-    assert str(error.value) == f"command line: {option}: {path} {told}"
+    assert str(error.value) == f"command line: {option}: {path} {expected}"
     (found,) = check(path, given).errors
-    assert str(found) == f"command line: error: {option}: {path} {told}"
+    assert str(found) == f"command line: error: {option}: {path} {expected}"
 
 
 @pytest.mark.parametrize("brain", [None, "!name:sbkit.tasks.ctc.CTK", "!name:no_such_module.CTC", "CTC"])
@@ -139,13 +139,13 @@ def test_tune_tries_with_it(tmp_path, monkeypatch):
         assert trial.brain.keys.consistency == 0.2 and trial.brain.views == 2
 
 
-@pytest.mark.parametrize("words, told", [
+@pytest.mark.parametrize("words, expected", [
     ("--spec_augment none", "spec_augment: it is the text 'none', and must be an object or null; write null"),
     ("--normalize false", "normalize: it is False, and must be an object or null; write null"),
     ("--CNN None", "CNN: 'None' is a text, not null; write null"),
     ("--tokenizer none", "tokenizer: it is the text 'none', and must be an object; write !new: and its class"),
     ("--spec_augment null", ""), ("--fsdp true", ""), ("--spec_augment !new:torch.nn.Identity", "")])
-def test_a_text_for_an_object_is_told_without_building_anything(words, told):
+def test_a_text_for_an_object_is_reported_without_building_anything(words, expected):
     report = check(SMALL, parse_overrides(words.split()), run=False)
     found = [str(each) for each in report.findings if each.key == words.split()[0][2:]]
-    assert found == ([f"command line: warning: {told}"] if told else [])
+    assert found == ([f"command line: warning: {expected}"] if expected else [])

@@ -68,7 +68,7 @@ def test_what_a_recipe_says_is_read_and_the_rest_is_as_declared():
     assert (read.width, read.share, read.name, read.loud) == (3, 0.5, None, True)
 
 
-def test_all_that_is_wrong_is_told_at_once():
+def test_all_that_is_wrong_is_reported_at_once():
     with pytest.raises(SbkitError) as error:
         Mine.read({"width": 0, "share": "half", "name": 3, "loud": None})
     assert error.value.message == (
@@ -114,7 +114,7 @@ class Many(Keys):
     layer: str | type | Sequence[str | type] | None = key("by name or class", None)
 
 
-@pytest.mark.parametrize("given, told", [
+@pytest.mark.parametrize("given, expected", [
     ({"names": ["a", 3]}, "names is ['a', 3], and must be a list of texts"),
     ({"names": "ab"}, "names is the text 'ab', and must be a list of texts"),
     ({"layers": [1, True]}, "layers is [1, True], and must be a list of whole numbers"),
@@ -125,8 +125,8 @@ class Many(Keys):
     ({"free": 3}, "free is 3, and must be a list"),
     ({"layer": True}, "layer is True, and must be a text or a class or a list of texts or classes"),
 ])
-def test_elements_are_held_to_their_types(given, told):
-    assert [problem.message for problem in Many.wrong(given)] == [told]
+def test_elements_are_held_to_their_types(given, expected):
+    assert [problem.message for problem in Many.wrong(given)] == [expected]
 
 
 @pytest.mark.parametrize("given", [
@@ -512,8 +512,8 @@ def test_a_key_has_an_effect(name, flagship, tmp_path, monkeypatch):
         hparams = copy.deepcopy({**flagship, "output_folder": None})
         with monkeypatch.context() as patch:
             made = Made(Recipe(hparams, CTC.Keys.read(hparams)), folder, patch)
-            for other, said in {"checkpointer": From(kept), **(more[0] if more else {}), name: value}.items():
-                hparams[other] = said.make(made) if isinstance(said, From) else copy.deepcopy(said)
+            for other, value_of in {"checkpointer": From(kept), **(more[0] if more else {}), name: value}.items():
+                hparams[other] = value_of.make(made) if isinstance(value_of, From) else copy.deepcopy(value_of)
             if see is OPENED:
                 seen.append(refusal(made, lambda made, hparams=hparams: load.open_recipe(hparams, RECIPE)))
                 continue

@@ -1,4 +1,4 @@
-"""Keys that nothing reads are told, with what they resemble; the list of those is what the code reads."""
+"""Keys that nothing reads are reported, with what they resemble; the list of those is what the code reads."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tensors are found wherever a recipe holds them, and each is told with the key that made it."""
+"""Tensors are found wherever a recipe holds them, and each is reported with the key that built it."""
 
 import functools
 

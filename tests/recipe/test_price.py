@@ -1,4 +1,4 @@
-"""What a run will take is predicted from finished runs, said with an interval, and compared with what it took."""
+"""What a run will take is predicted from finished runs, with an interval, and compared with what it took."""
 
 import dataclasses
 import json
@@ -102,25 +102,25 @@ def test_a_model_that_is_trained_often_counts_once():
 
 def test_too_few_runs_are_a_guess_from_the_peak():
     steps = Steps(35e9, 1, 12.0, 100, 120.0)
-    said = price.predict(steps, [finished(10, 0.1)] * 9, peak=100e9)  # nine runs of one kind
-    assert said.by == "peak" and said.step_seconds == pytest.approx(1.0)
-    assert said.high / said.hours == said.hours / said.low == pytest.approx(price.GUESS_FACTOR)
+    prediction = price.predict(steps, [finished(10, 0.1)] * 9, peak=100e9)  # nine runs of one kind
+    assert prediction.by == "peak" and prediction.step_seconds == pytest.approx(1.0)
+    assert prediction.high / prediction.hours == prediction.hours / prediction.low == pytest.approx(price.GUESS_FACTOR)
     assert price.predict(steps, [], peak=1e15, host_seconds=0.5).step_seconds == 0.5
     assert price.predict(steps, [], peak=None) is None
 
 
 def test_enough_runs_are_fitted_and_their_errors_make_the_interval():
     runs = [finished(gflop, 0.01 * gflop) for gflop in (5, 10, 20, 40)]
-    said = price.predict(finished(30, 1.0).steps, runs, peak=1e12)
-    assert said.by == "fit" and said.step_seconds == pytest.approx(0.3)
-    assert price.MIN_FACTOR < said.high / said.hours < 1.06
+    prediction = price.predict(finished(30, 1.0).steps, runs, peak=1e12)
+    assert prediction.by == "fit" and prediction.step_seconds == pytest.approx(0.3)
+    assert price.MIN_FACTOR < prediction.high / prediction.hours < 1.06
     far = price.predict(finished(3000, 1.0).steps, runs, peak=1e12)
     assert far.step_seconds == pytest.approx(30.0) and far.high / far.hours > 1.1
     growing = [finished(gflop, 0.05 * gflop**0.5) for gflop in (5, 10, 20, 40)]  # at up to 126 GFLOP a second
     for peak, seconds in ((200e9, 15.0), (30e9, 3000 / (40**0.5 / 0.05))):  # at the peak; one measured on a busy core
         assert price.predict(finished(3000, 1.0).steps, growing, peak).step_seconds == pytest.approx(seconds)
     apart = [finished(gflop, seconds) for gflop, seconds in ((5, 0.05), (10, 0.2), (20, 0.1), (40, 0.4))]
-    assert price.predict(finished(30, 1.0).steps, apart, peak=1e12).high / said.hours > 1.5
+    assert price.predict(finished(30, 1.0).steps, apart, peak=1e12).high / prediction.hours > 1.5
 
 
 def test_trial_steps_are_scaled_by_what_runs_took_of_theirs():
@@ -128,16 +128,16 @@ def test_trial_steps_are_scaled_by_what_runs_took_of_theirs():
     assert price.predict(steps, [], None, trial=0.2).high == pytest.approx(110 * 0.2 * price.TRIAL_FACTOR / 3600)
     runs = [finished(gflop, 0.012 * gflop, predicted=RunEstimate(0.0, 1.0, 1.0, 1.0, "trial", 0, 0.01 * gflop))
             for gflop in (5, 10, 20, 40)]
-    said = price.predict(steps, runs, None, trial=0.2)
-    assert said.step_seconds == pytest.approx(0.24) and said.hours == pytest.approx(110 * 0.24 / 3600)
-    assert said.runs == 4 and said.high / said.hours == pytest.approx(price.MIN_FACTOR)
+    prediction = price.predict(steps, runs, None, trial=0.2)
+    assert prediction.step_seconds == pytest.approx(0.24) and prediction.hours == pytest.approx(110 * 0.24 / 3600)
+    assert prediction.runs == 4 and prediction.high / prediction.hours == pytest.approx(price.MIN_FACTOR)
 
 
 def test_cost_and_energy_are_of_all_devices():
     card = Setting("Card", "bf16", 0, 8)
-    said = RunEstimate(3.6, 10.0, 5.0, 20.0, "peak")
+    prediction = RunEstimate(3.6, 10.0, 5.0, 20.0, "peak")
     steps = Steps(1e12, 1, 12.0, 9000, 1.0)
-    table = price.section(PriceRequest(2.5, 8, "Card", watts={"Card": 700}), card, steps, said)
+    table = price.section(PriceRequest(2.5, 8, "Card", watts={"Card": 700}), card, steps, prediction)
     assert table.rows[2:] == [["time of the run", "10 h", "5 h", "20 h"],
                               ["cost of 8 devices at 2.5 an hour each", "200.0", "100.0", "400.0"],
                               ["kWh at most, at 700 W per device", "56.0", "28.0", "112.0"]]
@@ -149,21 +149,21 @@ def test_cost_and_energy_are_of_all_devices():
     free = price.section(PriceRequest(0.0), CPU, small, RunEstimate(0.005, 1.0, 0.5, 2.0, "trial"))
     assert free.rows[-1][1:] == ["0", "0", "0"]
     assert "scaled to the 2.74 s of audio that a step of this run has" in tiny.remarks[0]
-    here = price.section(PriceRequest(2.5), CPU, steps, said)
+    here = price.section(PriceRequest(2.5), CPU, steps, prediction)
     assert not any("kWh" in row[0] for row in here.rows) and here.values["kwh_at_most"] is None
     for high, far in ((14.0, False), (130.0, True)):
-        said = RunEstimate(3.6, 10.0, 1.0, high, "fit", 20)
-        fitted = price.section(PriceRequest(2.5), CPU, steps, said)
+        prediction = RunEstimate(3.6, 10.0, 1.0, high, "fit", 20)
+        fitted = price.section(PriceRequest(2.5), CPU, steps, prediction)
         assert ("20 finished runs on Some CPU in bf16, 1 thread, whose steps differ much in size" in
                 fitted.remarks[0]) is far
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "expected"), [
     (["--price", "cheap"], "'cheap' is not the price"), (["--price", "-1"], "'-1' is not the price"),
     (["--price", "nan"], "'nan' is not the price"), (["--price", "1", "--no-run"], "which --no-run doesn't build")])
-def test_what_cannot_be_priced_is_refused_at_once(words, said, capsys):
+def test_what_cannot_be_priced_is_refused_at_once(words, expected, capsys):
     assert cli.main(["check", str(ROOT / "hparams" / "ctc.yaml"), *words]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -186,16 +186,16 @@ def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys, monkeypatc
     assert cli.main(["check", *words, "--price", "2.5", "--json"]) == 0
     sections = json.loads(capsys.readouterr().out)["sections"]
     assert not [row for row in sections["cost"]["rows"] if row[0].startswith("hours")], "they are the price's"
-    said = sections["price"]["values"]
-    assert said["by"] == "peak" and said["cost"] == 2.5 * said["hours"] and said["kwh_at_most"] is None
+    values = sections["price"]["values"]
+    assert values["by"] == "peak" and values["cost"] == 2.5 * values["hours"] and values["kwh_at_most"] is None
     trained = subprocess.run([sys.executable, "-m", "sbkit", "train", *words, "--no-check"], check=True,
                              capture_output=True, text=True)
     per_second = flops(sections["cost"]["values"]["operations_per_second_of_audio"])
     assert f"a second of audio takes {per_second} in training" in trained.stderr
     lines = [json.loads(line) | {"core_wait_share": 0.0} for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert finished_runs.record(lines, CTC, said["threads"], 120.0, 3.5, 3.5)  # again: the core may have been shared
+    assert finished_runs.record(lines, CTC, values["threads"], 120.0, 3.5, 3.5)  # again: the core may have been shared
     run = finished_runs.read()[-1]
-    assert run.steps.steps == said["steps"] and run.predicted.hours == said["hours"]
+    assert run.steps.steps == values["steps"] and run.predicted.hours == values["hours"]
     with open(finished_runs.table_file(), "a") as table:
         for wider in (2, 4, 8):
             steps = dataclasses.asdict(dataclasses.replace(run.steps, operations=wider * run.steps.operations))

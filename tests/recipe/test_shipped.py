@@ -142,13 +142,13 @@ def test_a_rate_that_the_pretrained_encoder_was_not_trained_at_is_refused(tmp_pa
     assert "takes 16000 samples a second" in error.message and "write sample_rate: 16000" in error.suggestion
 
 
-@pytest.mark.parametrize("given, told, mend", [
+@pytest.mark.parametrize("given, expected, mend", [
     ({"ctc_weight": 0.3}, "an attention decoder trains, but encoder has none", "write ctc_weight: 1.0"),
     ({"intermediate_ctc": 0.3}, "Encoder has no list of layers", "write intermediate_ctc: 0")], ids=str)
-def test_a_loss_that_a_pretrained_encoder_has_no_part_for_is_refused(tmp_path, given, told, mend):
+def test_a_loss_that_a_pretrained_encoder_has_no_part_for_is_refused(tmp_path, given, expected, mend):
     (error,) = check(ROOT / "hparams" / "ssl.yaml", stand_ins("hparams/ssl.yaml", tmp_path) | given).errors
     assert (error.key, error.file) == (*given, "command line")
-    assert told in error.message and error.suggestion.startswith(mend)
+    assert expected in error.message and error.suggestion.startswith(mend)
 
 
 @pytest.mark.slow

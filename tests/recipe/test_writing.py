@@ -86,7 +86,7 @@ def test_comments_stay_where_they_are_written(tmp_path):
         """
     (tmp_path / "recipe.yaml").write_text(textwrap.dedent(text))
     lines = [line.strip() for line in merged(tmp_path / "recipe.yaml", {}).splitlines() if line.strip()]
-    at = [next(i for i, line in enumerate(lines) if said in line) for said in (
+    at = [next(i for i, line in enumerate(lines) if text in line) for text in (
         "masks: ", "# of it", "# ---- parts", "one: ", "# the first", "other: ", "# ---- more", "more: ", "# the last",
         "# the end")]
     assert at == sorted(at)

@@ -50,8 +50,8 @@ def ran(monkeypatch, tmp_path, *words):
 def test_runs_are_announced_and_short_ones_come_first(monkeypatch, tmp_path, capsys):
     runs = ran(monkeypatch, tmp_path, "--spec_augment.ramp", "null")
     assert [bench.guess(run) for run in runs] == sorted(bench.guess(run) for run in runs)
-    said = capsys.readouterr().err
-    assert said.startswith(f"{len(runs)} of {len(runs)} runs are missing: about ") and "guessed" in said
+    output = capsys.readouterr().err
+    assert output.startswith(f"{len(runs)} of {len(runs)} runs are missing: about ") and "guessed" in output
 
 
 def test_the_plan_has_the_runs_in_their_order_and_learns_the_speed(monkeypatch, tmp_path, capsys):

@@ -116,12 +116,12 @@ def test_training_is_timed_without_validation():
     assert (found["epoch_seconds"], found["steps"], found["parameters"]) == ([3.5, 2.5], 10, 10)
 
 
-def test_every_system_is_scored_on_all_that_was_said():
-    said = {"a": "the cat sat", "b": "on a mat", "silence": ""}
-    found = systems.score("dev", said, {"b": "on the mat", "a": "the cat sat", "silence": "oh"})
+def test_every_system_is_scored_on_all_references():
+    references = {"a": "the cat sat", "b": "on a mat", "silence": ""}
+    found = systems.score("dev", references, {"b": "on the mat", "a": "the cat sat", "silence": "oh"})
     assert found["dev_wer"] == pytest.approx(100 / 6, abs=1e-3)
     with pytest.raises(SbkitError, match="1 of 2 dev utterances were not transcribed, such as b"):
-        systems.score("dev", said, {"a": "the cat sat"})
+        systems.score("dev", references, {"a": "the cat sat"})
 
 
 def test_work_of_others_is_told_from_ours(monkeypatch):
@@ -216,16 +216,16 @@ def test_minutes_alone_begin_with_a_run_that_tells_the_speed(machine, tmp_path, 
     assert len(machine.ran) == 4, "three minutes and six epochs are the same run here"
 
 
-@pytest.mark.parametrize(("error", "code", "told", "ran"), [
+@pytest.mark.parametrize(("error", "code", "expected", "ran"), [
     (SbkitError("out of luck"), 1, ["out of luck", "1 of 2 runs failed"], [("sbkit", 2), ("stock", 2), ("sbkit", 2)]),
     (KeyboardInterrupt(), 130, ["the same command runs what is missing"], [("sbkit", 2), ("sbkit", 2), ("stock", 2)])],
     ids=["a system fails", "stopped"])
 def test_a_run_that_ends_early_leaves_no_result_and_is_tried_again(machine, tmp_path, monkeypatch, capsys, error, code,
-                                                                  told, ran):
+                                                                  expected, ran):
     machine.breaks, machine.error = "sbkit", error
     assert bench(tmp_path, monkeypatch, "--epochs", "2", "--minutes", "") == code
-    said = capsys.readouterr().err
-    assert all(each in said for each in told)
+    output = capsys.readouterr().err
+    assert all(each in output for each in expected)
     machine.breaks = None
     assert bench(tmp_path, monkeypatch, "--epochs", "2", "--minutes", "") == 0
     assert machine.ran == ran
