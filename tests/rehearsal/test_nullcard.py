@@ -20,41 +20,6 @@ pytestmark = [pytest.mark.slow,
               pytest.mark.skipif(not (LIBRARIES / "libtorch_cuda.so").exists() or platform.system() != "Linux",
                                  reason="needs Linux and a CUDA build of torch")]
 START = "import json, os, torch\nfrom sbkit.rehearsal.nullcard import active, counters, errors, lacks\n"
-#: Forks processes whose imports are done, for each line of scripts with their environments and where they print.
-SERVER = """
-import json, os, sys, traceback
-from sbkit.rehearsal import nullcard
-with nullcard.without_driver():
-    import torch, sbkit.rehearsal.rank
-for line in sys.stdin:
-    started = []
-    for script, environment, out, err in json.loads(line):
-        started.append(os.fork())
-        if not started[-1]:
-            os.environ.update(environment)
-            for stream, path in ((1, out), (2, err)):
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
-            code = 1
-            try:
-                exec(compile(script, "script", "exec"), {"__name__": "__main__"})
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(code)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in started]
-    print(json.dumps(codes), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def server():
-    """Processes on null cards, of any card and number: they read which when they first ask for one."""
-    made = environment(CARDS["H100"], 1)
-    with subprocess.Popen([sys.executable, "-c", SERVER], env=made, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          text=True) as running:
-        yield running
-        running.stdin.close()
 
 
 @pytest.fixture

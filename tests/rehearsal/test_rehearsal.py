@@ -3,16 +3,19 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import processes
 import pytest
 import soundfile
-from processes import command, programs
 
+from sbkit.cli import main
 from sbkit.rehearsal import run
 from tools.gpu import process_group
 
@@ -141,18 +144,28 @@ def home(tmp_path_factory):
     return folder
 
 
-def impatient(*words):
-    """A command whose ranks wait half a minute for others, not two."""
-    run.PATIENCE = 30
-    command(*words)
+@pytest.fixture
+def rehearse(home, server, monkeypatch, capsys):
+    """The report of a rehearsal in this folder, as programs get it; what it starts is forked, its imports done."""
+    before, here = signal.getsignal(signal.SIGTERM), f"import os, sys; os.chdir({str(home)!r}); sys.path[:0] = [''];"
 
+    def start(command, env, stdout, stderr):
+        script = f"{here} from sbkit.rehearsal import run; run.main({command[-1]!r})"
+        print(json.dumps([[script, env, str(stdout.name), str(stderr.name)]]), file=server.stdin, flush=True)
+        return SimpleNamespace(wait=server.stdout.readline, kill=lambda: None)
 
-def rehearse(home, *words, code=None, cards="2xH100"):
-    """The report of a rehearsal in this folder, as programs get it."""
-    (done,) = programs(1, impatient, str(home), "check", *words, "--as", cards, "--json", timeout=500)
-    assert done.returncode in ((0, 1) if code is None else (code,)), done.stdout[-4000:] + done.stderr[-4000:]
-    assert "sbkit-rehearsal-" not in done.stdout  # its folder is gone
-    return json.loads(done.stdout)
+    def rehearse(*words, code, cards="2xH100"):
+        assert main(["check", *words, "--as", cards, "--json"]) == code
+        said = capsys.readouterr().out
+        assert "sbkit-rehearsal-" not in said  # its folder is gone
+        return json.loads(said)
+
+    monkeypatch.setattr(run, "subprocess", SimpleNamespace(Popen=start))
+    monkeypatch.setattr(run, "PATIENCE", 30)  # not two minutes
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(home)
+    yield rehearse
+    signal.signal(signal.SIGTERM, before)
 
 
 def stages(report):
@@ -167,8 +180,8 @@ def places(report):
 
 
 @pytest.mark.slow
-def test_waits_growth_and_an_operation_that_cannot_be_exported_are_named(home):
-    report = rehearse(home, "spotter.yaml", "--brain", "!name:faults.Lazy", code=1, cards="H100")
+def test_waits_growth_and_an_operation_that_cannot_be_exported_are_named(rehearse):
+    report = rehearse("spotter.yaml", "--brain", "!name:faults.Lazy", code=1, cards="H100")
     assert places(report) >= {("wait", "waits"), ("growth", "grows"), ("error", "depends on a value")}
     assert any(error["code"] == "wait" and not error["line"] and "backward" in error["message"]
                for error in report["errors"])
@@ -177,14 +190,14 @@ def test_waits_growth_and_an_operation_that_cannot_be_exported_are_named(home):
 
 
 @pytest.mark.slow
-def test_a_collective_on_one_rank_alone_is_named(home):
-    report = rehearse(home, "spotter.yaml", "--brain", "!name:faults.Alone", code=1)
+def test_a_collective_on_one_rank_alone_is_named(rehearse):
+    report = rehearse("spotter.yaml", "--brain", "!name:faults.Alone", code=1)
     assert ("collectives", "alone") in places(report)
 
 
 @pytest.mark.slow
-def test_a_tensor_left_on_the_cpu_by_one_rank_is_named_with_its_stage_and_nothing_else(home):
-    report = rehearse(home, "spotter.yaml", "--brain", "!name:faults.Left", code=1)
+def test_a_tensor_left_on_the_cpu_by_one_rank_is_named_with_its_stage_and_nothing_else(rehearse):
+    report = rehearse("spotter.yaml", "--brain", "!name:faults.Left", code=1)
     assert places(report) == {("device-mismatch", "left")} and len(report["errors"]) == 1
     assert stages(report)["test"] == "failed" and stages(report)["export"] == "not reached"
 
@@ -193,16 +206,16 @@ def test_a_tensor_left_on_the_cpu_by_one_rank_is_named_with_its_stage_and_nothin
 @pytest.mark.parametrize("task, lines, failed, said", [
     ("Early", {"starts"}, {"start", "count of FLOPs"}, "leaves some in Kept.scores"),
     ("Late", {"resumes", "parts"}, {"kill and resume", "a batch that doesn't fit"}, "")])
-def test_faults_in_other_stages_are_named_with_them(home, task, lines, failed, said):
-    report = rehearse(home, "spotter.yaml", "--brain", f"!name:faults.{task}", code=1, cards="H100")
+def test_faults_in_other_stages_are_named_with_them(rehearse, task, lines, failed, said):
+    report = rehearse("spotter.yaml", "--brain", f"!name:faults.{task}", code=1, cards="H100")
     assert places(report) == {("device-mismatch", line) for line in lines}
     assert {name for name, result in stages(report).items() if result == "failed"} == failed
     assert any(said in error["message"] for error in report["errors"])
 
 
 @pytest.mark.slow
-def test_a_task_that_knows_its_words_is_refused_without_a_corpus(home):
-    report = rehearse(home, "spotter.yaml", "--data_folder", "nowhere", code=1, cards="H100")
+def test_a_task_that_knows_its_words_is_refused_without_a_corpus(rehearse):
+    report = rehearse("spotter.yaml", "--data_folder", "nowhere", code=1, cards="H100")
     [error] = report["errors"]
     assert error["message"].startswith("there is no corpus nowhere on this machine, and Spotter has no tokens for the "
                                        "random words that replace it: '")
@@ -211,8 +224,8 @@ def test_a_task_that_knows_its_words_is_refused_without_a_corpus(home):
 
 
 @pytest.mark.slow
-def test_a_sharded_run_succeeds_and_does_not_repeat_a_step(home):
-    report = rehearse(home, "spotter.yaml", "--fsdp", "true", "--brain", "!name:faults.Ending", code=0)
+def test_a_sharded_run_succeeds_and_does_not_repeat_a_step(rehearse):
+    report = rehearse("spotter.yaml", "--fsdp", "true", "--brain", "!name:faults.Ending", code=0)
     found = stages(report)
     assert found.pop("a batch that doesn't fit") == "skipped: no rank can repeat a step alone"
     assert set(found.values()) == {"ok"}
@@ -236,8 +249,8 @@ def test_a_signal_ends_what_a_rehearsal_has_started_too(home, tmp_path):
 
 
 @pytest.mark.slow
-def test_checkpoints_that_cannot_be_written_are_named(home):
-    report = rehearse(home, "spotter.yaml", "--checkpointer.checkpoints_dir", "/dev/null/save", code=1, cards="H100")
+def test_checkpoints_that_cannot_be_written_are_named(rehearse):
+    report = rehearse("spotter.yaml", "--checkpointer.checkpoints_dir", "/dev/null/save", code=1, cards="H100")
     assert any("/dev/null" in error["message"] for error in report["errors"])
     assert "test" not in {name for name, result in stages(report).items() if result == "ok"}
 
@@ -245,7 +258,8 @@ def test_checkpoints_that_cannot_be_written_are_named(home):
 @pytest.mark.slow
 def test_the_flagship_runs_from_start_to_end_on_two_ranks(tmp_path):
     page = tmp_path / "page.html"
-    report = rehearse(ROOT, "hparams/ctc.yaml", "--num_encoder_layers", "2", "--html", str(page), cards="8xH100")
+    words = "hparams/ctc.yaml", "--num_encoder_layers", "2", "--as", "8xH100", "--html", page, "--json"
+    report = json.loads(processes.sbkit("check", *words, cards=True).stdout)
     assert set(stages(report).values()) == {"ok"} and not report["errors"]
     figures = report["sections"]["figures"]["values"]
     assert figures["estimated_bytes"] == pytest.approx(figures["peak_bytes"], rel=0.05)
@@ -261,7 +275,5 @@ def test_the_flagship_runs_from_start_to_end_on_two_ranks(tmp_path):
     (["--as", "H100", "--html", "/dev/null/page.html"], "cannot write /dev/null/page.html: "),
     (["--as", "H100", "--html", "/"], "/ is a folder; name a file with --html")])
 def test_what_cannot_be_rehearsed_is_refused_at_once(words, said, capsys):
-    from sbkit import cli
-
-    assert cli.main(["check", str(ROOT / "hparams" / "ctc.yaml"), *words]) == 2
+    assert main(["check", str(ROOT / "hparams" / "ctc.yaml"), *words]) == 2
     assert said in capsys.readouterr().err
