@@ -131,7 +131,7 @@ def test_what_has_no_reference_is_named_and_not_scored(caplog):
 
 
 def following(folder, chance=3.0, task=Parrot):
-    """A brain whose masks and learning rate follow what it hears, and its masks."""
+    """A brain whose masks and learning rate follow its learning progress, and its masks."""
     masks, layer = SpecAugment(ramp=[0.2, 0.6]), torch.nn.Linear(1, 1)
     shelf = Checkpointer(folder, {"model": layer})
     schedule = Schedule(peak=0.003, warmup=1, shape="constant", max_lr_at_chance=0.001)
@@ -159,7 +159,7 @@ def test_masks_follow_what_is_heard_by_the_tokens_part_of_the_loss_and_so_after_
         brain.close_step(facts(step, 1.8))
         brain.optimizer_step = step
         brain.open_step(step + 1)
-    assert masks.strength == pytest.approx(0.5)  # 1.8 of 3.0: heard 0.4, half way from 0.2 to 0.6
+    assert masks.strength == pytest.approx(0.5)  # 1.8 of 3.0: a score of 0.4, half way from 0.2 to 0.6
     assert brain.learning_rate == pytest.approx(0.003)
     brain.close_step(facts(60, 0.3))  # known already, and not followed yet
     brain.checkpointer.save_checkpoint(meta={"WER": 50.0})

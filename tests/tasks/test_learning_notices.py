@@ -42,8 +42,8 @@ class Trial:
         self.told += self.notices.end()
 
     def look(self, step: int) -> None:
-        heard = self.progress.score_at(step)
-        self.schedule.set_score(heard if self.progress.known else 1.0)
+        score = self.progress.score_at(step)
+        self.schedule.set_score(score if self.progress.known else 1.0)
         self.told += self.notices.begin_step(step, self.progress, min(self.schedule(step), self.schedule.limit))
 
     def _resume(self, folder) -> None:
@@ -280,7 +280,7 @@ def test_one_that_swings_is_told_of_each_kind_twice_at_most():
 
 
 def test_a_rate_that_waits_for_something_to_be_heard_is_what_is_told_and_to_be_lowered():
-    """Three times the recipe's rate: it never rose above what it may be before something is heard."""
+    """Three times the recipe's rate: it never rose above max_lr_at_chance."""
     [told, _] = Trial(4000, lambda step: CHANCE, rate=0.009, warmup=0.2, rise=1.25e-5, unheard=0.0015).told
     assert told.step == 599, "a rise that is held is no warm-up that may still help"
     assert told.advice[0] == ("a third of the learning rate: --schedule.max_lr_at_chance 0.0005 (it has reached "

@@ -1,4 +1,4 @@
-"""What a model has come to hear: from its loss, the same whenever values arrive, and after resuming."""
+"""A model's learning progress: from its loss, the same whenever values arrive, and after resuming."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_when_values_arrive_makes_no_difference(losses, lates):
 
 @given(losses=st.lists(st.floats(0, 10), min_size=2, max_size=50), data=st.data())
 def test_a_run_that_was_saved_anywhere_goes_on_as_if_it_never_had_been(losses, data, tmp_path_factory):
-    cut, path = data.draw(st.integers(1, len(losses) - 1)), tmp_path_factory.mktemp("state") / "hearing"
+    cut, path = data.draw(st.integers(1, len(losses) - 1)), tmp_path_factory.mktemp("state") / "progress"
     whole, first, second = LearningProgress(3.0), LearningProgress(3.0), LearningProgress(3.0)
     for step, loss in enumerate(losses, start=1):
         if step == cut:
@@ -39,20 +39,20 @@ def test_a_run_that_was_saved_anywhere_goes_on_as_if_it_never_had_been(losses, d
 
 
 def test_chance_is_nothing_and_no_loss_is_all():
-    for loss, heard in ((9.0, 0.0), (3.0, 0.0), (1.5, 0.5), (0.0, 1.0)):
-        hearing = LearningProgress(3.0)
+    for loss, score in ((9.0, 0.0), (3.0, 0.0), (1.5, 0.5), (0.0, 1.0)):
+        progress = LearningProgress(3.0)
         for step in range(1, 10):
-            hearing.count(step, loss, 1.0)
-        assert hearing.score_at(10) == heard
+            progress.count(step, loss, 1.0)
+        assert progress.score_at(10) == score
 
 
 def test_it_smooths_over_some_twenty_steps_and_passes_over_what_is_not_finite():
-    hearing = LearningProgress(2.0)
+    progress = LearningProgress(2.0)
     for step in range(1, 101):
-        hearing.count(step, math.nan if step == 50 else 2.0, 1.0)
+        progress.count(step, math.nan if step == 50 else 2.0, 1.0)
     for step in range(101, 121):
-        hearing.count(step, 0.0, 1.0)
-    assert hearing.score_at(120 + LAG) == pytest.approx(1 - 0.95 ** 20)
+        progress.count(step, 0.0, 1.0)
+    assert progress.score_at(120 + LAG) == pytest.approx(1 - 0.95 ** 20)
 
 
 def test_where_nobody_says_what_chance_is_nothing_is_known():
@@ -60,16 +60,16 @@ def test_where_nobody_says_what_chance_is_nothing_is_known():
 
 
 def test_a_loss_that_cannot_be_compared_is_followed_until_there_is_one_that_can(tmp_path):
-    hearing = LearningProgress(3.0)
-    assert hearing.known and hearing.score_at(1) == 0.0
+    progress = LearningProgress(3.0)
+    assert progress.known and progress.score_at(1) == 0.0
     for step, (loss, comparable) in enumerate([(9.0, False), (9.0, False), (1.5, True), (9.0, False)], start=1):
-        hearing.count(step, loss, 1.0, comparable)
-    assert hearing.score_at(2 + LAG) == 0.0 and hearing.loss == 9.0 and not hearing.known
-    hearing.save(tmp_path / "hearing")
+        progress.count(step, loss, 1.0, comparable)
+    assert progress.score_at(2 + LAG) == 0.0 and progress.loss == 9.0 and not progress.known
+    progress.save(tmp_path / "progress")
     again = LearningProgress(3.0)
-    again.load(tmp_path / "hearing", True)
+    again.load(tmp_path / "progress", True)
     assert not again.known
-    for one in (hearing, again):
+    for one in (progress, again):
         assert one.score_at(4 + LAG) == 0.5 and one.known
 
 
@@ -77,8 +77,8 @@ def test_masks_widen_with_what_is_heard():
     torch.manual_seed(0)
     feats = torch.randn(64, 200, 80) + 9
     module, shares = SpecAugment(ramp=[0.3, 0.7]), []
-    for heard in (0.0, 0.3, 0.5, 0.7, 1.0):
-        module.set_score(heard)
+    for score in (0.0, 0.3, 0.5, 0.7, 1.0):
+        module.set_score(score)
         torch.manual_seed(1)
         shares.append(float((module(feats) != feats).float().mean()))
     assert shares[:2] == [0.0, 0.0] and 0.3 * shares[4] < shares[2] < 0.7 * shares[4] and shares[3] == shares[4] > 0.1

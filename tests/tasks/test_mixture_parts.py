@@ -1,4 +1,4 @@
-"""What a run knows of a mixture's parts: scores of each, and what was heard of it."""
+"""What a run knows of a mixture's parts: scores of each, and the hours of training on it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_test_has_results_of_each_part():
     assert {part: each.utterances for part, each in found.parts.items()} == {"read": 1, "calls": 2}
 
 
-def heard(parts: MixtureParts, shares: dict[str, float], epoch: int) -> dict[str, float]:
+def train_epoch(parts: MixtureParts, shares: dict[str, float], epoch: int) -> dict[str, float]:
     """Close an epoch of a training set in which each part has ten rows of a second."""
     names = [name for name in shares for _ in range(10)]
     train = Manifest(ids=[f"{name}:{i}" for i, name in enumerate(names)], durations=np.ones(len(names)),
@@ -69,14 +69,14 @@ def heard(parts: MixtureParts, shares: dict[str, float], epoch: int) -> dict[str
 def test_hours_are_counted_over_epochs_and_a_part_that_is_added_begins_at_nothing(tmp_path):
     begun = Checkpointer(tmp_path, {})
     parts = MixtureParts(Mixture(PARTS), begun)
-    first = heard(parts, {"read": 0.25, "calls": 0.75}, 1)
+    first = train_epoch(parts, {"read": 0.25, "calls": 0.75}, 1)
     assert first == pytest.approx({"hours read": 5 / 3600, "epochs read": 0.5, "hours calls": 15 / 3600,
                                    "epochs calls": 1.5})
-    assert heard(parts, {"read": 0.25, "calls": 0.75}, 1) == first, "an epoch that is closed again counts once"
+    assert train_epoch(parts, {"read": 0.25, "calls": 0.75}, 1) == first, "an epoch that is closed again counts once"
     begun.save_checkpoint()
     begun.wait()
     resumed = Checkpointer(tmp_path, {})
     parts = MixtureParts(Mixture({**PARTS, "more": Corpus(".")}), resumed)
     resumed.recover_if_possible()
-    found = heard(parts, {"read": 0.25, "calls": 0.25, "more": 0.5}, 2)
+    found = train_epoch(parts, {"read": 0.25, "calls": 0.25, "more": 0.5}, 2)
     assert found["epochs more"] == pytest.approx(1.5) and found["epochs calls"] == pytest.approx(1.5 + 0.75, abs=0.051)

@@ -1,6 +1,6 @@
 """What sherpa-onnx's OnlineRecognizer feeds a model of its kind nemo_ctc, against the features of our recipe.
 
-The model here is a probe: it spells out its input, three digits for each number, in the tokens that it "hears".
+The model here is a probe: it spells out its input, three digits for each number, in the tokens that it outputs.
 """
 
 from pathlib import Path
@@ -59,7 +59,7 @@ def probe(path, window):
     onnx.save(model, path)
 
 
-def heard(sherpa_onnx, folder, signal, window):
+def result_of(sherpa_onnx, folder, signal, window):
     """Return the features [T, F] that the probe was given for a waveform."""
     probe(folder / "probe.onnx", window)
     names = [f"t{i}" for i in range(2 * BASE)] + ["<blk>"]
@@ -90,7 +90,7 @@ def test_they_are_what_sherpa_onnx_feeds_a_streaming_model(tmp_path, samples, wi
     if Version(sherpa_onnx.__version__) < Version("2.0.1"):
         pytest.skip("before 2.0.1, sherpa-onnx fed this kind of model Kaldi's own features")
     signal = wave(samples)
-    found = heard(sherpa_onnx, tmp_path, signal, window)
+    found = result_of(sherpa_onnx, tmp_path, signal, window)
     features = load.load(RECIPE, {"output_folder": str(tmp_path)})["compute_features"]
     expected = features(signal[None])[0]
     assert len(found) == (len(expected) - 1) // window * window

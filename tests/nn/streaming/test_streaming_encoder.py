@@ -83,7 +83,7 @@ def test_chunk_by_chunk_is_the_masked_whole(fast, lengths, size, left, taps, see
     features = torch.randn(len(lengths), max(lengths), BANDS, generator=torch.Generator().manual_seed(seed))
     steps = data.draw(st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths)))
     found = streamed(StreamingEncoder(model, left).eval(), features, frames, steps, size)
-    for row, n in enumerate(lengths):  # alone, since SpeechBrain's own layers hear the padding of a batch
+    for row, n in enumerate(lengths):  # alone, since SpeechBrain's own layers see the padding of a batch
         expected, counts = whole(model, features[row : row + 1, :n], frames[row : row + 1], CHUNKS.config(size, left))
         assert len(found[row]) == counts
         torch.testing.assert_close(found[row], expected[0], atol=1e-4, rtol=1e-4)

@@ -211,11 +211,11 @@ def test_only_so_many_clips_are_kept_the_same_ones_on_any_number_of_ranks(tmp_pa
     noise = 0.1 * np.random.default_rng(0).normal(size=(40, 800)).astype(np.float32)
 
     def kept(parts):
-        heard = []
+        found = []
         for part in parts:
             clips = ClipSampler()
-            heard += [rows[i]._replace(sound=clips.keep(rows[i].id, noise[i])) for i in part]
-        return {row.id for row in drop_other_sounds(sorted(heard, key=lambda row: row.id)) if row.sound is not None}
+            found += [rows[i]._replace(sound=clips.keep(rows[i].id, noise[i])) for i in part]
+        return {row.id for row in drop_other_sounds(sorted(found, key=lambda row: row.id)) if row.sound is not None}
 
     alone = kept([range(40)])
     assert len(alone) == SAMPLES and alone == kept([range(0, 40, 2), range(1, 40, 2)])

@@ -189,8 +189,8 @@ def test_validations_loss_is_trainings_and_it_transcribes(tmp_path, batch, hopel
         for stage in (Stage.VALID, Stage.TEST):
             made.rows = []
             with torch.no_grad():
-                heard, found = loss(made, given, stage)
-            assert (found.count == expected.count) and not heard.intermediate and heard.encoded is None
+                scores, found = loss(made, given, stage)
+            assert (found.count == expected.count) and not scores.intermediate and scores.encoded is None
             torch.testing.assert_close(found.total, expected.total, rtol=1e-5, atol=1e-4)
             best = [row[:n] for row, n in zip(scores.ctc.argmax(-1), scores.frames, strict=True)]
             paths = [[int(token) for token in row.unique_consecutive() if token] for row in best]

@@ -134,9 +134,9 @@ def test_a_search_in_chunks_shows_what_a_stream_does_and_one_of_the_whole_what_i
     for row, one, count, best in zip(rows, log_probs, frames.tolist(), search.decode(log_probs, frames), strict=True):
         stream, texts, settled = search.stream(search.spelling(0.04)), [], []
         for piece in one[:count].split(4):
-            heard = stream.feed(piece.numpy())
-            settled += [word.text for each in heard for word in each.settled]
-            texts.append(settled + [word.text for word in heard[-1].partial])
+            results = stream.feed(piece.numpy())
+            settled += [word.text for each in results for word in each.settled]
+            texts.append(settled + [word.text for word in results[-1].partial])
         texts[-1] = settled + [word.text for word in stream.finish().settled]
         assert row.hypothesis == row.live[0].text == " ".join(texts[-1]) and 0 < row.confidence < 1
         assert row.live[0].changed == stable_words(texts)[1]

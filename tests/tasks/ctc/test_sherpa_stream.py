@@ -127,7 +127,7 @@ def test_a_chunk_is_the_one_asked_for_or_the_nearest_to_640_ms(asked, expected):
 def exported(made, equal=False):
     """What the task exports of it, as far as targets look at it.
 
-    equal : whether it hears all recordings equally loud
+    equal : whether it normalises the loudness of recordings
     """
     keys = SimpleNamespace(sample_rate=16_000, tokenizer=SimpleNamespace(decode=str))
     whole = SimpleNamespace(normalize=None, encoder=SimpleNamespace(normalizes_loudness=equal))

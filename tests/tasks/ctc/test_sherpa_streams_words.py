@@ -1,4 +1,4 @@
-"""A run that learnt in chunks is exported for sherpa-onnx, which then hears the same words in a stream as we do."""
+"""A run that learnt in chunks is exported for sherpa-onnx, which then outputs the same words for a stream as we do."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def signals():
 
 
 def scores(made, signal, chunk=16):
-    """The log-probabilities of the windows that sherpa-onnx hears, by the bundle's own streaming graph."""
+    """The log-probabilities of the windows that sherpa-onnx uses, by the bundle's own streaming graph."""
     config, tail = Config.read(made), 640 * chunk
     found, = streams.run(open_runner(layout.ONNX, made / "stream.onnx"), config, chunk,
                          [np.concatenate([signal, np.zeros(tail, np.float32)])])
@@ -73,11 +73,11 @@ def ours(made, signal):
     """The text that our own search of the stream settles, without spaces, which it puts into pauses too."""
     config, log_probs = Config.read(made), scores(made, signal)
     search = GreedyStream(Vocabulary.read(made, config).spelling)
-    heard = [each for piece in np.split(log_probs, len(log_probs) * 640 // MOVES) for each in search.feed(piece)]
-    return "".join(word.text for each in [*heard, search.finish()] for word in each.settled)
+    results = [each for piece in np.split(log_probs, len(log_probs) * 640 // MOVES) for each in search.feed(piece)]
+    return "".join(word.text for each in [*results, search.finish()] for word in each.settled)
 
 
-def heard(recognizer, signal, tail=TAIL):
+def result_of(recognizer, signal, tail=TAIL):
     stream = recognizer.create_stream()
     stream.accept_waveform(16_000, sherpa_stream.with_silence(signal, tail))
     stream.input_finished()
@@ -132,13 +132,13 @@ def starts(log_probs):
 
 def test_times_are_ours(made, recognizer):
     expected = starts(scores(made, signals()[-1]))
-    assert len(expected) > 10 and np.allclose(heard(recognizer, signals()[-1]).timestamps, expected)
+    assert len(expected) > 10 and np.allclose(result_of(recognizer, signals()[-1]).timestamps, expected)
 
 
 @pytest.mark.parametrize("samples", [9_999, 10_240, 40_007])
 def test_without_silence_after_it_the_end_of_a_stream_is_not_heard(made, recognizer, samples):
     signal = next(each for each in signals() if len(each) == samples)
-    without, whole = (letters(heard(recognizer, signal, tail).text) for tail in (0, TAIL))
+    without, whole = (letters(result_of(recognizer, signal, tail).text) for tail in (0, TAIL))
     assert whole.startswith(without) and len(without) < len(whole)
 
 
@@ -158,7 +158,7 @@ def test_another_chunk_of_those_that_it_learnt_can_be_asked_for(run, made, sherp
     assert comparison.failures() == [] and "sherpa stream, 320 ms, sherpa" in comparison.table()
     recognizer = sherpa_onnx.OnlineRecognizer.from_nemo_ctc(
         model=str(tmp_path / "stream.sherpa.onnx"), tokens=str(tmp_path / "tokens.txt"), num_threads=1)
-    assert np.allclose(heard(recognizer, signals()[-1], 5_120).timestamps, starts(scores(made, signals()[-1], 8)))
+    assert np.allclose(result_of(recognizer, signals()[-1], 5_120).timestamps, starts(scores(made, signals()[-1], 8)))
 
 
 def test_one_that_hears_other_words_in_sherpa_onnx_is_refused(run, made, sherpa_onnx, tmp_path, monkeypatch):

@@ -90,13 +90,13 @@ def test_ranks_agree_even_where_one_has_nothing():
     assert one == other and one.rate == 0.0 and one.greedy == 100.0
 
 
-def test_the_recorder_keeps_what_a_search_needs_and_hears_greedily():
+def test_the_recorder_keeps_the_inputs_of_a_search_and_decodes_greedily():
     torch.manual_seed(0)
     log_probs, lengths = torch.randn(3, 12, len(PIECES)).mul(3).log_softmax(-1), torch.tensor([12, 9, 5])
     search = BeamSearch(Tokens(PIECES), beam=8)
     recorder = evaluation.Recorder(search, greedy)
-    heard = recorder.decode(log_probs, lengths)
-    assert [[one.text for one in several] for several in heard] == [
+    hypotheses = recorder.decode(log_probs, lengths)
+    assert [[one.text for one in several] for several in hypotheses] == [
         [search.tokenizer.decode(spans.ids.tolist())] for spans in greedy(log_probs, lengths)]
     recorder.decode(log_probs[:1], lengths[:1])
     found = search.search(search.join(recorder.batches))

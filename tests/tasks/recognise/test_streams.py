@@ -64,7 +64,7 @@ def test_its_readme_shows_how_to_run_it_without_sbkit(made, monkeypatch, tmp_pat
     exec("\n".join(block for block in blocks if not re.search("sbkit|speechbrain|sherpa|microphone", block)), given)
     with sbkit.infer.load(made, model="onnx", device="cpu") as model:
         whole, stream = model.transcribe(tmp_path / "clip.wav").text, model.stream()
-        live = stream.text([word for heard in stream(signal) for word in heard.settled])
+        live = stream.text([word for result in stream(signal) for word in result.settled])
     assert capsys.readouterr().out.splitlines() == [whole] * 2 + [live] * 2
     config = Config.read(made)
     for length in (1, 90, 640, 2_000, *range(10_200, 10_400, 40), 40_000):

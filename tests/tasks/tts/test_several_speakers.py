@@ -1,4 +1,4 @@
-"""Several speakers: each of a corpus becomes a voice of its own, and one whom training never heard is no error."""
+"""Several speakers: each of a corpus becomes a voice of its own, and one who is not in the training set is no error."""
 
 import pytest
 import torch

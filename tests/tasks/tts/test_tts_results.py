@@ -1,4 +1,4 @@
-"""Results of a voice's test: what was heard, how fast it spoke, the texts heard worst, and clips to listen to."""
+"""Results of a voice's test: WER, how fast it spoke, the worst texts, and sample clips."""
 
 import json
 

@@ -174,20 +174,20 @@ def test_a_validation_measures_right_choices_and_durations(task, run):
     assert stats["duration_error_ms"] == pytest.approx(1000 * np.mean([row.duration_error for row in task.rows]))
 
 
-def test_a_test_hears_recordings_and_what_is_said_each_without_padding(task, run):
-    heard = []
+def test_a_test_transcribes_recordings_and_outputs_without_padding(task, run):
+    transcribed = []
 
-    def hear(signals):
-        heard.extend(signals)
+    def transcribe(signals):
+        transcribed.extend(signals)
         return [f"{len(signal)}" for signal in signals]
 
-    task.take_recogniser(hear)
+    task.take_recogniser(transcribe)
     task.open_stage(Stage.TEST)
     given = batch(task, run[1]["train"], ["t0", "t1"])
     with torch.no_grad():
         loss(task, given, Stage.TEST)
-    assert [len(each) for each in heard[:2]] == given.signal_lengths.tolist()
-    for row, said in zip(task.rows, heard[2:], strict=True):
+    assert [len(each) for each in transcribed[:2]] == given.signal_lengths.tolist()
+    for row, said in zip(task.rows, transcribed[2:], strict=True):
         assert row.spoken == len(said) / toy_voice.RATE and row.output_transcript == str(len(said))
         assert row.sound.dtype == np.int16 and len(row.sound) == len(said) and row.seconds > 0
         np.testing.assert_allclose(row.sound / 32767, said.clip(-1, 1), atol=1e-4)

@@ -1,4 +1,4 @@
-"""What a voice's export is compared on and by: texts of the test split, spectra, and what a recogniser hears."""
+"""What a voice's export is compared on and by: texts of the test split, spectra, and a recogniser's transcripts."""
 
 from pathlib import Path
 
@@ -20,10 +20,10 @@ def tone(hertz, seconds=0.5):
     return (0.3 * np.sin(2 * np.pi * hertz * np.arange(int(seconds * RATE)) / RATE)).astype(np.float32)
 
 
-def comparison(heard=None, count=8):
+def comparison(transcribe=None, count=8):
     """Of a voice that plays each text's first id as a tone."""
     clips = ComparisonClips([Clip(np.full(5 + i, 1 + i), f"text {i}", f"{i}") for i in range(count)], "tests", 12)
-    return SoundComparison(clips, lambda ids: tone(200 * int(ids[0])), RATE, heard)
+    return SoundComparison(clips, lambda ids: tone(200 * int(ids[0])), RATE, transcribe)
 
 
 def run(change=lambda sound: sound):
@@ -55,11 +55,11 @@ def test_samples_that_are_no_numbers_are_infinitely_far():
 def test_a_recogniser_may_hear_other_words_in_one_of_few_clips(others, refused):
     calls = []
 
-    def heard(sounds):
+    def transcribe(sounds):
         calls.append(len(sounds))
         return ["other" if 8 < len(calls) <= 8 + others else "word"]  # the first eight are of the checkpoint
 
-    made = comparison(heard)
+    made = comparison(transcribe)
     made.add("onnx", run(), 1)
     assert made.results[1].words_changed == others and bool(made.failures()) == refused
 
