@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sbkit.data.text import TextRules
 from sbkit.decode.search_options import SearchRequest
 from sbkit.errors import SbkitError
 from sbkit.export.layout import CONFIG
@@ -109,7 +110,7 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
     warnings = [f"{each.name}: {result.warning}" for each, result in transcribed if result.warning is not None]
     _summary(len(recordings), sum(seconds_of), seconds, errors, warnings, request)
     if any(recording.reference for recording, _ in transcribed):
-        _score(transcribed)
+        _score(transcribed, TextRules.for_language(engine.config.language))
     return SOME_FAILED if errors else 0
 
 
@@ -132,21 +133,29 @@ def print_first(what: str, lines: Sequence[str]) -> None:
         print(f"{what}: {len(lines) - _SHOWN} more", file=sys.stderr)
 
 
-def _score(transcribed: list[tuple[Recording, Transcript]]) -> None:
-    from sbkit.score.rates import ErrorRates
-    from sbkit.score.significance import interval
-
-    words, characters = ErrorRates("word"), ErrorRates("character")
+def _score(transcribed: list[tuple[Recording, Transcript]], rules: TextRules) -> None:
+    """Print error rates of the texts as they are, and normalised by these rules if that makes a difference."""
     rows = [(each.id, each.reference, transcript.text) for each, transcript in transcribed if each.reference]
     unscored = [each.id for each, _ in transcribed if not each.reference]
     if unscored:
         print(f"not scored: {counted(len(unscored), 'recording')} without a reference: {', '.join(unscored[:5])}"
               f"{', ...' if len(unscored) > 5 else ''}", file=sys.stderr)
+    rates = _rates(rows)
+    print(f"{rates}, {len(rows)} with a reference", file=sys.stderr)
+    rows = [(name, words, rules(text)) for name, reference, text in rows if (words := rules(reference))]
+    if rows and (normalised := _rates(rows)) != rates:
+        print(f"without case and punctuation: {normalised}", file=sys.stderr)
+
+
+def _rates(rows: Sequence[tuple[str, str, str]]) -> str:
+    from sbkit.score.rates import ErrorRates
+    from sbkit.score.significance import interval
+
+    words, characters = ErrorRates("word"), ErrorRates("character")
     words.add(*zip(*rows, strict=True))
     characters.add(*zip(*rows, strict=True))
     low, high = interval(words)
-    print(f"WER {words.rate:.2f} % (95 % interval {low:.2f} to {high:.2f}), CER {characters.rate:.2f} %, "
-          f"{len(rows)} with a reference", file=sys.stderr)
+    return f"WER {words.rate:.2f} % (95 % interval {low:.2f} to {high:.2f}), CER {characters.rate:.2f} %"
 
 
 # ---------------------------------------------------------------------- printing

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 import tempfile
 
@@ -165,6 +166,15 @@ def test_a_manifest_is_scored_against_its_texts(bundle, clips, tmp_path, capsys)
     captured = capsys.readouterr()
     assert captured.out.splitlines() == ["u1\tfirst words", "u2\tlast"]
     assert "WER 33.33 %" in captured.err and "2 with a reference" in captured.err
+    assert "without case" not in captured.err, "it would be the same line"
+
+
+def test_references_with_case_and_punctuation_are_scored_both_ways(bundle, clips, tmp_path, capsys):
+    (tmp_path / "refs.tsv").write_text("one\tFirst, words!\ntwo.flac\t...\n")
+    assert run(bundle, clips, "--references", tmp_path / "refs.tsv") == 0
+    err = capsys.readouterr().err
+    assert "WER 166.67 %" in err and "2 with a reference" in err
+    assert re.search(r"^without case and punctuation: WER 0\.00 % \(.+\), CER 0\.00 %$", err, re.MULTILINE), err
 
 
 def test_its_interval_is_that_of_evaluate_which_goes_through_a_manifest_in_its_order(bundle, clips, tmp_path, capsys):
