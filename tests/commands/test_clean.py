@@ -1,13 +1,17 @@
 """sbkit clean: what it refuses, and a whole one, which the same command takes up again."""
 
 import csv
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import processes
 import pytest
 import run_folders
 
 from sbkit import cli
 from sbkit.data.suspects import Suspect
+from sbkit.runs import folds
 from sbkit.score.label_errors import LabelScore
 from sbkit.tasks.ctc import label_scores
 
@@ -31,6 +35,17 @@ def words(tmp_path):
     keys = {"data_folder": tmp_path / "data", "output_folder": tmp_path / "out", **TINY}
     return [str(RECIPE), "--no-check", "--noprogressbar",
             *(word for key, value in keys.items() for word in (f"--{key}", str(value)))]
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Each fold's run is a process whose imports are done."""
+    def start(command, env):
+        ended = processes.program(processes.command, os.getcwd(), *command[command.index("sbkit") + 1:])
+        print(ended.stdout, end="", flush=True)
+        return SimpleNamespace(wait=lambda: ended.returncode, poll=lambda: ended.returncode)
+
+    monkeypatch.setattr(folds, "subprocess", SimpleNamespace(Popen=start))
 
 
 @pytest.mark.parametrize("given, message", [
@@ -66,7 +81,7 @@ def test_a_mixture_is_refused_because_each_part_has_a_list(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_is_named_and_nothing_is_listed(words, tmp_path, capsys):
+def test_a_run_that_fails_is_named_and_nothing_is_listed(words, forked, tmp_path, capsys):
     assert cli.main(["clean", *words, "--init_from", str(tmp_path / "nowhere")]) == 1
     assert "the run of fold 1 ended with code 2" in capsys.readouterr().err
     assert not (tmp_path / "out" / "clean" / "suspects.csv").exists()
@@ -79,8 +94,8 @@ def test_a_check_names_a_list_that_is_missing(words, capsys):
     assert "corpus.exclude: corpus: exclude: there is no file /nowhere.csv" in capsys.readouterr().err
 
 
-def test_models_that_learnt_nothing_end_it_after_one_fold_and_the_same_command_resumes(words, tmp_path, capfd,
-                                                                                      monkeypatch):
+def test_models_that_learnt_nothing_end_it_after_one_fold_and_the_same_command_resumes(words, forked, tmp_path,
+                                                                                      capfd, monkeypatch):
     words.remove("--no-check")
     assert cli.main(["clean", *words]) == 1
     err = capfd.readouterr().err

@@ -75,8 +75,7 @@ def sbkit(home, *words, ranks=1, code=0):
 
 @pytest.fixture(scope="module")
 def trained(home):
-    out = python("-m", "sbkit", "train", "spotter.yaml", "--noprogressbar", cwd=home).stdout
-    return home / "results" / "spotter", out
+    return home / "results" / "spotter", sbkit(home, "train", "spotter.yaml", "--noprogressbar")
 
 
 def test_the_page_writes_out_a_short_file_and_a_yaml():
