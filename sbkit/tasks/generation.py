@@ -68,8 +68,7 @@ class ClipSampler:
 
 
 def drop_other_sounds(rows: Sequence[Row], quality: Callable[[Row], float] = lambda row: math.inf) -> list[Row]:
-    """Return the rows of all ranks, of which only ``SAMPLES`` random ones and the ``SAMPLES`` worst keep their sound.
-    """
+    """Drop the sounds of rows of all ranks, except for ``SAMPLES`` random ones and the ``SAMPLES`` worst."""
     last = max(sorted(random_order(row.id) for row in rows)[:SAMPLES], default="")
     worst = max(sorted(map(quality, rows))[:SAMPLES], default=math.inf)
     return [row if random_order(row.id) <= last or math.inf > quality(row) <= worst else row._replace(sound=None)

@@ -285,8 +285,7 @@ class Task(Brain):
         return Results({"loss": loss, **self.stats(rows)}, utterances=len(rows), unread=dict(unread))
 
     def estimate(self, rows: Sequence[Any]) -> MetricEstimate | None:
-        """Estimate the uncertainty of a test's metric by a bootstrap over rows; override it if ``stats`` compares rows.
-        """
+        """Estimate the uncertainty of a test's metric by a bootstrap over rows, unless ``stats`` compares rows."""
         return estimate(self.metric, rows, self.stats)
 
     def tested_results(self, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Results:

@@ -84,10 +84,9 @@ class FourierFrames(Frames):
     def masked(self, coefficients: Tensor, masks: Tensor) -> Tensor:
         """Multiply spectra [B, T, C] with complex masks [B, T, C], from which 1 has been subtracted: so an untrained
         network starts near the identity, and not with the inverted signal, which has the same SI-SNR."""
-        (real, imaginary), (mask_real, mask_imaginary) = coefficients.chunk(2, dim=2), masks.chunk(2, dim=2)
-        mask_real = 1 + mask_real
-        return torch.cat([real * mask_real - imaginary * mask_imaginary,
-                          real * mask_imaginary + imaginary * mask_real], dim=2)
+        (real, imaginary), (a, b) = coefficients.chunk(2, dim=2), masks.chunk(2, dim=2)
+        a = 1 + a
+        return torch.cat([real * a - imaginary * b, real * b + imaginary * a], dim=2)
 
 
 class LearnedFrames(Frames):

@@ -233,7 +233,7 @@ class _Attention(torch.autograd.Function):
     @without_autocast
     def forward(ctx: Context, x: Tensor, skip: Tensor | None, gain: Tensor, shift: Tensor, w1: Tensor,
                 near: Tensor | None, far: Tensor | None, positions: Tensor | None, w2: Tensor, b2: Tensor,
-                table: tuple[Tensor, Tensor] | None, apart: Tensor | None, heads: int, scale: float, eps: float,
+                table: tuple[Tensor, Tensor] | None, mask: Tensor | None, heads: int, scale: float, eps: float,
                 p: float, dtype: torch.dtype) -> Tensor:
         x, (b, t, columns) = x.contiguous(), x.shape
         rows, size = _Rows(b * t, dtype), columns // heads
@@ -251,7 +251,7 @@ class _Attention(torch.autograd.Function):
             distances = away @ places
         weights, pairs = query @ key.transpose(1, 2), _Rows(b * heads * t, dtype)
         dropped, drop = torch.empty_like(weights), _Drop(weights.numel(), p)
-        pairs("softmax_forward", t, weights, distances, skip, apart, drop.pointer, dropped, heads)
+        pairs("softmax_forward", t, weights, distances, skip, mask, drop.pointer, dropped, heads)
         attended = (dropped @ value).view(b, heads, t, size).transpose(1, 2).reshape(-1, columns)
         out = torch.empty_like(x)
         rows("add_forward", columns, x, attended @ w2.t(), b2, 1.0, None, _NO_DROPOUT.pointer, out)
@@ -312,20 +312,20 @@ class _Norm(torch.autograd.Function):
         return of_x.view(grad.shape), *(sums.view(saved[1].shape) for sums in of_norm), *[None] * 4
 
 
-def attention(x: Tensor, skip: Tensor | None, apart: Tensor | None, before: nn.LayerNorm, mha: Layer, p: float,
+def attention(x: Tensor, skip: Tensor | None, mask: Tensor | None, before: nn.LayerNorm, mha: Layer, p: float,
               dtype: torch.dtype, table: tuple[Tensor, Tensor] | None = None, near: Tensor | None = None,
               far: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
     """Compute x plus self-attention of its norm, with rotary positions, or with relative ones.
 
     skip : [B, T], True for frames that are not attended to
-    apart : [T, T], True in a frame's row for frames that it does not attend to
+    mask : [T, T], True in a frame's row for frames that it does not attend to
     table : cosines and sines [T, size] in fp32, in SpeechBrain's layout, of rotary positions
     near, far : SpeechBrain's ``pos_bias_u`` and ``pos_bias_v`` [D], of relative positions
     positions : [2 T - 1, D], the output of the layer for relative positions
     """
     second = mha.out_proj
     return _Attention.apply(x, _bytes(skip), before.weight, before.bias, mha.in_proj_weight, near, far, positions,
-                            second.weight, second.bias, table, _bytes(apart), mha.num_heads, mha.scale, before.eps, p,
+                            second.weight, second.bias, table, _bytes(mask), mha.num_heads, mha.scale, before.eps, p,
                             dtype)
 
 

@@ -210,10 +210,10 @@ static inline void OUT(narrow)(const uint8_t *restrict mask, int64_t *low, int64
 }
 
 /* Replaces rows of scores [utterances, heads, columns, columns], plus distances if not null, by their softmax; out gets
-   the softmax with dropout. skip has a row for each utterance, apart [columns, columns] one for each frame: columns
+   the softmax with dropout. skip has a row for each utterance, pairs [columns, columns] one for each frame: columns
    where one of them is 1 get weight 0, or equal weights if all are masked. */
 API void OUT(softmax_forward)(T *restrict scores, const T *restrict distances, const uint8_t *restrict skip,
-                              const uint8_t *restrict apart, const Dropout *from, T *restrict out, int64_t heads,
+                              const uint8_t *restrict pairs, const Dropout *from, T *restrict out, int64_t heads,
                               int64_t rows, int64_t columns, int threads) {
     const Dropout drop = *from;
 #pragma omp parallel num_threads(threads)
@@ -225,7 +225,7 @@ API void OUT(softmax_forward)(T *restrict scores, const T *restrict distances, c
             const int64_t at = i * columns;
             int64_t low = 0, high = columns;
             float most = -1e30f, sum = 0;
-            const uint8_t *restrict beyond = apart ? apart + i % columns * columns : NULL;
+            const uint8_t *restrict beyond = pairs ? pairs + i % columns * columns : NULL;
             if (beyond) OUT(narrow)(beyond, &low, &high);
             if (distances) {
                 const T *restrict add = distances + OUT(shifted)(i, heads, rows, columns);

@@ -47,11 +47,9 @@ class Settings:
         config = _object(find(source, CONFIG))
         if isinstance(config.get(_ENCODER), dict):  # of a model whose encoder has its own config
             config = config[_ENCODER]
-        if path := present(source, PREPROCESSOR):
-            preprocessor: Any = _object(path)  # of JSON
-        else:  # transformers 5 writes it into a processor's file
-            path = present(source, PROCESSOR)
-            preprocessor = _object(path).get("feature_extractor") if path else None
+        preprocessor: Any = _object(path) if (path := present(source, PREPROCESSOR)) else None  # of JSON
+        if path is None and (path := present(source, PROCESSOR)):  # transformers 5 writes it into a processor's file
+            preprocessor = _object(path).get("feature_extractor")
         with contextlib.suppress(SbkitError):
             find(source, CARD)  # into the cache, for the licence in a run's model card
         return cls(source, config, preprocessor if isinstance(preprocessor, dict) else {})

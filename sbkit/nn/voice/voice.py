@@ -44,10 +44,8 @@ def duration_loss(predicted: Tensor, frames: Tensor, lengths: Tensor) -> Tensor:
 
 
 def rounded(predicted: Tensor, lengths: Tensor, speed: Tensor) -> Tensor:
-    """Round predicted durations at speeds [B] to frames [B, U], at least one per utterance.
-
-    The end of each symbol is rounded, so that the total duration stays right.
-    """
+    """Round the ends of symbols by predicted durations at speeds [B], which keeps the total duration right; returns
+    frames [B, U], at least one per utterance."""
     exact = (predicted.clamp(0.0, MAX_LOG_FRAMES).exp() - 1) / speed[:, None]
     ends = (exact * lengths_to_mask(lengths, predicted.shape[1])).cumsum(1).round().long()
     ends = torch.where(torch.arange(ends.shape[1], device=ends.device) >= lengths[:, None] - 1, ends.clamp(min=1), ends)

@@ -117,9 +117,9 @@ class CodecResults(SoundResults):
                  f"{self.stats[name]:{'.2f' if 'WER' in name else '.4g'}}") for name in names]
 
     def remark(self, row: CodecRow) -> str:
-        measured = [f"STOI {row.stoi:.3f}" if row.stoi is not None else "", f"mel distance {row.mel_distance:.1f} dB",
-                    f"transcript: {row.output_transcript}" if row.output_transcript is not None else "", row.id]
-        return " · ".join(each for each in measured if each)
+        stoi = [] if row.stoi is None else [f"STOI {row.stoi:.3f}"]
+        transcript = [] if row.output_transcript is None else [f"transcript: {row.output_transcript}"]
+        return " · ".join([*stoi, f"mel distance {row.mel_distance:.1f} dB", *transcript, row.id])
 
     # ------------------------------------------------------------ tables
 

@@ -205,8 +205,7 @@ def _also_as(path: Path, name: Path) -> None:
 
 
 def runner(bundle: Path, at_least: int = 1) -> Runner:
-    """Return a runner with stock SpeechBrain's ``EncoderASR``, one utterance at a time, since it takes no sample
-    counts."""
+    """Return a runner with SpeechBrain's ``EncoderASR``, one utterance at a time, since it takes no sample counts."""
     from speechbrain.inference.ASR import EncoderASR
 
     for name in ("fetching", "parameter_transfer"):

@@ -67,15 +67,17 @@ def _features_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
         return True
     frames, width = shape[1:]
     expected = _expected_frames(features, samples, round(keys.sample_rate * keys.hop_length / 1000))
-    wrong = [("hop_length", frames, expected, f"makes {frames} frames of {SECONDS:g} s, but a hop_length of "
-              f"{keys.hop_length:g} ms gives {expected}"),
-             ("n_mels", width, keys.n_mels, f"makes {width} features a frame, but n_mels is {keys.n_mels}")]
-    for key, found, expected, message in wrong:
-        if found != expected:
-            place, name = (built.nodes[key].place, key) if key in built.nodes else (node.place, node.key)
-            findings.error("shape-mismatch", place, name, f"compute_features {message}",
-                           f"write {key} at the top of the recipe, and `{key}: !ref <{key}>` under compute_features")
-    return all(found == expected for _, found, expected, _ in wrong)
+    wrong = {}
+    if frames != expected:
+        wrong["hop_length"] = f"{frames} frames of {SECONDS:g} s, but a hop_length of {keys.hop_length:g} ms gives " \
+                              f"{expected}"
+    if width != keys.n_mels:
+        wrong["n_mels"] = f"{width} features a frame, but n_mels is {keys.n_mels}"
+    for key, message in wrong.items():
+        place, name = (built.nodes[key].place, key) if key in built.nodes else (node.place, node.key)
+        findings.error("shape-mismatch", place, name, f"compute_features makes {message}",
+                       f"write {key} at the top of the recipe, and `{key}: !ref <{key}>` under compute_features")
+    return not wrong
 
 
 def _expected_frames(features: nn.Module, samples: int, hop: int) -> int:

@@ -94,9 +94,8 @@ class Transducer(RecognitionTask):
         states, ctc = self.compute_scores(encoded)
         predicted = head.predict(head.with_start(self.safe_tokens(batch)))
         joined = head.join(states[:, :, None], predicted[:, None])
-        live: Sequence[tuple[Tensor, Tensor | None]] = ()
-        if self.live is not None and stage == Stage.TEST:
-            live = self.live.scores(feats, feat_frames, (states, ctc))
+        test = self.live if stage == Stage.TEST else None
+        live = () if test is None else test.scores(feats, feat_frames, (states, ctc))
         return TransducerScores(states, frames, joined, ctc, live)
 
     def compute_scores(self, encoded: Tensor) -> tuple[Tensor, Tensor | None]:
