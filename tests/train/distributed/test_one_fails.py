@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from processes import environment_of
+from processes import programs
 
 from sbkit.system.processes import born, free_port
 
@@ -59,26 +56,18 @@ sys.exit(cli.main(["train"]))
 """
 
 
+def run(code: str) -> None:
+    exec(code, {})
+
+
 def ends(folder: Path, fails: int, error: str, stuck: str | None, device: str = '"cpu"'):
     """Exit codes, what was said on stderr, and the seconds it took from the failure to the last process's end."""
     settings = (f"folder, fails, stuck = pathlib.Path({str(folder)!r}), {fails}, {stuck!r}\n"
                 f"device = torch.device({device})\nfrom sbkit.errors import SbkitError\nerror = {error}")
-    port = free_port()
-    streams = [(folder / f"stderr{rank}").open("w+") for rank in range(2)]
-    jobs = [subprocess.Popen([sys.executable, "-c", JOB.format(settings=settings)], stderr=stream,
-                             env=os.environ | environment_of(rank, 2, port)) for rank, stream in enumerate(streams)]
-    try:
-        codes = [job.wait(timeout=120) for job in jobs]
-        seconds = time.time() - float((folder / "failed").read_text())
-    finally:
-        for job in jobs:
-            job.kill()
-    said = []
-    for stream in streams:
-        stream.seek(0)
-        said.append(stream.read())
-        stream.close()
-    return codes, said, seconds
+    done = programs(2, run, JOB.format(settings=settings), MASTER_PORT=str(free_port()),
+                    TORCHELASTIC_USE_AGENT_STORE="False")  # its store is in the first rank, and ends with it
+    seconds = time.time() - float((folder / "failed").read_text())
+    return [rank.returncode for rank in done], [rank.stderr for rank in done], seconds
 
 
 @pytest.mark.slow
