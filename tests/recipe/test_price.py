@@ -3,14 +3,13 @@
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import run_folders
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import sbkit
 
 from sbkit import cli
 from sbkit.recipe import finished_runs, price
@@ -188,8 +187,7 @@ def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys, monkeypatc
     assert not [row for row in sections["cost"]["rows"] if row[0].startswith("hours")], "they are the price's"
     values = sections["price"]["values"]
     assert values["by"] == "peak" and values["cost"] == 2.5 * values["hours"] and values["kwh_at_most"] is None
-    trained = subprocess.run([sys.executable, "-m", "sbkit", "train", *words, "--no-check"], check=True,
-                             capture_output=True, text=True)
+    trained = sbkit("train", *words, "--no-check", SBKIT_CACHE=str(tmp_path / "cache"), COUNT_FLOPS="1")
     per_second = flops(sections["cost"]["values"]["operations_per_second_of_audio"])
     assert f"a second of audio takes {per_second} in training" in trained.stderr
     lines = [json.loads(line) | {"core_wait_share": 0.0} for line in (out / "metrics.jsonl").read_text().splitlines()]
