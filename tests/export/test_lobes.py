@@ -124,8 +124,7 @@ def _recurrent(rnn):
 
 
 RNNS = {
-    "LSTM": lambda: _recurrent(RNN.LSTM), "GRU": lambda: _recurrent(RNN.GRU), "SLiGRU": lambda: _recurrent(RNN.SLiGRU),
-    "LiGRU": lambda: _crdnn(RNN.LiGRU),
+    "GRU": lambda: _recurrent(RNN.GRU), "SLiGRU": lambda: _recurrent(RNN.SLiGRU), "LiGRU": lambda: _crdnn(RNN.LiGRU),
 }
 
 
