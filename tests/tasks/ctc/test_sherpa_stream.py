@@ -41,7 +41,7 @@ def stream():
 
 
 @pytest.fixture(scope="module")
-def output_layer(stream, tmp_path_factory):
+def written(stream, tmp_path_factory):
     to = tmp_path_factory.mktemp("sherpa") / "sherpa.onnx"
     stream.save(to, described(stream.graph))
     return to

@@ -36,7 +36,7 @@ def keys(max_duration, augment=None, most=30.0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_duration, problem", [
-    (40.0, "allows utterances of 40 s, but the encoder takes at most 30 s"), (30.0, None)])
+    (40.0, "the corpus allows utterances of 40 s, but the encoder takes at most 30 s"), (30.0, None)])
 def test_the_check_reports_a_corpus_without_the_encoders_limit(tmp_path, whisper, max_duration, problem):
     given = {"encoder_source": whisper, "output_folder": str(tmp_path), "corpus": {"max_duration": max_duration}}
     found = [(error.code, error.key, error.message) for error in check(RECIPE, given).errors]

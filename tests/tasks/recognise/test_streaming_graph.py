@@ -24,7 +24,7 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def output_layer(model, tmp_path_factory):
+def written(model, tmp_path_factory):
     """The files of each format."""
     folder, program = tmp_path_factory.mktemp("stream"), StreamingGraph(model).trace()
     paths = {name: folder / file for name, file in layout.STREAMS.items()}
