@@ -1,4 +1,4 @@
-"""Bundles of models that give tensors, made on the spot: a level of each recording, or a quieter recording."""
+"""Bundles of models that output tensors, made on the spot: a level of each recording, or a quieter recording."""
 
 from __future__ import annotations
 

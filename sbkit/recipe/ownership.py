@@ -348,10 +348,10 @@ def check_optimizer(built: Built, owned: Owned, findings: Findings) -> None:
                        f"{node.tag.partition(':')[2].rpartition('.')[2] or 'it'} refuses its arguments: {message}",
                        getattr(error, "hint", None) or "")
         return
-    made = unwrapped(opt_class)[0]
-    if built.hparams.get("fsdp") and "fsdp" in built.nodes and getattr(made, "needs_whole_parameters", False):
+    optimizer = unwrapped(opt_class)[0]
+    if built.hparams.get("fsdp") and "fsdp" in built.nodes and getattr(optimizer, "needs_whole_parameters", False):
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # torchrun sets it
         report = findings.error if several else findings.warning
         report("setting", built.nodes["fsdp"].place, "fsdp",
-             f"the optimizer {made.__name__} needs unsharded parameters, so no run on several devices starts",
+             f"the optimizer {optimizer.__name__} needs unsharded parameters, so no run on several devices starts",
              "remove this, or use opt_class: !name:torch.optim.AdamW")

@@ -33,7 +33,7 @@ def bundle(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tensors(bundle, tmp_path_factory):
-    """A bundle of the other kind, whose model gives tensors."""
+    """A bundle of the other kind, whose model outputs tensors."""
     folder = tmp_path_factory.mktemp("bundle") / "g"
     folder.mkdir()
     (folder / "model.onnx").write_bytes((bundle / "model.onnx").read_bytes())

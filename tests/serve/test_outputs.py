@@ -1,4 +1,4 @@
-"""A server of models that give tensors: ``/v1/audio/outputs``."""
+"""A server of models that output tensors: ``/v1/audio/outputs``."""
 
 import io
 

@@ -19,7 +19,7 @@ from sbkit.errors import SbkitError
 from tools.bench import corpora, harness, learning, systems
 from tools.bench.figure import figure, log_ticks, points
 from tools.bench.harness import read_lines
-from tools.bench.learning import Asked, Length, Results, as_markdown, matrix
+from tools.bench.learning import Length, PlannedRun, Results, as_markdown, matrix
 from tools.bench.systems import Cell
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def results(tmp_path):
     return Results(tmp_path, OPTIONS)
 
 
-# ---------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------- what is planned for
 
 
 def test_a_corpus_is_hours_of_speech_or_a_folder(tmp_path):
@@ -66,11 +66,11 @@ def test_a_corpus_that_says_neither_is_refused(text):
 
 
 def test_systems_take_turns_and_the_first_seed_comes_whole():
-    asked = list(matrix(["en", "es"], ["sbkit", "nemo"], [1, 2], [MINUTES, Length(epochs=6), EPOCHS]))
-    assert len(asked) == 24
-    assert [one.seed for one in asked] == [1] * 12 + [2] * 12
-    assert [one.corpus for one in asked[:12]] == ["en"] * 6 + ["es"] * 6
-    assert [(str(one.length), one.system) for one in asked[:6]] == [
+    planned = list(matrix(["en", "es"], ["sbkit", "nemo"], [1, 2], [MINUTES, Length(epochs=6), EPOCHS]))
+    assert len(planned) == 24
+    assert [one.seed for one in planned] == [1] * 12 + [2] * 12
+    assert [one.corpus for one in planned[:12]] == ["en"] * 6 + ["es"] * 6
+    assert [(str(one.length), one.system) for one in planned[:6]] == [
         ("2 epochs", "sbkit"), ("2 epochs", "nemo"), ("6 epochs", "sbkit"), ("6 epochs", "nemo"),
         ("5 min", "sbkit"), ("5 min", "nemo")]
 
@@ -81,7 +81,7 @@ def test_systems_take_turns_and_the_first_seed_comes_whole():
 def test_minutes_become_the_epochs_that_come_closest_and_stay_so(results):
     put(results, Cell("en", "sbkit", 1, 3), facts(seconds=(90.0, 30.0, 34.0)))
     assert results.fitted("en", "sbkit", MINUTES) is None
-    assert results.fit("en", "sbkit", 5) == 9  # of 32 s; the first, which warms up, is not asked
+    assert results.fit("en", "sbkit", 5) == 9  # of 32 s; the first, which warms up, is not planned
     put(results, Cell("en", "sbkit", 2, 3), facts(seconds=(90.0, 100.0, 100.0)))
     assert results.fit("en", "sbkit", 5) == results.fitted("en", "sbkit", MINUTES) == 9
     assert results.fit("en", "sbkit", 0.1) == 1
@@ -96,12 +96,12 @@ def test_a_result_of_other_options_is_refused(results, tmp_path):
 
 
 def test_an_estimate_is_a_guess_until_the_system_has_run(results):
-    asked = Asked("en", "nemo", 2, Length(epochs=4))
-    minutes, measured = results.estimate(asked, train_seconds=3600)
+    planned = PlannedRun("en", "nemo", 2, Length(epochs=4))
+    minutes, measured = results.estimate(planned, train_seconds=3600)
     assert not measured and minutes == pytest.approx((4 * 3600 / 60 + 60) / 60)
-    assert results.estimate(asked, train_seconds=None) is None
+    assert results.estimate(planned, train_seconds=None) is None
     put(results, Cell("en", "nemo", 1, 2), facts(seconds=(50.0, 30.0)))
-    assert results.estimate(asked, train_seconds=3600) == (pytest.approx((4 * 30 + 20) / 60), True)
+    assert results.estimate(planned, train_seconds=3600) == (pytest.approx((4 * 30 + 20) / 60), True)
 
 
 def test_training_is_timed_without_validation():

@@ -34,7 +34,7 @@ def test_each_test_changes_what_is_heard_the_same_way_each_time(tmp_path, rooms)
                 for again in ("once", "twice")]
         assert np.array_equal(*made) and len(made[0]) == len(signal)
         heard[name] = made[0].tobytes()
-    assert heard["as it is"] == signal.tobytes() and len({*heard.values()}) == len(heard)
+    assert heard["unchanged"] == signal.tobytes() and len({*heard.values()}) == len(heard)
 
 
 def test_rooms_of_the_test_are_others_than_those_of_training(tmp_path, rooms):
@@ -46,8 +46,8 @@ def test_rooms_of_the_test_are_others_than_those_of_training(tmp_path, rooms):
 
 
 def test_the_table_has_a_row_for_each_test_and_a_column_for_each_way():
-    lines = as_markdown({"none": {"as it is": (5.04, 3.0, 7.1), "mobile": (50, 40, 60)},
-                         "all": {"as it is": (6, 4, 8), "mobile": (9.96, 8, 12)}}).splitlines()
+    lines = as_markdown({"none": {"unchanged": (5.04, 3.0, 7.1), "mobile": (50, 40, 60)},
+                         "all": {"unchanged": (6, 4, 8), "mobile": (9.96, 8, 12)}}).splitlines()
     assert lines[0] == "| test | none | all |"
     assert lines[3] == "| mobile | 50.0 % (40.0 to 60.0) | 10.0 % (8.0 to 12.0) |"
 

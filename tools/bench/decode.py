@@ -230,7 +230,7 @@ def contenders(task: Task, dev: Task, beam: int, workers: int) -> Iterator[tuple
 
 
 def race(task: Task, dev: Task, beam: int, rounds: int, workers: int) -> list[dict[str, Any]]:
-    """Run all searches in turns; returns a row of results for each."""
+    """Run all searches alternately; returns a row of results for each."""
     runs = list(contenders(task, dev, beam, workers))
     took: dict[str, list[float]] = {name: [] for name, _, _ in runs}
     wer: dict[str, float] = {}

@@ -112,7 +112,7 @@ class Length:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlannedRun:
     """A run as the command line describes it; minutes are converted to epochs when its turn comes."""
 
     corpus: str
@@ -122,13 +122,13 @@ class Asked:
 
 
 def matrix(corpora: Sequence[str], systems: Sequence[str], seeds: Sequence[int], lengths: Sequence[Length],
-           ) -> Iterator[Asked]:
-    """List all runs in their order: the whole table with the first seed first, and systems in turn."""
+           ) -> Iterator[PlannedRun]:
+    """List all runs in their order: the whole table with the first seed first, with alternating systems."""
     for seed in seeds:
         for corpus in corpora:
             for length in sorted(lengths, key=lambda one: (one.epochs is None, one.epochs or one.minutes)):
                 for system in systems:
-                    yield Asked(corpus, system, seed, length)
+                    yield PlannedRun(corpus, system, seed, length)
 
 
 class Results(harness.Results):
@@ -176,19 +176,19 @@ class Results(harness.Results):
     def _fits(self) -> dict[str, dict[str, Any]]:
         return json.loads(self._fits_file.read_text(encoding="utf-8")) if self._fits_file.is_file() else {}
 
-    def estimate(self, asked: Asked, train_seconds: float | None) -> tuple[float, bool] | None:
+    def estimate(self, planned: PlannedRun, train_seconds: float | None) -> tuple[float, bool] | None:
         """Estimate the minutes of a whole run, and whether that is measured; None if the corpus's size is unknown."""
-        epoch = self.epoch_seconds(asked.corpus, asked.system)
-        rests = [one["wall_seconds"] - sum(one["epoch_seconds"]) for one in self.of(asked.corpus, asked.system)]
+        epoch = self.epoch_seconds(planned.corpus, planned.system)
+        rests = [one["wall_seconds"] - sum(one["epoch_seconds"]) for one in self.of(planned.corpus, planned.system)]
         rest = statistics.median(rests) if rests else GUESSED_REST
-        if asked.length.minutes is not None:
-            return asked.length.minutes + rest / 60, epoch is not None
+        if planned.length.minutes is not None:
+            return planned.length.minutes + rest / 60, epoch is not None
         each = epoch
         if each is None and train_seconds is not None:
-            each = train_seconds / GUESSED_SPEED[asked.system]
-        if each is None or asked.length.epochs is None:
+            each = train_seconds / GUESSED_SPEED[planned.system]
+        if each is None or planned.length.epochs is None:
             return None
-        return (asked.length.epochs * each + rest) / 60, epoch is not None
+        return (planned.length.epochs * each + rest) / 60, epoch is not None
 
 
 def _fit_name(corpus: str, system: str, length: Length) -> str:
@@ -212,7 +212,7 @@ class Bench:
                         if (reason := systems.missing(system, self.setting))}
         self.results = Results(self.out, self.setting.options())
         wanted = [system for system in words(args.systems) if system not in self.skipped]
-        self.asked = list(matrix(list(self.specs), wanted, args.seeds, self.lengths))
+        self.planned = list(matrix(list(self.specs), wanted, args.seeds, self.lengths))
 
     def plan(self) -> int:
         """Print each missing run with an estimate of its time, and the sum."""
@@ -226,17 +226,17 @@ class Bench:
         """Return a row for each missing run, with an estimate of its time, and the sum in words."""
         rows: list[list[Any]] = []
         total, unknown, guessed = 0.0, 0, False
-        for asked in self.asked:
-            epochs = self.results.fitted(asked.corpus, asked.system, asked.length)
-            if epochs and self.results.get(Cell(asked.corpus, asked.system, asked.seed, epochs).name):
+        for planned in self.planned:
+            epochs = self.results.fitted(planned.corpus, planned.system, planned.length)
+            if epochs and self.results.get(Cell(planned.corpus, planned.system, planned.seed, epochs).name):
                 continue
-            minutes, measured = self.results.estimate(asked, self.train_seconds(asked.corpus)) or (None, False)
+            minutes, measured = self.results.estimate(planned, self.train_seconds(planned.corpus)) or (None, False)
             total += minutes or 0
             unknown += minutes is None
             guessed |= not measured
-            rows.append([asked.corpus, asked.system, asked.seed, str(asked.length), epochs,
+            rows.append([planned.corpus, planned.system, planned.seed, str(planned.length), epochs,
                          None if minutes is None else round(minutes, 1), "measured" if measured else "guessed"])
-        return rows, (f"{len(rows)} of {len(self.asked)} runs are missing: about {total:.0f} min"
+        return rows, (f"{len(rows)} of {len(self.planned)} runs are missing: about {total:.0f} min"
                       f"{f', and {unknown} on a corpus of unknown length' if unknown else ''}"
                       f"{'; guesses become measurements once a system has run' if guessed else ''}")
 
@@ -245,15 +245,15 @@ class Bench:
         self.tell_skipped()
         print(self.estimates()[1], file=sys.stderr, flush=True)
         failed = 0
-        for asked in self.asked:
+        for planned in self.planned:
             try:
-                for cell in self.cells(asked):
+                for cell in self.cells(planned):
                     self.measure(cell)
             except SbkitError as error:
                 failed += 1
                 print(f"error: {error}", file=sys.stderr, flush=True)
         if failed:
-            print(f"{failed} of {len(self.asked)} runs failed", file=sys.stderr)
+            print(f"{failed} of {len(self.planned)} runs failed", file=sys.stderr)
         print(self.write())
         return int(failed > 0)
 
@@ -261,15 +261,15 @@ class Bench:
         for system, reason in self.skipped.items():
             print(f"without {system}: {reason}", file=sys.stderr, flush=True)
 
-    def cells(self, asked: Asked) -> Iterator[Cell]:
+    def cells(self, planned: PlannedRun) -> Iterator[Cell]:
         """List the missing runs for an entry: itself, and before it one that measures the system's speed."""
-        corpus, system, seed = asked.corpus, asked.system, asked.seed
-        epochs = asked.length.epochs
+        corpus, system, seed = planned.corpus, planned.system, planned.seed
+        epochs = planned.length.epochs
         if epochs is None:
-            assert asked.length.minutes is not None, "a length has one or the other"
+            assert planned.length.minutes is not None, "a length has one or the other"
             if self.results.epoch_seconds(corpus, system) is None:
                 yield Cell(corpus, system, seed, SPEED_EPOCHS)
-            epochs = self.results.fit(corpus, system, asked.length.minutes)
+            epochs = self.results.fit(corpus, system, planned.length.minutes)
             assert epochs is not None, "the system's speed is known"
         cell = Cell(corpus, system, seed, epochs)
         if self.results.get(cell.name) is None:
@@ -334,7 +334,7 @@ def _rows(results: Results, corpus: str, length: Length) -> Iterator[list[str]]:
 
 
 def _minutes(runs: Iterable[dict[str, Any]], key: str) -> str:
-    """The median, which a run beside other work leaves as it is."""
+    """The median, which a single slow run doesn't change."""
     return f"{statistics.median(run[key] for run in runs) / 60:.1f}"
 
 

@@ -60,7 +60,7 @@ def ask(what: str, folder: Path, rows: int, parts: int) -> dict[str, float]:
 
 
 def write(folder: Path, rows: int, parts: int) -> dict[str, float]:
-    """Write a manifest of so many rows, in so many parts of about the same size."""
+    """Write a manifest of this many rows, in this many parts of about the same size."""
     import pyarrow as pa
 
     from sbkit.data.manifest import Column, Manifest, join

@@ -41,7 +41,7 @@ def sbkit(out: Path, seed: int, keys: list[str]) -> dict[str, Any]:
 
 
 def stock(out: Path, seed: int, channels: int, seconds: float) -> dict[str, Any]:
-    """Train SpeechBrain's recipe on what sbkit has prepared, for so many seconds."""
+    """Train SpeechBrain's recipe on sbkit's manifests for this many seconds."""
     name = f"stock{channels}-seed{seed}"
     answer, manifests = out / f"{name}.answer.json", out / f"sbkit-seed{seed}" / "manifests"
     call(name, [sys.executable, "-m", "tools.bench.peers.stock_speaker", answer, manifests, *as_words(

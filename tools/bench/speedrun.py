@@ -1,6 +1,6 @@
 """The fastest way to 5 % WER on the demo corpus, on two cores: beat the record in tools/bench/speedrun.json.
 
-    python -m tools.bench.speedrun                                  hparams/ctc.yaml as it is shipped
+    python -m tools.bench.speedrun                                  the unchanged hparams/ctc.yaml
     python -m tools.bench.speedrun --recipe mine.yaml --lr 0.004    another recipe, or other values
     sbkit reproduce tools/bench/speedrun.json --full                the record's run again
 

@@ -97,7 +97,7 @@ def conditions(rooms: Path) -> dict[str, list[Stage]]:
         return ApplyCodec([name], prob=1)
 
     far = AddReverb(str(rooms), prob=1)
-    return {"as it is": [], "telephone": [codec("ulaw")], "mobile": [codec("gsm")],
+    return {"unchanged": [], "telephone": [codec("ulaw")], "mobile": [codec("gsm")],
             "mobile to telephone": [codec("gsm"), codec("ulaw")],
             "300 to 3400 Hz": [BandPass((300, 300), (3400, 3400), prob=1)], "Opus at 8 kHz": [codec("opus_narrow")],
             "MP3 at 14 kbit": [codec("mp3")], "clipped by 15 dB": [Overdrive(15, 15, prob=1)], "from afar": [far],

@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def compare(args: argparse.Namespace, rest: list[str], folder: Path, bench: str) -> dict[str, Any]:
-    """Let every side do every piece in turn; returns audio seconds per second by piece and side."""
+    """Run every piece of every side, alternating; returns audio seconds per second by piece and side."""
     from sbkit.system import environment
 
     overrides = [*rest, "--output_folder", str(folder / "run")] + (["--data_folder", args.data] if args.data else [])

@@ -48,7 +48,7 @@ class Check:
     expects: tuple[Expect, ...]
 
     def not_here(self, cards: int, on_null: bool) -> str:
-        """Why none of its lines can be shown with so many cards, which may be null cards; ``""`` if one can."""
+        """Why none of its lines can be shown with this number of cards, which may be null cards; ``""`` if one can."""
         needed = min(each.cards for each in self.expects)
         if needed > cards:
             return f"needs {needed} cards"

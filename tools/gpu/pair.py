@@ -56,7 +56,7 @@ def _fails(bench: Bench) -> None:
     reported = any("rank 1 was asked to fail here" in each.output for each in done)
     good = late <= END_SECONDS and reported and all(each.code for each in done)
     bench.found("fails", f"all ended after {late:.1f} s, codes {done[0].code} and {done[1].code}"
-                + ("" if reported else ", and nobody reported why"), good, seconds=late)
+                + ("" if reported else ", without the error's message"), good, seconds=late)
 
 
 def _epochs(bench: Bench) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from .check import MAX_DATA_WAIT
 if TYPE_CHECKING:
     from .bench import Bench
 
-#: Hours of an epoch: so many steps that its start doesn't count, and no more: the host is the bound of small steps.
+#: Hours of an epoch: enough steps that its start doesn't count.
 FLAGSHIP_HOURS, LARGE_HOURS = 0.75, 3.0
 #: The steps that fp16 may skip until it has found its scale.
 MAX_SKIPPED = 3
@@ -83,7 +83,7 @@ def _judge(bench: Bench, found: list[dict[str, Any]]) -> None:
 
 
 def precisions(bench: Bench) -> None:
-    """Check bf16 and fp16; a dry run has bf16 in place of fp16, which a CPU can't train in."""
+    """Check bf16 and fp16; a dry run has bf16 instead of fp16, in which a CPU can't train."""
     plain = _plain(bench)
     good, seen = learns(plain)
     bench.found("bf16", seen, good, audio_s_per_s=plain[-1]["audio_s_per_s"])
