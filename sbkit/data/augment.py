@@ -358,7 +358,8 @@ class AudioFiles:
         """The sorted paths of the files; an error if there are none."""
         if self._paths is None:
             if not os.path.isdir(self.folder):
-                raise SbkitError(f"{self.owner}: {self.folder} is not a folder")
+                raise SbkitError(f"{self.owner}: {self.folder} is not a folder", hint="copy its recordings there, or "
+                                 "name their folder")
             below = Path(self.folder).rglob("*")
             self._paths = sorted(str(path) for path in below if path.suffix.lower() in SUFFIXES)
             if not self._paths:

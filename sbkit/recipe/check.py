@@ -109,6 +109,7 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
             traced.task.check_outputs(traced, findings)
             start = traced.task.check_start(traced, findings)
         _check_corpus(built, traced.task, findings, starting)
+        _check_augment(built, findings, starting)
         labels, note = _check_prepared(traced, findings) if not starting else (None, "")
         if traced.brain is not None and not any(each.severity == "error" for each in findings):
             report.notes += filter(None, [real_batches.try_batches(traced, findings)])
@@ -295,6 +296,28 @@ def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: b
                 findings.error("columns", node.place_of(at), node.key_of(at), error.message, error.hint or "")
 
 
+def _check_augment(built: Built, findings: Findings, starting: bool) -> None:
+    """Check that the folders of noise and impulse responses exist and have audio."""
+    for stage in getattr(built.hparams.get("augment"), "stages", []):
+        try:
+            if hasattr(stage, "files"):
+                stage.files.check()
+        except SbkitError as error:
+            node = built.origin(stage) or built.nodes["augment"]
+            given = node.value.get("folder", node) if isinstance(node.value, dict) else node
+            _add_missing("no-recordings", given.source or given, error, findings, starting)
+
+
+def _add_missing(code: str, given: Node, error: SbkitError, findings: Findings, starting: bool) -> None:
+    """Report a path that doesn't exist here: a recipe's may be meant for another machine, a command line's is not."""
+    if starting or not given.place.line:
+        findings.error(code, given.place, given.key if given.place.line else f"--{given.key}", error.message,
+                       error.hint or "")
+    else:
+        findings.warning(code, given.place, given.key, f"{error.message} on this machine",
+                         "a run here couldn't start; " + (error.hint or ""))
+
+
 def _corpora(built: Built) -> Iterator[tuple[Any, Node]]:
     """The corpus of a recipe, or each part of its mixture, of any class with check_exists, and where it is written."""
     corpus, node = built.hparams.get("corpus"), built.nodes.get("corpus")
@@ -320,12 +343,7 @@ def _check_source(corpus: Any,  # of any class with check_exists
     try:
         corpus.check_exists()
     except SbkitError as error:
-        if starting or not given.place.line:
-            name = given.key if given.place.line else f"--{given.key}"
-            findings.error("no-corpus", given.place, name, error.message, error.hint or "")
-        else:
-            findings.warning("no-corpus", given.place, given.key, f"{error.message} on this machine",
-                             "a run here couldn't start; " + (error.hint or ""))
+        _add_missing("no-corpus", given, error, findings, starting)
         return
     if isinstance(corpus, Corpus) and (other := corpus.prepared_elsewhere()) is not None:
         findings.warning("other-corpus", given.place, given.key, f"{corpus.folder} was prepared from {other}: labels, "

@@ -36,6 +36,21 @@ def test_a_corpus_that_is_missing_where_the_run_starts_is_an_error(elsewhere, st
     assert ("--data_folder: ./gone" if given else f"{elsewhere}:3: error: data_folder") in report.problems()
 
 
+@pytest.mark.parametrize("kind", ["AddNoise", "AddReverb"])
+def test_a_folder_of_noise_that_is_missing_or_empty_is_reported_before_anything_is_prepared(tmp_path, kind):
+    path = write(tmp_path, f"""{BASED}    noise: {tmp_path / "noise"}
+    augment: !new:sbkit.data.augment.Augment
+        stages: [!new:sbkit.data.augment.{kind} {{folder: !ref <noise>}}]
+""")
+    report = check(path)
+    [finding] = [each for each in report.warnings if each.code == "no-recordings"]
+    assert (Path(finding.file), finding.line, finding.key) == (path, 2, "noise") and not report.errors
+    assert finding.message == f"{kind}: {tmp_path / 'noise'} is not a folder on this machine"
+    (tmp_path / "noise").mkdir()
+    [finding] = check(path, {"data_folder": None}, starting=True).errors
+    assert finding.message == f"{kind}: no audio files in {tmp_path / 'noise'}"
+
+
 def test_a_corpus_that_is_there_is_not_told_of(elsewhere, tmp_path):
     (tmp_path / "gone").mkdir()
     assert not check(elsewhere, starting=True).problems()
