@@ -149,11 +149,12 @@ def _calibration(request: LabelRequest, pipeline: Pipeline) -> Calibration:
             json.dump(computed, file, indent=1)
     try:
         facts = untrusted.read_json(path, _MAX_BYTES)
-        found = Calibration(facts["confidences"], facts["accuracies"])
+        found = Calibration(facts["confidences"], facts["accuracies"], facts["lowest"])
         rows = [(each[0], f"{100 * each[1]:.1f}", f"{100 * each[2]:.1f}") for each in facts["bins"]]
         changed, difference = facts["list"] != digest, 100 * facts["error"]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise SbkitError(f"{path} cannot be read: {error}", hint="remove it to calibrate again") from error
+        raise SbkitError(f"{path} is damaged, or an earlier sbkit wrote it: {error}",
+                         hint="remove it to calibrate again") from error
     if changed:
         raise SbkitError(f"{request.to} was calibrated on another list than {request.calibrate}",
                          hint="name that one again, or choose another --to")
@@ -318,7 +319,7 @@ def _write(request: LabelRequest, path: Path, calibration: Calibration, errors: 
             for row, confidence in _rows(recording):
                 expected = 0.0 if confidence is None else float(calibration(np.float64(confidence)))
                 reason = NO_WORDS if confidence is None else NO_PAUSE if row["duration"] > longest else (
-                    UNLIKE if confidence < calibration.confidences[0] else
+                    UNLIKE if confidence < calibration.lowest else
                     KEPT if expected >= request.keep else UNSURE)
                 rows[reason] += 1
                 hours[reason] += row["duration"] / 3600

@@ -26,12 +26,13 @@ def word_accuracy(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) ->
 class Calibration:
     """Maps confidences to the word accuracy to expect, which grows with them.
 
-    confidences, accuracies : the curve's knots, with straight lines between them; the first is the lowest confidence
-        that was scored, and below it nothing is known, so 0 is expected
+    confidences, accuracies : the curve's knots, with straight lines between them
+    lowest : the lowest confidence that was scored; below it nothing is known, so 0 is expected
     """
 
     confidences: list[float]
     accuracies: list[float]
+    lowest: float
 
     @classmethod
     def fit(cls, confidence: np.ndarray, accuracy: np.ndarray, words: np.ndarray) -> Calibration:
@@ -42,13 +43,11 @@ class Calibration:
             while blocks and (blocks[-1][2] >= block[2] or blocks[-1][1] >= block[1]):
                 block = _merged(blocks.pop(), block)
             blocks.append(block)
-        knots = [(confidence, accuracy) for _, confidence, accuracy in blocks]
-        if (lowest := float(confidence.min())) < knots[0][0]:
-            knots.insert(0, (lowest, knots[0][1]))
-        return cls([knot[0] for knot in knots], [knot[1] for knot in knots])
+        _, confidences, accuracies = zip(*blocks, strict=True)
+        return cls(list(confidences), list(accuracies), float(confidence.min()))
 
     def __call__(self, confidence: np.ndarray) -> np.ndarray:
-        return np.interp(confidence, self.confidences, self.accuracies, left=0.0)
+        return np.where(confidence < self.lowest, 0.0, np.interp(confidence, self.confidences, self.accuracies))
 
 
 def _merged(one: tuple[float, float, float], other: tuple[float, float, float]) -> tuple[float, float, float]:

@@ -280,6 +280,10 @@ def test_labels_of_another_bundle_or_list_are_not_mixed_in(home, tmp_path, capsy
     (home / "dev2.jsonl").write_text((home / "dev.jsonl").read_text() + "\n")
     assert label(home, tmp_path / "labels", calibrate="dev2.jsonl") == 2
     assert "was calibrated on another list" in capsys.readouterr().err
+    path = tmp_path / "labels/labelling/calibration.json"
+    path.write_text(path.read_text().replace("lowest", "of earlier versions"))
+    assert label(home, tmp_path / "labels") == 2
+    assert "an earlier sbkit wrote it: 'lowest'; remove it to calibrate again" in capsys.readouterr().err
     assert [each["id"] for each in rows(tmp_path / "labels/train.jsonl")] == ["1"]
 
 
