@@ -1,4 +1,4 @@
-"""What a live session has to tell, taken from an engine whose threads run as they like."""
+"""Updates of a live session from an engine whose threads run at any time."""
 
 import asyncio
 import types
@@ -25,8 +25,8 @@ class Settles:
         return StreamResult([Word("hello", 0.1, 0.5, 1.0)], [], True, 0.5)
 
 
-class EndsBehindTheBack(Session):
-    """A session whose end is heard just after somebody found that there is nothing to take yet."""
+class EndsAfterTake(Session):
+    """A session that ends just after a call found nothing to take yet."""
 
     def take(self, timeout=None):
         found = super().take(timeout)
@@ -37,19 +37,19 @@ class EndsBehindTheBack(Session):
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    return Config.read(bundles.make(tmp_path_factory.mktemp("hearing") / "level", streams=True))
+    return Config.read(bundles.make(tmp_path_factory.mktemp("live") / "level", streams=True))
 
 
-def test_last_words_that_are_settled_between_two_looks_are_told(config):
-    async def told():
-        streams = types.SimpleNamespace(open=lambda search, chunk, tell: EndsBehindTheBack(
-            config, 8, {}, search, lambda session: None, tell))
+def test_last_words_that_are_settled_between_two_takes_are_in_an_update(config):
+    async def lines_of():
+        streams = types.SimpleNamespace(open=lambda search, chunk, notify: EndsAfterTake(
+            config, 8, {}, search, lambda session: None, notify))
         served = types.SimpleNamespace(decoder=types.SimpleNamespace(stream=Settles), chunk_seconds=20.0)
-        hearing = ChunkRecogniser(served, streams, None, 5.0)
-        hearing.finish()
+        recogniser = ChunkRecogniser(served, streams, None, 5.0)
+        recogniser.finish()
         lines = []
-        while (news := await hearing.next_update()) is not None:
-            lines += [[word.text for word in line.words] for line in news.lines if line.complete]
+        while (update := await recogniser.next_update()) is not None:
+            lines += [[word.text for word in line.words] for line in update.lines if line.complete]
         return lines
 
-    assert asyncio.run(told()) == [["hello"]]
+    assert asyncio.run(lines_of()) == [["hello"]]
