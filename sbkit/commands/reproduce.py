@@ -18,7 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=Path, help="the reproduce.json in a finished run's folder")
     parser.add_argument("--to", metavar="FOLDER", type=Path, default=Path("reproduced"),
                         help="where to train (default: reproduced)")
-    parser.add_argument("--source", metavar="PLACE", help="where the corpus is, if it was elsewhere for the run")
+    parser.add_argument("--source", metavar="PLACE", help="the path of the corpus on this machine, if it differs")
     parser.add_argument("--set", dest="values", metavar="KEY=VALUE", action="append", default=[],
                         help="another path of the recipe, such as init_from=/models/demo")
     parser.add_argument("--steps", type=count, default=100,

@@ -33,7 +33,7 @@ def section(built: Built, owned: Owned) -> Section:
     total = [p for root in owned.roots.values() for p in root.parameters()]
     distinct = {id(p): p for p in total}.values()
     count = sum(p.numel() for p in distinct)
-    columns = ["key", "class", "parameters", "trainable", "after the move", "optimizer", "checkpoint"]
+    columns = ["key", "class", "parameters", "trainable", "to device", "optimizer", "checkpoint"]
     remarks = [f"{count:,} parameters; moved to the meta device to find tensors that stay behind"]
     if found is None:
         rows = [[*row[:-1], "-"] for row in rows]
