@@ -77,7 +77,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
         publish.publish(temporary, to, request.force)
     print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
     if comparison.has_words and layout.INT8 in comparison.formats():
-        print(f"{layout.INT8} has 8-bit weights, so it recognises some words differently: its WER may be "
+        print(f"{layout.INT8} has 8-bit weights, so some of its outputs differ: its {comparison.rate} may be "
               f"{parity.POINTS:g} point or {100 * parity.SHARE:.0f} % above that of {comparison.compared_with}, "
               "whichever is more")
     print(f"\n{request.to}  ({config.use.format(request.to)})")

@@ -144,7 +144,7 @@ class Exported:
             return str(self.labels[int((output[0] if len(names) > 1 else output).argmax())])
 
         return Comparison(clips, self.reference(config), config.sample_rate, text if self.labels else None,
-                          outputs=names if len(names) > 1 else ())
+                          outputs=names if len(names) > 1 else (), rate="label errors")
 
     def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
         """Return the models for the programs of one of ``targets``; those that can't be made are refused.

@@ -57,11 +57,13 @@ class Comparison:
     text : turns an output into text; None for outputs without words
     reference_text : turns the checkpoint's output into text, if not by ``text``
     outputs : the outputs' names if there are several; each clip then has a tuple of arrays
+    rate : what the share of wrong texts is called
     """
 
     def __init__(self, clips: ComparisonClips, reference: Callable[[np.ndarray], Output], sample_rate: float,
                  text: Callable[[Any], str] | None = None, reference_text: Callable[[Any], str] | None = None,
-                 outputs: Sequence[str] = ()):
+                 outputs: Sequence[str] = (), rate: str = "WER"):
+        self.rate = rate
         self.clips, self.sample_rate, self.text = clips, sample_rate, text or (lambda output: "")
         self.has_words, self.outputs = text is not None, outputs
         self.expected, seconds = _timed(lambda clip: reference(clip.signal), clips.alone)
@@ -192,7 +194,8 @@ class Comparison:
                 if base_wer is None or wer is None:
                     base_wer, wer = 0.0, result.wer_of_checkpoint
                 if not wer - base_wer <= max(POINTS, SHARE * base_wer):
-                    wrong.append(f"{result.format}: WER {wer:.2f} % where {self.compared_with} has {base_wer:.2f} %")
+                    wrong.append(f"{result.format}: {self.rate} {wer:.2f} % where {self.compared_with} has "
+                                 f"{base_wer:.2f} %")
                 continue
             if result.difference is None:
                 share = self.max_changed_share
@@ -247,8 +250,9 @@ class Comparison:
         for name, modes in self.companions.items():
             for mode, comparison in modes.items():
                 rows += comparison._rows(f"{name}, {mode}, ")
-        columns = ["format", "size", "max difference", "clips changed", "WER %", "real-time factor"]
-        shown = [i for i, name in enumerate(columns) if self.has_words or name not in ("clips changed", "WER %")]
+        of_words = "clips changed", f"{self.rate} %"
+        columns = ["format", "size", "max difference", *of_words, "real-time factor"]
+        shown = [i for i, name in enumerate(columns) if self.has_words or name not in of_words]
         return table([columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
     def _rows(self, before: str = "") -> list[list[object]]:

@@ -16,6 +16,7 @@ CONFIG = Config(sample_rate=16_000, hop_samples=160, subsampling=4, vocabulary=4
 
 def _comparison(texts, wers, formats):
     comparison = parity.Comparison.__new__(parity.Comparison)
+    comparison.rate = "WER"
     comparison.texts, comparison.companions = texts, {}
     comparison.results = [parity.ParityResult(name, 1, 0.0, 0.0, changed, wer, wer_of, 0.1)
                           for (name, changed, wer_of), wer in zip(formats, wers, strict=True)]

@@ -144,6 +144,7 @@ def test_it_is_compared_with_another_run_and_says_how_sure_it_is(home, trained):
 @pytest.mark.slow
 def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
     shown = sbkit(home, "export", trained[0], "--to", "bundle")
+    assert "label errors %" in shown and "its label errors may be" in shown and "WER" not in shown
     assert "int8" in shown and json.loads((home / "bundle" / "parity.json").read_text())["formats"]["onnx"]
     code = (f"import sbkit.infer, sys\nfor kind in ('onnx', 'torch'):\n"
             f"    model = sbkit.infer.load({str(home / 'bundle')!r}, model=kind)\n"
