@@ -58,8 +58,9 @@ before a run begins. A key that is neither listed here nor a run option is the r
 warning. On the command line, `--KEY VALUE` sets a key that the recipe has or that is listed here, and
 `--KEY.ARGUMENT VALUE` an argument of the object that the recipe builds there.
 
-"Object" is whatever the recipe builds with `!new:` or names with `!name:`. For its arguments see its class's docstring,
-such as `python -m pydoc sbkit.data.corpus.Corpus`; [extend.md](extend.md) has tasks with keys of their own.
+"Object" is an object that the recipe builds with `!new:`, or a class that it names with `!name:`. The docstring of the
+class describes its arguments: `python -m pydoc sbkit.data.corpus.Corpus`. [extend.md](extend.md) has tasks with
+their own keys.
 """
 
 _OPTIONS = """

@@ -4,10 +4,10 @@
 #   tools/launch_local.sh [options] RECIPE.yaml [--key value ...]
 #
 #   --processes N      processes on this machine (default: one per GPU, 1 without GPUs)
-#   --nodes N|MIN:MAX  machines; with a range, training goes on while at least MIN are left (default: 1)
+#   --nodes N|MIN:MAX  machines; with a range, training continues while at least MIN are left (default: 1)
 #   --head HOST:PORT   where machines meet: one of them and a free port, the same on all of them
 #   --id NAME          name of the job, the same on all machines (default: sbkit)
-#   --max-restarts N   how often processes are restarted after one died (default: 3)
+#   --max-restarts N   how often processes are restarted after one dies (default: 3)
 #   --script FILE      what to run (default: train.py)
 #   -h, --help         this text
 #
@@ -15,7 +15,7 @@
 #   tools/launch_local.sh hparams/ctc.yaml --number_of_epochs 30
 #   tools/launch_local.sh --nodes 2 --head gpu01:29400 hparams/ctc.yaml     # on gpu01 and on gpu02
 #
-# After a process died, all restart at the newest checkpoint: see tools/README.md.
+# After a process dies, all restart from the newest checkpoint: see tools/README.md.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

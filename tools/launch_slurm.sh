@@ -8,11 +8,11 @@
 #
 # Environment:
 #   MIN_NODES      continue while at least this many machines are left (default: all of them)
-#   MAX_RESTARTS   how often processes are restarted after one died (default: 3)
+#   MAX_RESTARTS   how often processes are restarted after one dies (default: 3)
 #   SCRIPT         what to run (default: train.py)
 #
-# Three minutes before the time limit every process saves a checkpoint, and the job goes back into the queue, to resume
-# there: see tools/README.md.
+# Three minutes before the time limit every process saves a checkpoint, and the job is requeued and resumes: see
+# tools/README.md.
 #
 #SBATCH --job-name=sbkit
 #SBATCH --nodes=1
