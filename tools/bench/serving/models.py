@@ -99,6 +99,7 @@ def _recognizer(folder: Path) -> Recognizer:
     """Build the model of the recipe as shipped; ``folder`` gets the files that a run would have."""
     import torch
 
+    from sbkit.nn.global_norm import GlobalNorm
     from sbkit.recipe import load
     from sbkit.tasks.recognise.recognizer import Recognizer
 
@@ -106,7 +107,8 @@ def _recognizer(folder: Path) -> Recognizer:
     given = {"output_folder": str(folder), "output_neurons": len(LETTERS)}
     recipe = load.open_recipe(load.load(STREAMING, given), STREAMING)
     model = Recognizer.of(recipe.keys, recipe.hparams["ctc_lin"])
-    recipe.hparams["normalize"].set_statistics(torch.full((80,), -5.0), torch.full((80,), 2.0))
+    norm: GlobalNorm = recipe.hparams["normalize"]
+    norm.set_statistics(torch.full((80,), -5.0), torch.full((80,), 2.0))
     head = recipe.hparams["ctc_lin"].w
     head.weight.data.normal_(std=1.0)
     head.bias.data.zero_()
