@@ -41,7 +41,7 @@ from sbkit.infer.transcription import SOME_FAILED, print_first, record_settings
 from sbkit.score.calibration import MIN_UTTERANCES, Calibration, reliability, word_accuracy
 from sbkit.score.run_files import MANIFESTS, RECIPE
 from sbkit.system import disk, untrusted
-from sbkit.system.console import atomic_write, progress, table, time_span
+from sbkit.system.console import atomic_write, counted, progress, table, time_span
 
 FOLDER = "labelling"
 CALIBRATION = "calibration.json"
@@ -350,8 +350,8 @@ def _report(request: LabelRequest, rows: Mapping[str, int], hours: Mapping[str, 
     print(table(["", "rows", "hours"], [(each, rows[each], f"{hours[each]:.2f}") for each in (
         KEPT, UNSURE, UNLIKE, NO_WORDS, NO_PAUSE, UNREADABLE) if each == KEPT or rows[each] or hours[each] > 0.005]))
     if rows[UNLIKE]:
-        print(f"{rows[UNLIKE]} rows have a lower confidence than every recording of {request.calibrate}, so their word "
-              "accuracy is unknown: calibrate on recordings like these to keep some of them")
+        print(f"not calibrated: {counted(rows[UNLIKE], 'row')} with a lower confidence than every recording of "
+              f"{request.calibrate}, so of unknown word accuracy; calibrate on recordings like these to keep some")
     kept = [each for each in candidates if each[0] >= request.keep]
     if total := sum(length for _, length in kept):
         mean = sum(expected * length for expected, length in kept) / total

@@ -113,7 +113,7 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
     elif resumed and ranks.is_main():
         state = brain.train_state
         done = f", after {state.epoch_step} of its {state.epoch_steps} steps" if state.epoch_step else ""
-        lost = f". Steps {state.optimizer_step + 1} to {last} were trained after the last checkpoint: they are repeated"
+        lost = f". What was trained since the last checkpoint, up to step {last} of the run, is repeated"
         logger.info("Continuing with epoch %d of %d%s%s", epochs.current + 1, epochs.limit, done,
                     lost * (last > state.optimizer_step))
     _log_start(brain, changes if resumed and epochs.current < epochs.limit else [], begins=not resumed)

@@ -90,7 +90,8 @@ def test_recordings_unlike_all_of_the_list_are_not_kept_whatever_is_asked_for(ho
     assert not (tmp_path / "labels/train.jsonl").read_text()
     assert {each["reason"] for each in rows(tmp_path / "labels/labelling/left_out-train.jsonl")} == {"not calibrated"}
     out = capsys.readouterr().out
-    assert "4 rows have a lower confidence than every recording of" in out and "other values of --keep" not in out
+    assert "not calibrated: 4 rows with a lower confidence than every recording of" in out
+    assert "other values of --keep" not in out
 
 
 def test_a_long_recording_comes_in_pieces_that_training_reads_as_they_were_transcribed(home, tmp_path):
