@@ -77,7 +77,7 @@ class EvaluationLoop:
         memory = self.trainer.memory
         if memory.may_fit(batch):
             try:
-                return memory.threads(self.brain.evaluate_batch, batch, stage=stage)
+                return memory.threads.call(self.brain.evaluate_batch, batch, stage=stage)
             except Exception as error:
                 if not memory.ran_out(error):
                     raise

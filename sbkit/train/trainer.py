@@ -346,7 +346,7 @@ class Trainer:
         return loss
 
     def _in_parts(self, batch: MicroBatch, last: bool, count: int, generators: dict[str, torch.Tensor]) -> Loss:
-        compute = functools.partial(self.memory.threads, self._forward_and_backward)
+        compute = functools.partial(self.memory.threads.call, self._forward_and_backward)
         if count == 1:
             return compute(batch, last, generators=generators)
         losses = []
@@ -364,10 +364,10 @@ class Trainer:
             self.forward_state.save()
         with self.wrap.no_sync() if not last else contextlib.nullcontext():
             generators = rng.capture(self.device) if generators is None else generators  # to examine it again
-            total = self.wrap.module(batch)
+            total = self.wrap.module(batch)  # calls loss_of, which keeps the rest of the loss in self.computed
             if not total.requires_grad:
                 raise SbkitError("the loss depends on no trainable parameter", hint="freeze less of the model")
-            loss = self.loss._replace(total=total)
+            loss = self.loss._replace(total=total)  # as DDP returns it: its backward exchanges gradients
             if share != 1.0 and not isinstance(self.computed.objectives, Loss):  # a mean over the batch
                 loss = loss._replace(total=total * share, count=loss.count * share)
             self.steps.add(loss, KeptBatch(batch, generators))
@@ -437,7 +437,7 @@ class Trainer:
     def try_step(self, batch: MicroBatch) -> bool:
         """Take a step on a whole micro-batch; undo it and return False if memory runs out."""
         try:
-            self.memory.threads(self._forward_and_backward, batch, True)
+            self.memory.threads.call(self._forward_and_backward, batch, True)
             self._update()
             return True
         except Exception as error:

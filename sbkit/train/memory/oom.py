@@ -64,7 +64,7 @@ class Threads:
         self._present: ThreadPoolExecutor | None = None
         self._spare: ThreadPoolExecutor | None = None
 
-    def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         if self._spare is None and host.bounded():
             try:
                 self._spare = ThreadPoolExecutor(1)
