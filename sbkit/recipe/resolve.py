@@ -42,7 +42,7 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
 
     References to the same target become the same Node.
 
-    referred : gets the keys that references name
+    referred : gets the keys that references name, those in replaced values included: such a key isn't a mistake
     packages : packages that may be imported to find the keys that the task declares; None: all
     call : call functions of ``!applyref:``; otherwise their results, and texts that contain them, are unknown
     """
@@ -53,10 +53,10 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
     unknown = check_overrides(files, overrides, findings, packages)
     given = Node({key: from_python(value, key) for key, value in overrides.items() if key not in unknown}, Place(), "")
     declared = declared_in(files, overrides, packages)
+    if referred is not None:
+        referred |= referred_in([*files, (path, given)])
     override(files, given, findings, declared)
     check_shadowed(files, findings)
-    if referred is not None:
-        referred |= referred_in(files)
     _Resolver(root, path, findings, (path.resolve(),), declared, call).walk(root)
     _report_cycles(root, findings)
     return root

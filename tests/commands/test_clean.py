@@ -2,6 +2,7 @@
 
 import csv
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,6 +44,7 @@ def forked(monkeypatch):
     def start(command, env):
         ended = processes.program(processes.command, os.getcwd(), *command[command.index("sbkit") + 1:])
         print(ended.stdout, end="", flush=True)
+        print(ended.stderr, end="", file=sys.stderr, flush=True)
         return SimpleNamespace(wait=lambda: ended.returncode, poll=lambda: ended.returncode)
 
     monkeypatch.setattr(folds, "subprocess", SimpleNamespace(Popen=start))
@@ -88,6 +90,18 @@ def test_a_run_that_fails_is_named_and_nothing_is_listed(words, forked, tmp_path
 
 
 @pytest.mark.slow
+def test_labels_that_do_not_fit_the_model_end_it_before_a_fold_trains(words, forked, tmp_path, capfd):
+    words.remove("--no-check")
+    rows = tmp_path / "data" / "train.csv"
+    header, *rest = rows.read_text().splitlines()
+    rows.write_text("\n".join([header, *(row + " and so on" * 20 for row in rest)]) + "\n")
+    assert cli.main(["clean", *words]) == 1
+    err = capfd.readouterr().err
+    assert "train: 5 of 5 utterances have fewer encoder frames" in err and "the labels don't fit the model" in err
+    assert not list((tmp_path / "out" / "clean").glob("*/fold-*/save/CKPT*"))
+
+
+@pytest.mark.slow
 def test_a_check_names_a_list_that_is_missing(words, capsys):
     given = [word for word in words if word not in ("--no-check", "--noprogressbar")]
     assert cli.main(["check", *given, "--corpus.exclude", "/nowhere.csv"]) == 1
@@ -100,7 +114,8 @@ def test_models_that_learnt_nothing_end_it_after_one_fold_and_the_same_command_r
     assert cli.main(["clean", *words]) == 1
     err = capfd.readouterr().err
     assert "the models have not learnt enough to judge labels" in err and "--number_of_epochs" in err
-    assert err.count("ctc.yaml: nothing wrong") == 1 and "nothing reads this key" not in err, "it is checked once"
+    assert err.count("ctc.yaml: nothing wrong") == 2, "before the corpus is prepared, and by the first fold's run"
+    assert "nothing reads this key" not in err
     folder = tmp_path / "out" / "clean"
     assert [run.parent.name for run in folder.glob("*/fold-*/tested.json")] == ["fold-1"]
     assert not list(folder.glob("suspects*"))
