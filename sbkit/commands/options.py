@@ -33,7 +33,7 @@ def add_model(parser: argparse.ArgumentParser, formats: str = "onnx, int8 (on a 
     parser.add_argument("--model", default="auto", help=f"{formats} or torch, which can run any code of whoever "
                         "made the bundle (default: the first in the bundle except torch)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--threads", type=count, help="CPU threads of a model (default: all available)")
+    parser.add_argument("--threads", type=count, help="CPU threads of a model (default: OMP_NUM_THREADS, or all cores)")
 
 
 def add_search(parser: argparse.ArgumentParser) -> None:

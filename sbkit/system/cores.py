@@ -21,7 +21,13 @@ def usable_cores() -> int:
 
 
 def thread_limit() -> int | None:
-    """Return the number of threads for a library that counts all cores of the machine; None if that is right."""
+    """Return the number of threads for a library that counts all cores of the machine; None if that is right.
+
+    ``OMP_NUM_THREADS`` decides, as for torch.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
     cores = usable_cores()
     return cores if cores < (os.cpu_count() or 1) else None
 

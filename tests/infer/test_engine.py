@@ -276,7 +276,7 @@ def test_a_containers_quota_is_kept_to_unless_somebody_says_otherwise(bundle, mo
     finally:
         torch.set_num_threads(before)
     with Engine(bundle, model="onnx", device="cpu", threads=threads) as engine:
-        assert engine.running.threads == (threads or 1)
+        assert engine.running.threads == expected
 
 
 def test_compile_is_for_torch(bundle):

@@ -80,6 +80,9 @@ def test_version_2_beside_version_1(machine):
 
 def test_a_library_is_asked_for_fewer_threads_than_the_machine_has_cores(machine, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert cores.thread_limit() == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
     assert cores.thread_limit() is None
     machine("0::/\n", cpu_dot_max="200000 100000")
     assert cores.thread_limit() == 2
