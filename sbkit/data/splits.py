@@ -60,5 +60,5 @@ def check_needed(source: Source, needed: Sequence[str], available: Collection[st
         raise SbkitError(
             f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
             f"{', '.join(source.names())})",
-            hint=f"take another of them, --corpus.splits '{{{missing[0]}: NAME}}', or move some rows of train to a list "
-                 "of their own, such as 5 %, with other sentences and speakers")
+            hint=f"take another of them, --corpus.splits '{{{missing[0]}: NAME}}', or move some rows of train to a "
+                 "list of their own, such as 5 %, with other sentences and speakers")
