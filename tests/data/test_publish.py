@@ -1,11 +1,15 @@
 """A bundle at its place is whole or as it was, whatever ends an export, and the next one tidies up."""
 
+import builtins
+import contextlib
 import errno
+import itertools
 import os
 import signal
+import subprocess
 
 import pytest
-from kill_points import Killer
+from kill_points import OPERATIONS, Killer
 
 from sbkit.data import publish
 from sbkit.errors import SbkitError
@@ -13,7 +17,6 @@ from sbkit.export import layout
 from sbkit.export.layout import Config
 
 FILES = (layout.CONFIG, layout.TOKENS, layout.MODELS[layout.ONNX])
-FAILED, DONE, UNDISTURBED = 3, 4, 5
 
 
 def fill(folder, number):
@@ -43,7 +46,7 @@ def hidden(to):
 
 
 class Failing(Killer):
-    """Operation number ``at`` is refused, and with ``all`` every one behind it."""
+    """Operation number ``at`` is refused, and with ``after`` every one behind it."""
 
     def __init__(self, at, after):
         self.after = after
@@ -55,51 +58,60 @@ class Failing(Killer):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def in_a_fork(work):
-    """How a process ends that does this: its exit code, or minus the signal."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.close(2)
-            code = work()
-        except (SbkitError, OSError):
-            code = FAILED
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+class Copying(Killer):
+    """Before each operation the folder is copied, as a kill would leave it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        super().__init__(at=0)
+
+    def tick(self, name):
+        self.done += 1
+        subprocess.run(["cp", "-a", self.folder, f"{self.folder}.{self.done}"], check=True)
 
 
-def each_point(to, disturb, exchange):
-    """What stands there after an export that was disturbed at each of its operations in turn."""
-    at, found = 1, []
-    while True:
-        def work(at=at):
-            disturber, swap = disturb(at), publish.exchange
-            publish.exchange = lambda *names: exchange and (disturber.tick("exchange"), swap(*names))[1]
+def disturbed(to, disturb, exchange):
+    """How many operations an export over another one had, with something that disturbs them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (*((os, name) for name in OPERATIONS), (builtins, "open"), (publish, "exchange")):
+            patch.setattr(module, name, getattr(module, name))  # given back at the end
+        disturber, swap = disturb(), publish.exchange
+        publish.exchange = lambda *names: exchange and (disturber.tick("exchange"), swap(*names))[1]
+        with contextlib.suppress(SbkitError, OSError):
             export(to, 2)
-            return DONE if disturber.done >= at else UNDISTURBED
-
-        export(to, 1)
-        ended = in_a_fork(work)
-        assert ended in (-signal.SIGKILL, FAILED, DONE, UNDISTURBED)
-        if ended in (DONE, UNDISTURBED):
             assert bundle(to) == 2
-        if ended == UNDISTURBED:
-            return found
-        assert bundle(to) is not None or not exchange
-        publish.clean_up(to)
-        found.append(bundle(to))
-        assert hidden(to) == []
-        at += 1
+    return disturber.done
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
-@pytest.mark.parametrize("disturb", [Killer, lambda at: Failing(at, False), lambda at: Failing(at, True)],
-                         ids=["killed", "one error", "errors from there on"])
-def test_at_every_operation_the_bundle_is_whole_or_as_it_was(tmp_path, disturb, exchange):
-    found = each_point(tmp_path / "b", disturb, exchange)
+def tidied(to, exchange):
+    """The bundle that stands there once the next export has tidied up."""
+    assert bundle(to) is not None or not exchange
+    publish.clean_up(to)
+    assert hidden(to) == []
+    return bundle(to)
+
+
+exchanges = pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+
+
+@exchanges
+def test_killed_at_every_operation_the_bundle_is_whole_or_as_it_was(tmp_path, exchange):
+    to = tmp_path / "there" / "b"
+    export(to, 1)
+    kills = disturbed(to, lambda: Copying(to.parent), exchange)
+    found = [tidied(tmp_path / f"there.{at}" / "b", exchange) for at in range(1, kills + 1)]
+    assert len(found) > 8 and found == sorted(found) and set(found) == {1, 2} and bundle(to) == 2
+
+
+@exchanges
+@pytest.mark.parametrize("after", [False, True], ids=["one error", "errors from there on"])
+def test_with_errors_at_every_operation_the_bundle_is_whole_or_as_it_was(tmp_path, exchange, after):
+    to, found = tmp_path / "b", []
+    for at in itertools.count(1):
+        export(to, 1)
+        if disturbed(to, lambda at=at: Failing(at, after), exchange) < at:
+            break
+        found.append(tidied(to, exchange))
     assert len(found) > 8 and set(found) == {1, 2}
 
 
@@ -107,11 +119,10 @@ def test_what_a_killed_export_left_is_said_at_the_next(tmp_path, caplog):
     to = tmp_path / "b"
     export(to, 1)
 
-    def killed():
+    if (pid := os.fork()) == 0:
         with publish.temporary_folder(to):
             os.kill(os.getpid(), signal.SIGKILL)
-
-    in_a_fork(killed)
+    os.waitpid(pid, 0)
     left, = hidden(to)
     export(to, 2)
     assert f"Removed {to.parent / left}, left by a process that was killed" in caplog.text

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -88,27 +89,27 @@ def test_what_is_unpacked_beside_manifests_is_left_alone(folder):
 OPERATIONS = ("mkdir", "rename", "replace", "link", "unlink", "rmdir")
 
 
-def killed_at(operation, work):
-    """Whether ``work``, in a process of its own, was killed before its so-many-th operation on the disk."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    left = itertools.count(operation, -1)
+def left_by_kills(folder, work, every=1):
+    """Copies of the folder as a kill before each operation of ``work`` on the disk leaves it, or before one of some."""
+    operations, left = itertools.count(), []
 
-    def counted(original):
-        return lambda *args, **kwargs: original(*args, **kwargs) if next(left) else os._exit(9)
+    def seen(original):
+        def call(*args, **kwargs):
+            if (number := next(operations)) % every == 0:
+                left.append(folder.with_name(f"{folder.name}.{number}"))
+                subprocess.run(["cp", "-a", folder, left[-1]], check=True)
+            return original(*args, **kwargs)
 
-    for name in OPERATIONS:
-        setattr(os, name, counted(getattr(os, name)))
-    try:
-        work()
-    except ZeroDivisionError:
-        os._exit(0)
-    finally:
-        os._exit(1)
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        for name in OPERATIONS:
+            patch.setattr(os, name, seen(getattr(os, name)))
+        work(folder)
+    return left
 
 
-def refused(folder, number):
+def refused(folder, number=3):
     with StartGuard(folder):
         (folder / "hyperparams.yaml").write_text(f"start {number}")
         (folder / "new.csv").write_text(f"start {number}")
@@ -117,19 +118,16 @@ def refused(folder, number):
         raise ZeroDivisionError
 
 
-@pytest.mark.slow
 def test_killed_at_any_operation_the_next_start_still_puts_back_all(folder):
-    before, operation = texts(folder), 0
-    while killed_at(operation, lambda: refused(folder, 1)):
-        again = 0
-        while killed_at(again, lambda: refused(folder, 2)):  # a start after it is killed in turn, ever later
-            again += 9
-        with pytest.raises(ZeroDivisionError):
-            refused(folder, 3)
-        (folder / "new.csv").unlink(missing_ok=True)  # the test's own
-        assert texts(folder) == before and not list(folder.glob(".before*")), operation
-        operation += 1 if operation < 12 else 3
-    assert operation > (20 if sys.version_info >= (3, 11) else 12)  # pathlib binds some at import in Python 3.10
+    before = texts(folder)
+    kills = left_by_kills(folder, lambda folder: refused(folder, 1))
+    assert len(kills) > (20 if sys.version_info >= (3, 11) else 12)  # pathlib binds some at import in Python 3.10
+    for left in kills:
+        for again in left_by_kills(left, lambda folder: refused(folder, 2), every=9):  # the start after it, too
+            with pytest.raises(ZeroDivisionError):
+                refused(again)
+            (again / "new.csv").unlink(missing_ok=True)  # the test's own
+            assert texts(again) == before and not list(again.glob(".before*")), again
 
 
 def begun(folder):
@@ -139,16 +137,13 @@ def begun(folder):
         raise ZeroDivisionError
 
 
-@pytest.mark.slow
 def test_killed_while_a_run_begins_it_has_begun_or_not(folder):
-    found, operation = [], 0
-    while killed_at(operation, lambda: begun(folder)):
+    found = []
+    for left in left_by_kills(folder, begun):
         with pytest.raises(ZeroDivisionError):
-            refused(folder, 2)
-        assert not list(folder.glob(".before*"))
-        found.append(texts(folder)["hyperparams.yaml"])
-        (folder / "hyperparams.yaml").write_text("before")
-        operation += 1
+            refused(left)
+        assert not list(left.glob(".before*"))
+        found.append(texts(left)["hyperparams.yaml"])
     assert set(found) == {"before", "of the run that began"} and found == sorted(found)
 
 
