@@ -195,11 +195,11 @@ class OpenRecording(NamedTuple):
     frames: Callable[[], tuple[int, int]]
     """Returns the number of frames by its header, and by the content of the file."""
 
-    def blocks(self, start: float, duration: float | None, slack: float = 0.0, lost_seconds: float = TRUNCATED_SECONDS,
+    def blocks(self, start: float, duration: float | None, slack: float = 0.0, whole: bool = True,
                block_seconds: float | None = None) -> Iterator[np.ndarray]:
         """Decode a segment, as in ``read_audio``: mono blocks [S], none of them empty.
 
-        lost_seconds: this much of its end may be missing, or a tenth of it if that is more.
+        whole: raise ``AudioError`` if its end is missing or damaged; otherwise decode as far as possible.
         block_seconds: length of each block except the last; None: one block.
         """
         file, name, rate = self.file, self.name, self.file.samplerate
@@ -222,10 +222,15 @@ class OpenRecording(NamedTuple):
             raise AudioError(name, f"cut off: it ends after {at / rate:.2f} of {file.frames / rate:.2f} s, before the "
                                    f"part from {start:.2f} s on")
         read = 0
-        for block in self._read(wanted, size):
-            read += len(block)
-            yield to_mono(block)
-        if read < min(wanted, 1) or (wanted - read) / rate > max(lost_seconds, TRUNCATED_SHARE * wanted / rate):
+        try:
+            for block in self._read(wanted, size):
+                read += len(block)
+                yield to_mono(block)
+        except AudioError:
+            if whole:
+                raise
+        lost = (wanted - read) / rate
+        if read < min(wanted, 1) or (whole and lost > max(TRUNCATED_SECONDS, TRUNCATED_SHARE * wanted / rate)):
             raise AudioError(name, f"cut off: {read / rate:.2f} of {wanted / rate:.2f} s can be read")
         if not read:
             raise AudioError(name, "holds no audio")

@@ -15,7 +15,6 @@ from sbkit.data.audio import AudioError
 from sbkit.data.remote import NO_REMOTE, Remote
 
 BLOCK_SECONDS = 10.0
-_LOST_SECONDS = 1.0  # tolerated difference between a recording's length and its header
 
 
 @dataclass
@@ -95,7 +94,9 @@ def _decoded(recording: Recording, source: str | os.PathLike[str] | bytes | Bina
             available = min(available, opened.file.frames, expected)
         recording.warning = audio.length_mismatch(expected - first, available - first, own)
         resampler = soxr.ResampleStream(own, rate, 1, dtype="float32", quality="MQ") if own != rate else None
-        for signal in opened.blocks(start, duration, lost_seconds=_LOST_SECONDS, block_seconds=BLOCK_SECONDS):
+        read = 0
+        for signal in opened.blocks(start, duration, whole=False, block_seconds=BLOCK_SECONDS):
+            read += len(signal)
             audio.check_finite(recording.name, signal)
             if resampler is not None:
                 signal = resampler.resample_chunk(signal)
@@ -103,3 +104,5 @@ def _decoded(recording: Recording, source: str | os.PathLike[str] | bytes | Bina
                 yield np.ascontiguousarray(signal)
         if resampler is not None and len(rest := resampler.resample_chunk(np.zeros(0, np.float32), last=True)):
             yield rest
+        if read < min(expected, available) - first:  # an MP3 has less than its header says, or its end is damaged
+            recording.warning = audio.length_mismatch(expected - first, read, own)
