@@ -1,13 +1,16 @@
 """Stop signals: what the first and the second do, in one process, its workers and under torchrun."""
 
+import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -212,6 +215,23 @@ def test_the_same_ctrl_c_twice_is_one():
     assert returned == 130 and out == "in order\n"
 
 
+#: Forks scripts whose imports are done, each in a group of its own, and says how they end: as any script does, as it
+#: is Python itself that ends them.
+FORKS = """
+    import json, os, sys, tools.gpu.preload
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if isinstance(asked, int):
+            print(os.waitstatus_to_exitcode(os.waitpid(asked, 0)[1]), flush=True)
+        elif child := os.fork():
+            print(child, flush=True)
+        else:
+            os.setsid()
+            for stream, path in enumerate(asked[1:], 1):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+            exec(asked[0])
+            break
+"""
 SCRIPT = """
     import time, torch, warnings
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # where there is one core
@@ -236,50 +256,78 @@ SCRIPT = """
 """
 
 
+class ForkedScript:
+    """A Brain that trains with these checkpoints, on a number of rows from a loader of SpeechBrain's."""
+
+    def __init__(self, server, checkpoints, rows=100_000, **loader):
+        self.server = server
+        self.out, self.err = (Path(tempfile.mkstemp(dir=checkpoints.parent)[1]) for _ in range(2))
+        text = SCRIPT.format(str(checkpoints), loader).replace("100_000", str(rows))
+        self.pid = self._asked([textwrap.dedent(text), str(self.out), str(self.err)])
+
+    def _asked(self, words):
+        print(json.dumps(words), file=self.server.stdin, flush=True)
+        return int(self.server.stdout.readline())
+
+    def started(self):
+        until = time.monotonic() + 60
+        while self.out.read_text() != "ready\n":
+            assert time.monotonic() < until, self.err.read_text()
+            time.sleep(0.02)
+        return self
+
+    def end(self, send=None):
+        """How it ended, by a signal to it and all that it started, and what it said."""
+        began = time.monotonic()
+        if send:
+            os.killpg(self.pid, send)
+        code = self._asked(self.pid)
+        assert time.monotonic() - began < 10
+        return code, self.err.read_text()
+
+
+@pytest.fixture(scope="module")
+def forked():
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(FORKS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}) as server:
+        yield partial(ForkedScript, server)
+        server.stdin.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("signum, code, persistent", [
     (signal.SIGTERM, 143, False), (signal.SIGTERM, 143, True), (signal.SIGINT, 130, True), (signal.SIGUSR1, 138, False),
     (signal.SIGHUP, 129, False)])
-def test_a_script_whose_group_gets_the_signal_saves_says_so_and_ends_soon(tmp_path, signum, code, persistent):
+def test_a_script_whose_group_gets_the_signal_saves_says_so_and_ends_soon(forked, tmp_path, signum, code, persistent):
     """Its loader is SpeechBrain's, whose workers get the signal too: they live on, and none of them shouts."""
-    loader = {"num_workers": 2, "batch_size": 2, "persistent_workers": persistent}
-    with Script(SCRIPT.format(str(tmp_path), loader)) as script:
-        script.send_all(signum)
-        began = time.monotonic()
-        returned, _, err = script.end()
+    folder = tmp_path / "save"
+    script = forked(folder, num_workers=2, batch_size=2, persistent_workers=persistent)
+    returned, err = script.started().end(signum)
     assert returned == code and "Traceback" not in err and "DataLoader worker" not in err
-    assert time.monotonic() - began < 10
-    assert err.count(f"checkpoint saved at {tmp_path}/CKPT") == 1 and len(list(tmp_path.glob("CKPT*"))) == 1
+    assert err.count(f"checkpoint saved at {folder}/CKPT") == 1 and len(list(folder.glob("CKPT*"))) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_script_that_is_done_ends_soon(tmp_path, persistent):
-    loader = {"num_workers": 2, "batch_size": 2, "persistent_workers": persistent}
-    with Script(SCRIPT.format(str(tmp_path), loader).replace("100_000", "20")) as script:
-        began = time.monotonic()
-        assert script.end()[0] == 0 and time.monotonic() - began < 10
+def test_a_script_that_is_done_ends_soon(forked, tmp_path, persistent):
+    script = forked(tmp_path / "save", rows=20, num_workers=2, batch_size=2, persistent_workers=persistent)
+    assert script.started().end()[0] == 0
 
 
 @pytest.mark.slow
-def test_a_second_script_with_the_same_checkpoints_is_refused_while_the_first_trains(tmp_path):
-    text = SCRIPT.format(str(tmp_path), {})
-    with Script(text) as first:
-        second = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True,
-                                timeout=100)
-        assert second.returncode and not second.stdout
-        assert f"another process is training with the checkpoints in {tmp_path}; wait until it ends" in second.stderr
-        first.send(signal.SIGKILL)
-        first.end()
-    with Script(text) as again:
-        again.send(signal.SIGTERM)
-        assert again.end()[0] == 143
+def test_a_second_script_with_the_same_checkpoints_is_refused_while_the_first_trains(forked, tmp_path):
+    folder = tmp_path / "save"
+    first, second = forked(folder).started(), forked(folder)
+    code, err = second.end()
+    assert code and not second.out.read_text()
+    assert f"another process is training with the checkpoints in {folder}; wait until it ends" in err
+    assert first.end(signal.SIGKILL)[0] == -signal.SIGKILL
+    assert forked(folder).started().end(signal.SIGTERM)[0] == 143
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum, to_all", [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGUSR1, False),
-                                            (signal.SIGHUP, True)],
-                         ids=["to torchrun", "to all, like Ctrl-C", "SLURM's, to torchrun", "to all, by the terminal"])
+@pytest.mark.parametrize("signum, to_all", [(signal.SIGINT, True), (signal.SIGUSR1, False)],
+                         ids=["to all, like Ctrl-C", "SLURM's, to torchrun"])
 def test_under_torchrun(tmp_path, signum, to_all):
     """torchrun passes it on to both ranks, which have time to save."""
     path = tmp_path / "train.py"
