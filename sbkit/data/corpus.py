@@ -28,7 +28,7 @@ from sbkit.data.presence import check_opened, refused
 from sbkit.data.remote import NO_REMOTE, SCHEMES, Remote, check_schemes, scheme_of
 from sbkit.data.sources import Named, Rows, Source, check_exists, is_hub_address, join_rows, open_source
 from sbkit.data.sources.base import check_columns, find_column, no_column
-from sbkit.data.splits import SPLITS, check_needed, check_splits, choose_splits
+from sbkit.data.splits import SPLITS, check_needed, check_splits, choose_splits, hold_out
 from sbkit.data.suspects import Exclusions
 from sbkit.data.text import NormalizedBefore, TextRules
 from sbkit.errors import SbkitError
@@ -177,9 +177,8 @@ class Corpus:
             source = self._open(show_progress)
             fingerprint = self._fingerprint(source)
             ready = self._read_ready(source, fingerprint)
-            if ready is not None:
+            if ready is not None and set(needed) <= set(ready):
                 logger.info("corpus %s: already prepared in %s", source.where, self.folder)
-                check_needed(source, needed, ready)
                 return ready
             try:
                 with disk.disk_errors_as_user_error(self.folder):
@@ -378,8 +377,14 @@ class Corpus:
                  excluded: Exclusions | None) -> dict[str, Manifest]:
         started = time.monotonic()
         chosen = choose_splits(source, self.only, self.splits)
-        check_needed(source, needed, chosen)
-        rows = {split: self._read(source, split, names, show) for split, names in chosen.items()}
+        divides = not set(needed) <= set(chosen) and len(source.names()) == 1 and list(chosen) == ["train"] \
+            and self.only == SPLITS
+        if divides:
+            rows = hold_out(self._read(source, "train", chosen["train"], show))
+            chosen = dict.fromkeys(SPLITS, chosen["train"])
+        else:
+            check_needed(source, needed, chosen)
+            rows = {split: self._read(source, split, names, show) for split, names in chosen.items()}
         for each in rows.values():
             each.meta = {name: column for name, column in each.meta.items() if name not in self._recordings}
         journal, found = (self.folder / f"{name}{fingerprint[:16]}" for name in (_JOURNAL, _COPIES))
@@ -402,7 +407,7 @@ class Corpus:
         ordered = [split for split in SPLITS if split in manifests]
         report = {
             "format": _FORMAT, "fingerprint": fingerprint, "sbkit": sbkit.__version__,
-            "source": {"kind": source.kind, "where": source.where, "splits": chosen},
+            "source": {"kind": source.kind, "where": source.where, "splits": chosen, "divided": divides},
             "options": self._options(), "seconds": round(time.monotonic() - started, 1), "splits": {},
             "leaks": leaks.shared(manifests, {split: reports[split].copies for split in ordered}),
         }

@@ -292,6 +292,8 @@ def summarize(report: Mapping[str, Any]) -> str:
             for split, entry in splits.items()]
     lines = [f"{report['source']['kind']}: {report['source']['where']}",
              table(["split", "rows", "kept", "hours", *reasons], rows)]
+    if report["source"].get("divided"):
+        lines.append("dev and test: sentences of the only list, by their hashes; --corpus.splits names other lists")
     for split, entry in splits.items():
         outside = entry["outside_alphabet"]
         if outside:

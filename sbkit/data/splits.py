@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from sbkit.errors import SbkitError
 
 if TYPE_CHECKING:  # so that importing the names doesn't import every kind of source
-    from sbkit.data.sources.base import Source
+    from sbkit.data.sources.base import Rows, Source
 
 SPLITS = ("train", "dev", "test")
 #: A source's names for each of them, the likeliest first.
@@ -17,6 +20,8 @@ ALIASES = {
     "dev": ("dev", "validation", "valid", "val", "development", "eval"),
     "test": ("test", "testing"),
 }
+
+_SHARE, _LEAST = 0.02, 100
 
 
 def check_splits(option: str, names: Collection[str]) -> None:
@@ -53,6 +58,27 @@ def choose_splits(source: Source, wanted: Sequence[str], named: Mapping[str, lis
     return chosen
 
 
+def assign_splits(keys: Iterable[str], least: int) -> dict[str, str]:
+    """Choose the split of each key by its hash, so that few change when keys are added.
+
+    Dev and test get 2 % each, but ``least`` if that is more and at most a tenth.
+    """
+    ordered = sorted(set(keys), key=lambda key: hashlib.sha256(key.encode()).digest())
+    count = max(1, round(_SHARE * len(ordered)), min(least, len(ordered) // 10))
+    return dict.fromkeys(ordered, "train") | dict.fromkeys(ordered[:count], "dev") \
+        | dict.fromkeys(ordered[-count:], "test")
+
+
+def hold_out(rows: Rows) -> dict[str, Rows]:
+    """Divide a list's rows into train, dev and test; rows with the same sentence stay together."""
+    keys = ["".join(filter(str.isalnum, text)).casefold() or name
+            for text, name in zip(rows.texts, rows.ids, strict=True)]
+    split = assign_splits(keys, _LEAST)
+    found = {name: rows.take(np.flatnonzero([split[key] == name for key in keys])) for name in SPLITS}
+    found["dev"].malformed, found["test"].malformed = [], []
+    return found
+
+
 def check_needed(source: Source, needed: Sequence[str], available: Collection[str]) -> None:
     """Refuse a source that lacks a split which the run needs."""
     missing = [split for split in needed if split not in available]
@@ -60,5 +86,4 @@ def check_needed(source: Source, needed: Sequence[str], available: Collection[st
         raise SbkitError(
             f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
             f"{', '.join(source.names())})",
-            hint=f"take another of them, --corpus.splits '{{{missing[0]}: NAME}}', or move some rows of train to a "
-                 "list of their own, such as 5 %, with other sentences and speakers")
+            hint=f"choose one: --corpus.splits '{{{missing[0]}: NAME}}'")

@@ -40,7 +40,8 @@ class _FirstRows(Source):
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
         self.source.inherit_needs(self)
-        return self.source.read(name, show_progress).first(STEPS * ROWS)
+        rows = self.source.read(name, show_progress)
+        return rows.take(np.arange(min(len(rows), STEPS * ROWS)))
 
     def fingerprint(self) -> list[Any]:
         return self.source.fingerprint()

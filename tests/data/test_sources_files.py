@@ -240,7 +240,7 @@ def test_shards_of_two_makings_are_not_one_split(tmp_path):
 
 
 @pytest.mark.parametrize(("source", "message"), [
-    ("train.csv", "is one file; name its split"), ({"train": "gone.csv"}, r"gone\.csv: no such file"),
+    ("x.docx", "unknown format"), ({"train": "gone.csv"}, r"gone\.csv: no such file"),
     ({"train": "x.docx"}, "unknown format"), ("gone/too", "no such file or folder"),
 ])
 def test_what_is_no_corpus_is_named(tmp_path, monkeypatch, source, message):

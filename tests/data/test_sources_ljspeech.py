@@ -1,4 +1,4 @@
-"""LJSpeech's layout: a list without a header, and splits that are assign_splits."""
+"""LJSpeech's layout: a list without a header and without splits."""
 
 import json
 
@@ -6,7 +6,6 @@ import pytest
 from sounds import encoded, speechlike
 
 from sbkit.data.corpus import Corpus
-from sbkit.data.sources.ljspeech import assign_splits
 from sbkit.errors import SbkitError
 
 SOUND = encoded(speechlike(0.5), 16_000)
@@ -45,15 +44,6 @@ def test_normalised_texts_are_taken_and_nothing_is_quoted(tmp_path):
     assert train.wavs[0] == str(source / "wavs" / f"{train.ids[0]}.wav") and set(train.speakers) == {""}
     assert train.durations.tolist() == pytest.approx([0.5] * len(train))
     assert corpus.report["source"]["kind"] == "LJSpeech"
-
-
-def test_splits_are_drawn_by_id_and_stay_when_rows_are_added():
-    before, after = (assign_splits(f"LJ-{i}" for i in range(count)) for count in (300, 310))
-    counts = {split: list(before.values()).count(split) for split in ("train", "dev", "test")}
-    assert counts == {"train": 284, "dev": 8, "test": 8}
-    assert sum(after[name] != split for name, split in before.items()) <= 2
-    assert list(assign_splits(map(str, range(1000))).values()).count("dev") == 20
-    assert sorted(assign_splits("abc").values()) == ["dev", "test", "train"], "the smallest corpus has one of each"
 
 
 def test_paths_in_the_place_of_ids_and_two_fields(tmp_path):

@@ -4,9 +4,14 @@ import ast
 from pathlib import Path
 
 import pytest
+import run_folders
+from hypothesis import given
+from hypothesis import strategies as st
 
 import sbkit
-from sbkit.data.splits import ALIASES, SPLITS, choose_splits
+from sbkit.data.corpus import Corpus
+from sbkit.data.sources import Rows
+from sbkit.data.splits import ALIASES, SPLITS, assign_splits, choose_splits, hold_out
 from sbkit.errors import SbkitError
 
 
@@ -52,3 +57,37 @@ def test_they_are_defined_once():
              if isinstance(node, (ast.Tuple, ast.List))
              and [getattr(each, "value", None) for each in node.elts] == [*SPLITS]]
     assert found == ["data/splits.py"]
+
+
+def test_keys_keep_their_split_when_others_are_added():
+    before, after = (assign_splits((f"LJ-{i}" for i in range(count)), 8) for count in (300, 310))
+    counts = {split: list(before.values()).count(split) for split in SPLITS}
+    assert counts == {"train": 284, "dev": 8, "test": 8}
+    assert sum(after[name] != split for name, split in before.items()) <= 2
+    assert list(assign_splits(map(str, range(1000)), 8).values()).count("dev") == 20
+    assert list(assign_splits(map(str, range(1000)), 100).values()).count("dev") == 100
+    assert sorted(assign_splits("abc", 8).values()) == ["dev", "test", "train"], "the smallest corpus has one of each"
+
+
+@given(st.lists(st.sampled_from(["", "a", "b c", "d", "e", "f g", "h"]), min_size=20, max_size=60))
+def test_a_divided_list_has_all_rows_once_and_no_sentence_in_two_splits(texts):
+    rows = Rows("a list", [str(i) for i in range(len(texts))], ["x.wav"] * len(texts), texts, malformed=[("y", "z")])
+    found = hold_out(rows)
+    assert sorted(int(each) for part in found.values() for each in part.ids) == list(range(len(texts)))
+    assert all(texts[int(i)] == text for part in found.values() for i, text in zip(part.ids, part.texts, strict=True))
+    said = [set(found[split].texts) - {""} for split in SPLITS]
+    assert not (said[0] & said[1] or said[0] & said[2] or said[1] & said[2])
+    assert [len(found[split].malformed) for split in SPLITS] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_list_is_enough_to_train_on(tmp_path, alone):
+    rows = [f"{i},{run_folders.sound(tmp_path / f'{i}.wav', seed=i)},sentence {i}" for i in range(30)]
+    (tmp_path / "train.csv").write_text("\n".join(["ID,wav,wrd", *rows]) + "\n")
+    corpus = Corpus(tmp_path / "train.csv" if alone else tmp_path, folder=tmp_path / "m")
+    assert list(corpus.prepare(show_progress=False)) == ["train"], "nothing is held out that nobody needs"
+    found = corpus.prepare(show_progress=False, needed=SPLITS)
+    assert {split: len(rows) for split, rows in found.items()} == {"train": 24, "dev": 3, "test": 3}
+    assert "dev and test: sentences of the only list" in corpus.summary()
+    again = corpus.prepare(show_progress=False, needed=SPLITS)
+    assert all(again[split].ids == found[split].ids for split in SPLITS)

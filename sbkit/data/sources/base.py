@@ -68,11 +68,11 @@ class Rows:
             raise no_column(self.origin, name, [each for each in own if each != name], {})
         return own[name]
 
-    def first(self, count: int) -> Rows:
-        """The first rows, and all malformed ones."""
-        return Rows(self.origin, self.ids[:count], self.wavs[:count], self.texts[:count], self.speakers[:count],
-                    self.durations[:count], self.starts[:count],
-                    {name: column[:count] for name, column in self.meta.items()}, self.malformed)
+    def take(self, indices: np.ndarray) -> Rows:
+        """The rows with these indices, and all malformed ones."""
+        return Rows(self.origin, self.ids.take(indices), self.wavs.take(indices), self.texts.take(indices),
+                    self.speakers.take(indices), self.durations[indices], self.starts[indices],
+                    {name: column.take(indices) for name, column in self.meta.items()}, self.malformed)
 
 
 class Source(ABC):

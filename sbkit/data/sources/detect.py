@@ -56,7 +56,7 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
     if path.is_file():
         if path.name.endswith(SUFFIXES):
             return CommonVoiceArchive(path, cache, language, show_progress)
-        raise SbkitError(f"{path} is one file", hint=f"name its split, {{train: {path}}}; {_EXPECTED}")
+        return Mixed({"train": [_open_file(path, cache, columns, data_root)]})
     return Hub(str(source), cache, columns)  # owner/name
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sbkit.data.audio import SUFFIXES
 from sbkit.data.sources.base import ALIASES, Rows, Source, stamp
 from sbkit.data.sources.files import lines
-from sbkit.data.splits import SPLITS
+from sbkit.data.splits import SPLITS, assign_splits
 from sbkit.errors import SbkitError
 
 METADATA, WAVS = "metadata.csv", "wavs"
 #: The share of the ids in each of dev and test, and their minimum number, as far as it is at most the second share.
-SHARE, MIN_IDS, MAX_SHARE = 0.02, 8, 0.1
+_LEAST = 8  # ids in dev and in test
 _ROLES = ("id", "audio", "text", "speaker")
 _MAX_COLUMNS = 3  # fields with a known meaning
 _NAMED = "name fields by their numbers, e.g. --corpus.columns '{text: 2, speaker: 3}'"
@@ -58,7 +57,7 @@ class LJSpeech(Source):
     def read(self, name: str, show_progress: bool = True) -> Rows:
         rows, malformed = self._rows()
         self._check(rows)
-        split = assign_splits(row[self._column("id")] for row in rows)
+        split = assign_splits((row[self._column("id")] for row in rows), _LEAST)
         rows = [row for row in rows if split[row[self._column("id")]] == name]
         speakers = self.columns.get("speaker")
         return Rows(
@@ -125,14 +124,6 @@ class LJSpeech(Source):
         if not name.lower().endswith(SUFFIXES):
             name += ".wav"
         return "/".join((self.root, name) if name.startswith(f"{WAVS}/") else (self.root, WAVS, name))
-
-
-def assign_splits(ids: Iterator[str]) -> dict[str, str]:
-    """Choose the split of each id by its hash."""
-    ordered = sorted(set(ids), key=lambda name: hashlib.sha256(name.encode()).digest())
-    count = max(1, round(SHARE * len(ordered)), min(MIN_IDS, int(MAX_SHARE * len(ordered))))
-    return dict.fromkeys(ordered, "train") | dict.fromkeys(ordered[:count], "dev") \
-        | dict.fromkeys(ordered[-count:], "test")
 
 
 def _id(name: str) -> str:
