@@ -1,15 +1,14 @@
 """A bundle at its place is whole or as it was, whatever ends an export, and the next one tidies up."""
 
-import builtins
 import contextlib
 import errno
 import itertools
 import os
 import signal
-import subprocess
+from pathlib import Path
 
 import pytest
-from kill_points import OPERATIONS, Killer
+from kill_points import Copying, Disturber, disturbed
 
 from sbkit.data import publish
 from sbkit.errors import SbkitError
@@ -45,42 +44,28 @@ def hidden(to):
     return [path.name for path in to.parent.iterdir() if path != to]
 
 
-class Failing(Killer):
+class Failing(Disturber):
     """Operation number ``at`` is refused, and with ``after`` every one behind it."""
 
     def __init__(self, at, after):
-        self.after = after
-        super().__init__(at)
+        self.at, self.after = at, after
+        super().__init__()
 
     def tick(self, name):
-        self.done += 1
+        super().tick(name)
         if self.done == self.at or (self.after and self.done > self.at):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-class Copying(Killer):
-    """Before each operation the folder is copied, as a kill would leave it."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        super().__init__(at=0)
-
-    def tick(self, name):
-        self.done += 1
-        subprocess.run(["cp", "-a", self.folder, f"{self.folder}.{self.done}"], check=True)
-
-
-def disturbed(to, disturb, exchange):
-    """How many operations an export over another one had, with something that disturbs them."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module, name in (*((os, name) for name in OPERATIONS), (builtins, "open"), (publish, "exchange")):
-            patch.setattr(module, name, getattr(module, name))  # given back at the end
+def disturbing(to, disturb, exchange):
+    """What disturbed an export over another one."""
+    with disturbed((publish, "exchange")):
         disturber, swap = disturb(), publish.exchange
         publish.exchange = lambda *names: exchange and (disturber.tick("exchange"), swap(*names))[1]
         with contextlib.suppress(SbkitError, OSError):
             export(to, 2)
             assert bundle(to) == 2
-    return disturber.done
+    return disturber
 
 
 def tidied(to, exchange):
@@ -98,8 +83,8 @@ exchanges = pytest.mark.parametrize("exchange", [True, False], ids=["exchange", 
 def test_killed_at_every_operation_the_bundle_is_whole_or_as_it_was(tmp_path, exchange):
     to = tmp_path / "there" / "b"
     export(to, 1)
-    kills = disturbed(to, lambda: Copying(to.parent), exchange)
-    found = [tidied(tmp_path / f"there.{at}" / "b", exchange) for at in range(1, kills + 1)]
+    copies = disturbing(to, lambda: Copying(to.parent), exchange).copies
+    found = [tidied(Path(copy) / "b", exchange) for copy in copies]
     assert len(found) > 8 and found == sorted(found) and set(found) == {1, 2} and bundle(to) == 2
 
 
@@ -109,7 +94,7 @@ def test_with_errors_at_every_operation_the_bundle_is_whole_or_as_it_was(tmp_pat
     to, found = tmp_path / "b", []
     for at in itertools.count(1):
         export(to, 1)
-        if disturbed(to, lambda at=at: Failing(at, after), exchange) < at:
+        if disturbing(to, lambda at=at: Failing(at, after), exchange).done < at:
             break
         found.append(tidied(to, exchange))
     assert len(found) > 8 and set(found) == {1, 2}

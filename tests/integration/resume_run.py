@@ -242,7 +242,3 @@ def restarting(folder, places):
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="restarting", rdzv_backend="c10d",
                           rdzv_endpoint="localhost:0", max_restarts=3, monitor_interval=0.2, start_method="fork")
     elastic_launch(config, script)(folder, places)
-
-
-if __name__ == "__main__":
-    script(*sys.argv[1:])

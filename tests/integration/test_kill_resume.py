@@ -1,18 +1,19 @@
 """Killed at any moment: the next start finds a whole checkpoint, and ends as if it had never been stopped."""
 
+import contextlib
+import io
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 
+import kill_points
 import pytest
 import resume_run
-from processes import ROOT, Ended, program, programs
+from processes import program, programs
 from trained_runs import different
 
 
@@ -25,46 +26,42 @@ def quick_disk(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_every_operation_on_the_disk(quick_disk):
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parents[1] / "kill_points.py"), str(quick_disk)],
-        capture_output=True, text=True, timeout=550, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+@pytest.mark.parametrize("asynchronous, name, finely", [
+    (False, None, True), (True, None, False), (False, "best", False), (True, "best", False)],
+    ids=["finely", "async", "replaced", "replaced, async"])
+def test_killed_at_every_operation_on_the_disk(quick_disk, asynchronous, name, finely):
+    """The old one until the rename, the new one from there on, and never back again."""
+    kills = kill_points.killed_while_saving(str(quick_disk / "saved"), asynchronous, name, finely)
+    assert {"fsync", "rename", "unlink", "rmdir", "mkdir", "write"} <= set(kills.names)
+    assert not finely or kills.names.count("write") > 100
+    found = [kill_points.next_start(each) for each in kills.copies]
+    assert set(found) == {1, 2} and found == sorted(found)
+
+
+@pytest.mark.slow
+def test_killed_again_at_every_operation_of_the_next_start(quick_disk):
+    for left in kill_points.killed_while_saving(str(quick_disk / "saved"), False, "best").copies[::5]:
+        found = kill_points.killed_again_while_tidying(left)
+        assert len(found) > 1 and len(set(found)) == 1, left
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(quick_disk):
+    done = program(kill_points.killed_at_random, str(quick_disk / "saved"), "20")
     assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout)
-    for where in ("finely", "async", "replaced", "replaced, async"):
-        operations, points, found = (report[where][each] for each in ("operations", "points", "found"))
-        assert {"fsync", "rename", "unlink", "rmdir", "mkdir", "write"} <= set(operations)
-        left = {operation for at, operation in enumerate(operations, 1) if at not in points}
-        assert left == ({"write"} if where == "finely" else set())
-        # the old one until the rename, the new one from there on, and never back again
-        assert set(found) == {1, 2} and found == sorted(found), f"{where}: {found}"
-    assert report["finely"]["operations"].count("write") > 100
-    for again in report["again"]:
-        assert len(again["found"]) > 1 and len(set(again["found"])) == 1, again
-    assert len(report["random"]["found"]) == 30
 
 
 # ------------------------------------------------------------------ exact resume
 
 
-def train(folder, place="", processes=1, python=False, **environment):
+def train(folder, place="", processes=1, **environment):
     """Train to the end or to the place where it is killed; (exit code, what it printed, its log).
 
-    Most runs save the seconds of their imports. ``python`` has a Python of its own begin and end around them, whose
-    hashes of texts are others too. Of several processes it's the first one's end, and everyone's log.
+    Of several processes it's the first one's end, and everyone's log.
     """
-    arguments = [str(folder), *([place] if place else [])]
-    if not python:
-        ends = programs(processes, resume_run.script, *arguments, **environment)
-        done = ends[0]._replace(stderr="\n".join(end.stderr for end in ends))
-    else:
-        command = [sys.executable, resume_run.__file__, *arguments]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:  # pipes wait for orphans
-            code = subprocess.run(command, stdout=out, stderr=err, timeout=300, env=env).returncode
-            done = Ended(code, *(stream.seek(0) or stream.read() for stream in (out, err)))
-    return done.returncode, json.loads(done.stdout) if done.returncode == 0 else None, done.stderr
+    ends = programs(processes, resume_run.script, str(folder), *([place] if place else []), **environment)
+    code, printed, _ = ends[0]
+    return code, json.loads(printed) if code == 0 else None, "\n".join(end.stderr for end in ends)
 
 
 def finished(folder, **how):
@@ -82,7 +79,10 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def never_stopped(runs):
-    return finished(runs / "never", python=True)
+    """In this process, which has other hashes of texts than the others."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        resume_run.main(runs / "never")
+    return json.loads(out.getvalue())
 
 
 def steps(folder):
@@ -127,13 +127,12 @@ def test_with_speechbrains_loader_too(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place, name, code, python", [
-    ("train:2:4:1", "SIGTERM", 143, True), ("train:1:0:0", "SIGINT", 130, False),
-    ("train:2:8:2", "SIGUSR1", 138, False), ("evaluating:2:2:0", "SIGTERM", 143, False),
-    ("valid:2:0:0", "SIGTERM", 143, False), ("saving:3:0:0", "SIGTERM", 143, False)])
-def test_a_signal_ends_it_with_a_checkpoint_a_line_and_a_code(runs, never_stopped, place, name, code, python, request):
+@pytest.mark.parametrize("place, name, code", [
+    ("train:2:4:1", "SIGTERM", 143), ("train:1:0:0", "SIGINT", 130), ("train:2:8:2", "SIGUSR1", 138),
+    ("evaluating:2:2:0", "SIGTERM", 143), ("valid:2:0:0", "SIGTERM", 143), ("saving:3:0:0", "SIGTERM", 143)])
+def test_a_signal_ends_it_with_a_checkpoint_a_line_and_a_code(runs, never_stopped, place, name, code, request):
     folder = runs / request.node.name.replace(":", "-")
-    returned, _, log = train(folder, place, python=python, SIGNAL=name, EVERY="0")
+    returned, _, log = train(folder, place, SIGNAL=name, EVERY="0")
     assert returned == code, log
     last = log.strip().splitlines()[-1]
     assert last.startswith(f"stopped by {name} ") and "run the same command to" in last
