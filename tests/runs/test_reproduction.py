@@ -194,7 +194,11 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     assert "and the test" in capsys.readouterr().out
     other = json.loads((tmp_path / "out" / "reproduce.json").read_text()) | {"weights": "of another file"}
     (tmp_path / "other.json").write_text(json.dumps(other))
-    assert main(["reproduce", f"{tmp_path}/other.json", "--to", f"{tmp_path}/fourth", *again[4:]]) == 1
+    ended = SimpleNamespace(poll=lambda: 0, wait=lambda: 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reproduction.subprocess, "Popen", lambda *_, **__: shutil.copytree(  # what it would write
+            tmp_path / "out", tmp_path / "fourth" / "run", dirs_exist_ok=True) and ended)
+        assert main(["reproduce", f"{tmp_path}/other.json", "--to", f"{tmp_path}/fourth", *again[4:]]) == 1
     said = capsys.readouterr().err
     assert "the run starts from other weights than the recorded one" in said and "--set init_from=PLACE" in said
     recording = next(path for path in (tmp_path / "data").rglob("*.wav"))
@@ -205,7 +209,9 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     assert main(["train", str(RECIPE), *words, "--data_folder", f"{tmp_path}/data", "--output_folder",
                  f"{tmp_path}/out", "--no-check", "--lr", "0.5", "--number_of_epochs", "13"]) == 0
     capsys.readouterr()
-    main([*again, "--to", f"{tmp_path}/third", "--steps", "10"])
+    monkeypatch.setattr(reproduction, "train", None)
+    with pytest.raises(TypeError):
+        main([*again, "--to", f"{tmp_path}/third", "--steps", "10"])
     assert "resumed with another command, and this is the recipe of the last one" in capsys.readouterr().out
 
 
