@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.errors import SbkitError
-from sbkit.nn.guard import guard_indices
+from sbkit.nn.guard import guard_indices, has_values
 
 MAX_SIZE, MAX_CONTEXT = 1 << 16, 16  # that a bundle may have
 _NEVER = -1e30  # the logarithm of an impossible event; finite, so that the difference of two is not NaN
@@ -118,6 +118,8 @@ def _sums(silent: Tensor, label: Tensor) -> Tensor:
     It loops over tokens: over time, the sum of paths is a cumulative sum once the blanks are divided out.
     """
     blanks = functional.pad(silent.cumsum(1), (0, 0, 1, 0))[:, :-1]
+    if not has_values(silent):  # a loop over rows of these sizes takes seconds
+        return torch.stack((silent + blanks).unbind(2), 2)
     rows = [blanks[:, :, 0]]
     for u in range(label.shape[2]):
         rows.append(torch.logcumsumexp(rows[-1] + label[:, :, u] - blanks[:, :, u + 1], 1) + blanks[:, :, u + 1])
@@ -128,6 +130,8 @@ def _sums_back(silent: Tensor, label: Tensor, last: Tensor) -> Tensor:
     """Compute the same for all paths from each point to the end, after the blank at ``last`` [B, T, U + 1]."""
     end = silent.where(last, _NEVER)
     blanks = silent.where(~last, 0.0).flip(1).cumsum(1).flip(1)  # from a frame on
+    if not has_values(silent):
+        return torch.stack((end + blanks).unbind(2), 2)
     rows: list[Tensor] = []
     for u in range(silent.shape[2] - 1, -1, -1):
         begins = end[:, :, u] if not rows else torch.logaddexp(end[:, :, u], rows[-1] + label[:, :, u])
