@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import math
@@ -12,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sbkit.data.audio import SUFFIXES
 from sbkit.data.remote import Remote, check_schemes, scheme_of
@@ -19,6 +21,9 @@ from sbkit.errors import SbkitError
 from sbkit.infer.recordings import Recording
 from sbkit.system import disk
 from sbkit.system.untrusted import standard_input
+
+if TYPE_CHECKING:  # pyarrow, which transcribing alone doesn't need
+    from sbkit.data.delimited import Delimited
 
 logger = logging.getLogger(__name__)
 
@@ -153,13 +158,15 @@ def _add_references(recordings: list[Recording], path: Path) -> None:
 
 
 def _texts(path: Path) -> dict[str, str]:
-    if path.suffix.lower() == ".csv":
-        from sbkit.data.manifest import Manifest
+    """The texts of a list by the names of its recordings: a CSV, a TSV with a header, or lines ``name<TAB>text``."""
+    from sbkit.data.delimited import header, read_delimited
+    from sbkit.data.sources.base import ALIASES
 
-        manifest = Manifest.read(path)
-        rows = [(name, text.strip()) for ids in (manifest.ids, (Path(wav).name for wav in manifest.wavs))
-                for name, text in zip(ids, manifest.texts, strict=True)]
-        return dict(rows)
+    if path.suffix.lower() == ".csv":
+        return _columns(read_delimited(path))
+    with contextlib.suppress(SbkitError):  # two equal fields, which no header has
+        if {*header(path, delimiter="\t", quoted=False)} & {*ALIASES["text"]}:
+            return _columns(read_delimited(path, delimiter="\t", quoted=False))
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -172,6 +179,20 @@ def _texts(path: Path) -> dict[str, str]:
                 raise SbkitError(f"{path}:{number}: expected a name, a tab and a text")
             texts[name.strip()] = text.strip()
     return texts
+
+
+def _columns(read: Delimited) -> dict[str, str]:
+    from sbkit.data.sources.base import ALIASES
+
+    hint = "references need the recordings' ids or files, and their texts"
+    texts = read.need(*ALIASES["text"], hint=hint)
+    named = [column for role in ("id", "audio") if (column := read.find(*ALIASES[role])) is not None]
+    if read.malformed:
+        line, what = read.malformed[0]
+        raise SbkitError(f"{read.path}, line {line}: {what}", hint="quote a field that contains a comma")
+    return {form(name): text.strip() for column in named or [read.need(*ALIASES["audio"], hint=hint)]
+            for form in (str, os.path.basename)
+            for name, text in zip(column.to_pylist(), texts.to_pylist(), strict=True)}
 
 
 def output_path(folder: Path, recording: Recording, suffix: str) -> Path:

@@ -26,7 +26,7 @@ LEARNS = 2 * NOTHING
 PATIENCE, MAX_TIMES = 400, 3.0
 #: The same from pretrained weights: a share of the run, between two numbers of steps. Whisper base with the rates of
 #: hparams/ssl.yaml leaves chance after 45 to 75 steps, with the head at the encoder's rate after 190.
-TRAINED_PATIENCE, TRAINED_SHARE = (40, 150), 0.15
+TRAINED_PATIENCE, TRAINED_SHARE = (80, 150), 0.15
 #: The usual peak of the learning rate from random weights, and that of hparams/ssl.yaml from pretrained ones.
 USUAL_RATE, TRAINED_RATE = 0.002, 5e-5
 #: The advised peak for a new head, and the one up to which it is advised.

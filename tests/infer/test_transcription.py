@@ -188,6 +188,20 @@ def test_its_interval_is_that_of_evaluate_which_goes_through_a_manifest_in_its_o
     assert "(95 % interval {:.2f} to {:.2f})".format(*interval(words)) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name, form", [
+    ("refs.csv", "recording_id,file,transcript\n1,clips/one.wav,first words\n2,two.flac,more words there\n"),
+    ("refs.csv", "id,sentence\none,first words\ntwo,more words there\n"),
+    ("test.tsv", 'client_id\tpath\tsentence\n"x\tone.wav\tfirst words\nx\ttwo.flac\tmore words there\n'),
+])
+def test_references_are_any_list_that_can_be_prepared(bundle, clips, tmp_path, capsys, name, form):
+    (tmp_path / name).write_text(form)
+    assert run(bundle, clips, "--references", tmp_path / name) == 0
+    assert "WER 20.00 %" in capsys.readouterr().err
+    (tmp_path / "refs.csv").write_text("file,what\none.wav,first words\n")
+    assert run(bundle, clips, "--references", tmp_path / "refs.csv") == 2
+    assert "refs.csv has no column 'wrd' or 'text'" in capsys.readouterr().err
+
+
 def test_references_of_one_s_own(bundle, clips, tmp_path, capsys):
     (tmp_path / "refs.tsv").write_text("one\tfirst words\ntwo.flac\tmore words there\n\n")
     assert run(bundle, clips, "--references", tmp_path / "refs.tsv") == 0
