@@ -16,6 +16,8 @@ from sbkit.recipe.check import check
 from sbkit.recipe.load import load
 from sbkit.recipe.source import Findings
 
+pytestmark = pytest.mark.usefixtures("without_cost")
+
 FOLDER = Path(__file__).parent / "broken"
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
 

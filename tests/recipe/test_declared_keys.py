@@ -10,6 +10,8 @@ from sbkit.recipe.arguments import parse_overrides
 from sbkit.recipe.check import check
 from sbkit.train.memory.trials import open_trial
 
+pytestmark = pytest.mark.usefixtures("without_cost")
+
 MINE = """
 import dataclasses
 from sbkit.recipe.keys import key

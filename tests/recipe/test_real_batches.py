@@ -14,7 +14,7 @@ from sbkit.recipe.check import check
 from sbkit.tasks.ctc import CTC
 from sbkit.tasks.task import Metric
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cost")]
 
 
 class OneVector(nn.Linear):
