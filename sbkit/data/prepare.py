@@ -40,6 +40,7 @@ REASONS = (MALFORMED, REFUSED, "repeated id", IN_OTHER_SPLIT, MISSING, "no text"
 _CODE = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: the row is kept
 
 _EXAMPLES = 10
+_MANY = 0.1  # of the rows: one that was left out is shown
 SAMPLE = 200
 #: If more of the sample than this has a wrong duration in the list, all recordings are measured.
 _DISAGREE_SHARE = 0.05
@@ -299,6 +300,9 @@ def summarize(report: Mapping[str, Any]) -> str:
         if outside:
             shown = " ".join(f"{char!r} x{count}" for char, count in list(outside.items())[:10])
             lines.append(f"{split}: characters outside the alphabet: {shown}")
+        lines += [f"{split}: {one['count']} of {entry['rows']} rows are left out ({reason}), such as "
+                  f"{one['examples'][0]}; left_out.csv lists all"
+                  for reason, one in entry["left_out"].items() if one["count"] > _MANY * entry["rows"]]
         durations = entry["durations"]
         if (listed := durations.get("listed")) and (missing := durations.get("measured")):
             lines.append(f"{split}: the list has no duration above 0 for {missing} of {listed + missing} rows, so "

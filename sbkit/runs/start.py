@@ -85,7 +85,7 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
         recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
         ranks.run_on_main(preparation.save_recipe, folder, request)
     if request.check:
-        ranks.run_on_main(training.before_training, recipe)
+        ranks.run_on_main(training.before_training, recipe, request.path)
     done = ranks.run_on_main(results.finished, recipe.keys, request, guard)
     test_only = request.run_opts.test_only
     if done and not test_only:

@@ -19,7 +19,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import flops
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
-from sbkit.recipe.source import Findings
+from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import Utilisation, peak_of
 from sbkit.runs import initial, old_set, restore
 from sbkit.runs.keys import Bundles
@@ -158,10 +158,10 @@ def before_run(request: CommandLine) -> None:
     print(report.verdict(), file=sys.stderr, flush=True)
 
 
-def before_training(recipe: Recipe) -> None:
-    """Check the labels of the prepared corpus against the model."""
-    found = Findings()
-    recipe.task.check_labels(recipe.keys, recipe.keys.corpus.load(), found, {})
+def before_training(recipe: Recipe, path: Path) -> None:
+    """Check the labels of the prepared corpus against the model; ``path`` is the recipe's file."""
+    found, node = Findings(), Node(None, Place(str(path)), "")
+    recipe.task.check_labels(recipe.keys, recipe.keys.corpus.load(), found, {"corpus": node, "tokenizer": node})
     for finding in found:
         print(finding, file=sys.stderr, flush=True)
     errors = [finding for finding in found if finding.severity == "error"]

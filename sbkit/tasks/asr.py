@@ -19,7 +19,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.parts import flattened
 from sbkit.runs import initial
 from sbkit.score.latency import LiveTranscript
-from sbkit.system.console import atomic_write
+from sbkit.system.console import atomic_write, counted
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
 from sbkit.tasks.learning_notices import LearningNotices, Notice, Setup
 from sbkit.tasks.learning_progress import LearningProgress
@@ -103,8 +103,8 @@ class ASR(Task):
         for split, manifest in manifests.items():
             uncovered = tokenizer.coverage(manifest.texts)
             if uncovered:
-                logger.warning("The tokenizer has no tokens for %d characters of %s: %s", uncovered.total(), split,
-                               _most_common(uncovered))
+                logger.warning("The tokenizer has no tokens for %s of %s: %s",
+                               counted(uncovered.total(), "character"), split, _most_common(uncovered))
         return follows
 
     @classmethod
@@ -122,8 +122,8 @@ class ASR(Task):
     def check_manifest(cls, keys: RecogniserKeys, split: str, manifest: Manifest) -> None:
         uncovered = keys.tokenizer.coverage(manifest.texts)
         if uncovered:
-            logger.warning("The model can't output %d characters of these texts, so each is an error: %s",
-                           uncovered.total(), _most_common(uncovered))
+            logger.warning("The model can't output %s of these texts, so each is an error: %s",
+                           counted(uncovered.total(), "character"), _most_common(uncovered))
 
     @property
     def labels_per_second(self) -> float:
@@ -243,8 +243,9 @@ def keep_tokenizer(keys: RecogniserKeys, texts: Sequence[str],
     tokenizer = Tokenizer(path.parent, model=path).load()
     uncovered = tokenizer.coverage(texts)
     if uncovered:
-        raise SbkitError(f"init_tokenizer: keep: that tokenizer has no piece for {len(uncovered)} characters of the "
-                         f"train split: {_most_common(uncovered)}", hint=_NEW)
+        raise SbkitError("init_tokenizer: keep: that tokenizer has no piece for "
+                         f"{counted(len(uncovered), 'character')} of the train split: {_most_common(uncovered)}",
+                         hint=_NEW)
     plain = [piece for piece in tokenizer.pieces() if not piece.startswith("<")]
     kind = "char" if all(len(piece) == 1 for piece in plain) else "unigram"
     parts = given.get("tokenizer", {})

@@ -190,6 +190,7 @@ def test_every_row_left_out_is_listed(half_there, tmp_path):
                                   ("dev", "dev2", "missing clip", "")]
     assert corpus.left_out("test") == (
         "2 of 3 test rows were left out in preparation: 1 missing clip, 1 undecodable")
+    assert "test: 1 of 3 rows are left out (undecodable), such as " in corpus.summary()
     assert len(listed) == sum(entry["rows"] - entry["kept"] for entry in corpus.report["splits"].values())
 
 

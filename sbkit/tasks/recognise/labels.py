@@ -84,8 +84,9 @@ def check_labels(keys: EncoderKeys, model: Recognizer, manifests: Mapping[str, M
             report("too-short", place, "corpus",
                    f"{split}: {len(found.short)} {of} have fewer encoder frames than CTC needs for their tokens "
                    f"and repeats: {_some(found.short)}",
-                   f"{'nothing' if alone else 'by CTC nothing'} is learned from them: subsample less, take a larger "
-                   "vocabulary, or check their texts")
+                   (f"{'nothing' if alone else 'by CTC nothing'} is learned from them" if split == "train" else
+                    "CTC can't output all of their tokens")
+                   + ": subsample less, take a larger vocabulary, or check their texts")
         if found.empty:
             findings.warning("no-labels", place, "corpus",
                              f"{split}: the tokenizer finds no token in {len(found.empty)} {of}: {_some(found.empty)}",
