@@ -39,7 +39,7 @@ SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 1, "num_decoder_layers
          "cnn_first_channels": 4, "cnn_channels": 4, "num_workers": 0}
 #: Seconds that a check's child processes may take to end once killed.
 _END_SECONDS = 30.0
-_FORK, _SERVER = multiprocessing.get_context("fork"), multiprocessing.get_context("forkserver")
+_FORK = multiprocessing.get_context("fork")
 
 
 class Program(NamedTuple):
@@ -197,10 +197,7 @@ class Bench:
 
 
 def _sbkit(words: list[str], output: str, cwd: Path, environment: dict[str, str]) -> None:
-    handle = os.open(output, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(handle, stream)
-    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
+    _print_to(os.open(output, os.O_WRONLY | os.O_APPEND))
     os.environ.update(environment)
     os.chdir(cwd)
     _own_threads()
@@ -229,6 +226,12 @@ def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...
     _leave(0)
 
 
+def _print_to(handle: int) -> None:
+    for stream in (1, 2):
+        os.dup2(handle, stream)
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
+
+
 def _own_threads() -> None:
     """Create torch's thread pool in a forked process while it has one thread: two at once would abort it."""
     import torch
@@ -254,15 +257,15 @@ class CheckProcess:
         self._log, self._folder = logs / f"{check.name}.log", settings["home"] / check.name
         self._folder.mkdir(parents=True)
         bench = Bench(check.name, folder=self._folder, **settings)
-        # Checks are forked from a server that has imported everything but never touched a card.
-        _SERVER.set_forkserver_preload([f"{__package__}.preload"])
-        self._process = _SERVER.Process(target=_check, args=(check.function, bench, str(self._log)))
+        importlib.import_module(".preload", __package__)  # of all checks that are forked from this process
+        self._process = _FORK.Process(target=_check, args=(check.function, bench, str(self._log)))
         self._started = time.monotonic()
         self._process.start()
 
     def result(self) -> Result:
         """Wait for the check's end or its limit."""
-        self._process.join(self._limit)
+        while self._process.exitcode is None and time.monotonic() < self._started + self._limit:
+            time.sleep(0.05)
         seconds, late = time.monotonic() - self._started, self._process.exitcode is None
         self.end()
         how = f"cut off after {seconds:.0f} s, its limit" if late else self._how(self._process.exitcode)
@@ -298,9 +301,8 @@ class CheckProcess:
 def _check(function: str, bench: Bench, log: str) -> None:
     """Run the check in its process."""
     os.setpgid(0, 0)  # its children are ended with it
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    for stream in (1, 2):
-        os.dup2(handle, stream)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _print_to(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     multiprocessing.set_start_method("fork", force=True)  # for its own children, as in an ordinary program
     try:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-import runpy
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import util
 from typing import TYPE_CHECKING, Any
 
 from .bench import CHECKOUT, RECIPES
@@ -43,7 +42,7 @@ def large(bench: Bench) -> None:
 
 def finetuning(bench: Bench) -> None:
     """Compare fine-tuning of a pretrained encoder, whose weights are random: none can be downloaded everywhere."""
-    if util.find_spec("transformers") is None:
+    if importlib.util.find_spec("transformers") is None:
         bench.not_shown("step", "needs transformers: pip install 'sbkit[ssl]'")
         return
     at_once = 80 if bench.gib is None or bench.gib >= 38 else 40  # both sides in both precisions are on it together
@@ -73,7 +72,7 @@ def _be(command: list[str]) -> None:
     """Be a program of ``tools.bench``, with all imports done; each side that it starts imports its own."""
     os.chdir(CHECKOUT)
     sys.argv = command
-    runpy.run_module(command[0], run_name="__main__")
+    importlib.import_module(command[0]).main()
 
 
 def ratio(sides: dict[str, list[float]]) -> float:

@@ -126,11 +126,10 @@ def test_a_resumed_run_may_be_off_by_some_times_what_two_runs_are_that_were_not_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("modules", [["tools.gpu.preload"], processes.PRELOAD], ids=["checks", "ranks of tests"])
-def test_a_server_that_forks_never_asks_the_driver(modules):
+def test_a_server_that_forks_never_asks_the_driver():
     """CUDA would work in none of the processes that are forked from one that has asked."""
     code = ("import torch, sys; asked = []; torch._C._cuda_getDeviceCount = lambda: asked.append(1) or 0\n"
             "torch._C._cuda_init = lambda: asked.append(1)\n"
-            f"import {', '.join(modules)}; assert 'speechbrain' in sys.modules; sys.exit(len(asked))")
+            f"import {', '.join(processes.PRELOAD)}; assert 'speechbrain' in sys.modules; sys.exit(len(asked))")
     path = os.pathsep.join(each for each in sys.path if each)
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}).returncode == 0

@@ -57,7 +57,6 @@ def test_a_crash_and_an_error_are_told_and_what_was_found_before_stays(run):
 
 @pytest.mark.slow
 def test_a_check_that_hangs_is_cut_off_with_all_that_it_started(run, tmp_path):
-    run("well")  # the server that forks them has imported everything
     started = time.monotonic()
     done = run("hangs", limit=3.0)
     assert time.monotonic() - started < 60
