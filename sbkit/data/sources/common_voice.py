@@ -40,6 +40,7 @@ class CommonVoice(Source):
     def __init__(self, path: Path, language: str | None = None):
         self.folder = _language_folder(path, language)
         self.language = language
+        self._reported = False  # that the recordings have another language
         self.where = str(self.folder)
         self.clips = self.folder / "clips"
 
@@ -78,7 +79,8 @@ class CommonVoice(Source):
 
     def _check_language(self, locales: Column | None) -> None:
         found = locales[0] if locales else None
-        if found and self.language and _primary(found) != _primary(self.language):
+        if found and self.language and _primary(found) != _primary(self.language) and not self._reported:
+            self._reported = True
             logger.warning("%s holds %s, but the language is set to %s: the text rules may not fit",
                            self.folder, found, self.language)
 

@@ -11,6 +11,7 @@ import numpy as np
 from sbkit.score.old_set import OLD
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
 from sbkit.score.report.groups import UtteranceGroup, breakdown
+from sbkit.system.console import counted
 
 #: The page's note on how far to trust suspected labels.
 SUSPECTS_NOTE = (
@@ -137,8 +138,10 @@ def _labels(results: ScoredRun, suspects: Sequence[SuspectLabel]) -> Iterator[Ru
     if suspects:
         count = len(suspects)
         errors = sum(int(results.edits[suspect.index]) for suspect in suspects) / int(results.edits.sum())
+        # First if the model is good: the more it gets wrong, the less says its confidence.
         yield RunFinding(
-            1 + errors, f"{count} transcript{'s' if count > 1 else ''} may be wrong",
+            max(0.0, 1 - results.totals[0] / results.totals[1]) + errors,
+            f"{counted(count, 'transcript')} may be wrong",
             f"The model is confident of another transcript there: {percent(errors)} of all errors. Listen first. "
             "sbkit clean finds such transcripts in the training data.", "labels",
             100 * errors * results.totals[0] / results.totals[1])
@@ -199,7 +202,7 @@ def _kinds(results: ScoredRun) -> Iterator[RunFinding]:
     silent = sum(not one.hypothesis.split() for one in results.utterances)
     if silent > 0.02 * len(results):
         yield RunFinding(
-            silent / len(results), f"The hypothesis of {silent} utterances is empty",
+            silent / len(results), f"{counted(silent, 'utterance')} got an empty hypothesis",
             "Are these recordings silent, very short or very quiet?", "worst")
 
 
