@@ -1,7 +1,11 @@
 """A golden run is the same twice, and what differs from it is named."""
 
 import json
+import os
+import runpy
+import sys
 
+import processes
 import pytest
 
 from tools import golden
@@ -9,7 +13,16 @@ from tools import golden
 pytestmark = pytest.mark.slow
 
 
+def program(folder, *words):
+    """``python WORDS`` in a folder, with its imports done."""
+    os.chdir(folder)
+    sys.argv[:] = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
 def test_a_run_equals_itself_and_another_step_and_weight_are_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(golden.Place, "run", lambda place, *words: processes.program(
+        program, str(place.folder), *words, **golden.ENVIRONMENT))
     recorded = tmp_path / "golden.json"
     assert golden.main(["record", str(recorded), "script"]) == 0
     assert golden.main(["compare", str(recorded)]) == 0
@@ -33,5 +46,5 @@ def test_a_run_equals_itself_and_another_step_and_weight_are_named(tmp_path, cap
 def test_a_command_that_fails_is_a_difference(tmp_path, capsys):
     (tmp_path / "sbkit").mkdir()
     (tmp_path / "sbkit" / "__init__.py").write_text("raise ImportError('not today')")
-    assert golden.main(["record", str(tmp_path / "golden.json"), "script", "--tree", str(tmp_path)]) == 1
+    assert golden.main(["record", str(tmp_path / "golden.json"), "fp32", "--tree", str(tmp_path)]) == 1
     assert "not today" in capsys.readouterr().err
