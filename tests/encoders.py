@@ -8,7 +8,9 @@ import transformers
 
 _TRANSFORMER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
                 "layerdrop": 0.1}
-_WAVES = {**_TRANSFORMER, "conv_dim": (32,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+# Three convolutions that give the frames of the usual seven.
+_WAVES = {**_TRANSFORMER, "conv_dim": (32,) * 3, "conv_kernel": (10, 8, 5), "conv_stride": (10, 8, 4),
+          "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
 _LAYER = {"feat_extract_norm": "layer", "do_stable_layer_norm": True}
 GROUP = {"feat_extract_norm": "group", "do_stable_layer_norm": False}
 

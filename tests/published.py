@@ -15,14 +15,12 @@ SPOKEN = ["<pad>", "</s>", "<unk>", "▁", *"etaonirsh", "▁the", "ing"]  # LAS
 #: By what they are called in tests: the encoder's kind, the model's class, and more of its config.
 KINDS = {
     "wav2vec2": ("wav2vec2-group", "Wav2Vec2ForCTC", {}),
-    "wav2vec2-adapter": ("wav2vec2-layer", "Wav2Vec2ForCTC", {
+    "mms": ("mms-adapters", "Wav2Vec2ForCTC", {
         "add_adapter": True, "num_adapter_layers": 1, "output_hidden_size": 24}),
-    "mms": ("mms-adapters", "Wav2Vec2ForCTC", {"num_hidden_layers": 2}),  # in their order
-    "hubert": ("hubert-layer", "HubertForCTC", {}),
+    "hubert": ("hubert-batch-norm", "HubertForCTC", {}),
     "wavlm": ("wavlm-layer", "WavLMForCTC", {"num_hidden_layers": 2}),  # the first one's positions are the second's
-    "w2v-bert": ("w2v-bert", "Wav2Vec2BertForCTC", {}),
-    "w2v-bert-adapter": ("w2v-bert", "Wav2Vec2BertForCTC", {
-        "add_adapter": True, "use_intermediate_ffn_before_adapter": True, "num_adapter_layers": 2}),
+    "w2v-bert": ("w2v-bert", "Wav2Vec2BertForCTC", {
+        "add_adapter": True, "use_intermediate_ffn_before_adapter": True, "num_adapter_layers": 1}),
     "parakeet": ("parakeet", "ParakeetForCTC", {}),
     "lasr": ("lasr", "LasrForCTC", {}),
 }

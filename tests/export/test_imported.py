@@ -58,7 +58,7 @@ class Imported:
         assert main(self.words) == 0
 
 
-WHOLE = ("wav2vec2", "wavlm", "parakeet")
+WHOLE = ("wavlm", "parakeet")
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +115,10 @@ def test_words_are_those_of_a_tokenizer_that_writes_small_letters(tmp_path, caps
 
 @pytest.mark.slow
 def test_recordings_may_be_what_is_compared_on(imported):
-    facts = json.loads((imported("wav2vec2-adapter").bundle / layout.PARITY).read_text())
+    facts = json.loads((imported("hubert").bundle / layout.PARITY).read_text())
     assert facts["clips"]["origin"] == "4 utterances of the test split"
     assert facts["formats"]["transformers"]["wer"] < 30, "what is left is what the corpus's text rules change"
-    assert layout.Config.read(imported("wav2vec2-adapter").bundle).language == "en"
+    assert layout.Config.read(imported("hubert").bundle).language == "en"
 
 
 @pytest.mark.slow

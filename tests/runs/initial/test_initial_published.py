@@ -88,7 +88,7 @@ def test_the_check_shows_what_will_be_taken_and_what_can_not(english, tmp_path):
 
 @pytest.mark.slow
 def test_layers_between_encoder_and_head_are_taken_too_or_the_head_is_refused(english, tmp_path, caplog):
-    model = published.make(tmp_path / "model", "w2v-bert-adapter", SMALL)
+    model = published.make(tmp_path / "model", "w2v-bert", SMALL)
     with pytest.raises(SbkitError, match=r"has layers between encoder and head \(add_adapter\)") as raised:
         begun(tmp_path, english, model, caplog)
     assert raised.value.hint == "--encoder.add_adapter true"
