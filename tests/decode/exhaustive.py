@@ -44,14 +44,18 @@ def texts(log_probs, pieces):
 def transducer_sequences(joint, states, most):
     """The log-probability of every sequence of tokens that a transducer's states [T, J] can say, with so many tokens in
     a frame at most: of all paths, summed step by step."""
+    @functools.cache
+    def scores(frame, last):
+        return joint.join(states[frame][None], joint.predict(np.array([last])))[0].astype(np.float64)
+
     masses = {(): 0.0}
-    for state in states:
+    for frame in range(len(states)):
         left = {}
         for said in range(most + 1):
             after = {}
             for tokens, mass in masses.items():
                 last = ((joint.blank,) * joint.context + tokens)[-joint.context:]
-                log_probs = joint.join(state[None], joint.predict(np.array([last])))[0].astype(np.float64)
+                log_probs = scores(frame, last)
                 left[tokens] = np.logaddexp(left.get(tokens, -np.inf), mass + log_probs[joint.blank])
                 if said < most:
                     after |= {(*tokens, i): mass + each for i, each in enumerate(log_probs) if i != joint.blank}

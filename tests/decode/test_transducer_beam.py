@@ -82,7 +82,7 @@ def test_with_a_language_model_over_words_it_finds_the_best_of_all_texts(seed, f
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 10**6), frames=st.integers(1, 3))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_with_a_language_model_over_pieces_it_finds_the_best_of_all_spellings(seed, frames, models):
     joint, [states] = Joint(seed), drawn(seed, frames)
     model, path = models["piece"]
