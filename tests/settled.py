@@ -11,7 +11,8 @@ from sbkit.recipe import speed
 from sbkit.runs import preparation
 
 speed.MEASURE_SECONDS = 0.0
-preparation.inventory = lambda inventory=preparation.inventory(): inventory
+installed = preparation.inventory()
+preparation.inventory = lambda: installed
 gc.set_threshold(50_000, 20, 50)
 gc.freeze()
 
