@@ -99,6 +99,7 @@ def head(tmp_path, name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_cost")
 def test_shapes_are_those_of_a_real_batch(tmp_path):
     found = check(SMALL, {"output_folder": str(tmp_path)}).sections["shapes"].values
     hparams = load(SMALL, {"output_folder": str(tmp_path)})
@@ -125,6 +126,7 @@ def test_an_lstm_is_no_mistake_on_a_machine_without_a_driver(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available() or not fake_gpu_works(), reason="it can be tried with a driver")
 @pytest.mark.parametrize("name, call", [
     ("Gated", "aten::_thnn_fused_gru_cell"), ("Waiting", "torch.cuda.synchronize")])
+@pytest.mark.usefixtures("without_cost")
 def test_what_needs_a_driver_is_a_note_where_there_is_none(tmp_path, name, call):
     report = check(head(tmp_path, name), {"output_folder": str(tmp_path)})
     assert [str(error) for error in report.errors] == []
@@ -134,6 +136,7 @@ def test_what_needs_a_driver_is_a_note_where_there_is_none(tmp_path, name, call)
 @pytest.mark.parametrize("name, error, note", [
     ("Transducing", [], "the loss from torchaudio::rnnt_loss_forward on"),
     ("Mistaken", [("forward", "brain", "RuntimeError: no such loss")], "")])
+@pytest.mark.usefixtures("without_cost")
 def test_a_loss_without_a_kernel_for_fake_tensors_is_a_note_and_one_that_fails_is_its(tmp_path, name, error, note):
     report = check(changed(tmp_path, {"!name:sbkit.tasks.ctc.CTC": f"!name:test_trace.{name}"}),
                    {"output_folder": str(tmp_path)})
@@ -144,18 +147,21 @@ def test_a_loss_without_a_kernel_for_fake_tensors_is_a_note_and_one_that_fails_i
 
 @pytest.mark.slow
 @pytest.mark.skipif(not fake_gpu_works(), reason="this torch needs a driver for a fake GPU")
+@pytest.mark.usefixtures("without_cost")
 def test_a_constant_that_stays_on_the_cpu_is_an_error_where_the_forward_meets_it(tmp_path):
     report = check(head(tmp_path, "Uneasy"))
     assert [(f.code, f.key) for f in report.errors] == [("device-mismatch", "ctc_lin")]
     assert next(row for row in report.sections["devices"].rows if row[0] == "ctc_lin")[4] == "1 tensors stay on cpu"
 
 
+@pytest.mark.usefixtures("without_cost")
 def test_without_a_checkpointer_the_table_does_not_say_what_checkpoints_hold():
     table = check(SMALL, {"checkpointer": {"checkpoints_dir": [1]}}).sections["devices"]
     assert {row[-1] for row in table.rows} == {"-"}
     assert table.remarks[-1].startswith("the contents of checkpoints are unknown")
 
 
+@pytest.mark.usefixtures("without_cost")
 def test_a_forward_that_reads_values_is_no_mistake(tmp_path):
     report = check(head(tmp_path, "Reading"))
     assert report.errors == []

@@ -99,9 +99,9 @@ def test_layers_between_encoder_and_head_are_taken_too_or_the_head_is_refused(en
         torch.testing.assert_close(brain.keys.encoder.network.adapter.state_dict()[name], value, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind, wrapper", [("wav2vec2-layer", "wav2vec2.Wav2Vec2"), ("hubert-layer", "hubert.HuBERT"),
-                                           ("wavlm-layer", "wavlm.WavLM"), ("hubert-layer", "wav2vec2.Wav2Vec2")])
-@pytest.mark.parametrize("named", [".", "wav2vec2.ckpt"])
+@pytest.mark.parametrize("kind, wrapper, named", [
+    ("wav2vec2-layer", "wav2vec2.Wav2Vec2", "."), ("hubert-layer", "hubert.HuBERT", "wav2vec2.ckpt"),
+    ("wavlm-layer", "wavlm.WavLM", "."), ("hubert-layer", "wav2vec2.Wav2Vec2", ".")])
 def test_of_a_model_of_speechbrains_the_encoder_that_it_wraps_is_taken(english, tmp_path, named, kind, wrapper):
     """Its kind is what its config says: SpeechBrain's Wav2Vec2 takes a HuBERT too."""
     theirs, source = (encoders.make(tmp_path / f"{seed}", kind, seed=seed) for seed in (1, 2))
