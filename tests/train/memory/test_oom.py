@@ -246,7 +246,7 @@ def train_with_little(rank, size, megabytes):
     """Without a bound, then with one on this rank; the second time's warnings."""
     def run():
         toy = brain(Large)
-        toy.fit(range(1, 3), ToyTrainLoader(3, size, ranks.rank(), ranks.world_size()), ToyEvalLoader(4))
+        toy.fit([1], ToyTrainLoader(2, size, ranks.rank(), ranks.world_size()))
         return toy
 
     whole, told = state(run()), []
@@ -268,7 +268,7 @@ on_linux = pytest.mark.skipif(not host.can_bound(), reason="only Linux keeps a p
 @on_linux
 def test_a_process_without_memory_for_its_step_continues_in_parts():
     ((apart, steps, told),) = results(train_with_little, 0, 32, 135, world=1)
-    assert apart < 1e-5 and steps == 6
+    assert apart < 1e-5 and steps == 2
     assert told[0].startswith("Step 1: no memory left on cpu for a micro-batch of 32 utterances")
 
 
@@ -276,7 +276,7 @@ def test_a_process_without_memory_for_its_step_continues_in_parts():
 @pytest.mark.slow
 def test_one_of_two_processes_continues_in_parts():
     (apart, _, plenty), (_, steps, told) = results(train_with_little, 1, 64, 135)
-    assert apart < 1e-5 and steps == 6 and plenty == []
+    assert apart < 1e-5 and steps == 2 and plenty == []
     assert "of this size are now computed in" in told[0]
 
 
