@@ -19,6 +19,8 @@ import torch
 import yaml
 from processes import ON_A_CPU, ROOT
 
+from sbkit.cli import main
+
 
 def options(**keys: object) -> list[str]:
     """Keys of a recipe as words of a command."""
@@ -95,8 +97,15 @@ def go_on(out: Path, *words: object, **how: Any) -> str:  # what `processes.sbki
     return done.stdout + done.stderr
 
 
+def here(*words: object, cwd: Path = ROOT) -> None:
+    """``sbkit WORDS`` in the tests' process, which has other hashes of texts than what is forked from the server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cwd)
+        assert main([*map(str, words), "--device", "cpu"]) == 0
+
+
 def python(*words: object, cwd: Path, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What a Python of its own said, which has other hashes of texts."""
+    """What a Python of its own said."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **ON_A_CPU, **environment}
     done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True,
                           timeout=400)

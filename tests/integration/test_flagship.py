@@ -1,8 +1,13 @@
 """The flagship as a user starts it: one process, two processes, joint training, and every wrong command."""
 
+import os
+import runpy
+import sys
+
 import pytest
 import torch
-from processes import ROOT, sbkit
+from processes import ON_A_CPU, ROOT, program, sbkit
+from torch.distributed import run
 from trained_runs import metrics, python, weights
 
 from sbkit.cli import main
@@ -28,12 +33,21 @@ def trained(out, cache, *more, ranks=1):
     return done.stderr, weights(out)
 
 
+def script(cwd, *words):
+    """``python train.py WORDS`` with its imports done; test_wheel.py starts it as a user does."""
+    os.chdir(cwd)
+    sys.argv[:] = [str(ROOT / "train.py"), *words]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 @pytest.fixture(scope="module")
 def alone(cache, tmp_path_factory):
     """A run of one process, started in another working directory, without dropout and augmentation."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    return elsewhere / "out", python(ROOT / "train.py", "hparams/ctc.yaml", *TINY, *STILL, "--output_folder", "out",
-                                     cwd=elsewhere, SBKIT_CACHE=str(cache))
+    done = program(script, str(elsewhere), "hparams/ctc.yaml", *TINY, *STILL, "--output_folder", "out", **ON_A_CPU,
+                   SBKIT_CACHE=str(cache))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return elsewhere / "out", done
 
 
 @pytest.mark.slow
@@ -125,9 +139,16 @@ def test_the_process_ends_with_that_code_and_debug_shows_the_traceback_too(tmp_p
     assert "Traceback" in capsys.readouterr().err
 
 
+def torchrun(*words):
+    os.chdir(ROOT)
+    run.main(words)
+
+
 @pytest.mark.slow
 def test_under_torchrun_the_last_lines_say_what_was_wrong(tmp_path):
-    words = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", "hparams/ctc.yaml"
-    lines = python(*words, "--d_modell", 3, cwd=ROOT, code=1, SBKIT_CACHE=str(tmp_path)).stderr.splitlines()
+    done = program(torchrun, "--standalone", "--nproc_per_node=2", "train.py", "hparams/ctc.yaml", "--d_modell", "3",
+                   **ON_A_CPU, SBKIT_CACHE=str(tmp_path))
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
     said = "command line: --d_modell: hparams/ctc.yaml has no key d_modell; did you mean --d_model?"
     assert lines[0] == f"error: {said}" and any(said in line for line in lines[-4:]), lines

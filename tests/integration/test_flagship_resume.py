@@ -2,13 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
-from processes import ON_A_CPU, ROOT
-from trained_runs import different, go_on, kill_after, outcome, saved_step
+from processes import ON_A_CPU, ROOT, command, program
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from trained_runs import different, go_on, here, kill_after, outcome, saved_step
 
 #: A line for each step: after 10 s, it would be others on a slow machine.
 TINY = ("--corpus.demo_hours 0.06 --number_of_epochs 2 --d_model 16 --nhead 2 --d_ffn 16 --num_encoder_layers 1 "
@@ -17,28 +18,24 @@ TINY = ("--corpus.demo_hours 0.06 --number_of_epochs 2 --d_model 16 --nhead 2 --
         "--log_interval 0").split()
 
 
-def begin(out, cache, ranks=1):
-    """Start training as a user does."""
-    launch = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"] if ranks > 1 else []
-    command = [sys.executable, *launch, str(ROOT / "train.py"), "hparams/ctc.yaml", *TINY, "--output_folder", str(out)]
-    env = {**os.environ, **ON_A_CPU, "SBKIT_CACHE": str(cache)}
-    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            start_new_session=True)
+def stopped(send, signum, out, step, start, *words):
+    """``start(*words)``, and a signal to this process or its group after the checkpoint of a step or a later one."""
+    os.setsid()
+
+    def stop():
+        while saved_step(Path(out)) < int(step):
+            time.sleep(0.02)
+        getattr(os, send)(os.getpid(), int(signum))
+
+    threading.Thread(target=stop, daemon=True).start()
+    {"command": command, "two": two}[start](str(ROOT), *words)
 
 
-def end(process, timeout=400):
-    out, err = process.communicate(timeout=timeout)
-    return process.returncode, out, err
-
-
-def stop_after(process, out, step, signum, to_all=False):
-    """Send a signal some time after the checkpoint of a step, or of a later one."""
-    deadline = time.monotonic() + 300
-    while saved_step(out) < step:
-        assert process.poll() is None and time.monotonic() < deadline, end(process)
-        time.sleep(0.02)
-    (os.killpg if to_all else os.kill)(process.pid, signum)
-    return end(process)
+def two(*words):
+    """The same on two ranks under torchrun's agent, which passes its signal on."""
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="stopped", rdzv_backend="c10d",
+                          rdzv_endpoint="localhost:0", monitor_interval=0.2, start_method="fork")
+    elastic_launch(config, command)(*words)
 
 
 def everything(out):
@@ -56,13 +53,19 @@ def cache(cache):
 @pytest.fixture(scope="module")
 def never_stopped(cache, tmp_path_factory):
     out = tmp_path_factory.mktemp("never") / "out"
-    code, _, err = end(begin(out, cache))
-    assert code == 0, err[-3000:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SBKIT_CACHE", str(cache))
+        here(*words(out))
     return everything(out)
 
 
 def words(out):
     return "train", "hparams/ctc.yaml", *TINY, "--output_folder", out
+
+
+def stop(send, signum, out, step, start, cache):
+    given = send, int(signum), out, step, start, *words(out)
+    return program(stopped, *map(str, given), **ON_A_CPU, SBKIT_CACHE=str(cache))
 
 
 def finished(out, cache, ranks=1):
@@ -82,7 +85,7 @@ def test_killed_twice(never_stopped, cache, tmp_path):
 def test_stopped_by_ctrl_c(never_stopped, cache, tmp_path):
     """Which a terminal sends to the workers, too."""
     out = tmp_path / "out"
-    returned, _, err = stop_after(begin(out, cache), out, never_stopped["steps"] // 3, signal.SIGINT, to_all=True)
+    returned, _, err = stop("killpg", signal.SIGINT, out, never_stopped["steps"] // 3, "command", cache)
     last = err.strip().splitlines()[-1]
     assert returned == 130 and "stopped by SIGINT after step " in last, err[-3000:]
     assert "run the same command to resume" in last and "Traceback" not in err
@@ -92,6 +95,6 @@ def test_stopped_by_ctrl_c(never_stopped, cache, tmp_path):
 @pytest.mark.slow
 def test_two_processes_stopped_through_torchrun(cache, tmp_path):
     out = tmp_path / "two"
-    returned, _, err = stop_after(begin(out, cache, 2), out, 4, signal.SIGTERM)
+    returned, _, err = stop("kill", signal.SIGTERM, out, 4, "two", cache)
     assert returned != 0 and err.count("stopped by SIGTERM after step ") == 1, err[-3000:]
     assert finished(out, cache, 2)["wer"].startswith("%WER")

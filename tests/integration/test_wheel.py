@@ -24,7 +24,9 @@ TINY = (
 ).split()
 
 #: Runs commands one after another with one start of Python, which takes longer than they do.
-EACH = "import json, sys; from sbkit.cli import main; sys.exit(max([main(json.loads(each)) for each in sys.argv[1:]]))"
+EACH = ("import json, os, sys; from sbkit.cli import main; print(main.__code__.co_filename); "
+        "words = map(json.loads, sys.argv[1:]); "
+        "sys.exit(max([os.chdir(to) or 0 if name == 'cd' else main([name, to, *more]) for name, to, *more in words]))")
 
 
 def run(words, cwd, **variables):
@@ -93,33 +95,30 @@ def test_a_starter_is_checked_trained_exported_transcribed_and_served(installed,
     pytest.importorskip("espeakng_loader", reason="the clips are synthesised with the extra 'demo'")
     pytest.importorskip("onnxruntime", reason="the bundle needs the extra 'export'")
 
-    def sbkit(*commands):
-        return run(["-c", EACH, *map(json.dumps, commands)], tmp_path / "mine", **alone)
-
     alone = {"PYTHONPATH": str(installed), "SBKIT_CACHE": str(tmp_path / "cache")}
-    said = run(["-c", f"import sbkit; print(sbkit.__file__); {EACH}", *map(json.dumps, (
-        ["demo-data", "data", "--hours", "0.04", "--workers", "1"], ["new", "mine"]))], tmp_path, **alone)
-    assert Path(said.splitlines()[0]).is_relative_to(installed) and "mine/hparams/ctc.yaml" in said
     large = "recipes/CommonVoice/ASR/CTC/hparams/large.yaml"
-    said = sbkit(["check", "hparams/ctc.yaml", "--json", *TINY],
-                 ["check", large, "--no-run", "--data_folder", "../data", "--language", "fr"])
-    told, end = json.JSONDecoder().raw_decode(said)
+    said = run(["-c", EACH, *map(json.dumps, (
+        ["demo-data", "data", "--hours", "0.04", "--workers", "1"], ["new", "mine"], ["cd", "mine"],
+        ["check", "hparams/ctc.yaml", "--json", *TINY],
+        ["check", large, "--no-run", "--data_folder", "../data", "--language", "fr"]))], tmp_path, **alone)
+    assert Path(said.splitlines()[0]).is_relative_to(installed) and "mine/hparams/ctc.yaml" in said
+    told, end = json.JSONDecoder().raw_decode(said, said.index("\n{") + 1)
     assert told["errors"] == [] and "nothing wrong" in said[end:]
 
     trained = run(["train.py", "hparams/ctc.yaml", *TINY, "--no-check"], tmp_path / "mine", **alone)
     assert "test WER" in trained and (tmp_path / "mine/results/tiny/report.html").exists()
     clip = next((tmp_path / "data").rglob("*.wav"), None) or next((tmp_path / "data").rglob("*.mp3"))
-    shown = sbkit(["export", "results/tiny", "--to", "bundle", "--formats", "onnx", "--clips", "2"],
-                  ["transcribe", "bundle", str(clip), "--format", "json"])
-    assert "text" in json.loads(shown[shown.rindex("\n{") + 1:])
-    _serves(tmp_path / "mine", alone)
-
-
-def _serves(cwd, variables):
     port = free_port()
+    commands = (["export", "results/tiny", "--to", "bundle", "--formats", "onnx", "--clips", "2"],
+                ["transcribe", "bundle", str(clip), "--format", "json"], ["serve", "bundle", "--port", str(port)])
+    shown = _served(["-c", EACH, *map(json.dumps, commands)], port, tmp_path / "mine", alone)
+    assert "text" in json.JSONDecoder().raw_decode(shown, shown.rindex("\n{") + 1)[0]
+
+
+def _served(words, port, cwd, variables):
     env = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen([sys.executable, "-m", "sbkit", "serve", "bundle", "--port", str(port)], cwd=cwd, env=env,
-                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen([sys.executable, *words], cwd=cwd, env=env, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True)
     try:
         until = time.monotonic() + 120
         while not _ready(port):
@@ -130,8 +129,9 @@ def _serves(cwd, variables):
             assert b"<html" in page.read()
     finally:
         server.terminate()
-        server.communicate(timeout=60)
+        said, _ = server.communicate(timeout=60)
     assert server.returncode == 0
+    return said
 
 
 def _ready(port):
