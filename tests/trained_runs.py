@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import subprocess
@@ -97,11 +98,14 @@ def go_on(out: Path, *words: object, **how: Any) -> str:  # what `processes.sbki
     return done.stdout + done.stderr
 
 
-def here(*words: object, cwd: Path = ROOT) -> None:
-    """``sbkit WORDS`` in the tests' process, which has other hashes of texts than what is forked from the server."""
-    with pytest.MonkeyPatch.context() as patch:
+def here(*words: object, cwd: Path = ROOT, code: int = 0) -> str:
+    """What ``sbkit WORDS`` says in the tests' process, which has other hashes of texts than what the server forks."""
+    on_a_cpu = ["--device", "cpu"] if words[0] == "train" else []
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said, \
+            contextlib.redirect_stderr(said):
         patch.chdir(cwd)
-        assert main([*map(str, words), "--device", "cpu"]) == 0
+        assert main([*map(str, words), *on_a_cpu]) == code, said.getvalue()
+    return said.getvalue()
 
 
 def python(*words: object, cwd: Path, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,9 @@ import processes
 import pytest
 import soundfile
 import torch
-from trained_runs import ROOT, TONES, different, go_on, kill_after, metrics, python, tone, tones, weights
+from trained_runs import ROOT, TONES, different, go_on, kill_after, metrics, tone, tones, weights
 
+from sbkit import infer
 from sbkit.data.columns import BatchColumns
 from sbkit.data.corpus import Corpus
 from sbkit.recipe import load
@@ -141,16 +143,21 @@ def test_it_is_compared_with_another_run_and_says_how_sure_it_is(home, trained):
     assert facts["accuracy_interval"] == [1.0, 1.0]
 
 
+def run(bundle, *clips):
+    """What a bundle says to recordings, and whether it needed the page's file for that."""
+    for kind in ("onnx", "torch"):
+        with infer.load(bundle, model=kind) as model:
+            print([one.label for one in model.run(list(clips))], "spotter" in sys.modules)
+
+
 @pytest.mark.slow
 def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
     shown = sbkit(home, "export", trained[0], "--to", "bundle")
     assert "label errors %" in shown and "its label errors may be" in shown and "WER" not in shown
     assert "int8" in shown and json.loads((home / "bundle" / "parity.json").read_text())["formats"]["onnx"]
-    code = (f"import sbkit.infer, sys\nfor kind in ('onnx', 'torch'):\n"
-            f"    model = sbkit.infer.load({str(home / 'bundle')!r}, model=kind)\n"
-            f"    print([one.label for one in model.run(sys.argv[1:])], 'spotter' in sys.modules)")
-    clips = [home / "data" / "wavs" / f"test{i}.wav" for i in range(3)]
-    assert python("-c", code, *clips, cwd=tmp_path).stdout == 2 * f"{list(TONES)} False\n"
+    clips = [str(home / "data" / "wavs" / f"test{i}.wav") for i in range(3)]
+    done = processes.program(run, str(home / "bundle"), *clips)
+    assert done.stdout == 2 * f"{list(TONES)} False\n", done.stderr
     said = processes.sbkit("transcribe", home / "bundle", clips[0], cwd=tmp_path, code=2).stderr
     assert "a speech recogniser is needed here" in said
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import ROOT, sbkit
 from run_folders import TINY
-from trained_runs import different, go_on, kill_after, metrics, options, outcome, python, tones
+from trained_runs import different, go_on, here, kill_after, metrics, options, outcome, tones
 
 from sbkit.runs.replay import NEW
 from sbkit.score.old_set import OLD, OldSet
@@ -89,7 +89,7 @@ def test_a_run_that_is_killed_goes_on_to_the_bit_though_its_source_is_gone(folde
     source = shutil.copytree(folder / "source", folder / "lent")
     whole, killed = (replaying(folder, name, init_from=source, replay=0.3, least_steps=200, ckpt_interval_steps=7)
                      for name in ("whole", "killed"))
-    python("-m", "sbkit", *whole, cwd=ROOT)  # with other hashes of texts than the other has
+    here(*whole)
     kill_after(20, folder / "killed", *killed)
     assert not (folder / "killed" / "tested.json").exists()
     shutil.rmtree(source)
