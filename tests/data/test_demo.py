@@ -36,7 +36,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    return demo.make_demo_corpus(tmp_path_factory.mktemp("demo"), hours=0.05, workers=2, show_progress=False)
+    return demo.make_demo_corpus(tmp_path_factory.mktemp("demo"), hours=0.03, workers=2, show_progress=False)
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_clips_are_what_clip_durations_says(corpus):
         assert 0.2 < np.abs(samples).max() <= 1.0
         assert 0 < np.abs(samples[:1000]).max() < 0.05  # a quiet start, though not digital silence
     hours = sum(int(row["duration[ms]"]) for row in durations) / 3.6e6
-    assert hours == pytest.approx(0.05, rel=0.25)
+    assert hours == pytest.approx(0.03, rel=0.25)
 
 
 def test_voices_and_sentences_of_dev_and_test_are_never_in_training(corpus):
@@ -131,7 +131,7 @@ def test_expand_capitalises_and_says_an():
 
 @pytest.mark.slow
 def test_same_seed_same_bytes_with_any_number_of_workers(corpus, tmp_path):
-    alone = demo.make_demo_corpus(tmp_path, hours=0.05, workers=1, show_progress=False)
+    alone = demo.make_demo_corpus(tmp_path, hours=0.03, workers=1, show_progress=False)
     files = sorted(path.relative_to(corpus) for path in corpus.rglob("*") if path.is_file())
     assert files == sorted(path.relative_to(alone) for path in alone.rglob("*") if path.is_file())
     assert [name for name in files if (corpus / name).read_bytes() != (alone / name).read_bytes()] == []
@@ -204,10 +204,10 @@ def test_a_voice_that_there_is_not_is_refused_and_nothing_stays(tmp_path):
 
 def test_an_existing_corpus_is_used_again_and_a_foreign_folder_is_left_alone(corpus):
     stamps = {path: path.stat().st_mtime_ns for path in corpus.rglob("*")}
-    assert demo.make_demo_corpus(corpus.parent, hours=0.05, show_progress=False) == corpus
+    assert demo.make_demo_corpus(corpus.parent, hours=0.03, show_progress=False) == corpus
     assert stamps == {path: path.stat().st_mtime_ns for path in corpus.rglob("*")}
     with pytest.raises(SbkitError, match="already exists"):
-        demo.make_demo_corpus(corpus.parent, hours=0.05, seed=2)
+        demo.make_demo_corpus(corpus.parent, hours=0.03, seed=2)
 
 
 @pytest.mark.slow

@@ -3,8 +3,7 @@
 import collections
 import random
 
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.bench.clean import KINDS, by_lot, cut, misspelt, plant
@@ -12,7 +11,7 @@ from tools.bench.clean import KINDS, by_lot, cut, misspelt, plant
 SENTENCE = st.lists(st.text("abcd", min_size=1, max_size=8), min_size=2, max_size=9).map(" ".join)
 
 
-@pytest.mark.slow
+@settings(max_examples=25)
 @given(st.lists(SENTENCE, min_size=60, max_size=90, unique=True), st.sampled_from([5, 10, 20]), st.integers(0, 9))
 def test_a_share_of_the_labels_is_made_wrong_in_equal_parts(texts, level, seed):
     rows = [(f"row{i}", text) for i, text in enumerate(texts)]
