@@ -30,6 +30,9 @@ if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 8 << 30:
 # Threads that wait for a core by looping take that of another test.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# torch tries this processor's vector instructions before it compiles, each in a program and a Python of its own.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # A shell that starts us in the background has us, and what we start, ignore Ctrl-C, and nohup the end of a terminal.
 # Tests of them need them.
 for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
