@@ -61,10 +61,10 @@ def test_one_that_learns_gets_no_notice_and_a_longer_plan_makes_good_for_a_short
     out = tmp_path / "run"
     said, lines = train(out, tones, "--number_of_epochs", "2")
     assert "the model has learnt nothing" in said and lines[-1]["at_end"]
-    said, lines = train(out, tones, "--number_of_epochs", "16")
+    said, lines = train(out, tones, "--number_of_epochs", "10")
     assert not [one for one in findings(read(out)) if "learnt" in one.headline.lower()]
     thrice = ("--lr", "0.009")  # the recipe's
-    said, lines = train(tmp_path / "other", tones, "--number_of_epochs", "16", *thrice)
+    said, lines = train(tmp_path / "other", tones, "--number_of_epochs", "10", *thrice)
     assert not lines and "What to try" not in said
 
 

@@ -87,7 +87,7 @@ def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(folder):
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_to_the_bit_though_its_source_is_gone(folder):
     source = shutil.copytree(folder / "source", folder / "lent")
-    whole, killed = (replaying(folder, name, init_from=source, replay=0.3, least_steps=200, ckpt_interval_steps=7)
+    whole, killed = (replaying(folder, name, init_from=source, replay=0.3, least_steps=120, ckpt_interval_steps=7)
                      for name in ("whole", "killed"))
     here(*whole)
     kill_after(20, folder / "killed", *killed)
