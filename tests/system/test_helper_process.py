@@ -8,9 +8,11 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import processes
 import pytest
 
 from sbkit.system import helper_process
+from sbkit.train.memory.trials import BoundedTrial
 
 SMALL = Path(__file__).parents[1] / "recipe" / "small.yaml"
 LOOK = "import json, sys; print(json.dumps([__name__, sys.argv[1:], sys.path]))\n"
@@ -71,19 +73,17 @@ def test_spawned_processes_import_nothing_from_the_working_directory(tmp_path, m
     assert not ran.exists() and "PYTHONSAFEPATH" not in os.environ
 
 
+def tries(folder):
+    os.chdir(folder)
+    with BoundedTrial([str(SMALL), "--device", "cpu"], 1 << 34) as bounded:
+        print(bounded.fits(1, 1.0))
+
+
 @pytest.mark.slow
 @safe_path
 def test_trials_import_nothing_from_the_working_directory(tmp_path):
     ran = leave_traps(tmp_path, "numpy", "soxr")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "tries.py").write_text(
-        "from sbkit.train.memory.trials import BoundedTrial\n"
-        "if __name__ == '__main__':\n"
-        f"    with BoundedTrial([{str(SMALL)!r}, '--device', 'cpu'], 1 << 34) as bounded:\n"
-        "        print(bounded.fits(1, 1.0))\n")
-    done = subprocess.run([sys.executable, str(tmp_path / "elsewhere" / "tries.py")], cwd=tmp_path, text=True,
-                          capture_output=True, timeout=300, env=helper_process.environment() | {
-                              "PYTHONPATH": helper_process.HOME, "SBKIT_CACHE": str(tmp_path / "cache")})
+    done = processes.program(tries, str(tmp_path), PYTHONPATH=helper_process.HOME, SBKIT_CACHE=str(tmp_path / "cache"))
     assert done.stdout == "True\n" and not ran.exists(), done.stderr
 
 

@@ -4,10 +4,11 @@ import json
 import logging
 import os
 import sqlite3
-import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
+import processes
 import pytest
 import torch
 
@@ -83,20 +84,14 @@ def test_trackio_has_one_run(tmp_path):
     assert len(values) == len(rows) and (20, {"step/loss": 3.5}) in values and (20, {"epoch/valid_WER": 12.5}) in values
 
 
-STARTED = """
-import os, sys
-from pathlib import Path
-from sbkit.train.monitor import loggers
-from sbkit.train.monitor.metrics import MetricsLog
-folder, step, killed = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "killed"
-log = MetricsLog(folder, loggers.make(["wandb"], loggers.Run(folder, {"experiment": "words", "lr": 0.001})))
-log.write("step", step=step, loss=4.0)
-if killed:
-    log.flush()
-    os.kill(os.getpid(), 9)
-log.write("epoch", epoch=1, valid_WER=12.5)
-log.close()
-"""
+def start(folder, step, end):
+    log = written(Path(folder), ["wandb"])
+    log.write("step", step=int(step), loss=4.0)
+    if end == "killed":
+        log.flush()
+        os.kill(os.getpid(), 9)
+    log.write("epoch", epoch=1, valid_WER=12.5)
+    log.close()
 
 
 @pytest.mark.slow
@@ -105,10 +100,9 @@ def test_wandb_keeps_a_killed_run_and_its_second_start_under_one_name_without_a_
     pytest.importorskip("wandb")
     folder = tmp_path / "run"
     folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    settings = {name: value for name, value in os.environ.items() if name.startswith("WANDB")}
     for step, end, code in (("10", "killed", -9), ("20", "", 0)):
-        done = subprocess.run([sys.executable, "-c", STARTED, folder, step, end], env=environment, capture_output=True,
-                              text=True)
+        done = processes.program(start, str(folder), step, end, **settings)
         assert done.returncode == code, done.stderr
     name = (folder / "loggers.txt").read_text().strip()
     kept = sorted(folder.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb"))
