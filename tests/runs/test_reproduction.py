@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import processes
 import pytest
 import run_folders
 import soundfile
@@ -157,6 +158,16 @@ def test_another_machine_is_compared_within_rounding(manifest):
         reproduction.require_same("the loss", 2.0, 2.5, exact=True, cause=reproduction.RESUMED)
 
 
+ENDED = SimpleNamespace(poll=lambda: 0, wait=lambda: 0)
+
+
+def forked(command, **how):
+    """A training with its imports done, which has ended."""
+    ended = processes.program(processes.command, os.getcwd(), *command[command.index("sbkit") + 1:])
+    assert ended.returncode == 0, ended.stderr
+    return ENDED
+
+
 @pytest.mark.slow
 def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(flops, "operations_per_second", lambda *_: 1e6)  # a fifth of what such a run takes
@@ -190,14 +201,15 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     assert f"{tmp_path}/again holds the run of another reproduce.json" in capsys.readouterr().err
     assert mine.read_text() != text
     mine.write_text(text)
-    assert main([*again, "--full"]) == 0  # goes on from there
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reproduction.subprocess, "Popen", forked)
+        assert main([*again, "--full"]) == 0  # goes on from there
     assert "and the test" in capsys.readouterr().out
     other = json.loads((tmp_path / "out" / "reproduce.json").read_text()) | {"weights": "of another file"}
     (tmp_path / "other.json").write_text(json.dumps(other))
-    ended = SimpleNamespace(poll=lambda: 0, wait=lambda: 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reproduction.subprocess, "Popen", lambda *_, **__: shutil.copytree(  # what it would write
-            tmp_path / "out", tmp_path / "fourth" / "run", dirs_exist_ok=True) and ended)
+            tmp_path / "out", tmp_path / "fourth" / "run", dirs_exist_ok=True) and ENDED)
         assert main(["reproduce", f"{tmp_path}/other.json", "--to", f"{tmp_path}/fourth", *again[4:]]) == 1
     said = capsys.readouterr().err
     assert "the run starts from other weights than the recorded one" in said and "--set init_from=PLACE" in said
