@@ -234,7 +234,8 @@ def test_leaving_the_group_waits_for_its_threads():
 CASES = [(INIT := 'ranks.init(torch.device("cpu"))', ""), (f"dist.init_process_group('gloo'); {INIT}", ""),
          (INIT, "dist.destroy_process_group()"), ("dist.init_process_group('gloo')", "")]
 ENDS_AT_ONCE = """
-import atexit, os, pathlib, speechbrain, torch, torch.distributed as dist
+import atexit, gc, os, pathlib, speechbrain, torch._dynamo, torch.distributed as dist
+gc.freeze()
 names = lambda: [task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]
 atexit.register(lambda: print("at the end", sum("gloo" in name for name in names())))  # runs after all others
 for joins, leaves, os.environ["MASTER_PORT"] in {cases}:
