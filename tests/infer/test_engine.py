@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import textwrap
 import threading
 import weakref
 import zipfile
@@ -11,12 +10,14 @@ from pathlib import Path
 
 import bundles
 import numpy as np
+import processes
 import pytest
 import torch
 
 import sbkit.export.graph  # noqa: F401  with speechbrain's lazy modules: conftest puts them away before hypothesis looks
 from sbkit.errors import SbkitError
 from sbkit.infer import backends
+from sbkit.infer.bundle_engine import Worker
 from sbkit.infer.device import OutOfMemory
 from sbkit.infer.engine import Engine
 
@@ -198,35 +199,23 @@ def test_a_run_that_finds_no_memory_fails_alone_and_leaves_none_of_it(bundle, er
 # ---------------------------------------------------------------- compiled models
 
 
+def _compile_in_a_worker():
+    worker = Worker("worker")
+    worker.submit(backends.compile_module, torch.nn.Identity(), "reduce-overhead").result()
+    from torch._inductor import cudagraph_trees
+
+    container = worker.submit(cudagraph_trees.get_container, 0).result()
+    assert container is worker.submit(cudagraph_trees.get_container, 0).result()
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        with pytest.raises((AssertionError, AttributeError)):
+            cudagraph_trees.get_container(0)
+
+
 @pytest.mark.slow
 def test_cuda_graphs_live_in_the_worker_alone():
     """torch keeps their state in the thread that imports them first: reachable within it, and from nowhere else."""
-    code = textwrap.dedent("""
-        import sys
-        from sbkit.infer import backends
-        from sbkit.infer.bundle_engine import Worker
-
-        worker = Worker("worker")
-
-        def import_first():
-            import torch
-            return backends.compile_module(torch.nn.Identity(), "reduce-overhead") is not None
-
-        assert worker.submit(import_first).result()
-        from torch._inductor import cudagraph_trees
-        container = worker.submit(cudagraph_trees.get_container, 0).result()
-        assert container is worker.submit(cudagraph_trees.get_container, 0).result()
-        import torch
-        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-            try:
-                cudagraph_trees.get_container(0)
-            except (AssertionError, AttributeError):
-                print("refused outside")
-        else:
-            print("refused outside")
-    """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert "refused outside" in done.stdout, done.stderr
+    ended = processes.program(_compile_in_a_worker)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_compiled_model_is_warmed_up_in_every_bucket_and_batches_are_padded_to_one(bundle, monkeypatch):
