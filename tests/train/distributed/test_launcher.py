@@ -39,13 +39,13 @@ WORKER = """
 """
 
 
-def torchrun(folder):
+def started(folder, *launcher):
     script = folder / "worker.py"
     script.write_text(textwrap.dedent(WORKER))
     with open(folder / "log", "a") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script),
-             str(folder)], stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+            [sys.executable, *launcher, str(script), str(folder)], stdout=log, stderr=log,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
 
 
 def until(what, seconds):
@@ -57,7 +57,7 @@ def until(what, seconds):
 
 @pytest.mark.slow
 def test_processes_of_a_killed_torchrun_end_in_seconds_say_so_and_the_next_start_resumes(tmp_path):
-    agent = torchrun(tmp_path)
+    agent = started(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     pids = [tmp_path / f"rank{rank}" for rank in range(2)]
     until(lambda: all(path.exists() and path.read_text() for path in pids), 120)
     agent.kill()
@@ -66,7 +66,7 @@ def test_processes_of_a_killed_torchrun_end_in_seconds_say_so_and_the_next_start
     until(lambda: not any(map(born, workers)), 30)
     told = (tmp_path / "log").read_text()
     assert told.count(f"torchrun (process {agent.pid}), which started this process, is gone") == 2
-    assert torchrun(tmp_path).wait(120) == 0
+    assert started(tmp_path).wait(120) == 0
     resumed = [path.read_text() for path in (tmp_path / "save").glob("CKPT*/CKPT.yaml")]
     assert len(resumed) == 2 and "resumed: true" in "".join(resumed)
 
