@@ -20,7 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--readers", type=count, default=2, help="number of threads that decode audio (2)")
     parser.add_argument("--batch-seconds", type=above, metavar="S", help="audio in one batch, with padding")
     parser.add_argument("--chunk-seconds", type=above, metavar="S", help="longest audio the model gets at once")
-    parser.add_argument("--references", metavar="FILE", help="manifest.csv or lines of name<TAB>text; prints the WER")
+    parser.add_argument("--references", metavar="FILE", help="CSV, TSV or lines of name<TAB>text; prints the WER")
     parser.add_argument("--overwrite", action="store_true", help="redo recordings whose files exist")
     add_schemes(parser)
     add_search(parser)

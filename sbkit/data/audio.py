@@ -46,6 +46,8 @@ MISSING_SECONDS, MISSING_SHARE = 0.5, 0.1
 NO_LENGTH = 2**40
 #: The most frames in a page of Ogg Vorbis: in the last page of a file, libsndfile seeks about 20 ms off.
 VORBIS_PAGE = 2**18
+#: Frames that are read at once where what can't be decoded shall cost no more.
+_PIECE = 4096
 #: The number of shards that one process keeps open.
 OPEN_SHARDS = 64
 
@@ -222,18 +224,26 @@ class OpenRecording(NamedTuple):
             raise AudioError(name, f"cut off: it ends after {at / rate:.2f} of {file.frames / rate:.2f} s, before the "
                                    f"part from {start:.2f} s on")
         read = 0
-        try:
-            for block in self._read(wanted, size):
-                read += len(block)
-                yield to_mono(block)
-        except AudioError:
-            if whole:
-                raise
+        for block in self._read(wanted, size) if whole else self._readable(wanted, size):
+            read += len(block)
+            yield to_mono(block)
         lost = (wanted - read) / rate
         if read < min(wanted, 1) or (whole and lost > max(TRUNCATED_SECONDS, TRUNCATED_SHARE * wanted / rate)):
             raise AudioError(name, f"cut off: {read / rate:.2f} of {wanted / rate:.2f} s can be read")
         if not read:
             raise AudioError(name, "holds no audio")
+
+    def _readable(self, frames: int, size: int) -> Iterator[np.ndarray]:
+        """The same up to what can't be decoded: in small pieces, as the one that fails is lost."""
+        pieces: list[np.ndarray] = []
+        with contextlib.suppress(AudioError):
+            for piece in self._read(frames, min(size, _PIECE)):
+                pieces.append(piece)
+                if sum(map(len, pieces)) >= size:
+                    yield np.concatenate(pieces)
+                    pieces = []
+        if pieces:
+            yield np.concatenate(pieces)
 
     def _read(self, frames: int, size: int) -> Iterator[np.ndarray]:
         """Read the next ``frames`` in blocks [S, C] of ``size``; fewer if the recording ends early."""

@@ -27,6 +27,7 @@ from sbkit.data.prepare import RowLimits, SplitReport, prepare_split, recording_
 from sbkit.data.presence import check_opened, refused
 from sbkit.data.remote import NO_REMOTE, SCHEMES, Remote, check_schemes, scheme_of
 from sbkit.data.sources import Named, Rows, Source, check_exists, is_hub_address, join_rows, open_source
+from sbkit.data.sources.archive import SUFFIXES as ARCHIVES
 from sbkit.data.sources.base import check_columns, find_column, no_column
 from sbkit.data.splits import SPLITS, check_needed, check_splits, choose_splits, hold_out
 from sbkit.data.suspects import Exclusions
@@ -300,7 +301,7 @@ class Corpus:
         """
         columns = self._declare(needs_text, columns)
         given = self.source
-        elsewhere = isinstance(given, (str, Path)) and (is_hub_address(given) or Path(given).is_file())
+        elsewhere = isinstance(given, (str, Path)) and (is_hub_address(given) or str(given).endswith(ARCHIVES))
         if not (columns or self.columns) or given is None or elsewhere:
             return
         source = self._open(show_progress=False)
@@ -378,7 +379,7 @@ class Corpus:
         started = time.monotonic()
         chosen = choose_splits(source, self.only, self.splits)
         divides = not set(needed) <= set(chosen) and len(source.names()) == 1 and list(chosen) == ["train"] \
-            and self.only == SPLITS
+            and set(self.only) == set(SPLITS)
         if divides:
             rows = hold_out(self._read(source, "train", chosen["train"], show))
             chosen = dict.fromkeys(SPLITS, chosen["train"])

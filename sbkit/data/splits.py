@@ -70,10 +70,14 @@ def assign_splits(keys: Iterable[str], least: int) -> dict[str, str]:
 
 
 def hold_out(rows: Rows) -> dict[str, Rows]:
-    """Divide a list's rows into train, dev and test; rows with the same sentence stay together."""
-    keys = ["".join(filter(str.isalnum, text)).casefold() or name
-            for text, name in zip(rows.texts, rows.ids, strict=True)]
+    """Divide a list's rows into train, dev and test: rows with the same sentence stay together, unless it has few."""
+    keys = ["".join(filter(str.isalnum, text)).casefold() for text in rows.texts]
+    if len(set(keys)) < _LEAST:  # such as commands, which all splits need
+        keys = list(rows.ids)
     split = assign_splits(keys, _LEAST)
+    if len(set(split.values())) < len(SPLITS):
+        raise SbkitError(f"{rows.origin} has too few rows to take dev and test from it: {len(rows)}",
+                         hint="add rows, or give each split a list: --data_folder '{train: FILE, dev: FILE, ...}'")
     found = {name: rows.take(np.flatnonzero([split[key] == name for key in keys])) for name in SPLITS}
     found["dev"].malformed, found["test"].malformed = [], []
     return found

@@ -123,7 +123,10 @@ class EnhancerModel(LoadedBundle[EnhanceEngine]):
 
         audio : a path, the bytes of a file, a binary file, or float samples [S] at :attr:`sample_rate`
         """
-        return np.concatenate(list(self.blocks(Recording.of(audio).blocks(self.sample_rate))))
+        recording = Recording.of(audio)
+        samples = np.concatenate(list(self.blocks(recording.blocks(self.sample_rate))))
+        recording.log_warning()
+        return samples
 
     def blocks(self, blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Enhance a recording that comes in blocks [S], some seconds at a time."""

@@ -145,7 +145,7 @@ def _make_unique(recordings: list[Recording]) -> None:
 
 
 def _add_references(recordings: list[Recording], path: Path) -> None:
-    """Read references from a manifest or from lines ``name<TAB>text``, matched by id or file name."""
+    """Read references from a list, matched by id or file name."""
     texts = _texts(path)
     for each in recordings:
         names = [each.id, Path(each.id).name]
@@ -154,7 +154,7 @@ def _add_references(recordings: list[Recording], path: Path) -> None:
         each.reference = next((texts[name] for name in names if name in texts), each.reference)
     if not any(each.reference for each in recordings):
         raise SbkitError(f"{path} has none of the recordings",
-                         hint="its first column must be their ids or file names")
+                         hint="it must name them by their ids or file names")
 
 
 def _texts(path: Path) -> dict[str, str]:
@@ -164,9 +164,11 @@ def _texts(path: Path) -> dict[str, str]:
 
     if path.suffix.lower() == ".csv":
         return _columns(read_delimited(path))
+    columns: list[str] = []
     with contextlib.suppress(SbkitError):  # two equal fields, which no header has
-        if {*header(path, delimiter="\t", quoted=False)} & {*ALIASES["text"]}:
-            return _columns(read_delimited(path, delimiter="\t", quoted=False))
+        columns = header(path, delimiter="\t", quoted=False)
+    if {*columns} & {*ALIASES["text"]}:
+        return _columns(read_delimited(path, delimiter="\t", quoted=False))
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -189,10 +191,13 @@ def _columns(read: Delimited) -> dict[str, str]:
     named = [column for role in ("id", "audio") if (column := read.find(*ALIASES[role])) is not None]
     if read.malformed:
         line, what = read.malformed[0]
-        raise SbkitError(f"{read.path}, line {line}: {what}", hint="quote a field that contains a comma")
-    return {form(name): text.strip() for column in named or [read.need(*ALIASES["audio"], hint=hint)]
-            for form in (str, os.path.basename)
-            for name, text in zip(column.to_pylist(), texts.to_pylist(), strict=True)}
+        raise SbkitError(f"{read.path}, line {line}: {what}", hint="every row needs as many fields as the header")
+    rows = [(name, text.strip()) for column in named or [read.need(*ALIASES["audio"], hint=hint)]
+            for name, text in zip(column.to_pylist(), texts.to_pylist(), strict=True)]
+    said: dict[str, set[str]] = {}
+    for name, text in rows:
+        said.setdefault(os.path.basename(name), set()).add(text)
+    return {name: min(each) for name, each in said.items() if len(each) == 1} | dict(rows)
 
 
 def output_path(folder: Path, recording: Recording, suffix: str) -> Path:

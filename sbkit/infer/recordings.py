@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import soxr
 from sbkit.data import audio
 from sbkit.data.audio import AudioError
 from sbkit.data.remote import NO_REMOTE, Remote
+
+logger = logging.getLogger(__name__)
 
 BLOCK_SECONDS = 10.0
 
@@ -60,7 +63,14 @@ class Recording:
 
     def samples(self, rate: int) -> np.ndarray:
         """Read all of it: float32 [S] at ``rate``; raises ``AudioError`` if it can't be read."""
-        return np.concatenate(list(self.blocks(rate)))
+        signal = np.concatenate(list(self.blocks(rate)))
+        self.log_warning()
+        return signal
+
+    def log_warning(self) -> None:
+        """Log what is missing of it, once it was read."""
+        if self.warning is not None:
+            logger.warning("%s: %s", self.name, self.warning)
 
     def blocks(self, rate: int) -> Iterator[np.ndarray]:
         """Yield mono float32 blocks at ``rate``; raises ``AudioError`` if it can't be read."""

@@ -71,7 +71,9 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
     with _name_run_in_errors(request):
         if split is None:
             names = corpus_of("test", corpora / title).names()
-            split = next((name for name in names if name.lower() in _TEST), names[0] if len(names) == 1 else None)
+            # A run's own only list is what it was trained on.
+            alone = names[0] if len(names) == 1 and request.on is not None else None
+            split = next((name for name in names if name.lower() in _TEST), alone)
             if split is None:
                 raise SbkitError(f"{source} has no test split (it has {', '.join(names) or 'none'})",
                                  hint="choose one with --split")

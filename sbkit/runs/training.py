@@ -161,7 +161,7 @@ def before_run(request: CommandLine) -> None:
 def before_training(recipe: Recipe, path: Path) -> None:
     """Check the labels of the prepared corpus against the model; ``path`` is the recipe's file."""
     found, node = Findings(), Node(None, Place(str(path)), "")
-    recipe.task.check_labels(recipe.keys, recipe.keys.corpus.load(), found, {"corpus": node, "tokenizer": node})
+    recipe.task.check_labels(recipe.keys, recipe.keys.corpus.load(), found, {"corpus": node})
     for finding in found:
         print(finding, file=sys.stderr, flush=True)
     errors = [finding for finding in found if finding.severity == "error"]

@@ -25,7 +25,7 @@ def thread_limit() -> int | None:
 
     ``OMP_NUM_THREADS`` decides, as for torch.
     """
-    given = os.environ.get("OMP_NUM_THREADS", "")
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is one for each level of nesting
     if given.isdecimal() and int(given):
         return int(given)
     cores = usable_cores()

@@ -158,7 +158,7 @@ class Task(Brain):
                      nodes: Mapping[str, Node]) -> Section | None:
         """Check the labels of a prepared corpus; returns a table about them for the check's report, if there is one.
 
-        nodes : where the recipe's keys are written; empty while a run starts
+        nodes : where the recipe's keys are written; while a run starts, only the recipe's file
         """
         del keys, manifests, findings, nodes
         return None

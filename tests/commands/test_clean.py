@@ -97,7 +97,9 @@ def test_labels_that_do_not_fit_the_model_end_it_before_a_fold_trains(words, for
     rows.write_text("\n".join([header, *(row + " and so on" * 20 for row in rest)]) + "\n")
     assert cli.main(["clean", *words]) == 1
     err = capfd.readouterr().err
-    assert "train: 5 of 5 utterances have fewer encoder frames" in err and "the labels don't fit the model" in err
+    assert "ctc.yaml: error: corpus: train: 5 of 5 utterances have fewer encoder frames" in err
+    assert "CTC can't output all of their tokens" in err and "nothing is learned from them" in err
+    assert "the labels don't fit the model" in err
     assert not list((tmp_path / "out" / "clean").glob("*/fold-*/save/CKPT*"))
 
 

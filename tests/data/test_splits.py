@@ -69,15 +69,27 @@ def test_keys_keep_their_split_when_others_are_added():
     assert sorted(assign_splits("abc", 8).values()) == ["dev", "test", "train"], "the smallest corpus has one of each"
 
 
-@given(st.lists(st.sampled_from(["", "a", "b c", "d", "e", "f g", "h"]), min_size=20, max_size=60))
-def test_a_divided_list_has_all_rows_once_and_no_sentence_in_two_splits(texts):
-    rows = Rows("a list", [str(i) for i in range(len(texts))], ["x.wav"] * len(texts), texts, malformed=[("y", "z")])
+@given(st.integers(3, 400), st.integers(1, 200), st.randoms())
+def test_a_divided_list_has_all_rows_once_and_no_sentence_in_two_splits(count, sentences, random):
+    texts = ["" if said == 1 else f"Said {said}." for said in (random.randrange(sentences) for _ in range(count))]
+    rows = Rows("a list", [str(i) for i in range(count)], ["x.wav"] * count, texts, malformed=[("y", "z")])
     found = hold_out(rows)
-    assert sorted(int(each) for part in found.values() for each in part.ids) == list(range(len(texts)))
+    assert sorted(int(each) for part in found.values() for each in part.ids) == list(range(count))
     assert all(texts[int(i)] == text for part in found.values() for i, text in zip(part.ids, part.texts, strict=True))
-    said = [set(found[split].texts) - {""} for split in SPLITS]
-    assert not (said[0] & said[1] or said[0] & said[2] or said[1] & said[2])
+    assert all(len(found[split]) for split in SPLITS)
     assert [len(found[split].malformed) for split in SPLITS] == [1, 0, 0]
+    if len(set(texts)) >= 100:
+        said = [set(found[split].texts) for split in SPLITS]
+        assert not (said[0] & said[1] or said[0] & said[2] or said[1] & said[2])
+
+
+def test_commands_are_divided_by_recording_and_two_rows_not_at_all():
+    digits = Rows("digits", [f"{i}" for i in range(100)], ["x.wav"] * 100, [str(i % 10) for i in range(100)])
+    found = hold_out(digits)
+    assert {split: len(found[split]) for split in SPLITS} == {"train": 80, "dev": 10, "test": 10}
+    assert set(found["train"].texts) == set(digits.texts)
+    with pytest.raises(SbkitError, match="two has too few rows to take dev and test from it: 2"):
+        hold_out(Rows("two", ["a", "b"], ["x.wav"] * 2, ["yes", "no"]))
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -91,3 +103,12 @@ def test_one_list_is_enough_to_train_on(tmp_path, alone):
     assert "dev and test: sentences of the only list" in corpus.summary()
     again = corpus.prepare(show_progress=False, needed=SPLITS)
     assert all(again[split].ids == found[split].ids for split in SPLITS)
+
+
+@pytest.mark.parametrize("options", [{"only": ("train",)}, {"splits": {"train": ["train", "other"]}}])
+def test_a_choice_of_lists_is_not_divided(tmp_path, options):
+    for name in ("train", "other"):
+        (tmp_path / f"{name}.csv").write_text("ID,wav,wrd\n" + "".join(
+            f"{name}{i},{run_folders.sound(tmp_path / f'{name}{i}.wav', seed=i)},sentence {i}\n" for i in range(5)))
+    with pytest.raises(SbkitError, match="has no dev and no test split"):
+        Corpus(tmp_path, folder=tmp_path / "m", **options).prepare(show_progress=False, needed=SPLITS)

@@ -197,9 +197,18 @@ def test_references_are_any_list_that_can_be_prepared(bundle, clips, tmp_path, c
     (tmp_path / name).write_text(form)
     assert run(bundle, clips, "--references", tmp_path / name) == 0
     assert "WER 20.00 %" in capsys.readouterr().err
+    (tmp_path / name).write_text(form + form.splitlines()[-1] + "\tmore,more\n")
+    assert run(bundle, clips, "--references", tmp_path / name) == 2
+    assert "every row needs as many fields as the header" in capsys.readouterr().err
     (tmp_path / "refs.csv").write_text("file,what\none.wav,first words\n")
     assert run(bundle, clips, "--references", tmp_path / "refs.csv") == 2
     assert "refs.csv has no column 'wrd' or 'text'" in capsys.readouterr().err
+
+
+def test_a_file_name_that_two_texts_have_is_no_reference(bundle, clips, tmp_path, capsys):
+    (tmp_path / "refs.csv").write_text("path,text\na/one.wav,other words\nb/one.wav,first\ndeep/two.flac,more words\n")
+    assert run(bundle, clips, "--references", tmp_path / "refs.csv") == 0
+    assert "1 with a reference" in capsys.readouterr().err
 
 
 def test_references_of_one_s_own(bundle, clips, tmp_path, capsys):

@@ -80,7 +80,7 @@ def test_version_2_beside_version_1(machine):
 
 def test_a_library_is_asked_for_fewer_threads_than_the_machine_has_cores(machine, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 16)
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
     assert cores.thread_limit() == 5
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     assert cores.thread_limit() is None

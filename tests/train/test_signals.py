@@ -1,5 +1,6 @@
 """Stop signals: what the first and the second do, in one process, its workers and under torchrun."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -10,7 +11,6 @@ import tempfile
 import textwrap
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -281,16 +281,31 @@ class ForkedScript:
         began = time.monotonic()
         if send:
             os.killpg(self.pid, send)
+        limit = threading.Timer(60, self.kill)
+        limit.start()
         code = self._asked(self.pid)
+        limit.cancel()
         assert time.monotonic() - began < 10
         return code, self.err.read_text()
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
 def forked():
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(FORKS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}) as server:
-        yield partial(ForkedScript, server)
+        scripts = []
+
+        def start(*args, **options):
+            scripts.append(ForkedScript(server, *args, **options))
+            return scripts[-1]
+
+        yield start
+        for script in scripts:
+            script.kill()
         server.stdin.close()
 
 

@@ -301,7 +301,8 @@ class CheckProcess:
 def _check(function: str, bench: Bench, log: str) -> None:
     """Run the check in its process."""
     os.setpgid(0, 0)  # its children are ended with it
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
     _print_to(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     multiprocessing.set_start_method("fork", force=True)  # for its own children, as in an ordinary program

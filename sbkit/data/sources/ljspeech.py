@@ -15,7 +15,6 @@ from sbkit.data.splits import SPLITS, assign_splits
 from sbkit.errors import SbkitError
 
 METADATA, WAVS = "metadata.csv", "wavs"
-#: The share of the ids in each of dev and test, and their minimum number, as far as it is at most the second share.
 _LEAST = 8  # ids in dev and in test
 _ROLES = ("id", "audio", "text", "speaker")
 _MAX_COLUMNS = 3  # fields with a known meaning
