@@ -1,18 +1,15 @@
 """The last import of a server that forks tests' processes, each of which is to be as quick as it can.
 
 A run looks for the speed of the CPU by products of matrices, for a third of a second: here by a single one, a sixth of
-what a small run takes. It writes down the packages that are installed, which takes another tenth of it.
+what a small run takes.
 """
 
 import gc
 import os
 
 from sbkit.recipe import speed
-from sbkit.runs import preparation
 
 speed.MEASURE_SECONDS = 0.0
-installed = preparation.inventory()
-preparation.inventory = lambda: installed
 gc.set_threshold(50_000, 20, 50)
 gc.freeze()
 
