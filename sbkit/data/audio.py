@@ -234,7 +234,7 @@ class OpenRecording(NamedTuple):
             raise AudioError(name, "holds no audio")
 
     def _readable(self, frames: int, size: int) -> Iterator[np.ndarray]:
-        """The same up to what can't be decoded: in small pieces, as the one that fails is lost."""
+        """Read as ``_read`` does, up to what can't be decoded: in small pieces, as the one that fails is lost."""
         pieces: list[np.ndarray] = []
         with contextlib.suppress(AudioError):
             for piece in self._read(frames, min(size, _PIECE)):

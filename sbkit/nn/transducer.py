@@ -118,7 +118,7 @@ def _sums(silent: Tensor, label: Tensor) -> Tensor:
     It loops over tokens: over time, the sum of paths is a cumulative sum once the blanks are divided out.
     """
     blanks = functional.pad(silent.cumsum(1), (0, 0, 1, 0))[:, :-1]
-    if not has_values(silent):  # a loop over rows of these sizes takes seconds
+    if not has_values(silent):  # the same tensors are held without the loop, which takes seconds there
         return torch.stack((silent + blanks).unbind(2), 2)
     rows = [blanks[:, :, 0]]
     for u in range(label.shape[2]):

@@ -264,6 +264,7 @@ class CheckProcess:
 
     def result(self) -> Result:
         """Wait for the check's end or its limit."""
+        # Not join: what the check has forked may outlive it, and holds the pipe that join waits for.
         while self._process.exitcode is None and time.monotonic() < self._started + self._limit:
             time.sleep(0.05)
         seconds, late = time.monotonic() - self._started, self._process.exitcode is None
