@@ -101,6 +101,14 @@ def test_columns_under_other_names(tmp_path):
         read(path, columns={"text": "gone"})
 
 
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_a_csv_without_commas_is_suspected_of_another_separator(tmp_path, separator):
+    path = write(tmp_path / "x.csv", separator.join(["ID", "wav", "wrd"]) + "\n")
+    with pytest.raises(SbkitError) as error:
+        read(path)
+    assert error.value.hint == f"its fields seem to be separated by {separator!r}: save it with commas"
+
+
 def test_paths_that_start_in_the_working_folder(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "lists").mkdir()

@@ -175,9 +175,13 @@ def no_column(where: object, role: str, available: Iterable[str], columns: Mappi
     """Return the error for a role that no column has."""
     names = [columns[role]] if role in columns else names_of(role)
     wanted = ("any of " if len(names) > 1 else "") + ", ".join(map(repr, names))
+    available = list(available)
+    hint = f"name it in the corpus's columns, e.g. columns: {{{role}: NAME}}"
+    if len(available) == 1 and (separator := next((each for each in ";\t|" if each in available[0]), None)):
+        hint = f"its fields seem to be separated by {separator!r}: save it with commas"
     return SbkitError(
         f"{where} has no column for the {role}: looked for {wanted} among {shown_names(available) or 'none'}",
-        hint=f"name it in the corpus's columns, e.g. columns: {{{role}: NAME}}")
+        hint=hint)
 
 
 def unique_ids(ids: Iterable[str]) -> list[str]:
