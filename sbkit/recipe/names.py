@@ -25,6 +25,9 @@ EVERY_TASK = "sbkit.runs.keys.TaskKeys"
 RUN_OPTIONS = tuple(name for name in RunOptions.__dataclass_fields__ if name != "overridden_args")
 #: Options of the running command, by ``arguments.command_options``, so that a misspelt one gets a suggestion.
 COMMAND_OPTIONS = ["no-check"]
+#: Keys by their names in other libraries, to which another key of ours is more similar.
+_NAMED_ELSEWHERE = {"learning_rate": "lr", "batch_size": "max_batch_seconds", "epochs": "number_of_epochs",
+                    "max_epochs": "number_of_epochs"}
 
 
 def brain_class(root: Node) -> type | None:
@@ -76,7 +79,9 @@ def check_overrides(files: Files, overrides: Mapping[str, Any], findings: Findin
     options = *(key for key in there if isinstance(key, str)), *declared, *RUN_OPTIONS, *COMMAND_OPTIONS
     for key in unknown:
         known = [name for name in options if name not in unknown]
-        near = did_you_mean(key, known) or did_you_mean(f"--{key}", [f"--{name}" for name in known], cutoff=0.75)
+        ours = _NAMED_ELSEWHERE.get(key)
+        near = ours if ours in known else (
+            did_you_mean(key, known) or did_you_mean(f"--{key}", [f"--{name}" for name in known], cutoff=0.75))
         findings.error("unknown-override", Place(), f"--{key}", f"{files[0][0]} has no key {key}",
                        f"did you mean --{near.removeprefix('--')}?" if near else "define that key in the YAML first")
     return unknown
