@@ -111,6 +111,7 @@ class Corpus:
         if wrong := [voice for voice in self.demo_voices if not re.fullmatch(r"[\w+-]+", voice)]:
             raise SbkitError(f"corpus: demo_voices: {wrong[0]!r} is not a voice of espeak-ng", hint="such as en-us+f2")
         self.report: dict[str, Any] | None = None
+        self._reused = False
         self._needs_text = True
         self._declared: Declared = {}
         self._recordings: set[str] = set()  # columns that are the rows' own recordings
@@ -178,7 +179,8 @@ class Corpus:
             source = self._open(show_progress)
             fingerprint = self._fingerprint(source)
             ready = self._read_ready(source, fingerprint)
-            if ready is not None and set(needed) <= set(ready):
+            self._reused = ready is not None and set(needed) <= set(ready)
+            if ready is not None and self._reused:
                 logger.info("corpus %s: already prepared in %s", source.where, self.folder)
                 return ready
             try:
@@ -220,8 +222,9 @@ class Corpus:
         return self._open(show_progress=False).names()
 
     def summary(self) -> str:
-        """A table of the rows that were read, kept and left out, with notes on what looks wrong."""
-        return summarize(self.prepared)
+        """A table of the rows that were read, kept and left out, with notes on what looks wrong, and what splits share
+        unless the manifests are those of an earlier call."""
+        return summarize(self.prepared, with_leaks=not self._reused)
 
     @property
     def prepared(self) -> dict[str, Any]:

@@ -282,7 +282,7 @@ def _explain(report: SplitReport, rows: Rows, codes: np.ndarray, durations: np.n
         report.tables.append(exclusions.rows(report.split, reason, ids, wavs, notes, versions=reason == UNDECODABLE))
 
 
-def summarize(report: Mapping[str, Any]) -> str:
+def summarize(report: Mapping[str, Any], with_leaks: bool = True) -> str:
     """A table and notes from the content of a ``prepare_report.json``, for the terminal."""
     splits = report["splits"]
     reasons = [reason for reason in REASONS if any(reason in entry["left_out"] for entry in splits.values())]
@@ -310,7 +310,7 @@ def summarize(report: Mapping[str, Any]) -> str:
         if durations.get("disagree"):
             lines.append(f"{split}: {durations['disagree']} of {durations['checked']} listed durations that "
                          "were checked differ from the audio")
-    entries = report.get("leaks")  # missing in reports of earlier versions
+    entries = report.get("leaks") if with_leaks else None  # missing in reports of earlier versions
     if entries:
         lines.append(table(leaks.COLUMNS, leaks.rows(entries)))
     if entries is not None and len(splits) > 1:

@@ -56,6 +56,12 @@ def test_manifests_report_and_table(release, tmp_path):
     assert all(loaded[split].ids == manifests[split].ids for split in manifests)
 
 
+def test_what_splits_share_is_told_when_they_are_prepared_and_not_again(release, tmp_path):
+    told = [part in prepare(release, tmp_path / "m", **options)[0].summary()
+            for options in ({}, {}, {"min_duration": 0.1}) for part in ("speakers:", "train")]
+    assert told == [True, True, False, True, True, True], "and the rows each time"
+
+
 def test_a_large_corpus_is_mapped_and_prepared_again_when_its_csv_changes(release, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("sbkit.data.manifest.MAPPED_ROWS", 3)
     _, first = prepare(release, tmp_path / "m")
