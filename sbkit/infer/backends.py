@@ -7,6 +7,7 @@ import json
 import threading
 import warnings
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -165,14 +166,12 @@ def compile_module(module: torch.nn.Module, mode: str) -> Callable[..., Any]:
     if mode not in COMPILE_MODES:
         raise SbkitError(f"unknown compile mode {mode!r}", hint=f"use {', '.join(COMPILE_MODES)}")
     import torch
-    from torch._inductor import cudagraph_trees  # its per-thread state belongs to the thread that imports it first
+    from torch._inductor import cudagraph_trees
 
-    if mode in _WITH_CUDA_GRAPHS:
-        try:
-            cudagraph_trees.get_container(0)
-        except (AssertionError, AttributeError):
-            raise SbkitError(f"can't compile with {mode}: another thread has already used torch's compiler",
-                             hint="load the bundle before anything else compiles, or in a separate process") from None
+    if mode in _WITH_CUDA_GRAPHS and not hasattr(cudagraph_trees.local, "tree_manager_containers"):
+        # torch makes the state of CUDA graphs in the thread that imports them first, and in no other.
+        cudagraph_trees.local.tree_manager_containers = {}
+        cudagraph_trees.local.tree_manager_locks = defaultdict(threading.Lock)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _SHAPES)
     return torch.compile(module, mode=mode, dynamic=False)
 

@@ -1,8 +1,7 @@
 """Base classes of engines, which run one graph of a bundle in one worker thread, and of loaded bundles.
 
-torch 2.11 keeps the state of CUDA graphs in the thread that first imports ``torch._inductor.cudagraph_trees``; a
-model compiled in one thread can't use it in another. So imports, compilation, warm-up and runs all happen in a single
-thread, which also avoids problems with other libraries' per-thread state.
+A model that was compiled in one thread can't replay its CUDA graphs in another. So imports, compilation, warm-up and
+runs all happen in a single thread, which also avoids problems with other libraries' per-thread state.
 """
 
 from __future__ import annotations

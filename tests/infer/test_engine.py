@@ -5,6 +5,7 @@ import sys
 import threading
 import weakref
 import zipfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -199,23 +200,26 @@ def test_a_run_that_finds_no_memory_fails_alone_and_leaves_none_of_it(bundle, er
 # ---------------------------------------------------------------- compiled models
 
 
-def _compile_in_a_worker():
-    worker = Worker("worker")
-    worker.submit(backends.compile_module, torch.nn.Identity(), "reduce-overhead").result()
-    from torch._inductor import cudagraph_trees
+@pytest.mark.gpu
+def test_cuda_graphs_are_replayed_in_each_worker_whatever_else_compiled(monkeypatch):
+    """torch gives their state to one thread of a process, and each worker makes its own."""
+    replays, replay = Counter(), torch.cuda.CUDAGraph.replay
 
-    container = worker.submit(cudagraph_trees.get_container, 0).result()
-    assert container is worker.submit(cudagraph_trees.get_container, 0).result()
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-        with pytest.raises((AssertionError, AttributeError)):
-            cudagraph_trees.get_container(0)
+    def counted(graph):
+        replays[threading.current_thread().name] += 1
+        replay(graph)
 
-
-@pytest.mark.slow
-def test_cuda_graphs_live_in_the_worker_alone():
-    """torch keeps their state in the thread that imports them first: reachable within it, and from nowhere else."""
-    ended = processes.program(_compile_in_a_worker)
-    assert ended.returncode == 0, ended.stderr
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    signal = torch.ones(4, 8, device="cuda")
+    torch.compile(lambda x: x * 2 + 1, mode="reduce-overhead")(signal)
+    for name in ("first", "second"):
+        worker = Worker(name)
+        module = torch.nn.Linear(8, 8).cuda().requires_grad_(False)
+        compiled = worker.submit(backends.compile_module, module, "reduce-overhead").result()
+        for _ in range(3):
+            worker.submit(compiled, signal).result()
+        worker.close()
+    assert set(replays) == {"first", "second"}
 
 
 def test_a_compiled_model_is_warmed_up_in_every_bucket_and_batches_are_padded_to_one(bundle, monkeypatch):
