@@ -21,7 +21,7 @@ help:
 	@echo "make lint       ruff, and mypy: the types of all of sbkit/ and tools/"
 	@echo "make docs       docs/keys.md from what the classes declare"
 	@echo "make bench      speed against stock SpeechBrain in the same run"
-	@echo "make gpu        what works on this machine's CUDA cards, and how fast: 15 minutes, gpu-report.md"
+	@echo "make gpu        what works on this machine's CUDA cards, and how fast: 20 minutes, gpu-report.md"
 
 install: $(STAMP)
 

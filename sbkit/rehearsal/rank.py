@@ -168,7 +168,7 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         estimate = job["estimate"]
         figures = {
             "batch": f"{count} x {seconds:g} s", "batch_seconds": count * seconds, "precision": brain.precision,
-            "compiled": brain.compiled, "cuda_graphs": brain.trainer.graphs.on, "operations": operations,
+            "operations": operations,
             "host_ms": 1e3 * host, **asdict(counted), "held_bytes": held, "peak_bytes": peak,
             "card_ms": operations and peak_flops and 1e3 * operations / (peak_flops * price.EFFICIENCY),
             "card_source": source, "estimated_bytes": estimate.get("step_bytes"), "timeline": timeline}

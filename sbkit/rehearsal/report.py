@@ -140,10 +140,8 @@ def _figures(figures: Line, card: Card) -> Section:
             f"; {short(wait[0], wait[1]) if wait[0] else 'in a backward of torch'}" for wait in figures["waits"][:2])])
     if "collectives" in figures:
         rows.append(["collectives", f"{figures['collectives']:,}, the same on all ranks"])
-    graphs = "" if figures.get("cuda_graphs") else \
-        f", or{'' if figures.get('compiled') else ' --compile'} --compile_mode reduce-overhead,"
-    remarks = ["the GPU waits for the host in each step: a larger max_batch_seconds (and step_seconds)"
-               f"{graphs} helps"] if launch_bound and gpu_ms >= TOY_MS else []
+    remarks = ["the GPU waits for the host in each step: a larger max_batch_seconds (and step_seconds) helps"
+               ] if launch_bound and gpu_ms >= TOY_MS else []
     return Section("Figures", ["figure", "value"], rows, remarks, values={
         name: value for name, value in figures.items() if name not in ("timeline", "exports", "data")})
 

@@ -1,6 +1,6 @@
 """Runs the checks of the cards in order, prints a line as each ends, and writes ``gpu-report.md`` and ``.json``.
 
-    python -m tools.gpu [--dry-run] [--only CHECK[,CHECK]] [--minutes 15] [--out gpu-report]
+    python -m tools.gpu [--dry-run] [--only CHECK[,CHECK]] [--minutes 20] [--out gpu-report]
 
 Each check has a share of the time, and may also use what earlier ones left over.
 """
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="the same checks, scaled down, on the CPU")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="CHECK[,CHECK]")
-    parser.add_argument("--minutes", type=float, default=15.0, help="time limit for everything (15)")
+    parser.add_argument("--minutes", type=float, default=20.0, help="time limit for everything (20)")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="the report's name without .md and .json")
     args = parser.parse_args(argv)
     known = [check.name for check in CHECKS]

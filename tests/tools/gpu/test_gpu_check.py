@@ -66,9 +66,9 @@ def test_the_headline_names_what_is_short():
 
 
 @pytest.mark.parametrize("cards", [1, 8])
-def test_the_checks_fit_into_a_quarter_of_an_hour_and_their_functions_are_there(cards):
+def test_the_checks_fit_into_twenty_minutes_and_their_functions_are_there(cards):
     run = [check for check in CHECKS if not check.not_here(cards, on_null=False)]
-    assert sum(check.seconds for check in run) <= 900 - APART - 10  # a look at the machine
+    assert sum(check.seconds for check in run) <= 1200 - APART - 10  # a look at the machine
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     for check in CHECKS:
         module, name = check.function.split(":")
