@@ -11,7 +11,6 @@ from pathlib import Path
 
 import bundles
 import numpy as np
-import processes
 import pytest
 import torch
 
