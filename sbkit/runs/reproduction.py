@@ -318,9 +318,11 @@ def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[in
     wanted : losses by their steps
     weights : the hash of the recorded run's initial weights, if known
     """
-    if set(wanted) <= set(losses_of(folder)[0]) and (not to_the_end or (folder / TESTED).is_file()):
-        raise SbkitError(f"{folder} has the run of an earlier call, so nothing would be trained",
-                         hint="remove it or choose another --to; --full continues after the first steps")
+    finished = (folder / TESTED).is_file()  # a small run finishes before it is stopped after the first steps
+    if set(wanted) <= set(losses_of(folder)[0]) and (finished or not to_the_end):
+        raise SbkitError(f"{folder} has the {'finished ' if finished else ''}run of an earlier call, so nothing would "
+                         "be trained", hint="remove it or choose another --to"
+                         + ("" if finished else "; --full continues after the first steps"))
     log = folder.parent / "train.log"
     found: dict[int, float] = {}
     with log.open("w") as out, progress(what="training", total=max(wanted), unit="step") as bar:

@@ -193,7 +193,8 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     assert "comparing the recorded losses of step 10\n" in said
     assert said.endswith("to the bit: the recorded loss of step 10\n") and "another command" not in said
     assert main([*again, "--steps", "10"]) == 2  # of an earlier call's losses nothing follows
-    assert "has the run of an earlier call" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "has the run of an earlier call, so" in said and "--full continues" in said
     mine = tmp_path / "again" / "recipe.yaml"
     text = mine.read_text()
     mine.write_text(f"{text}# of another run\n")
@@ -205,6 +206,9 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
         patch.setattr(reproduction.subprocess, "Popen", forked)
         assert main([*again, "--full"]) == 0  # goes on from there
     assert "and the test" in capsys.readouterr().out
+    assert main([*again, "--full"]) == 2
+    assert "the finished run of an earlier call, so nothing would be trained; remove it or choose another --to\n" in (
+        capsys.readouterr().err)
     other = json.loads((tmp_path / "out" / "reproduce.json").read_text()) | {"weights": "of another file"}
     (tmp_path / "other.json").write_text(json.dumps(other))
     with pytest.MonkeyPatch.context() as patch:
