@@ -43,18 +43,22 @@ def parse(argv: list[str], importable: bool = True) -> CommandLine:
     parser.allow_abbrev = False  # --debug_b is a typo, not --debug_batches
     parser.error = _raise
     parser.add_argument("--no-check", "--no_check", dest="no_check", action="store_true")
+    precisions = {}
     for action in parser._actions:
         action.default = argparse.SUPPRESS  # without the option, the recipe's value counts
         if action.dest == "optimizer_step_limit":
             action.type = int
         if "precision" in action.dest:
-            action.choices = ["auto", *action.choices]
+            precisions[action.dest], action.choices = ["auto", *action.choices], None
     given, rest = parser.parse_known_args(argv)
     given = vars(given)
     path = locate(given.pop("param_file"))
     if importable:
         make_importable(path)
     check = not given.pop("no_check", False)
+    for name, known in precisions.items() if not check else ():  # the check reports a wrong one with all other mistakes
+        if given.get(name, "auto") not in known:
+            _raise(f"--{name}: choose one of {', '.join(known)}, not {given[name]!r}")
     run_opts = RunOptions(**given, param_file=str(path), overridden_args=set(given) | {"param_file"})
     return CommandLine(path, run_opts, parse_overrides(rest), check)
 

@@ -68,6 +68,8 @@ def check_options(run_opts: RunOptions | None, findings: Findings) -> None:
         value = getattr(run_opts, name, None)
         if _too_low(name, value):
             _report_too_low(Place(), f"--{name}", name, value, findings)
+        if "precision" in name and value not in _PRECISIONS:
+            findings.error("setting", Place(), f"--{name}", *_no_precision(value))
 
 
 def _too_low(name: str, value: Any) -> bool:  # a number, or a text that is one, where it is compared
@@ -115,9 +117,14 @@ def _averages(root: Node) -> bool:
 
 def _check_precision(root: Node, key: str, value: object, findings: Findings) -> None:
     if isinstance(value, Node) or value not in _PRECISIONS:
-        near = did_you_mean(str(value), _PRECISIONS)
-        _report(root, key, f"there is no precision {value!r}", findings,
-                f"did you mean {near}?" if near else f"use {listed(_PRECISIONS)}")
+        message, hint = _no_precision(value)
+        _report(root, key, message, findings, hint)
+
+
+def _no_precision(value: object) -> tuple[str, str]:
+    """A message about a precision that doesn't exist, and a hint."""
+    near = did_you_mean(str(value), _PRECISIONS)
+    return f"there is no precision {value!r}", f"did you mean {near}?" if near else f"use {listed(_PRECISIONS)}"
 
 
 def _check_device(root: Node, key: str, value: Any, findings: Findings) -> None:  # torch.device refuses what is none

@@ -36,13 +36,16 @@ def test_mistakes_go_to_stderr_with_exit_code_1(capsys):
 
 @pytest.mark.slow
 def test_run_options_that_cannot_be_are_told(capsys):
-    words = ["--max_grad_norm", "-1", "--grad_accumulation_factor", "0", "--nonfinite_patience", "0", "--d_model", "8"]
+    words = ["--max_grad_norm", "-1", "--grad_accumulation_factor", "0", "--nonfinite_patience", "0", "--d_model", "8",
+             "--precision", "bf17", "--eval_precision", "8"]
     assert cli.main(["check", str(SMALL), *words]) == 1
     lines = capsys.readouterr().err.strip().splitlines()
-    assert lines[:2] == [
+    assert lines[:4] == [
+        "command line: error: --eval_precision: there is no precision '8'; use auto, fp32, fp16, bf16",
         "command line: error: --grad_accumulation_factor: it is 0, and must be 1 or more",
+        "command line: error: --precision: there is no precision 'bf17'; did you mean bf16?",
         "command line: warning: --max_grad_norm: it is -1.0, so no gradient would be clipped; write 0 if that is meant"]
-    assert len(lines) == 4 and lines[-1].startswith(f"{SMALL}: 1 error and 1 warning (")
+    assert len(lines) == 6 and lines[-1].startswith(f"{SMALL}: 3 errors and 1 warning (")
 
 
 def test_a_mistake_in_the_words_is_exit_code_2(capsys):

@@ -100,7 +100,7 @@ def test_below_one_the_decoder_trains_too(alone, cache, tmp_path):
      "cannot read the argument 'd_model=3' after --language en; overrides are written --key value, and a value with"),
     ("train hparams/ctc.yaml --device cuda:99", "cuda:99"),
     ("train hparams/ctc.yaml --device gpu", "gpu"),
-    ("train hparams/ctc.yaml --precision fp8", "fp8"),
+    ("train hparams/ctc.yaml --precision fp8 --no-check", "--precision: choose one of auto, fp32, fp16, bf16, not"),
     ("train hparams/ctc.yaml --output_folder /proc/nowhere", "/proc/nowhere"),
     ("train", "no recipe given; name it first"),
     ("train hparams/ctc.yaml --ckpt_interval_minutes 0.03",
