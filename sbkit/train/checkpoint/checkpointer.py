@@ -29,6 +29,7 @@ VISIBLE_WITHIN = 30  # seconds until a network disk shows another node's folder
 PATIENCE = 3  # mid-epoch saves in a row that fail on a full disk, before this is an error
 _HELD = f"{stock.CKPT_PREFIX}+held"  # hidden folder of a checkpoint that is held
 _MAIN_ONLY = main_process_only(len).__code__  # identifies hooks that SpeechBrain runs on rank 0 only
+_ERROR_RATES = ("WER", "CER")  # in percent
 
 Predicate = Callable[[Checkpoint], bool]
 Importance = Callable[[Checkpoint], Any]
@@ -396,7 +397,11 @@ class Checkpointer(stock.Checkpointer):
         self, importance_key: Importance | None = None, max_key: str | None = None, min_key: str | None = None,
         ckpt_predicate: Predicate | None = None,
     ) -> list[Checkpoint]:
-        """Sort checkpoints by importance and then by time; with a key, keep only those that have it."""
+        """Sort checkpoints by importance and then by time; with a key, keep only those that have it.
+
+        Error rates of 100 % and more count as equal: empty transcripts have 100 %, and those of a model that has learnt
+        some letters may have more. Of such checkpoints the one with the lowest loss is the best.
+        """
         if sum(map(bool, (importance_key, max_key, min_key))) > 1:
             raise ValueError("Must specify only one of 'importance_key', 'max_key', and 'min_key'.")
         newest_first = sorted(filter(ckpt_predicate, self._readable()), key=ckpt_recency, reverse=True)
@@ -404,11 +409,13 @@ class Checkpointer(stock.Checkpointer):
         if not key:
             return sorted(newest_first, key=importance_key or ckpt_recency, reverse=True)
 
-        def value(ckpt: Checkpoint) -> float:  # NaN and values that are no number come last
-            metric = ckpt.meta[key]
+        def value(ckpt: Checkpoint) -> tuple[float, float]:  # NaN and values that are no number come last
+            metric, loss = ckpt.meta[key], ckpt.meta.get("loss")
             if not isinstance(metric, (int, float)) or math.isnan(metric):
-                return -math.inf
-            return metric if max_key else -metric
+                return -math.inf, 0.0
+            if min_key in _ERROR_RATES and metric >= 100 and isinstance(loss, float):
+                return -100.0, -math.inf if math.isnan(loss) else -loss
+            return metric if max_key else -metric, 0.0
 
         return sorted((ckpt for ckpt in newest_first if key in ckpt.meta), key=value, reverse=True)
 

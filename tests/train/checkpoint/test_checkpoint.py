@@ -412,6 +412,19 @@ def test_nan_is_never_the_best(tmp_path, nan):
         assert found[:2] == ([4.0, 5.0] if "min_key" in how else [5.0, 4.0])
 
 
+@pytest.mark.parametrize(("epochs", "best"), [
+    ([(100.0, 2.9), (100.9, 2.0), (100.2, 2.5), (100.0, float("nan"))], [(100.9, 2.0), (100.2, 2.5), (100.0, 2.9)]),
+    ([(100.0, 1.0), (99.0, 2.9), (98.0, 3.0)], [(98.0, 3.0), (99.0, 2.9), (100.0, 1.0)]),
+    ([(100.0, 2.0), (150.0, 2.0)], [(150.0, 2.0), (100.0, 2.0)])])
+def test_empty_transcripts_are_no_better_than_more_than_a_hundred_percent(tmp_path, epochs, best):
+    run = Run(tmp_path)
+    for wer, loss in epochs:
+        run.checkpointer.save_and_keep_only(meta={"WER": wer, "loss": loss}, num_to_keep=3, min_keys=["WER"])
+    found = [(ckpt.meta["WER"], ckpt.meta["loss"]) for ckpt in run.checkpointer.find_checkpoints(min_key="WER")]
+    assert found[:3] == best
+    assert run.recovered(min_key="WER").meta["WER"] == best[0][0]
+
+
 def test_the_last_saved_is_the_newest_though_the_clock_went_back(tmp_path, monkeypatch):
     run = Run(tmp_path)
     monkeypatch.setattr("time.time", lambda: 2e9)
