@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
@@ -98,26 +99,26 @@ class Muon(Optimizer):
         if not placed:
             return
         weights = list(placed.values())
-        states = [self._state(weight, "momentum", "direction") for weight in weights]
+        states = self._states(weights, "momentum", "direction")
         due = [state["turn"] == 0 or (state["turn"] + place) % group["every"] == 0
                for place, state in zip(placed, states, strict=True)]
         for state in states:  # counted by the host, which doesn't know of skipped steps
             state["turn"] += 1
         momenta, directions = ([state[name] for state in states] for name in ("momentum", "direction"))
         found, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        grads = _gradients(weights)
+        grads = torch.cat([each.flatten() for each in _gradients(weights)])  # a copy, which may be overwritten
         if divisor is not None:
-            grads = list(torch._foreach_div(grads, divisor))
+            grads.div_(divisor)
         if found is not None:  # with itself as gradient, the momentum does not change
-            kept, given = (torch.cat([each.flatten() for each in tensors]) for tensors in (momenta, grads))
-            parts = torch.where(found > 0, kept, given).split([each.numel() for each in grads])
-            grads = [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
-        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+            grads = torch.where(found > 0, _flatten_dense_tensors(momenta), grads)
+        updates = _unflatten_dense_tensors(grads, weights)
+        torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
         keep = torch.ones((), device=weights[0].device) if found is None else 1 - found
-        grads, now, due_directions = ([each for each, is_due in zip(tensors, due, strict=True) if is_due]
-                              for tensors in (grads, momenta, directions))
-        if due_directions:
-            orthogonalise(torch._foreach_lerp(grads, now, group["momentum"]), due_directions, keep)
+        updates, now, due_directions = ([each for each, is_due in zip(tensors, due, strict=True) if is_due]
+                                        for tensors in (updates, momenta, directions))
+        if updates:
+            torch._foreach_lerp_(updates, now, group["momentum"])
+            orthogonalise(updates, due_directions, keep)
         torch._foreach_mul_(weights, 1 - keep * (group["lr"] * group["weight_decay"]))
         step = keep * (-group["lr"] * group["strength"])
         if step.device.type == "cpu":  # rounds once
@@ -128,20 +129,23 @@ class Muon(Optimizer):
     def _update_others(self, parameters: list[torch.Tensor], group: Mapping[str, Any]) -> None:
         if not parameters:
             return
-        states = [self._state(parameter, "exp_avg", "exp_avg_sq") for parameter in parameters]
+        states = self._states(parameters, "exp_avg", "exp_avg_sq")
         averages, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
         beta1, beta2 = group["betas"]
         adamw(parameters, _gradients(parameters), averages, squares, [], steps, fused=True, amsgrad=False,
               beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
               maximize=False, grad_scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None))
 
-    def _state(self, parameter: torch.Tensor, *names: str) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[parameter]
-        if not all(name in state for name in names):  # new, or of another optimizer
-            state.clear()
-            state.update((name, torch.zeros_like(parameter, memory_format=torch.contiguous_format)) for name in names)
-            state.update({"step": torch.zeros((), device=parameter.device)} if "exp_avg" in names else {"turn": 0})
-        return state
+    def _states(self, parameters: Sequence[torch.Tensor], *names: str) -> list[dict[str, Any]]:
+        states: list[dict[str, Any]] = [self.state[parameter] for parameter in parameters]
+        needed = set(names)
+        for parameter, state in zip(parameters, states, strict=True):
+            if not needed <= state.keys():  # new, or of another optimizer
+                state.clear()
+                state.update((name, torch.zeros_like(parameter, memory_format=torch.contiguous_format))
+                             for name in names)
+                state.update({"step": torch.zeros((), device=parameter.device)} if "exp_avg" in names else {"turn": 0})
+        return states
 
 
 def _with_defaults(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -181,34 +185,37 @@ def orthogonalise(weights: Sequence[torch.Tensor], results: Sequence[torch.Tenso
     It is scaled to a root mean square of 1. Matrices of one size, wide or tall, are computed together. Each is computed
     by one rank, so that all ranks get the same bits even on different processors.
     """
-    sizes: dict[tuple[torch.device, int, int], list[int]] = {}
+    shapes: dict[torch.Size, list[int]] = {}
     for index, weight in enumerate(weights):
-        low, high = sorted(weight.flatten(1).shape)
-        sizes.setdefault((weight.device, low, high), []).append(index)
+        shapes.setdefault(weight.shape, []).append(index)
+    sizes: dict[tuple[int, ...], list[torch.Size]] = {}
+    for shape in shapes:
+        sizes.setdefault(tuple(sorted((shape[0], shape[1:].numel()))), []).append(shape)
     rank, world = (0, 1) if ranks.is_alone() else (ranks.rank(), ranks.world_size())
     before, new = 0, list(results)
-    for (_, _, width), places in sizes.items():
-        own = slice((rank - before) % world, None, world)
-        before += len(places)
-        matrices, previous = (torch.stack([_as_wide(tensors[index]) for index in places])
+    for (low, width), alike in sizes.items():
+        matrices, previous = (_as_wide([torch.stack([tensors[index] for index in shapes[shape]]) for shape in alike])
                               for tensors in (weights, results))
+        own = slice((rank - before) % world, None, world)
+        before += len(matrices)
         found = newton_schulz(matrices[own])
         if world > 1:
             shared = torch.zeros_like(matrices)
             shared[own] = found
             found = ranks.sum_across(shared)
         wide = previous.lerp_(found.mul_(math.sqrt(width)), keep)
-        tall = wide.mT.contiguous()
-        for index, *shapes in zip(places, wide, tall, strict=True):
-            new[index] = next(each for each in shapes if each.shape == results[index].flatten(1).shape
-                              ).view_as(results[index])
+        for shape, part in zip(alike, wide.split([len(shapes[shape]) for shape in alike]), strict=True):
+            part = part.mT.contiguous() if shape[0] > low else part
+            for index, each in zip(shapes[shape], part.view(-1, *shape), strict=True):
+                new[index] = each
     torch._foreach_copy_(list(results), new)
 
 
-def _as_wide(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight as a matrix that is at least as wide as high."""
-    matrix = weight.flatten(1)
-    return matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+def _as_wide(stacks: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return weights as matrices that are at least as wide as high."""
+    matrices = [stack.flatten(2) for stack in stacks]
+    wide = [each.mT if each.shape[1] > each.shape[2] else each for each in matrices]
+    return torch.cat(wide) if len(wide) > 1 else wide[0].contiguous()
 
 
 def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
@@ -222,6 +229,6 @@ def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
     if native_precision(matrices.device) == "bf16":
         found = found.to(torch.bfloat16)
     for _ in range(_ITERATIONS):
-        gram = found @ found.mT
+        gram = torch.bmm(found, found.mT)
         found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
     return found.to(matrices.dtype)

@@ -113,6 +113,37 @@ def test_matrices_are_updated_as_with_torchs_muon():
         assert (mine - its).norm() < 0.03 * moved, mine.shape  # bfloat16, and another order of additions
 
 
+def step_alone(weight, grad, momentum):
+    """A step of one matrix, written plainly."""
+    momentum.lerp_(grad, 0.05)
+    ahead = grad.lerp(momentum, 0.95).flatten(1)
+    tall = ahead.shape[0] > ahead.shape[1]
+    found = newton_schulz((ahead.T if tall else ahead)[None])[0] * math.sqrt(max(ahead.shape))
+    direction = (found.T if tall else found).reshape(weight.shape)
+    return weight * (1 - 0.02 * 0.1) - 0.02 * 0.4 * direction
+
+
+@pytest.mark.parametrize("shapes", [[(20, 8)], [(20, 8), (6, 6), (8, 20), (8, 5, 2, 2), (20, 4, 2), (20, 8)]])
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_step_is_that_of_each_matrix_by_itself(shapes, skips):
+    weights = parameters(*shapes)
+    optimizer = Muon(weights, modules=[holder(*weights)], lr=0.02, weight_decay=0.1)
+    momenta, expected = [torch.zeros(shape) for shape in shapes], [weight.detach().clone() for weight in weights]
+    for step in range(5):
+        skipped = skips and step in (0, 3)
+        for place, weight in enumerate(weights):
+            weight.grad = drawn(*weight.shape, seed=10 * step + place) * (math.nan if skipped else 1)
+        given = [weight.grad.clone() for weight in weights]
+        if skips:
+            optimizer.found_inf = torch.tensor(float(skipped))
+        optimizer.step()
+        if not skipped:
+            expected = [step_alone(*each) for each in zip(expected, given, momenta, strict=True)]
+        for weight, exact, grad in zip(weights, expected, given, strict=True):
+            torch.testing.assert_close(weight.detach(), exact, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(weight.grad, grad, rtol=0, atol=0, equal_nan=True)
+
+
 def test_other_parameters_are_updated_as_with_adamw():
     shapes = [(16,), (28, 16), (3, 16, 16)]
     ours, theirs = parameters(*shapes), parameters(*shapes)
