@@ -43,6 +43,7 @@ from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.speed import native_precision, peak_of, peak_of_card
+from sbkit.recipe.values import static
 from sbkit.system.console import logging_disabled, stored_json
 from sbkit.system.environment import describe
 
@@ -69,7 +70,12 @@ def check(
     report, findings = Report(str(path), built=run), Findings()
     check_options(run_opts, findings)
     if run:
-        root = read(Path(path), overrides or {}, findings)
+        given = overrides or {}
+        root = read(Path(path), given, found := Findings())
+        size = _characters(root) if root is not None and not starting and "output_neurons" not in given else None
+        if size is not None:
+            root = read(Path(path), {**given, "output_neurons": size}, found := Findings())
+        findings += found
     else:
         with without_imports_from(Path.cwd(), Path(path).parent, Path(path).parent.parent):
             root = read(Path(path), overrides or {}, findings, unchecked=report.notes)
@@ -84,6 +90,18 @@ def check(
     report.add(findings)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _characters(root: Node) -> int | None:
+    """The number of tokens that the prepared corpus's characters need, if a run will replace the recipe's by it."""
+    node = root.value.get("tokenizer")
+    given = {name: static(each) for name, each in node.value.items()} if node and isinstance(node.value, dict) else {}
+    size, folder = given.get("vocab_size"), Path(str(given.get("folder")))
+    if given.get("model_type") != "char" or "output_neurons" not in root.value or \
+            size != static(root.value["output_neurons"]) or (folder / f"{size}_char.model").exists():
+        return None
+    sizes = [path.name.partition("_")[0] for path in folder.glob("*_char.model")]
+    return int(sizes[0]) if len(sizes) == 1 and sizes[0].isdigit() else None
 
 
 def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOptions | None, starting: bool,
@@ -403,7 +421,9 @@ def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | 
     if not any(path.exists() for path in paths.values()):
         return None, "labels: the corpus is not prepared; prepare it with sbkit prepare, the same recipe and keys"
     if not traced.task.is_prepared(traced.keys):
-        return None, f"labels: {_why_unchecked(traced.built.hparams.get('tokenizer'))}"
+        return None, ("labels: the corpus is prepared, but its tokenizer (or symbols, or statistics) doesn't match "
+                      "these keys; sbkit prepare, with the same recipe and keys, creates it, and a run checks the "
+                      "labels when it starts")
     if any(f.code == "vocabulary" for f in findings):
         return None, "labels: the vocabulary is wrong"
     try:
@@ -415,14 +435,3 @@ def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | 
         node = traced.built.nodes["corpus"]
         findings.error("labels", node.place, "corpus", error.message, error.hint or "")
         return None, ""
-
-
-def _why_unchecked(tokenizer: Any) -> str:  # a Tokenizer, if the task has one: a room above
-    """Why the labels of a prepared corpus are not checked by these keys, and what to do."""
-    if getattr(tokenizer, "model_type", "") == "char":
-        sizes = [each.name.partition("_")[0] for each in tokenizer.path.parent.glob("*_char.model")]
-        if len(sizes) == 1:
-            return (f"the corpus's characters need {sizes[0]} tokens, and the recipe has {tokenizer.vocab_size}; a "
-                    f"run changes that itself; --output_neurons {sizes[0]} checks them now")
-    return ("the corpus is prepared, but its tokenizer (or symbols, or statistics) doesn't match these keys; sbkit "
-            "prepare, with the same recipe and keys, creates it, and a run checks the labels when it starts")

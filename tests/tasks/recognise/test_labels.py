@@ -91,17 +91,27 @@ def test_a_prepared_corpus_is_compared_with_the_model(prepared):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "size", "said"), [
-    ("char", 20, "need 7 tokens, and the recipe has 20; a run changes that itself; "
-                 "--output_neurons 7 checks them now"),
-    ("unigram", 20, "with the same recipe and keys, creates it"), ("char", 7, "")])
-def test_why_the_labels_of_a_prepared_corpus_are_not_checked_is_said(prepared, tmp_path, kind, size, said):
-    made = Tokenizer(tmp_path / "save", 20, "char")
-    made.follow(TEXTS)
-    made.prepare(TEXTS)
+@pytest.mark.parametrize(("kind", "size", "checked"), [("char", 20, False), ("unigram", 20, False), ("char", 7, True)])
+def test_why_the_labels_of_a_prepared_corpus_are_not_checked_is_said(prepared, tmp_path, kind, size, checked):
+    Tokenizer(tmp_path / "save", 7, "char").prepare(TEXTS)
     report = check(SMALL, prepared(output_neurons=size, tokenizer={"model_type": kind}))
-    assert ("labels" in report.sections) == (not said)
-    assert [said in note for note in report.notes if note.startswith("labels")] == [True] * bool(said)
+    assert ("labels" in report.sections) == checked
+    assert ["with the same recipe and keys, creates it" in note for note in report.notes
+            if note.startswith("labels")] == [True] * (not checked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "checked_with"), [("char", 7), ("unigram", 20)])
+def test_a_recipe_is_checked_with_as_many_tokens_as_the_prepared_corpus_has_characters(prepared, tmp_path, kind,
+                                                                                      checked_with):
+    Tokenizer(tmp_path / "save", 7, "char").prepare(TEXTS)
+    given = prepared()
+    del given["output_neurons"]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"recipe: !include:{SMALL}\n    output_neurons: 20\n    tokenizer: {{model_type: {kind}}}\n")
+    report = check(path, given)
+    assert ("labels" in report.sections) == (checked_with == 7) and not report.problems()
+    assert report.sections["shapes"].rows[-1][-1].endswith(f", {checked_with}]")
 
 
 @pytest.mark.slow
