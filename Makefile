@@ -53,10 +53,10 @@ demo-speech: $(STAMP) $(OUT)/bundle/config.json
 	$(BIN)/python tools/demo_speech_end.py $(SPEECH)/voice $(SPEECH)/voice/bundle $(OUT)/bundle
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(TESTERS)
 
 test-fast: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(TESTERS) -m 'not slow'
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

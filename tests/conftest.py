@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from made_once import made_once
 
+pytest_plugins = ["workers"]
+
 # How long one example takes is up to how busy the machine is.
 settings.register_profile("sbkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # CI is shared
 settings.load_profile("sbkit")

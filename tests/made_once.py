@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,6 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     make : fills an empty folder; where it fails, the next to ask tries again
     """
     home = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        home = home.parent  # each process has a folder of its own in that of the session
     folder, done = home / name, home / f"{name}.done"
     with open(home / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

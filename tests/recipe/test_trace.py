@@ -123,7 +123,7 @@ def test_an_lstm_is_no_mistake_on_a_machine_without_a_driver(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available() or not fake_gpu_works(), reason="it can be tried with a driver")
+@pytest.mark.skipif("torch.cuda.is_available() or not fake_gpu_works()", reason="it can be tried with a driver")
 @pytest.mark.parametrize("name, call", [
     ("Gated", "aten::_thnn_fused_gru_cell"), ("Waiting", "torch.cuda.synchronize")])
 @pytest.mark.usefixtures("without_cost")

@@ -31,7 +31,7 @@ def test_the_cpu_is_always_there(form):
     assert devices.resolve(form) == torch.device("cpu")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.skipif("torch.cuda.is_available()", reason="needs a machine without a GPU")
 @pytest.mark.parametrize("form", ["cuda", "cuda:10", "xpu:1", "meta", torch.device("cuda:0")])
 def test_a_device_that_is_not_there_is_one_error_that_says_what_to_do(form):
     with pytest.raises(SbkitError) as error:
