@@ -243,8 +243,8 @@ def test_every_bare_any_has_its_reason():
 FOREIGN = frozenset("""
     _apply _asdict _create_fbank_matrix _ctc_loss _dynamo _exit _fields _forward_hooks
     _get_ddp_logging_data _get_precomputed_values _local_scalar_dense _patch_lang_tensor _pytree _replace
-    _save_intra_epoch_ckpt _schema _shutdown_workers _speechbrain_iterator _statistics_dict _tmp_path_factory _unique2
-    _version
+    _save_intra_epoch_ckpt _schema _setupstate _shutdown_workers _speechbrain_iterator _statistics_dict
+    _tmp_path_factory _unique2 _version
 """.split())
 """Of Python, pytest, torch and SpeechBrain, which have no public name for it."""
 

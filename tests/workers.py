@@ -1,7 +1,7 @@
-"""``--workers N``: N processes run the test files; they are forked when all is imported and collected, once for all.
+"""``--workers N``: runs test files in N processes, which are forked after one collection.
 
-Each takes the next file when it has ended one, so that fixtures of a module are made once. One that dies fails the
-test that it ran, and another takes the rest of the file.
+Each takes the next file when it is done with one, so that fixtures of a module are made once. If a process dies, the
+test that it ran has failed, and another one takes the rest of the file.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import pytest
 from sbkit.rehearsal import nullcard
 
 _FORK = multiprocessing.get_context("fork")
-#: Seconds after which a process is looked at whose pipe another may hold open.
+#: Seconds between checks that workers are alive: a child of one may keep its pipe open.
 _LOOK = 1.0
+#: Seconds that a worker has to end once it is told to.
+_END = 5.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,12 +39,14 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     count = session.config.getoption("workers")
-    if not count or session.testsfailed or session.config.option.collectonly:
+    if count < 1 or session.testsfailed or session.config.option.collectonly:
         return None
     session.config._tmp_path_factory.getbasetemp()  # one folder for all processes
     files = deque(list(items) for _, items in groupby(session.items, key=lambda item: item.path))
-    workers = [Worker(session, files) for _ in range(min(count, len(files)))]
+    workers: list[Worker] = []
     try:
+        for _ in range(min(count, len(files))):
+            Worker(session, files, workers)
         while workers:
             ready = wait([worker.pipe for worker in workers], _LOOK)
             for worker in workers[:]:
@@ -51,7 +55,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
                 if worker.ended:
                     workers.remove(worker)
                     if files:
-                        workers.append(Worker(session, files))
+                        Worker(session, files, workers)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
             if session.shouldstop:
@@ -59,24 +63,33 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     finally:
         for worker in workers:
             worker.process.terminate()
+        for worker in workers:
+            worker.process.join(_END)
+            worker.process.kill()
     return True
 
 
 class Worker:
-    """One process, as seen from the one that collected the tests."""
+    """One process, as seen from the one that collected the tests.
 
-    def __init__(self, session: pytest.Session, files: deque[list[pytest.Item]]):
-        self.session, self.files, self.ended = session, files, False
+    files : not yet given to any process
+    workers : all others, to which this one is added
+    """
+
+    def __init__(self, session: pytest.Session, files: deque[list[pytest.Item]], workers: list[Worker]):
+        self.session, self.files, self.ended, self.asked = session, files, False, False
         self.items: deque[pytest.Item] = deque()
-        """Given to it, and not yet ended."""
+        """Given to the process, and not yet ended."""
         self.pipe, theirs = _FORK.Pipe()
-        self.process = _FORK.Process(target=_work, args=(session, theirs))
+        workers.append(self)
+        self.process = _FORK.Process(target=_work, args=(session, theirs, [worker.pipe for worker in workers]))
         self.process.start()
         theirs.close()
 
     def listen(self) -> None:
-        """Take what the process has to say, and give it the next file if it asks."""
+        """Take what the process has sent, and give it the next file if it asks."""
         config = self.session.config
+        ended = not self.process.is_alive()  # asked first, so that all it has sent is read below
         try:
             while self.pipe.poll():
                 kind, said = self.pipe.recv()
@@ -87,63 +100,62 @@ class Worker:
                     config.hook.pytest_warning_recorded.call_historic(kwargs=said)
                 elif kind == "ended":
                     self.items.popleft()
-                elif self.files:
-                    items = self.files.popleft()
+                else:
+                    self.asked = True
+                    items = self.files.popleft() if self.files else []
                     self.items.extend(items)
                     self.pipe.send([self.session.items.index(item) for item in items])
-                else:
-                    self.pipe.send(None)
-            self.ended = not self.process.is_alive()
-        except (EOFError, ConnectionResetError, BrokenPipeError):
+        except (EOFError, OSError):
             self.process.join()
-            self.ended = True
-        if self.ended and self.items:
-            died = self.items.popleft()
-            self.session.config.hook.pytest_runtest_logreport(report=pytest.TestReport(
-                died.nodeid, died.location, {}, "failed",
-                f"{died.nodeid}: its process ended with code {self.process.exitcode}", "call"))
+            ended = True
+        if ended and not self.asked:  # and none that follows would
+            raise pytest.UsageError(f"a worker ended with code {self.process.exitcode} before it took a test")
+        if ended and (self.items or self.process.exitcode):
+            died = self.items.popleft() if self.items else None
+            nodeid, location = (died.nodeid, died.location) if died else ("fixtures of a session", ("", None, ""))
+            message = f"{nodeid}: the process ended with code {self.process.exitcode}"
+            config.hook.pytest_runtest_logreport(
+                report=pytest.TestReport(nodeid, location, {}, "failed", message, "call"))
             if self.items:
                 self.files.appendleft(list(self.items))
+        self.ended = ended
 
 
 # ------------------------------------------------------------------ in the process
 
 
-def _work(session: pytest.Session, pipe: Connection) -> None:
+def _work(session: pytest.Session, pipe: Connection, others: list[Connection]) -> None:
+    for other in others:  # so that this process ends where that which forked it does
+        other.close()
     config = session.config
+    reporter = _Reporter(config, pipe)
     config.pluginmanager.unregister(name="terminalreporter")
+    config.pluginmanager.register(reporter, "terminalreporter")
+    reporter.sends_warnings = True
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()  # its file is that of all
     capture.start_global_capturing()
     capture.suspend_global_capture()
-    config.pluginmanager.register(_Reporter(config, pipe))
-    with contextlib.suppress(KeyboardInterrupt):  # of a terminal, which the process that forked this one tells of
-        _run(session, pipe)
+    with contextlib.suppress(KeyboardInterrupt):  # the process that forked this one reports it
+        while items := _next_file(session, pipe):
+            for item, after in zip(items, [*items[1:], session], strict=True):  # fixtures of the session stay
+                config.hook.pytest_runtest_protocol(item=item, nextitem=after)
+                pipe.send(("ended", None))
+        session._setupstate.teardown_exact(None)
     capture.stop_global_capturing()
 
 
-def _run(session: pytest.Session, pipe: Connection) -> None:
-    items = _asked(session, pipe)
-    while items:
-        following = None
-        for item, after in zip(items, [*items[1:], None], strict=True):
-            if after is None:  # fixtures of the session stay for the next file
-                following = _asked(session, pipe)
-            nextitem = after or (following[0] if following else None)
-            session.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
-            pipe.send(("ended", None))
-        items = following
-
-
-def _asked(session: pytest.Session, pipe: Connection) -> list[pytest.Item] | None:
+def _next_file(session: pytest.Session, pipe: Connection) -> list[pytest.Item]:
     pipe.send(("next", None))
-    places = pipe.recv()
-    return places and [session.items[place] for place in places]
+    return [session.items[place] for place in pipe.recv()]
 
 
 class _Reporter:
+    """Takes the place of pytest's terminal reporter, to which timeouts write."""
+
     def __init__(self, config: pytest.Config, pipe: Connection):
-        self.config, self.pipe = config, pipe
+        self.config, self.pipe, self.sends_warnings = config, pipe, False
+        self._tw = config.get_terminal_writer()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         hook = self.config.hook.pytest_report_to_serializable
@@ -151,6 +163,8 @@ class _Reporter:
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str, nodeid: str,
                                 location: Any) -> None:
+        if not self.sends_warnings:  # those before the fork are repeated for each new plugin
+            return
         plain = warnings.WarningMessage(Warning(str(warning_message.message)), Warning, warning_message.filename,
                                         warning_message.lineno)
         self.pipe.send(("warning", {"warning_message": plain, "when": when, "nodeid": nodeid, "location": location}))

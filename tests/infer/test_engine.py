@@ -211,9 +211,9 @@ def test_cuda_graphs_are_replayed_in_each_worker_whatever_else_compiled(monkeypa
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
     signal = torch.ones(4, 8, device="cuda")
     torch.compile(lambda x: x * 2 + 1, mode="reduce-overhead")(signal)
-    for name in ("first", "second"):
+    for name, size in (("first", 8), ("second", 16)):  # one size would be compiled once, for both
         worker = Worker(name)
-        module = torch.nn.Linear(8, 8).cuda().requires_grad_(False)
+        module = torch.nn.Linear(8, size).cuda().requires_grad_(False)
         compiled = worker.submit(backends.compile_module, module, "reduce-overhead").result()
         for _ in range(3):
             worker.submit(compiled, signal).result()

@@ -198,7 +198,7 @@ def test_it_learns_voices_and_knows_strangers_and_its_bundle_gives_its_vectors(t
     processes.sbkit("train", RECIPE, *options(**small), "--noprogressbar", "--no-check", cwd=tmp_path,
                     COUNT_FLOPS="1", cards=True)
     found = json.loads((run / "test_results.json").read_text())
-    assert found["stats"]["EER"] <= 10 and len(found["estimate"]["drawn"]) >= 100
+    assert found["stats"]["EER"] <= 15 and len(found["estimate"]["drawn"]) >= 100
     processes.sbkit("export", run, "--to", bundle, "--clips", "4", "--formats", "onnx", cwd=tmp_path)
     clips = list(Manifest.read(run / "manifests" / "test.csv"))
     model = sbkit.infer.load(bundle)
