@@ -122,9 +122,9 @@ class ASR(Task):
     def check_manifest(cls, keys: RecogniserKeys, split: str, manifest: Manifest) -> None:
         uncovered = keys.tokenizer.coverage(manifest.texts)
         if uncovered:
-            logger.warning("The model can't output %s of these texts, so each is an error: %s. Score texts in the "
-                           "language that it was trained on, or train on texts with them (init_from begins with its "
-                           "weights)", counted(uncovered.total(), "character"), _most_common(uncovered))
+            logger.warning("The model can't output %s of these texts, so each is an error: %s. Evaluate on texts "
+                           "in the model's language, or train on texts that contain these characters (init_from "
+                           "starts from this model's weights)", counted(uncovered.total(), "character"), _most_common(uncovered))
 
     @property
     def labels_per_second(self) -> float:

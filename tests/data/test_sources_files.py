@@ -106,7 +106,7 @@ def test_a_csv_without_commas_is_suspected_of_another_separator(tmp_path, separa
     path = write(tmp_path / "x.csv", separator.join(["ID", "wav", "wrd"]) + "\n")
     with pytest.raises(SbkitError) as error:
         read(path)
-    assert error.value.hint == f"its fields seem to be separated by {separator!r}: save it with commas"
+    assert error.value.hint == f"its fields seem to be separated by {separator!r}: use commas, or tabs in a .tsv"
 
 
 def test_paths_that_start_in_the_working_folder(tmp_path, monkeypatch):

@@ -153,7 +153,7 @@ def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
     (other / "test.csv").write_text("\n".join(text) + "\n")
     assert evaluate(run, "--on", other) == 0
     assert "can't output 2 characters" in caplog.text
-    assert "'ñ' x 1, 'ú' x 1. Score texts in the language that it was trained on, or train" in caplog.text
+    assert "'ñ' x 1, 'ú' x 1. Evaluate on texts in the model's language, or train" in caplog.text
 
 
 @pytest.fixture(scope="module")

@@ -178,7 +178,7 @@ def no_column(where: object, role: str, available: Iterable[str], columns: Mappi
     available = list(available)
     hint = f"name it in the corpus's columns, e.g. columns: {{{role}: NAME}}"
     if len(available) == 1 and (separator := next((each for each in ";\t|" if each in available[0]), None)):
-        hint = f"its fields seem to be separated by {separator!r}: save it with commas"
+        hint = f"its fields seem to be separated by {separator!r}: use commas, or tabs in a .tsv"
     return SbkitError(
         f"{where} has no column for the {role}: looked for {wanted} among {shown_names(available) or 'none'}",
         hint=hint)

@@ -413,7 +413,7 @@ class Checkpointer(stock.Checkpointer):
             metric, loss = ckpt.meta[key], ckpt.meta.get("loss")
             if not isinstance(metric, (int, float)) or math.isnan(metric):
                 return -math.inf, 0.0
-            if min_key in _ERROR_RATES and metric >= 100 and isinstance(loss, float):
+            if min_key in _ERROR_RATES and metric >= 100 and isinstance(loss, (int, float)):
                 return -100.0, -math.inf if math.isnan(loss) else -loss
             return metric if max_key else -metric, 0.0
 
