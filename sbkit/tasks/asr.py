@@ -124,7 +124,8 @@ class ASR(Task):
         if uncovered:
             logger.warning("The model can't output %s of these texts, so each is an error: %s. Evaluate on texts "
                            "in the model's language, or train on texts that contain these characters (init_from "
-                           "starts from this model's weights)", counted(uncovered.total(), "character"), _most_common(uncovered))
+                           "starts from this model's weights)",
+                           counted(uncovered.total(), "character"), _most_common(uncovered))
 
     @property
     def labels_per_second(self) -> float:
