@@ -82,13 +82,16 @@ def manifest(folder: Path, *wavs: str) -> None:
     (folder / "manifests" / "test.csv").write_text("\n".join(["ID,duration,wav,spk_id,wrd", *rows]) + "\n")
 
 
-def corpus(folder: Path, **splits: int) -> Path:
-    """SpeechBrain CSVs, each with so many utterances of noise."""
+def corpus(folder: Path, longer: float = 1.0, **splits: int) -> Path:
+    """SpeechBrain CSVs, each with so many utterances of noise.
+
+    longer : 3 and more gives each as many frames as CTC needs for its text
+    """
     for split, count in splits.items():
         rng = random.Random(split)
         lines = ["ID,duration,wav,spk_id,wrd,accent"]
         for i in range(count):
-            seconds = round(rng.uniform(0.6, 1.2), 2)
+            seconds = round(longer * rng.uniform(0.6, 1.2), 2)
             wav = sound(folder / "wavs" / f"{split}{i}.wav", seconds, seed=i)
             text = " ".join(rng.choices(WORDS, k=rng.randint(3, 5)))
             lines.append(f"{split}{i},{seconds},{wav},speaker{i % 3},{text},{ACCENTS[i % 2]}")

@@ -175,7 +175,7 @@ def test_a_corpus_that_is_not_prepared_has_no_price():
 @pytest.mark.slow
 def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(finished_runs, "MIN_SECONDS", 0.0)
-    run_folders.corpus(tmp_path / "data", train=8, dev=2, test=2)
+    run_folders.corpus(tmp_path / "data", 3.0, train=8, dev=2, test=2)
     out = tmp_path / "out"
     words = [str(ROOT / "hparams" / "ctc.yaml"), "--d_model", "16", "--nhead", "2", "--num_encoder_layers", "1",
              "--d_ffn", "16", "--least_steps", "0", "--number_of_epochs", "2", "--num_workers", "0",
