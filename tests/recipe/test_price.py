@@ -179,6 +179,7 @@ def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys, monkeypatc
     out = tmp_path / "out"
     words = [str(ROOT / "hparams" / "ctc.yaml"), "--d_model", "16", "--nhead", "2", "--num_encoder_layers", "1",
              "--d_ffn", "16", "--least_steps", "0", "--number_of_epochs", "2", "--num_workers", "0",
+             "--max_batch_seconds", "40", "--step_seconds", "40",
              "--data_folder", str(tmp_path / "data"), "--output_folder", str(out), "--device", "cpu"]
     assert cli.main(["prepare", *words]) == 0
     capsys.readouterr()
