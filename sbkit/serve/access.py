@@ -1,4 +1,4 @@
-"""Middleware before every route: host names, keys, origins, sizes, request ids and counters."""
+"""Middleware before every route: host names, keys, origins, request ids and counters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from sbkit.serve.errors import ApiError, failed, stopping, too_large, unauthorized, wrong_host
+from sbkit.serve.errors import ApiError, failed, stopping, unauthorized, wrong_host
 
 if TYPE_CHECKING:  # of packages that a server alone needs
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -57,8 +57,6 @@ def _name(host: str) -> str:
 KEY_PROTOCOL = "sbkit.key."
 #: The key of a request's id in its scope.
 REQUEST_ID = "sbkit.request_id"
-#: Bytes of a form for boundaries and short fields, in addition to the file.
-_FORM_BYTES = 1 << 16
 #: Paths that need no key: the page, which asks for it, and the health checks.
 _WITHOUT_KEY = frozenset({"/", "/health", "/ready"})
 #: Paths that monitoring may always ask for.
@@ -93,25 +91,21 @@ class AccessControl:
 
     keys : the valid keys; without any, no key is needed
     origins : origins of other servers' pages that may use this one, such as ``https://example.org``; ``*`` for all
-    upload_bytes : the largest file
     hosts : host names that the server answers to; None for all
     stopping : whether new requests are refused
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, origins: Iterable[str], upload_bytes: int, metrics: Metrics,
-                 hosts: Hosts | None = None, stopping: Callable[[], bool] = lambda: False):
+    def __init__(self, app: ASGIApp, keys: ApiKeys, origins: Iterable[str], metrics: Metrics, hosts: Hosts | None,
+                 stopping: Callable[[], bool]):
         self._app, self._keys, self._origins = app, keys, frozenset(origins)
-        self._upload_bytes, self._metrics, self._hosts, self._stopping = upload_bytes, metrics, hosts, stopping
+        self._metrics, self._hosts, self._stopping = metrics, hosts, stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-        else:
-            await self._handle(scope, receive, send)
-
-    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.responses import Response
 
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         began, path = time.monotonic(), scope["path"]
         sender = _ResponseSender(send, self._cors_headers(headers))
@@ -131,8 +125,6 @@ class AccessControl:
                 return
             if self._keys and path not in _WITHOUT_KEY and not self._keys.allow(_key(headers)):
                 raise unauthorized()
-            if scope["type"] == "http":
-                receive = self._limit_body(headers, receive)
             await self._app(scope, receive, sender.send)
         except ApiError as error:
             await self._send_error(scope, receive, sender, error)
@@ -173,26 +165,6 @@ class AccessControl:
         if origin is None or not self._allowed(origin):
             return {}
         return {"access-control-allow-origin": origin, "vary": "origin"}
-
-    def _limit_body(self, headers: dict[str, str], receive: Receive) -> Receive:
-        """Refuse bodies that are too large: at once by their header, otherwise while they arrive."""
-        limit = self._upload_bytes + _FORM_BYTES
-        claimed = headers.get("content-length", "0")
-        if not claimed.isdecimal():
-            raise ApiError(400, "content-length is not a number")
-        if int(claimed[:20]) > limit:
-            raise too_large(self._upload_bytes)
-        received = 0
-
-        async def limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > limit:
-                raise too_large(self._upload_bytes)
-            return message
-
-        return limited
 
     # ------------------------------------------------------------------ answers
 

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from sbkit.serve.backlog import Work
 from sbkit.serve.connection import ConnectionLimit
 from sbkit.serve.decoders import Decoders, Wave
 from sbkit.serve.disk import Disk, DiskReservation
-from sbkit.serve.errors import ApiError, failed, invalid, not_ready, refused_for, stopping
+from sbkit.serve.errors import ApiError, failed, invalid, not_ready, refused_for, stopping, too_large
 from sbkit.serve.form import Form, OutputsForm
 from sbkit.serve.limits import Limits
 from sbkit.serve.live import LiveSessions
@@ -46,27 +45,23 @@ from sbkit.serve.work import ClientDisconnected, RequestContext, RequestSlots
 _log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499  # never sent, only counted
 _DECODED = object()
+_FORM_BYTES = 1 << 16  # of a form for boundaries and short fields, in addition to the file
 _MAX_NUMBERS = 1_000_000  # in a JSON response
 
 
-@dataclass
 class State:
     """State shared by the routes. ``registry`` and ``decoders`` are set once they are loaded and warm."""
 
-    limits: Limits = field(default_factory=Limits)
-    metrics: Metrics = field(default_factory=Metrics)
-    registry: Registry | None = None
-    decoders: Decoders | None = None
-    stopping: bool = False
-    live_sessions: LiveSessions = field(init=False)
-    disk: Disk = field(init=False)
-    connection_limit: ConnectionLimit | None = None
-    loop: asyncio.AbstractEventLoop | None = None
-    """The event loop of the application, once it runs."""
-
-    def __post_init__(self) -> None:
-        self.live_sessions, self.disk = LiveSessions(self.limits, self.metrics), Disk(
-            self.limits.disk_bytes, self.limits.client_share)
+    def __init__(self, limits: Limits):
+        self.limits, self.metrics = limits, Metrics()
+        self.live_sessions = LiveSessions(limits, self.metrics)
+        self.disk = Disk(limits.disk_bytes, limits.client_share)
+        self.registry: Registry | None = None
+        self.decoders: Decoders | None = None
+        self.connection_limit: ConnectionLimit | None = None
+        self.stopping = False
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The event loop of the application, once it runs."""
 
     def stop(self) -> None:
         """Stop accepting requests, and finish live sessions with the speech received so far; from any thread."""
@@ -87,7 +82,6 @@ class State:
 def make_app(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (), hosts: Hosts | None = None,
          ) -> ASGIApp:
     slots = RequestSlots(state.limits, state.metrics)
-    sessions = state.live_sessions
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -98,7 +92,7 @@ def make_app(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...]
         state.loop = None
         slots.close()
 
-    _register_gauges(state, slots, sessions)
+    _register_gauges(state, slots)
 
     async def index(_: Request) -> Response:
         text, policy = _page()
@@ -161,22 +155,13 @@ def make_app(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...]
             return Streamed(replies.STREAM if parsed.sse else parsed.media_type, body, stack.pop_all())
 
     async def live(websocket: WebSocket) -> None:
-        with contextlib.ExitStack() as stack:
-            try:
-                registry = state.loaded()
-                stack.enter_context(sessions.slot(clients.address(websocket.scope)))
-            except ApiError as error:
-                state.metrics.refused.labels(error.code or error.status).inc()
-                await websocket.send_denial_response(error.response)
-                return
-            await sessions.session(websocket, registry)
+        await state.live_sessions.session(websocket, state.loaded())
 
     async def unknown_socket(websocket: WebSocket) -> None:
         error = invalid(f"there is no WebSocket at {websocket.url.path[:80]}; live transcription is at /v1/audio/live",
                         code="unknown_url")
         error.status = 404
-        state.metrics.refused.labels(error.code or "").inc()
-        await websocket.send_denial_response(error.response)
+        raise error
 
     app = Starlette(routes=[
         Route("/", index), Route("/health", health), Route("/ready", ready), Route("/metrics", prometheus),
@@ -185,8 +170,7 @@ def make_app(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...]
         Route("/v1/audio/outputs", outputs, methods=["POST"]), Route("/v1/audio/speech", speech, methods=["POST"]),
         WebSocketRoute("/v1/audio/live", live), WebSocketRoute("/{path:path}", unknown_socket),
     ], lifespan=lifespan, exception_handlers=_error_handlers(state))
-    return AccessControl(app, keys or ApiKeys(()), origins, state.limits.upload_bytes, state.metrics, hosts,
-                         lambda: state.stopping)
+    return AccessControl(app, keys or ApiKeys(()), origins, state.metrics, hosts, lambda: state.stopping)
 
 
 @contextlib.contextmanager
@@ -197,7 +181,13 @@ def _uploaded(state: State, slots: RequestSlots, request: Request
         client = clients.address(request.scope)
         stack.enter_context(slots.slot(client))
         reservation = stack.enter_context(contextlib.closing(DiskReservation(state.disk, client)))
-        request = form.limited(request, state.limits, reservation.grow)
+
+        def reserve(size: int) -> None:
+            if size > state.limits.upload_bytes + _FORM_BYTES:
+                raise too_large(state.limits.upload_bytes)
+            reservation.grow(size)
+
+        request = form.limited(request, state.limits, reserve)
         context = slots.context(request)
         stack.callback(context.close)
         yield request, context, reservation, stack
@@ -209,16 +199,11 @@ def _uploaded(state: State, slots: RequestSlots, request: Request
 def _outputs(state: State, parsed: OutputsForm, reservation: DiskReservation, context: RequestContext) -> Response:
     """Run a model that outputs tensors in a thread, and make the response."""
     served, rate = parsed.served, parsed.served.config.sample_rate
-    with contextlib.closing(context.work(served.batcher.backlog)) as work:
-        with contextlib.closing(_decoded(state, parsed, reservation, context, work)) as wave:
-            if wave.samples > MAX_SECONDS * rate:
-                raise invalid(f"this model takes recordings up to {MAX_SECONDS:g} s", "file", "invalid_audio")
-            signal = np.concatenate(list(wave.blocks()))
-        try:
-            found = context.job.result(context.job.watch(served.batcher.submit(signal, context.job.client)))
-        except Exception:
-            served.check()  # raises for a broken device
-            raise
+    with _decoded(state, parsed, reservation, context) as (wave, _):
+        if wave.samples > MAX_SECONDS * rate:
+            raise invalid(f"this model takes recordings up to {MAX_SECONDS:g} s", "file", "invalid_audio")
+        signal = np.concatenate(list(wave.blocks()))
+        found = context.job.result(context.job.watch(served.batcher.submit(signal, context.job.client)))
         output = served.engine.output(found)
     state.metrics.audio.labels(served.name).inc(len(signal) / rate)
     if parsed.sound:
@@ -230,29 +215,27 @@ def _outputs(state: State, parsed: OutputsForm, reservation: DiskReservation, co
     return JSONResponse({"model": served.name, **output.facts()})
 
 
+@contextlib.contextmanager
 def _decoded(state: State, parsed: Form | OutputsForm, reservation: DiskReservation, context: RequestContext,
-             work: Work) -> Wave:
-    """Decode a request's upload, and release it."""
-    with contextlib.closing(reservation), parsed.upload:
-        assert state.decoders is not None, "the models are loaded"
-        return state.decoders.decode(parsed.upload, parsed.served.config.sample_rate, context.job, work)
+             ) -> Iterator[tuple[Wave, Work]]:
+    """Decode a request's upload, and release it; hold the samples and their share of the model's work for the block."""
+    served = parsed.served
+    with contextlib.closing(context.work(served.batcher.backlog)) as work:
+        with contextlib.closing(reservation), parsed.upload:
+            assert state.decoders is not None, "the models are loaded"
+            wave = state.decoders.decode(parsed.upload, served.config.sample_rate, context.job, work)
+        with contextlib.closing(wave), served.device_errors():
+            yield wave, work
 
 
 def _transcribe(state: State, parsed: Form, reservation: DiskReservation, context: RequestContext,
                 report: Callable[[Any], None]) -> Transcript | Response:
     """Transcribe in a thread and make the response: report first that the upload is audio, then, for a stream, each
     piece of the text. A stream gets the transcript itself."""
-    job = context.job
-    with contextlib.closing(context.work(parsed.served.batcher.backlog)) as work:
-        wave = _decoded(state, parsed, reservation, context, work)
+    with _decoded(state, parsed, reservation, context) as (wave, work):
         report(_DECODED)
-        try:
-            with contextlib.closing(wave):
-                transcript = recognise(parsed.served, wave.blocks(), job, work, report if parsed.stream else None)
-                transcript.warning = wave.warning
-        except Exception:
-            parsed.served.check()  # raises for a broken device
-            raise
+        transcript = recognise(parsed.served, wave.blocks(), context.job, work, report if parsed.stream else None)
+        transcript.warning = wave.warning
     state.metrics.audio.labels(parsed.served.name).inc(transcript.duration)
     return transcript if parsed.stream else replies.reply(transcript, parsed.response_format, parsed.granularities)
 
@@ -297,13 +280,13 @@ def _error_handlers(state: State) -> dict[Any, Callable[..., Any]]:  # as Starle
             Exception: crashed}
 
 
-def _register_gauges(state: State, slots: RequestSlots, sessions: LiveSessions) -> None:
+def _register_gauges(state: State, slots: RequestSlots) -> None:
     def by_model(read: Callable[[Any], float]) -> Callable[[], list[tuple[list[str], float]]]:
         return lambda: [([each.name], read(each)) for each in state.registry or ()]
 
     gauge = state.metrics.gauge
     gauge("requests_inside", "Requests running or waiting.", (), lambda: [((), slots.active)])
-    gauge("live_sessions", "Live sessions.", (), lambda: [((), sessions.active)])
+    gauge("live_sessions", "Live sessions.", (), lambda: [((), state.live_sessions.active)])
     gauge("signals_waiting", "Signals waiting for a batch.", ["model"], by_model(lambda each: each.batcher.waiting))
     gauge("model_device", "1, with the requested device and the one that is used.",
           ["model", "file", "asked", "device", "provider"],

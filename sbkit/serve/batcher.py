@@ -46,7 +46,7 @@ class Batcher:
         self._budget = budget or (seconds or batch_seconds(engine.running.device)) * engine.config.sample_rate
         self._log = log or (lambda rows: None)
         self._lock = threading.Lock()
-        self._waiting: deque[_Query] = deque()
+        self._waiting: list[_Query] = []
         self._retry: deque[_Query] = deque()
         self._turns: dict[str | None, int] = {}  # the last batch that began with a client's
         self._batches = 0
@@ -110,16 +110,11 @@ class Batcher:
         batch with it."""
         if self._retry:
             return [self._retry.popleft()]
-        oldest, taken = None, set()
-        for each in sorted(self._waiting, key=lambda each: self._turns.get(each.client, 0)):
-            taken.add(id(each))
-            if each.future.set_running_or_notify_cancel():
-                oldest = each
-                break
+        by_turn = sorted(self._waiting, key=lambda each: self._turns.get(each.client, 0))
+        oldest = next((each for each in by_turn if each.future.set_running_or_notify_cancel()), None)
+        rest = self._waiting = [each for each in self._waiting if not (each is oldest or each.future.cancelled())]
         if oldest is None:
-            self._waiting.clear()
             return []
-        rest = [each for each in self._waiting if id(each) not in taken]
         self._batches += 1
         waiting = {each.client for each in rest}
         self._turns = {client: at for client, at in self._turns.items() if client in waiting}
@@ -132,8 +127,7 @@ class Batcher:
             if padded * (len(batch) + 1) <= self._budget and other.future.set_running_or_notify_cancel():
                 batch.append(other)
                 longest = padded
-        taken |= set(map(id, batch))
-        self._waiting = deque(each for each in rest if id(each) not in taken and not each.future.cancelled())
+        self._waiting = [each for each in rest if not (each.future.running() or each.future.cancelled())]
         return batch
 
     def _done(self, batch: list[_Query], done: Future[Any]) -> None:

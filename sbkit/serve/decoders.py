@@ -23,7 +23,7 @@ from sbkit.errors import SbkitError
 from sbkit.serve.backlog import Work
 from sbkit.serve.clients import FairQueue
 from sbkit.serve.decoder_process import NO, READY, YES
-from sbkit.serve.disk import Disk, DiskReservation, as_api_error, disk_errors_as_api_error
+from sbkit.serve.disk import Disk, DiskReservation, disk_errors_as_api_error
 from sbkit.serve.errors import ApiError, invalid, no_room, not_ready
 from sbkit.serve.job import Job
 from sbkit.serve.limits import Limits
@@ -146,11 +146,11 @@ class Decoders:
     disk : where the samples are stored
     """
 
-    def __init__(self, limits: Limits, restarted: Callable[[], None] | None = None,
+    def __init__(self, limits: Limits, restarted: Callable[[], object] = lambda: None,
                  command: Sequence[str] = _COMMAND, disk: Disk | None = None):
         self._limits, self._command = limits, command
         self._disk = disk or Disk(limits.disk_bytes)
-        self._restarted = restarted or (lambda: None)
+        self._restarted = restarted
         self._queue = FairQueue(limits.decoders, limits.client_share)
         self._memory = _OWN_MEMORY + 4 * limits.upload_bytes
         self._file_bytes = int(4 * _HIGHEST_RATE * (limits.max_audio_seconds + 60))
@@ -202,8 +202,8 @@ class Decoders:
             grow(reply["no_room"])  # raises with the reason
             raise no_room("there was no room on the server's disk")
         if "full" in reply:
-            full = OSError(reply["full"], "")
-            raise as_api_error(full) or full
+            with disk_errors_as_api_error():
+                raise OSError(reply["full"], "")
         if "failed" in reply:
             raise RuntimeError(f"a recording could not be decoded: {reply['failed']}")
         return reply["samples"]

@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 
-from sbkit.serve.errors import ApiError, no_room
+from sbkit.serve.errors import no_room
 from sbkit.serve.limits import MEGABYTE
 
 _FULL = {errno.ENOSPC: "the server's temporary folder is full", errno.EDQUOT: "the server's temporary folder is full",
@@ -71,17 +71,12 @@ class DiskReservation:
         self.resize(0)
 
 
-def as_api_error(error: OSError) -> ApiError | None:
-    """The answer to an error for lack of space or files; None for any other error."""
-    return no_room(_FULL[error.errno]) if error.errno in _FULL else None
-
-
 @contextlib.contextmanager
 def disk_errors_as_api_error() -> Iterator[None]:
     """Turn errors for lack of space or files within this block into an answer."""
     try:
         yield
     except OSError as error:
-        if (found := as_api_error(error)) is not None:
-            raise found from None
+        if error.errno in _FULL:
+            raise no_room(_FULL[error.errno]) from None
         raise

@@ -15,7 +15,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from sbkit.serve.disk import disk_errors_as_api_error
-from sbkit.serve.errors import invalid, missing_model, too_slow, unsupported
+from sbkit.serve.errors import invalid, too_slow, unsupported
 from sbkit.serve.limits import Limits
 from sbkit.serve.registry import Registry, S, ServedGraph, ServedModel
 from sbkit.serve.text import decode_utf8
@@ -60,8 +60,6 @@ class OutputsForm:
 async def read(request: Request, kind: Callable[[FormData, Registry], F], registry: Callable[[], Registry]) -> F:
     """Read a form, and check it as one of a kind: :func:`transcription` or :func:`outputs`."""
     headers = _headers(request.headers.get("content-type", ""))
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise invalid("compressed bodies are not supported; send the body uncompressed")
     try:
         with disk_errors_as_api_error():
             form = await _FormParser(headers, _pieces(request), max_files=1, max_fields=_MAX_FIELDS,
@@ -130,11 +128,7 @@ def _model(registry: Registry, kind: type[S], form: FormData, known: frozenset[s
     unknown = sorted({name.removesuffix("[]") for name in form} - known)
     if unknown:
         raise unsupported(unknown, known)
-    if not (name := _text(form, "model")):
-        raise missing_model([each.name for each in registry.of(kind)])
-    served = registry.find(name, kind)
-    served.check()
-    return served
+    return registry.working(_text(form, "model"), kind)
 
 
 def transcription(form: FormData, registry: Registry) -> Form:
@@ -224,12 +218,17 @@ def _boolean(value: str | None) -> bool:
 
 
 def limited(request: Request, limits: Limits, reserve: Callable[[int], None]) -> Request:
-    """Return a request whose body must arrive fast enough and fit.
+    """Return a request whose body must be uncompressed, arrive fast enough, and fit.
 
     reserve : called with the bytes that the request claims, then with those that have arrived; raises ``ApiError`` if
-        there is no space for them
+        they are too many
     """
-    reserve(int(request.headers.get("content-length", "0")))
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise invalid("compressed bodies are not supported; send the body uncompressed")
+    claimed = request.headers.get("content-length", "0")
+    if not claimed.isdecimal():
+        raise invalid("content-length is not a number")
+    reserve(int(claimed[:20]))
     received, waited, complete = 0, 0.0, False
 
     async def receive() -> MutableMapping[str, Any]:

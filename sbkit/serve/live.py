@@ -33,7 +33,7 @@ from sbkit.infer.lines import LineMessages
 from sbkit.infer.samples import check_rate
 from sbkit.serve.access import REQUEST_ID
 from sbkit.serve.clients import Shares, address
-from sbkit.serve.errors import ApiError, failed, invalid, missing_model, refused_for, too_late, unsupported
+from sbkit.serve.errors import ApiError, failed, invalid, refused_for, too_late, unsupported
 from sbkit.serve.limits import Limits
 from sbkit.serve.live_recogniser import Update, live_recogniser
 from sbkit.serve.metrics import Metrics
@@ -205,11 +205,12 @@ class LiveSessions:
         for session in self.sessions:
             session.end()
 
-    def slot(self, client: str | None) -> contextlib.AbstractContextManager[None]:
-        """Hold a slot for one session of a client; raises ``ApiError`` 429 if there is none."""
-        return self._shares.slot(client, "live sessions", 30)
-
     async def session(self, websocket: WebSocket, registry: Registry) -> None:
+        """Run a session in a slot of its client; raises ``ApiError`` 429 before it begins if there is none."""
+        with self._shares.slot(address(websocket.scope), "live sessions", 30):
+            await self._session(websocket, registry)
+
+    async def _session(self, websocket: WebSocket, registry: Registry) -> None:
         offered = websocket.scope.get("subprotocols", [])
         await websocket.accept(subprotocol=PROTOCOL if PROTOCOL in offered else None)
         session = None
@@ -252,12 +253,9 @@ async def _start(reader: MessageReader, registry: Registry) -> tuple[ServedModel
     if unknown := sorted(set(first) - _START_FIELDS):
         raise unsupported(unknown, _START_FIELDS)
     name = first.get("model")
-    if name is None:
-        raise missing_model([each.name for each in registry.of(ServedModel)])
-    if not isinstance(name, str):
+    if not isinstance(name, (str, type(None))):
         raise invalid(f"model must be a name, not {shown(name)}", "model")
-    served = registry.find(name, ServedModel)
-    served.check()
+    served = registry.working(name, ServedModel)
     chunk = first.get("chunk_ms")
     if chunk is not None and served.streams is None:
         raise invalid(f"the model {served.name} has no streaming graph, so no chunks to choose from: leave out "

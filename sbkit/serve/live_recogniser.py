@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from sbkit.decode.streaming import StreamResult
 from sbkit.infer.assembly import words
 from sbkit.infer.lines import Lines, TranscriptLine
 from sbkit.infer.stream_engine import StreamEngine
-from sbkit.serve.errors import ApiError, too_late
+from sbkit.serve.errors import too_late
 from sbkit.serve.job import Job
 from sbkit.serve.registry import ServedModel
 from sbkit.serve.tail import Tail
@@ -72,17 +71,6 @@ class LiveRecogniser(ABC):
     def close(self) -> None:
         """Cancel all work."""
 
-    @contextlib.contextmanager
-    def _device_errors(self) -> Iterator[None]:
-        """Raise ``ApiError`` instead of another error if the device is broken."""
-        try:
-            yield
-        except ApiError:
-            raise
-        except Exception:
-            self._served.check()
-            raise
-
     async def catch_up(self, seconds: float) -> None:
         """Wait until the backlog is at most ``seconds``; other tasks run in any case."""
         await asyncio.sleep(0)
@@ -119,17 +107,17 @@ class ChunkRecogniser(LiveRecogniser):
         return self._session.waiting_seconds
 
     def feed(self, signal: np.ndarray) -> None:
-        with self._device_errors():
+        with self._served.device_errors():
             self._session.feed(signal)
 
     def finish(self) -> None:
-        with self._device_errors():
+        with self._served.device_errors():
             self._session.finish()
 
     async def next_update(self) -> Update | None:
         while True:
             self._changed.clear()
-            with self._device_errors():
+            with self._served.device_errors():
                 results = self._session.take(0)
             self._progressed.set()
             if results:
@@ -197,7 +185,7 @@ class TailRecogniser(LiveRecogniser):
     async def _words(self, signal: np.ndarray, skip: int) -> list[Word]:
         """Decode samples [S], without the first ``skip`` frames."""
         asking = asyncio.wrap_future(self._job.watch(self._served.batcher.submit(signal, self._job.client)))
-        with self._device_errors():
+        with self._served.device_errors():
             try:
                 log_probs = await asyncio.wait_for(asking, self._seconds)
             except (asyncio.TimeoutError, TimeoutError):

@@ -14,7 +14,6 @@ import numpy as np
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.assembly import Assembly, StableWords, transcript
-from sbkit.infer.bundle_engine import BundleEngine
 from sbkit.infer.chunks import Chunk, cut
 from sbkit.infer.decoding import decoder
 from sbkit.infer.engine import Engine
@@ -24,7 +23,7 @@ from sbkit.infer.transcript import Transcript
 from sbkit.infer.voice_engine import SpeechInput, VoiceEngine
 from sbkit.serve.backlog import Work
 from sbkit.serve.batcher import Batcher
-from sbkit.serve.errors import unknown_model, wrong_model
+from sbkit.serve.errors import missing_model, unknown_model, wrong_model
 from sbkit.serve.job import Job
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.served import BundleOptions, Served, device_facts
@@ -59,6 +58,7 @@ class ServedModel(Served):
 
     def _load(self, folder: Path, options: BundleOptions, metrics: Metrics) -> None:
         self.engine = Engine(folder, options.model, options.device, options.threads)
+        self.engines.append(self.engine)
         config = self.config = self.engine.config
         self.vocabulary = self.engine.vocabulary
         self.chunk_seconds = config.chunk(options.chunk_seconds)
@@ -66,26 +66,14 @@ class ServedModel(Served):
         self.decoder = decoder(self.vocabulary, options.search)
         self.batcher = Batcher(self.engine, options.batch_seconds, options.batching,
                                metrics.batches.labels(self.name).observe)
-        self._measure(np.zeros(int(min(_MEASURE_SECONDS, self.chunk_seconds) * config.sample_rate), np.float32))
-        self.streams = self._streams(folder, options, metrics)
-        self.chunks_ms = list(self.streams.chunks) if self.streams is not None else []
-
-    def _streams(self, folder: Path, options: BundleOptions, metrics: Metrics) -> StreamEngine | None:
-        model, streaming = self.engine.running.model, self.config.streaming
-        if streaming is None or model not in streaming.models:
-            return None
-        rows = {} if options.batching else {"max_streams": 1}
-        threads = options.threads or max(1, usable_cores() - 1)  # one is left for the connections
-        try:
-            return StreamEngine(folder, model, options.device, threads,
-                                on_step=metrics.steps.labels(self.name).observe, **rows)
-        except BaseException:
-            self.engine.close()
-            raise
-
-    @property
-    def engines(self) -> list[BundleEngine]:
-        return [self.engine, *([] if self.streams is None else [self.streams])]
+        self.batcher.measure(np.zeros(int(min(_MEASURE_SECONDS, self.chunk_seconds) * config.sample_rate), np.float32))
+        model, streaming = self.engine.running.model, config.streaming
+        if streaming is not None and model in streaming.models:
+            rows = {} if options.batching else {"max_streams": 1}
+            threads = options.threads or max(1, usable_cores() - 1)  # one is left for the connections
+            self.streams = StreamEngine(folder, model, options.device, threads,
+                                        on_step=metrics.steps.labels(self.name).observe, **rows)
+            self.engines.append(self.streams)
 
     @property
     def busy_seconds(self) -> float:
@@ -94,7 +82,8 @@ class ServedModel(Served):
     @property
     def facts(self) -> dict[str, Any]:
         streams = None if self.streams is None else device_facts(self.streams.running)
-        return super().facts | {"streams": streams, "chunks_ms": self.chunks_ms}
+        chunks = [] if self.streams is None else list(self.streams.chunks)
+        return super().facts | {"streams": streams, "chunks_ms": chunks}
 
 
 class ServedGraph(Served):
@@ -105,10 +94,11 @@ class ServedGraph(Served):
 
     def _load(self, folder: Path, options: BundleOptions, metrics: Metrics) -> None:
         self.engine = GraphEngine(folder, options.model, options.device, options.threads)
+        self.engines.append(self.engine)
         self.config = self.engine.config
         self.batcher = Batcher(self.engine, options.batch_seconds, options.batching,
                                metrics.batches.labels(self.name).observe)
-        self._measure(np.zeros(int(_MEASURE_SECONDS * self.config.sample_rate), np.float32))
+        self.batcher.measure(np.zeros(int(_MEASURE_SECONDS * self.config.sample_rate), np.float32))
 
 
 #: Symbols in a batch, padding included, on a CPU and on a GPU; one text of the greatest length always fits.
@@ -123,12 +113,13 @@ class ServedVoice(Served):
 
     def _load(self, folder: Path, options: BundleOptions, metrics: Metrics) -> None:
         self.engine = VoiceEngine(folder, options.model, options.device, options.threads)
+        self.engines.append(self.engine)
         self.config = self.engine.config
         symbols = max(self.config.max_symbols, _SYMBOLS[self.engine.running.device == "cpu"])
         self.batcher = Batcher(self.engine, batching=options.batching, log=metrics.batches.labels(self.name).observe,
                                budget=symbols, unit="symbols", cost=lambda line: len(line) / line.speed)
         sentence = min(self.config.max_symbols, _SENTENCE)
-        self._measure(SpeechInput([1 + number % (len(self.config.symbols) - 1) for number in range(sentence)]))
+        self.batcher.measure(SpeechInput([1 + number % (len(self.config.symbols) - 1) for number in range(sentence)]))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -160,6 +151,14 @@ class Registry:
 
     def of(self, kind: type[S]) -> list[S]:
         return [each for each in self if isinstance(each, kind)]
+
+    def working(self, name: str | None, kind: type[S]) -> S:
+        """The model that a request names; raises ``ApiError`` also if its device is broken."""
+        if not name:
+            raise missing_model([each.name for each in self.of(kind)])
+        found = self.find(name, kind)
+        found.check()
+        return found
 
     def find(self, name: str, kind: type[S]) -> S:
         found = self._served.get(name)

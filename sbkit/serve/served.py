@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -56,15 +57,18 @@ class Served(ABC):
 
     def __init__(self, name: str, folder: Path, options: BundleOptions, metrics: Metrics):
         self.name, self.created = name, int(time.time())
-        self._load(folder, options, metrics)
+        self.engines: list[BundleEngine] = []
+        """Those that are open, ``engine`` first."""
+        try:
+            self._load(folder, options, metrics)
+        except BaseException:
+            self.close()
+            raise
 
     @abstractmethod
     def _load(self, folder: Path, options: BundleOptions, metrics: Metrics) -> None:
-        """Load ``engine`` and ``batcher``, and measure the speed."""
-
-    @property
-    def engines(self) -> Sequence[BundleEngine]:
-        return [self.engine]
+        """Load ``engine`` and ``batcher``, and measure the speed, so that even the first request is refused if it can't
+        finish in time; each engine is added to ``engines``."""
 
     @property
     def busy_seconds(self) -> float:
@@ -73,14 +77,6 @@ class Served(ABC):
     def close(self) -> None:
         for each in reversed(self.engines):
             each.close()
-
-    def _measure(self, signal: Sized) -> None:
-        """Measure the speed, so that even the first request is refused if it can't finish in time."""
-        try:
-            self.batcher.measure(signal)
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def fault(self) -> str | None:
@@ -91,8 +87,18 @@ class Served(ABC):
         return found
 
     def check(self) -> None:
+        """Raise ``ApiError`` if the model can't run any more."""
         if (fault := self.fault) is not None:
             raise broken(fault)
+
+    @contextlib.contextmanager
+    def device_errors(self) -> Iterator[None]:
+        """Raise the error of :meth:`check` for any error of this block, if the device is broken."""
+        try:
+            yield
+        except Exception:
+            self.check()
+            raise
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.serve import access
-from sbkit.serve.access import Hosts, loopback
+from sbkit.serve.access import ApiKeys, Hosts, loopback
 from sbkit.serve.limits import Limits
 from sbkit.serve.served import BundleOptions
 
@@ -115,9 +115,7 @@ class _Server:
         import uvicorn
 
         from sbkit.serve import connection
-        from sbkit.serve.access import ApiKeys
         from sbkit.serve.app import State, make_app
-        from sbkit.serve.connection import protocol_options
 
         self._request, self._bundles, self._listening = request, bundles, listening
         self.state = State(request.limits)
@@ -132,7 +130,7 @@ class _Server:
         grace: Any = request.grace_seconds  # typed as int, but fractions work
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
-            **protocol_options(self.state.connection_limit), backlog=backlog,
+            **connection.protocol_options(self.state.connection_limit), backlog=backlog,
             proxy_headers=bool(request.trust_proxies),
             forwarded_allow_ips=",".join(request.trust_proxies), timeout_graceful_shutdown=grace))
         self._error: BaseException | None = None
@@ -158,7 +156,9 @@ class _Server:
             for each, handler in before.items():
                 signal.signal(each, handler)
             loading.join()  # Python's end aborts the process while another thread loads a model; the watchdog bounds it
-            self._close()
+            for held in (self.state.decoders, self.state.registry):
+                if held is not None:
+                    held.close()
             if self._watchdog is not None and not any(map(_blocks_exit, threading.enumerate())):
                 self._watchdog.cancel()
         if self._error is not None:
@@ -213,12 +213,6 @@ class _Server:
         if self.state.decoders is not None:
             self.state.decoders.close()
         os._exit(1)
-
-    def _close(self) -> None:
-        if self.state.decoders is not None:
-            self.state.decoders.close()
-        if self.state.registry is not None:
-            self.state.registry.close()
 
 
 def _blocks_exit(thread: threading.Thread) -> bool:

@@ -66,8 +66,6 @@ async def read_request(request: Request, registry: Callable[[], Registry],
     """Read and check a request, its text in a thread."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise invalid("the body must be application/json with the fields model, input and voice")
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise invalid("compressed bodies are not supported; send the body uncompressed")
     fields = parse_object(decode_utf8(await request.body(), "the body"), "the body")
     found: SpeechForm = await run_in_thread(_read, fields, registry())
     return found
@@ -76,8 +74,7 @@ async def read_request(request: Request, registry: Callable[[], Registry],
 def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
     if unknown := sorted(set(fields) - set(_FIELDS)):
         raise unsupported(unknown, _FIELDS)
-    served = registry.find(_text(fields, "model", needed=True), ServedVoice)
-    served.check()
+    served = registry.working(_text(fields, "model"), ServedVoice)
     text = _text(fields, "input", needed=True)
     if len(text) > MAX_CHARACTERS:
         raise invalid(f"input has {len(text)} characters, the limit is {MAX_CHARACTERS}: send the text in parts",
@@ -165,11 +162,8 @@ async def synthesise(context: RequestContext, form: SpeechForm, metrics: Metrics
                 future = form.served.batcher.submit(line, context.job.client)
                 computing.append((piece, pause, asyncio.wrap_future(context.job.watch(future))))
             piece, pause, waiting = computing.popleft()
-            try:
+            with form.served.device_errors():
                 found: SpeechOutput = await context.wait_for(waiting)
-            except Exception:
-                form.served.check()  # raises for a broken device
-                raise
             speech = spoken(piece, found, form.served.config, pause)
             data = await context.wait_for(context.run_in_thread(_encoded, stream, speech, not (pending or computing)))
             usage.symbols += len(piece.ids)

@@ -40,10 +40,6 @@ class Tail:
         self._decoded = 0
 
     @property
-    def seconds(self) -> float:
-        return self._received / self._rate
-
-    @property
     def length(self) -> int:
         return self._received - self.start
 

@@ -41,7 +41,7 @@ def decoders():
 def started():
     """Starts decoders, which end with the test."""
     with contextlib.ExitStack() as all_:
-        yield lambda restarted=None, command=None, **limits: all_.enter_context(contextlib.closing(Decoders(
+        yield lambda restarted=lambda: None, command=None, **limits: all_.enter_context(contextlib.closing(Decoders(
             Limits(**{"decoders": 1} | limits), restarted, *([] if command is None else [command]))))
 
 

@@ -174,7 +174,6 @@ def test_hours_of_speech_are_held_in_seconds_of_memory():
                 looks, heard = looks + 1, heard + len(signal)
                 tail.finalise(words(len(signal) / RATE - skip * FRAME / RATE), len(signal), skip)
             assert tail.length <= 23 * RATE
-        assert tail.seconds == pytest.approx(3600)
         assert heard <= 12 * 3600 * RATE, "what is looked at again and again has a bounded cost"
 
 

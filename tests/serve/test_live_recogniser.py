@@ -1,6 +1,7 @@
 """Updates of a live session from an engine whose threads run at any time."""
 
 import asyncio
+import contextlib
 import types
 
 import bundles
@@ -44,7 +45,8 @@ def test_last_words_that_are_settled_between_two_takes_are_in_an_update(config):
     async def lines_of():
         streams = types.SimpleNamespace(open=lambda search, chunk, notify: EndsAfterTake(
             config, 8, {}, search, lambda session: None, notify))
-        served = types.SimpleNamespace(decoder=types.SimpleNamespace(stream=Settles), chunk_seconds=20.0)
+        served = types.SimpleNamespace(decoder=types.SimpleNamespace(stream=Settles), chunk_seconds=20.0,
+                                       device_errors=contextlib.nullcontext)
         recogniser = ChunkRecogniser(served, streams, None, 5.0)
         recogniser.finish()
         lines = []
