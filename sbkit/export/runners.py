@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sbkit.export import layout
+from sbkit.export.padding import pad
 
 #: A graph's output for an utterance, without padding: an array, or a tuple of several.
 Output = Any  # depends on the task's graph
@@ -18,15 +19,6 @@ Output = Any  # depends on the task's graph
 Runner = Callable[[Sequence[np.ndarray]], list[Output]]
 #: Maps a graph's inputs, in their order, to its outputs.
 Call = Callable[..., list[np.ndarray]]
-
-
-def pad(signals: Sequence[np.ndarray], min_samples: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Pad signals with zeros to [B, S]; returns their lengths [B] too."""
-    lengths = np.array([len(signal) for signal in signals], dtype=np.int64)
-    batch = np.zeros((len(signals), max(min_samples, int(lengths.max()))), dtype=np.float32)
-    for row, signal in zip(batch, signals, strict=True):
-        row[: len(signal)] = signal
-    return batch, lengths
 
 
 def main_outputs(outputs: Mapping[str, tuple[str, ...]]) -> list[str]:

@@ -11,7 +11,8 @@ import numpy as np
 from sbkit.codes import Books
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import BatchEngine, pad
+from sbkit.export.padding import pad
+from sbkit.infer.bundle_engine import BatchEngine
 from sbkit.infer.onnx_session import Interface
 
 _HINT = "do its files come from the same export? export it again"

@@ -12,6 +12,7 @@ import numpy as np
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.layout import Config
+from sbkit.export.padding import pad
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.bundle_engine import BatchEngine
 from sbkit.infer.formats import AUTO
@@ -81,12 +82,8 @@ class Engine(BatchEngine):
     def run_batch(self, signals: list[np.ndarray]) -> list[np.ndarray]:
         longest = max(self.config.min_samples, *map(len, signals))
         rows, samples = self._bucket(len(signals), longest)
-        batch = np.zeros((rows, samples), dtype=np.float32)
-        lengths = np.ones(rows, dtype=np.int64)  # rows that only fill a bucket have length 1
-        for i, signal in enumerate(signals):
-            batch[i, : len(signal)] = signal
-            lengths[i] = len(signal)
-        return self._split(self.compute(batch, lengths), len(signals))
+        fillers = [np.zeros(1, dtype=np.float32)] * (rows - len(signals))  # of a bucket with more rows
+        return self._split(self.compute(*pad([*signals, *fillers], samples)), len(signals))
 
     def _split(self, found: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
         log_probs, frames = found

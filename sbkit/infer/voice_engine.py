@@ -13,7 +13,8 @@ import numpy as np
 from sbkit.data.pronunciation import pronunciation
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import BatchEngine, ModelFailed, pad
+from sbkit.export.padding import pad
+from sbkit.infer.bundle_engine import BatchEngine, ModelFailed
 from sbkit.infer.onnx_session import Interface
 
 #: One symbol with the first speaker, at speed 1.

@@ -19,6 +19,7 @@ from sbkit.export import graph, layout, readme
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
+from sbkit.export.padding import pad
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import Runner, open_runner
 from sbkit.nn.codec.coder import Coder, Decode, Encode
@@ -92,10 +93,7 @@ class DecoderGraph(Companion):
         call = open_runner(name, path)
 
         def run(codes: Sequence[np.ndarray]) -> list[np.ndarray]:
-            batch = np.zeros((len(codes), max(config.min_frames, *map(len, codes)), len(config.books)), np.int64)
-            for row, each in zip(batch, codes, strict=True):
-                row[: len(each)] = each
-            signals, lengths = call(batch, np.array([len(each) for each in codes]))
+            signals, lengths = call(*pad(codes, config.min_frames))
             return [signal[:length] for signal, length in zip(signals, lengths, strict=True)]
 
         return {"from its codes": run}

@@ -28,7 +28,8 @@ from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError, summary
 from sbkit.export import layout
 from sbkit.export.features import is_input_normalization
-from sbkit.export.runners import Runner, pad
+from sbkit.export.padding import pad
+from sbkit.export.runners import Runner
 from sbkit.recipe import load, writing
 from sbkit.recipe.overrides import from_python
 from sbkit.recipe.source import Node, Place

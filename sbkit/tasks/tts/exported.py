@@ -15,6 +15,7 @@ from sbkit.data.text import TextRules
 from sbkit.export import graph, layout, readme
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.exported import Exported
+from sbkit.export.padding import pad
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import Runner, open_runner
 from sbkit.nn.codec.spectral_loss import DECIBELS, MelDistance
@@ -148,11 +149,7 @@ class ExportedVoice(Exported):
         call = open_runner(name, folder / layout.MODELS[name])
 
         def run(texts: Sequence[np.ndarray]) -> list[np.ndarray]:
-            batch = np.zeros((len(texts), max(map(len, texts))), np.int64)
-            for row, ids in zip(batch, texts, strict=True):
-                row[:len(ids)] = ids
-            audio, samples, _ = call(batch, np.array([len(ids) for ids in texts]), self._speakers(texts),
-                                     np.full(len(texts), _SPEED, np.float32))
+            audio, samples, _ = call(*pad(texts), self._speakers(texts), np.full(len(texts), _SPEED, np.float32))
             return [sound[:size] for sound, size in zip(audio, samples, strict=True)]
 
         return run
