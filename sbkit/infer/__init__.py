@@ -10,12 +10,11 @@ from sbkit.infer.graph_model import GraphModel, Output
 from sbkit.infer.model import Model, load
 from sbkit.infer.pipeline import Options
 from sbkit.infer.recordings import Recording
-from sbkit.infer.speech import Speech, SpokenWord
 from sbkit.infer.stream import Stream
 from sbkit.infer.stream_engine import StreamEngine
 from sbkit.infer.symbols import UnknownCharacters, UnspeakableText
 from sbkit.infer.transcript import Segment, Transcript
-from sbkit.infer.voice import Voice
+from sbkit.infer.voice import Speech, SpokenWord, Voice
 from sbkit.system.renamed import renamed
 
 __all__ = ["CodecModel", "EnhancerModel", "GraphModel", "Model", "Options", "Output", "Recording", "Segment", "Speech",

@@ -9,6 +9,7 @@ import warnings
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from sbkit.errors import SbkitError, first_line
 from sbkit.export import layout
 from sbkit.infer.device import Device, DeviceChoice, DeviceUnavailable, Placement, device_for_int8, open_on
 from sbkit.infer.onnx_session import Interface, open_session
-from sbkit.system.cores import limit_torch_threads, thread_limit, usable_cores
+from sbkit.system.cores import limit_torch_threads, thread_limit
 
 if TYPE_CHECKING:
     import torch
@@ -53,17 +54,16 @@ class Onnx:
                  spin: bool = True):
         threads = threads or thread_limit()
         choice, int8_note = device_for_int8(wanted) if model == layout.INT8 else (wanted, "")
-        opened, reason = open_on(choice, lambda device: open_session(path, device, threads, interface, spin))
-        self._session, self._names = opened.session, list(interface.inputs)
+        (self._session, running), reason = open_on(
+            choice, lambda device: open_session(path, device, threads, interface, spin))
+        self.running = replace(running, requested=wanted.text, model=model,
+                               note="; ".join(filter(None, (int8_note or reason, running.note))))
+        self._names = list(interface.inputs)
         self.metadata: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
         """The file's own metadata."""
         width = self._session.get_outputs()[0].shape[-1]
         self.width = width if isinstance(width, int) else None
         """Size of the first output's last dimension, if the file has it."""
-        self.running = Placement(
-            wanted.text, opened.device, opened.provider, model, path.name, threads or usable_cores(),
-            {"onnxruntime": opened.version},
-            "; ".join(filter(None, (int8_note or reason, opened.note))), opened.operators)
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """Map the graph's inputs to its outputs, both in order."""

@@ -18,11 +18,13 @@ from sbkit.decode.spans import TokenSpans, best_path, collapse
 from sbkit.decode.streaming import StreamSearch
 from sbkit.decode.transducer import GraphJoint, Joint, TransducerSearch, TransducerStream, not_a_number
 from sbkit.errors import SbkitError
+from sbkit.export import layout
 from sbkit.export.layout import ByKind, Config, TransducerConfig
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer import formats
-from sbkit.infer.device import Device
-from sbkit.infer.onnx_session import Interface, open_session
+from sbkit.infer.backends import open_graph
+from sbkit.infer.device import DeviceChoice
+from sbkit.infer.onnx_session import Interface
 
 if TYPE_CHECKING:
     from sbkit.decode.token_search import TokenSearch
@@ -247,11 +249,10 @@ def _joint(folder: Path, config: TransducerConfig) -> GraphJoint:
 
 def _open_graph(path: Path, config: TransducerConfig, interface: Interface, width: int) -> Callable[..., np.ndarray]:
     formats.check_file(path, config)
-    session = open_session(path, Device(), 1, interface, spin=False).session
+    graph = open_graph(path, layout.ONNX, DeviceChoice("cpu", "cpu"), 1, interface, spin=False)
 
     def run(*inputs: np.ndarray) -> np.ndarray:
-        found: np.ndarray = session.run(None, dict(zip(interface.inputs, inputs, strict=True)))[0]
-        return found
+        return graph(*inputs)[0]
 
     if (found := run(*interface.inputs.values())).shape != (_ROWS, width):
         raise SbkitError(f"{path} outputs {list(found.shape)} for {_ROWS} rows instead of {[_ROWS, width]}",

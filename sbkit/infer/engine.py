@@ -45,7 +45,7 @@ class Engine(BatchEngine):
 
     # ------------------------------------------------------------------ calls
 
-    def run(self, signals: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def run(self, signals: Sequence[np.ndarray]) -> list[Any]:  # of a subclass, other outputs
         """Map waveforms [S] to log-probabilities [T, V], each with its own T."""
         return self.submit(signals).result()
 

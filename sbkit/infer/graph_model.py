@@ -15,7 +15,7 @@ from sbkit.export import layout
 from sbkit.infer.bundle_engine import LoadedBundle
 from sbkit.infer.engine import Engine
 from sbkit.infer.recordings import Recording, Source
-from sbkit.infer.sound_file import SoundWriter
+from sbkit.infer.sound_file import write_sound
 
 #: Longest recording in seconds: these models take whole recordings.
 MAX_SECONDS = 600.0
@@ -51,9 +51,7 @@ class Output:
                 name in self.lengths and abs(len(signal) - samples) <= 1 + 0.1 * samples):
             raise SbkitError(f"{name} {list(signal.shape)} is not audio", hint="choose another format: json or npz")
         file = io.BytesIO()
-        writer = SoundWriter(file, "wav", rate)
-        writer.add(signal)
-        writer.end()
+        write_sound(file, "wav", rate, signal)
         return file.getvalue()
 
 
@@ -68,10 +66,6 @@ class GraphEngine(Engine):
     """Computes named arrays from waveforms."""
 
     config: layout.GraphConfig  # type: ignore[assignment]  # another kind of bundle
-
-    def run(self, signals: Sequence[np.ndarray]) -> list[Any]:
-        """Map waveforms [S] to arrays by name."""
-        return self.submit(signals).result()
 
     def output(self, outputs: dict[str, np.ndarray]) -> Output:
         """Add the label of the first output's largest value."""

@@ -37,6 +37,7 @@ from sbkit.infer.formats import ModelRequest
 from sbkit.infer.inputs import STDIN, collect
 from sbkit.infer.pipeline import Options, Pipeline, PipelineResult
 from sbkit.infer.recordings import Recording
+from sbkit.infer.transcript import mean_confidence
 from sbkit.infer.transcription import SOME_FAILED, print_first, record_settings
 from sbkit.score.calibration import MIN_UTTERANCES, Calibration, reliability, word_accuracy
 from sbkit.score.run_files import MANIFESTS, RECIPE
@@ -243,7 +244,7 @@ def _transcribe(pipeline: Pipeline, recordings: Mapping[str, Recording], path: P
             text = pipeline.engine.vocabulary.text
             line = {"key": key, "id": recording.id, "duration": round(transcript.duration, 4), "pieces": [
                 [round(recording.start + each.start, 3), round(each.end - each.start, 3), text(each.words),
-                 each.confidence] for each in pieces]}
+                 mean_confidence(each.words)] for each in pieces]}
             data = json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
             if file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -274,11 +275,6 @@ class Piece(NamedTuple):
     start: float
     end: float
     words: list[Word]
-
-    @property
-    def confidence(self) -> float | None:
-        """The mean confidence of the words; None without any."""
-        return sum(each.confidence for each in self.words) / len(self.words) if self.words else None
 
 
 def cut_at_pauses(words: Sequence[Word], duration: float, longest: float) -> list[Piece]:

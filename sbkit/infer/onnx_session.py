@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from sbkit.errors import SbkitError, first_line
-from sbkit.infer.device import Device, DeviceUnavailable
+from sbkit.export import layout
+from sbkit.infer.device import Device, DeviceUnavailable, Placement
+from sbkit.system.cores import usable_cores
 from sbkit.system.environment import onnxruntimes
 
 
@@ -47,23 +49,9 @@ _CHECKS_WEIGHTS, _WEIGHT_FILE = (1, 24), re.compile(rb"(?:\x08|\x88\x80*\x00)loc
 Session = Any  # onnxruntime.InferenceSession, which has no types
 
 
-@dataclass
-class OpenedSession:
-    """A session that has run on its device."""
-
-    session: Session
-    device: str
-    provider: str
-    version: str
-    operators: dict[str, int]
-    """How many operators of the graph each provider runs, if this version of ONNX Runtime reports it."""
-    note: str = ""
-    """Anything unusual about the device."""
-
-
 def open_session(path: Path, device: Device, threads: int | None, interface: Interface, spin: bool = True
-                 ) -> OpenedSession:
-    """Open a session on a device and run it once.
+                 ) -> tuple[Session, Placement]:
+    """Open a session on a device and run it once; returns it, and how it runs.
 
     spin : threads busy-wait for each other, which is fastest for one run and doubles the CPU time of many small ones
 
@@ -95,7 +83,8 @@ def open_session(path: Path, device: Device, threads: int | None, interface: Int
                                     hint="it has no CUDA kernels for them; use --device cpu")
         if session.get_provider_options()[CUDA].get("use_tf32") != "0":
             note = f"onnxruntime {runtime.__version__} computes with TF32 (10 bits), which can't be turned off"
-    return OpenedSession(session, str(device), session.get_providers()[0], runtime.__version__, operators, note)
+    return session, Placement(str(device), str(device), session.get_providers()[0], layout.ONNX, path.name,
+                              threads or usable_cores(), {"onnxruntime": runtime.__version__}, note, operators)
 
 
 def load_runtime() -> ModuleType:

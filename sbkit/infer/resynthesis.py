@@ -23,7 +23,7 @@ from sbkit.export import layout
 from sbkit.infer.codec import CodecModel, codec
 from sbkit.infer.codec_engine import books_of
 from sbkit.infer.formats import ModelRequest
-from sbkit.infer.sound_file import SoundWriter
+from sbkit.infer.sound_file import write_sound
 from sbkit.system.console import progress, time_span
 
 #: The manifest of the audio files: ids, texts and speakers.
@@ -95,7 +95,8 @@ def _write(codec: CodecModel, codes: Codes, folder: Path, what: str, format: str
         for window in _windows(codes, codec.books.frame_rate):
             for utterance, sound in zip(window, codec.decode([each.codes for each in window]), strict=True):
                 path = folder / f"{next(names)}.{format}"
-                write_sound(path, sound, format, codec.sample_rate)
+                with path.open("wb") as file:
+                    write_sound(file, format, codec.sample_rate, sound)
                 rows.append((utterance.id, len(sound) / codec.sample_rate, str(path), utterance.text or "",
                              utterance.speaker or ""))
             bar.update(len(window))
@@ -116,13 +117,6 @@ def _windows(codes: Codes, frame_rate: float) -> Iterator[list[CodedUtterance]]:
         window.append(each)
         frames += len(each.codes)
     yield window
-
-
-def write_sound(path: Path, sound: np.ndarray, format: str, rate: int) -> None:
-    with path.open("wb") as file:
-        writer = SoundWriter(file, format, rate)
-        writer.add(sound)
-        writer.end()
 
 
 _BYTES = 180  # of the 255 that a file name may have; the rest is for a number and a suffix

@@ -114,6 +114,13 @@ class SoundWriter:
         self._file.close()
 
 
+def write_sound(file: IO[bytes], kind: str, rate: int, samples: np.ndarray) -> None:
+    """Write samples [S] as a whole."""
+    writer = SoundWriter(file, kind, rate)
+    writer.add(samples)
+    writer.end()
+
+
 class SoundStream:
     """Encodes samples into bytes as they come.
 

@@ -15,6 +15,11 @@ from sbkit.errors import SbkitError
 SEGMENT_SECONDS, SEGMENT_CHARACTERS = 7.0, 84
 
 
+def mean_confidence(words: Sequence[Word]) -> float | None:
+    """Return the mean confidence of words; None if there are none."""
+    return sum(word.confidence for word in words) / len(words) if words else None
+
+
 @dataclass
 class Segment:
     """Words between two pauses."""
@@ -47,8 +52,7 @@ class Transcript:
 
     @property
     def confidence(self) -> float | None:
-        """The mean confidence of the words; None if there are none."""
-        return sum(word.confidence for word in self.words) / len(self.words) if self.words else None
+        return mean_confidence(self.words)
 
     @property
     def segments(self) -> list[Segment]:

@@ -16,9 +16,8 @@ from starlette.requests import Request
 from sbkit.errors import shown
 from sbkit.infer.sentences import Phrase, PhraseReader
 from sbkit.infer.sound_file import KINDS, SoundStream, kinds
-from sbkit.infer.speech import Speech, pauses, spoken
 from sbkit.infer.symbols import UnknownCharacters, UnspeakableText
-from sbkit.infer.voice import check_speed, speaker_of
+from sbkit.infer.voice import Speech, check_speed, pauses, speaker_of, spoken
 from sbkit.infer.voice_engine import SpeechInput, SpeechOutput
 from sbkit.serve import replies
 from sbkit.serve.errors import ApiError, failed, invalid, refused_for, too_large, unsupported

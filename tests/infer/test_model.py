@@ -247,3 +247,7 @@ def test_a_transcript_without_spaces_is_joined_without_them():
 
     words = [Word("東", 0.0, 0.1, 1.0), Word("京", 0.1, 0.2, 1.0)]
     assert Transcript("x", "東京", words, spaced=False).segments[0].text == "東京"
+
+
+def test_confidence_is_the_mean_of_the_words():
+    assert Transcript("", "", [Word("a", 0, 1, 0.5), Word("b", 1, 2, 1.0)]).confidence == 0.75

@@ -50,9 +50,3 @@ def test_a_piece_keeps_some_of_a_long_pause_and_half_of_a_short_one():
     words = spoken([4, 4, 4], [2, 0.6, 5])
     pieces = cut_at_pauses(words, 30.0, 8.0)
     assert [(round(each.start, 3), round(each.end, 3)) for each in pieces] == [(1.5, 6.3), (6.3, 11.1), (15.1, 20.1)]
-
-
-def test_confidence_is_the_mean_of_the_words():
-    one, other = Word("a", 0, 1, 0.5), Word("b", 1, 2, 1.0)
-    assert cut_at_pauses([one, other], 2.0, 20.0)[0].confidence == 0.75
-    assert cut_at_pauses([], 2.0, 20.0)[0].confidence is None
