@@ -76,6 +76,12 @@ def finished_run(folder: Path, rows: list[ScoredUtterance] | None, epochs: int =
     return folder
 
 
+def log(run: Path, *lines: Mapping[str, object]) -> None:
+    """Append lines to the metrics of a run."""
+    with open(run / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
 def manifest(folder: Path, *wavs: str) -> None:
     """A run's manifest of its test set."""
     rows = [f"row{i},0.8,{wav},,a text" for i, wav in enumerate(wavs)]

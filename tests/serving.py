@@ -94,7 +94,7 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
         state.registry = registry.load(folders, BundleOptions(device=device, threads=1, **options), state.metrics)
     listening = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(
-        make_app(state, ApiKeys(keys), tuple(origins), hosts), log_level="error", lifespan="on",
+        make_app(state, ApiKeys(keys), origins, hosts), log_level="error", lifespan="on",
         **connection.protocol_options(state.connection_limit), timeout_graceful_shutdown=5, proxy_headers=bool(proxies),
         forwarded_allow_ips=",".join(proxies)))
     thread = threading.Thread(target=server.run, args=([listening],))

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 def evaluate(request: EvaluateRequest) -> int:
     """Score, write the files and print a table; the exit code says whether all bounds were met."""
     from sbkit.infer.bundles import BundleLoader
-    from sbkit.runs import evaluation_corpus, restore
+    from sbkit.runs import evaluation, restore
     from sbkit.train import device as devices
     from sbkit.train.distributed import ranks
 
@@ -81,7 +81,7 @@ def evaluate(request: EvaluateRequest) -> int:
     try:
         with ranks.failing_together():
             recipe = restore.read_run(request.run)
-            name, path, remote = ranks.run_on_main(evaluation_corpus.corpus, request, recipe)
+            name, path, remote = ranks.run_on_main(evaluation.corpus, request, recipe)
             ranks.run_on_main(restore.warn_unfinished, recipe)
             brain = restore.build(recipe, request.device, eval_precision=request.precision)
             brain.take_search(request)
@@ -98,7 +98,7 @@ def evaluate(request: EvaluateRequest) -> int:
 def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, path: Path,
              remote: Remote) -> Iterator[CheckpointResult]:
     from sbkit.data.manifest import Manifest
-    from sbkit.runs import evaluation, evaluation_corpus, restore
+    from sbkit.runs import evaluation, restore
     from sbkit.train.distributed import ranks
 
     manifest = Manifest.read(path, remote=remote)
@@ -108,11 +108,11 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
         if request.average > 1:
             label += f"-mean-of-{len(used)}"
         tuned = brain.tune_search(
-            recipe.keys.corpus.manifest("dev"), lambda dev: evaluation_corpus.transcribe(
+            recipe.keys.corpus.manifest("dev"), lambda dev: evaluation.transcribe(
                 request, recipe, brain, dev, "dev")) \
             if request.tune_lm else {}
         label += request.label()
-        scored = evaluation_corpus.score(request, recipe, brain, manifest, label)
+        scored = evaluation.score(request, recipe, brain, manifest, label)
         if search := {**brain.search_facts(), **tuned}:
             scored.facts["decoder"] = search
         scored.facts.update(

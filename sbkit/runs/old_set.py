@@ -12,7 +12,7 @@ import torch
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
-from sbkit.runs import evaluation_corpus, initial, restore
+from sbkit.runs import evaluation, initial, restore
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.runs.replay import NEW, Replay
 from sbkit.score.old_set import OLD, OldSet
@@ -114,7 +114,7 @@ def _old_rate(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: floa
 def _score(recipe: Recipe, brain: Brain, part: str, split: str) -> Results:
     manifest = recipe.keys.corpus.parts[part].manifest(split)
     request = EvaluateRequest(recipe.keys.folder)
-    return evaluation_corpus.score(request, recipe, brain, manifest, f"{part} {split}").results
+    return evaluation.score(request, recipe, brain, manifest, f"{part} {split}").results
 
 
 def _with_mean(known: OldSet, folder: Path, device: torch.device, tested: Brain) -> OldSet:

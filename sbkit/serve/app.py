@@ -9,7 +9,7 @@ import functools
 import hashlib
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,7 @@ class State:
         return [each.fault for each in self.registry or () if each.fault]
 
 
-def make_app(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (), hosts: Hosts | None = None,
-         ) -> ASGIApp:
+def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts | None) -> ASGIApp:
     slots = RequestSlots(state.limits, state.metrics)
 
     @contextlib.asynccontextmanager
@@ -170,7 +169,7 @@ def make_app(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...]
         Route("/v1/audio/outputs", outputs, methods=["POST"]), Route("/v1/audio/speech", speech, methods=["POST"]),
         WebSocketRoute("/v1/audio/live", live), WebSocketRoute("/{path:path}", unknown_socket),
     ], lifespan=lifespan, exception_handlers=_error_handlers(state))
-    return AccessControl(app, keys or ApiKeys(()), origins, state.metrics, hosts, lambda: state.stopping)
+    return AccessControl(app, keys, origins, state.metrics, hosts, lambda: state.stopping)
 
 
 @contextlib.contextmanager

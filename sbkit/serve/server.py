@@ -126,7 +126,7 @@ class _Server:
         self.state.connection_limit = connection.ConnectionLimit(
             maximum, request.limits.client_share, self.state.metrics)
         hosts = Hosts(listening.getsockname()[0], request.allow_hosts, request.host)
-        app = make_app(self.state, ApiKeys(keys), tuple(request.allow_origins), hosts)
+        app = make_app(self.state, ApiKeys(keys), request.allow_origins, hosts)
         grace: Any = request.grace_seconds  # typed as int, but fractions work
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",

@@ -11,8 +11,7 @@ from sbkit.cli import main
 from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.decode import lm
-from sbkit.runs.evaluation import EvaluateRequest
-from sbkit.runs.evaluation_corpus import prepare
+from sbkit.runs.evaluation import EvaluateRequest, prepare
 from sbkit.runs.restore import load_run
 from sbkit.score import utterances
 

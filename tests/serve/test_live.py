@@ -18,7 +18,7 @@ from websockets.sync.client import connect
 
 from sbkit.decode.spans import Word
 from sbkit.serve.limits import Limits
-from sbkit.serve.tail import Tail
+from sbkit.serve.live_recogniser import Tail
 
 RATE, FRAME = bundles.RATE, bundles.FRAME
 PAUSE = np.zeros(RATE, dtype=np.float32)

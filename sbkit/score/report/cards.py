@@ -105,6 +105,12 @@ def diff(reference: Tokens, hypothesis: Tokens, alignment: str) -> Markup:
     return tag("p", [text(pair, " ") for pair in pairs], class_="diff", dir="auto")
 
 
+def key(above: str) -> Markup:
+    """Make the legend of the colours of an alignment; ``above`` says what its upper words are."""
+    return tag("p", f"Above the {above}, below the hypothesis: ", tag("span", "substitution", class_="k sub"), " ",
+               tag("span", "deletion", class_="k del"), " ", tag("span", "insertion", class_="k ins"), class_="key")
+
+
 def short(name: str, limit: int = 12) -> str:
     """Shorten a long name, such as a hash."""
     return name if len(name) <= limit else name[:8] + "…"

@@ -20,10 +20,10 @@ from sbkit.score import chunk_size, estimate
 from sbkit.score.latency import LATE
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.report import charts, model_card, sections
-from sbkit.score.report.cards import AudioEmbedder, card
+from sbkit.score.report.cards import AudioEmbedder, card, key
 from sbkit.score.report.data import RunData, rate, read
 from sbkit.score.report.findings import findings, suspects
-from sbkit.score.report.sections import KEY, section
+from sbkit.score.report.sections import section
 from sbkit.score.run_files import EVALUATIONS, REPORT
 from sbkit.score.significance import RATES, RunComparison, compare
 from sbkit.system.console import atomic_write
@@ -151,7 +151,8 @@ def comparison(run: RunData, other: RunData, words: RunComparison, clips: AudioE
         "against", str(words).replace("-", "−"), table,
         tag("p", f"Of {len(change)} utterances {len(better)} got better, {len(worse)} worse, "
                  f"and {same} have as many errors as before.", class_="note"),
-        KEY, listed("Better", better), listed("Worse", worse), lead=f"Compared with {other.folder.resolve()}")
+        key("reference"), listed("Better", better), listed("Worse", worse),
+        lead=f"Compared with {other.folder.resolve()}")
 
 
 def compared_recordings(run: RunData, other: RunData, found: RunComparison, clips: AudioEmbedder,

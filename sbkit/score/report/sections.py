@@ -13,7 +13,7 @@ from sbkit.score.estimate import MetricEstimate
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.rates import Confusion
 from sbkit.score.report import charts, groups
-from sbkit.score.report.cards import AudioEmbedder, card, most_wrong, short
+from sbkit.score.report.cards import AudioEmbedder, card, key, most_wrong, short
 from sbkit.score.report.charts import Series
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
 from sbkit.score.report.findings import NONE_SUSPECTED, NOT_CHECKED, SUSPECTS_NOTE, RunFinding, SuspectLabel, can_judge
@@ -320,7 +320,7 @@ def worst(results: ScoredRun, clips: AudioEmbedder, count: int, suspects: Sequen
     if suspects:
         lead += " Those with a suspected label error are listed below instead."
     shown = tag("div", [card(results, clips, i) for i in chosen], class_="cards")
-    return section("worst", "Worst utterances", KEY, shown, lead=lead)
+    return section("worst", "Worst utterances", key("reference"), shown, lead=lead)
 
 
 def worst_recordings(run: RunData, estimate: MetricEstimate, clips: AudioEmbedder, count: int) -> Markup | None:
@@ -342,19 +342,14 @@ def recording(one: Utterance, clips: AudioEmbedder, remark: str) -> Markup:
                tag("p", " · ".join(facts), " ", tag("span", one.id, class_="id"), class_="facts"), class_="utterance")
 
 
-#: Legend of the colours of an alignment.
-KEY = tag(
-    "p", "Above the reference, below the hypothesis: ", tag("span", "substitution", class_="k sub"), " ",
-    tag("span", "deletion", class_="k del"), " ", tag("span", "insertion", class_="k ins"), class_="key")
-
-
 def labels(results: ScoredRun, clips: AudioEmbedder, suspects: Sequence[SuspectLabel], count: int) -> Markup:
     """Show transcripts that may be wrong."""
     if not suspects:
         return section("labels", "Suspected label errors", lead=NONE_SUSPECTED if can_judge(results) else NOT_CHECKED)
     shown = [card(results, clips, suspect.index, _why(suspect)) for suspect in suspects[:count]]
     more = None if len(suspects) <= count else tag("p", f"{len(suspects) - count} more are not shown.", class_="note")
-    return section("labels", "Suspected label errors", KEY, tag("div", shown, class_="cards"), more, lead=SUSPECTS_NOTE)
+    return section("labels", "Suspected label errors", key("reference"), tag("div", shown, class_="cards"), more,
+                   lead=SUSPECTS_NOTE)
 
 
 def _why(suspect: SuspectLabel) -> str:

@@ -10,16 +10,13 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.suspects import DECISIONS, Suspect
 from sbkit.score.edits import align
 from sbkit.score.markup import tag, text
-from sbkit.score.report.cards import AudioEmbedder, diff
+from sbkit.score.report.cards import AudioEmbedder, diff, key
 from sbkit.score.report.page import fill_template
 from sbkit.system.console import atomic_write
 
 _TEMPLATE = Path(__file__).with_name("suspects.html")
 _SHOWN = 1000
 _KEYS = "j: next · k: previous · space: play · x: drop · o: keep · f: fix, enter · s: save"
-#: Legend of the colours of an alignment.
-_LEGEND = tag("p", "Above the label, below the hypothesis: ", tag("span", "substitution", class_="k sub"), " ",
-              tag("span", "deletion", class_="k del"), " ", tag("span", "insertion", class_="k ins"), class_="key")
 
 
 def write(path: Path, suspects: Sequence[Suspect], train: Manifest, megabytes: float = 64.0) -> None:
@@ -41,7 +38,7 @@ def write(path: Path, suspects: Sequence[Suspect], train: Manifest, megabytes: f
     corpus = suspects[0].corpus if suspects else ""
     head = tag("header", tag("p", corpus, class_="over"), tag("h1", f"{len(suspects):,} labels to listen to"),
                tag("p", "Your decisions stay in this browser until you save the list. Then set corpus.exclude to "
-                   f"that file.{more}", class_="lead"), _LEGEND,
+                   f"that file.{more}", class_="lead"), key("label"),
                tag("nav", tag("span", _KEYS), tag("button", "Save suspects.csv", type="button", id="save"),
                    tag("output", "")))
     rows = json.dumps([row._asdict() for row in suspects], ensure_ascii=False)

@@ -21,9 +21,17 @@ def front(text):
     return yaml.safe_load(text.split("---\n")[1])
 
 
-@pytest.fixture
-def run(tmp_path):
-    return run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=run_folders.sound(tmp_path / "a.wav")))
+def set_keys(run, **keys):
+    """Add keys to the recipe of a run."""
+    with open(run / "hyperparams.yaml", "a") as recipe:
+        recipe.writelines(f"{key}: {value}\n" for key, value in keys.items())
+
+
+def theirs(folder, card):
+    """The folder of somebody's model, with its card."""
+    (folder / "theirs").mkdir()
+    (folder / "theirs" / "README.md").write_bytes(card)
+    return folder / "theirs"
 
 
 def test_a_run_has_a_card_with_its_figures_and_no_place_of_this_machine(run, tmp_path):
@@ -41,19 +49,15 @@ def test_a_run_has_a_card_with_its_figures_and_no_place_of_this_machine(run, tmp
 @pytest.mark.parametrize(("key", "what"), [("encoder_source", "a pretrained encoder"),
                                            ("init_from", "weights of an earlier model")])
 def test_what_it_started_from_is_named_with_its_licence(run, tmp_path, monkeypatch, key, what):
-    source = tmp_path / "their-model"
-    source.mkdir()
-    (source / "README.md").write_text("---\nlanguage: cs\nlicense: cc-by-sa-4.0\n---\n# theirs\n")
-    recipe = run / "hyperparams.yaml"
-    recipe.write_text(f"{recipe.read_text()}\nlanguage: cs  # Czech\n{key}: {source}\n")
+    source = theirs(tmp_path, b"---\nlanguage: cs\nlicense: cc-by-sa-4.0\n---\n# a model\n")
+    set_keys(run, language="cs  # Czech", **{key: source})
     card = model_card.of_run(read(run))
-    assert f"- {what}: their-model, licence: cc-by-sa-4.0" in card and str(tmp_path) not in card
+    assert f"- {what}: theirs, licence: cc-by-sa-4.0" in card and str(tmp_path) not in card
     assert front(card)["license"] == "cc-by-sa-4.0" and front(card)["language"] == "cs"
-
     (source / "README.md").unlink()
     card = model_card.of_run(read(run))
-    assert "their-model, licence unknown" in card and "license" not in front(card)
-
+    assert "theirs, licence unknown" in card and "license" not in front(card)
+    recipe = run / "hyperparams.yaml"
     recipe.write_text(recipe.read_text().replace(str(source), "openai/whisper-base"))
     cached = tmp_path / "cached.md"
     cached.write_text("---\nlicense: apache-2.0\n---\n")
@@ -78,15 +82,12 @@ def test_each_part_of_a_mixture_has_its_own_figures_and_what_was_forgotten_is_sa
                                             "options": {"parts": {"new": {}, "old": {}}}}))
     (run / "hyperparams.yaml").write_text("replay: 0.25\naverage_checkpoints: 5\n")
     OldSet("WER", True, 5.0, (4.0, 6.0)).write(run)
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"time": 1.8e9, "kind": "test", "test_WER old": 90.0}) + "\n")
+    run_folders.log(run, {"time": 1.8e9, "kind": "test", "test_WER old": 90.0})
     assert "| new | Common Voice | de | 90 (1.5 h) |  |  |  |" in model_card.of_run(read(run)), "no hours in the log"
-    with open(run / "metrics.jsonl", "a") as file:
-        for epoch in range(1, 7):
-            file.write(json.dumps({"kind": "epoch", "epoch": epoch, "step": 20 * epoch, "hours new": 0.5 * epoch,
-                                   "epochs new": epoch / 3, "hours old": epoch / 6, "epochs old": 0.1 * epoch,
-                                   "valid_WER": 14.0, "valid_WER new": 9.0, "valid_WER old": 19.0,
-                                   "valid_CER": 2.0, "valid_CER new": 2.0}) + "\n")
+    run_folders.log(run, *({
+        "kind": "epoch", "epoch": epoch, "step": 20 * epoch, "hours new": 0.5 * epoch, "epochs new": epoch / 3,
+        "hours old": epoch / 6, "epochs old": 0.1 * epoch, "valid_WER": 14.0, "valid_WER new": 9.0,
+        "valid_WER old": 19.0, "valid_CER": 2.0, "valid_CER new": 2.0} for epoch in range(1, 7)))
     write_report(run)
     card, page = (run / "README.md").read_text(), (run / "report.html").read_text()
     assert "WER 90.00 on the old test, beyond the interval that it had before this run: 5.00 (4.00 to 6.00)." in card
@@ -120,8 +121,7 @@ def test_exporting_what_training_had_warned_of_says_so(run, caplog):
     model_card.of_bundle("# words\n", run, None)
     assert not caplog.messages
     headline = "The model has learnt nothing: its loss stays at chance"
-    with open(run / "metrics.jsonl", "a") as log:
-        log.write(json.dumps({"kind": "warning", "what": "chance", "headline": headline, "detail": "", "holds": True}))
+    run_folders.log(run, {"kind": "warning", "what": "chance", "headline": headline, "detail": "", "holds": True})
     model_card.of_bundle("# words\n", run, None)
     assert caplog.messages == [f"The training of {run} ended with a warning: {headline}; report.html says more"]
 
@@ -138,19 +138,13 @@ def test_a_recipe_that_includes_another_has_its_keys_there(run):
 
 @pytest.mark.parametrize("data", [b"---\nlicense: mit\n---\n\xff", b"---\nlicense: mit\n---\n" + bytes(2 << 20)])
 def test_the_card_of_a_source_costs_no_report(run, tmp_path, data):
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs/README.md").write_bytes(data)
-    recipe = run / "hyperparams.yaml"
-    recipe.write_text(f"{recipe.read_text()}\ninit_from: {tmp_path / 'theirs'}\n")
+    set_keys(run, init_from=theirs(tmp_path, data))
     write_report(run)
     assert "licence unknown" in (run / "README.md").read_text()
 
 
 def test_the_licence_of_one_of_two_sources_is_not_that_of_the_model(run, tmp_path):
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs/README.md").write_text("---\nlicense: mit\n---\n")
-    recipe = run / "hyperparams.yaml"
-    recipe.write_text(f"{recipe.read_text()}\ninit_from: {tmp_path / 'theirs'}\nencoder_source: openai/whisper-base\n")
+    set_keys(run, init_from=theirs(tmp_path, b"---\nlicense: mit\n---\n"), encoder_source="openai/whisper-base")
     card = model_card.of_run(read(run))
     assert "theirs, licence: mit" in card and "license" not in front(card)
 
@@ -158,15 +152,13 @@ def test_the_licence_of_one_of_two_sources_is_not_that_of_the_model(run, tmp_pat
 def test_a_run_that_is_gone_is_no_name_on_the_hub(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()
-    recipe = run / "hyperparams.yaml"
-    recipe.write_text(f"{recipe.read_text()}\ninit_from: results/first\n")
+    set_keys(run, init_from="results/first")
     card = model_card.of_run(read(run))
     assert "base_model" not in front(card) and "weights of an earlier model: first," in card
 
 
 def test_a_bundle_of_another_checkpoint_than_was_tested_says_so(run):
-    recipe = run / "hyperparams.yaml"
-    recipe.write_text(f"{recipe.read_text()}\naverage_checkpoints: 3\n")
+    set_keys(run, average_checkpoints=3)
     card = model_card.of_bundle("# words\n", run, None, "best", 3)
     assert "this bundle has" not in card and "| WER | " in card
     tested = "The run tested the mean of 3 checkpoints (`best`), and this bundle has "
@@ -181,8 +173,7 @@ def test_a_bundle_of_another_checkpoint_than_was_tested_says_so(run):
 
 
 def test_a_bundle_of_other_weights_has_their_own_figures_where_they_were_measured(run):
-    recipe = run / "hyperparams.yaml"
-    recipe.write_text(f"{recipe.read_text()}\naverage_checkpoints: 3\n")
+    set_keys(run, average_checkpoints=3)
     own = run_folders.scored(seed=7, wrong=0.5)
     made = {"run": str(run), "checkpoint": "best-mean-of-2", "checkpoints": ["CKPT+b", "CKPT+a"], "corpus": None,
             "manifest": f"{run}/manifests/test.csv"}

@@ -54,13 +54,17 @@ class Page(HTMLParser):
                 and all(attributes.get(key) == value for key, value in wanted.items())]
 
 
-@pytest.fixture
-def wav(tmp_path):
-    return run_folders.sound(tmp_path / "sound.wav")
+def page_of(folder, rows, **options):
+    """The page of a run with these rows."""
+    return Page(write_report(run_folders.finished_run(folder, rows), **options))
 
 
-def test_the_page_says_what_the_files_say(tmp_path, wav):
-    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))
+def right(rows):
+    """The same rows without an error."""
+    return [dataclasses.replace(one, hypothesis=one.reference) for one in rows]
+
+
+def test_the_page_says_what_the_files_say(run):
     page = Page(write_report(run))
     results = read(run).results
     assert f"{results.words.rate:.2f} %" in page.text and f"{results.characters.rate:.2f} %" in page.text
@@ -82,7 +86,7 @@ def test_the_page_says_what_the_files_say(tmp_path, wav):
 def test_the_worst_come_first_with_every_word_in_its_place(tmp_path, wav):
     scored = run_folders.scored(wrong=0.0, wav=wav)
     scored[7] = dataclasses.replace(scored[7], reference="one two three four", hypothesis="one too four five")
-    page = Page(write_report(run_folders.finished_run(tmp_path / "run", scored)))
+    page = page_of(tmp_path / "run", scored)
     card = page.source[page.source.index("<article"):]
     words = re.findall(r'<span class="(eq|sub|del|ins)"><span>(.*?)</span> <span>(.*?)</span>',
                        card[:card.index("</article>")])
@@ -92,10 +96,9 @@ def test_the_worst_come_first_with_every_word_in_its_place(tmp_path, wav):
 
 
 def test_where_no_label_is_suspected_it_says_so_and_where_none_could_be(tmp_path, wav):
-    right = run_folders.scored(100, wrong=0.0, wav=wav)
-    assert "None: no transcript differs from its hypothesis" in Page(
-        write_report(run_folders.finished_run(tmp_path / "right", right))).text
-    few = Page(write_report(run_folders.finished_run(tmp_path / "few", right[:10]))).text
+    rows = run_folders.scored(100, wrong=0.0, wav=wav)
+    assert "None: no transcript differs from its hypothesis" in page_of(tmp_path / "right", rows).text
+    few = page_of(tmp_path / "few", rows[:10]).text
     assert "Not checked: this needs at least 20 utterances" in few and "None: no" not in few
 
 
@@ -116,8 +119,8 @@ def test_text_from_data_is_text_and_nothing_else_runs(tmp_path, wav):
     assert "default-src 'none'" in policy and f"script-src 'sha256-{allowed}';" in policy
 
 
-def test_nothing_in_it_comes_from_elsewhere(tmp_path, wav):
-    page = Page(write_report(run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))))
+def test_nothing_in_it_comes_from_elsewhere(run):
+    page = Page(write_report(run))
     for name, attributes in page.elements:
         for key in ("src", "href", "action", "data", "srcset", "poster"):
             value = attributes.get(key)
@@ -125,8 +128,7 @@ def test_nothing_in_it_comes_from_elsewhere(tmp_path, wav):
     assert "@import" not in page.source and "url(" not in page.source
 
 
-def test_recordings_fill_no_more_than_they_may_and_each_is_in_it_once(tmp_path, wav):
-    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))
+def test_recordings_fill_no_more_than_they_may_and_each_is_in_it_once(tmp_path, run):
     few = Page(write_report(run, audio_megabytes=0.02))
     size = sum(len(audio.get("src", "")) for audio in few.all("audio"))
     assert 0 < size <= 20_000 and "MB for recordings are used up" in few.text
@@ -137,8 +139,7 @@ def test_recordings_fill_no_more_than_they_may_and_each_is_in_it_once(tmp_path, 
     assert not Page(write_report(run, audio_megabytes=0)).all("audio")
 
 
-def test_a_recording_that_is_no_part_of_the_run_is_not_in_its_page(tmp_path, wav):
-    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))
+def test_a_recording_that_is_no_part_of_the_run_is_not_in_its_page(tmp_path, run, wav):
     inside = run_folders.sound(run / "test_sounds" / "1.wav")
     (run / "link.wav").symlink_to(wav)
     names = {wav: True, inside: True, str(tmp_path / "other.wav"): False, f"{run}/link.wav": False,
@@ -179,11 +180,10 @@ def test_players_stand_side_by_side_even_after_the_run_has_moved(tmp_path, wav):
     assert found.index("recording") < found.index("codec")
 
 
-def test_without_an_mp3_encoder_the_page_has_no_sound_and_says_so(tmp_path, wav, monkeypatch):
+def test_without_an_mp3_encoder_the_page_has_no_sound_and_says_so(run, monkeypatch):
     def no_mp3(*args, **kwargs):
         raise soundfile.LibsndfileError(1)
 
-    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))
     monkeypatch.setattr(soundfile, "write", no_mp3)
     page = Page(write_report(run))
     assert "not embedded: " in page.text and not page.all("audio") and page.all("article")
@@ -207,8 +207,7 @@ def _other(tmp_path, run):
 
 
 @pytest.mark.slow
-def test_against_another_run_it_says_who_is_better_and_where(tmp_path, wav):
-    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))
+def test_against_another_run_it_says_who_is_better_and_where(tmp_path, run):
     other = _other(tmp_path, run)
     page = Page(write_report(other, against=run))
     assert "Significantly better: −" in page.text and "30 have as many errors" not in page.text
@@ -223,10 +222,10 @@ def test_against_another_run_it_says_who_is_better_and_where(tmp_path, wav):
 
 def test_a_comparison_shows_what_the_other_run_recognised_in_the_same_recordings_and_how_many_there_are(tmp_path):
     scored = run_folders.scored()
-    right = run_folders.finished_run(tmp_path, [dataclasses.replace(one, hypothesis=one.reference) for one in scored])
+    better = run_folders.finished_run(tmp_path, right(scored))
     others = [run_folders.finished_run(tmp_path / place / "other", rows)
               for place, rows in (("a", scored), ("b", scored[::-1]))]
-    first, second = (write_report(right, against=other).read_text().split("<h3>Better")[1].split("</section>")[0]
+    first, second = (write_report(better, against=other).read_text().split("<h3>Better")[1].split("</section>")[0]
                      for other in others)
     wrong = sum(one.hypothesis != one.reference for one in scored)
     assert first == second and first.startswith(f" (the first 6 of {wrong})")
@@ -252,9 +251,7 @@ def test_the_command_prints_who_is_better_in_the_pages_words(tmp_path, capsys):
 
 def test_marks_of_the_run_compared_with_stand_where_its_rates_are(tmp_path):
     scored = run_folders.scored()
-    right = [dataclasses.replace(one, hypothesis=one.reference) for one in scored]
-    page = Page(write_report(run_folders.finished_run(tmp_path / "right", right),
-                             against=run_folders.finished_run(tmp_path / "other", scored)))
+    page = page_of(tmp_path / "right", right(scored), against=run_folders.finished_run(tmp_path / "other", scored))
     marks = [re.fullmatch(r"left:([\d.]+)%", mark["style"])[1] for mark in page.all("i", **{"class": "before"})]
     tables = page.source.count('<table class="groups">')
     assert marks.count("100.0") == tables < len(marks), "the highest in each table alone is at its end"
@@ -310,16 +307,14 @@ def test_json_that_is_nested_too_deeply_or_too_large_is_named(tmp_path, name):
         write_report(run)
 
 
-@pytest.mark.slow
-def test_utterances_without_a_reference_are_not_scored(tmp_path, wav):
-    scored = run_folders.scored(wav=wav)
+def test_utterances_without_a_reference_are_not_scored(tmp_path):
+    scored = run_folders.scored()
     scored[3] = dataclasses.replace(scored[3], reference="")
     run = run_folders.finished_run(tmp_path / "run", scored)
     assert len(read(run).results) == 59 and "59 utterances" in Page(write_report(run)).text
 
 
-def test_the_command_writes_it_and_says_where(tmp_path, wav, capsys):
-    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))
+def test_the_command_writes_it_and_says_where(tmp_path, run, capsys):
     out = tmp_path / "page.html"
     assert main(["report", str(run), "--out", str(out), "--utterances", "3", "--audio-mb", "1"]) == 0
     assert capsys.readouterr().out.strip() == str(out) and len(Page(out).all("audio")) <= 6
@@ -337,8 +332,8 @@ def transcribed_in_chunks(run, chunks):
     return folder
 
 
-def test_live_speech_has_its_table_and_its_picture(tmp_path, wav):
-    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav=wav))
+def test_live_speech_has_its_table_and_its_picture(tmp_path):
+    run = run_folders.finished_run(tmp_path / "run", run_folders.scored())
     said = {"WER_interval": [9.0, 13.0], "measured": 100, "changed": 2.5}
     page = Page(write_report(transcribed_in_chunks(run, [
         {"chunk": 640, "WER": 11.25, "latency": 0.51, "latency_p95": 0.93, **said},

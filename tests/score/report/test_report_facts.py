@@ -2,7 +2,6 @@
 
 import dataclasses
 import html
-import json
 import random
 import re
 from pathlib import Path
@@ -130,8 +129,7 @@ def test_a_model_that_forgot_what_it_knew_is_reported(tmp_path):
     run = run_folders.finished_run(tmp_path, run_folders.scored(60))
     OldSet("WER", True, 5.0, (4.0, 6.0)).write(run)
     for value, forgot in ((6.0, False), (6.5, True)):
-        with open(run / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"time": 1.8e9, "kind": "test", "test_WER": 3.0, "test_WER old": value}) + "\n")
+        run_folders.log(run, {"time": 1.8e9, "kind": "test", "test_WER": 3.0, "test_WER old": value})
         first = findings(read(run))[0]
         assert (first.headline == "The model forgot what it had learnt before") is forgot
     assert first.detail.startswith("WER 6.50 on the old test, beyond the interval that it had before this run: 5.00 (")
@@ -158,10 +156,9 @@ def test_training_that_should_go_on_or_waited_or_lost_data_stands_out(tmp_path):
     found = headlines(run)
     assert "The WER was still falling when training ended" in found
     assert "10.0\N{NO-BREAK SPACE}% of the training rows were left out" in found
-    metrics = run / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace('"data": 0.02', '"data": 0.3').replace(
-        '"skipped_steps": 0', '"skipped_steps": 2, "core_wait_share": 0.4').replace(
-        '"train_seconds": 12.5', '"train_seconds": 125'))
+    waits = {"data": 0.3, "forward": 0.4, "backward": 0.3}
+    run_folders.log(run, *({"kind": "epoch", "epoch": epoch, "time_shares": waits, "train_seconds": 125,
+                            "skipped_steps": 2, "core_wait_share": 0.4} for epoch in range(1, 7)))
     found = headlines(run)
     assert "waited for data during 30" in found and "12 steps were skipped" in found
     assert "Training waited for a core during 40" in found
@@ -188,11 +185,9 @@ def test_non_words_are_for_a_language_model(tmp_path):
 ])
 def test_what_the_losses_of_training_and_dev_say_of_the_size(tmp_path, train, valid, said):
     run = run_folders.finished_run(tmp_path, None, epochs=0)
-    with open(run / "metrics.jsonl", "a") as file:
-        for epoch, losses in enumerate(zip(train, valid, strict=True), start=1):
-            for name, loss in zip(("train_loss", "valid_loss"), losses, strict=True):
-                line = {"time": 1.7e9, "kind": "epoch", "epoch": epoch, "step": epoch, name: loss}
-                file.write(json.dumps(line) + "\n")
+    for name, losses in (("train_loss", train), ("valid_loss", valid)):
+        run_folders.log(run, *({"time": 1.7e9, "kind": "epoch", "epoch": epoch, "step": epoch, name: loss}
+                               for epoch, loss in enumerate(losses, start=1)))
     found = [one.headline for one in findings(read(run)) if "would help more" in one.headline]
     assert [one[:len(said)] for one in found] == [said] if said else found == []
 
@@ -200,10 +195,9 @@ def test_what_the_losses_of_training_and_dev_say_of_the_size(tmp_path, train, va
 def waited(folder, device, seconds):
     """What the findings say about data of a run of six epochs, which waited for it for a third of the time."""
     run = run_folders.finished_run(folder, None)
-    metrics = run / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace('"data": 0.02', '"data": 0.33').replace(
-        '"train_seconds": 12.5', f'"train_seconds": {seconds / 6}').replace(
-        '"devices": 2', f'"devices": 2, "device": "{device}"'))
+    run_folders.log(run, {"kind": "run", "device": device}, *(
+        {"kind": "epoch", "epoch": epoch, "time_shares": {"data": 0.33}, "train_seconds": seconds / 6}
+        for epoch in range(1, 7)))
     return [one.detail for one in findings(read(run)) if "waited for data" in one.headline]
 
 
@@ -215,11 +209,10 @@ def test_waiting_of_some_seconds_is_no_finding_and_advice_depends_on_the_device(
 
 def warned(run, *lines):
     """The run's folder with lines about warnings, each of (what, headline, holds, at_end)."""
-    with open(run / "metrics.jsonl", "a") as file:
-        for what, headline, holds, at_end in lines:
-            file.write(json.dumps({"time": 1.8e9, "kind": "warning", "what": what, "step": 500, "headline": headline,
-                                   "detail": "So it is.", "advice": ["try this", "or <that>"] if holds else [],
-                                   "holds": holds, "at_end": at_end}) + "\n")
+    run_folders.log(run, *({
+        "time": 1.8e9, "kind": "warning", "what": what, "step": 500, "headline": headline, "detail": "So it is.",
+        "advice": ["try this", "or <that>"] if holds else [], "holds": holds, "at_end": at_end}
+        for what, headline, holds, at_end in lines))
     return [(one.headline, one.detail) for one in findings(read(run))]
 
 
@@ -254,23 +247,19 @@ def test_what_has_passed_is_no_finding(tmp_path):
 
 def test_a_rate_of_nothing_that_was_not_the_last_stands_out(tmp_path):
     run = run_folders.finished_run(tmp_path, None, epochs=16)
-    metrics = run / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace(f'"valid_WER": {400 / 210}', '"valid_WER": 0.0'))
+    run_folders.log(run, {"kind": "epoch", "epoch": 10, "valid_WER": 0.0})
     assert "The WER was best in epoch 10 of 16" in headlines(run)
 
 
 # ---------------------------------------------------------------- curves
 
 
-def test_a_curve_goes_where_its_numbers_are():
-    drawn = charts.curves("Loss", [Series("loss", [0, 50, 100], [4.0, 2.0, 0.0])], [(50, "1"), (100, "2")])
-    assert 'points="44,12 217,98 390,184"' in drawn
-
-
-def test_numbers_below_zero_are_on_the_picture_and_so_is_zero():
-    """As a loss in decibels is."""
-    drawn = charts.curves("Loss", [Series("loss", [0, 50, 100], [-2.0, -8.0, -14.0])], [(50, "1"), (100, "2")])
-    assert 'points="44,34.9 217,103.7 390,172.5"' in drawn and ">0<" in drawn
+@pytest.mark.parametrize("values, points", [
+    ([4.0, 2.0, 0.0], "44,12 217,98 390,184"), ([-2.0, -8.0, -14.0], "44,34.9 217,103.7 390,172.5")])
+def test_a_curve_goes_where_its_numbers_are_and_zero_is_on_the_picture(values, points):
+    """Also those below zero, as a loss in decibels is."""
+    drawn = charts.curves("Loss", [Series("loss", [0, 50, 100], values)], [(50, "1"), (100, "2")])
+    assert f'points="{points}"' in drawn and ">0<" in drawn
 
 
 def test_long_runs_are_thinned_by_means_and_lose_what_is_no_number():
