@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import sys
 import time
 from pathlib import Path
 
+from sbkit.commands.options import price
 from sbkit.errors import SbkitError
 from sbkit.system import disk
 from sbkit.system.environment import check_torch_pair
@@ -36,8 +36,7 @@ def _check(argv: list[str]) -> int:
     from sbkit.recipe import arguments
     from sbkit.recipe.check import check
 
-    given, argv = arguments.command_options(argv, "see sbkit check --help", FLAGS,
-                                         as_or_on=str, html=Path, price=_rate)
+    given, argv = arguments.command_options(argv, "see sbkit check --help", FLAGS, as_or_on=str, html=Path, price=price)
     if given.price is not None and given.no_run:
         raise SbkitError("--price needs the model, which --no-run doesn't build", hint="drop one of them")
     if given.measure and given.no_run:
@@ -74,14 +73,6 @@ def _check(argv: list[str]) -> int:
             print(f"{chr(10) if facts else ''}{report.problems()}", file=sys.stderr, flush=True)
         print(f"\n{report.verdict()}", file=sys.stderr if report.errors else sys.stdout)
     return 1 if report.errors else 0
-
-
-def _rate(text: str) -> float:
-    """Read the price of a device per hour."""
-    with contextlib.suppress(ValueError):
-        if 0 <= (rate := float(text)) < float("inf"):
-            return rate
-    raise argparse.ArgumentTypeError(f"{text!r} is not the price of a device per hour, such as 2.5")
 
 
 def _rehearse(argv: list[str], given: argparse.Namespace) -> int:

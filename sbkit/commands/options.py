@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -73,26 +74,19 @@ def several_of(*known: str) -> Callable[[str], list[str]]:
     return parse
 
 
-def count(text: str) -> int:
-    """Parse a whole number above 0."""
-    return _above_zero(text, int, "whole number")
+def number_parser(kind: Callable[[str], _Number], fits: Callable[[_Number], bool],
+                  what: str) -> Callable[[str], _Number]:
+    """Make a parser of the numbers that fit; ``what`` describes them."""
+    def parse(text: str) -> _Number:
+        with contextlib.suppress(ValueError):
+            if fits(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+
+    return parse
 
 
-def above(text: str) -> float:
-    """Parse a number above 0."""
-    return _above_zero(text, float, "number")
-
-
-def share(text: str) -> float:
-    """Parse a number from 0 to 1."""
-    with contextlib.suppress(ValueError):
-        if 0 <= (value := float(text)) <= 1:
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
-
-
-def _above_zero(text: str, kind: Callable[[str], _Number], what: str) -> _Number:
-    with contextlib.suppress(ValueError):
-        if (value := kind(text)) > 0:
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a {what} above 0")
+count = number_parser(int, lambda value: value > 0, "a whole number above 0")
+above = number_parser(float, lambda value: value > 0, "a number above 0")
+share = number_parser(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+price = number_parser(float, lambda value: 0 <= value < math.inf, "the price of a device per hour, such as 2.5")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import add_model, add_schemes, request_of
+from sbkit.commands.options import add_model, add_schemes, request_of, several_of
 
 FORMATS = "npz", "wav", "json"
 
@@ -16,17 +16,10 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="audio files, folders, a manifest.csv, or - for stdin")
     parser.add_argument("--output", metavar="FOLDER", type=Path,
                         help="write files for each recording (default: print a line of JSON for each)")
-    parser.add_argument("--format", dest="formats", default=["npz"], type=_formats, metavar="A,B",
+    parser.add_argument("--format", dest="formats", default=["npz"], type=several_of(*FORMATS), metavar="A,B",
                         help=f"formats of these files, any of {','.join(FORMATS)}; wav is the first output (npz)")
     add_model(parser)
     add_schemes(parser)
-
-
-def _formats(text: str) -> list[str]:
-    wanted = text.split(",")
-    if unknown := [each for each in wanted if each not in FORMATS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(FORMATS)}")
-    return wanted
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sbkit.doctor import probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding, note_if
+from sbkit.rehearsal.cards import runs_on
 
 _SECONDS = 10
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -69,9 +70,10 @@ def cards() -> Iterator[MachineFinding]:
         major, minor = card["capability"]
         found = (f"{card['name']}, {card['free'] / 2**30:.1f} of {card['total'] / 2**30:.1f} GiB free, "
                  f"compute capability {major}.{minor}")
-        if not runs_on(facts["architectures"], major, minor):
+        built = [each for each in facts["architectures"] if "_" in each]  # not ROCm's, such as gfx90a
+        if built and not runs_on(built, (major, minor)):
             yield MachineFinding(f"cuda:{index}", f"{found}; this torch is not built for it", IN_THE_WAY,
-                                 f"install one built for it: this is built for {', '.join(facts['architectures'])}")
+                                 f"install one built for it: this is built for {', '.join(built)}")
         else:
             yield note_if(card["free"] < 0.9 * card["total"], f"cuda:{index}", found,
                           "another process uses its memory: nvidia-smi lists it")
@@ -91,16 +93,6 @@ def attention() -> Iterator[MachineFinding]:
                            heads in card["kernels"].items()]
         yield MachineFinding("attention", f"cuda:{index} in {card['precision']}, masked: {'; '.join(heads_by_kernel)} "
                                    "(sbkit pads heads to what is fused)")
-
-
-def runs_on(architectures: list[str], major: int, minor: int) -> bool:
-    """Whether there is machine code for a card of this generation, or code that its driver can compile."""
-    for each in architectures:
-        kind, _, number = each.partition("_")
-        has = divmod(int(re.sub(r"\D", "", number)), 10)
-        if has <= (major, minor) and (kind == "compute" or has[0] == major):
-            return True
-    return not architectures
 
 
 def health() -> Iterator[MachineFinding]:

@@ -7,7 +7,6 @@ import locale
 import os
 import platform
 import resource
-import shutil
 import sys
 import sysconfig
 import textwrap
@@ -22,6 +21,7 @@ from sbkit.doctor import cards, folders, probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, MachineFinding, note_if, run_check
 from sbkit.errors import SbkitError
 from sbkit.recipe import finished_runs, price
+from sbkit.system.compiled import installed_compiler
 from sbkit.system.cores import usable_cores
 from sbkit.system.environment import check_torch_pair, onnxruntimes, version_of
 from sbkit.train.memory import host
@@ -122,8 +122,7 @@ def onnxruntime() -> Iterator[MachineFinding]:
 
 def compilers() -> Iterator[MachineFinding]:
     """Check the C compiler for CPU kernels, and what Triton needs for GPU kernels."""
-    wanted = [os.environ.get("CC") or "gcc", "gcc", "cc", "clang"]
-    compiler = next(filter(None, map(shutil.which, wanted)), None)
+    compiler = installed_compiler()
     why_not = probe.inspect_library("torch").get("kernels", {})
     why_not = why_not.get("error") or why_not.get("why_not")
     fix = "apt install gcc" if compiler is None else "training on a CPU works without it, but slower"

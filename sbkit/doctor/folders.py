@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding, note_if
-from sbkit.system.disk import cache_folder
+from sbkit.system import disk
 
 _LOW_DISK = 5 << 30
 _BLOCK = 1 << 20
@@ -26,11 +26,11 @@ def caches() -> Iterator[MachineFinding]:
     """Check the caches of sbkit, torch's compiler and Hugging Face, and the temporary folder."""
     triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton"
     hub = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
-    for what, folder, variable in (("sbkit's cache", cache_folder(), "SBKIT_CACHE"),
+    for what, folder, variable in (("sbkit's cache", disk.cache_folder(), "SBKIT_CACHE"),
                                    ("Triton's cache", Path(triton), "TRITON_CACHE_DIR"),
                                    ("Hugging Face", Path(hub), "HF_HOME"),
                                    ("temporary", Path(tempfile.gettempdir()), "TMPDIR")):
-        may, free = _may_write(folder), _free(folder)
+        may, free = _may_write(folder), disk.free(folder)
         if not may:
             yield MachineFinding(what, f"{folder} can't be written", NOTE,
                                  f"export {variable}=FOLDER, with a writable folder")
@@ -85,7 +85,7 @@ def output(folder: Path) -> Iterator[MachineFinding]:
         yield MachineFinding("output", f"{folder} can't be written", IN_THE_WAY,
                              "give --output_folder a writable folder")
         return
-    speed, free = _write_speed(_existing_parent(folder)), _free(folder)
+    speed, free = _write_speed(disk.nearest_folder(folder)), disk.free(folder)
     low = free < _LOW_DISK
     yield note_if(low or speed < _SLOW, "output", f"{folder}: {_gib(free)} free, writes {speed / 1e6:.0f} MB/s",
                   "a checkpoint needs three times its model's size: make room" if low else
@@ -116,21 +116,8 @@ def time_stamps(run: Path) -> Iterator[MachineFinding]:
                   "set this machine's clock (timedatectl): it decides which checkpoint is the newest")
 
 
-def _existing_parent(folder: Path) -> Path:
-    """Return the folder, or its nearest existing parent."""
-    folder = folder.absolute()
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    return folder
-
-
 def _may_write(folder: Path) -> bool:
-    return os.access(_existing_parent(folder), os.W_OK | os.X_OK)
-
-
-def _free(folder: Path) -> int:
-    state = os.statvfs(_existing_parent(folder))
-    return state.f_bavail * state.f_frsize
+    return os.access(disk.nearest_folder(folder), os.W_OK | os.X_OK)
 
 
 def _gib(size: int) -> str:

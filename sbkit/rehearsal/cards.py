@@ -20,16 +20,21 @@ _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 class Card:
     """A GPU by its data sheet.
 
-    memory : bytes, as CUDA reports them
+    gib : memory, as CUDA reports it
     capability : compute capability, major and minor
     watts : maximum power
     """
 
     name: str
-    memory: int
+    gib: float
     multiprocessors: int
     capability: tuple[int, int]
     watts: int
+
+    @property
+    def memory(self) -> int:
+        """The memory in bytes."""
+        return int(self.gib * GIB)
 
     @property
     def shared_memory(self) -> int:
@@ -42,26 +47,22 @@ class Card:
         return _THREADS.get(self.capability, 2048)
 
 
-def _card(name: str, gib: float, sms: int, capability: tuple[int, int], watts: int) -> Card:
-    return Card(name, int(gib * GIB), sms, capability, watts)
-
-
 #: By the name on the command line.
 CARDS: dict[str, Card] = {
-    "V100": _card("Tesla V100-SXM2-16GB", 15.77, 80, (7, 0), 300),
-    "T4": _card("Tesla T4", 14.56, 40, (7, 5), 70),
-    "A100-40": _card("NVIDIA A100-SXM4-40GB", 39.49, 108, (8, 0), 400),
-    "A100-80": _card("NVIDIA A100-SXM4-80GB", 79.25, 108, (8, 0), 400),
-    "A10": _card("NVIDIA A10", 22.06, 72, (8, 6), 150),
-    "A6000": _card("NVIDIA RTX A6000", 47.53, 84, (8, 6), 300),
-    "RTX 3090": _card("NVIDIA GeForce RTX 3090", 23.56, 82, (8, 6), 350),
-    "L4": _card("NVIDIA L4", 22.03, 58, (8, 9), 72),
-    "L40S": _card("NVIDIA L40S", 44.39, 142, (8, 9), 350),
-    "RTX 4090": _card("NVIDIA GeForce RTX 4090", 23.53, 128, (8, 9), 450),
-    "H100": _card("NVIDIA H100 80GB HBM3", 79.18, 132, (9, 0), 700),
-    "H200": _card("NVIDIA H200", 139.81, 132, (9, 0), 700),
-    "B200": _card("NVIDIA B200", 178.35, 148, (10, 0), 1000),
-    "RTX 5090": _card("NVIDIA GeForce RTX 5090", 31.36, 170, (12, 0), 575),
+    "V100": Card("Tesla V100-SXM2-16GB", 15.77, 80, (7, 0), 300),
+    "T4": Card("Tesla T4", 14.56, 40, (7, 5), 70),
+    "A100-40": Card("NVIDIA A100-SXM4-40GB", 39.49, 108, (8, 0), 400),
+    "A100-80": Card("NVIDIA A100-SXM4-80GB", 79.25, 108, (8, 0), 400),
+    "A10": Card("NVIDIA A10", 22.06, 72, (8, 6), 150),
+    "A6000": Card("NVIDIA RTX A6000", 47.53, 84, (8, 6), 300),
+    "RTX 3090": Card("NVIDIA GeForce RTX 3090", 23.56, 82, (8, 6), 350),
+    "L4": Card("NVIDIA L4", 22.03, 58, (8, 9), 72),
+    "L40S": Card("NVIDIA L40S", 44.39, 142, (8, 9), 350),
+    "RTX 4090": Card("NVIDIA GeForce RTX 4090", 23.53, 128, (8, 9), 450),
+    "H100": Card("NVIDIA H100 80GB HBM3", 79.18, 132, (9, 0), 700),
+    "H200": Card("NVIDIA H200", 139.81, 132, (9, 0), 700),
+    "B200": Card("NVIDIA B200", 178.35, 148, (10, 0), 1000),
+    "RTX 5090": Card("NVIDIA GeForce RTX 5090", 31.36, 170, (12, 0), 575),
 }
 
 
@@ -87,15 +88,17 @@ def parse_cards(text: str) -> tuple[int, Card]:
 def runs_on(kernels: Iterable[str], capability: tuple[int, int]) -> bool:
     """Return whether kernels compiled for these architectures run on a card of this compute capability.
 
-    Machine code (``sm_``) runs on later minor versions, PTX (``compute_``) on all later ones. Kernels for one
-    architecture (``sm_90a``) or family (``sm_100f``) don't count, because torch builds only a few for them.
+    Machine code (``sm_``) runs on later minor versions, PTX (``compute_``) on all later ones, and kernels for one
+    architecture (``sm_90a``) on no other.
 
     >>> runs_on(["sm_80", "sm_90"], (8, 6)), runs_on(["sm_80", "sm_90"], (7, 0)), runs_on(["compute_70"], (9, 0))
     (True, False, True)
     """
-    built = [(kind, divmod(int(number), 10)) for kind, number in
-             re.findall(r"\b(sm|compute)_(\d+)\b", " ".join(kernels))]
-    return any(least <= capability and (kind == "compute" or least[0] == capability[0]) for kind, least in built)
+    built = [(kind, divmod(int(number), 10), suffix) for kind, number, suffix in
+             re.findall(r"\b(sm|compute)_(\d+)([af]?)\b", " ".join(kernels))]
+    return any(least == capability if suffix == "a" else
+               least <= capability and (kind == "compute" or least[0] == capability[0])
+               for kind, least, suffix in built)
 
 
 #: The most GPUs of one machine.

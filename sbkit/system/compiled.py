@@ -21,8 +21,12 @@ class Unavailable(Exception):
     """The reason why a library can't be compiled or used on this machine."""
 
 
+def installed_compiler() -> str | None:
+    return next(filter(None, map(shutil.which, [os.environ.get("CC") or "gcc", "gcc", "cc", "clang"])), None)
+
+
 def find_compiler() -> str:
-    compiler = next(filter(None, map(shutil.which, [os.environ.get("CC") or "gcc", "gcc", "cc", "clang"])), None)
+    compiler = installed_compiler()
     if compiler is None:
         raise Unavailable("there is no C compiler (gcc, cc or clang) on this machine")
     return compiler

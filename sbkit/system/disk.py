@@ -123,8 +123,9 @@ def explain(error: OSError, path: str | os.PathLike[str], needed: float | None =
     """Describe a disk error: the file, the reason, the space needed and the space that is free."""
     what = "could not be read or written" if error.errno == errno.EIO else "could not be written"
     needs = "" if needed is None else f"it needs about {size(needed)}, "
-    free = f"free in {os.fspath(path)}" if called else "free"
-    return f"{called or os.fspath(path)} {what}: {os.strerror(error.errno or 0)} ({needs}{free}: {_free(Path(path))})"
+    left = f"free in {os.fspath(path)}: " if called else "free: "
+    return (f"{called or os.fspath(path)} {what}: {os.strerror(error.errno or 0)} "
+            f"({needs}{left}{_free_text(Path(path))})")
 
 
 def check_writable(path: Path, option: str) -> None:
@@ -154,26 +155,28 @@ def size(count: float) -> str:
 
 def check_room(path: str | os.PathLike[str], needed: float, hint: str) -> None:
     """Raise if the disk of ``path`` has less room than ``needed``, before work begins."""
-    if needed > usable(_status(Path(path))):
+    if needed > free(Path(path)):
         raise SbkitError(explain(OSError(errno.ENOSPC, ""), path, needed), hint=hint)
 
 
-def _free(path: Path) -> str:
-    """Describe what is free on the disk of ``path``, which need not exist yet."""
+def free(path: Path) -> int:
+    """Return the bytes that are free on the disk of ``path``, which need not exist yet."""
+    found = os.statvfs(nearest_folder(path))
+    return found.f_bavail * found.f_frsize
+
+
+def _free_text(path: Path) -> str:
     try:
-        found = _status(path)
+        files = os.statvfs(nearest_folder(path))
     except OSError:
         return "unknown"
-    full = "" if not found.f_files or found.f_favail else ", but it can hold no more files"
-    return size(usable(found)) + full
+    full = "" if not files.f_files or files.f_favail else ", but it can hold no more files"
+    return size(free(path)) + full
 
 
-def _status(path: Path) -> os.statvfs_result:
-    return os.statvfs(next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()))
-
-
-def usable(found: os.statvfs_result) -> int:
-    return found.f_bavail * found.f_frsize
+def nearest_folder(path: Path) -> Path:
+    """Return the folder itself, or the nearest of its parents that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
 
 
 def cache_folder() -> Path:

@@ -70,8 +70,8 @@ def test_a_recording_that_cannot_be_read_is_left_out_and_named(bundle, clips, ca
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--format", "wav"], "--output FOLDER"), (["--format", "mp3"], "'mp3' is not one of npz, wav, json"),
-    (["--format", "wav", "--output", "out"], "level [2] is not audio"),
+    (["--format", "wav"], "--output FOLDER"), (["--format", "wav", "--output", "out"], "level [2] is not audio"),
+    (["--format", "mp3"], "invalid choice: 'mp3' (choose from npz, wav, json)"),
 ])
 def test_formats_that_do_not_fit_are_refused(bundle, clips, words, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -44,4 +44,5 @@ def test_kernels_run_on_later_cards_of_the_same_major_version_and_ptx_on_all_lat
     number = "".join(map(str, built))
     assert runs_on([f"sm_{number}"], card) == (built[0] == card[0] and built[1] <= card[1])
     assert runs_on([f"sm_{number}", f"compute_{number}"], card) == (built <= card)
-    assert not runs_on([f"sm_{number}a", f"sm_{number}f"], card) and not runs_on([], card)
+    assert runs_on([f"sm_{number}f"], card) == runs_on([f"sm_{number}"], card) and not runs_on([], card)
+    assert runs_on([f"sm_{number}a"], card) == runs_on([f"compute_{number}a"], card) == (built == card)
