@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from speechbrain.core import Stage
@@ -35,7 +36,6 @@ from torch._subclasses.fake_tensor import (
 
 import sbkit
 from sbkit.errors import SbkitError
-from sbkit.recipe import gpu_step
 from sbkit.recipe.build import Built
 from sbkit.recipe.keys import Keys, Task, TaskClass, TaskKeys
 from sbkit.recipe.leftovers import FakeTensors, HeldObjects
@@ -126,6 +126,28 @@ def fake_gpu_works() -> bool:
     return True
 
 
+@contextlib.contextmanager
+def without_driver() -> Iterator[None]:
+    """Within it, torch.autocast isn't switched off because there is no GPU, and nothing asks a driver."""
+    with mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False), \
+            mock.patch.object(torch.cuda, "is_bf16_supported", lambda *given: True), without_fused_layers():
+        yield
+
+
+@contextlib.contextmanager
+def without_fused_layers() -> Iterator[None]:
+    """Within it, an LSTM consists of matrix products, which are counted.
+
+    cuDNN would lay out its weights, which needs real tensors, and oneDNN's LSTM is one operation without a formula.
+    """
+    enabled, *_ = torch.backends.mkldnn.set_flags(False)
+    try:
+        with torch.backends.cudnn.flags(enabled=False):
+            yield
+    finally:
+        torch.backends.mkldnn.set_flags(enabled)
+
+
 def task_of(built: Built) -> TaskClass:
     """The class under ``brain``; None if it isn't a task.
 
@@ -186,7 +208,7 @@ def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> Tr
         modules.to_empty(device="cuda:0")
         _run(found, "cuda:0")
 
-    with _reporting(found, findings), torch.no_grad(), gpu_step.without_driver():
+    with _reporting(found, findings), torch.no_grad(), without_driver():
         on_fake_tensors(found.brain, run)
     return found
 

@@ -268,7 +268,7 @@ print(json.dumps([torch.cuda.max_memory_allocated() < 4 * 4 * x.numel(), x.grad 
 def test_what_kernels_copy_for_themselves_is_in_the_estimate_of_memory(run):
     found = run("""
 from torch.nn import functional as F
-from sbkit.recipe import cost, gpu_step, trace
+from sbkit.recipe import cost, flops, trace
 
 def made(*shape):
     return torch.zeros(shape, device="cuda", requires_grad=True)
@@ -291,7 +291,7 @@ for name, compute in WAYS.items():
     loss().backward()
     peak = torch.cuda.max_memory_allocated() - before
     with trace.fake_tensors(), cost.MemoryCounter() as counted:
-        gpu_step.backward(loss)
+        flops.backward(loss)
     print(json.dumps([name, counted.peak, peak]))
 """)
     assert len(found) == 6
