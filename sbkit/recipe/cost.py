@@ -285,7 +285,10 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
         "measured_bytes": estimate.measured.peak_bytes if estimate.measured is not None else None,
         "inexact": list(estimate.inexact),
     }
-    return Section("Cost", ["what", "how much"], rows, _remarks(estimate), values)
+    remarks = _remarks(estimate)
+    if estimate.unfreezes:
+        remarks.append(f"freeze: these are for the time after step {estimate.unfreezes}; before, less is needed")
+    return Section("Cost", ["what", "how much"], rows, remarks, values)
 
 
 def _amounts(hours: float, passes: int, epochs: int) -> dict[str, float]:
@@ -303,7 +306,7 @@ def _remarks(estimate: CostEstimate) -> list[str]:
             "an estimate (--measure times a few steps)"
         return [f"memory is counted on fake tensors, and the time is {by}: a second of audio takes "
                 f"{speed.flops(cost.operations)} in training, in utterances of "
-                f"{cost.typical or cost.seconds:.3g} s", *estimate.inexact, *_unfreezing(estimate)]
+                f"{cost.typical or cost.seconds:.3g} s", *estimate.inexact]
     largest = "the largest micro-batch that max_batch_seconds allows"
     if measured.planned is not None and measured.planned_seconds is not None:  # the price follows from this one
         text = (f"a micro-batch of typical utterances, {measured.planned_seconds:.3g} s of audio, takes "
@@ -314,12 +317,7 @@ def _remarks(estimate: CostEstimate) -> list[str]:
     remarks = [f"measured on {measured.device}: {text}"]
     if measured.peak_bytes:
         remarks.append(f"measured: a peak of {_gib(measured.peak_bytes)} with {largest}")
-    return remarks + _unfreezing(estimate)
-
-
-def _unfreezing(estimate: CostEstimate) -> list[str]:
-    steps = estimate.unfreezes
-    return [f"freeze: these are for the time after step {steps}; before, less is needed"] if steps else []
+    return remarks
 
 
 def memory_of(device: str) -> int | None:

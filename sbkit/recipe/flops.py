@@ -94,10 +94,10 @@ def run(brain: Task, utterances: int, seconds: float, counts: type[A], gpu: bool
         weights = [mode.from_tensor(tensor) for tensor in (*brain.modules.parameters(), *brain.modules.buffers())]
         batch = brain.stand_in(utterances, seconds).to(brain.device)
         with brain.trainer.keeping_computed(), torch.enable_grad(), counts(weights) as counter:
-            if gpu:
+            if gpu:  # either way outputs are held until the end, as in training
                 backward(lambda: brain.trainer.loss_of(batch))
             else:
-                brain.trainer.loss_of(batch).backward()  # outputs are held until the end, as in training
+                brain.trainer.loss_of(batch).backward()
         return counter
 
     with without_driver() if gpu else without_fused_layers():

@@ -87,6 +87,7 @@ class Patterns(NamedTuple):
     """The values of the mapping, in words."""
     fits: Callable[[Any], bool]
     """Whether a value of the mapping is allowed."""
+    example: str
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, Mapping) and all(self.fits(each) for each in flattened(value).values())
@@ -95,8 +96,8 @@ class Patterns(NamedTuple):
         return f"a mapping of parts to {self.values}"
 
 
-FREEZE = Patterns("true, false or a number of steps", lambda value: isinstance(value, bool) or value in COUNT)
-FACTORS = Patterns("a number above 0", lambda value: value in POSITIVE)
+FREEZE = Patterns("true, false or a number of steps", lambda value: isinstance(value, bool) or value in COUNT, "true")
+FACTORS = Patterns("a number above 0", POSITIVE.__contains__, "0.1")
 
 
 class ParameterGroups:
@@ -269,7 +270,7 @@ def _check(node: Node, key: str, allowed: Patterns, parts: ParameterGroups | Non
     """Add findings about one of these keys; return whether there are any."""
     before = len(findings)
     if not isinstance(node.value, dict):
-        findings.error("setting", node.place, key, f"it must be {allowed}", f"write {key}: {{CNN: {_example(key)}}}")
+        findings.error("setting", node.place, key, f"it must be {allowed}", f"write {key}: {{CNN: {allowed.example}}}")
         return True
     for pattern, place, child in _entries(node):
         value = static(child)
@@ -289,7 +290,3 @@ def _entries(node: Node, before: str = "") -> Iterable[tuple[str, Any, Node]]:
             yield from _entries(child, f"{before}{name}.")
         else:
             yield f"{before}{name}", node.place_of(name), child
-
-
-def _example(key: str) -> str:
-    return "true" if key == "freeze" else "0.1"

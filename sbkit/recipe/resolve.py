@@ -177,7 +177,8 @@ class _Resolver:
             try:
                 inner = Node(compute(inner.value), node.place, node.key)
             except (ArithmeticError, ValueError) as error:
-                return self._error("bad-ref", node, f"{_short(inner.value)} can't be computed: {error}")
+                shown = textwrap.shorten(inner.value, 80, placeholder=" ...")
+                return self._error("bad-ref", node, f"{shown} can't be computed: {error}")
         inner.computed = True
         return inner
 
@@ -331,10 +332,6 @@ class _Resolver:
         _Resolver(root, path, self.findings, (*self.inside, path.resolve()), self.declared, self.call).walk(root)
         root.wrong = any(f.code == "syntax" for f in self.findings[before:])
         return copy.deepcopy(root)  # HyperPyYAML reads each include separately, so nothing in it is shared
-
-
-def _short(text: str) -> str:
-    return textwrap.shorten(text, 80, placeholder=" ...")
 
 
 def _report_cycles(root: Node, findings: Findings) -> None:

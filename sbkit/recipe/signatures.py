@@ -20,13 +20,12 @@ from sbkit.errors import first_line, summary
 from sbkit.recipe.choices import check_choices
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import UNKNOWN, Findings, Node
-from sbkit.recipe.values import is_tuple, looks_like_number, static
+from sbkit.recipe.values import TRUTHS, is_tuple, looks_like_number, static
 from sbkit.system.console import counted
 
 COMMON = ("torch", "torchaudio", "speechbrain", "sbkit", "transformers", "numpy")
 #: Ends of the names of arguments that take a class, although they are often annotated with the type of its objects.
 _FACTORIES = ("class", "cls", "type", "factory", "fn", "module")
-_TRUTHS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
 # ---------------------------------------------------------------------------------------------- names
@@ -197,7 +196,7 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
         if not fits(hint, value) and not (value.tag.startswith("!name:") and parameter.name.endswith(_FACTORIES)):
             wanted = describe(hint)
     elif isinstance(given, str) and isinstance(parameter.default, (bool, int, float)):
-        if (not value.quoted and given in _TRUTHS) or looks_like_number(given):
+        if (not value.quoted and given in TRUTHS) or looks_like_number(given):
             wanted = f"{describe(type(parameter.default))} (by default {parameter.default})"
     elif given == "None" and parameter.default is None and not value.quoted:
         wanted = "null or a value"
@@ -229,8 +228,8 @@ def _fix(given: object, hint: object, value: Node) -> str:
     if isinstance(given, Node) and given.tag.startswith("!name:") and isinstance(hint, type):
         return f"write !new:{given.tag[len('!name:'):]} to build one"
     if isinstance(given, str):
-        if given in _TRUTHS and not value.quoted:
-            return f"write {_TRUTHS[given]}"
+        if given in TRUTHS and not value.quoted:
+            return f"write {TRUTHS[given]}"
         if given in ("None", "none"):
             return "write null"
         number = looks_like_number(given)

@@ -65,7 +65,8 @@ class Trace:
 
     def __init__(self, built: Built) -> None:
         self.built = built
-        self.task: TaskClass = task_of(built)
+        brain = built.hparams.get("brain")
+        self.task: TaskClass = brain if hasattr(brain, "Keys") and hasattr(brain, "stand_in") else None
         """The class under ``brain``; None if it isn't a task, so that its requirements are unknown."""
         self.brain: Task = None
         """The recipe's Brain, None if it couldn't be built."""
@@ -146,15 +147,6 @@ def without_fused_layers() -> Iterator[None]:
             yield
     finally:
         torch.backends.mkldnn.set_flags(enabled)
-
-
-def task_of(built: Built) -> TaskClass:
-    """The class under ``brain``; None if it isn't a task.
-
-    The requirements of any other Brain are unknown, and so is how a user's script uses the parts of its recipe.
-    """
-    brain = built.hparams.get("brain")
-    return brain if hasattr(brain, "Keys") and hasattr(brain, "stand_in") else None
 
 
 def build_brain(task: TaskClass, hparams: Mapping[str, Any], precision: str = "fp32", **more: Any) -> Task:

@@ -17,7 +17,8 @@ _COMMA = re.compile(r"([-+]?\d+),(\d+)")
 _CUT = re.compile(r"([-+]?\d+\.?\d*)[eE][-+]?")
 _EXPRESSION = re.compile(r"[\d.\s()eE_]+((\*\*|//|[*/+])[-\d.\s()eE_]+)+")
 _SPECIAL = {"inf": ".inf", "+inf": ".inf", "-inf": "-.inf", "infinity": ".inf", "nan": ".nan"}
-_TRUTHS = {"yes": "true", "no": "false", "on": "true", "off": "false"}
+#: Words that YAML 1.1 reads as true or false, and HyperPyYAML as texts.
+TRUTHS = {"yes": "true", "no": "false", "on": "true", "off": "false"}
 
 
 def static(node: Node) -> object:
@@ -121,9 +122,9 @@ def check_text(node: Node, findings: Findings, in_list: bool = False) -> None:
                          "write the number; arithmetic works after !ref with a <key> in it")
     elif text == "None":
         findings.warning("null-as-text", node.place, node.key, f"{text!r} is a text, not null", "write null")
-    elif text in _TRUTHS and node.key.rpartition(".")[2] != "language":
+    elif text in TRUTHS and node.key.rpartition(".")[2] != "language":
         findings.warning("truth-as-text", node.place, node.key, f"{text!r} is a text, not true or false",
-                         f"write {_TRUTHS[text]}, or quote it if the word is meant")
+                         f"write {TRUTHS[text]}, or quote it if the word is meant")
 
 
 def _check_tuple(node: Node, findings: Findings) -> None:
