@@ -1,4 +1,4 @@
-"""A folder of broken recipes, one mistake each: every one gets the message in its first lines, and no other."""
+"""A folder of broken recipes: each gets the messages in its first lines, and no others."""
 
 import inspect
 import re

@@ -96,13 +96,14 @@ def look(tmp_path, text, what=check_ownership):
 @pytest.mark.parametrize("holder", [
     f"!new:{HERE}.Holder\n    held: !ref <layer>", f"!new:{HERE}.Slotted [!ref <layer>]",
     f"!apply:{HERE}.closure [!ref <layer>]", f"!apply:{HERE}.method [!ref <layer>]",
-    "!name:builtins.max\n    key: !ref <layer>", "{a: [!ref <layer>]}",
-    "!new:collections.OrderedDict {a: !ref <layer>}"])
+    "!name:builtins.max\n    key: !ref <layer>", "!new:functools.partial\n    - !name:builtins.max\n    - !ref <layer>",
+    "{a: [!ref <layer>]}", "!new:collections.OrderedDict {a: !ref <layer>}"])
 def test_a_layer_is_found_however_it_is_held(tmp_path, holder):
-    findings, _ = look(tmp_path, HEAD + f"search: {holder}\n" + TAIL)
-    assert [(f.key, f.line, f.severity) for f in findings] == [("layer", 1, "error")]
+    """No object has a key that begins with two underscores, so only the holder leads to this one."""
+    findings, _ = look(tmp_path, f"{HEAD}search: {holder}\n".replace("layer", "__layer") + TAIL)
+    assert [(f.key, f.line, f.severity) for f in findings] == [("__layer", 1, "error")]
     assert "Linear with 180 parameters" in findings[0].message
-    assert findings[0].suggestion == "write `layer: !ref <layer>` under modules"
+    assert findings[0].suggestion == "write `__layer: !ref <__layer>` under modules"
 
 
 def test_a_layer_without_a_key_of_its_own_is_told_where_it_is_built(tmp_path):
