@@ -74,11 +74,6 @@ HEAD = f"layer: !new:torch.nn.Linear [8, 20]\n{OWNED}"
 TAIL = "modules:\n    owned: !ref <owned>\n"
 
 
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch, request):
-    monkeypatch.syspath_prepend(request.path.parent)
-
-
 def look(tmp_path, text, what=check_ownership):
     path = write(tmp_path, text)
     findings = Findings()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from written import changed
+from written import Head, changed
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import real_batches
@@ -17,7 +17,7 @@ from sbkit.tasks.task import Metric
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cost")]
 
 
-class OneVector(nn.Linear):
+class OneVector(Head):
     """A head with a vector per utterance, which BatchNorm normalises over the batch."""
 
     def __init__(self, input_size, n_neurons):
@@ -28,21 +28,15 @@ class OneVector(nn.Linear):
         return super().forward(x + self.norm(x[:, 0])[:, None])
 
 
-class Unmasked(nn.Linear):
+class Unmasked(Head):
     """A head that takes the mean over all frames, those of padding among them."""
-
-    def __init__(self, input_size, n_neurons):
-        super().__init__(input_size, n_neurons)
 
     def forward(self, x):
         return super().forward(x + 10 * x.mean(1, keepdim=True))
 
 
-class Drawing(nn.Linear):
+class Drawing(Head):
     """A head whose outputs are drawn anew each time, with or without padding."""
-
-    def __init__(self, input_size, n_neurons):
-        super().__init__(input_size, n_neurons)
 
     def forward(self, x):
         return super().forward(x + torch.rand_like(x))
@@ -104,11 +98,6 @@ class CountsNothing(CTC):
 class NeedsSpeech(Chooses):
     def stats(self, rows):
         raise ValueError("nothing was said")
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch, request):
-    monkeypatch.syspath_prepend(request.path.parent)
 
 
 def checked(tmp_path, head="", brain="", batching=""):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torchaudio
 from torch import nn
-from written import SMALL, changed, write
+from written import SMALL, Head, changed, write
 
 from sbkit.recipe import trace
 from sbkit.recipe.check import check
@@ -18,7 +18,7 @@ from sbkit.tasks.ctc import CTC
 from sbkit.tasks.recognise.recognizer import Recognizer
 
 
-class Uneasy(nn.Linear):
+class Uneasy(Head):
     """A head that fails on a GPU only: its scale is an attribute."""
 
     def __init__(self, input_size, n_neurons):
@@ -29,18 +29,15 @@ class Uneasy(nn.Linear):
         return super().forward(x) * self.scale
 
 
-class Reading(nn.Linear):
+class Reading(Head):
     """A head that reads a value on the host."""
-
-    def __init__(self, input_size, n_neurons):
-        super().__init__(input_size, n_neurons)
 
     def forward(self, x):
         return super().forward(x) if x.abs().max().item() > -1 else x
 
 
-class Recurrent(nn.LSTM):
-    """A head with a memory, whose weights cuDNN lays out on a GPU."""
+class Memory:
+    """A head with a memory."""
 
     def __init__(self, input_size, n_neurons):
         super().__init__(input_size, n_neurons, batch_first=True)
@@ -49,21 +46,16 @@ class Recurrent(nn.LSTM):
         return super().forward(x)[0]
 
 
-class Gated(nn.GRU):
-    """A head with a memory that has no kernel for fake GPU tensors."""
-
-    def __init__(self, input_size, n_neurons):
-        super().__init__(input_size, n_neurons, batch_first=True)
-
-    def forward(self, x):
-        return super().forward(x)[0]
+class Recurrent(Memory, nn.LSTM):
+    """One whose weights cuDNN lays out on a GPU."""
 
 
-class Waiting(nn.Linear):
+class Gated(Memory, nn.GRU):
+    """One that has no kernel for fake GPU tensors."""
+
+
+class Waiting(Head):
     """A head that asks a GPU whether it is done."""
-
-    def __init__(self, input_size, n_neurons):
-        super().__init__(input_size, n_neurons)
 
     def forward(self, x):
         if x.is_cuda:
@@ -85,11 +77,6 @@ class Mistaken(CTC):
 
     def compute_objectives(self, predictions, batch, stage):
         raise RuntimeError("no such loss")
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch, request):
-    monkeypatch.syspath_prepend(request.path.parent)
 
 
 def head(tmp_path, name):
