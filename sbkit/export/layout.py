@@ -199,9 +199,7 @@ class EnhancerConfig(GraphConfig):
         for name in ("hop", "delay"):
             _refuse(str(path), name, getattr(self, name), Integer(0, MAX_FRAME_SECONDS * self.sample_rate))
         _check_state(str(path), self.state)
-        if self.streams.keys() != self.models.keys():
-            raise SbkitError(f"{path}: streams must give a file for each of {', '.join(self.models)}, not "
-                             f"{shown(self.streams)}")
+        _check_formats(path, "streams", self.streams, self.models)
 
 
 @dataclass(kw_only=True)
@@ -419,9 +417,7 @@ class CodecConfig(Bundle):
         limit = MAX_SECONDS * self.sample_rate // self.stride
         _refuse(str(path), "min_frames", self.min_frames, Integer(maximum=limit))
         _refuse(str(path), "context", self.context, Nullable(Integer(0, limit)))
-        if self.decoders.keys() != self.models.keys():
-            raise SbkitError(f"{path}: decoders must give a file for each of {', '.join(self.models)}, not "
-                             f"{shown(self.decoders)}")
+        _check_formats(path, "decoders", self.decoders, self.models)
 
 
 class ByKind(dict[type[Bundle], V]):
@@ -517,6 +513,11 @@ def _check_rules(where: str, text: object) -> None:
     if len(pairs) > _MAX_RULES or any(len(each) > _MAX_RULE for pair in pairs for each in pair):
         raise SbkitError(f"{where}: text has more than {_MAX_RULES} replacement rules, or one of more than {_MAX_RULE} "
                          "characters", hint="export the model again")
+
+
+def _check_formats(path: Path, name: str, files: dict[str, str], models: dict[str, str]) -> None:
+    if files.keys() != models.keys():
+        raise SbkitError(f"{path}: {name} must give a file for each of {', '.join(models)}, not {shown(files)}")
 
 
 def _check_unique(path: Path, name: str, values: list[str]) -> None:

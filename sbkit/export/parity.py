@@ -109,8 +109,11 @@ class Comparison:
         return bool((best[:, 1] - best[:, 0] <= TOLERANCE).any())
 
     def tied(self, expected: np.ndarray, found: np.ndarray) -> bool:
-        """Whether the words of these outputs differ only where rounding decides."""
-        return tied(expected, found)
+        """Whether the best labels [T] of these outputs differ only where the checkpoint scores them almost equally."""
+        if expected.shape != found.shape:
+            return False
+        reference, output = (np.take_along_axis(expected, each.argmax(-1)[..., None], -1) for each in (expected, found))
+        return bool((reference - output <= _TIE).all())
 
     def shown(self, difference: float) -> str:
         """Format a difference, for tables and messages."""
@@ -289,12 +292,3 @@ def _timed(run: Callable[[Clip], Any], clips: list[Clip]) -> tuple[list[Any], fl
 
 def _parts(output: Output) -> tuple[np.ndarray, ...]:
     return output if isinstance(output, tuple) else (output,)
-
-
-def tied(expected: np.ndarray, found: np.ndarray) -> bool:
-    """Whether the best labels [T] differ only where the checkpoint scores them almost equally."""
-    if expected.shape != found.shape:
-        return False
-    reference, output = (np.take_along_axis(expected, each.argmax(-1)[..., None], -1) for each in (expected, found))
-    return bool((reference - output <= _TIE).all())
-

@@ -1,38 +1,21 @@
 """Blocks of a recording are what reading it whole gives, in every format; what was cut off or damaged is named."""
 
-import io
 import re
 
 import numpy as np
 import pytest
 import soundfile
+from sounds import FORMATS, encoded, speechlike
 
 from sbkit.data.audio import AudioError, read_audio
 from sbkit.infer import recordings
 from sbkit.infer.recordings import Recording
 
-KINDS = {
-    "wav": {"format": "WAV", "subtype": "PCM_16"}, "flac": {"format": "FLAC", "subtype": "PCM_16"},
-    "mp3": {"format": "MP3", "subtype": "MPEG_LAYER_III"}, "ogg": {"format": "OGG", "subtype": "VORBIS"},
-    "opus": {"format": "OGG", "subtype": "OPUS"}, "24 bit": {"format": "WAV", "subtype": "PCM_24"},
-}
 
-
-def speech(seconds, rate, channels=1):
-    rng = np.random.default_rng(0)
-    time = np.arange(int(seconds * rate)) / rate
-    tone = sum(np.sin(2 * np.pi * 120 * k * time + k) / k for k in range(1, 15))
-    signal = (0.05 * tone * (1.1 + np.sin(2 * np.pi * 3 * time)) + 0.003 * rng.standard_normal(len(time)))
-    return np.stack([signal * (1 + 0.2 * i) for i in range(channels)], 1).squeeze().astype(np.float32)
-
-
-def encoded(kind, rate, seconds=7.3, channels=1, **options):
-    file = io.BytesIO()
-    signal = speech(seconds, rate, channels)
-    with soundfile.SoundFile(file, "w", rate, channels, **KINDS[kind], **options) as out:
-        for start in range(0, len(signal), rate):
-            out.write(signal[start : start + rate])
-    return file.getvalue()
+def made(kind, rate, seconds=7.3, channels=1, **options):
+    """The bytes of a file of this kind."""
+    signal = speechlike(seconds, rate)
+    return encoded(np.stack([signal * (1 + 0.2 * i) for i in range(channels)], 1).squeeze(), rate, kind, **options)
 
 
 def joined(recording, rate=16_000):
@@ -45,11 +28,11 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("rate, channels", [(16_000, 1), (48_000, 2), (44_100, 1), (8_000, 1)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_blocks_are_the_recording(kind, rate, channels, tmp_path):
     if kind == "opus" and rate == 44_100:
         pytest.skip("Opus has no such rate")
-    data = encoded(kind, rate, channels=channels)
+    data = made(kind, rate, channels=channels)
     whole = read_audio(data)
     path = tmp_path / "clip"
     path.write_bytes(data)
@@ -63,7 +46,7 @@ def test_blocks_are_the_recording(kind, rate, channels, tmp_path):
 @pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE", "AVERAGE"])
 def test_mp3s_of_any_bit_rate_are_read_without_gaps(mode):
     """soundfile seeks after each read, and libsndfile lands elsewhere in MP3s of variable bit rate."""
-    data = encoded("mp3", 48_000, seconds=20.0, bitrate_mode=mode, compression_level=0.5)
+    data = made("mp3", 48_000, seconds=20.0, bitrate_mode=mode, compression_level=0.5)
     whole, found = read_audio(data), joined(Recording(data))
     size = min(len(found), len(whole)) - 50
     assert size > 19.9 * 16_000
@@ -72,7 +55,7 @@ def test_mp3s_of_any_bit_rate_are_read_without_gaps(mode):
 
 @pytest.mark.parametrize("kind", ["wav", "mp3", "ogg"])
 def test_stretches_are_where_they_are(kind):
-    data = encoded(kind, 48_000, seconds=12.0)
+    data = made(kind, 48_000, seconds=12.0)
     expected = read_audio(data, start=3.1, duration=4.0)
     found = joined(Recording(data, start=3.1, duration=4.0))
     size = min(len(found), len(expected)) - 200
@@ -82,7 +65,7 @@ def test_stretches_are_where_they_are(kind):
 
 
 def test_lengths_by_header():
-    data = encoded("wav", 8_000, seconds=3.0)
+    data = made("wav", 8_000, seconds=3.0)
     assert Recording(data).seconds(16_000) == pytest.approx(3.0)
     assert Recording(data, start=1.0).seconds(16_000) == pytest.approx(2.0)
     assert Recording(data, start=9.0).seconds(16_000) == 0.0
@@ -91,7 +74,7 @@ def test_lengths_by_header():
 
 
 def test_what_cannot_be_read_at_all_is_named(tmp_path):
-    data = encoded("flac", 16_000, seconds=10.0)
+    data = made("flac", 16_000, seconds=10.0)
     with pytest.raises(AudioError, match=r"so it has no audio from 11\.00 s on"):
         joined(Recording(data, start=11.0))
     with pytest.raises(AudioError, match="no such file"):
@@ -105,7 +88,7 @@ def test_what_cannot_be_read_at_all_is_named(tmp_path):
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 def test_what_is_left_of_a_file_is_read_with_a_warning(kind, rate, share, monkeypatch):
     monkeypatch.undo()  # with blocks as they are: one has all of it
-    data = encoded(kind, rate, seconds=10.0)
+    data = made(kind, rate, seconds=10.0)
     whole, cut = joined(Recording(data)), Recording(data[:int(share * len(data))])
     found = joined(cut)
     assert len(found) > 16_000
@@ -121,14 +104,14 @@ def test_what_is_left_of_a_file_is_read_with_a_warning(kind, rate, share, monkey
     (0.0, None, r"cut off: (4.99|5.00) of 10\.00 s"), (4.0, None, r"cut off: (0.99|1.00) of 6\.00 s"),
     (4.0, 2.0, r"cut off: (0.99|1.00) of 2\.00 s"), (1.0, 2.0, None)])
 def test_a_wav_cut_in_half_is_read_with_a_warning(start, duration, missing):
-    data = encoded("wav", 16_000, seconds=10.0)
+    data = made("wav", 16_000, seconds=10.0)
     recording = Recording(data[: len(data) // 2], start=start, duration=duration)
     joined(recording)
     assert recording.warning is None if missing is None else re.match(missing, recording.warning)
 
 
 def test_a_flac_longer_than_its_header_says_is_read_with_a_warning():
-    data = encoded("flac", 16_000, seconds=10.0)
+    data = made("flac", 16_000, seconds=10.0)
     short = (int.from_bytes(data[18:26], "big") >> 36 << 36 | 16_000).to_bytes(8, "big")
     recording = Recording(data[:18] + short + data[26:])
     assert len(joined(recording)) == 16_000
@@ -139,13 +122,13 @@ def test_a_flac_longer_than_its_header_says_is_read_with_a_warning():
 @pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE"])
 def test_a_stretch_behind_the_cut_of_an_mp3_ends(mode, start, duration):
     """What lies before a stretch is decoded where the bit rate varies, and there it never came to the stretch."""
-    data = encoded("mp3", 16_000, seconds=20.0, bitrate_mode=mode, compression_level=0.5)
+    data = made("mp3", 16_000, seconds=20.0, bitrate_mode=mode, compression_level=0.5)
     with pytest.raises(AudioError, match="cut off"):
         joined(Recording(data[: len(data) * 2 // 5], start=start, duration=duration))
 
 
 def test_not_a_number_in_a_file_is_refused(tmp_path):
-    signal = speech(2.0, 16_000)
+    signal = speechlike(2.0, 16_000)
     signal[9_000] = np.nan
     soundfile.write(tmp_path / "a.wav", signal, 16_000, subtype="FLOAT")
     with pytest.raises(AudioError, match="not finite"):

@@ -19,7 +19,7 @@ from sbkit.export import graph, layout
 from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Target
 from sbkit.export.layout import TransducerConfig
-from sbkit.export.parity import Comparison, ParityResult, tied
+from sbkit.export.parity import Comparison, ParityResult
 from sbkit.export.runners import Runner, open_runner
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.nn.transducer import TransducerHead
@@ -94,7 +94,7 @@ class TransducerComparison(Comparison):
     def tied(self, expected: Any, found: Any) -> bool:  # pairs of arrays
         """Whether a search differs from the checkpoint's only where the latter scores two tokens almost equally."""
         (_, mine), (_, theirs) = expected, found
-        return bool((mine.argmax(-1) != theirs.argmax(-1)).any()) and tied(mine, theirs)
+        return bool((mine.argmax(-1) != theirs.argmax(-1)).any()) and super().tied(mine, theirs)
 
 
 class SearchPath(NamedTuple):
