@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sbkit.decode.spans import TokenSpans
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.export.layout import CodecConfig, Config, Streaming, VoiceConfig
+from sbkit.export.layout import CodecConfig, Config, EnhancerConfig, Streaming, VoiceConfig
 from sbkit.export.vocabulary import Vocabulary, read_tokens, write_tokens
 
 
@@ -33,6 +33,12 @@ def voice(**changes):
                            "max_symbols": 200, "frame_seconds": 0.02} | changes))
 
 
+def enhancer(**changes):
+    return EnhancerConfig(**({"sample_rate": 16_000, "outputs": ["enhanced"], "hop": 16, "delay": 48,
+                              "state": {"state_0": {"type": "float32", "shape": [8, 2]}},
+                              "models": {"onnx": "model.onnx"}, "streams": {"onnx": "stream.onnx"}} | changes))
+
+
 STREAMING = {"chunks": [8, 16], "left": 64, "overlap": 240, "before": 120, "after": 200,
              "state": {"keys": {"type": "float32", "shape": [6, 64, 144]}, "seen": {"type": "int64", "shape": []}},
              "models": {"onnx": "stream.onnx"}}
@@ -40,7 +46,7 @@ STREAMING = {"chunks": [8, 16], "left": 64, "overlap": 240, "before": 120, "afte
 
 @pytest.mark.parametrize("mine", [
     config(language="fr", models={"onnx": "model.onnx"}, files={"model.onnx": {"bytes": 3}}, silent_ids=[1, 2]),
-    config(streaming=Streaming(**STREAMING)), codec(),
+    config(streaming=Streaming(**STREAMING)), codec(), enhancer(),
     codec(context=None, min_frames=2, min_samples=321, batching=False),
     voice(language="fr", codec="0" * 64, books=[1000, 1000], models={"onnx": "model.onnx"})])
 def test_a_configuration_is_read_as_it_was_written(tmp_path, mine):
@@ -62,29 +68,97 @@ def refused(folder, made, changes, expected):
     assert "\n" not in str(error.value) and len(str(error.value)) < 1000
 
 
-@pytest.mark.parametrize("changes, expected", [
-    ({"format": "another"}, "does not describe an sbkit bundle"),
-    ({"version": 2}, "has version 2, but this sbkit reads version 1"),
-    ({"sample_rate": 0}, "sample_rate is 0"), ({"vocabulary": "5"}, "vocabulary is '5'"),
-    ({"subsampling": True}, "subsampling is True"), ({"chunk_seconds": -1}, "chunk_seconds is -1"),
-    ({"longest_seconds": 19}, "longest_seconds is 19, but must be at least chunk_seconds, which is 20"),
-    ({"longest_seconds": "30"}, "longest_seconds is '30'"),
-    ({"blank_id": 5}, "blank_id is 5"), ({"colour": "red"}, "unknown keys: colour"),
-    ({"hop_samples": ...}, "lacks keys"), ({"streaming": "yes"}, "streaming is 'yes', but must be an object"),
-    ({"models": {"onnx": "../model.onnx"}}, "name of a file in the bundle's folder"),
-    ({"files": {"/etc/x": {}}}, "keys are each the name of a file in the bundle's folder"),
-    ({"models": {"onnx": ".."}}, "name of a file"), ({"models": {"onnx": ""}}, "name of a file"),
-    ({"models": {"onnx": "a\0b"}}, "name of a file"), ({"vocabulary": 10**9}, "vocabulary is 1000000000"),
-    ({"chunk_seconds": 1e308}, r"chunk_seconds is 1e\+308, but must be a number above 0, 600 at most"),
-    ({"chunk_seconds": float("nan")}, "chunk_seconds is nan"), ({"word_separator": ""}, "word_separator is ''"),
-    ({"silent_ids": [[]]}, r"silent_ids is \[\[\]\]"),
-    ({"silent_ids": [5]}, r"silent_ids is \[5\], but .* from 0 to 4"),
-    ({"hop_samples": 16_000}, "a frame has .* 64,000 samples, but must have 16,000 at most"),
-    ({"language": "\ud800"}, "language is"), ({"sample_rate": 16}, "sample_rate is 16, but must be .* from 1,000"),
-    ({"x" * 10**6: 1}, "unknown keys: xxx"),
-])
-def test_what_nothing_can_run_with_or_what_would_fill_the_memory_is_refused(tmp_path, changes, expected):
-    refused(tmp_path, config(), changes, expected)
+#: What nothing can run with, or what would fill the memory.
+REFUSED = {
+    config: [
+        ({"format": "another"}, "does not describe an sbkit bundle"),
+        ({"version": 2}, "has version 2, but this sbkit reads version 1"),
+        ({"sample_rate": 0}, "sample_rate is 0"), ({"vocabulary": "5"}, "vocabulary is '5'"),
+        ({"subsampling": True}, "subsampling is True"), ({"chunk_seconds": -1}, "chunk_seconds is -1"),
+        ({"longest_seconds": 19}, "longest_seconds is 19, but must be at least chunk_seconds, which is 20"),
+        ({"longest_seconds": "30"}, "longest_seconds is '30'"),
+        ({"blank_id": 5}, "blank_id is 5"), ({"colour": "red"}, "unknown keys: colour"),
+        ({"hop_samples": ...}, "lacks keys"), ({"streaming": "yes"}, "streaming is 'yes', but must be an object"),
+        ({"models": {"onnx": "../model.onnx"}}, "name of a file in the bundle's folder"),
+        ({"files": {"/etc/x": {}}}, "keys are each the name of a file in the bundle's folder"),
+        ({"models": {"onnx": ".."}}, "name of a file"), ({"models": {"onnx": ""}}, "name of a file"),
+        ({"models": {"onnx": "a\0b"}}, "name of a file"), ({"vocabulary": 10**9}, "vocabulary is 1000000000"),
+        ({"chunk_seconds": 1e308}, r"chunk_seconds is 1e\+308, but must be a number above 0, 600 at most"),
+        ({"chunk_seconds": float("nan")}, "chunk_seconds is nan"), ({"word_separator": ""}, "word_separator is ''"),
+        ({"silent_ids": [[]]}, r"silent_ids is \[\[\]\]"),
+        ({"silent_ids": [5]}, r"silent_ids is \[5\], but .* from 0 to 4"),
+        ({"hop_samples": 16_000}, "a frame has .* 64,000 samples, but must have 16,000 at most"),
+        ({"language": "\ud800"}, "language is"), ({"sample_rate": 16}, "sample_rate is 16, but must be .* from 1,000"),
+        ({"x" * 10**6: 1}, "unknown keys: xxx"),
+    ],
+    codec: [
+        ({"codec": "0F" * 32}, "codec is .* must be a sha256"), ({"codec": None}, "codec is .* must be a sha256"),
+        ({"books": []}, "books is .* must be a list of 1 to"),
+        ({"books": [1000, 0]}, "books is .* must be a list of 1 to 256, each a whole number from 1"),
+        ({"books": 1000}, "books is 1000"), ({"stride": 0}, "stride is 0"), ({"min_frames": 1.5}, "min_frames is 1.5"),
+        ({"context": -1}, "context is -1, but must be a whole number from 0 to"),
+        ({"context": True}, "context is True"),
+        ({"context": ...}, "lacks keys"), ({"decoders": {}}, "decoders must give a file for each of onnx"),
+        ({"decoders": ["decoder.onnx"]}, "decoders is .* must be an object"),
+        ({"decoders": {"onnx": "../decoder.onnx"}}, "name of a file in the bundle's folder"),
+        ({"min_frames": 10**9}, "min_frames is 1000000000, but must be a whole number from 1 to 3,000"),
+        ({"min_samples": 10**7}, "min_samples is 10000000, but must be a whole number from 1 to 960,000"),
+        ({"stride": 10**7}, "stride is 10000000, but must be a whole number from 1 to 16,000"),
+        ({"context": 10**9}, "context is 1000000000, but must be a whole number from 0 to 3,000, or null"),
+    ],
+    voice: [
+        ({"symbols": ["<pad>"]}, "must be a list of 2 to 1,000,000, each a text"),
+        ({"symbols": "abc"}, "symbols is .* must be a list"),
+        ({"symbols": ["<pad>", "a", 3]}, "symbols is .* must be a list"),
+        ({"symbols": ["<pad>", "a", ""]}, "symbols is .* must be a list"),
+        ({"symbols": ["<pad>", "a", "b", "a"]}, "symbols has 'a' twice"),
+        ({"symbols": ["<pad>", "ab"]}, "symbol 'ab' is not one character"),
+        ({"symbols": ["<pad>", "\u212b"]}, r"symbol '.u212b' is not one character in Unicode's form NFC"),
+        ({"speakers": []}, "speakers is .*, but must be a list of 1 to"),
+        ({"speakers": ["a", "a"]}, "speakers has 'a' twice"),
+        ({"speakers": ...}, "lacks keys"), ({"max_symbols": 0}, "max_symbols is 0"),
+        ({"max_symbols": True}, "max_symbols is True"), ({"frame_seconds": 0}, "frame_seconds is 0"),
+        ({"frame_seconds": True}, "frame_seconds is True"), ({"frame_seconds": float("nan")}, "frame_seconds is nan"),
+        ({"frame_seconds": float("inf")}, "frame_seconds is inf"), ({"books": [1000, 0]}, "books is .* must be a list"),
+        ({"books": 1000}, "books is .* must be a list"),
+        ({"models": ["model.onnx"]}, "models is .* must be an object"),
+        ({"models": None}, "models is .* must be an object"),
+        ({"files": ["model.onnx"]}, "files is .* must be an object"),
+        ({"files": {"model.onnx": 3}}, "files is .* must be an"),
+        ({"files": {"model.onnx": {"bytes": "3"}}}, "files is .* must be an"),
+        ({"trained": []}, "trained is .* must be an object"),
+        ({"made_by": "me"}, "made_by is .* must be an object"),
+        ({"language": 3}, "language is 3, but must be a text in UTF-8 of 0 to 100 characters, or null"),
+        ({"batching": 1}, "batching is 1, but must be true or false"),
+        ({"codec": 1}, "codec is 1, but must be a sha256 in hexadecimal, or null"),
+        ({"max_symbols": 10**9}, "max_symbols is 1000000000, but must be a whole number from 1 to 50,000"),
+        ({"sample_rate": 10**400}, "sample_rate is 1000.*, but must be a whole number from 1,000 to 768,000"),
+        ({"min_samples": 10**7}, "min_samples is 10000000, but must be a whole number from 1 to 1,440,000"),
+        ({"text": ["NFC"]}, "text is .*, but must be an object, or null"),
+        ({"text": {"colour": 1}}, "text must have options of TextRules"),
+        ({"text": {"case": "title"}}, "case is 'title'"), ({"text": {"replace": {"": "x"}}}, "replace is"),
+        ({"text": {"unicode": []}}, "unicode is"), ({"text": {"case": {}}}, "case is"),
+        ({"text": {"keep_punctuation": 1}}, "keep_punctuation is 1"),
+        ({"text": {"replace": {"a": "b" * 101}}}, "text has more than"),
+        ({"text": {"replace": dict.fromkeys(map(str, range(1001)), "x")}}, "text has more than"),
+        ({"spelling": "../xx", "characters": ["a"]}, "spelling is '../xx', but must be a voice of espeak-ng"),
+        ({"spelling": 3, "characters": ["a"]}, "spelling is 3"),
+        ({"spelling": "xx", "characters": []}, "must be characters if there is a spelling"),
+        ({"spelling": None, "characters": ["a"]}, "and none otherwise"),
+        ({"spelling": "xx", "characters": ["ab"]}, "not one character"),
+    ],
+    enhancer: [
+        ({"hop": 0}, "hop is 0"), ({"delay": -1}, "delay is -1"), ({"state": {}}, "state is"),
+        ({"streams": {}}, "streams must give a file for each of onnx"),
+        ({"state": {"state_0": {"type": "float32", "shape": [1 << 26, 2]}}}, "more than"),
+        ({"hop": 1 << 20}, "hop is"), ({"wet": 1}, "unknown keys: wet"),
+    ],
+}
+
+
+@pytest.mark.parametrize("make, changes, expected", [(make, *row) for make, rows in REFUSED.items() for row in rows])
+def test_a_configuration_that_cannot_be_is_refused(tmp_path, make, changes, expected):
+    refused(tmp_path, make(), changes, expected)
 
 
 @pytest.mark.parametrize("changes, expected", [
@@ -111,57 +185,6 @@ def test_what_nothing_can_run_with_or_what_would_fill_the_memory_is_refused(tmp_
 def test_streams_that_nothing_can_run_or_that_would_fill_the_memory_are_refused(tmp_path, changes, expected):
     values = {name: value for name, value in (STREAMING | changes).items() if value is not ...}
     refused(tmp_path, config(), {"streaming": values}, expected)
-
-
-@pytest.mark.parametrize("changes, expected", [
-    ({"codec": "0F" * 32}, "codec is .* must be a sha256"), ({"codec": None}, "codec is .* must be a sha256"),
-    ({"books": []}, "books is .* must be a list of 1 to"),
-    ({"books": [1000, 0]}, "books is .* must be a list of 1 to 256, each a whole number from 1"),
-    ({"books": 1000}, "books is 1000"), ({"stride": 0}, "stride is 0"), ({"min_frames": 1.5}, "min_frames is 1.5"),
-    ({"context": -1}, "context is -1, but must be a whole number from 0 to"), ({"context": True}, "context is True"),
-    ({"context": ...}, "lacks keys"), ({"decoders": {}}, "decoders must give a file for each of onnx"),
-    ({"decoders": ["decoder.onnx"]}, "decoders is .* must be an object"),
-    ({"decoders": {"onnx": "../decoder.onnx"}}, "name of a file in the bundle's folder"),
-    ({"min_frames": 10**9}, "min_frames is 1000000000, but must be a whole number from 1 to 3,000"),
-    ({"min_samples": 10**7}, "min_samples is 10000000, but must be a whole number from 1 to 960,000"),
-    ({"stride": 10**7}, "stride is 10000000, but must be a whole number from 1 to 16,000"),
-    ({"context": 10**9}, "context is 1000000000, but must be a whole number from 0 to 3,000, or null"),
-])
-def test_what_nothing_can_be_coded_with_is_refused(tmp_path, changes, expected):
-    refused(tmp_path, codec(), changes, expected)
-
-
-@pytest.mark.parametrize("changes, expected", [
-    ({"symbols": ["<pad>"]}, "must be a list of 2 to 1,000,000, each a text"),
-    ({"symbols": "abc"}, "symbols is .* must be a list"),
-    ({"symbols": ["<pad>", "a", 3]}, "symbols is .* must be a list"),
-    ({"symbols": ["<pad>", "a", ""]}, "symbols is .* must be a list"),
-    ({"symbols": ["<pad>", "a", "b", "a"]}, "symbols has 'a' twice"),
-    ({"symbols": ["<pad>", "ab"]}, "symbol 'ab' is not one character"),
-    ({"symbols": ["<pad>", "\u212b"]}, r"symbol '.u212b' is not one character in Unicode's form NFC"),
-    ({"speakers": []}, "speakers is .*, but must be a list of 1 to"),
-    ({"speakers": ["a", "a"]}, "speakers has 'a' twice"),
-    ({"speakers": ...}, "lacks keys"), ({"max_symbols": 0}, "max_symbols is 0"),
-    ({"max_symbols": True}, "max_symbols is True"), ({"frame_seconds": 0}, "frame_seconds is 0"),
-    ({"frame_seconds": True}, "frame_seconds is True"), ({"frame_seconds": float("nan")}, "frame_seconds is nan"),
-    ({"frame_seconds": float("inf")}, "frame_seconds is inf"), ({"books": [1000, 0]}, "books is .* must be a list"),
-    ({"books": 1000}, "books is .* must be a list"),
-    ({"models": ["model.onnx"]}, "models is .* must be an object"),
-    ({"models": None}, "models is .* must be an object"),
-    ({"files": ["model.onnx"]}, "files is .* must be an object"),
-    ({"files": {"model.onnx": 3}}, "files is .* must be an"),
-    ({"files": {"model.onnx": {"bytes": "3"}}}, "files is .* must be an"),
-    ({"trained": []}, "trained is .* must be an object"),
-    ({"made_by": "me"}, "made_by is .* must be an object"),
-    ({"language": 3}, "language is 3, but must be a text in UTF-8 of 0 to 100 characters, or null"),
-    ({"batching": 1}, "batching is 1, but must be true or false"),
-    ({"codec": 1}, "codec is 1, but must be a sha256 in hexadecimal, or null"),
-    ({"max_symbols": 10**9}, "max_symbols is 1000000000, but must be a whole number from 1 to 50,000"),
-    ({"sample_rate": 10**400}, "sample_rate is 1000.*, but must be a whole number from 1,000 to 768,000"),
-    ({"min_samples": 10**7}, "min_samples is 10000000, but must be a whole number from 1 to 1,440,000"),
-])
-def test_what_no_text_can_be_spoken_with_is_refused(tmp_path, changes, expected):
-    refused(tmp_path, voice(), changes, expected)
 
 
 @pytest.mark.parametrize("asked, there, expected", [

@@ -155,18 +155,6 @@ def test_another_bundle_is_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("changed, message", [
-    ({"hop": 0}, "hop is 0"), ({"delay": -1}, "delay is -1"), ({"state": {}}, "state is"),
-    ({"streams": {}}, "streams must give a file for each of onnx"),
-    ({"state": {"state_0": {"type": "float32", "shape": [1 << 26, 2]}}}, "more than"),
-    ({"hop": 1 << 20}, "hop is"), ({"wet": 1}, "unknown keys: wet")])
-def test_a_configuration_that_no_stream_can_run_with_is_refused(bundle, tmp_path, changed, message):
-    values = json.loads((bundle / layout.CONFIG).read_text()) | changed
-    (tmp_path / layout.CONFIG).write_text(json.dumps(values))
-    with pytest.raises(sbkit.errors.SbkitError, match=message):
-        layout.read(tmp_path)
-
-
 def test_a_graph_that_gives_something_else_is_refused(bundle, tmp_path):
     """Of another hop than the configuration says."""
     import shutil

@@ -77,14 +77,3 @@ def test_a_voice_that_needs_espeak_is_refused_without_it_when_it_is_loaded(bundl
     with pytest.raises(SbkitError, match="voices trained on phones, need the package espeakng-loader") as refused:
         sbkit.infer.load(bundle, device="cpu")
     assert "sbkit[demo]" in refused.value.hint
-
-
-@pytest.mark.parametrize("changes, message", [
-    ({"spelling": "../xx"}, "spelling is '../xx', but must be a voice of espeak-ng"),
-    ({"spelling": 3}, "spelling is 3"),
-    ({"characters": []}, "must be characters if there is a spelling"), ({"spelling": None}, "and none otherwise"),
-    ({"characters": ["ab"]}, "not one character")], ids=str)
-def test_a_damaged_spelling_is_refused(tmp_path, asked, changes, message):
-    voices.make(tmp_path / "v", **(PHONES | changes))
-    with pytest.raises(SbkitError, match=message):
-        sbkit.infer.load(tmp_path / "v")

@@ -7,7 +7,6 @@ import pytest
 
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
-from sbkit.export import layout
 from sbkit.export.layout import VoiceConfig
 from sbkit.infer import UnknownCharacters
 from sbkit.infer.sentences import PhraseReader
@@ -38,9 +37,11 @@ def test_a_text_is_spoken_as_training_wrote_it(language, text, expected):
     assert spoken(config, text) == TextRules.for_language(language)(text) == expected
 
 
-def test_a_voice_that_knows_no_rules_speaks_as_before():
-    config = voice("en")
-    config.text = None
+def test_a_bundle_of_before_has_no_rules_and_speaks_as_before(tmp_path):
+    values = json.loads(voice("en").to_json())
+    del values["text"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = VoiceConfig.read(tmp_path)
     assert spoken(config, "Don't") == "don't"
     with pytest.raises(UnknownCharacters, match="never learnt '’'"):
         spoken(config, "don’t")
@@ -73,29 +74,8 @@ def test_a_place_is_exact_behind_a_replacement_of_another_length():
         spoken(voice("en", replace={"abc": "x"}), "abcñ")
 
 
-@pytest.mark.parametrize("text, message", [
-    (["NFC"], "text is .*, but must be an object, or null"), ({"colour": 1}, "text must have options of TextRules"),
-    ({"case": "title"}, "case is 'title'"), ({"replace": {"": "x"}}, "replace is"), ({"unicode": []}, "unicode is"),
-    ({"case": {}}, "case is"), ({"keep_punctuation": 1}, "keep_punctuation is 1"),
-    ({"replace": {"a": "b" * 101}}, "text has more than"),
-    ({"replace": dict.fromkeys(map(str, range(1001)), "x")}, "text has more than"),
-])
-def test_rules_that_are_none_are_refused(tmp_path, text, message):
-    values = json.loads(voice("en").to_json()) | {"text": text}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(SbkitError, match=message):
-        layout.read(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["replace", "case_pairs"])
 def test_rules_that_make_a_text_grow_without_end_are_stopped(name):
     chain = {chr(97 + number): chr(98 + number) * 50 for number in range(8)}
     with pytest.raises(SbkitError, match="more than 100 times as long"):
         spoken(voice("en", **{name: chain}), "aaaa")
-
-
-def test_a_bundle_of_before_has_no_rules(tmp_path):
-    values = json.loads(voice("en").to_json())
-    del values["text"]
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    assert VoiceConfig.read(tmp_path).rules is None
