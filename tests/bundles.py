@@ -6,6 +6,7 @@ state.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,13 @@ def make(folder: Path, width: int | None = None, torch_too: bool = False, stream
             config.streaming.models["torch"] = "stream.pt2"
     config.files = {path.name: layout.fingerprint(path) for path in folder.iterdir() if path.name != layout.CONFIG}
     (folder / layout.CONFIG).write_text(config.to_json())
+    return folder
+
+
+def change(folder: Path, **changes) -> Path:
+    """Change values of a bundle's config.json."""
+    path = folder / layout.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
 
 

@@ -1,7 +1,5 @@
 """Bundles as tasks use them: a recogniser transcribes and aligns audio of another rate, a codec encodes."""
 
-import json
-
 import bundles
 import numpy as np
 import pytest
@@ -96,10 +94,9 @@ def test_its_fingerprint_is_of_what_aligns_and_of_nothing_that_differs_from_expo
     same = BundleLoader().aligner(str(bundles.make(tmp_path / "same", streams=True)))
     assert same.fingerprint == aligner.fingerprint
     other = bundles.make(tmp_path / "other")
-    written = json.loads((other / "config.json").read_text())
     (other / "tokens.txt").write_text((other / "tokens.txt").read_text() + "\n")
-    written["files"]["tokens.txt"] = layout.fingerprint(other / "tokens.txt")
-    (other / "config.json").write_text(json.dumps(written))
+    files = layout.Config.read(other).files | {"tokens.txt": layout.fingerprint(other / "tokens.txt")}
+    bundles.change(other, files=files)
     assert BundleLoader().aligner(str(other)).fingerprint != aligner.fingerprint
 
 

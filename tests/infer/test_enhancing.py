@@ -1,14 +1,16 @@
 """Recordings without their noise: of any length, rate and format, in files with safe names, and streams in pieces."""
 
 import io
-import json
+import shutil
 import tracemalloc
 
+import bundles
 import enhancers
 import numpy as np
 import pytest
 import soundfile
 import torch
+import toy_codec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -147,8 +149,6 @@ def test_an_hour_takes_the_memory_of_a_minute(bundle, tmp_path):
 
 
 def test_another_bundle_is_refused(tmp_path, capsys):
-    import toy_codec
-
     codec = toy_codec.make(tmp_path / "codec")
     assert enhance(codec, "x.wav", "--to", tmp_path / "out") == 2
     assert "has a codec, but a speech enhancer is needed" in capsys.readouterr().err
@@ -157,11 +157,6 @@ def test_another_bundle_is_refused(tmp_path, capsys):
 
 def test_a_graph_that_gives_something_else_is_refused(bundle, tmp_path):
     """Of another hop than the configuration says."""
-    import shutil
-
-    folder = tmp_path / "b"
-    shutil.copytree(bundle, folder)
-    values = json.loads((folder / layout.CONFIG).read_text()) | {"hop": 8}
-    (folder / layout.CONFIG).write_text(json.dumps(values))
+    folder = bundles.change(shutil.copytree(bundle, tmp_path / "b"), hop=8)
     with pytest.raises(sbkit.errors.SbkitError):
         sbkit.infer.load(folder, device="cpu")

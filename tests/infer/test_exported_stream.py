@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -77,15 +76,6 @@ def test_a_streams_words_are_those_of_the_checkpoints_masked_whole_forward(made,
     assert len(results) > 5 and same(results, whole)
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_samples_one_by_one_give_what_all_at_once_do(model, signal, chunk):
-    signal, stream = signal[:20_000], model.stream(chunk)
-    whole = list(stream(signal))
-    assert list(stream(signal[i : i + 1] for i in range(len(signal)))) == whole
-    rng = np.random.default_rng(chunk)
-    assert list(stream(np.split(signal, np.sort(rng.integers(0, len(signal), 50))))) == whole
-
-
 def test_one_chunk_around_everything_says_what_a_recording_says(model, signal):
     """Chunk by chunk a frame sees less than in the whole; within one chunk it sees all of it."""
     config = model.engine.config
@@ -96,14 +86,3 @@ def test_one_chunk_around_everything_says_what_a_recording_says(model, signal):
     log_probs = engine.worker.submit(engine.step, [window], [engine.state()]).result()[0]
     found = model.transcribe(signal)
     assert len(found.words) > 5 and same(words_of(model, log_probs), found.words)
-
-
-def test_streams_of_several_threads_give_what_each_gives_alone(model, signal):
-    def hear(number):
-        stream = model.stream([320, 640][number % 2])
-        return settled(stream(np.array_split(signal[number * 1000:], 9)))
-
-    alone = [hear(number) for number in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        for one, other in zip(pool.map(hear, range(8)), alone, strict=True):
-            assert same(one, other)

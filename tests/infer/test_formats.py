@@ -75,8 +75,7 @@ def test_without_onnx_runtime_the_other_format_is_not_taken_in_its_place(tmp_pat
 def of_another_model(bundle, model: bytes):
     """Put it in the bundle, whose config.json then says nothing of the model's size."""
     (bundle / "model.onnx").write_bytes(model)
-    values = json.loads((bundle / layout.CONFIG).read_text()) | {"files": {}}
-    (bundle / layout.CONFIG).write_text(json.dumps(values))
+    bundles.change(bundle, files={})
 
 
 @pytest.mark.parametrize("version, message, length", [

@@ -88,7 +88,7 @@ def test_programs_get_an_object_for_every_change(bundle, monkeypatch, tmp_path, 
     final = next(each for each in found if each["type"] == "final")
     assert [word["word"] for word in final["words"]] == ["she", "sells"]
     assert final["start"] == final["words"][0]["start"] == found[0]["start"] == 0.16
-    assert found[-1]["duration"] == pytest.approx(len(pcm("she sells", "no")) / 32_000, abs=0.05)
+    assert found[-1]["duration"] == round(len(pcm("she sells", "no")) / 32_000, 3)
 
 
 def test_another_rate_a_search_and_hot_words(bundle, monkeypatch, tmp_path, capsys):
@@ -122,18 +122,6 @@ def test_a_file_is_for_transcribe(tmp_path, monkeypatch, capsys):
             f"error: listen takes a microphone, or - for standard input, but not talk.wav{missing}; files are for: "
             "sbkit transcribe none talk.wav; or, if it is raw 16-bit PCM: sbkit listen none - < talk.wav\n")
         (tmp_path / "talk.wav").touch()
-
-
-def test_nothing_is_transcribed_after_the_end_of_the_audio(bundle, monkeypatch, tmp_path, capsys):
-    data = np.round(bundles.voiced([bundles.PIECES.index("a")] * 9) * 32768).astype("<i2").tobytes()[:-600]
-    assert listen(bundle, monkeypatch, tmp_path, data, "--json") == 0
-    *_, last, end = facts(capsys.readouterr().out)
-    assert last["end"] == last["words"][-1]["end"] == end["duration"] == round(len(data) / 32_000, 3) == 0.341
-
-
-def test_a_bundle_for_recordings_alone_says_how_to_get_another(monkeypatch, tmp_path, capsys):
-    assert listen(bundles.make(tmp_path / "b"), monkeypatch, tmp_path, b"") == 2
-    assert "has no streaming graph" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("data", [b"", b"a", b"abc", b"\1\0", bytes(10_001)])

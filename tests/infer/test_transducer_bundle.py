@@ -1,7 +1,5 @@
 """A transducer's bundle is transcribed, streamed and refused as a CTC recogniser's is."""
 
-import json
-
 import bundles
 import numpy as np
 import pytest
@@ -9,7 +7,6 @@ import pytest
 import sbkit.infer
 from sbkit.decode import lm
 from sbkit.errors import SbkitError
-from sbkit.export import layout
 from sbkit.infer.decoding import decoder
 from sbkit.infer.pipeline import Options
 
@@ -99,8 +96,6 @@ def test_a_search_that_can_not_be_is_refused_as_for_ctc(model, options, message)
     ({"joiner": "decoder.onnx"}, "has the inputs .*encoded"), ({"decoder": "gone.onnx"}, "gone.onnx is missing"),
     ({"joiner": "../joiner.onnx"}, "joiner is '../joiner.onnx'"), ({"context": 0}, "context is 0")])
 def test_a_bundle_whose_parts_do_not_fit_is_refused(tmp_path, change, message):
-    folder = bundles.make_transducer(tmp_path / "b", streams=False)
-    values = json.loads((folder / layout.CONFIG).read_text())
-    (folder / layout.CONFIG).write_text(json.dumps({**values, **change}))
+    folder = bundles.change(bundles.make_transducer(tmp_path / "b", streams=False), **change)
     with pytest.raises(SbkitError, match=message):
         sbkit.infer.load(folder, device="cpu", threads=1)

@@ -1,5 +1,6 @@
 """Text to speech: the sound is the text's, at the requested speed and in the requested voice."""
 
+import bundles
 import numpy as np
 import onnx
 import pytest
@@ -102,10 +103,6 @@ def test_what_can_t_be_spoken_is_an_error_before_any_sound(voice, monkeypatch, w
         getattr(voice, way)(**({"text": "Fine. Good"} | given))
 
 
-def test_unknown_characters_can_be_left_out(voice):
-    assert voices.heard(voice.speak("na\u0131ve", skip_unknown=True).samples) == "nave"
-
-
 def test_a_line_sounds_the_same_alone_and_in_a_batch(voice):
     lines = [SpeechInput([2, 3, 4]), SpeechInput([5] * 30, 1, 2.0), SpeechInput([6])]
     together = voice.engine.submit(lines).result()
@@ -120,15 +117,8 @@ def test_the_program_of_torch_says_the_same(bundle, voice):
     assert np.allclose(mine.samples, theirs.samples, atol=1e-3) and mine.words == theirs.words
 
 
-def unsigned(folder):
-    """Let the files of a bundle have any size."""
-    path = folder / "config.json"
-    path.write_text(path.read_text().replace('"model.onnx": {', '"other": {', 1))
-    return folder
-
-
 def test_samples_that_are_no_numbers_are_an_error_and_not_a_noise(tmp_path):
-    folder = unsigned(voices.make(tmp_path / "v"))
+    folder = bundles.change(voices.make(tmp_path / "v"), files={})
     model = onnx.load(folder / "model.onnx")
     node = next(each for each in model.graph.node if each.output[0] == "endless")
     node.op_type, node.input[1] = "Div", "sounding"
