@@ -17,13 +17,8 @@ from sbkit.infer.codec import BATCH_SECONDS, CodecChunk, CodecModel, batches, ch
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return codecs.make(tmp_path_factory.mktemp("codec") / "c")
-
-
-@pytest.fixture(scope="module")
-def codec(bundle):
-    with sbkit.infer.load(bundle, device="cpu") as loaded:
+def codec(codec_bundle):
+    with sbkit.infer.load(codec_bundle, device="cpu") as loaded:
         assert isinstance(loaded, CodecModel)
         yield loaded
 
@@ -38,11 +33,6 @@ def test_codes_are_those_of_the_recordings_and_sound_is_that_of_the_codes(codec)
     assert same(found, wanted) and all(codes.dtype == np.int64 for codes in found)
     sounds = codec.decode(found)
     assert same(sounds, [codecs.sound(codes) for codes in wanted]) and sounds[0].dtype == np.float32
-
-
-def test_it_says_what_its_codes_are(codec):
-    assert codec.books == codecs.BOOKS and codec.sample_rate == codecs.RATE
-    assert codec.running.file == "model.onnx" and codec.running.device == "cpu"
 
 
 @pytest.mark.parametrize("samples, frames", [(1, 1), (319, 1), (320, 1), (321, 2)])

@@ -22,11 +22,6 @@ from sbkit.infer.device import OutOfMemory
 from sbkit.infer.engine import Engine
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return bundles.make(tmp_path_factory.mktemp("bundle") / "b", torch_too=True)
-
-
 def labels(scores):
     return scores.argmax(-1).tolist()
 
@@ -271,11 +266,6 @@ def test_a_containers_quota_is_kept_to_unless_somebody_says_otherwise(bundle, mo
         assert engine.running.threads == expected
 
 
-def test_compile_is_for_torch(bundle):
-    with pytest.raises(SbkitError, match="compile only works with the model torch"):
-        Engine(bundle, compile="default")
-
-
 # ---------------------------------------------------------------- files
 
 
@@ -325,8 +315,9 @@ def test_a_program_of_this_torch_has_no_pickle_in_it(bundle):
         assert not [name for name in archive.namelist() if archive.read(name)[:2] in (b"\x80\x02", b"\x80\x04", b"PK")]
 
 
-def test_models_that_are_not_there_are_named(bundle):
-    with pytest.raises(SbkitError, match=r"has no int8 model.*onnx, torch"):
-        Engine(bundle, model="int8")
-    with pytest.raises(SbkitError, match="unknown model format 'tflite'"):
-        Engine(bundle, model="tflite")
+@pytest.mark.parametrize("options, message", [
+    ({"model": "int8"}, "has no int8 model.*onnx, torch"), ({"model": "tflite"}, "unknown model format 'tflite'"),
+    ({"compile": "default"}, "compile only works with the model torch")])
+def test_what_a_bundle_lacks_is_named(bundle, options, message):
+    with pytest.raises(SbkitError, match=message):
+        Engine(bundle, **options)

@@ -218,7 +218,7 @@ def test_audio_that_can_t_be_labelled_is_refused(home, tmp_path, refused, capsys
 def test_a_bundle_that_is_no_recogniser_is_refused(home, tmp_path, refused):
     assert "has a model that outputs tensors, but a speech recogniser is needed" in refused(
         bundle=graph_bundles.make(tmp_path / "graph"))
-    assert "is not a bundle" in refused(bundle="audio")
+    assert "is not a bundle: it has no config.json" in refused(bundle="audio")
 
 
 def test_a_list_that_can_t_calibrate_is_refused(home, tmp_path, refused):

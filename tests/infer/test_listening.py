@@ -27,11 +27,6 @@ from sbkit.infer.sound_sources import Microphone, Pcm
 from sbkit.infer.stream_engine import StreamEngine
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return bundles.make(tmp_path_factory.mktemp("listen") / "b", streams=True)
-
-
 def pcm(*lines, repeat=1):
     """Lines with a second of silence after each, as bytes."""
     parts = [part for line in lines for part in (bundles.say(line), np.zeros(bundles.RATE, np.float32))]

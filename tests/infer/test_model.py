@@ -1,6 +1,8 @@
 """Recordings to transcripts: any source, any length, batches, times, confidence."""
 
 import io
+import json
+import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +17,9 @@ from hypothesis import strategies as st
 import sbkit.infer
 from sbkit.data.audio import AudioError
 from sbkit.decode.spans import Word
+from sbkit.errors import SbkitError
 from sbkit.infer import Options, Recording
-from sbkit.infer.transcript import FORMATS, Transcript
+from sbkit.infer.transcript import FORMATS, Transcript, clock
 
 WORDS = st.text(st.sampled_from("abcdefghijklm"), min_size=1, max_size=5)
 
@@ -142,8 +145,6 @@ def test_many_of_all_lengths_come_back_in_order_whatever_the_batches(model):
 
 
 def test_readers_end_when_the_rest_is_not_taken(model, tmp_path):
-    import threading
-
     before = threading.active_count()
     path = write(tmp_path / "long.wav", np.tile(bundles.say("abc"), 400), subtype="FLOAT")
     results = model._pipeline.run([Recording(path) for _ in range(20)])
@@ -203,8 +204,6 @@ def test_threads_search_at_the_same_time_and_each_has_its_own_words(model, monke
 
 
 def test_options_of_the_search_that_do_not_exist_are_reported(model):
-    from sbkit.errors import SbkitError
-
     with pytest.raises(SbkitError, match="beam search"):
         sbkit.infer.Model(model.engine, Options(search={"magic": 1}))
 
@@ -227,24 +226,18 @@ def test_each_format_says_what_it_should(model):
     odd = FORMATS["vtt"](Transcript("", "", [Word("<v>&'", 0.0, 1.0, 1.0)]))
     assert odd.endswith("\n&lt;v&gt;&amp;'\n"), "they are no markup"
     assert texts["ctm"].splitlines()[0] == "my_clip 1 0.12 0.08 a 1.000"
-    import json
-
     facts = json.loads(texts["json"])
     assert [word["text"] for word in facts["words"]] == ["a", "cd"] and facts["segments"][1]["text"] == "cd"
 
 
 @given(st.floats(0, 400_000))
 def test_clocks_never_carry_wrongly(seconds):
-    from sbkit.infer.transcript import clock
-
     hours, minutes, rest = clock(seconds, ".").split(":")
     assert int(minutes) < 60 and float(rest) < 60
     assert int(hours) * 3600 + int(minutes) * 60 + float(rest) == pytest.approx(seconds, abs=0.00051)
 
 
 def test_a_transcript_without_spaces_is_joined_without_them():
-    from sbkit.decode.spans import Word
-
     words = [Word("東", 0.0, 0.1, 1.0), Word("京", 0.1, 0.2, 1.0)]
     assert Transcript("x", "東京", words, spaced=False).segments[0].text == "東京"
 

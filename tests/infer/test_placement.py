@@ -1,7 +1,6 @@
 """Devices: one that is asked for is used or refused, ``auto`` says what it took and why, and no CPU is silent."""
 
 import ast
-import functools
 import re
 import sys
 from pathlib import Path
@@ -19,34 +18,10 @@ from sbkit.export import layout
 from sbkit.infer import backends
 from sbkit.infer.device import DeviceChoice
 from sbkit.infer.engine import Engine
-from sbkit.infer.graph_model import GraphEngine
 from sbkit.infer.onnx_session import Interface
 from sbkit.infer.stream_engine import StreamEngine
 
 ON_THE_CPU = ("cpu", "CPUExecutionProvider")
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return bundles.make(tmp_path_factory.mktemp("bundle") / "b", torch_too=True, streams=True)
-
-
-@pytest.fixture(scope="module")
-def tensors(bundle, tmp_path_factory):
-    """A bundle of the other kind, whose model outputs tensors."""
-    folder = tmp_path_factory.mktemp("bundle") / "g"
-    folder.mkdir()
-    (folder / "model.onnx").write_bytes((bundle / "model.onnx").read_bytes())
-    config = layout.GraphConfig(sample_rate=bundles.RATE, outputs=list(layout.OUTPUTS), models={"onnx": "model.onnx"})
-    (folder / layout.CONFIG).write_text(config.to_json())
-    return folder
-
-
-@pytest.fixture(params=["recogniser", "streams", "tensors"])
-def opened(request, bundle, tensors):
-    """Every way to open a graph of a bundle."""
-    return {"recogniser": functools.partial(Engine, bundle), "streams": functools.partial(StreamEngine, bundle),
-            "tensors": functools.partial(GraphEngine, tensors)}[request.param]
 
 
 def where(engine):
@@ -56,30 +31,30 @@ def where(engine):
 # ---------------------------------------------------------------- ONNX Runtime
 
 
+@pytest.mark.parametrize("kind", [Engine, StreamEngine])
 @pytest.mark.parametrize("wanted", ["cuda", "cuda:1"])
-def test_cuda_on_a_cpu_runtime_is_refused(opened, wanted):
+def test_cuda_on_a_cpu_runtime_is_refused(bundle, kind, wanted):
     assert "CUDAExecutionProvider" not in onnxruntime.get_available_providers()
     with pytest.raises(SbkitError, match=rf"^{wanted} was requested, but this onnxruntime \(.*\) has no CUDA; "
                                          "pip uninstall -y onnxruntime; pip install onnxruntime-gpu"):
-        opened(device=wanted)
+        kind(bundle, device=wanted)
 
 
-def test_auto_on_a_cpu_runtime_says_so(opened):
-    with opened(device="auto") as engine:
+def test_auto_on_a_cpu_runtime_says_so(bundle):
+    with Engine(bundle, device="auto") as engine:
         assert (where(engine), engine.running.requested) == (ON_THE_CPU, "auto")
         assert "no CUDA" in engine.running.note and "requested: auto" in str(engine.running)
-    with opened(device="cpu") as engine:
+    with Engine(bundle, device="cpu") as engine:
         assert engine.running.note == "" and "requested" not in str(engine.running)
 
 
 @pytest.mark.parametrize("runtime", runtimes.BROKEN)
 @pytest.mark.parametrize("wanted", ["cuda", "cuda:2"])
-def test_cuda_that_cannot_be_used_is_refused_with_the_reason(opened, monkeypatch, runtime, wanted):
+def test_cuda_that_cannot_be_used_is_refused_with_the_reason(bundle, monkeypatch, runtime, wanted):
     preloaded = runtimes.use(monkeypatch, runtime)
-    file = "stream.onnx" if opened.func is StreamEngine else "model.onnx"
     with pytest.raises(SbkitError) as error:
-        opened(device=wanted)
-    assert error.value.message == f"{wanted} was requested, but {runtimes.BROKEN[runtime].format(file=file)}"
+        Engine(bundle, device=wanted)
+    assert error.value.message == f"{wanted} was requested, but {runtimes.BROKEN[runtime].format(file='model.onnx')}"
     assert preloaded, "the CUDA libraries are loaded before the session is made"
 
 
@@ -96,10 +71,11 @@ def test_auto_takes_the_cpu_where_cuda_cannot_be_used_and_says_why(bundle, monke
 
 
 @pytest.mark.parametrize("wanted, note", [("cuda:1", ""), ("auto", "a test inference on CUDA succeeded")])
-@pytest.mark.parametrize("runtime", [runtimes.OnCuda, runtimes.Silent])
-def test_cuda_that_works_is_used(opened, monkeypatch, runtime, wanted, note):
+@pytest.mark.parametrize("kind, runtime", [
+    (Engine, runtimes.OnCuda), (Engine, runtimes.Silent), (StreamEngine, runtimes.OnCuda)])
+def test_cuda_that_works_is_used(bundle, monkeypatch, kind, runtime, wanted, note):
     runtimes.use(monkeypatch, runtime)
-    with opened(device=wanted) as engine:
+    with kind(bundle, device=wanted) as engine:
         running = engine.running
         assert where(engine) == (wanted if wanted != "auto" else "cuda:0", "CUDAExecutionProvider")
         assert running.note == note
@@ -164,11 +140,11 @@ def test_eight_bits_by_themselves_go_to_the_cpu_and_say_why(eight_bits, monkeypa
 
 @pytest.mark.parametrize("wanted", ["cpu", "cuda", "auto"])
 @pytest.mark.parametrize("names", [("onnxruntime", "onnxruntime-gpu"), ("onnxruntime-gpu", "onnxruntime-openvino")])
-def test_two_builds_of_onnxruntime_are_an_error_that_says_what_to_remove(opened, monkeypatch, tmp_path, names, wanted):
+def test_two_builds_of_onnxruntime_are_an_error_that_says_what_to_remove(bundle, monkeypatch, tmp_path, names, wanted):
     monkeypatch.setattr(sys, "path", [str(runtimes.install(tmp_path, *names)), *sys.path])
     with pytest.raises(SbkitError, match=f"^{' and '.join(names)} are both installed.*"
                                          f"pip uninstall -y {' '.join(names)}, then install the one you want"):
-        opened(device=wanted)
+        Engine(bundle, device=wanted)
 
 
 def test_a_build_in_another_folder_overwrites_nothing(bundle, monkeypatch, tmp_path):

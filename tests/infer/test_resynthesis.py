@@ -23,11 +23,6 @@ from sbkit.system import disk
 FRAMES = (3, 120, 1, 55)
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return toy_codec.make(tmp_path_factory.mktemp("codec") / "c")
-
-
 def codes(folder, ids=("a", "b", "c", "d"), books=toy_codec.BOOKS):
     with writing(folder, books) as out:
         for i, each in enumerate(ids):
@@ -45,9 +40,9 @@ def refused(capsys, *words):
 
 
 @pytest.mark.parametrize("format", ["wav", "flac"])
-def test_sounds_are_those_of_the_codes(bundle, tmp_path, format, monkeypatch, capsys):
+def test_sounds_are_those_of_the_codes(codec_bundle, tmp_path, format, monkeypatch, capsys):
     monkeypatch.setattr(resynthesis, "AT_ONCE_SECONDS", 1.5)
-    resynthesize(bundle, codes(tmp_path / "codes"), "--to", tmp_path / "out", "--format", format)
+    resynthesize(codec_bundle, codes(tmp_path / "codes"), "--to", tmp_path / "out", "--format", format)
     assert "4 recordings, 3.6 s; it took" in capsys.readouterr().out
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [
         *(f"{name}.{format}" for name in "abcd"), "manifest.csv"]
@@ -59,23 +54,23 @@ def test_sounds_are_those_of_the_codes(bundle, tmp_path, format, monkeypatch, ca
         assert (row.id, row.text, row.speaker) == ("abcd"[i], f"text {i}" if i else "", "anna" if i % 2 else "")
 
 
-def test_a_folder_of_splits_becomes_one(bundle, tmp_path, capsys):
+def test_a_folder_of_splits_becomes_one(codec_bundle, tmp_path, capsys):
     for split in ("dev", "test"):
         codes(tmp_path / "codes" / split)
-    resynthesize(bundle, tmp_path / "codes", "--to", tmp_path / "out")
+    resynthesize(codec_bundle, tmp_path / "codes", "--to", tmp_path / "out")
     assert "8 recordings" in capsys.readouterr().out
     assert sorted(str(each.relative_to(tmp_path / "out")) for each in (tmp_path / "out").glob("*/*")) == sorted(
         f"{split}/{name}" for split in ("dev", "test") for name in ("a.wav", "b.wav", "c.wav", "d.wav", "manifest.csv"))
-    assert "there is no manifest.json in it" in refused(capsys, bundle, tmp_path, "--to", tmp_path / "more")
+    assert "there is no manifest.json in it" in refused(capsys, codec_bundle, tmp_path, "--to", tmp_path / "more")
 
 
 # ---------------------------------------------------------------- names
 
 
-def test_ids_from_outside_make_files_below_their_folder_only(bundle, tmp_path):
+def test_ids_from_outside_make_files_below_their_folder_only(codec_bundle, tmp_path):
     ids = ["../../up", "/etc/passwd", "a/b", "a\\b", "a_b", "A_B", "..", ".hidden", "x" * 400, "x" * 401, "con",
            "naïve 語", "-rf", "line\nbreak", *(["c\0d"] if sys.version_info >= (3, 11) else [])]
-    resynthesize(bundle, codes(tmp_path / "codes", ids), "--to", tmp_path / "out")
+    resynthesize(codec_bundle, codes(tmp_path / "codes", ids), "--to", tmp_path / "out")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["codes", "out"]
     files = [each.name for each in (tmp_path / "out").glob("*.wav")]
     assert len({name.casefold() for name in files}) == len(ids)
@@ -139,12 +134,12 @@ def planted(folder, index, id):
 
 @pytest.mark.parametrize("level, size", [*enumerate(toy_codec.SIZES)])
 @pytest.mark.parametrize("beyond", [None, 0, 63])
-def test_an_id_in_no_codebook_is_refused_and_nothing_is_left(bundle, tmp_path, monkeypatch, level, size, beyond):
+def test_an_id_in_no_codebook_is_refused_and_nothing_is_left(codec_bundle, tmp_path, monkeypatch, level, size, beyond):
     id = -1 if beyond is None else size + beyond
     folder = planted(codes(tmp_path / "codes"), (3 + 17, level), id)
     monkeypatch.setattr(resynthesis, "codec", lambda *_: pytest.fail("nothing must be loaded"))
     with pytest.raises(InvalidCode) as raised:
-        resynthesis.resynthesize(ResynthesizeRequest(bundle, folder, tmp_path / "out", device="cpu"))
+        resynthesis.resynthesize(ResynthesizeRequest(codec_bundle, folder, tmp_path / "out", device="cpu"))
     error = raised.value
     assert error.message == (f"{folder}/codes-00000.safetensors, b: frame 17, level {level}: id {id} is not in a "
                              f"codebook of {size} entries; 1 of 4 utterances have such ids")
@@ -157,28 +152,28 @@ def test_an_id_in_no_codebook_is_refused_and_nothing_is_left(bundle, tmp_path, m
     ({"sizes": (50, 10), "codec": "ab" * 32}, "sizes (50, 10) instead of (50, 20), codec ababab"),
     ({"frame_rate": 25.0}, "frame_rate 25.0 instead of 50.0"),
 ])
-def test_codes_of_another_codec_are_reported_by_what_differs(bundle, tmp_path, capsys, changed, difference):
+def test_codes_of_another_codec_are_reported_by_what_differs(codec_bundle, tmp_path, capsys, changed, difference):
     books = Books(**(toy_codec.BOOKS.to_dict() | {"sizes": toy_codec.SIZES} | changed))
     with writing(tmp_path / "codes", books) as out:
         out.add("a", [[1, 2]])
-    said = refused(capsys, bundle, tmp_path / "codes", "--to", tmp_path / "out")
+    said = refused(capsys, codec_bundle, tmp_path / "codes", "--to", tmp_path / "out")
     assert f"manifest.json has codes of another codec: {difference}" in said
     assert "create them again with this codec, or use the codec that created them" in said
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: data[:-1] + bytes([data[-1] ^ 1])])
-def test_a_damaged_shard_is_reported_by_name_and_no_file_is_written(bundle, tmp_path, capsys, damage):
+def test_a_damaged_shard_is_reported_by_name_and_no_file_is_written(codec_bundle, tmp_path, capsys, damage):
     path = codes(tmp_path / "codes") / "codes-00000.safetensors"
     path.write_bytes(damage(path.read_bytes()))
-    said = refused(capsys, bundle, tmp_path / "codes", "--to", tmp_path / "out")
+    said = refused(capsys, codec_bundle, tmp_path / "codes", "--to", tmp_path / "out")
     assert f"{path} is damaged: it is not the file that manifest.json describes; copy or create" in said
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_there_is_replaced_only_if_asked_for_and_only_if_it_is_sound(bundle, tmp_path, capsys):
+def test_what_is_there_is_replaced_only_if_asked_for_and_only_if_it_is_sound(codec_bundle, tmp_path, capsys):
     folder, out = codes(tmp_path / "codes"), tmp_path / "out"
-    words = bundle, folder, "--to", out
+    words = codec_bundle, folder, "--to", out
     resynthesize(*words)
     assert "out exists; choose another folder, or replace it with --force" in refused(capsys, *words)
     resynthesize(*words, "--format", "flac", "--force")
@@ -186,10 +181,10 @@ def test_what_is_there_is_replaced_only_if_asked_for_and_only_if_it_is_sound(bun
     (out / "manifest.csv").unlink()
     assert "has files that sbkit resynthesize didn't write" in refused(capsys, *words, "--force")
     assert len(list(out.glob("*.flac"))) == 4
-    assert "didn't write" in refused(capsys, bundle, folder, "--to", folder, "--force")
+    assert "didn't write" in refused(capsys, codec_bundle, folder, "--to", folder, "--force")
 
 
-def test_only_codes_that_are_being_decoded_are_held(bundle, tmp_path, monkeypatch):
+def test_only_codes_that_are_being_decoded_are_held(codec_bundle, tmp_path, monkeypatch):
     monkeypatch.setattr(resynthesis, "AT_ONCE_SECONDS", 1.0)
     folder, made, held = codes(tmp_path / "codes", [f"u{i}" for i in range(40)]), [], []
     read = Codes.__getitem__
@@ -201,16 +196,16 @@ def test_only_codes_that_are_being_decoded_are_held(bundle, tmp_path, monkeypatc
         return found
 
     monkeypatch.setattr(Codes, "__getitem__", noted)
-    resynthesize(bundle, folder, "--to", tmp_path / "out")
+    resynthesize(codec_bundle, folder, "--to", tmp_path / "out")
     assert len(held) == 80, "each is checked, then decoded"
     assert max(held) <= 6
 
 
-def test_nothing_stays_of_what_was_not_finished(bundle, tmp_path, monkeypatch):
+def test_nothing_stays_of_what_was_not_finished(codec_bundle, tmp_path, monkeypatch):
     def full(*_):
         raise SbkitError("the disk is full")
 
     monkeypatch.setattr(resynthesis, "write_sound", full)
     with pytest.raises(SbkitError, match="full"):
-        resynthesis.resynthesize(ResynthesizeRequest(bundle, codes(tmp_path / "codes"), tmp_path / "out", device="cpu"))
+        resynthesis.resynthesize(ResynthesizeRequest(codec_bundle, codes(tmp_path / "codes"), tmp_path / "out"))
     assert [each.name for each in tmp_path.iterdir()] == ["codes"]

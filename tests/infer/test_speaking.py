@@ -23,11 +23,6 @@ TEXT = "Hello there. Good bye!"
 SAID = TEXT.lower()
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return str(voices.make(tmp_path_factory.mktemp("speak") / "voice"))
-
-
 def speak(*words):
     return cli.main(["speak", *map(str, words)])
 
@@ -45,44 +40,44 @@ def heard(path, speed=1.0):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_text_becomes_a_file_of_the_format_that_its_name_says(bundle, tmp_path, suffix, capsys):
+def test_a_text_becomes_a_file_of_the_format_that_its_name_says(voice_bundle, tmp_path, suffix, capsys):
     path = tmp_path / "new" / f"out{suffix}"
-    assert speak(bundle, TEXT, "--to", path, "--device", "cpu") == 0
+    assert speak(voice_bundle, TEXT, "--to", path, "--device", "cpu") == 0
     assert heard(path) == SAID
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     assert f"1.9 s of speech in 0.{capsys.readouterr().err.rpartition(' in 0.')[2]}".endswith(f" -> {path}\n")
 
 
-def test_a_voice_and_a_speed(bundle, tmp_path):
-    assert speak(bundle, "aaa aaa", "--to", tmp_path / "a.wav", "--voice", "ben", "--speed", 2) == 0
+def test_a_voice_and_a_speed(voice_bundle, tmp_path):
+    assert speak(voice_bundle, "aaa aaa", "--to", tmp_path / "a.wav", "--voice", "ben", "--speed", 2) == 0
     assert np.abs(soundfile.read(tmp_path / "a.wav")[0]).max() == pytest.approx(0.25, abs=0.01)
     assert heard(tmp_path / "a.wav", 2.0) == "aaa aaa"
 
 
-def test_a_file_is_spoken_in_whatever_encoding_of_lines(bundle, tmp_path):
+def test_a_file_is_spoken_in_whatever_encoding_of_lines(voice_bundle, tmp_path):
     (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbfHello\r\nthere.\r\n\r\nGood bye!\r\n")
-    assert speak(bundle, "--file", tmp_path / "text.txt", "--to", tmp_path / "a.flac") == 0
+    assert speak(voice_bundle, "--file", tmp_path / "text.txt", "--to", tmp_path / "a.flac") == 0
     assert heard(tmp_path / "a.flac") == SAID
 
 
-def test_a_pipe_with_a_name_is_a_file_too(bundle, tmp_path):
+def test_a_pipe_with_a_name_is_a_file_too(voice_bundle, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     writing = threading.Thread(target=(tmp_path / "pipe").write_text, args=(TEXT,))
     writing.start()
-    assert speak(bundle, "--file", tmp_path / "pipe", "--to", tmp_path / "a.wav") == 0
+    assert speak(voice_bundle, "--file", tmp_path / "pipe", "--to", tmp_path / "a.wav") == 0
     writing.join()
     assert heard(tmp_path / "a.wav") == SAID
 
 
-def test_standard_input_to_standard_output(bundle):
-    done = subprocess.run([sys.executable, "-m", "sbkit", "speak", bundle, "-", "--to", "-"], input=TEXT.encode(),
+def test_standard_input_to_standard_output(voice_bundle):
+    done = subprocess.run([sys.executable, "-m", "sbkit", "speak", voice_bundle, "-", "--to", "-"], input=TEXT.encode(),
                           capture_output=True, check=True)
     assert heard(io.BytesIO(done.stdout)) == SAID
     assert b"s of speech" in done.stderr
 
 
 @pytest.mark.slow
-def test_a_long_text_is_written_as_it_is_spoken_and_shows_how_far_it_is(bundle, tmp_path, monkeypatch, capsys):
+def test_a_long_text_is_written_as_it_is_spoken_and_shows_how_far_it_is(voice_bundle, tmp_path, monkeypatch, capsys):
     (tmp_path / "book.txt").write_text("abc. " * 400)
     most = 0
     add = speaking.SoundWriter.add
@@ -93,7 +88,7 @@ def test_a_long_text_is_written_as_it_is_spoken_and_shows_how_far_it_is(bundle, 
         add(writer, samples, **last)
 
     monkeypatch.setattr(speaking.SoundWriter, "add", counted)
-    assert speak(bundle, "--file", tmp_path / "book.txt", "--to", tmp_path / "a.wav") == 0
+    assert speak(voice_bundle, "--file", tmp_path / "book.txt", "--to", tmp_path / "a.wav") == 0
     assert most < 2 * voices.RATE
     assert heard(tmp_path / "a.wav") == ("abc. " * 400).strip()
     assert re.search(r"speaking: .*\(100 %\), took", capsys.readouterr().err)
@@ -109,36 +104,36 @@ def test_a_long_text_is_written_as_it_is_spoken_and_shows_how_far_it_is(bundle, 
     (["--file", "latin.txt", "--to", "a.wav"], "latin.txt cannot be read: it is not UTF-8"),
     (["\udcff", "--to", "a.wav"], "the text cannot be read: it is not UTF-8"),
 ])
-def test_what_can_t_be_spoken_is_one_error_and_no_file(bundle, tmp_path, monkeypatch, capsys, words, expected):
+def test_what_can_t_be_spoken_is_one_error_and_no_file(voice_bundle, tmp_path, monkeypatch, capsys, words, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    assert expected in refused(capsys, bundle, *words)
+    assert expected in refused(capsys, voice_bundle, *words)
     assert [each.name for each in tmp_path.iterdir()] == ["latin.txt"]
 
 
-def test_all_of_a_text_is_checked_before_any_of_it_is_spoken(bundle, tmp_path, capsys):
+def test_all_of_a_text_is_checked_before_any_of_it_is_spoken(voice_bundle, tmp_path, capsys):
     (tmp_path / "book.txt").write_text("Fine. " * 20_000 + "\n\u0416")
-    assert "'\u0416' (line 2, character 1)" in refused(capsys, bundle, "--file", tmp_path / "book.txt", "--to",
+    assert "'\u0416' (line 2, character 1)" in refused(capsys, voice_bundle, "--file", tmp_path / "book.txt", "--to",
                                                        tmp_path / "a.wav")
-    assert speak(bundle, "a \u0416 b", "--to", tmp_path / "a.wav", "--skip-unknown") == 0
+    assert speak(voice_bundle, "a \u0416 b", "--to", tmp_path / "a.wav", "--skip-unknown") == 0
     assert "left out because the voice never learnt it: '\u0416' (character 3)" in capsys.readouterr().err
     assert heard(tmp_path / "a.wav") == "a b"
 
 
-def test_places_that_can_t_be_written_are_reported(bundle, tmp_path, capsys):
+def test_places_that_can_t_be_written_are_reported(voice_bundle, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert speak(bundle, "a", "--to", tmp_path / "file" / "a.wav") == 2
+    assert speak(voice_bundle, "a", "--to", tmp_path / "file" / "a.wav") == 2
     assert "cannot write" in capsys.readouterr().err
     (tmp_path / "folder.wav").mkdir()
-    assert speak(bundle, "a", "--to", tmp_path / "folder.wav") == 2
+    assert speak(voice_bundle, "a", "--to", tmp_path / "folder.wav") == 2
     assert "is a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".wav", ".opus"])
-def test_a_full_disk_is_one_error_and_leaves_no_file(bundle, tmp_path, capsys, suffix):
+def test_a_full_disk_is_one_error_and_leaves_no_file(voice_bundle, tmp_path, capsys, suffix):
     (tmp_path / "book.txt").write_text("abc. " * 100)
     with small_disk(tmp_path / "small") as disk, disk.full(left=4096):
-        assert speak(bundle, "--file", tmp_path / "book.txt", "--to", disk.path / f"a{suffix}") == 2
+        assert speak(voice_bundle, "--file", tmp_path / "book.txt", "--to", disk.path / f"a{suffix}") == 2
         assert not [each for each in disk.path.iterdir() if each.name != "filler"]
     assert re.search(rf"^error: .*a{suffix} could not be written: {REFUSED} ", capsys.readouterr().err, re.M)
 
@@ -152,11 +147,11 @@ def test_a_recogniser_is_reported_from_a_voice(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_killed_command_leaves_nothing_under_the_final_name(bundle, tmp_path, number):
+def test_a_killed_command_leaves_nothing_under_the_final_name(voice_bundle, tmp_path, number):
     (tmp_path / "book.txt").write_text("abc defg. " * 10_000)
     path = tmp_path / "out" / "a.opus"
-    running = subprocess.Popen([sys.executable, "-m", "sbkit", "speak", bundle, "--file", tmp_path / "book.txt", "--to",
-                                path], stderr=subprocess.DEVNULL)
+    running = subprocess.Popen([sys.executable, "-m", "sbkit", "speak", voice_bundle, "--file", tmp_path / "book.txt",
+                                "--to", path], stderr=subprocess.DEVNULL)
     end = time.monotonic() + 60
     while not path.parent.exists() or not any(path.parent.iterdir()):
         assert time.monotonic() < end and running.poll() is None

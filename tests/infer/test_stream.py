@@ -22,11 +22,6 @@ SAID = "she sells sea shells by the sea shore"
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return bundles.make(tmp_path_factory.mktemp("stream") / "b", torch_too=True, streams=True)
-
-
-@pytest.fixture(scope="module")
 def model(bundle):
     with sbkit.infer.load(bundle, device="cpu", threads=1) as loaded:
         yield loaded

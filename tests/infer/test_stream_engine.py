@@ -19,11 +19,6 @@ from sbkit.infer.device import OutOfMemory
 from sbkit.infer.stream_engine import StreamEngine
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return bundles.make(tmp_path_factory.mktemp("streams") / "b", torch_too=True, streams=True)
-
-
 @pytest.fixture(scope="module", params=["onnx", "torch"])
 def engine(request, bundle):
     with StreamEngine(bundle, model=request.param, device="cpu", threads=1) as made:

@@ -17,11 +17,6 @@ from sbkit.infer import tokenizing
 from sbkit.infer.codec import CodecModel
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return toy_codec.make(tmp_path_factory.mktemp("codec") / "c")
-
-
 def recording(path, frames, seed):
     """Write a recording, and return its codes."""
     codes = toy_codec.drawn(frames, seed)
@@ -60,10 +55,11 @@ def refused(capsys, *words):
     return capsys.readouterr().err
 
 
-def test_each_split_is_a_folder_of_its_recordings_codes_in_their_order(bundle, corpus, tmp_path, monkeypatch, capsys):
+def test_each_split_is_a_folder_of_its_recordings_codes_in_their_order(
+        codec_bundle, corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tokenizing, "AT_ONCE_SECONDS", 7.0)
     folder, wanted = corpus
-    tokenize(bundle, folder, "--to", tmp_path / "out")
+    tokenize(codec_bundle, folder, "--to", tmp_path / "out")
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["dev", "manifests", "test", "train"]
     for split, count in (("train", 9), ("dev", 2), ("test", 3)):
         codes = Codes(tmp_path / "out" / split, toy_codec.BOOKS)
@@ -78,27 +74,27 @@ def test_each_split_is_a_folder_of_its_recordings_codes_in_their_order(bundle, c
     assert "as 16-bit samples" in last and "real-time factor" in last
 
 
-def test_splits_are_chosen_by_the_corpuss_own_names(bundle, corpus, tmp_path, capsys):
+def test_splits_are_chosen_by_the_corpuss_own_names(codec_bundle, corpus, tmp_path, capsys):
     folder, _ = corpus
-    tokenize(bundle, folder, "--to", tmp_path / "out", "--split", "other", "--split", "dev")
+    tokenize(codec_bundle, folder, "--to", tmp_path / "out", "--split", "other", "--split", "dev")
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["dev", "manifests", "other"]
     assert "has no split 'validated'; it has dev, other, test, train" in refused(
-        capsys, bundle, folder, "--to", tmp_path / "more", "--split", "validated")
+        capsys, codec_bundle, folder, "--to", tmp_path / "more", "--split", "validated")
     assert not (tmp_path / "more").exists()
 
 
-def test_one_list_is_a_corpus_of_one_split(bundle, corpus, tmp_path):
+def test_one_list_is_a_corpus_of_one_split(codec_bundle, corpus, tmp_path):
     folder, wanted = corpus
     (folder / "other.csv").rename(folder / "mine.csv")
-    tokenize(bundle, folder / "mine.csv", "--to", tmp_path / "out")
+    tokenize(codec_bundle, folder / "mine.csv", "--to", tmp_path / "out")
     [first, _] = Codes(tmp_path / "out" / "mine", toy_codec.BOOKS)
     np.testing.assert_array_equal(first.codes, wanted["other0"])
 
 
-def test_recordings_without_any_list_are_a_corpus(bundle, tmp_path):
+def test_recordings_without_any_list_are_a_corpus(codec_bundle, tmp_path):
     wanted = {f"{speaker}/{i}": recording(tmp_path / "corpus" / speaker / f"{i}.wav", 20 + i, ord(speaker) + i)
               for speaker in "ab" for i in range(2)}
-    tokenize(bundle, tmp_path / "corpus", "--to", tmp_path / "out")
+    tokenize(codec_bundle, tmp_path / "corpus", "--to", tmp_path / "out")
     found = {each.id: each.codes for each in Codes(tmp_path / "out" / "train", toy_codec.BOOKS)}
     assert found.keys() == wanted.keys()
     for name, codes in wanted.items():
@@ -107,23 +103,23 @@ def test_recordings_without_any_list_are_a_corpus(bundle, tmp_path):
 
 @pytest.mark.parametrize("name", ["manifests", "Manifests"])
 def test_a_split_whose_folder_would_be_that_of_the_lists_is_refused_before_anything_is_coded(
-        bundle, corpus, tmp_path, monkeypatch, capsys, name):
+        codec_bundle, corpus, tmp_path, monkeypatch, capsys, name):
     folder, _ = corpus
     (folder / "other.csv").rename(folder / f"{name}.csv")
     monkeypatch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
     message = f"the split '{name}' can't be encoded: {tmp_path / 'out' / 'manifests'} is where the corpus's "
     for words in ((folder / f"{name}.csv",), (folder, "--split", name)):
-        assert message in refused(capsys, bundle, *words, "--to", tmp_path / "out")
+        assert message in refused(capsys, codec_bundle, *words, "--to", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("names", [("my dev", "my_dev"), ("my dev", "My_dev")])
 def test_splits_that_would_share_a_folder_are_refused_before_anything_is_coded(
-        bundle, corpus, tmp_path, monkeypatch, capsys, names):
+        codec_bundle, corpus, tmp_path, monkeypatch, capsys, names):
     folder, _ = corpus
     (folder / "test.csv").rename(folder / f"{names[0]}.csv")
     (folder / "other.csv").rename(folder / f"{names[1]}.csv")
-    words = bundle, folder, "--split", names[1], "--to", tmp_path / "out"
+    words = codec_bundle, folder, "--split", names[1], "--to", tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
         assert f"the splits {names[1]!r} and {names[0]!r} would both be {tmp_path / 'out'}" in refused(
@@ -136,7 +132,7 @@ def test_splits_that_would_share_a_folder_are_refused_before_anything_is_coded(
 # ---------------------------------------------------------------- what is bad
 
 
-def test_bad_recordings_are_left_out_by_name_and_rows_add_up(bundle, tmp_path, capsys):
+def test_bad_recordings_are_left_out_by_name_and_rows_add_up(codec_bundle, tmp_path, capsys):
     folder = tmp_path / "corpus"
     wanted = recording(folder / "good.wav", 50, 0)
     soundfile.write(folder / "nan.wav", np.full(16_000, np.nan, np.float32), 16_000, "FLOAT")
@@ -146,7 +142,7 @@ def test_bad_recordings_are_left_out_by_name_and_rows_add_up(bundle, tmp_path, c
     (folder / "cut.flac").write_bytes(whole[: len(whole) // 3])
     rows = {"good.wav": 1, "nan.wav": 1, "noise.wav": 1, "cut.flac": 4, "missing.wav": 1}
     listed(folder / "test.csv", [(name.split(".")[0], seconds, name, "", "") for name, seconds in rows.items()])
-    tokenize(bundle, folder, "--to", tmp_path / "out")
+    tokenize(codec_bundle, folder, "--to", tmp_path / "out")
     [only] = Codes(tmp_path / "out" / "test", toy_codec.BOOKS)
     np.testing.assert_array_equal(only.codes, wanted)
     said = capsys.readouterr().err
@@ -181,39 +177,39 @@ def test_what_no_codebook_or_no_shard_can_hold_is_left_out_by_name(tmp_path, mon
     assert why["told"].startswith("its id, text and speaker have") and len(why) == 3
 
 
-def test_a_corpus_of_which_nothing_can_be_read_is_an_error_and_leaves_no_codes(bundle, tmp_path, capsys):
+def test_a_corpus_of_which_nothing_can_be_read_is_an_error_and_leaves_no_codes(codec_bundle, tmp_path, capsys):
     folder = tmp_path / "corpus"
     folder.mkdir()
     for i in range(3):
         soundfile.write(folder / f"{i}.wav", np.full(16_000, np.nan, np.float32), 16_000, "FLOAT")
     listed(folder / "test.csv", [(i, 1.0, f"{i}.wav", "", "") for i in range(3)])
-    said = refused(capsys, bundle, folder, "--to", tmp_path / "out")
+    said = refused(capsys, codec_bundle, folder, "--to", tmp_path / "out")
     assert "error: all 3 rows of test were left out: 3 undecodable; for example 0: holds values that are not" in said
     assert [each.name for each in (tmp_path / "out").iterdir()] == ["manifests"]
 
 
-def test_an_empty_corpus_is_an_error(bundle, tmp_path, capsys):
+def test_an_empty_corpus_is_an_error(codec_bundle, tmp_path, capsys):
     folder = tmp_path / "corpus"
     folder.mkdir()
-    assert "is not a corpus" in refused(capsys, bundle, folder, "--to", tmp_path / "out")
+    assert "is not a corpus" in refused(capsys, codec_bundle, folder, "--to", tmp_path / "out")
     listed(folder / "test.csv", [])
-    assert "split is empty" in refused(capsys, bundle, folder, "--to", tmp_path / "out")
+    assert "split is empty" in refused(capsys, codec_bundle, folder, "--to", tmp_path / "out")
     assert not (tmp_path / "out" / "test").exists()
 
 
-def test_a_bundle_of_another_kind_and_a_missing_corpus_are_reported_before_anything_is_made(bundle, tmp_path, capsys):
+def test_another_bundle_and_a_missing_corpus_are_reported_before_anything_is_made(codec_bundle, tmp_path, capsys):
     voice = voices.make(tmp_path / "voice")
     assert "has a voice, but a codec is needed here" in refused(capsys, voice, tmp_path, "--to", tmp_path / "out")
-    assert "no such file or folder" in refused(capsys, bundle, tmp_path / "nowhere", "--to", tmp_path / "out")
+    assert "no such file or folder" in refused(capsys, codec_bundle, tmp_path / "nowhere", "--to", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 # ---------------------------------------------------------------- whole or not at all
 
 
-def test_what_is_there_is_replaced_only_if_asked_for(bundle, corpus, tmp_path, capsys, monkeypatch):
+def test_what_is_there_is_replaced_only_if_asked_for(codec_bundle, corpus, tmp_path, capsys, monkeypatch):
     folder, _ = corpus
-    words = bundle, folder, "--to", tmp_path / "out", "--split", "dev"
+    words = codec_bundle, folder, "--to", tmp_path / "out", "--split", "dev"
     tokenize(*words)
     before = (tmp_path / "out" / "dev" / "manifest.json").stat().st_mtime_ns
     with monkeypatch.context() as patch:
@@ -232,7 +228,7 @@ def test_what_is_there_is_replaced_only_if_asked_for(bundle, corpus, tmp_path, c
     assert "is not a folder of codes, so it is not replaced" in refused(capsys, *words, "--force")
 
 
-def test_nothing_stays_of_a_split_that_was_not_finished(bundle, corpus, tmp_path, monkeypatch):
+def test_nothing_stays_of_a_split_that_was_not_finished(codec_bundle, corpus, tmp_path, monkeypatch):
     folder, _ = corpus
     monkeypatch.setattr(tokenizing, "AT_ONCE_SECONDS", 7.0)
     encode, calls = CodecModel.encode_each, []
@@ -243,7 +239,7 @@ def test_nothing_stays_of_a_split_that_was_not_finished(bundle, corpus, tmp_path
             raise KeyboardInterrupt
         return encode(codec, audio)
 
-    words = ["tokenize", str(bundle), str(folder), "--to", str(tmp_path / "out"), "--device", "cpu"]
+    words = ["tokenize", str(codec_bundle), str(folder), "--to", str(tmp_path / "out"), "--device", "cpu"]
     tokenize(*words[1:5], "--split", "dev")
     with monkeypatch.context() as patch:
         patch.setattr(CodecModel, "encode_each", stopped)
@@ -263,9 +259,9 @@ def test_a_codec_whose_codes_are_in_no_codebook_writes_none(tmp_path, corpus):
     assert not (tmp_path / "out" / "test").exists()
 
 
-def test_shards_pin_the_codec_that_made_them(bundle, corpus, tmp_path):
+def test_shards_pin_the_codec_that_made_them(codec_bundle, corpus, tmp_path):
     folder, _ = corpus
-    tokenize(bundle, folder, "--to", tmp_path / "out", "--split", "dev")
+    tokenize(codec_bundle, folder, "--to", tmp_path / "out", "--split", "dev")
     books = json.loads((tmp_path / "out" / "dev" / "manifest.json").read_text())["books"]
-    config = layout.CodecConfig.read(bundle)
+    config = layout.CodecConfig.read(codec_bundle)
     assert books == {"sizes": config.books, "frame_rate": 50.0, "sample_rate": 16_000, "codec": config.codec}

@@ -21,11 +21,6 @@ from sbkit.score.rates import ErrorRates
 from sbkit.score.significance import interval
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return str(bundles.make(tmp_path_factory.mktemp("b") / "bundle"))
-
-
 @pytest.fixture
 def clips(tmp_path):
     """A folder with clips below it, one of them no audio."""
@@ -245,13 +240,6 @@ def test_mistakes_are_one_line(bundle, clips, tmp_path, capsys, monkeypatch, wor
     assert run(bundle, *(str(clips / "one.wav") if word == "CLIP" else word for word in words)) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and expected in captured.err and captured.err.count("error:") == 1
-
-
-def test_no_bundle(clips, tmp_path, capsys):
-    assert run(tmp_path, clips / "one.wav") == 2
-    assert "is not a bundle: it has no config.json" in capsys.readouterr().err
-    assert run(tmp_path / "none", clips / "one.wav") == 2
-    assert "does not exist" in capsys.readouterr().err
 
 
 def test_relative_paths_start_from_the_list_or_where_they_are_from_here(bundle, tmp_path, monkeypatch, capsys):

@@ -16,13 +16,8 @@ TEXT = "Hello there. Good bye, all of you!"
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return voices.make(tmp_path_factory.mktemp("voice") / "v", torch_too=True)
-
-
-@pytest.fixture(scope="module")
-def voice(bundle):
-    with sbkit.infer.load(bundle, device="cpu") as loaded:
+def voice(voice_bundle):
+    with sbkit.infer.load(voice_bundle, device="cpu") as loaded:
         assert isinstance(loaded, Voice)
         yield loaded
 
@@ -111,8 +106,8 @@ def test_a_line_sounds_the_same_alone_and_in_a_batch(voice):
         assert np.array_equal(alone.samples, sound.samples) and np.array_equal(alone.frames, sound.frames)
 
 
-def test_the_program_of_torch_says_the_same(bundle, voice):
-    with sbkit.infer.load(bundle, model="torch", device="cpu") as program:
+def test_the_program_of_torch_says_the_same(voice_bundle, voice):
+    with sbkit.infer.load(voice_bundle, model="torch", device="cpu") as program:
         mine, theirs = voice.speak(TEXT, "ben", 2.0), program.speak(TEXT, "ben", 2.0)
     assert np.allclose(mine.samples, theirs.samples, atol=1e-3) and mine.words == theirs.words
 
