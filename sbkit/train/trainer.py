@@ -28,9 +28,10 @@ from speechbrain.core import INTRA_EPOCH_CKPT_FLAG, Stage
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
 from sbkit.recipe.report import listed
-from sbkit.train import loaders, rng, scripts
+from sbkit.train import loaders, rng
 from sbkit.train.averaging import EMA
 from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs, length
+from sbkit.train.checkpoint.files import locked_for_training
 from sbkit.train.compiling import CudaGraphs
 from sbkit.train.diagnose import culprit
 from sbkit.train.diagnose.inspection import KeptBatch
@@ -39,6 +40,7 @@ from sbkit.train.distributed.parallel import Buffers, LossModule, ModuleWrapper
 from sbkit.train.distributed.sharding import is_sharded
 from sbkit.train.forward_state import ForwardState
 from sbkit.train.freezing import Freezing
+from sbkit.train.keys import ScriptKeys
 from sbkit.train.memory.oom import MemoryLimits, joined, parts_of
 from sbkit.train.monitor.display import Progress, StageDisplay
 from sbkit.train.monitor.timing import StepBudget
@@ -121,12 +123,16 @@ class Trainer:
     @contextlib.contextmanager
     def fitting(self) -> Iterator[None]:
         """Catch signals inside this context; an error discards the held state, as this process may start again."""
-        with scripts.lock_checkpoints(self.brain.keys, self.brain.checkpointer), StopSignals() as self.signals:
+        checkpointer = self.brain.checkpointer
+        lock: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if checkpointer is not None and self._is_script and ranks.is_main():  # `sbkit train` locks the whole folder
+            lock = locked_for_training(checkpointer.checkpoints_dir)
+        with lock, StopSignals() as self.signals:
             try:
                 yield
             except BaseException:
-                if self.brain.checkpointer is not None:
-                    self.brain.checkpointer.drop()
+                if checkpointer is not None:
+                    checkpointer.drop()
                 raise
 
     @contextlib.contextmanager
@@ -146,6 +152,10 @@ class Trainer:
             yield
         finally:
             self.computed = computed
+
+    @property
+    def _is_script(self) -> bool:
+        return isinstance(self.brain.keys, ScriptKeys)
 
     @property
     def asked_to_stop(self) -> bool:
@@ -599,5 +609,6 @@ class Trainer:
                 self._save()
                 saved = checkpointer.wait()
         stopped = Stopped.by(signum, self.state.optimizer_step, saved and saved.path)
-        scripts.log_stop(self.brain.keys, stopped)
+        if self._is_script and ranks.is_main():
+            logger.warning("%s", stopped)  # Python prints nothing
         ranks.raise_on_main(stopped)

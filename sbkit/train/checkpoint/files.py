@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +30,7 @@ WRITING, REPLACED, DELETED = ".tmp-", ".old-", ".del-"  # prefixes of hidden fol
 CHUNK = 1 << 22
 DAY = 24 * 3600.0
 PATIENCE = 2.0  # seconds to wait for another process that tidies up
+STOPPING_PATIENCE = 5.0  # seconds: a process that was just stopped may still be saving
 
 
 class CheckpointError(SbkitError, RuntimeError):
@@ -157,6 +158,19 @@ def _digest(handle: BinaryIO) -> str:
     while chunk := handle.read(CHUNK):
         digest.update(chunk)
     return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def locked_for_training(folder: Path) -> Iterator[None]:
+    """Lock a folder of checkpoints inside this context; raise an error if another process trains with them."""
+    until = time.monotonic() + STOPPING_PATIENCE
+    with Lock(folder) as lock:
+        while lock.acquire() is False:
+            if time.monotonic() > until:
+                raise SbkitError(f"another process is training with the checkpoints in {folder}",
+                                 hint="wait until it ends, or choose another folder for this one")
+            time.sleep(0.1)
+        yield
 
 
 # ---------------------------------------------------------------- reading
