@@ -63,12 +63,10 @@ def largest(batch: object) -> int:
 def rows(batch: object, start: int, stop: int) -> object:
     """Return utterances ``start`` to ``stop`` of a batch, with its padding."""
     size = length(batch)
-    if isinstance(batch, dict):
-        return {key: _cut(value, start, stop, size) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
-        return type(batch)(_cut(value, start, stop, size) for value in batch)
-    if isinstance(batch, torch.Tensor) or hasattr(batch, "_fields"):
+    if isinstance(batch, (torch.Tensor, dict)) or hasattr(batch, "_fields"):
         return _cut(batch, start, stop, size)
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_cut(value, start, stop, size) for value in batch)
     # "damaged" and a PaddedBatch's lists of keys have other lengths
     fields = {key: value if "keys" in key or key == "damaged" else _cut(value, start, stop, size)
               for key, value in vars(batch).items()}

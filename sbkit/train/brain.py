@@ -41,7 +41,7 @@ from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.timing import profiler
 from sbkit.train.optim import fused, skips_itself
 from sbkit.train.plain_loop import PlainLoop
-from sbkit.train.state import Overrides, StateView, TrainState
+from sbkit.train.state import Overrides, TrainState, state_view
 from sbkit.train.step import Loss, StepResult
 from sbkit.train.trainer import Trainer
 
@@ -73,7 +73,7 @@ class Brain(sb.core.Brain):
     """
 
     Keys: ClassVar[type[TrainKeys]] = ScriptKeys
-    step, optimizer_step, nonfinite_count = StateView(), StateView(), StateView()
+    step, optimizer_step, nonfinite_count = map(state_view, ("step", "optimizer_step", "nonfinite_count"))
     opt_class: Callable[..., torch.optim.Optimizer] | None
     profiler: torch.profiler.profile | None
 

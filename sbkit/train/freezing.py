@@ -34,9 +34,9 @@ class Freezing:
         own = {path for path, parameter in parts.parameters.items()
                if not parameter.requires_grad and parameter not in _FROZEN}
         _refuse_pointless(wanted or {}, parts, own)
-        self._until = {path: frozen_until(value) for path,
-                       value in values.items() if frozen_until(value) > 0 and path not in own}
         self._own = own
+        self._until = {path: frozen_until(value) for path, value in values.items()
+                       if frozen_until(value) > 0 and path not in own}
         self._unfreeze_steps = sorted({step for step in self._until.values() if step < float("inf")})
         self._stage = -1
         self.update(int(self._unfreeze_steps[-1]) if self._unfreeze_steps else 0)
@@ -52,12 +52,16 @@ class Freezing:
         if stage == self._stage:
             return False
         self._stage = stage
-        for path, parameter in self.modules.named_parameters(remove_duplicate=False):
-            if path in self._until:
-                parameter.requires_grad_(step >= self._until[path])
-                _FROZEN[parameter] = True
-        self.eval_frozen()
+        for parameter, until in self._parameters():
+            parameter.requires_grad_(step >= until)
+            _FROZEN[parameter] = True
+        self._eval_frozen()
         return True
+
+    def _parameters(self) -> list[tuple[torch.nn.Parameter, float]]:
+        """Return the parameters that the recipe freezes, each with the number of steps."""
+        return [(parameter, self._until[path]) for path, parameter
+                in self.modules.named_parameters(remove_duplicate=False) if path in self._until]
 
     @property
     def until(self) -> dict[str, float]:
@@ -71,12 +75,11 @@ class Freezing:
     def train(self) -> None:
         """Put all modules into training mode, except those with only frozen parameters."""
         self.modules.train()
-        self.eval_frozen()
+        self._eval_frozen()
 
-    def eval_frozen(self) -> None:
+    def _eval_frozen(self) -> None:
         """Put modules with only frozen parameters, some of them by the recipe, into evaluation mode."""
-        ours = {id(parameter) for path, parameter in self.modules.named_parameters(remove_duplicate=False)
-                if path in self._until}
+        ours = {id(parameter) for parameter, _ in self._parameters()}
         for module in self.modules.modules() if ours else ():
             parameters = list(module.parameters())
             if any(id(parameter) in ours for parameter in parameters) and not any(
@@ -86,8 +89,7 @@ class Freezing:
     @contextlib.contextmanager
     def all_trainable(self) -> Iterator[None]:
         """Let all parameters train inside this context, so that an optimizer gets those that are unfrozen later."""
-        frozen = [parameter for path, parameter in self.modules.named_parameters(remove_duplicate=False)
-                  if path in self._until and not parameter.requires_grad]
+        frozen = [parameter for parameter, _ in self._parameters() if not parameter.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(True)
         try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, overload
+from operator import attrgetter
+from typing import Any
 
 from sbkit.train.batches import MicroBatch
 from sbkit.train.monitor.tally import Mean
@@ -90,21 +91,9 @@ class TrainState:
         self.average.total, self.average.count = here.get("loss_sums", (0.0, 0.0))
 
 
-class StateView:
-    """An attribute of a Brain, documented by SpeechBrain, that is stored in ``TrainState``."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, brain: None, owner: type) -> StateView: ...
-    @overload
-    def __get__(self, brain: object, owner: type) -> int: ...
-    def __get__(self, brain: Any, owner: type) -> StateView | int:  # a Brain, with its train_state
-        return self if brain is None else getattr(brain.train_state, self._name)
-
-    def __set__(self, brain: Any, value: int) -> None:  # as above
-        setattr(brain.train_state, self._name, value)
+def state_view(name: str) -> property:
+    """Return an attribute of a Brain, documented by SpeechBrain, that is stored in its ``TrainState``."""
+    return property(attrgetter(f"train_state.{name}"), lambda brain, value: setattr(brain.train_state, name, value))
 
 
 @dataclass(frozen=True)

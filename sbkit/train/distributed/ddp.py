@@ -37,15 +37,18 @@ class DDPWrapper(ModuleWrapper):
     def __init__(self, loss_module: LossModule, search: bool = True, search_once: bool = False):
         super().__init__(loss_module)
         self.world = ranks.world_size()
-        self.changed: set[str] = set()
         self._at_first = search, search and search_once
-        self.searches, self._searches_once = self._at_first
-        self._unreached: dict[str, torch.nn.Parameter] | None = None  # in the first step
         self._handles: list[Any] = []
         self.ddp: _QuietDDP | None = None
         ranks.close_before_shutdown(self)
-        self._wrap()
+        self.reset()
         ranks.take_from_main(loss_module.buffers())
+
+    def _start(self, searches: bool, searches_once: bool) -> None:
+        self.searches, self._searches_once = searches, searches_once
+        self._unreached: dict[str, torch.nn.Parameter] | None = None  # in the first step
+        self.changed: set[str] = set()
+        self._wrap()
 
     def _wrap(self) -> None:
         """Wrap the modules in a new DDP that leaves out unused parameters."""
@@ -76,10 +79,7 @@ class DDPWrapper(ModuleWrapper):
         average_gradients([p for p in self.loss_module.parameters() if p.requires_grad])
 
     def reset(self) -> None:
-        self.searches, self._searches_once = self._at_first
-        self._unreached = None
-        self.changed.clear()
-        self._wrap()
+        self._start(*self._at_first)
 
     def close(self) -> None:
         for handle in self._handles:
@@ -105,10 +105,7 @@ class DDPWrapper(ModuleWrapper):
 
     def search(self) -> None:
         """Search for unused parameters in each backward from now on; all ranks call it between two steps."""
-        self._searches_once, self.searches = False, True
-        self._unreached = None
-        self.changed.clear()
-        self._wrap()
+        self._start(searches=True, searches_once=False)
 
     def complete(self, loss: torch.Tensor) -> None:
         if self.searches or not self.module.require_backward_grad_sync or self._is_complete():
