@@ -67,7 +67,7 @@ def report(
     """
     context = {"step": step, "epoch": epoch, "rank": ranks.rank(), "what": what, "scale": scale,
                "sum_scale": sum_scale, "lr": None if lr is None else float(lr), "late": late,
-               "precision": str(getattr(brain, "precision", "fp32")), "device": str(brain.device)}
+               "precision": brain.precision, "device": str(brain.device)}
     culprits = Path(folder) / CULPRITS
     full = len(list(culprits.glob(f"step-*-rank-{ranks.rank()}"))) >= limit
     of_epoch = "" if epoch is None else f" of epoch {epoch}"

@@ -198,7 +198,6 @@ def examine(brain: sb.Brain, kept: KeptBatch, step: int, scale: float = 1.0) -> 
     Nothing is changed: buffers, gradients and random generators are restored. The same computations run for every
     result, because layers may communicate with other ranks (synchronised normalisation).
 
-    brain : has ``modules``, ``device``, ``training_ctx``, ``compute_forward`` and ``compute_objectives``
     step : the number of the step, from 1, on which what the Brain computes may depend
     scale : factor of the loss
     """
@@ -265,7 +264,7 @@ def _unchanged(brain: sb.Brain, step: int) -> Iterator[ForwardState]:
         parameter.grad = None
     try:
         # Gradients must not be averaged over ranks.
-        with torch.enable_grad(), brain.no_sync() if hasattr(brain, "no_sync") else contextlib.nullcontext():
+        with torch.enable_grad(), brain.no_sync():
             yield state
     finally:
         brain.optimizer_step = now

@@ -35,9 +35,9 @@ class MetricsLog(ResumableLog):
               padding_share=0.04, grad_norm=norm, skipped_steps=0)
     """
 
-    def __init__(self, folder: str | os.PathLike[str], loggers: Sequence[Logger] = (), enabled: bool | None = None):
+    def __init__(self, folder: str | os.PathLike[str], loggers: Sequence[Logger] = ()):
         self.path = Path(folder) / METRICS
-        self.enabled = if_main_process() if enabled is None else enabled
+        self.enabled = if_main_process()
         self._file = ResumableFile(self.path, _written_again)
         self._waiting: deque[dict[str, Any]] = deque()
         self._loggers = loggers if self.enabled else ()

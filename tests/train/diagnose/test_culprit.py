@@ -10,24 +10,21 @@ import re
 import struct
 import sys
 import zipfile
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import processes
 import pytest
 import torch
 from speechbrain.dataio.batch import PaddedBatch
-from speechbrain.utils.autocast import TorchAutocast
 from torch import nn
 
+import sbkit
 from sbkit.errors import SbkitError
-from sbkit.recipe.parts import ParameterGroups
 from sbkit.train import rng
 from sbkit.train.batches import tensors_in, utterance_ids
 from sbkit.train.diagnose.culprit import find_culprit, load_batches, replay, report
 from sbkit.train.diagnose.inspection import KeptBatch, examine, measure
 from sbkit.train.distributed import ranks
-from sbkit.train.freezing import Freezing
 from sbkit.train.step import Loss
 
 
@@ -53,17 +50,15 @@ class Model(nn.Module):
         return self.ff(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
 
-class Recipe:
-    """A Brain, as far as a report needs one; ``breaks`` says how its forward goes wrong."""
+class Recipe(sbkit.Brain):
+    """``breaks`` says how its forward goes wrong."""
 
-    def __init__(self, breaks: str = "", seed: int = 0):
+    def __init__(self, breaks: str = "", seed: int = 0, **layers):
         torch.manual_seed(seed)
-        self.modules = nn.ModuleDict({"front": nn.Linear(16, 8),
-                                      "model": nn.ModuleList([Model(), nn.Dropout(0.5), nn.Linear(8, 6)])})
-        self.device, self.precision, self.optimizer_step = "cpu", "fp32", 1000
-        self.training_ctx = TorchAutocast(device_type="cpu", dtype=torch.float32)
-        self.breaks = breaks
-        self.trainer = SimpleNamespace(freezing=Freezing(self.modules, ParameterGroups(self.modules, {}), None))
+        super().__init__(layers or {
+            "front": nn.Linear(16, 8), "model": nn.ModuleList([Model(), nn.Dropout(0.5), nn.Linear(8, 6)])},
+            run_opts={"device": "cpu"})
+        self.breaks, self.optimizer_step = breaks, 1000
 
     def compute_forward(self, batch, stage):
         x = self.modules.front(batch.signals.unfold(1, 16, 16))
@@ -319,11 +314,7 @@ def test_measure_tells_nan_inf_and_rows():
 
 
 class Bare(Recipe):
-    """Only ``layers``, whose result's sum is the loss."""
-
-    def __init__(self, **layers):
-        super().__init__()
-        self.modules = nn.ModuleDict(layers)
+    """The sum of the layers' result is the loss."""
 
     def compute_objectives(self, predictions, batch, stage):
         return predictions.sum()
