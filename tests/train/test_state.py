@@ -22,11 +22,6 @@ def test_a_step_is_closed_by_the_plan_by_the_count_or_by_the_epochs_end():
     assert counted == [3, 6, 7]
 
 
-@pytest.mark.parametrize("limit, reached", [(None, False), (4, False), (3, True), (0, True)])
-def test_a_limit_of_steps(limit, reached):
-    assert TrainState(optimizer_step=3).reached(limit) is reached
-
-
 def state(**more):
     found = TrainState(step=5, optimizer_step=12, epoch_step=2, epoch_steps=6, nonfinite_count=1, **more)
     found.average.add(8.0, 4.0)

@@ -65,13 +65,6 @@ def test_broken_sums_are_damage_and_no_crash(tmp_path, sums):
     assert "can't be read" in files.damage(path)
 
 
-def test_sweep_removes_what_a_dead_process_was_writing(tmp_path):
-    written(tmp_path)
-    published(tmp_path, name="CKPT+other")
-    assert files.sweep(tmp_path) == [files.WRITING + NAME]
-    assert [path.name for path in tmp_path.iterdir()] == ["CKPT+other"]
-
-
 def writes(pipe, folder):
     """Write a checkpoint, and stay between the two renames of its publication."""
     path, lock = files.create_hidden(folder, NAME)
@@ -134,27 +127,6 @@ def test_sweep_touches_nothing_else(tmp_path):
     for name in others:
         (tmp_path / name).mkdir()
     assert files.sweep(tmp_path) == [] and sorted(p.name for p in tmp_path.iterdir()) == sorted(others)
-
-
-def test_a_kill_between_the_two_renames_of_a_replacement_is_undone(tmp_path, monkeypatch):
-    published(tmp_path, "old")
-    new = written(tmp_path, "new")
-    renames = []
-
-    def rename(source, target):
-        renames.append(target)
-        if len(renames) == 2:
-            raise KeyboardInterrupt  # as good as a kill: nothing below handles it
-        os.replace(source, target)
-
-    monkeypatch.setattr(files.os, "rename", rename)
-    with pytest.raises(KeyboardInterrupt):
-        files.publish(new, tmp_path / NAME)
-    monkeypatch.undo()
-    assert not (tmp_path / NAME).exists()
-    files.sweep(tmp_path)
-    assert (tmp_path / NAME / "model.ckpt").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
 def test_a_rename_that_fails_puts_the_old_one_back(tmp_path, monkeypatch):

@@ -202,31 +202,6 @@ def test_waiting_for_another_rank_shows_as_all_reduce():
     assert first > second + 0.3
 
 
-def test_a_profile_shows_the_parts_of_a_step(tmp_path):
-    def step(budget):
-        with budget("data"):
-            x = torch.ones(4, 4, requires_grad=True)
-        with budget("forward"), budget("features"):
-            loss = (x @ x).sum()
-        with budget("backward"):
-            budget.exposed_all_reduce(loss)
-            loss.backward()
-        budget.step()
-
-    budget, path = StepBudget("cpu"), tmp_path / "trace.json"
-    step(budget)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step(budget)
-    step(budget)
-    profile.export_chrome_trace(str(path))
-    spans = {event["name"]: event for event in json.loads(path.read_text())["traceEvents"]
-             if event.get("cat") == "user_annotation"}
-    assert spans.keys() == {"data", "forward", "features", "backward"}
-    inner, outer = spans["features"], spans["forward"]
-    assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
-    assert set(budget.totals()) >= {"data", "features", "backward"}
-
-
 def test_perfetto_can_draw_every_span_of_a_profile(tmp_path):
     """It leaves out a span that begins in one and ends outside it, so all of a thread's must lie within each other."""
     toy = brain(hparams={"output_folder": str(tmp_path)}, profile_training=True, profile_warmup=1, profile_steps=2)
