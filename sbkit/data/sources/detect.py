@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sbkit.data.sources.archive import SUFFIXES, CommonVoiceArchive
-from sbkit.data.sources.audio_folder import AudioFolder
 from sbkit.data.sources.base import Source
 from sbkit.data.sources.common_voice import CommonVoice, is_language_folder, language_folders
 from sbkit.data.sources.files import FileSource, Mixed
+from sbkit.data.sources.folders import AudioFolder, VoiceBank, VoxCeleb
 from sbkit.data.sources.huggingface import Hub, Parquet, SavedToDisk
 from sbkit.data.sources.json_lines import JsonLines
 from sbkit.data.sources.ljspeech import LJSpeech
 from sbkit.data.sources.speechbrain_csv import SpeechBrainCsv
-from sbkit.data.sources.voicebank import VoiceBank
-from sbkit.data.sources.voxceleb import VoxCeleb
 from sbkit.errors import SbkitError
 
 #: How a recipe may name a source: a path, a hub address, or files by split.

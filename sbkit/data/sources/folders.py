@@ -1,0 +1,190 @@
+"""Folders of recordings whose layout says what they are: VoxCeleb, VoiceBank-DEMAND, and recordings alone."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sbkit.data.audio import SUFFIXES
+from sbkit.data.sources.base import Rows, Source, find_column, no_column, stamp
+from sbkit.data.splits import ALIASES, SPLITS
+from sbkit.errors import SbkitError
+
+
+def _recordings(folder: Path, pattern: str) -> Iterator[Path]:
+    return (path for path in folder.glob(pattern) if path.suffix.lower() in SUFFIXES)
+
+
+class AudioFolder(Source):
+    """Recordings in a folder and its subfolders, without a list; an id is the relative path, without the suffix if that
+    is unique.
+
+    Folders that are named after splits (train, dev, validation, test, ...) are splits; without any, all is train.
+    """
+
+    kind = "recordings"
+
+    def __init__(self, folder: Path):
+        self.folder, self.where = folder, str(folder)
+        splits = {name for names in ALIASES.values() for name in names}
+        below = sorted(each.name for each in folder.iterdir()
+                       if each.is_dir() and each.name.lower() in splits and self.matches(each))
+        self.splits = {name: folder / name for name in below} or {"train": folder}
+
+    @staticmethod
+    def matches(folder: Path) -> bool:
+        """Whether there is a recording in a folder or below it."""
+        return any(path.is_file() for path in _recordings(folder, "**/*"))
+
+    @staticmethod
+    def _files(folder: Path) -> list[Path]:
+        return sorted(path for path in _recordings(folder, "**/*") if path.is_file())
+
+    def names(self) -> list[str]:
+        return list(self.splits)
+
+    def fingerprint(self) -> list[Any]:
+        folders = {path.parent for folder in self.splits.values() for path in self._files(folder)}
+        return [self.kind, *map(stamp, sorted(folders))]
+
+    def read(self, name: str, show_progress: bool = True) -> Rows:
+        if self.needs_text:
+            raise SbkitError(f"{self.folder} has recordings but no list with their transcripts",
+                             hint="write a train.csv with the columns ID,duration,wav,wrd, or train.jsonl")
+        folder = self.splits[name]
+        paths = self._files(folder)
+        ids = [path.relative_to(folder) for path in paths]
+        times = Counter(each.with_suffix("") for each in ids)
+        named = [stem if times[stem := each.with_suffix("")] == 1 else each for each in ids]
+        return Rows(str(folder), [each.as_posix() for each in named], [str(path.absolute()) for path in paths])
+
+
+class VoxCeleb(Source):
+    """VoxCeleb 1, 2 or both as unpacked: ``.../id10270/5r0dWxy17C8/00001.wav``, a folder per speaker with a folder per
+    video; the id is these three parts without the suffix, as in lists of trials.
+
+    - Test has the speakers below a folder ``test``, and VoxCeleb1's 40 test speakers in any folder.
+    - Dev has the 2 % of the other speakers with the smallest hashes, and train the rest.
+    """
+
+    kind = "VoxCeleb"
+    #: Folders down to the speakers', such as VoxCeleb1/dev/wav/id10001.
+    _DEPTH = 4
+    #: The speakers of VoxCeleb1's test set, whose names begin with an E.
+    _TEST = range(10270, 10310)
+    #: The share of the other speakers in dev, and their minimum number.
+    _SHARE, _MIN_SPEAKERS = 0.02, 2
+
+    def __init__(self, folder: Path):
+        self.folder, self.where = folder, str(folder)
+
+    @classmethod
+    def matches(cls, folder: Path) -> bool:
+        """Whether a folder has folders of speakers with recordings in those of videos."""
+        return any(next(_recordings(speaker, "*/*"), None) for speaker in cls._speakers(folder))
+
+    @classmethod
+    def _speakers(cls, folder: Path, depth: int = _DEPTH) -> Iterator[Path]:
+        """Find the speakers' folders below a folder."""
+        for path in sorted(each for each in folder.iterdir() if each.is_dir()):
+            if re.fullmatch(r"id\d{5}", path.name):
+                yield path
+            elif depth > 1:
+                yield from cls._speakers(path, depth - 1)
+
+    def names(self) -> list[str]:
+        return list(SPLITS)
+
+    def fingerprint(self) -> list[Any]:
+        speakers = self._speakers(self.folder)
+        return [self.kind, *(stamp(video) for speaker in speakers for video in sorted(speaker.iterdir()))]
+
+    def read(self, name: str, show_progress: bool = True) -> Rows:
+        if self.needs_text:
+            raise SbkitError(f"{self.folder} is VoxCeleb, which has no transcripts")
+        paths = [path for speaker in self._split()[name] for path in sorted(_recordings(speaker, "*/*"))]
+        return Rows(
+            f"{self.folder} [{name}]", ["/".join(path.with_suffix("").parts[-3:]) for path in paths],
+            [str(path.absolute()) for path in paths], speakers=[path.parts[-3] for path in paths])
+
+    def _split(self) -> dict[str, list[Path]]:
+        """The folders of each split's speakers."""
+        found: dict[str, list[Path]] = {split: [] for split in SPLITS}
+        known: dict[str, list[Path]] = {}
+        for path in self._speakers(self.folder):
+            if "test" in path.relative_to(self.folder).parts or int(path.name[2:]) in self._TEST:
+                found["test"].append(path)
+            else:
+                known.setdefault(path.name, []).append(path)
+        drawn = sorted(known, key=lambda name: hashlib.sha256(name.encode()).digest())
+        count = max(self._MIN_SPEAKERS, round(self._SHARE * len(drawn)))
+        for number, name in enumerate(drawn):
+            found["dev" if number < count else "train"] += known[name]
+        return {split: sorted(paths) for split, paths in found.items()}
+
+
+class VoiceBank(Source):
+    """VoiceBank-DEMAND and corpora with its layout: noisy recordings and clean ones of the same name, in
+    ``noisy_trainset_28spk_wav``, ``clean_trainset_28spk_wav``, ``noisy_testset_wav`` and ``clean_testset_wav``.
+
+    - A file name begins with its speaker, ``p226_001.wav``. Two speakers of the training set are dev.
+    - The training set may be another one, such as that of 56 speakers: it has every ``noisy_trainset_*_wav``.
+    - There are no texts.
+    """
+
+    kind = "VoiceBank-DEMAND"
+    #: The column of the clean recordings.
+    _CLEAN = "clean_wav"
+    #: Speakers of the training set that are used as dev, as in SpeechBrain's recipe.
+    _DEV_SPEAKERS = ("p226", "p287")
+
+    def __init__(self, folder: Path, columns: Mapping[str, str]):
+        self.folder, self.where, self.columns = folder, str(folder), columns
+
+    @classmethod
+    def matches(cls, folder: Path) -> bool:
+        """Whether a folder has such folders."""
+        return bool(cls(folder, {}).names())
+
+    def names(self) -> list[str]:
+        return [*(("train", "dev") if self._sets("train") else ()), *(("test",) if self._sets("test") else ())]
+
+    def fingerprint(self) -> list[Any]:
+        folders = sorted({path.parent for name in ("train", "test") for path in self._paths(name)})
+        return [self.kind, *(stamp(each) for noisy in folders for each in (noisy, self._clean(noisy)))]
+
+    def header(self, name: str) -> list[str]:
+        return ["id", "audio", "speaker", self._CLEAN]
+
+    def read(self, name: str, show_progress: bool = True) -> Rows:
+        if self.needs_text:
+            raise SbkitError(f"{self.folder} has recordings but no transcripts",
+                             hint="use this layout for tasks that need none")
+        paths = [path for path in self._paths(name)
+                 if name == "test" or (self._speaker(path) in self._DEV_SPEAKERS) == (name == "dev")]
+        clean = [str(self._clean(path.parent) / path.name) for path in paths]
+        roles = {role: find_column(role, self.header(name), self.columns) for role in self.wanted}
+        if missing := [role for role, column in roles.items() if column is None]:
+            raise no_column(self.where, missing[0], self.header(name), self.columns)
+        return Rows(f"{self.folder} [{name}]", [path.stem for path in paths], list(map(str, paths)),
+                    speakers=list(map(self._speaker, paths)),
+                    meta={role: clean for role, column in roles.items() if column == self._CLEAN})
+
+    def _sets(self, name: str) -> list[Path]:
+        pattern = "noisy_testset_wav" if name == "test" else "noisy_trainset*_wav"
+        return sorted(path for path in self.folder.glob(pattern) if path.is_dir())
+
+    def _paths(self, name: str) -> list[Path]:
+        return sorted(path.absolute() for folder in self._sets(name) for path in _recordings(folder, "*"))
+
+    @staticmethod
+    def _clean(noisy: Path) -> Path:
+        return noisy.with_name(f"clean_{noisy.name.removeprefix('noisy_')}")
+
+    @staticmethod
+    def _speaker(path: Path) -> str:
+        return path.name.partition("_")[0]
