@@ -137,8 +137,6 @@ class Index:
 _BLOCK = 4096
 #: Recordings that a process decodes per request, and from how many on processes are started.
 CHUNK, WORTH_PROCESSES = 32, 64
-# Fewer rows take no time, so they get no progress bar.
-_WORTH_A_BAR = 1000
 
 
 class Copies:
@@ -177,11 +175,11 @@ class Copies:
             number = self._index.find(sound[:, :: STRIDE // stride])
             return ["" if number is None else self._names[number], sound if keep else 0]
 
-        for j, answer in run_job("sbkit.data.copies:fingerprint_of", [[wavs[i], float(starts[i]), float(durations[i])]
-                                                            for i in rows],
-                             (stride,), workers=self.workers or usable_cores(), remote=self.remote, chunk=CHUNK,
-                             worth_processes=WORTH_PROCESSES, journal=None if keep else self.journal, then=compare,
-                             what=f"{split}: copies", show_progress=self.show_progress and len(rows) >= _WORTH_A_BAR):
+        segments = [[wavs[i], float(starts[i]), float(durations[i])] for i in rows]
+        for j, answer in run_job("sbkit.data.copies:fingerprint_of", segments, (stride,), chunk=CHUNK,
+                                 workers=self.workers or usable_cores(), remote=self.remote,
+                                 worth_processes=WORTH_PROCESSES, journal=None if keep else self.journal, then=compare,
+                                 what=f"{split}: copies", show_progress=self.show_progress):
             if isinstance(answer, str):
                 causes[rows[j]] = answer
                 continue
@@ -199,7 +197,7 @@ class Copies:
         files = list(dict.fromkeys(wavs))
         blocks: dict[str, str] = {}
         for j, answer in run_job("sbkit.data.copies:block_hash", files, workers=self.workers, remote=self.remote,
-                             what=f"{split}: bytes", show_progress=self.show_progress and len(files) >= _WORTH_A_BAR):
+                                 what=f"{split}: bytes", show_progress=self.show_progress):
             if not isinstance(answer, str):  # unreadable files are reported when they are measured or decoded
                 blocks.update((files[j], block) for block in answer)
         found, new = {}, []

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 CHUNK = 256
 # For fewer recordings, starting processes takes longer than measuring (about 60 microseconds per file).
 WORTH_PROCESSES = 2000
+#: Fewer rows take no time, so they get no progress bar.
+WORTH_A_BAR = 1000
 COMMAND = tuple(helper_process.command("sbkit.data.measure"))
 
 
@@ -75,7 +77,7 @@ def run_job(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, wor
     names = [json.dumps(wav) for wav in wavs] if known else []
     todo = [i for i in range(len(wavs)) if not known or names[i] not in known]
     with _open_journal(journal) as notes, progress(what=what, total=len(wavs), unit="file",
-                                              show=show_progress) as bar:
+                                                   show=show_progress and len(wavs) >= WORTH_A_BAR) as bar:
         bar.update(len(wavs) - len(todo))
         yield from ((i, known[name]) for i, name in enumerate(names) if name in known)
         size = chunk or CHUNK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from sbkit.data.columns import Declared, LabelColumn
 from sbkit.data.copies import Copies
 from sbkit.data.exclusions import MISSING, UNDECODABLE
 from sbkit.data.manifest import SECONDS, Column, Manifest, join
-from sbkit.data.measure import measure
+from sbkit.data.measure import WORTH_A_BAR, measure
 from sbkit.data.presence import existing, refused
 from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.data.sources.base import Rows, unique_ids
@@ -46,8 +47,6 @@ SAMPLE = 200
 _DISAGREE_SHARE = 0.05
 #: The same if more of it than this can't be read: that many damaged recordings would end a training.
 _DAMAGED_SHARE = 0.01
-# Fewer rows take no time, so they get no progress bar.
-_WORTH_A_BAR = 1000
 
 
 @dataclass(frozen=True)
@@ -108,6 +107,8 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     report = SplitReport(split, rows.origin, len(rows) + len(rows.malformed))
     codes = np.zeros(len(rows), np.int8)  # of reasons
     details: dict[int, str] = {}
+    read_headers = functools.partial(measure, workers=workers, journal=journal, remote=remote,
+                                     show_progress=show_progress)
 
     def leave_out(reason: str, mask: np.ndarray, detail: Callable[[int], str] | None = None) -> None:
         left = np.flatnonzero((codes == 0) & mask)
@@ -131,13 +132,13 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     leave_out(MISSING, ~existing(rows.wavs, listings))
     texts = [rules(text) for text in progress(
         rows.texts, what=f"{split}: text", total=len(rows), unit="row",
-        show=show_progress and len(rows) >= _WORTH_A_BAR)]
+        show=show_progress and len(rows) >= WORTH_A_BAR)]
     if limits.text:
         leave_out("no text", np.array([not text for text in texts], bool))
     if exclude is not None:
         leave_out(EXCLUDED, exclude.mask(rows.ids, texts, rows.origin))
 
-    durations = _durations(split, rows, codes, details, report, check_audio, journal, workers, remote, show_progress)
+    durations = _durations(rows, np.flatnonzero(codes == 0), details, report, check_audio, read_headers)
     leave_out(UNDECODABLE, np.isnan(durations))
     leave_out(UNDECODABLE, durations <= 0, lambda i: f"it ends before its start at {rows.starts[i]:.2f} s")
     if limits.min_duration is not None:
@@ -162,10 +163,8 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         wavs = rows.column(name)
         leave_out(MISSING, refused(wavs, remote) | ~existing(wavs, listings), lambda i: f"{name}: {wavs[i]}")
         left = np.flatnonzero(codes == 0)
-        found, causes = measure(list(wavs.take(left)), workers=workers, journal=journal, remote=remote,
-                                what=f"{split}: {name}", show_progress=show_progress and len(left) >= _WORTH_A_BAR)
         seconds = np.full(len(rows), np.nan)
-        seconds[left] = found
+        seconds[left], causes = read_headers(list(wavs.take(left)), what=f"{split}: {name}")
         details.update((int(left[i]), f"{name}: {cause}") for i, cause in causes.items())
         leave_out(UNDECODABLE, ~(seconds > 0))
         if aligned:
@@ -214,12 +213,11 @@ def recording_keys(wavs: Column, starts: np.ndarray) -> pa.Array:
     return join(wavs.arrow, pc.cast(pa.array(starts), pa.large_string()), separator="@")
 
 
-def _durations(split: str, rows: Rows, codes: np.ndarray, details: dict[int, str], report: SplitReport,
-               check_audio: str, journal: Path | None, workers: int | None, remote: Remote, show: bool) -> np.ndarray:
+def _durations(rows: Rows, usable: np.ndarray, details: dict[int, str], report: SplitReport, check_audio: str,
+               read_headers: Callable[..., tuple[np.ndarray, dict[int, str]]]) -> np.ndarray:
     """Seconds of each usable row, NaN if its recording can't be read; listed durations are checked."""
     durations = rows.durations.copy()
     durations[(durations == 0) & (rows.starts == 0)] = np.nan  # 0 means not measured
-    usable = np.flatnonzero(codes == 0)
     listed = usable[np.isfinite(durations[usable])]
     unlisted = usable[~np.isfinite(durations[usable])]
     sample = listed
@@ -227,9 +225,8 @@ def _durations(split: str, rows: Rows, codes: np.ndarray, details: dict[int, str
         sample = listed[np.unique(np.linspace(0, len(listed) - 1, min(SAMPLE, len(listed)), dtype=int))]
 
     def measured(at: np.ndarray, what: str) -> np.ndarray:
-        seconds, causes = measure([rows.wavs[i] for i in at], workers=workers, journal=journal, remote=remote,
-                                  whole=not rows.segments, what=f"{split}: {what}",
-                                  show_progress=show and len(at) >= _WORTH_A_BAR)
+        seconds, causes = read_headers([rows.wavs[i] for i in at], whole=not rows.segments,
+                                       what=f"{report.split}: {what}")
         details.update((int(at[j]), cause) for j, cause in causes.items())
         return seconds
 
@@ -239,7 +236,7 @@ def _durations(split: str, rows: Rows, codes: np.ndarray, details: dict[int, str
                         "disagree": int(wrong.sum())}
     if len(sample) < len(listed) and (wrong.mean() > _DISAGREE_SHARE or damaged.mean() > _DAMAGED_SHARE):
         logger.warning("%s: of %d sampled recordings %d have a wrong duration in the list and %d are damaged: "
-                       "measuring them all", split, len(sample), wrong.sum(), damaged.sum())
+                       "measuring them all", report.split, len(sample), wrong.sum(), damaged.sum())
         wrong = _correct(durations, rows, listed, measured(listed, "measuring"))
         report.durations.update(checked=len(listed), disagree=int(wrong.sum()))
     durations[unlisted] = measured(unlisted, "measuring") - rows.starts[unlisted]
