@@ -20,6 +20,7 @@ import hashlib
 import io
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
@@ -27,9 +28,8 @@ from typing import Any
 
 import numpy as np
 import soundfile
-import soxr
 
-from sbkit.data.audio import SUFFIXES, AudioError, audio_info, read_audio
+from sbkit.data.audio import SUFFIXES, AudioError, audio_info, read_audio, resample
 from sbkit.data.batch import SAMPLE_RATE
 from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
@@ -175,79 +175,87 @@ class Crop:
         return signal[start : start + size]
 
 
-class Gain:
+class RandomStage(ABC):
+    """Base of augmentations that change some utterances and leave the others as they are.
+
+    prob: probability that an utterance is changed.
+    sample_rate: of the waveforms; set by the loader.
+    """
+
+    def __init__(self, prob: float, sample_rate: int | None = None):
+        self.prob, self.sample_rate = check_probability(prob, type(self).__name__), sample_rate
+
+    @property
+    def rate(self) -> int:
+        """The sample rate, by default 16 kHz."""
+        return self.sample_rate or SAMPLE_RATE
+
+    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """``[S]`` to ``[S]``."""
+        return self.change(signal, rng) if rng.random() < self.prob else signal
+
+    @abstractmethod
+    def change(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Change a waveform, ``[S]`` to ``[S]``."""
+
+
+class Gain(RandomStage):
     """Make an utterance louder or quieter by a random number of decibels.
 
     low_db, high_db: range of the gain.
-    prob: probability that an utterance is changed.
     """
 
     aligned = True
 
     def __init__(self, low_db: float = -10.0, high_db: float = 6.0, prob: float = 1.0):
         check_range("Gain", low_db=low_db, high_db=high_db)
-        self.low_db, self.high_db, self.prob = low_db, high_db, check_probability(prob, "Gain")
+        super().__init__(prob)
+        self.low_db, self.high_db = low_db, high_db
 
-    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """``[S]`` to ``[S]``."""
-        if rng.random() >= self.prob:
-            return signal
+    def change(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         return signal * np.float32(10 ** (rng.uniform(self.low_db, self.high_db) / 20))
 
 
-class AddNoise:
+class AddNoise(RandomStage):
     """Add noise from a random recording of a folder at a random signal-to-noise ratio.
 
     folder: contains audio files at any depth. Only the segment needed is read; short recordings are repeated.
     snr_low, snr_high: range of the ratio, in decibels.
-    prob: probability that an utterance is changed.
-    sample_rate: of the waveforms; set by the loader.
     """
 
     def __init__(self, folder: str, snr_low: float = 0.0, snr_high: float = 20.0, prob: float = 0.5,
                  sample_rate: int | None = None):
         check_range("AddNoise", snr_low=snr_low, snr_high=snr_high)
-        self.files = AudioFiles(folder, "AddNoise")
-        self.snr_low, self.snr_high, self.prob = snr_low, snr_high, check_probability(prob, "AddNoise")
-        self.sample_rate = sample_rate
+        super().__init__(prob, sample_rate)
+        self.files, self.snr_low, self.snr_high = AudioFiles(folder, "AddNoise"), snr_low, snr_high
 
-    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """``[S]`` to ``[S]``."""
-        if rng.random() >= self.prob:
-            return signal
+    def change(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         ratio = rng.uniform(self.snr_low, self.snr_high)
         return add_noise(signal, self.files.draw(rng, lambda path: self._noise_segment(path, len(signal), rng)), ratio)
 
     def _noise_segment(self, path: str, size: int, rng: np.random.Generator) -> np.ndarray:
-        rate = self.sample_rate or SAMPLE_RATE
-        needed = size / rate
-        seconds = audio_info(path)[0]
-        start = rng.random() * max(seconds - needed, 0.0)
-        noise = read_audio(path, start=start, duration=needed + 0.01, sample_rate=rate)
+        needed = size / self.rate
+        start = rng.random() * max(audio_info(path)[0] - needed, 0.0)
+        noise = read_audio(path, start=start, duration=needed + 0.01, sample_rate=self.rate)
         if len(noise) < size:
             noise = np.tile(np.roll(noise, rng.integers(len(noise))), -(-size // len(noise)))
         return noise[:size]
 
 
-class AddReverb:
+class AddReverb(RandomStage):
     """Add reverberation: convolve an utterance with a random impulse response from a folder.
 
     The position of the direct sound and the loudness are kept.
 
     folder: contains impulse responses as audio files at any depth.
-    prob: probability that an utterance is changed.
-    sample_rate: of the waveforms; set by the loader.
     """
 
     def __init__(self, folder: str, prob: float = 0.5, sample_rate: int | None = None):
+        super().__init__(prob, sample_rate)
         self.files = AudioFiles(folder, "AddReverb")
-        self.prob, self.sample_rate = check_probability(prob, "AddReverb"), sample_rate
 
-    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """``[S]`` to ``[S]``."""
-        if rng.random() >= self.prob:
-            return signal
-        response = self.files.draw(rng, lambda path: _response(path, self.sample_rate or SAMPLE_RATE))
+    def change(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        response = self.files.draw(rng, lambda path: _response(path, self.rate))
         size = 1 << (len(signal) + len(response) - 2).bit_length()
         wet = np.fft.irfft(np.fft.rfft(signal, size) * np.fft.rfft(response, size), size)
         wet = wet[: len(signal)].astype(np.float32)
@@ -255,44 +263,40 @@ class AddReverb:
         return wet * np.float32((power / wet_power) ** 0.5) if wet_power else signal
 
 
-class ApplyCodec:
+class ApplyCodec(RandomStage):
     """Encode and decode an utterance with a random codec, as a telephone or an internet call does.
 
     Telephone codecs work at 8 kHz, so nothing above 4 kHz is left; the others are used at their lowest bit rates.
 
     codecs: names to choose from: ulaw and alaw (telephones), gsm (mobiles, 13 kbit/s), adpcm and opus_narrow, all at
         8 kHz; mp3 (14 kbit/s), opus (9) and vorbis (18) at 16 kHz.
-    prob: probability that an utterance is changed.
-    sample_rate: of the waveforms; set by the loader.
     """
 
     def __init__(self, codecs: Sequence[str] = tuple(_CODECS), prob: float = 0.5, sample_rate: int | None = None):
         wrong = [name for name in codecs if name not in _CODECS] if isinstance(codecs, (list, tuple)) else [codecs]
         if wrong or not codecs:
             raise SbkitError(f"ApplyCodec: codecs are {codecs!r}", hint=f"a list of any of {', '.join(_CODECS)}")
-        self.codecs, self.prob, self.sample_rate = list(codecs), check_probability(prob, "ApplyCodec"), sample_rate
+        super().__init__(prob, sample_rate)
+        self.codecs = list(codecs)
 
-    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """``[S]`` to ``[S]``."""
-        if rng.random() >= self.prob or len(signal) < (self.sample_rate or SAMPLE_RATE) // 100:  # 10 ms
+    def change(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        if len(signal) < self.rate // 100:  # 10 ms
             return signal
         container, subtype, rate, options = _CODECS[self.codecs[rng.integers(len(self.codecs))]]
-        own, file = self.sample_rate or SAMPLE_RATE, io.BytesIO()
+        file = io.BytesIO()
         loudest = max(1.0, float(np.abs(signal).max(initial=0.0)))  # files hold -1 to 1
-        soundfile.write(file, soxr.resample(signal / np.float32(loudest), own, rate, "MQ"), rate, format=container,
+        soundfile.write(file, resample(signal / np.float32(loudest), self.rate, rate), rate, format=container,
                         subtype=subtype, **options)
         file.seek(0)
-        coded = soxr.resample(soundfile.read(file, dtype="float32")[0], rate, own, "MQ")[: len(signal)]
+        coded = resample(soundfile.read(file, dtype="float32")[0], rate, self.rate)[: len(signal)]
         return np.pad(coded, (0, len(signal) - len(coded))) * np.float32(loudest)
 
 
-class BandPass:
+class BandPass(RandomStage):
     """Keep a random band of frequencies, as telephones, small microphones and loudspeakers do.
 
     low_hz: range of the lower limit, where half of the power is left; it falls by 48 dB per octave below.
     high_hz: range of the upper limit; 8000 cuts nothing from recordings at 16 kHz.
-    prob: probability that an utterance is changed.
-    sample_rate: of the waveforms; set by the loader.
     """
 
     def __init__(self, low_hz: Sequence[float] = (0, 400), high_hz: Sequence[float] = (2500, 8000), prob: float = 0.5,
@@ -301,36 +305,30 @@ class BandPass:
             if not (isinstance(limits, (list, tuple)) and len(limits) == 2 and all(
                     isinstance(limit, Real) for limit in limits) and least <= limits[0] <= limits[1]):
                 raise SbkitError(f"BandPass: {name} is {limits!r}", hint="expected two frequencies, such as [100, 400]")
+        super().__init__(prob, sample_rate)
         self.low_hz, self.high_hz = low_hz, high_hz
-        self.prob, self.sample_rate = check_probability(prob, "BandPass"), sample_rate
 
-    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """``[S]`` to ``[S]``."""
-        if rng.random() >= self.prob:
-            return signal
+    def change(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         low, high = (rng.uniform(least, most) for least, most in (self.low_hz, self.high_hz))
         size = 1 << max(len(signal) - 1, 1).bit_length()
-        pitch = np.fft.rfftfreq(size, 1 / (self.sample_rate or SAMPLE_RATE))
+        pitch = np.fft.rfftfreq(size, 1 / self.rate)
         pitch[0] = pitch[1] / 2
         kept = ((1 + (low / pitch) ** 16) * (1 + (pitch / high) ** 16)) ** -0.5  # a Butterworth filter of order 8
         return np.fft.irfft(np.fft.rfft(signal, size) * kept, size)[: len(signal)].astype(np.float32)
 
 
-class Overdrive:
+class Overdrive(RandomStage):
     """Clip an utterance's peaks, as an overloaded microphone does, and keep its loudness.
 
     low_db, high_db: range of what is cut from the highest peak, in decibels.
-    prob: probability that an utterance is changed.
     """
 
     def __init__(self, low_db: float = 3.0, high_db: float = 15.0, prob: float = 0.2):
         check_range("Overdrive", low_db=low_db, high_db=high_db)
-        self.low_db, self.high_db, self.prob = low_db, high_db, check_probability(prob, "Overdrive")
+        super().__init__(prob)
+        self.low_db, self.high_db = low_db, high_db
 
-    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """``[S]`` to ``[S]``."""
-        if rng.random() >= self.prob:
-            return signal
+    def change(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         limit = np.abs(signal).max(initial=0.0) * np.float32(10 ** (-rng.uniform(self.low_db, self.high_db) / 20))
         cut = np.clip(signal, -limit, limit)
         power, left = _power(signal), _power(cut)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sbkit.data.augment import add_noise, check_probability, check_range
-from sbkit.data.batch import SAMPLE_RATE
+from sbkit.data.augment import RandomStage, add_noise, check_range
 from sbkit.data.options import texts
 from sbkit.errors import SbkitError
 
@@ -144,14 +143,12 @@ def _equalised(rng: _Rng, noise: np.ndarray, rate: int) -> np.ndarray:
     return weighted / (np.sqrt(np.mean(weighted ** 2)) + 1e-9)
 
 
-class DemoNoise:
+class DemoNoise(RandomStage):
     """Add synthesised noise at a random signal-to-noise ratio: a different one for each utterance and pass, half of the
     time two at once.
 
     kinds: names from ``KINDS`` to choose from.
     snr_low, snr_high: range of the ratio, in decibels.
-    prob: probability that an utterance is changed.
-    sample_rate: of the waveforms; set by the loader.
     """
 
     def __init__(self, kinds: Sequence[str], snr_low: float = 0.0, snr_high: float = 20.0, prob: float = 1.0,
@@ -160,13 +157,10 @@ class DemoNoise:
         if unknown := [kind for kind in self.kinds if kind not in KINDS]:
             raise SbkitError(f"DemoNoise: unknown noise {unknown[0]!r}", hint=f"kinds are {', '.join(KINDS)}")
         check_range("DemoNoise", snr_low=snr_low, snr_high=snr_high)
-        self.snr_low, self.snr_high, self.prob = snr_low, snr_high, check_probability(prob, "DemoNoise")
-        self.sample_rate = sample_rate
+        super().__init__(prob, sample_rate)
+        self.snr_low, self.snr_high = snr_low, snr_high
 
-    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """``[S]`` to ``[S]``."""
-        if rng.random() >= self.prob:
-            return signal
+    def change(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         ratio = rng.uniform(self.snr_low, self.snr_high)
         noise = self._random_noise(rng, len(signal))
         if rng.random() < 0.5:
@@ -174,5 +168,5 @@ class DemoNoise:
         return add_noise(signal, noise.astype(np.float32), ratio)
 
     def _random_noise(self, rng: np.random.Generator, size: int) -> np.ndarray:
-        make, rate = KINDS[self.kinds[rng.integers(len(self.kinds))]], self.sample_rate or SAMPLE_RATE
-        return _equalised(rng, make(rng, size, rate), rate)
+        make = KINDS[self.kinds[rng.integers(len(self.kinds))]]
+        return _equalised(rng, make(rng, size, self.rate), self.rate)

@@ -184,16 +184,15 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
             check_recordings(name, column.aligned)
 
     if copies is not None:
-        left = np.flatnonzero(codes == 0)
-        originals, broken = copies.search(split, rows.ids.take(left), rows.wavs.take(left), rows.starts[left],
-                                      durations[left], keep=split != "train")
-        details.update((int(left[i]), cause) for i, cause in broken.items())
-        codes[left[list(broken)]] = _CODE[UNDECODABLE]
+        left, every = np.flatnonzero(codes == 0), np.arange(len(rows))
+        found = copies.search(split, rows.ids.take(left), rows.wavs.take(left), rows.starts[left], durations[left],
+                              keep=split != "train")
+        originals, broken = ({int(left[i]): text for i, text in each.items()} for each in found)
+        leave_out(UNDECODABLE, np.isin(every, list(broken)), broken.__getitem__)
         if split == "train":
-            details.update((int(left[i]), f"is {name}") for i, name in originals.items())
-            codes[left[list(originals)]] = _CODE[IN_OTHER_SPLIT]
+            leave_out(IN_OTHER_SPLIT, np.isin(every, list(originals)), lambda i: f"is {originals[i]}")
         else:
-            report.copies = {rows.ids[int(left[i])]: name for i, name in originals.items()}
+            report.copies = {rows.ids[i]: name for i, name in originals.items()}
 
     kept = np.flatnonzero(codes == 0)
     everything = Manifest(
