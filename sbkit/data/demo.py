@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soundfile
+import soxr
 import yaml
 
 from sbkit.data import demo_voice
@@ -82,13 +84,10 @@ RETRIES = 1000  # draws for a new sentence; needed only for number lists of lang
 Grammar = Mapping[str, Sequence[str]]
 
 
-def _read_grammars(file: Path) -> dict[str, Grammar]:
-    return {name: {slot: tuple(map(str.strip, text.split("|"))) for slot, text in slots.items()}
-            for name, slots in yaml.safe_load(file.read_text(encoding="utf-8")).items()}
-
-
 #: By espeak-ng's name of the language.
-GRAMMARS = _read_grammars(Path(__file__).with_name("demo_sentences.yaml"))
+GRAMMARS: dict[str, Grammar] = {
+    name: {slot: tuple(map(str.strip, text.split("|"))) for slot, text in slots.items()}
+    for name, slots in yaml.safe_load(Path(__file__).with_name("demo_sentences.yaml").read_text("utf-8")).items()}
 
 
 def numbers_grammar(sayable: Sequence[int]) -> Grammar:
@@ -97,8 +96,7 @@ def numbers_grammar(sayable: Sequence[int]) -> Grammar:
     espeak-ng reads digits as number words of the language, and the transcript keeps the digits, so no knowledge of its
     script is needed. ``sayable`` are the numbers that have distinct pronunciations.
     """
-    numbers = [f"{number}" for number in sayable]
-    return {"sentence": tuple(", ".join(["{n}"] * count) + "." for count in (3, 4, 5)), "n": tuple(numbers)}
+    return {"sentence": tuple(", ".join(["{n}"] * count) + "." for count in (3, 4, 5)), "n": tuple(map(str, sayable))}
 
 
 def expand(grammar: Grammar, rng: random.Random, slot: str = "sentence") -> str:
@@ -231,8 +229,7 @@ def _temporary_folder(folder: Path) -> Iterator[Path]:
         with disk.disk_errors_as_user_error(folder):
             yield temporary
     except OSError as error:
-        reason = error.strerror or error
-        raise SbkitError(f"cannot write the demo corpus to {folder}: {reason}") from error
+        raise SbkitError(f"cannot write the demo corpus to {folder}: {error.strerror or error}") from error
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -361,8 +358,6 @@ def _split_of(text: str) -> str:
 
 def speak_clip(clip: DemoClip) -> np.ndarray:
     """The clip as float32 [S] at SAMPLE_RATE: speech at a random level, with a moment of silence on both sides."""
-    import soxr
-
     speaker, rng = clip.speaker, np.random.default_rng(clip.seed)
     varies = 0 if speaker.steady else 1
     speech, rate = demo_voice.speak(
@@ -383,8 +378,6 @@ def speak_clip(clip: DemoClip) -> np.ndarray:
 
 def _record(clip: DemoClip, path: Path) -> int:
     """Write the clip as MP3 and return its duration in milliseconds."""
-    import soundfile
-
     samples, encoded = speak_clip(clip), io.BytesIO()
     soundfile.write(encoded, samples, SAMPLE_RATE, format="MP3")
     path.write_bytes(encoded.getvalue())  # with Python, because libsndfile reports a full disk as "System error"

@@ -188,12 +188,14 @@ class Mixture(Corpus):
         reports = {split: self._report_of(split, manifest) for split, manifest in joint.items()}
         if "train" in joint:
             joint["train"] = _without_held_out(joint, reports["train"])
+        options = {name: part.prepared["options"] for name, part in self.parts.items()}
+        common = {name: value for name, value in next(iter(options.values())).items()
+                  if all(each.get(name) == value for each in options.values())}
         report = {
             "format": 1, "fingerprint": fingerprint, "sbkit": sbkit.__version__,
             "source": {"kind": "mixture", "where": ", ".join(self.parts),
                        "splits": {split: list(parts) for split, parts in splits.items() if parts}},
-            "options": {**_common_options([part.prepared["options"] for part in self.parts.values()]),
-                        "parts": {name: part.prepared["options"] for name, part in self.parts.items()}},
+            "options": {**common, "parts": options},
             "seconds": round(time.monotonic() - started, 1), "splits": {}, "leaks": leaks.shared(joint)}
         self._write(joint, reports, report)
 
@@ -288,11 +290,6 @@ def hours_of_pass(train: Manifest) -> float:
     hours = hours_of(train)
     return hours[train.once] / train.shares[train.once] if train.once else \
         sum(each for name, each in hours.items() if train.shares[name])
-
-
-def _common_options(options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the options that are the same in all parts."""
-    return {name: value for name, value in options[0].items() if all(each.get(name) == value for each in options)}
 
 
 def _without_held_out(joint: Mapping[str, Manifest], report: SplitReport) -> Manifest:

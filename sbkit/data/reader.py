@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from sbkit.data.audio import AudioError, prefetch, read_utterance
 from sbkit.data.augment import Augment
 from sbkit.data.batch import SAMPLE_RATE, Batch, stand_in
-from sbkit.data.columns import BatchColumns, Padded, SignalColumn
+from sbkit.data.columns import BatchColumns, Padded
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import unit_of
 from sbkit.errors import SbkitError, shown
@@ -156,23 +156,20 @@ class Reader(Dataset[Any]):
                                   remote=manifest.remote)
 
         recording = read(manifest.wavs[row], start, duration, speed)
-
-        def read_aligned(other: str, column: SignalColumn) -> np.ndarray:
-            if column.or_recording and other not in manifest.meta:
-                return recording.copy()
-            return read(manifest.column(other)[row], start, duration, speed)
-
-        signals = self.columns.signals
-        aligned_signals = {other: read_aligned(other, column) for other, column in signals.items() if column.aligned}
-        other_signals = {other: read(manifest.column(other)[row], 0.0, float(seconds[row]))
-                 for other, seconds in self._seconds.items()}
-        aligned = [recording, *aligned_signals.values()]
-        shortest = min(map(len, aligned))  # their files may differ by some samples
-        aligned = [signal[:shortest] for signal in aligned]
+        aligned, others = {"": recording}, {}
+        for other, column in self.columns.signals.items():
+            if not column.aligned:
+                others[other] = read(manifest.column(other)[row], 0.0, float(self._seconds[other][row]))
+            elif column.or_recording and other not in manifest.meta:
+                aligned[other] = recording.copy()
+            else:
+                aligned[other] = read(manifest.column(other)[row], start, duration, speed)
+        shortest = min(map(len, aligned.values()))  # their files may differ by some samples
+        signals = [signal[:shortest] for signal in aligned.values()]
         if self.augment is not None and rng is not None:
-            aligned = self.augment.together(aligned, rng)
-        found = other_signals | dict(zip(aligned_signals, aligned[1:], strict=True))
-        return [aligned[0], *(found[other] for other in signals)]
+            signals = self.augment.together(signals, rng)
+        found = others | dict(zip(aligned, signals, strict=True))
+        return [found[other] for other in ("", *self.columns.signals)]
 
 
 @dataclass

@@ -123,35 +123,28 @@ def write_shards(
         raise SbkitError(f"wav16k has a sample rate of 16000, not {sample_rate}", hint="encode as wav")
     if not len(manifest):
         raise SbkitError("the manifest is empty: there is nothing to write into shards")
+    out = Path(out)
     try:
-        with locked(Path(out) / f".{name}.lock"):
-            return _write_shards(manifest, Path(out), name, shard_size_mb, encode, sample_rate, workers,
-                                 show_progress)
+        with locked(out / f".{name}.lock"):
+            order = np.random.Generator(np.random.PCG64(_SHUFFLE_SEED)).permutation(len(manifest))
+            per_second = ENCODINGS[encode].bytes_per_sample * sample_rate if encode else _bytes_per_second(manifest)
+            _check_space(out, name, manifest, per_second)
+            bounds = shard_bounds(manifest.durations[order], shard_size_mb * 1e6 / per_second)
+            jobs = (_Job(out / f"{name}-{i:06d}.tar", first, [manifest.row(row) for row in order[first:stop]], encode,
+                         sample_rate, manifest.remote)
+                    for i, (first, stop) in enumerate(itertools.pairwise(bounds.tolist())))
+            shards = []
+            with progress(what="writing shards", total=len(manifest), unit="utt", show=show_progress) as bar:
+                for index in _run(jobs, workers):
+                    shards.append(index)
+                    bar.update(len(index["kept"]) + len(index["left_out"]))
+            shards.sort(key=lambda index: index["first"])
+            result = _manifest(manifest, order, shards, out)
+            _delete_old_shards(out, name, len(shards))
+            _write_summary(out, name, manifest, order, shards, result)
+            return result
     except OSError as error:  # such as a full disk, or a folder without write permission
         raise SbkitError(f"{error.filename or out}: {error.strerror or error}") from error
-
-
-def _write_shards(manifest: Manifest, out: Path, name: str, shard_size_mb: float, encode: str | None, sample_rate: int,
-                  workers: int, show_progress: bool) -> Manifest:
-    order = np.random.Generator(np.random.PCG64(_SHUFFLE_SEED)).permutation(len(manifest))
-    per_second = ENCODINGS[encode].bytes_per_sample * sample_rate if encode else _bytes_per_second(manifest)
-    _check_space(out, name, manifest, per_second)
-    bounds = shard_bounds(manifest.durations[order], shard_size_mb * 1e6 / per_second)
-    jobs = (
-        _Job(out / f"{name}-{i:06d}.tar", first, [manifest.row(row) for row in order[first:stop]], encode,
-             sample_rate, manifest.remote)
-        for i, (first, stop) in enumerate(itertools.pairwise(bounds.tolist()))
-    )
-    done: dict[int, dict[str, Any]] = {}
-    with progress(what="writing shards", total=len(manifest), unit="utt", show=show_progress) as bar:
-        for index in _run(jobs, workers):
-            done[index["first"]] = index
-            bar.update(len(index["kept"]) + len(index["left_out"]))
-    shards = [done[first] for first in sorted(done)]
-    result = _manifest(manifest, order, shards, out)
-    _delete_old_shards(out, name, len(shards))
-    _write_summary(out, name, manifest, order, shards, result)
-    return result
 
 
 def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict[str, Any]]:

@@ -223,7 +223,9 @@ class Tokenizer:
 
     def _train(self, column: Column, fingerprint: str) -> None:
         rows = np.flatnonzero(pc.not_equal(column.arrow, "").to_numpy(zero_copy_only=False))
-        kept: dict[str, Any] = {"required_chars": self.characters}
+        # A char model's vocabulary is all characters: the size is a bound beyond them.
+        kept: dict[str, Any] = {"required_chars": self.characters,
+                                "vocab_size": 1_114_112 if self.model_type == "char" else self.vocab_size}
         if self.max_texts and len(rows) > self.max_texts:
             if self.character_coverage == 1.0:
                 kept["required_chars"] = "".join(sorted({*count_characters(column), *self.characters} - {" "}))
@@ -232,10 +234,6 @@ class Tokenizer:
         texts = list(column.take(rows))
         if not any(text.strip() for text in texts):
             raise SbkitError("tokenizer: there is no text to train on", hint="is the train split empty?")
-        if self.model_type != "char":
-            kept["vocab_size"] = self.vocab_size
-        else:  # an upper bound beyond all characters, which make up the vocabulary
-            kept["vocab_size"] = 1_114_112
         model = io.BytesIO()
         try:
             spm.SentencePieceTrainer.train(

@@ -195,8 +195,8 @@ class SavedToDisk(HuggingFace):
 
     def __init__(self, path: Path, cache: Path, columns: Mapping[str, str]):
         super().__init__(cache, columns)
-        self.path = path
-        self.where = str(path)
+        self.path, self.where = path, str(path)
+        self._splits = path / "dataset_dict.json"
 
     @staticmethod
     def matches(path: Path) -> bool:
@@ -207,23 +207,24 @@ class SavedToDisk(HuggingFace):
         return [self.kind, [stamp(file) for file in sorted(files)]]
 
     def names(self) -> list[str]:
-        if not (self.path / "dataset_dict.json").is_file():
+        if not self._splits.is_file():
             return ["train"]
         try:
-            return list(json.loads((self.path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
+            return list(json.loads(self._splits.read_text(encoding="utf-8"))["splits"])
         except (OSError, ValueError, KeyError) as error:
-            raise self.unreadable(str(self.path / "dataset_dict.json"), error) from error
+            raise self.unreadable(str(self._splits), error) from error
+
+    def _split_folder(self, name: str) -> Path:
+        return self.path / name if self._splits.is_file() else self.path
 
     def header(self, name: str) -> list[str] | None:
-        single = not (self.path / "dataset_dict.json").is_file()
-        info = stored_json((self.path if single else self.path / name) / "dataset_info.json")
-        return list(info["features"]) if info.get("features") else None  # otherwise unknown until it is read
+        # Without this file, they are unknown until the dataset is read.
+        return list(stored_json(self._split_folder(name) / "dataset_info.json").get("features") or ()) or None
 
     def load(self, name: str) -> datasets.Dataset:
         import datasets
 
-        single = not (self.path / "dataset_dict.json").is_file()
-        return datasets.load_from_disk(str(self.path if single else self.path / name))
+        return datasets.load_from_disk(str(self._split_folder(name)))
 
 
 class Parquet(HuggingFace):
