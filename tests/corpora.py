@@ -7,6 +7,9 @@ from pathlib import Path
 
 from sounds import encoded, speechlike
 
+from sbkit.data.corpus import Corpus
+from sbkit.data.manifest import Manifest
+
 NEW_COLUMNS = ("client_id", "path", "sentence_id", "sentence", "sentence_domain", "up_votes", "down_votes",
                "age", "gender", "accents", "variant", "locale", "segment")
 OLD_COLUMNS = ("client_id", "path", "sentence", "up_votes", "down_votes", "age", "gender", "accent")
@@ -40,6 +43,12 @@ def common_voice(folder: Path, language: str = "en", *, columns: tuple[str, ...]
         lines = [f"clip\t{durations}", *(f"{name}\t{round(SECONDS * 1000)}" for name in listed)]
         (home / "clip_durations.tsv").write_text("\n".join(lines) + "\n")
     return home
+
+
+def prepared(source: object, folder: Path, **options: object) -> tuple[Corpus, dict[str, Manifest]]:
+    """A corpus with these options, and its manifests."""
+    corpus = Corpus(source, folder=folder, **options)
+    return corpus, corpus.prepare(show_progress=False)
 
 
 def archive(folder: Path, into: Path) -> Path:
