@@ -13,12 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from corpora import SECONDS, clip, common_voice
+from corpora import SECONDS, clip, common_voice, prepared
 from hypothesis import given
 from hypothesis import strategies as st
 from sounds import real_data
 
-from sbkit.data import exclusions
+from sbkit.data import corpus as module
+from sbkit.data import exclusions, measure
 from sbkit.data.corpus import Corpus
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
@@ -34,13 +35,8 @@ def release(tmp_path) -> Path:
                         test=["No.", "Test two."])
 
 
-def prepare(source, folder, **options) -> tuple[Corpus, dict]:
-    corpus = Corpus(source, folder=folder, **options)
-    return corpus, corpus.prepare(show_progress=False)
-
-
 def test_manifests_report_and_table(release, tmp_path):
-    corpus, manifests = prepare(release, tmp_path / "m")
+    corpus, manifests = prepared(release, tmp_path / "m")
     assert list(manifests) == ["train", "dev", "test"]
     row = manifests["train"].row(1)
     assert (row.id, row.text, row.speaker) == ("common_voice_en_train1", "another one longer", "speaker1")
@@ -57,24 +53,24 @@ def test_manifests_report_and_table(release, tmp_path):
 
 
 def test_what_splits_share_is_told_when_they_are_prepared_and_not_again(release, tmp_path):
-    told = [part in prepare(release, tmp_path / "m", **options)[0].summary()
+    told = [part in prepared(release, tmp_path / "m", **options)[0].summary()
             for options in ({}, {}, {"min_duration": 0.1}) for part in ("speakers:", "train")]
     assert told == [True, True, False, True, True, True], "and the rows each time"
 
 
 def test_a_large_corpus_is_mapped_and_prepared_again_when_its_csv_changes(release, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("sbkit.data.manifest.MAPPED_ROWS", 3)
-    _, first = prepare(release, tmp_path / "m")
-    corpus, again = prepare(release, tmp_path / "m")
+    _, first = prepared(release, tmp_path / "m")
+    corpus, again = prepared(release, tmp_path / "m")
     assert again["train"].mapped and not again["test"].mapped, "that has two rows"
     assert all(again[split].digest() == first[split].digest() for split in first)
     assert corpus.load()["train"].mapped and not (tmp_path / "m" / "test.arrow").exists()
     path = corpus.manifest_path("train")
     path.write_text(path.read_text().replace("yes", "no"))
-    assert list(prepare(release, tmp_path / "m")[1]["train"].texts) == list(first["train"].texts)
+    assert list(prepared(release, tmp_path / "m")[1]["train"].texts) == list(first["train"].texts)
     assert "has changed since it was prepared" in caplog.text
     monkeypatch.setattr("sbkit.data.manifest.MAPPED_ROWS", 4)
-    prepare(release, tmp_path / "m", min_duration=0.1)
+    prepared(release, tmp_path / "m", min_duration=0.1)
     assert not (tmp_path / "m" / "train.arrow").exists(), "what an earlier preparation left is gone"
 
 
@@ -96,21 +92,21 @@ def test_dev_and_test_keep_everything_unless_asked(release, tmp_path):
     options = {"max_duration": SECONDS + 0.5, "text": {"alphabet": "abcdefghijklmnopqrstuvwxz"}}  # no y
     (release / "clips" / "common_voice_en_test0.mp3").write_bytes(clip(2.0))
     (release / "clips" / "common_voice_en_train0.mp3").write_bytes(clip(2.0))
-    corpus, manifests = prepare(release, tmp_path / "m", **options)
+    corpus, manifests = prepared(release, tmp_path / "m", **options)
     assert [len(m) for m in manifests.values()] == [1, 1, 2]
     assert set(corpus.report["splits"]["train"]["left_out"]) == {"too long", "alphabet"}
-    _, manifests = prepare(release, tmp_path / "m", limit_splits=["train", "test"], **options)
+    _, manifests = prepared(release, tmp_path / "m", limit_splits=["train", "test"], **options)
     assert [len(m) for m in manifests.values()] == [1, 1, 1]
 
 
 def test_a_split_of_which_nothing_is_left_is_an_error_that_says_why(release, tmp_path):
     with pytest.raises(SbkitError, match="all 3 rows of the train split were left out: 3 too short; for"):
-        prepare(release, tmp_path / "m", min_duration=SECONDS + 0.5)
+        prepared(release, tmp_path / "m", min_duration=SECONDS + 0.5)
     assert not list((tmp_path / "m").glob("*.csv"))
 
 
 def test_the_three_word_filter_is_per_split(release, tmp_path):
-    corpus, manifests = prepare(release, tmp_path / "m", skip_short_texts=["train"])
+    corpus, manifests = prepared(release, tmp_path / "m", skip_short_texts=["train"])
     assert [len(m) for m in manifests.values()] == [2, 1, 2]
     assert corpus.report["splits"]["train"]["left_out"]["few words"]["examples"] == ["common_voice_en_train2"]
     assert "few words" in corpus.summary()
@@ -119,39 +115,31 @@ def test_the_three_word_filter_is_per_split(release, tmp_path):
 @pytest.fixture
 def spied(monkeypatch):
     """How often a split was really prepared."""
-    from sbkit.data import corpus as module
     calls, real = [], module.prepare_split
     monkeypatch.setattr(
         module, "prepare_split", lambda split, *a, **k: calls.append(split) or real(split, *a, **k))
     return calls
 
 
-@pytest.mark.parametrize("change", [
-    "row", "clip", "durations", "text", "limit", "language", "manifest edited", "manifest gone",
-    "report damaged"])
-def test_it_is_prepared_again_when_anything_it_depends_on_changed(release, tmp_path, spied, change):
-    folder, options = tmp_path / "m", {}
-    prepare(release, folder)
-    if change == "row":
-        with open(release / "train.tsv", "a") as file:
-            file.write("\n")
-    elif change == "clip":
-        (release / "clips" / "new.mp3").write_bytes(b"")
-    elif change == "durations":
-        (release / "clip_durations.tsv").unlink()
-    elif change == "text":
-        options = {"text": TextRules(case="upper")}
-    elif change == "limit":
-        options = {"max_duration": 10.0}
-    elif change == "language":
-        options = {"language": "en"}
-    elif change == "manifest edited":
-        (folder / "dev.csv").write_text((folder / "dev.csv").read_text().replace("dev", "def"))
-    elif change == "manifest gone":
-        (folder / "dev.csv").unlink()
-    else:
-        (folder / "prepare_report.json").write_text('{"splits"')
-    prepare(release, folder, **options)
+def add_line(path):
+    path.write_text(path.read_text() + "\n")
+
+
+@pytest.mark.parametrize(("change", "options"), [
+    (lambda release, folder: add_line(release / "train.tsv"), {}),
+    (lambda release, folder: (release / "clips" / "new.mp3").write_bytes(b""), {}),
+    (lambda release, folder: (release / "clip_durations.tsv").unlink(), {}),
+    (lambda release, folder: None, {"text": TextRules(case="upper")}),
+    (lambda release, folder: None, {"max_duration": 10.0}), (lambda release, folder: None, {"language": "en"}),
+    (lambda release, folder: add_line(folder / "dev.csv"), {}),
+    (lambda release, folder: (folder / "dev.csv").unlink(), {}),
+    (lambda release, folder: (folder / "prepare_report.json").write_text('{"splits"'), {}),
+], ids=["row", "clip", "durations", "text", "limit", "language", "manifest edited", "manifest gone", "report damaged"])
+def test_it_is_prepared_again_when_anything_it_depends_on_changed(release, tmp_path, spied, change, options):
+    folder = tmp_path / "m"
+    prepared(release, folder)
+    change(release, folder)
+    prepared(release, folder, **options)
     assert len(spied) == 6
 
 
@@ -173,7 +161,7 @@ def half_there(request, tmp_path) -> Path:
 
 @pytest.mark.parametrize("change", ["a missing one came", "a damaged one was mended", "nothing"])
 def test_clips_that_were_left_out_are_looked_at_again(half_there, tmp_path, spied, change):
-    _, manifests = prepare(half_there, tmp_path / "m")
+    _, manifests = prepared(half_there, tmp_path / "m")
     assert [len(m) for m in manifests.values()] == [1, 1, 1]
     before = (half_there / "clips").stat()
     if change == "a missing one came":
@@ -181,15 +169,15 @@ def test_clips_that_were_left_out_are_looked_at_again(half_there, tmp_path, spie
     elif change == "a damaged one was mended":
         (half_there / "clips" / "train1.mp3").write_bytes(clip())
     os.utime(half_there / "clips", ns=(before.st_atime_ns, before.st_mtime_ns))  # as object stores have it
-    _, manifests = prepare(half_there, tmp_path / "m")
+    _, manifests = prepared(half_there, tmp_path / "m")
     assert len(manifests["train"]) == (1 if change == "nothing" else 2)
     assert len(spied) == (3 if change == "nothing" else 6)
-    prepare(half_there, tmp_path / "m")
+    prepared(half_there, tmp_path / "m")
     assert len(spied) == (3 if change == "nothing" else 6)
 
 
 def test_every_row_left_out_is_listed(half_there, tmp_path):
-    corpus, _ = prepare(half_there, tmp_path / "m")
+    corpus, _ = prepared(half_there, tmp_path / "m")
     with open(tmp_path / "m" / "left_out.csv", newline="") as file:
         listed = [(row["split"], row["ID"], row["reason"], row["detail"]) for row in csv.DictReader(file)]
     assert sorted(listed)[:2] == [("dev", "dev1", "undecodable", "cannot be decoded: Format not recognised"),
@@ -217,25 +205,26 @@ def test_no_row_left_out_is_a_spreadsheets_formula_and_each_is_read_back(tmp_pat
 def test_a_split_that_is_needed_is_reported_before_audio_is_read(release, tmp_path, monkeypatch, gone, message):
     for split in gone:
         (release / f"{split}.tsv").unlink()
+    corpus, needed = Corpus(release, folder=tmp_path / "m"), ["train", "dev", "test"]
     with monkeypatch.context() as patch, pytest.raises(SbkitError, match=message):
         patch.setattr("sbkit.data.corpus.prepare_split", lambda *_, **__: pytest.fail("audio was read"))
-        Corpus(release, folder=tmp_path / "m").prepare(show_progress=False, needed=["train", "dev", "test"])
-    prepare(release, tmp_path / "m")
+        corpus.prepare(show_progress=False, needed=needed)
+    corpus.prepare(show_progress=False)
     with pytest.raises(SbkitError, match=message):
-        Corpus(release, folder=tmp_path / "m").prepare(show_progress=False, needed=["train", "dev", "test"])
+        corpus.prepare(show_progress=False, needed=needed)
 
 
 def test_splits_can_be_named_and_joined(release, tmp_path):
     (release / "other.tsv").write_text((release / "train.tsv").read_text().replace("train0", "test0"))
-    _, manifests = prepare(release, tmp_path / "m", splits={"train": ["train", "other"], "dev": "test"})
+    _, manifests = prepared(release, tmp_path / "m", splits={"train": ["train", "other"], "dev": "test"})
     assert len(manifests["train"]) == 3  # other's first clip is in test, its others are in train already
     assert manifests["dev"].ids == manifests["test"].ids
 
 
 def test_a_split_that_is_gone_leaves_no_manifest_behind(release, tmp_path):
-    prepare(release, tmp_path / "m")
+    prepared(release, tmp_path / "m")
     (release / "dev.tsv").unlink()
-    _, manifests = prepare(release, tmp_path / "m")
+    _, manifests = prepared(release, tmp_path / "m")
     assert list(manifests) == ["train", "test"] and not (tmp_path / "m" / "dev.csv").exists()
 
 
@@ -264,11 +253,11 @@ def test_a_role_that_the_task_does_not_declare_is_refused(release, tmp_path):
     ({"train": []}, r"train is \[\]; expected a file"), ({"train": ["a.csv", None]}, "expected a file, or a list")])
 def test_wrong_sources_are_named(tmp_path, source, message):
     with pytest.raises(SbkitError, match=message):
-        prepare(source, tmp_path / "m")
+        prepared(source, tmp_path / "m")
 
 
 def test_one_split_may_be_named_without_a_list(release, tmp_path):
-    _, manifests = prepare(release, tmp_path / "m", only="test", limit_splits="test", max_duration=99)
+    _, manifests = prepared(release, tmp_path / "m", only="test", limit_splits="test", max_duration=99)
     assert list(manifests) == ["test"]
 
 
@@ -278,7 +267,7 @@ def test_empty_splits_and_unprepared_folders(release, tmp_path, monkeypatch):
     (release / "dev.tsv").write_text((release / "dev.tsv").read_text().splitlines()[0] + "\n")
     monkeypatch.setattr("sbkit.data.corpus.prepare_split", lambda *_, **__: pytest.fail("audio was read"))
     with pytest.raises(SbkitError, match=r"dev\.tsv: the dev split is empty"):
-        prepare(release, tmp_path / "m")
+        prepared(release, tmp_path / "m")
     assert not list((tmp_path / "m").glob("*.csv"))
 
 
@@ -293,12 +282,12 @@ def test_nothing_is_a_corpus_of_our_own(tmp_path, monkeypatch):
 
     monkeypatch.setenv("SBKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("sbkit.data.demo.make_demo_corpus", make)
-    _, manifests = prepare(None, tmp_path / "m", demo_hours=0.5)
-    _, again = prepare("", tmp_path / "m2", demo_hours=0.5)
+    _, manifests = prepared(None, tmp_path / "m", demo_hours=0.5)
+    _, again = prepared("", tmp_path / "m2", demo_hours=0.5)
     assert made[0][0].parent == tmp_path / "cache" and made[0][0].name.startswith("demo-en-0.5h")
     assert made[0][1]["hours"] == 0.5 and made[0][0] == made[1][0]
     assert len(manifests["train"]) == len(again["train"]) == 3
-    prepare(None, tmp_path / "m3", demo_voices=["en-us+f2", "en-gb-scotland"])
+    prepared(None, tmp_path / "m3", demo_voices=["en-us+f2", "en-gb-scotland"])
     assert made[2][0].name.startswith("demo-en-en-us+f2-en-gb-scotland-1h")
     assert made[2][1]["voices"] == ["en-us+f2", "en-gb-scotland"] and not made[0][1]["voices"]
     with pytest.raises(SbkitError, match=r"'\.\./x' is not a voice of espeak-ng"):
@@ -307,7 +296,7 @@ def test_nothing_is_a_corpus_of_our_own(tmp_path, monkeypatch):
 
 def test_two_preparations_of_one_folder_take_turns(release, tmp_path, caplog):
     with ThreadPoolExecutor(1) as pool, locked(tmp_path / "m" / ".lock"):
-        other = pool.submit(prepare, release, tmp_path / "m")
+        other = pool.submit(prepared, release, tmp_path / "m")
         while "another process is working there" not in caplog.text:
             assert not other.done()
             time.sleep(0.01)
@@ -316,7 +305,7 @@ def test_two_preparations_of_one_folder_take_turns(release, tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_a_killed_preparation_goes_on_where_it_was(tmp_path):
+def test_a_killed_preparation_goes_on_where_it_was(tmp_path, monkeypatch):
     n = 12_000
     home = common_voice(tmp_path / "release", durations=None, train=["a sentence"] * 3, test=["one more"])
     sound = home / "clips" / "common_voice_en_train0.mp3"
@@ -327,7 +316,8 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path):
     (home / "train.tsv").write_text("\n".join(lines) + "\n")
     code = ("import sys; from sbkit.data.corpus import Corpus\n"
             "Corpus(sys.argv[1], folder=sys.argv[2], workers=1).prepare(show_progress=False)")
-    run = subprocess.Popen([sys.executable, "-c", code, str(home), str(tmp_path / "m")], env=environment())
+    run = subprocess.Popen([sys.executable, "-c", code, str(home), str(tmp_path / "m")],
+                           cwd=Path(__file__).resolve().parents[2])
     journal = None
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and (journal is None or journal.stat().st_size < 50_000):
@@ -337,24 +327,16 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path):
     run.wait()
     assert not list((tmp_path / "m").glob("*.csv"))
     known = sum(1 for line in journal.read_text().splitlines() if line.startswith("["))
-    from sbkit.data import measure as module
-    measured = []
-    real = module.measure_one
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "measure_one", lambda wav, *allowed: measured.append(wav) or real(wav, *allowed))
-        _, manifests = prepare(home, tmp_path / "m", workers=1)
+    measured, real = [], measure.measure_one
+    monkeypatch.setattr(measure, "measure_one", lambda wav, *how: measured.append(wav) or real(wav, *how))
+    _, manifests = prepared(home, tmp_path / "m", workers=1)
     assert len(manifests["train"]) == n and 0 < known < n
     assert n - known <= len(measured) <= n - known + 2
     assert not list((tmp_path / "m").glob(".durations-*"))
 
 
-def environment() -> dict[str, str]:
-    home = str(Path(__file__).resolve().parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])}
-
-
 def test_real_voices_in_common_voice_layout(tmp_path):
-    corpus, manifests = prepare(real_data("yesno"), tmp_path / "m", language="en")
+    corpus, manifests = prepared(real_data("yesno"), tmp_path / "m", language="en")
     assert [len(m) for m in manifests.values()] == [30, 10, 20]
     assert set(" ".join(manifests["test"].texts).split()) == {"yes", "no"}
     checked = corpus.report["splits"]["train"]["durations"]
@@ -362,20 +344,19 @@ def test_real_voices_in_common_voice_layout(tmp_path):
 
 
 def test_real_voices_in_speechbrains_csvs(tmp_path):
-    _, manifests = prepare(real_data("an4"), tmp_path / "m")
+    _, manifests = prepared(real_data("an4"), tmp_path / "m")
     assert list(manifests) == ["train", "test"] and len(manifests["test"]) == 10
     assert manifests["train"].row(0).text == "stop" and manifests["train"].row(0).speaker == "mmap"
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_rows_without_a_text_are_kept_where_no_text_is_needed(tmp_path, kind):
-    for number, split in enumerate(("train", "dev", "test")):
-        names = [f"{split}{i}" for i in range(3)]
-        for i, name in enumerate(names):
-            (tmp_path / f"{name}.wav").write_bytes(clip(seed=3 * number + i))
-        rows = [f"{name},{name}.wav\n" if kind == "csv" else
-                json.dumps({"id": name, "audio_filepath": f"{name}.wav"}) + "\n" for name in names]
-        (tmp_path / f"{split}.{kind}").write_text(("ID,wav\n" if kind == "csv" else "") + "".join(rows))
+    for split in ("train", "dev", "test"):
+        rows = ["ID,wav"] if kind == "csv" else []
+        for name in (f"{split}{i}" for i in range(3)):
+            (tmp_path / f"{name}.wav").write_bytes(clip())
+            rows.append(f"{name},{name}.wav" if kind == "csv" else json.dumps({"audio_filepath": f"{name}.wav"}))
+        (tmp_path / f"{split}.{kind}").write_text("\n".join(rows))
     corpus = Corpus(tmp_path, folder=tmp_path / "m")
     with pytest.raises(SbkitError, match="has no column for the text"):
         corpus.prepare(show_progress=False)
@@ -385,7 +366,7 @@ def test_rows_without_a_text_are_kept_where_no_text_is_needed(tmp_path, kind):
 
 
 def test_a_task_that_needs_texts_after_one_that_needs_none_prepares_again(release, tmp_path):
-    rows = (release / "en" / "train.tsv") if (release / "en").is_dir() else release / "train.tsv"
+    rows = release / "train.tsv"
     rows.write_text(rows.read_text().replace("One sentence here.", ""))
     corpus = Corpus(release, folder=tmp_path / "m")
     assert len(corpus.prepare(show_progress=False, needs_text=False)["train"]) == 3
@@ -393,16 +374,16 @@ def test_a_task_that_needs_texts_after_one_that_needs_none_prepares_again(releas
 
 
 def test_a_replacement_is_not_made_again_in_manifests_that_the_same_rules_wrote(release, tmp_path):
-    doubled = {"replace": {"e": "ee"}}
-    _, first = prepare(release, tmp_path / "m", text=doubled)
-    texts = list(first["train"].texts)
-    assert texts[0] == "onee seenteencee heeree"
-    for source in (tmp_path / "m", {split: tmp_path / "m" / f"{split}.csv" for split in first}):
-        assert list(prepare(source, tmp_path / "again", text=doubled)[1]["train"].texts) == texts
-    assert prepare(tmp_path / "m", tmp_path / "other", text={"replace": {"ee": "i"}})[1]["train"].texts[0] == \
-        "oni sintinci hiri", "other rules hold for them, too"
-    assert prepare(tmp_path / "m", tmp_path / "column", text=doubled, columns={"text": "spk_id"})[1]["train"].texts[0] \
-        == "speeakeer0", "and the same rules for another column"
-    edited = tmp_path / "m" / "train.csv"
-    edited.write_text(edited.read_text().replace("yees", "New!"))
-    assert prepare(tmp_path / "m", tmp_path / "edited", text=doubled)[1]["train"].texts[-1] == "neew"
+    doubled, home = {"replace": {"e": "ee"}}, tmp_path / "m"
+
+    def texts(source, folder, text=doubled, **options):
+        return list(prepared(source, tmp_path / folder, text=text, **options)[1]["train"].texts)
+
+    first = texts(release, "m")
+    assert first[0] == "onee seenteencee heeree"
+    for source in (home, {split: home / f"{split}.csv" for split in ("train", "dev", "test")}):
+        assert texts(source, "again") == first
+    assert texts(home, "other", {"replace": {"ee": "i"}})[0] == "oni sintinci hiri", "other rules hold for them, too"
+    assert texts(home, "column", columns={"text": "spk_id"})[0] == "speeakeer0", "and the same for another column"
+    (home / "train.csv").write_text((home / "train.csv").read_text().replace("yees", "New!"))
+    assert texts(home, "edited")[-1] == "neew"

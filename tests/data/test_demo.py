@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import random
 import re
 import sys
 from pathlib import Path
@@ -10,18 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+from corpora import NEW_COLUMNS
 
 from sbkit.data import demo, demo_voice
 from sbkit.data.demo import GRAMMARS, expand, numbers_grammar
 from sbkit.errors import SbkitError
 
 pytest.importorskip("espeakng_loader")
-
-COLUMNS = [
-    "client_id", "path", "sentence_id", "sentence", "sentence_domain", "up_votes", "down_votes", "age",
-    "gender", "accents", "variant", "locale", "segment",
-]
-
 
 def words(grammar):
     """All words in lower case; for Chinese, which has no spaces, all phrases."""
@@ -44,7 +40,7 @@ def test_has_the_files_and_columns_of_a_release(corpus):
     assert corpus.name == "en"
     for name in ("train", "dev", "test", "validated", "invalidated", "other"):
         rows = read(corpus / f"{name}.tsv")
-        assert rows and list(rows[0]) == COLUMNS
+        assert rows and tuple(rows[0]) == NEW_COLUMNS
         assert all((corpus / "clips" / row["path"]).is_file() for row in rows)
     splits = [row["path"] for name in ("train", "dev", "test") for row in read(corpus / f"{name}.tsv")]
     assert sorted(splits) == sorted(row["path"] for row in read(corpus / "validated.tsv"))
@@ -122,7 +118,6 @@ def test_no_two_words_of_a_language_sound_the_same(language):
 
 
 def test_expand_capitalises_and_says_an():
-    import random
     texts = [expand(GRAMMARS["en"], random.Random(i)) for i in range(500)]
     assert all(text[0].isupper() and text[-1] in ".?" and "{" not in text for text in texts)
     assert not any(f" a {vowel}" in f" {text.lower()}" for text in texts for vowel in "aeiou")
@@ -196,12 +191,6 @@ def test_a_corpus_of_other_voices_is_another(studio):
             demo.make_demo_corpus(studio.parent, hours=0.02, workers=1, show_progress=False, voices=voices)
 
 
-def test_a_voice_that_there_is_not_is_refused_and_nothing_stays(tmp_path):
-    with pytest.raises(SbkitError, match="no voice"):
-        demo.make_demo_corpus(tmp_path / "out", hours=0.01, workers=1, show_progress=False, voices=["en+nobody"])
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 def test_an_existing_corpus_is_used_again_and_a_foreign_folder_is_left_alone(corpus):
     stamps = {path: path.stat().st_mtime_ns for path in corpus.rglob("*")}
     assert demo.make_demo_corpus(corpus.parent, hours=0.03, show_progress=False) == corpus
@@ -218,11 +207,14 @@ def test_a_language_without_a_grammar_counts_and_its_transcripts_are_digits(tmp_
     assert all(number.isdigit() for row in rows for number in row["sentence"].rstrip(".").split(", "))
 
 
-@pytest.mark.parametrize("language, says", [("rw", "has no language 'rw'"), ("fo", "no number words")])
-def test_a_language_that_cannot_be_spoken_is_named_and_nothing_stays(tmp_path, language, says):
+@pytest.mark.parametrize("options, says", [
+    ({"language": "rw"}, "has no language 'rw'"), ({"language": "fo"}, "no number words"),
+    ({"voices": ["en+nobody"]}, "no voice"), ({"hours": 0}, "hours"), ({"hours": float("nan")}, "hours"),
+    ({"workers": 0}, "workers")])
+def test_what_cannot_be_spoken_is_named_and_nothing_stays(tmp_path, options, says):
     with pytest.raises(SbkitError, match=says):
-        demo.make_demo_corpus(tmp_path / "out", language=language, workers=1, show_progress=False)
-    assert not any((tmp_path / "out").glob("*")) and not any((tmp_path / "out").glob(".*"))
+        demo.make_demo_corpus(tmp_path / "out", **{"hours": 0.01, "workers": 1, "show_progress": False, **options})
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize("code, name", [("zh-CN", "cmn"), ("zh-HK", "yue"), ("sv-SE", "sv"), ("en", "en"),
@@ -235,12 +227,6 @@ def test_an_unwritable_folder_is_a_plain_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SbkitError, match="cannot write the demo corpus"):
         demo.make_demo_corpus(tmp_path / "file" / "out", hours=0.01, workers=1, show_progress=False)
-
-
-@pytest.mark.parametrize("wrong", [{"hours": 0}, {"hours": float("nan")}, {"workers": 0}])
-def test_impossible_arguments_are_refused(tmp_path, wrong):
-    with pytest.raises(SbkitError):
-        demo.make_demo_corpus(tmp_path, **wrong)
 
 
 def test_a_missing_package_says_how_to_install_it(tmp_path, monkeypatch):

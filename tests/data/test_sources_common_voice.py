@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gzip
 import io
+import shutil
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import NEW_COLUMNS, OLD_COLUMNS, SECONDS, archive, common_voice
+from corpora import NEW_COLUMNS, OLD_COLUMNS, SECONDS, archive, common_voice, prepared
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbkit.data.corpus import Corpus
 from sbkit.data.sources import archive as archive_module
 from sbkit.data.sources import open_source
 from sbkit.data.sources.archive import is_unpacked
@@ -142,41 +142,36 @@ def download(tmp_path) -> Path:
     return path
 
 
-def prepare(source: Path, folder: Path, **options):
-    return Corpus(source, folder=folder, **options).prepare(show_progress=False)
-
-
 def test_an_archive_trains_as_it_was_downloaded(download, tmp_path, monkeypatch):
-    manifests = prepare(download, tmp_path / "m")
+    manifests = prepared(download, tmp_path / "m")[1]
     assert len(manifests["train"]) == 4 and Path(manifests["train"].wavs[0]).is_file()
     assert Path(manifests["train"].wavs[0]).is_relative_to(tmp_path / "m" / "audio")
     monkeypatch.setattr(archive_module, "_unpack", lambda *_: pytest.fail("unpacked twice"))
-    prepare(download, tmp_path / "m", max_duration=9.0)
-    assert prepare(download, tmp_path / "m", max_duration=9.0)["train"].ids == manifests["train"].ids
-    shared = prepare(download, tmp_path / "other", cache_folder=tmp_path / "m" / "audio")
+    prepared(download, tmp_path / "m", max_duration=9.0)
+    assert prepared(download, tmp_path / "m", max_duration=9.0)[1]["train"].ids == manifests["train"].ids
+    _, shared = prepared(download, tmp_path / "other", cache_folder=tmp_path / "m" / "audio")
     assert shared["train"].wavs == manifests["train"].wavs
 
 
 def test_unpacked_audio_that_is_gone_is_unpacked_again(download, tmp_path):
-    import shutil
-    prepare(download, tmp_path / "m")
+    prepared(download, tmp_path / "m")
     shutil.rmtree(tmp_path / "m" / "audio")
-    assert Path(prepare(download, tmp_path / "m")["train"].wavs[0]).is_file()
+    assert Path(prepared(download, tmp_path / "m")[1]["train"].wavs[0]).is_file()
 
 
 def test_a_new_download_under_the_same_name_replaces_the_old(download, tmp_path):
-    prepare(download, tmp_path / "m")
+    prepared(download, tmp_path / "m")
     common_voice(tmp_path / "cv-corpus-22.0", "fr", train=["only this"], dev=["x"], test=["y"])
     download.unlink()
     archive(tmp_path / "cv-corpus-22.0", download)
-    assert list(prepare(download, tmp_path / "m")["train"].texts) == ["only this"]
+    assert list(prepared(download, tmp_path / "m")[1]["train"].texts) == ["only this"]
 
 
 def test_a_damaged_download_is_named_and_an_interrupted_unpacking_goes_on(download, tmp_path, monkeypatch):
     whole = download.read_bytes()
     download.write_bytes(whole[: len(whole) * 2 // 3])
     with pytest.raises(SbkitError, match=r"cv 21 fr\.tar\.gz: damaged or not completely downloaded"):
-        prepare(download, tmp_path / "m")
+        prepared(download, tmp_path / "m")
     assert [p.name for p in (tmp_path / "m" / "audio").glob("cv*")] == ["cv 21 fr.partial"]
     download.write_bytes(whole)
 
@@ -190,10 +185,10 @@ def test_a_damaged_download_is_named_and_an_interrupted_unpacking_goes_on(downlo
 
     monkeypatch.setattr(archive_module, "_write", stop_after_three)
     with pytest.raises(KeyboardInterrupt):
-        prepare(download, tmp_path / "m")
+        prepared(download, tmp_path / "m")
     times = {path: path.stat().st_mtime_ns for path in written}
     monkeypatch.setattr(archive_module, "_write", write)
-    prepare(download, tmp_path / "m")
+    prepared(download, tmp_path / "m")
     final = tmp_path / "m" / "audio" / "cv 21 fr"
     partial = tmp_path / "m" / "audio" / "cv 21 fr.partial"
     assert all((final / path.relative_to(partial)).stat().st_mtime_ns == when for path, when in times.items())
@@ -211,7 +206,7 @@ def test_clips_are_on_the_disk_before_they_are_stamped_and_that_before_the_name(
             done.append((name, Path(path), is_unpacked(download, Path(path)), final.exists()))
 
         monkeypatch.setattr(disk, name, noted)
-    prepare(download, tmp_path / "m")
+    prepared(download, tmp_path / "m")
     partial = final.with_name("cv 21 fr.partial")
     assert done[:3] == [("sync_file_system", partial, False, False), ("sync_folder", partial, True, False),
                         ("sync_folder", final.parent, False, True)]
@@ -222,13 +217,13 @@ def test_what_was_unpacked_before_the_machine_went_down_is_not_trusted(download,
     sync = disk.sync_file_system
     monkeypatch.setattr(disk, "sync_file_system", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        prepare(download, tmp_path / "m")
+        prepared(download, tmp_path / "m")
     clips = list((tmp_path / "m" / "audio" / "cv 21 fr.partial").rglob("*.mp3"))
     for clip in clips:
         clip.write_bytes(bytes(clip.stat().st_size))
     monkeypatch.setattr(disk, "sync_file_system", sync)
     monkeypatch.setattr(processes, "machine", lambda: "another")
-    wavs = prepare(download, tmp_path / "m")["train"].wavs
+    wavs = prepared(download, tmp_path / "m")[1]["train"].wavs
     assert len(clips) > 3 and all(any(Path(wav).read_bytes()) for wav in wavs)
 
 
@@ -254,7 +249,7 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
 def test_archives_that_lead_out_of_the_folder_or_hold_links_and_devices_are_refused(tmp_path, entry):
     path = hostile(tmp_path / "evil.tar.gz", (member("cv/train.tsv"), b"path\tsentence\n"), (entry, b"x"))
     with pytest.raises(SbkitError, match=r"leads out of the folder|neither a plain file nor a folder"):
-        prepare(path, tmp_path / "m")
+        prepared(path, tmp_path / "m")
     assert not list(tmp_path.rglob("evil.tsv")) and not list(tmp_path.rglob("a.mp3"))
 
 
@@ -263,7 +258,7 @@ def test_a_bomb_is_stopped(tmp_path, monkeypatch):
     path = hostile(tmp_path / "bomb.tar.gz", (member("cv/clips/a.mp3"), bytes(30 << 20)))
     assert path.stat().st_size < 100_000
     with pytest.raises(SbkitError, match="more than 20 times its size"):
-        prepare(path, tmp_path / "m")
+        prepared(path, tmp_path / "m")
     assert sum(file.stat().st_size for file in (tmp_path / "m").rglob("*") if file.is_file()) < 4 << 20
 
 
@@ -273,14 +268,14 @@ def test_a_note_that_would_fill_the_memory_is_refused(tmp_path):
     path = tmp_path / "bomb.tar.gz"
     path.write_bytes(gzip.compress(header.tobuf(tarfile.USTAR_FORMAT) + bytes(6 << 20)))
     with pytest.raises(SbkitError, match="damaged"):
-        prepare(path, tmp_path / "m")
+        prepared(path, tmp_path / "m")
 
 
 def test_only_clips_and_tables_are_unpacked(tmp_path):
     home = common_voice(tmp_path / "cv", "fr", train=["a"], dev=["b"], test=["c"])
     (home / "README.txt").write_text("hello")
     (home / "._train.tsv").write_text("what macOS leaves behind")
-    prepare(archive(tmp_path / "cv", tmp_path / "x.tgz"), tmp_path / "m")
+    prepared(archive(tmp_path / "cv", tmp_path / "x.tgz"), tmp_path / "m")
     names = {path.name for path in (tmp_path / "m" / "audio").rglob("*") if path.is_file()}
     assert "train.tsv" in names and not names & {"README.txt", "._train.tsv"}
 
@@ -288,7 +283,7 @@ def test_only_clips_and_tables_are_unpacked(tmp_path):
 def test_a_disk_that_is_too_small_is_reported_before(download, tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "usable", lambda _: 10)
     with pytest.raises(SbkitError, match=r"\(it needs about .* kB, free: 10 bytes\); set the corpus's cache_folder"):
-        prepare(download, tmp_path / "m")
+        prepared(download, tmp_path / "m")
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -94,8 +94,7 @@ def test_commands_are_divided_by_recording_and_two_rows_not_at_all():
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_one_list_is_enough_to_train_on(tmp_path, alone):
-    rows = [f"{i},{run_folders.sound(tmp_path / f'{i}.wav', seed=i)},sentence {i}" for i in range(30)]
-    (tmp_path / "train.csv").write_text("\n".join(["ID,wav,wrd", *rows]) + "\n")
+    run_folders.corpus(tmp_path, train=30)
     corpus = Corpus(tmp_path / "train.csv" if alone else tmp_path, folder=tmp_path / "m")
     assert list(corpus.prepare(show_progress=False)) == ["train"], "nothing is held out that nobody needs"
     found = corpus.prepare(show_progress=False, needed=SPLITS)
@@ -107,8 +106,6 @@ def test_one_list_is_enough_to_train_on(tmp_path, alone):
 
 @pytest.mark.parametrize("options", [{"only": ("train",)}, {"splits": {"train": ["train", "other"]}}])
 def test_a_choice_of_lists_is_not_divided(tmp_path, options):
-    for name in ("train", "other"):
-        (tmp_path / f"{name}.csv").write_text("ID,wav,wrd\n" + "".join(
-            f"{name}{i},{run_folders.sound(tmp_path / f'{name}{i}.wav', seed=i)},sentence {i}\n" for i in range(5)))
+    run_folders.corpus(tmp_path, train=5, other=5)
     with pytest.raises(SbkitError, match="has no dev and no test split"):
         Corpus(tmp_path, folder=tmp_path / "m", **options).prepare(show_progress=False, needed=SPLITS)
