@@ -22,10 +22,15 @@ def wavs(tmp_path):
     return paths
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_seconds_and_causes(wavs, tmp_path, workers, monkeypatch):
+@pytest.fixture
+def helpers(monkeypatch):
+    """Processes are started for any number of recordings, which they get a few at a time."""
     monkeypatch.setattr(module, "WORTH_PROCESSES", 1)
-    monkeypatch.setattr(module, "CHUNK", 3)
+    monkeypatch.setattr(module, "CHUNK", 4)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_seconds_and_causes(wavs, tmp_path, workers, helpers):
     (tmp_path / "bad.wav").write_bytes(b"RIFF nonsense")
     names = [*wavs, str(tmp_path / "bad.wav"), str(tmp_path / "absent.wav")]
     seconds, causes = measure(names, workers=workers, show_progress=False)
@@ -34,9 +39,7 @@ def test_seconds_and_causes(wavs, tmp_path, workers, monkeypatch):
     assert "cannot be decoded" in causes[12] and causes[13] == "no such file" and len(causes) == 2
 
 
-def test_a_recording_that_crashes_the_decoder_is_named_and_others_are_measured(wavs, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "WORTH_PROCESSES", 1)
-    monkeypatch.setattr(module, "CHUNK", 4)
+def test_a_recording_that_crashes_the_decoder_is_named_and_others_are_measured(wavs, tmp_path, monkeypatch, helpers):
     # A helper that dies on one file, as libsndfile may.
     helper = tmp_path / "helper.py"
     helper.write_text(
@@ -51,19 +54,17 @@ def test_a_recording_that_crashes_the_decoder_is_named_and_others_are_measured(w
     assert np.isfinite(np.delete(seconds, 5)).all()
 
 
-def test_where_helpers_do_not_run_it_is_measured_without(wavs, monkeypatch, caplog):
-    monkeypatch.setattr(module, "WORTH_PROCESSES", 1)
+def test_where_helpers_do_not_run_it_is_measured_without(wavs, monkeypatch, caplog, helpers):
     monkeypatch.setattr(module, "COMMAND", [sys.executable, "-c", "import no_such_module"])
     seconds, causes = measure(wavs, workers=2, show_progress=False)
     assert np.isfinite(seconds).all() and causes == {} and "do not start" in caplog.text
 
 
-def test_helpers_import_nothing_from_the_folder_they_are_started_in(wavs, tmp_path, monkeypatch, caplog):
+def test_helpers_import_nothing_from_the_folder_they_are_started_in(wavs, tmp_path, monkeypatch, caplog, helpers):
     (tmp_path / "here").mkdir()
     for name in ("soxr", "numpy"):
         (tmp_path / "here" / f"{name}.py").write_text("open('ran', 'w').close(); raise ImportError('not this one')")
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(module, "WORTH_PROCESSES", 1)
     seconds, _ = measure(wavs, workers=2, show_progress=False)
     assert np.isfinite(seconds).all() and not (tmp_path / "here" / "ran").exists() and caplog.text == ""
 

@@ -114,19 +114,15 @@ def test_a_listed_duration_that_is_wrong_is_corrected(clips):
     assert counts(report) == {"undecodable": 1}
 
 
-def test_a_list_of_durations_that_is_mostly_wrong_is_not_believed(clips, monkeypatch, caplog):
+@pytest.mark.parametrize("names, seconds, left_out", [
+    (["long.wav"] * 10, [3.0] * 10, {}), (["bad.wav", "good.wav"] * 5, [1.0] * 5, {"undecodable": 5})],
+    ids=["wrong durations", "damaged"])
+def test_where_the_sample_is_mostly_wrong_or_damaged_all_are_measured(clips, monkeypatch, caplog, names, seconds,
+                                                                      left_out):
     monkeypatch.setattr("sbkit.data.prepare.SAMPLE", 3)
-    source = rows(clips, *[("long.wav", "a")] * 10, durations=[1.0] * 10)
-    manifest, report = prepare(source)
-    np.testing.assert_allclose(manifest.durations, [3.0] * 10)
-    assert report.durations["checked"] == 10 and "measuring them all" in caplog.text
-
-
-def test_where_sampled_recordings_are_damaged_all_are_looked_at(clips, monkeypatch, caplog):
-    monkeypatch.setattr("sbkit.data.prepare.SAMPLE", 3)
-    names = ["bad.wav", "good.wav"] * 5
     manifest, report = prepare(rows(clips, *[(name, "a") for name in names], durations=[1.0] * 10))
-    assert len(manifest) == 5 and counts(report) == {"undecodable": 5} and "measuring them all" in caplog.text
+    np.testing.assert_allclose(manifest.durations, seconds)
+    assert report.durations["checked"] == 10 and "measuring them all" in caplog.text and counts(report) == left_out
 
 
 @pytest.mark.parametrize("durations", [None, [1.0, 3.0, 3.0]], ids=["measured", "listed"])
