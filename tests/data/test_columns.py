@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+from types import SimpleNamespace
 
 import corpora
 import numpy as np
@@ -29,10 +30,7 @@ CLIPS = 12
 SECONDS = [0.5 + 0.05 * i for i in range(CLIPS)]
 DECLARED = {"speaker": LabelColumn("speakers"), "mood": LabelColumn(), "clean": SignalColumn(),
             "voice": SignalColumn(aligned=False)}
-
-
-class Keys:
-    speakers = ("s0", "s1", "s2")
+KEYS = SimpleNamespace(speakers=("s0", "s1", "s2"))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +82,7 @@ def manifest(sounds, tmp_path_factory):
     return prepared(write("csv", tmp_path_factory.mktemp("list"), rows(sounds), sounds))["train"]
 
 
-def loader(manifest, *, augment=None, keys=Keys, declared=DECLARED, **options):
+def loader(manifest, *, augment=None, keys=KEYS, declared=DECLARED, **options):
     columns = BatchColumns(declared, keys)
     plan = Plan.of(manifest, Batching(12, 12), augment, 1, columns=columns)
     return TrainLoader(manifest, None, plan, augment=augment, columns=columns, **{"workers": 0, **options})
@@ -114,7 +112,6 @@ def test_it_is_prepared_once_and_again_when_the_task_declares_others(sounds, tmp
 def test_common_voice_keeps_a_column_of_its_own(tmp_path):
     folder = corpora.common_voice(tmp_path / "cv", train=["one two"] * 3, dev=["three"], test=["four"])
     lines = (folder / "train.tsv").read_text().splitlines()
-    assert "mood" not in lines[0]
     for tsv in (folder / f"{split}.tsv" for split in ("train", "dev", "test")):
         head, *others = tsv.read_text().splitlines()
         tsv.write_text("\n".join([f"{head}\tmood", *(f"{line}\tm{i}" for i, line in enumerate(others))]) + "\n")
@@ -243,7 +240,7 @@ def test_a_signal_with_a_length_of_its_own_is_whole_and_planned(manifest):
             assert size == round(16_000 * (2 + 0.1 * int(name.rpartition("u")[2])))
         data = batch.columns["voice"].data
         assert data.shape[0] * data.shape[1] <= 12 * 16_000
-    for batch in EvalLoader(manifest, None, max_batch_seconds=4, columns=BatchColumns(DECLARED, Keys), workers=0):
+    for batch in EvalLoader(manifest, None, max_batch_seconds=4, columns=BatchColumns(DECLARED, KEYS), workers=0):
         assert batch.columns["voice"].data.numel() <= 4 * 16_000
 
 
@@ -257,31 +254,29 @@ def test_labels_are_texts_and_numbers_in_the_recipes_list(manifest):
 
 
 def test_a_label_that_the_recipe_does_not_list_is_refused_in_training_and_minus_one_in_a_test(manifest):
-    class Fewer:
-        speakers = ("s2", "s0")
-
+    fewer = SimpleNamespace(speakers=("s2", "s0"))
     with pytest.raises(SbkitError, match=r"speakers doesn't list 's1', the speaker of train-u1 and of 3 more rows"):
-        loader(manifest, keys=Fewer)
+        loader(manifest, keys=fewer)
     found = {name: number for batch in EvalLoader(manifest, None, max_batch_seconds=8, workers=0,
-                                                  columns=BatchColumns(DECLARED, Fewer))
+                                                  columns=BatchColumns(DECLARED, fewer))
              for name, number in zip(batch.ids, batch.labels["speaker"].tolist(), strict=True)}
     assert [found[f"train-u{i}"] for i in range(3)] == [1, -1, 0]
 
 
 def test_a_list_that_is_null_is_that_of_the_training_set(manifest):
-    null = BatchColumns(DECLARED, type("Later", (), {"speakers": None}))
+    null = BatchColumns(DECLARED, SimpleNamespace(speakers=None))
     null.check_classes(manifest)
     assert null.list_classes(manifest) == {"speakers": ["s0", "s1", "s2"]}
     for noise in (False, True):  # a check has no corpus yet
         labels = null.stand_in(torch.zeros(4, 10), torch.full((4,), 10), noise=noise)["labels"]["speaker"]
         assert labels.tolist() == [0] * 4
-    assert BatchColumns(DECLARED, Keys).list_classes(manifest) == {}
+    assert BatchColumns(DECLARED, KEYS).list_classes(manifest) == {}
 
 
 @pytest.mark.parametrize("listed", [[], "s1", 3])
 def test_a_key_without_a_list_is_named(listed):
     with pytest.raises(SbkitError, match=r"speakers is .*the list of all values of the column speaker"):
-        BatchColumns(DECLARED, type("Wrong", (), {"speakers": listed}))
+        BatchColumns(DECLARED, SimpleNamespace(speakers=listed))
 
 
 def test_a_damaged_signal_leaves_its_row_out(manifest, sounds):
@@ -298,7 +293,7 @@ def test_a_damaged_signal_leaves_its_row_out(manifest, sounds):
 @given(st.integers(1, 5), st.integers(1, 400), st.integers(1, 3))
 def test_all_that_handles_batches_handles_their_columns(utterances, samples, times):
     signals, lengths = torch.randn(utterances, samples), torch.full((utterances,), samples)
-    columns = BatchColumns(DECLARED, Keys)
+    columns = BatchColumns(DECLARED, KEYS)
     batch = Batch(ids=[f"{i}" for i in range(utterances)], signals=signals, signal_lengths=lengths,
                   tokens=torch.zeros(utterances, 0, dtype=torch.long), token_lengths=torch.zeros(utterances),
                   texts=[""] * utterances, **columns.stand_in(signals, lengths, noise=True))

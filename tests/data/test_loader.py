@@ -36,6 +36,9 @@ class Letters:
         return [ord(letter) - 90 for letter in text]
 
 
+LETTERS = Letters()
+
+
 class Broken:
     def encode(self, text: str) -> list[int]:
         raise TypeError("no tokens today")
@@ -67,11 +70,11 @@ def damage(manifest: Manifest, rows: list[int], tmp_path: Path) -> Manifest:
     return manifest.replace(wavs=[str(broken) if i in rows else wav for i, wav in enumerate(manifest.wavs)])
 
 
-def make(manifest: Manifest, tokenizer=None, batching: Batching | None = None, round_seconds: float = 0.0,
+def make(manifest: Manifest, tokenizer=LETTERS, batching: Batching | None = None, round_seconds: float = 0.0,
          **options) -> TrainLoader:
     plan = Plan(manifest.durations, batching or Batching(max_batch_seconds=4, step_seconds=8),
                 round_seconds=round_seconds)
-    return TrainLoader(manifest, tokenizer or Letters(), plan, **{"workers": 0, **options})
+    return TrainLoader(manifest, tokenizer, plan, **{"workers": 0, **options})
 
 
 def same(a, b) -> bool:
@@ -93,11 +96,13 @@ def test_a_batch_holds_the_plans_utterances_padded_with_zeros(manifest):
             size, tokens = int(batch.signal_lengths[i]), int(batch.token_lengths[i])
             assert np.array_equal(batch.signals[i, :size].numpy(), read_audio(manifest.wavs[row]))
             assert not batch.signals[i, size:].any() and not batch.tokens[i, tokens:].any()
-            assert batch.tokens[i, :tokens].tolist() == Letters().encode(manifest.texts[row])
+            assert batch.tokens[i, :tokens].tolist() == LETTERS.encode(manifest.texts[row])
             assert batch.texts[i] == manifest.texts[row]
         assert batch.samples == int(batch.signal_lengths.sum())
         seen += batch.ids
     assert sorted(seen) == sorted(manifest.ids)
+    for batch in make(manifest, tokenizer=None).at(1):
+        assert batch.tokens.shape == (len(batch), 0) and batch.token_lengths.tolist() == [0] * len(batch)
 
 
 def test_batches_are_padded_to_a_multiple_as_far_as_the_limit_allows(manifest):
@@ -139,6 +144,7 @@ def test_the_number_of_workers_changes_nothing(manifest, workers):
         together = list(loader.at(2))
         again = list(loader.at(2))
     assert len(alone) == len(together) and all(map(same, alone, together)) and all(map(same, alone, again))
+    assert all(batch.signals.is_shared() and batch.signals.is_contiguous() for batch in together if batch.weight)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -174,12 +180,6 @@ def test_ranks_and_micro_batches_share_out_each_step(manifest):
     assert {step: set(ids) for step, ids in shared.items()} == alone
     assert sorted(itertools.chain(*shared.values())) == sorted(manifest.ids)
     assert [batch.last for batch in ranks[0]] == [batch.micro == batch.micros - 1 for batch in ranks[0]]
-
-
-def test_signals_of_workers_lie_in_shared_memory(manifest):
-    with make(manifest, workers=1) as loader:
-        batch = next(iter(loader.at(1)))
-        assert batch.signals.is_shared() and batch.signals.is_contiguous()
 
 
 def test_the_global_generator_is_left_alone(manifest):
@@ -218,12 +218,6 @@ def test_augmentation_differs_by_epoch_and_is_repeated_under_resume(manifest):
             assert torch.equal(batch.signals[i, :size], second[name][:size])
 
 
-def test_texts_without_a_tokenizer(manifest):
-    plan = Plan(manifest.durations, Batching(4))
-    batch = next(iter(TrainLoader(manifest, None, plan, workers=0).at(1)))
-    assert batch.tokens.shape == (len(batch), 0) and batch.token_lengths.tolist() == [0] * len(batch)
-
-
 # ---------------------------------------------------------------- evaluation
 
 
@@ -231,7 +225,7 @@ def test_texts_without_a_tokenizer(manifest):
 def test_evaluation_reads_every_utterance_once_over_all_ranks(manifest, world):
     seen, cost = [], []
     for rank in range(world):
-        loader = EvalLoader(manifest, Letters(), max_batch_seconds=5, rank=rank, world=world, workers=0)
+        loader = EvalLoader(manifest, LETTERS, max_batch_seconds=5, rank=rank, world=world, workers=0)
         batches = list(loader)
         assert len(batches) == len(loader)
         assert all(batch.padded_seconds <= 5 for batch in batches)
@@ -303,19 +297,15 @@ class BrokenStage:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_in_a_worker_arrives_with_its_cause(manifest, workers):
-    with make(manifest, workers=workers, augment=Augment([BrokenStage()])) as loader, \
-            pytest.raises(SbkitError) as caught:
+@pytest.mark.parametrize(("broken", "message", "source"), [
+    ({"augment": Augment([BrokenStage()])}, "reading epoch 1, step 0 failed: TypeError: no noise today",
+     'raise TypeError("no noise today")'),
+    ({"tokenizer": Broken()}, "Broken.encode can't take the text of u8, 'hellossssssss': TypeError: no tokens today",
+     "")], ids=["augmentation", "encoding"])
+def test_an_error_in_a_worker_arrives_with_its_cause(manifest, workers, broken, message, source):
+    with make(manifest, workers=workers, **broken) as loader, pytest.raises(SbkitError) as caught:
         list(loader.at(1))
-    assert str(caught.value) == "reading epoch 1, step 0 failed: TypeError: no noise today"
-    assert 'raise TypeError("no noise today")' in str(caught.value.__cause__)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_text_that_cannot_be_encoded_is_named(manifest, workers):
-    with make(manifest, Broken(), workers=workers) as loader, pytest.raises(SbkitError) as caught:
-        list(loader.at(1))
-    assert str(caught.value) == "Broken.encode can't take the text of u8, 'hellossssssss': TypeError: no tokens today"
+    assert str(caught.value) == message and source in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("signum, said", [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 1, r"signal \d+")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from corpora import prepared
 from sounds import encoded, speechlike
 
 from sbkit.data import tar as tar_members
 from sbkit.data.audio import read_audio, read_utterance
-from sbkit.data.corpus import Corpus
 from sbkit.data.sources import embedded, open_source
 from sbkit.data.sources.huggingface import Hub
 from sbkit.errors import SbkitError
@@ -30,6 +31,10 @@ def make(n: int = 6, kind: str = "flac", paths: bool = False, **columns) -> data
     labels = datasets.ClassLabel(names=["female", "male"])
     result = datasets.Dataset.from_dict(data).cast_column("gender", labels)
     return result.cast_column("audio", datasets.Audio())  # which would decode with torchcodec if asked
+
+
+def undecoded(n: int) -> dict[str, list]:
+    return make(n).cast_column("audio", datasets.Audio(decode=False)).to_dict()
 
 
 @pytest.fixture(params=["disk", "parquet", "streaming hub", "hub"])
@@ -58,7 +63,7 @@ def source(request, tmp_path, monkeypatch):
 
 
 def test_every_shape_gives_the_same_manifest(source, tmp_path):
-    manifests = Corpus(source, folder=tmp_path / "m").prepare(show_progress=False)
+    manifests = prepared(source, tmp_path / "m")[1]
     train = manifests["train"]
     assert list(manifests) == ["train", "dev"] and len(train) == 6 and len(manifests["dev"]) == 2
     row = train.row(3)
@@ -67,23 +72,22 @@ def test_every_shape_gives_the_same_manifest(source, tmp_path):
     np.testing.assert_allclose(read_audio(row.wav), speechlike(0.8, seed=3), atol=1e-4)
     assert "torchcodec" not in sys.modules
     shard = Path(row.wav.partition("?")[0])
-    import tarfile
     with tarfile.open(shard) as tar:
         assert tar.getnames() == [f"{i:08d}.flac" for i in range(6)]
 
 
 def test_it_is_stored_once(source, tmp_path, monkeypatch):
-    first = Corpus(source, folder=tmp_path / "m").prepare(show_progress=False)
+    first = prepared(source, tmp_path / "m")[1]
     monkeypatch.setattr(embedded.ShardWriter, "add", lambda *_: pytest.fail("stored twice"))
-    again = Corpus(source, folder=tmp_path / "m", text={"case": "upper"}).prepare(show_progress=False)
+    again = prepared(source, tmp_path / "m", text={"case": "upper"})[1]
     assert again["train"].wavs == first["train"].wavs and again["train"].texts[0] == "SENTENCE 0"
 
 
 def test_a_shard_that_is_gone_is_stored_again(source, tmp_path):
-    first = Corpus(source, folder=tmp_path / "m").prepare(show_progress=False)
+    first = prepared(source, tmp_path / "m")[1]
     shard = Path(first["train"].wavs[0].partition("?")[0])
     shard.unlink()
-    Corpus(source, folder=tmp_path / "m").prepare(show_progress=False)
+    prepared(source, tmp_path / "m")[1]
     assert shard.exists()
 
 
@@ -102,14 +106,14 @@ def test_an_interrupted_storing_goes_on_after_the_last_shard(tmp_path, monkeypat
     stop = True
     monkeypatch.setattr(embedded.ShardWriter, "add", stop_at_eight)
     with pytest.raises(KeyboardInterrupt):
-        Corpus(tmp_path / "p", folder=tmp_path / "m").prepare(show_progress=False)
+        prepared(tmp_path / "p", tmp_path / "m")[1]
     files = sorted(path.name for path in (tmp_path / "m" / "audio").rglob("*train-*"))
     # Nothing half-written.
     assert files == [f"train-{i:06d}.{kind}" for i in range(2) for kind in ("parquet", "tar")]
     left = next((tmp_path / "m" / "audio").iterdir()) / ".train-000002.tar.abc"
     left.write_bytes(b"what a killed process leaves")
     stop, rows[:] = False, []
-    train = Corpus(tmp_path / "p", folder=tmp_path / "m").prepare(show_progress=False)["train"]
+    train = prepared(tmp_path / "p", tmp_path / "m")[1]["train"]
     assert rows == [6, 7, 8, 9] and not left.exists()
     assert list(train.ids) == [f"x{i}" for i in range(10)]
     for i in range(10):
@@ -122,20 +126,20 @@ def test_files_that_a_dataset_only_points_to_stay_where_they_are(tmp_path):
     paths = [str(tmp_path / f"{i}.wav") for i in range(3)] + [str(tmp_path / "gone.wav")]
     data = {"audio": [{"bytes": None, "path": path} for path in paths], "text": list("abcd")}
     pq.write_table(pa.Table.from_pydict(data), tmp_path / "train.parquet")
-    corpus = Corpus(tmp_path, folder=tmp_path / "m")
-    train = corpus.prepare(show_progress=False)["train"]
+    corpus, found = prepared(tmp_path, tmp_path / "m")
+    train = found["train"]
     assert list(train.wavs) == paths[:3] and train.durations[0] == pytest.approx(0.5)
     assert corpus.report["splits"]["train"]["left_out"]["missing clip"]["count"] == 1
     assert not list((tmp_path / "m").rglob("*.tar"))
 
 
 def test_damaged_and_missing_audio_is_counted(tmp_path):
-    data = make(3).cast_column("audio", datasets.Audio(decode=False)).to_dict()
+    data = undecoded(3)
     data["audio"][0]["bytes"] = b"no audio"
     data["audio"][1] = {"bytes": None, "path": None}
     pq.write_table(datasets.Dataset.from_dict(data).data.table, tmp_path / "train.parquet")
-    corpus = Corpus(tmp_path, folder=tmp_path / "m")
-    assert len(corpus.prepare(show_progress=False)["train"]) == 1
+    corpus, found = prepared(tmp_path, tmp_path / "m")
+    assert len(found["train"]) == 1
     left_out = corpus.report["splits"]["train"]["left_out"]
     assert {reason: left_out[reason]["count"] for reason in left_out} == {"missing clip": 1, "undecodable": 1}
 
@@ -158,7 +162,7 @@ def test_embedded_segments_end_where_they_say(tmp_path):
     starts, durations = [0.0, 0.5, 1.0, 1.5, None, 0.25, -1.0], [0.5, 0.5, None, 3.0, 1.0, None, 1.0]
     data = {"audio": [audio] * 7, "text": list("abcdefg"), "start": starts, "duration": durations}
     pq.write_table(pa.Table.from_pydict(data), tmp_path / "train.parquet")
-    train = Corpus(tmp_path, folder=tmp_path / "m").prepare(show_progress=False)["train"]
+    train = prepared(tmp_path, tmp_path / "m")[1]["train"]
     np.testing.assert_allclose(train.starts, [0.0, 0.5, 1.0, 1.5, 0.0, 0.25])
     np.testing.assert_allclose(train.durations, [0.5, 0.5, 1.0, 0.5, 2.0, 1.75])
     for row in train:
@@ -177,11 +181,11 @@ def test_columns_are_found_by_name_or_by_kind_or_named(tmp_path):
 
 
 def test_files_with_one_name_get_ids_of_their_own(tmp_path):
-    data = make(3).cast_column("audio", datasets.Audio(decode=False)).to_dict()
+    data = undecoded(3)
     for audio in data["audio"]:
         audio["path"] = "audio.flac"
     pq.write_table(datasets.Dataset.from_dict(data).data.table, tmp_path / "train.parquet")
-    assert list(Corpus(tmp_path, folder=tmp_path / "m").prepare(show_progress=False)["train"].ids) == [
+    assert list(prepared(tmp_path, tmp_path / "m")[1]["train"].ids) == [
         "audio", "audio-2", "audio-3"]
 
 
@@ -201,15 +205,15 @@ def test_a_hub_dataset_is_prepared_again_when_its_commit_changed(tmp_path, monke
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: ["train"])
     monkeypatch.setattr(datasets, "load_dataset", load)
 
-    def prepared(address: str = "hf://owner/name") -> int:
-        return len(Corpus(address, folder=tmp_path / "m").prepare(show_progress=False)["train"])
+    def rows(address: str = "hf://owner/name") -> int:
+        return len(prepared(address, tmp_path / "m")[1]["train"])
 
-    assert [prepared(), prepared()] == [2, 2] and loaded == [("train", "a")]
+    assert [rows(), rows()] == [2, 2] and loaded == [("train", "a")]
     commits.append("b" * 40)
-    assert [prepared(), prepared()] == [3, 3] and loaded == [("train", "a"), ("train", "b")]
+    assert [rows(), rows()] == [3, 3] and loaded == [("train", "a"), ("train", "b")]
     commits.clear()  # without a network what is there will do
-    assert prepared() == 3 and len(loaded) == 2
-    assert prepared("hf://owner/name?revision=" + "a" * 40) == 2  # a commit need not be asked for
+    assert rows() == 3 and len(loaded) == 2
+    assert rows("hf://owner/name?revision=" + "a" * 40) == 2  # a commit need not be asked for
 
 
 def test_addresses_on_the_hub(tmp_path, monkeypatch):

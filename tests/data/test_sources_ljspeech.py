@@ -1,8 +1,10 @@
 """LJSpeech's layout: a list without a header and without splits."""
 
 import json
+from collections import Counter
 
 import pytest
+from corpora import prepared
 from sounds import encoded, speechlike
 
 from sbkit.data.corpus import Corpus
@@ -23,11 +25,6 @@ def folder(home, lines, suffix=".wav", missing=()):
     return home
 
 
-def prepared(tmp_path, source, **options):
-    corpus = Corpus(source, folder=tmp_path / "manifests", **options)
-    return corpus, corpus.prepare()
-
-
 def everything(found):
     """The texts of all splits by id."""
     return {id_: text for rows in found.values() for id_, text in zip(rows.ids, rows.texts, strict=True)}
@@ -37,7 +34,7 @@ def test_normalised_texts_are_taken_and_nothing_is_quoted(tmp_path):
     lines = [f'LJ-{i}|Dr. "{each}|Doctor "{each}' for i, each in enumerate(LETTERS)]
     lines[3] = "LJ-3|Only this.|"
     source = folder(tmp_path / "c", lines)
-    corpus, found = prepared(tmp_path, source)
+    corpus, found = prepared(source, tmp_path / "m")
     texts = everything(found)
     assert len(texts) == len(LETTERS) and texts["LJ-7"] == "doctor h" and texts["LJ-3"] == "only this"
     train = found["train"]
@@ -49,7 +46,7 @@ def test_normalised_texts_are_taken_and_nothing_is_quoted(tmp_path):
 def test_paths_in_the_place_of_ids_and_two_fields(tmp_path):
     lines = [f"wavs/{each}.flac|This is {each}" for each in LETTERS]
     source = folder(tmp_path / "c", lines, suffix=".flac")
-    _, found = prepared(tmp_path, source)
+    _, found = prepared(source, tmp_path / "m")
     assert everything(found) == {each: f"this is {each}" for each in LETTERS}
     assert found["dev"].wavs[0] == str(source / "wavs" / f"{found['dev'].ids[0]}.flac")
 
@@ -61,13 +58,12 @@ def test_rows_that_are_unusable_are_reported_and_counted(tmp_path):
     source = folder(tmp_path / "c", lines, missing=("x2", "", "one field"))
     with open(source / "metadata.csv", "ab") as file:
         file.write(b"x5|caf\xe9|caf\xe9\n")
-    corpus, found = prepared(tmp_path, source)
+    corpus, found = prepared(source, tmp_path / "m")
     assert set(everything(found)) == set(LETTERS)
     splits = json.loads(corpus.report_path.read_text())["splits"]
-    left_out = {}
+    left_out = Counter()
     for entry in splits.values():
-        for reason, rows in entry["left_out"].items():
-            left_out[reason] = left_out.get(reason, 0) + rows["count"]
+        left_out.update({reason: rows["count"] for reason, rows in entry["left_out"].items()})
     assert left_out == {"malformed row": 5, "repeated id": 1, "missing clip": 1, "no text": 1}
     assert sum(entry["rows"] for entry in splits.values()) == 26 + 8
     shown = splits["train"]["left_out"]["malformed row"]["examples"]
@@ -80,9 +76,9 @@ def test_speakers_in_the_third_field_are_asked_about_and_taken_by_number(tmp_pat
     lines = [f"{each}|Text {each}|{'anna' if i % 2 else 'ben'}" for i, each in enumerate(LETTERS)]
     source = folder(tmp_path / "c", lines)
     with pytest.raises(SbkitError, match="third field has 2 different values for 26 texts, such as 'anna'") as refused:
-        prepared(tmp_path, source)
+        prepared(source, tmp_path / "m")
     assert "--corpus.columns '{text: 2, speaker: 3}'" in refused.value.hint
-    _, found = prepared(tmp_path, source, columns={"text": 2, "speaker": 3})
+    _, found = prepared(source, tmp_path / "m", columns={"text": 2, "speaker": 3})
     assert set(found["train"].speakers) == {"anna", "ben"} and everything(found)["c"] == "text c"
 
 
@@ -92,14 +88,14 @@ def test_speakers_in_the_third_field_are_asked_about_and_taken_by_number(tmp_pat
 def test_fields_that_do_not_exist_are_refused(tmp_path, columns, message):
     source = folder(tmp_path / "c", [f"{each}|{each}|{each}" for each in LETTERS])
     with pytest.raises(SbkitError, match=message):
-        prepared(tmp_path, source, columns=columns)
+        prepared(source, tmp_path / "m", columns=columns)
 
 
 def test_more_fields_than_ljspeech_has_are_asked_about(tmp_path):
     source = folder(tmp_path / "c", [f"{each}|{each}|{each}|anna" for each in LETTERS])
     with pytest.raises(SbkitError, match="has 4 fields, and LJSpeech 3"):
-        prepared(tmp_path, source)
-    _, found = prepared(tmp_path, source, columns={"text": 3, "speaker": 4})
+        prepared(source, tmp_path / "m")
+    _, found = prepared(source, tmp_path / "m", columns={"text": 3, "speaker": 4})
     assert set(found["test"].speakers) == {"anna"}
 
 
@@ -115,6 +111,6 @@ def test_a_list_with_a_header_and_one_beside_train_csv_are_csvs(tmp_path):
 
 def test_a_list_that_changes_is_noticed(tmp_path):
     source = folder(tmp_path / "c", [f"{each}|{each}" for each in LETTERS])
-    corpus, _ = prepared(tmp_path, source)
+    corpus, _ = prepared(source, tmp_path / "m")
     (source / "metadata.csv").write_text("\n".join(f"{each}|the letter {each}" for each in LETTERS))
     assert everything(corpus.prepare())["k"] == "the letter k"
