@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import random
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -227,9 +226,3 @@ def test_an_unwritable_folder_is_a_plain_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SbkitError, match="cannot write the demo corpus"):
         demo.make_demo_corpus(tmp_path / "file" / "out", hours=0.01, workers=1, show_progress=False)
-
-
-def test_a_missing_package_says_how_to_install_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "espeakng_loader", None)
-    with pytest.raises(SbkitError, match=r"pip install 'sbkit\[demo\]'"):
-        demo.make_demo_corpus(tmp_path, show_progress=False)

@@ -187,10 +187,8 @@ def test_edges_cost_least(seconds, buckets):
         return sum(min(edge for edge in edges if edge >= value) for value in seconds)
 
     values = sorted(set(seconds))
-    reach = [[values[-1]]]
-    for _ in range(buckets - 1):
-        reach = [sorted({*edges, value}) for edges in reach for value in values]
-    best = min(cost(edges) for edges in reach)
+    best = min(cost((*edges, values[-1])) for edges in itertools.combinations(
+        values[:-1], min(buckets, len(values)) - 1))
     assert len(plan.edges) <= buckets and cost(plan.edges.tolist()) == best
 
 
@@ -285,29 +283,16 @@ def test_labels_are_drawn_anew_in_each_epoch_and_none_is_left_out_for_good():
         assert [made.step(number * len(plan) + i).tolist() for i in range(len(plan))] == steps_of(plan, number + 1)
 
 
-LABELS = np.array([0, 0, 0, 1, 1, 1, 2])
-
-
-@pytest.mark.parametrize(("batching", "message"), [
-    (lambda: Batching(10, 10, clips_per={"speaker": 2}), r"step_seconds \(10 s\) holds 5 times 2 clips of 1 s, each of "
-     "another speaker, but only 2 have enough clips; lower step_seconds to 4"),
-    (lambda: Batching(10, 2, clips_per={"speaker": 2}), r"holds 1 times 2 clips .* raise step_seconds to 4 or more"),
-    (lambda: Batching(10, 10, clips_per={"mood": 9}), "0 values of the column mood have 9 clips or more"),
-    (lambda: Batching(3, 10, clips_per={"speaker": 4}), r"must hold 4 utterances of any length.* raise it to 4,"),
-    *((lambda wrong=wrong: Batching(10, clips_per=wrong), r"clips_per is .* such as {speaker: 4}")
-      for wrong in ("speaker", {}, {"speaker": 2, "mood": 2}, 4)),
-    (lambda: Batching(10, clips_per={"speaker": 1.5}), r"clips_per: speaker is 1\.5; it must be a whole number"),
-    (lambda: Batching(10, clips_per={"speaker": 2}, sort="ascending"), "clips_per groups utterances by label")])
-def test_mistakes_about_labels_are_named(batching, message):
-    with pytest.raises(SbkitError, match=message):
-        Plan(np.ones(7), batching(), labels=LABELS)
+def labelled(*batching, **options):
+    """A plan of seven seconds, of two values with three clips and one with one."""
+    return Plan(np.ones(7), Batching(*batching, **options), labels=np.array([0, 0, 0, 1, 1, 1, 2]))
 
 
 def test_a_column_of_labels_that_is_not_there_is_named():
     train = Manifest(ids=["a"], durations=[1.0], wavs=["a"], texts=[""], speakers=["x"])
     with pytest.raises(SbkitError, match=r"no column 'mood' .*speaker.*its name in clips_per"):
         Plan.of(train, Batching(10, clips_per={"mood": 2}), None, 1)
-    assert Plan(np.ones(7), Batching(10, 4, clips_per={"speaker": 2}), labels=LABELS).sampler.left_out == 1
+    assert labelled(10, 4, clips_per={"speaker": 2}).sampler.left_out == 1
 
 
 @pytest.mark.parametrize("unit", [0.32, 0.16])
@@ -315,10 +300,9 @@ def test_short_clips_are_rounded_by_less(unit):
     """Clips of 0.44 s were padded by 28 % when all were rounded to multiples of 0.32 s."""
     seconds = np.clip(np.random.default_rng(0).normal(0.44, 0.08, 3000), 0.25, 0.7)
     plan = Plan(seconds, Batching(20, 20), round_seconds=unit)
-    padded = sum(float(plan.durations[step].max()) * len(step) for step in steps_of(plan, 1))
-    assert 1 - seconds.sum() / padded < 0.07
-    widths = {round(float(plan.durations[step].max()), 3) for step in steps_of(plan, 1)}
-    assert len(widths) <= 14
+    steps = [(len(step), float(plan.durations[step].max())) for step in steps_of(plan, 1)]
+    assert 1 - seconds.sum() / sum(count * width for count, width in steps) < 0.07
+    assert len({round(width, 3) for _, width in steps}) <= 14
 
 
 @given(st.floats(0.01, 100), st.floats(0.01, 100))
@@ -343,7 +327,16 @@ def test_what_is_longer_is_rounded_to_no_less(a, b):
     (lambda: Plan([2.0, 8.0, 3.0], Batching(20, min_batch_utterances=2), ids=["a", "long", "c"]),
      r"max_batch_seconds \(20 s\) is too small.* 3 utterances.*such as long \(8\.00 s\); raise it to 24,"),
     (lambda: Plan([2.0, 8.0, 3.0], Batching(30, min_batch_utterances=2, max_batch_utterances=2)),
-     r"max_batch_utterances is 2; .* needs 3 or more")])
+     r"max_batch_utterances is 2; .* needs 3 or more"),
+    (lambda: labelled(10, 10, clips_per={"speaker": 2}), r"step_seconds \(10 s\) holds 5 times 2 clips of 1 s, each of "
+     "another speaker, but only 2 have enough clips; lower step_seconds to 4"),
+    (lambda: labelled(10, 2, clips_per={"speaker": 2}), r"holds 1 times 2 clips .* raise step_seconds to 4 or more"),
+    (lambda: labelled(10, 10, clips_per={"mood": 9}), "0 values of the column mood have 9 clips or more"),
+    (lambda: labelled(3, 10, clips_per={"speaker": 4}), r"must hold 4 utterances of any length.* raise it to 4,"),
+    *((lambda wrong=wrong: Batching(10, clips_per=wrong), r"clips_per is .* such as {speaker: 4}")
+      for wrong in ("speaker", {}, {"speaker": 2, "mood": 2}, 4)),
+    (lambda: Batching(10, clips_per={"speaker": 1.5}), r"clips_per: speaker is 1\.5; it must be a whole number"),
+    (lambda: Batching(10, clips_per={"speaker": 2}, sort="ascending"), "clips_per groups utterances by label")])
 def test_mistakes_are_named(make, message):
     with pytest.raises(SbkitError, match=message):
         make()

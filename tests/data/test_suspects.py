@@ -64,7 +64,7 @@ def corpus(tmp_path):
     """Three training rows, and two that are dev and test, of which the list says nothing."""
     for split, names in {"train": "abc", "dev": "d", "test": "e"}.items():
         rows = [f"{name},{run_folders.sound(tmp_path / f'{name}.wav', seed=ord(name))},said {name}" for name in names]
-        (tmp_path / "data" ).mkdir(exist_ok=True)
+        (tmp_path / "data").mkdir(exist_ok=True)
         (tmp_path / "data" / f"{split}.csv").write_text("\n".join(["ID,wav,wrd", *rows]) + "\n")
     return lambda **options: Corpus(str(tmp_path / "data"), folder=tmp_path / "manifests", **options)
 
