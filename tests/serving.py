@@ -6,14 +6,20 @@ import contextlib
 import http.client
 import io
 import itertools
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import bundles
 import httpx
 import numpy as np
+import openai
+import pytest
 import soundfile
 import uvicorn
+import websockets
+from websockets.sync.client import connect
 
 from sbkit.serve import connection, registry
 from sbkit.serve.access import ApiKeys
@@ -47,6 +53,25 @@ class Serving:
         file = wav(data) if isinstance(data, str) else data
         return httpx.post(f"{self.base}/audio/transcriptions", data={"model": "level"} | fields, headers=headers,
                           files={"file": (name, file)}, timeout=60)
+
+    def openai(self, api_key="none", max_retries=0):
+        """OpenAI's own client of this server."""
+        return openai.OpenAI(base_url=self.base, api_key=api_key, max_retries=max_retries)
+
+    def speech(self, **fields):
+        """The answer to a text for the voice ``tts``."""
+        return httpx.post(f"{self.base}/audio/speech", json={"model": "tts"} | fields, timeout=60)
+
+    @contextlib.contextmanager
+    def busy(self, *texts, **how):
+        """Requests that wait for the model during this block, which gets the event that lets it go on; each is then
+        answered with its text."""
+        with ThreadPoolExecutor(len(texts)) as pool, self.held() as go:
+            inside = [pool.submit(self.post, text, **how) for text in texts]
+            until(lambda: self.counted("sbkit_requests_inside") >= len(texts))
+            yield go
+            go.set()
+            assert [each.result().json()["text"] for each in inside] == [*texts]
 
     @contextlib.contextmanager
     def acting(self, act):
@@ -120,6 +145,24 @@ def uploading(server, length):
     client.endheaders()
     with contextlib.closing(client):
         yield client
+
+
+def refused_socket(url, **options):
+    """The response to a request for a WebSocket that is refused."""
+    with pytest.raises(websockets.InvalidStatus) as refused:
+        connect(url, **options)
+    return refused.value.response
+
+
+def exchange(port, data, source="127.0.0.1"):
+    """Send bytes from an address; all that comes until the server closes."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), 60, (source, 0)) as asking:
+        with contextlib.suppress(ConnectionError):  # it may answer before all of it was sent
+            asking.sendall(data)
+            while more := asking.recv(1 << 16):
+                answer += more
+    return answer
 
 
 def until(true, seconds=20):

@@ -8,8 +8,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from speechbrain.core import create_experiment_directory
+
 from sbkit.data.columns import BatchColumns
 from sbkit.data.splits import SPLITS
+from sbkit.recipe import load
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
 from sbkit.runs.keys import Bundles
@@ -22,8 +25,6 @@ LOG_CONFIG = Path(__file__).with_name("log-config.yaml")
 
 def open_folder(folder: str | Path, request: CommandLine) -> None:
     """Create the run's folder with the resolved recipe, the log and a record of the environment."""
-    from speechbrain.core import create_experiment_directory
-
     with disk.writing_into(folder, "--output_folder"):
         save_recipe(folder, request)
         create_experiment_directory(
@@ -33,8 +34,6 @@ def open_folder(folder: str | Path, request: CommandLine) -> None:
 
 def save_recipe(folder: str | Path, request: CommandLine) -> None:
     """Write the resolved recipe with SpeechBrain's header and file name."""
-    from sbkit.recipe import load
-
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     head = f"# Generated {date.today()} from:\n# {os.path.abspath(request.path)}\n# yamllint disable\n"

@@ -68,7 +68,7 @@ def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence
     starts = [line for line in log[:trained + 1] if line["kind"] == "run"]  # later ones tested only
     if not starts or what.items() <= stored_json(folder / REPRODUCE).items():
         return  # the log is gone, or the same training is recorded already, and only the test was repeated
-    lines, run = _recipe((folder / RECIPE).read_text(encoding="utf-8")), starts[-1]
+    lines, run = recipe_lines(folder), starts[-1]
     options = request.run_opts
     found = {
         "format": FORMAT, "recipe": lines, "recipe_lines": _checksums(lines),
@@ -84,8 +84,9 @@ def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence
         json.dump(found, out, indent=1, default=str)
 
 
-def _recipe(text: str) -> list[str]:
-    return [line for line in text.splitlines() if not line.startswith("#")]
+def recipe_lines(folder: Path) -> list[str]:
+    """The lines of a run's resolved recipe, without its head."""
+    return [line for line in (folder / RECIPE).read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
 
 
 def _checksums(lines: Iterable[str]) -> str:

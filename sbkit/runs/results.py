@@ -123,8 +123,7 @@ def mark_finished(keys: TaskKeys, request: CommandLine, results: Results) -> Non
 def _of(keys: TaskKeys, request: CommandLine) -> dict[str, Any]:
     """Fingerprint of recipe, options, test set and checkpoints."""
     options, checkpointer = request.run_opts, keys.checkpointer
-    written = (keys.folder / RECIPE).read_text(encoding="utf-8")
-    recipe = "".join(line for line in written.splitlines(keepends=True) if not line.startswith("#"))
+    recipe = "".join(f"{line}\n" for line in reproduction.recipe_lines(keys.folder))
     manifest = keys.corpus.manifest_path("test").read_bytes()
     return {
         "recipe": hashlib.sha256(recipe.encode()).hexdigest(), "manifest": hashlib.sha256(manifest).hexdigest(),

@@ -8,10 +8,11 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import resolved
 from sbkit.recipe.resolve import flatten
+from sbkit.runs import reproduction
 from sbkit.train.distributed import ranks
 
 #: Run options that may differ between ranks: the recipe's path, options of the output, and the device's number.
-_MAY_DIFFER = {"param_file", "device", "local_rank", "noprogressbar", "tqdm_colored_bar", "log_config"}
+_MAY_DIFFER = reproduction.SHOW - {"test_only"}
 _NAMED, _WIDTH = 5, 60
 
 

@@ -165,7 +165,8 @@ def test_a_file_of_which_only_the_name_was_written_is_waited_for_and_then_nobody
         assert files(tmp_path) == [".held-5.json"]
 
 
-def test_of_many_that_find_a_dead_holder_one_follows_it(tmp_path, locks):
+def test_of_many_that_find_a_dead_holder_one_follows_it(tmp_path, locks, monkeypatch):
+    monkeypatch.setattr(lock, "PATIENCE", 0)
     for attempt in range(10):
         folder = tmp_path / str(attempt)
         folder.mkdir()

@@ -83,13 +83,6 @@ def test_clients_have_their_turns_and_each_its_oldest_first(engine):
     assert labels(last)[0] == 11 and ran == [5, 8, 10, 6, 9, 7]
 
 
-def test_without_batching_each_runs_alone(engine):
-    rows = []
-    batcher = Batcher(engine, batching=False, log=rows.append)
-    futures = [batcher.submit(bundles.voiced([i])) for i in range(1, 9)]
-    assert [labels(each)[0] for each in futures] == list(range(1, 9)) and rows == [1] * 8
-
-
 def test_the_cancelled_are_not_run(engine):
     rows = []
     batcher = Batcher(engine, log=rows.append)
@@ -129,10 +122,11 @@ def test_a_closed_engine_fails_what_waits_instead_of_holding_it(engine):
         batcher.submit(bundles.voiced([5])).result(10)
 
 
-def test_a_model_whose_batches_leak_is_never_batched(tmp_path):
-    with Engine(bundles.make(tmp_path / "b", batching=False), device="cpu", threads=1) as engine:
+@pytest.mark.parametrize("leaks", [True, False])
+def test_without_batching_and_with_a_model_whose_batches_leak_each_runs_alone(tmp_path, leaks):
+    with Engine(bundles.make(tmp_path / "b", batching=not leaks), device="cpu", threads=1) as engine:
         rows = []
-        batcher = Batcher(engine, log=rows.append)
+        batcher = Batcher(engine, batching=leaks, log=rows.append)
         go = held(engine)
         futures = [batcher.submit(bundles.voiced([i])) for i in (3, 4, 5)]
         go.set()

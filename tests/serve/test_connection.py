@@ -62,22 +62,15 @@ NO_HANDSHAKES = {"control character": UPGRADE % (b"", b"x: \x01\r\n"),
                  "many headers": UPGRADE % (b"", b"".join(b"x%d: y\r\n" % number for number in range(200)))}
 
 
-def answer_of(port, request):
-    """All that comes until the server closes."""
-    with sockets.create_connection(("127.0.0.1", port), timeout=10) as asking:
-        asking.sendall(request)
-        return b"".join(iter(lambda: asking.recv(1 << 16), b""))
-
-
 @pytest.mark.parametrize("request_", NO_HANDSHAKES.values(), ids=NO_HANDSHAKES)
 def test_an_upgrade_that_begins_no_handshake_is_a_400_and_the_end(server, request_):
-    assert answer_of(server.port, request_).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert serving.exchange(server.port, request_).startswith(b"HTTP/1.1 400 Bad Request\r\n")
 
 
 def test_half_a_request_is_a_400_and_the_end_and_no_request_only_the_end(server, monkeypatch):
     monkeypatch.setattr(connection, "CHECK_SECONDS", 0.1)
-    assert answer_of(server.port, b"GET / HT").startswith(b"HTTP/1.1 400 Bad Request\r\n")
-    assert answer_of(server.port, b"") == b""
+    assert serving.exchange(server.port, b"GET / HT").startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert serving.exchange(server.port, b"") == b""
 
 
 @pytest.mark.slow

@@ -6,12 +6,10 @@ import json
 import logging
 import resource
 import socket
-import threading
 
 import httpx
 import pytest
 import serving
-import websockets
 from websockets.sync.client import connect
 
 from sbkit.errors import SbkitError
@@ -43,11 +41,6 @@ def test_one_address_gives_way_to_itself_and_leaves_places_for_others(bundle):
     def open_(source):
         return socket.create_connection(("127.0.0.1", server.port), timeout=20, source_address=(source, 0))
 
-    def asked(source):
-        with open_(source) as asking:
-            asking.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-            return b"".join(iter(lambda: asking.recv(1 << 16), b""))
-
     limits = Limits(decoders=1, max_connections=8, max_live=100, client_share=0.5)
     with serving.serving(bundle, limits=limits) as server, contextlib.ExitStack() as all_:
         silent = [all_.enter_context(open_("127.0.0.3")) for _ in range(20)]
@@ -57,7 +50,8 @@ def test_one_address_gives_way_to_itself_and_leaves_places_for_others(bundle):
         with open_("127.0.0.3") as refused:
             assert refused.recv(100).startswith(b"HTTP/1.1 503 ")
         for source in ("127.0.0.1", "127.0.0.2"):
-            assert asked(source).startswith(b"HTTP/1.1 200 ")
+            assert serving.exchange(server.port, b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+                                    source).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("proxies", ["127.0.0.3", "127.0.0.0/24"])
@@ -74,49 +68,47 @@ def test_a_trusted_proxys_connections_have_no_share(bundle, proxies):
 @pytest.mark.slow
 def test_where_all_are_at_work_the_probes_are_answered_and_others_get_a_503(bundle):
     with serving.serving(bundle, limits=Limits(decoders=1, max_connections=2)) as server:
-        with server.held() as go:
-            at_work = [threading.Thread(target=server.post, args=("a",)) for _ in range(2)]
-            for each in at_work:
-                each.start()
-            serving.until(lambda: server.counted("sbkit_requests_inside") == 2)
+        with server.busy("a", "b"):
             for _ in range(30):
                 assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
             answer = server.post("b")
             assert answer.status_code == 503 and answer.headers["retry-after"]
             assert answer.json()["error"]["code"] == "too_many_connections"
-            with pytest.raises(websockets.InvalidStatus) as refused:
-                connect(server.live)
-            assert refused.value.response.status_code == 503
-            go.set()
-            for each in at_work:
-                each.join()
+            assert serving.refused_socket(server.live).status_code == 503
         assert server.post("c").json()["text"] == "c"
         with connect(server.live):
             pass
+
+
+@pytest.fixture
+def files(monkeypatch):
+    """Sets how many files this process may open, and gives the list of limits that it will set."""
+    def allow(soft, hard):
+        set_ = []
+        monkeypatch.setattr(connection.resource, "getrlimit", lambda what: (soft, hard))
+        monkeypatch.setattr(connection.resource, "setrlimit", lambda what, to: set_.append(to))
+        return set_
+
+    return allow
 
 
 @pytest.mark.parametrize("soft, hard, most, backlog", [
     (200, 200, 41, 41), (1024, 1 << 20, 1024, 128), (1024, 1024, 756, 128), (resource.RLIM_INFINITY,) * 2 + (1024, 128),
     (256, resource.RLIM_INFINITY, 1024, 128),
 ])
-def test_as_many_as_open_files_allow(monkeypatch, soft, hard, most, backlog):
-    set_ = []
-    monkeypatch.setattr(connection.resource, "getrlimit", lambda what: (soft, hard))
-    monkeypatch.setattr(connection.resource, "setrlimit", lambda what, to: set_.append(to))
+def test_as_many_as_open_files_allow(files, soft, hard, most, backlog):
+    set_ = files(soft, hard)
     assert connection.connection_budget(Limits()) == (most, backlog)
     assert all(new > soft and old == hard for new, old in set_ if soft != hard)
 
 
-def test_many_requests_need_no_more_files_than_there_are_connections(monkeypatch):
-    monkeypatch.setattr(connection.resource, "getrlimit", lambda what: (1024, 1024))
-    monkeypatch.setattr(connection.resource, "setrlimit",
-                        lambda *_: None)  # else for later tests, too
+def test_many_requests_need_no_more_files_than_there_are_connections(files):
+    files(1024, 1024)
     assert connection.connection_budget(Limits(max_requests=4096))[0] == 410
 
 
-def test_too_few_files_are_told_at_the_start(monkeypatch):
-    monkeypatch.setattr(connection.resource, "getrlimit", lambda what: (99, 99))
-    monkeypatch.setattr(connection.resource, "setrlimit", lambda *_: None)
+def test_too_few_files_are_told_at_the_start(files):
+    files(99, 99)
     with pytest.raises(SbkitError, match=r"may open 99 files, but needs 100.*ulimit -n"):
         connection.connection_budget(Limits())
 

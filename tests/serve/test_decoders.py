@@ -45,8 +45,8 @@ def started():
             Limits(**{"decoders": 1} | limits), restarted, *([] if command is None else [command]))))
 
 
-def acting(tmp_path, code):
-    """A decoder that first does something else, and from its second start on is a good one."""
+def acting(tmp_path, code, once=True):
+    """A decoder that first, or always, does something else with its arguments; once it did, it is a good one."""
     script = tmp_path / "decoder.py"
     script.write_text(textwrap.dedent(f"""
         import sys, os, time, socket
@@ -55,10 +55,11 @@ def acting(tmp_path, code):
         real = decoder_process.decode
         seen = Path({str(tmp_path / "seen")!r})
         def act(*args):
-            if seen.exists():
+            if {once} and seen.exists():
                 return real(*args)
             seen.touch()
             {code}
+            return real(*args)
         decoder_process.decode = act
         decoder_process.main(*map(int, sys.argv[1:4]))
     """))
@@ -111,21 +112,9 @@ def test_a_decoder_that_died_while_nobody_asked_is_replaced_and_no_file_blamed_f
 
 def test_a_file_is_blamed_once_a_fresh_decoder_died_of_it_too(started, tmp_path):
     """The first was good for one file, and what it left behind might be what killed it."""
-    script = tmp_path / "decoder.py"
-    script.write_text(textwrap.dedent("""
-        import os, sys
-        from sbkit.serve import decoder_process
-        real = decoder_process.decode
-        def act(file, *rest):
-            if file.read() == b"deadly":
-                os._exit(1)
-            file.seek(0)
-            return real(file, *rest)
-        decoder_process.decode = act
-        decoder_process.main(*map(int, sys.argv[1:4]))
-    """))
     restarts = []
-    decoders = started(lambda: restarts.append(1), [sys.executable, str(script)])
+    decoders = started(lambda: restarts.append(1), acting(
+        tmp_path, "args[0].read() == b'deadly' and os._exit(1); args[0].seek(0)", once=False))
     decode(decoders, serving.wav("a"))
     with pytest.raises(ApiError, match="the decoder ended; is the file damaged") as error:
         decode(decoders, b"deadly")
@@ -202,8 +191,7 @@ def test_decoders_are_told_no_secret_and_have_limits(started, tmp_path, monkeypa
     monkeypatch.setenv("SBKIT_API_KEY", "secret")
     out = tmp_path / "told"
     code = (f"import resource; Path({str(out)!r}).write_text(str(sorted(os.environ)) + str([resource.getrlimit(each) "
-            "for each in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_CPU)]))"
-            "; return real(*args)")
+            "for each in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_CPU)]))")
     decode(started(command=acting(tmp_path, code), max_upload_mb=1, max_audio_seconds=60, decode_seconds=7),
            serving.wav("a"))
     told = out.read_text()

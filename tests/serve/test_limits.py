@@ -17,10 +17,10 @@ import openai
 import pytest
 import serving
 import soundfile
-import websockets
 from websockets.sync.client import connect
 
-from sbkit.serve import connection
+from sbkit.errors import SbkitError
+from sbkit.serve import access, connection
 from sbkit.serve.access import ApiKeys
 from sbkit.serve.limits import MEGABYTE, Limits
 
@@ -82,7 +82,7 @@ def test_an_upload_that_does_not_say_is_counted(small):
 
 
 def test_the_official_client_sees_413(small):
-    with openai.OpenAI(base_url=small.base, api_key="none", max_retries=0) as client:
+    with small.openai() as client:
         with pytest.raises(openai.APIStatusError) as refused:
             client.audio.transcriptions.create(file=("a.wav", bytes(MEGABYTE)), model="level")
         assert refused.value.status_code == 413 and refused.value.code == "upload_too_large"
@@ -132,42 +132,32 @@ def test_compressed_bodies_are_refused(small):
 
 
 def test_too_many_requests_get_429_and_when_to_come_back(small):
-    with ThreadPoolExecutor(3) as pool, small.held() as go:
-        inside = [pool.submit(small.post, text) for text in ("a", "b", "c")]
-        serving.until(lambda: small.counted("sbkit_requests_inside") == 3)
+    with small.busy("a", "b", "c"):
         answer = small.post("d")
         assert answer.status_code == 429 and error(answer)["code"] == "rate_limit_exceeded"
         assert 1 <= int(answer.headers["retry-after"]) <= 60
-        go.set()
-        assert [each.result().json()["text"] for each in inside] == ["a", "b", "c"]
     assert small.counted("sbkit_requests_inside") == 0
     assert small.post("d").json()["text"] == "d"
 
 
 def test_the_official_client_comes_back_by_itself(small):
     """It waits as long as retry-after says, and then is answered."""
-    with ThreadPoolExecutor(4) as pool, small.held() as go:
-        for text in ("a", "b", "c"):
-            pool.submit(small.post, text)
-        serving.until(lambda: small.counted("sbkit_requests_inside") == 3)
-        with openai.OpenAI(base_url=small.base, api_key="none", max_retries=3) as client:
-            late = pool.submit(client.audio.transcriptions.create, file=("a.wav", serving.wav("late")), model="level")
-            serving.until(lambda: small.counted("sbkit_refused_total") > 0)
-            go.set()
-            assert late.result(20).text == "late"
+    with small.busy("a", "b", "c") as go, ThreadPoolExecutor(1) as pool, small.openai(max_retries=3) as client:
+        before = small.counted("sbkit_refused_total")
+        late = pool.submit(client.audio.transcriptions.create, file=("a.wav", serving.wav("late")), model="level")
+        serving.until(lambda: small.counted("sbkit_refused_total") > before)
+        go.set()
+        assert late.result(20).text == "late"
 
 
 def test_no_more_recordings_are_decoded_than_are_worked_on(small, monkeypatch):
     """What waits for its turn is an upload, not hours of samples."""
     decoded, decode = [], small.state.decoders.decode
     monkeypatch.setattr(small.state.decoders, "decode", lambda *args: (decoded.append(1), decode(*args))[1])
-    with ThreadPoolExecutor(3) as pool, small.held() as go:
-        inside = [pool.submit(small.post, text) for text in ("a", "b", "c")]
-        serving.until(lambda: small.counted("sbkit_requests_inside") == 3 and len(decoded) == SMALL.max_active)
+    with small.busy("a", "b", "c"):
+        serving.until(lambda: len(decoded) == SMALL.max_active)
         time.sleep(0.2)
         assert len(decoded) == SMALL.max_active == 2
-        go.set()
-        assert [each.result().json()["text"] for each in inside] == ["a", "b", "c"]
 
 
 def test_a_deadline_ends_the_wait_and_the_work(hasty):
@@ -205,11 +195,8 @@ def test_a_connection_that_never_asks_is_closed_and_one_in_work_is_not(small, mo
                     open_.sendall(b"G")
                     time.sleep(0.05)
             assert time.monotonic() < until, "it was not closed"
-    with ThreadPoolExecutor(1) as pool, small.held() as go:
-        slow = pool.submit(small.post, "slow")
+    with small.busy("slow"):
         time.sleep(0.5)
-        go.set()
-        assert slow.result().json()["text"] == "slow"
 
 
 @pytest.mark.parametrize("stream", ["true", "false"])
@@ -272,21 +259,19 @@ def test_the_page_and_the_probes_are_open(locked):
 
 
 def test_the_official_client_has_its_own_error_for_a_wrong_key(locked):
-    with openai.OpenAI(base_url=locked.base, api_key="wrong", max_retries=0) as client:
+    with locked.openai("wrong") as client:
         with pytest.raises(openai.AuthenticationError) as refused:
             client.models.list()
         assert refused.value.code == "invalid_api_key"
-    with openai.OpenAI(base_url=locked.base, api_key="other", max_retries=0) as client:
+    with locked.openai("other") as client:
         assert [each.id for each in client.models.list()] == ["level"]
 
 
 def test_a_wrong_key_opens_no_socket(locked):
     for options in ({}, {"additional_headers": {"authorization": "Bearer wrong"}},
                     {"subprotocols": ["sbkit.live", "sbkit.key.d3Jvbmc"]}, {"subprotocols": ["sbkit.key.!!"]}):
-        with pytest.raises(websockets.InvalidStatus) as refused:
-            connect(locked.live, **options)
-        assert refused.value.response.status_code == 401
-        assert json.loads(refused.value.response.body)["error"]["code"] == "invalid_api_key"
+        refused = serving.refused_socket(locked.live, **options)
+        assert refused.status_code == 401 and json.loads(refused.body)["error"]["code"] == "invalid_api_key"
     with connect(locked.live, additional_headers={"authorization": "Bearer other"}) as socket:
         assert socket.subprotocol is None
     coded = base64.urlsafe_b64encode(KEY.encode()).decode().rstrip("=")
@@ -297,8 +282,6 @@ def test_a_wrong_key_opens_no_socket(locked):
 
 def test_keys_are_compared_by_all_their_digests(monkeypatch):
     """In constant time: each key, whichever is right, through compare_digest on digests of one length."""
-    from sbkit.serve import access
-
     seen, real = [], access.hmac.compare_digest
     monkeypatch.setattr(access.hmac, "compare_digest", lambda a, b: (seen.append((len(a), len(b))), real(a, b))[1])
     keys = ApiKeys(["one", "two", "three"])
@@ -313,9 +296,7 @@ def test_a_page_elsewhere_may_not_use_this_server(small):
     for origin in ("https://evil.example", "null", "http://[", "", f"http://127.0.0.1:{small.port}.evil.example"):
         answer = httpx.get(f"{small.base}/models", headers={"origin": origin})
         assert answer.status_code == 403 and error(answer)["code"] == "origin_not_allowed"
-    with pytest.raises(websockets.InvalidStatus) as refused:
-        connect(small.live, origin="https://evil.example")
-    assert refused.value.response.status_code == 403
+    assert serving.refused_socket(small.live, origin="https://evil.example").status_code == 403
     assert httpx.get(f"{small.base}/models", headers={"origin": small.url}).status_code == 200
 
 
@@ -332,8 +313,6 @@ def test_unless_it_was_allowed(bundle):
 
 
 def test_every_limit_has_to_be_above_nothing():
-    from sbkit.errors import SbkitError
-
     with pytest.raises(SbkitError, match="--max-live is 0, but must be above 0"):
         Limits(max_live=0)
 

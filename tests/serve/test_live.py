@@ -223,9 +223,7 @@ def test_wrong_audio_is_told_and_ends_that_session_alone(server, then, words):
 
 def test_there_is_no_socket_elsewhere(server):
     for path in ("/v1/live", "/v1/audio/transcriptions", "/"):
-        with pytest.raises(websockets.InvalidStatus) as refused:
-            connect(server.url.replace("http", "ws") + path)
-        answer = refused.value.response
+        answer = serving.refused_socket(server.url.replace("http", "ws") + path)
         assert answer.status_code == 404 and json.loads(answer.body)["error"]["code"] == "unknown_url"
         assert "live transcription is at /v1/audio/live" in json.loads(answer.body)["error"]["message"]
 
@@ -240,18 +238,15 @@ def test_a_server_that_stops_says_what_it_heard_so_far(folder):
             server.state.stop()
             messages = [json.loads(message) for message in socket]
         assert lines(messages) == ["hello"] and messages[-1]["type"] == "done"
-        with pytest.raises(websockets.InvalidStatus) as refused:
-            connect(server.live)
-        assert refused.value.response.status_code == 503
+        assert serving.refused_socket(server.live).status_code == 503
 
 
 def test_a_session_that_says_nothing_is_ended_and_its_place_is_free(folder):
     with serving.serving(folder, limits=Limits(max_live=1, decoders=1, idle_seconds=0.5)) as server:
         with connect(server.live) as socket:
             start(socket)
-            with pytest.raises(websockets.InvalidStatus) as refused:
-                connect(server.live)
-            assert refused.value.response.status_code == 429 and refused.value.response.headers["retry-after"]
+            refused = serving.refused_socket(server.live)
+            assert refused.status_code == 429 and refused.headers["retry-after"]
             assert json.loads(socket.recv(10))["error"]["code"] == "idle"
         serving.until(lambda: server.counted("sbkit_live_sessions") == 0)
         with connect(server.live) as socket:

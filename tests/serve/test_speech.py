@@ -48,7 +48,7 @@ def server(voice, bundle):
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=server.base, api_key="none", max_retries=0) as client:
+    with server.openai() as client:
         yield client
 
 
@@ -67,18 +67,14 @@ def heard(data, kind="wav", speed=1.0):
     return voices.heard(found, speed, rate)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_each_format_says_the_text(client, kind):
-    answer = speak(client, response_format=kind)
+@pytest.mark.parametrize("kind, given", [("mp3", {}), *((kind, {"response_format": kind}) for kind in FORMATS)])
+def test_each_format_says_the_text_and_mp3_is_the_default(client, kind, given):
+    answer = speak(client, **given)
     assert answer.response.headers["content-type"] == KINDS[kind].media_type
     found, rate = samples(answer.content, kind)
     assert voices.heard(found, 1.0, rate) == SAID
     assert len(found) / rate == pytest.approx(SECONDS, abs=0.01 if kind != "mp3" else 0.2)
     assert rate == (24_000 if kind == "pcm" else voices.RATE)
-
-
-def test_mp3_is_the_default(client):
-    assert speak(client).response.headers["content-type"] == "audio/mpeg"
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -178,12 +174,6 @@ def test_texts_at_once_share_batches_and_each_gets_its_own(server, client):
 # ---------------------------------------------------------------- what is refused
 
 
-def refused(client, expected, text=TEXT, **options):
-    with pytest.raises(openai.BadRequestError, match=expected) as caught:
-        speak(client, text, **options)
-    return caught.value
-
-
 @pytest.mark.parametrize("given, param, code, expected", [
     ({"input": ""}, "input", "empty_input", "the text is empty"),
     ({"input": " \n"}, "input", "empty_input", "the text is empty"),
@@ -202,8 +192,9 @@ def refused(client, expected, text=TEXT, **options):
     ({"extra_body": {"skip_unknown": 1}}, "skip_unknown", None, "skip_unknown must be true or false"),
 ])
 def test_what_is_wrong_is_told_in_openai_s_form(client, given, param, code, expected):
-    error = refused(client, expected, given.pop("input", TEXT), **given)
-    assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
+    with pytest.raises(openai.BadRequestError, match=expected) as caught:
+        speak(client, **given)
+    assert (caught.value.param, caught.value.code, caught.value.type) == (param, code, "invalid_request_error")
 
 
 def test_4096_characters_are_spoken(client):
@@ -213,13 +204,10 @@ def test_4096_characters_are_spoken(client):
     assert heard(answer.content, speed=4.0) == text
 
 
-def test_unknown_characters_can_be_left_out(client):
-    answer = speak(client, "na\u0131ve", response_format="wav", extra_body={"skip_unknown": True})
-    assert heard(answer.content) == "nave"
-
-
-def test_an_empty_list_of_instructions_is_none(client):
-    assert heard(speak(client, "good", response_format="wav", instructions="").content) == "good"
+@pytest.mark.parametrize("text, said, given", [
+    ("na\u0131ve", "nave", {"extra_body": {"skip_unknown": True}}), ("good", "good", {"instructions": ""})])
+def test_unknown_characters_can_be_left_out_and_no_instructions_are_none(client, text, said, given):
+    assert heard(speak(client, text, response_format="wav", **given).content) == said
 
 
 BODIES = [b"", b"[]", b"null", b'"x"', b"{", b"\xff\xfe", b"[" * 60_000,
@@ -312,13 +300,12 @@ def test_a_client_that_leaves_in_the_middle_frees_its_place_and_nothing_more_is_
             before = len(runs)
             time.sleep(0.3)
             assert len(runs) <= before + 1 < 300
-        assert httpx.post(f"{server.base}/audio/speech", json={"model": "tts", "input": "good"}).status_code == 200
+        assert server.speech(input="good").status_code == 200
 
 
 def test_a_full_queue_is_a_429_and_a_deadline_a_504_before_anything_is_sent(voice):
     limits = Limits(decoders=1, max_requests=1, request_seconds=1.0)
-    with serving.serving({"tts": voice}, limits=limits) as server, \
-            openai.OpenAI(base_url=server.base, api_key="none", max_retries=0) as client:
+    with serving.serving({"tts": voice}, limits=limits) as server, server.openai() as client:
         with server.held():
             with ThreadPoolExecutor(1) as pool:
                 waiting = pool.submit(speak, client)
@@ -339,7 +326,7 @@ def test_a_text_that_can_not_be_spoken_in_time_is_refused_at_once(voice, monkeyp
 
     monkeypatch.setattr(VoiceEngine, "submit", slow)
     with serving.serving({"tts": voice}, limits=Limits(decoders=1, request_seconds=6)) as server, \
-            openai.OpenAI(base_url=server.base, api_key="none", max_retries=0) as client:
+            server.openai() as client:
         began = time.monotonic()
         with pytest.raises(openai.APIStatusError) as caught:
             speak(client, "hello there. " * 200)
@@ -387,17 +374,9 @@ def test_a_broken_device_is_a_503_before_anything_is_sent_and_for_all_after(voic
 
         with server.acting(broken):
             for _ in range(2):
-                answer = httpx.post(f"{server.base}/audio/speech", json={"model": "tts", "input": "good. bye"})
+                answer = server.speech(input="good. bye")
                 assert answer.status_code == 503 and answer.json()["error"]["code"] == "device_fault"
         assert httpx.get(f"{server.url}/health").status_code == 503
-
-
-def test_nothing_is_asked_of_a_server_that_is_loading_or_stopping(voice):
-    with serving.serving({"tts": voice}, loaded=False) as server:
-        assert httpx.post(f"{server.base}/audio/speech", json={"model": "tts", "input": "a"}).status_code == 503
-    with serving.serving({"tts": voice}) as server:
-        server.state.stop()
-        assert httpx.post(f"{server.base}/audio/speech", json={"model": "tts", "input": "a"}).status_code == 503
 
 
 def test_a_text_that_is_being_spoken_is_finished_when_the_server_stops(voice):
@@ -418,8 +397,8 @@ def test_a_text_that_is_being_spoken_is_finished_when_the_server_stops(voice):
 
 def test_what_was_spoken_is_counted(voice):
     with serving.serving({"tts": voice}) as server:
-        httpx.post(f"{server.base}/audio/speech", json={"model": "tts", "input": "good"})
-        httpx.post(f"{server.base}/audio/speech", json={"model": "tts", "input": ""})
+        server.speech(input="good")
+        server.speech(input="")
         assert server.counted("sbkit_spoken_seconds_total") == pytest.approx(4 * voices.SYMBOL_SECONDS)
         assert server.counted("sbkit_first_audio_seconds_count") == 1
         text = server.state.metrics.text()
@@ -430,8 +409,7 @@ def test_what_was_spoken_is_counted(voice):
 def test_a_rate_that_a_format_lacks_is_changed(tmp_path):
     with serving.serving({"tts": voices.make(tmp_path / "v", rate=22_050)}) as server:
         for kind in FORMATS:
-            body = {"model": "tts", "input": "good bye", "response_format": kind}
-            found, rate = samples(httpx.post(f"{server.base}/audio/speech", json=body).content, kind)
+            found, rate = samples(server.speech(input="good bye", response_format=kind).content, kind)
             assert rate == (24_000 if kind in ("pcm", "opus") else 22_050)
             assert len(found) / rate == pytest.approx(8 * voices.FRAMES * voices.FRAME / 22_050, abs=0.001)
 

@@ -82,7 +82,8 @@ class Match:
                              hint="name another one, or its run")
         if not best:
             raise SbkitError(f"init_from: no tensor of {self.source.description} has a name of this model's: it has "
-                             f"{_some(self.theirs)}, the model {_some(map(self.parts.name, self.own))}",
+                             f"{listed(self.theirs, limit=3)}, the model "
+                             f"{listed(map(self.parts.name, self.own), limit=3)}",
                              hint="is it a model of the same kind? its recipe's keys and this one's should be the same")
         return best
 
@@ -381,10 +382,6 @@ def _ambiguous(place: str, here: Mapping[str, set[str]], there: Mapping[str, set
 
 def _shape(tensor: torch.Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "a number"
-
-
-def _some(names: Iterable[str]) -> str:
-    return listed(names, limit=3)
 
 
 _DOWN, _UP = f".{LORA}.1.weight", f".{LORA}.2.weight"

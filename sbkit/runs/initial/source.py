@@ -146,17 +146,17 @@ class WeightSource:
     def _state(self, name: str, path: Path, shapes: bool) -> dict[str, Any]:
         if self.checkpointer is None:
             state = tensors_in(path, lazily=shapes)
-            if state is None and len(self.files) == 1:
+            if state is not None:
+                return state
+            if len(self.files) == 1:
                 raise SbkitError(f"init_from: {path} has no state dict of tensors",
                                  hint="save model.state_dict(), best as .safetensors")
-            if state is None:
-                self.no_tensors[name] = _OTHER
-            return state or {}
+            self.no_tensors[name] = _OTHER
+            return {}
         state = plain_state(path, lazily=shapes) or {}  # files without tensors have no weights
         if state and self.mean_of > 1 and not shapes and not statistics_in(state):
             state, used = average(self.checkpointer, name, self.mean_of, **self.order)
             self.description = self.describe_mean(len(used))
-            return state
         return state
 
     def _named(self, name: str, state: Mapping[str, Any], shapes: bool) -> dict[str, torch.Tensor]:
@@ -248,9 +248,12 @@ def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> Wei
         return _of_checkpoint(path, metric)
     if (path / RECIPE).is_file():
         return _of_speechbrain(path)
-    if (path / _WEIGHTS).is_file() and _config(path).get("format") == _BUNDLE:
-        return WeightSource(f"the bundle {path}", {"": path / _WEIGHTS})
-    raise _no_source(path)
+    if _config(path).get("format") != _BUNDLE:
+        raise SbkitError(f"init_from: {path} is nothing that a run can start from", hint=f"name {KINDS}")
+    if not (path / _WEIGHTS).is_file():
+        raise SbkitError(f"init_from: the bundle {path} has only graphs, and no weights that can be trained",
+                         hint="name the run that it was exported from, or a bundle in SpeechBrain's format")
+    return WeightSource(f"the bundle {path}", {"": path / _WEIGHTS})
 
 
 def _run_of(path: Path) -> Path | None:
@@ -272,15 +275,6 @@ def refuse_choice(path: Path, checkpoint: str, mean_of: int) -> None:
         if asked != default:
             raise SbkitError(f"{key}: {asked} selects a run's checkpoints, but init_from is {path}, which is no run",
                              hint=f"name the folder of the run, or leave {key} out")
-
-
-def _no_source(folder: Path) -> SbkitError:
-    """The error for a folder that no run can start from."""
-    config = _config(folder)
-    if config.get("format") == _BUNDLE:
-        return SbkitError(f"init_from: the bundle {folder} has only graphs, and no weights that can be trained",
-                          hint="name the run that it was exported from, or a bundle in SpeechBrain's format")
-    return SbkitError(f"init_from: {folder} is nothing that a run can start from", hint=f"name {KINDS}")
 
 
 def _config(folder: Path) -> dict[str, Any]:
