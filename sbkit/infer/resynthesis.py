@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from sbkit.codes import CodedUtterance, Codes
-from sbkit.codes.reading import MANIFEST
+from sbkit.codes.shards import MANIFEST
 from sbkit.data import publish
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError

@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from sbkit.codes import Codes, check_place, writing
-from sbkit.codes.reading import MANIFEST
-from sbkit.codes.shards import CodesWriter, UnstorableUtterance
+from sbkit.codes.shards import MANIFEST, CodesWriter, UnstorableUtterance
 from sbkit.data import exclusions
 from sbkit.data.audio import AudioError, read_utterance
 from sbkit.data.corpus import Corpus

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from sbkit.codes import Books, CodedUtterance, Codes, InvalidCode, writing
-from sbkit.codes.reading import MANIFEST
-from sbkit.codes.shards import UnstorableUtterance
+from sbkit.codes.shards import MANIFEST, UnstorableUtterance
 from sbkit.errors import SbkitError
 from sbkit.system import disk
 
