@@ -1,4 +1,4 @@
-"""What tests of all tasks that generate audio share: sample clips to listen to, measures, and timing."""
+"""What tasks that generate audio share: the check of their parts, and a test's measures, sample clips and results."""
 
 from __future__ import annotations
 
@@ -10,22 +10,54 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import soundfile
 import torch
 from speechbrain.core import Stage
 
+from sbkit.data.manifest import Manifest
+from sbkit.recipe.build import Built
+from sbkit.recipe.source import Findings
+from sbkit.score.rates import ErrorRates
+from sbkit.score.results import Player, Results, SoundSample
+from sbkit.score.significance import interval
 from sbkit.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 
 #: Clips to listen to in a report: this many at random, and this many of the worst.
 SAMPLES = 10
+#: Where the clips to listen to are written, below the results.
+SOUNDS = "sounds"
 #: What to install for each measure.
 _FROM = {"pystoi": "'sbkit[speech]'", "pesq": "pesq"}
 Row = Any  # of a test: a task's own NamedTuple, with id, reference, and sound (int16, of clips that are kept)
+
+
+class Fit(NamedTuple):
+    """A size of a part, and what it has to be."""
+
+    key: str
+    argument: str
+    found: int
+    expected: int
+    why: str
+
+
+def all_fit(numbers: Sequence[Fit], built: Built, findings: Findings) -> bool:
+    """Report the sizes that don't match those of other parts; returns whether all match."""
+    wrong = [fit for fit in numbers if fit.found != fit.expected]
+    for fit in wrong:
+        node = built.nodes[fit.key]
+        findings.error("shape-mismatch", node.place_of(fit.argument), node.key_of(fit.argument),
+                       f"it is {fit.found}, but {fit.why.format(fit.expected)}",
+                       "refer to one key of the recipe in both places")
+    return not wrong
 
 
 def stoi(reference: np.ndarray, output: np.ndarray, sample_rate: int) -> float | None:
@@ -107,14 +139,104 @@ class SpeechTask(Task):
         _wait(device)
         self.batch_seconds = time.perf_counter() - began
 
-    def transcripts(self, recordings: Sequence[np.ndarray],
-                    outputs: Sequence[np.ndarray]) -> Iterable[tuple[str | None, str | None]]:
-        """Transcribe recordings and the output for each; None without a recogniser."""
-        count = len(outputs)
+    def test_rows(self, rows: Sequence[Row], recordings: Sequence[np.ndarray],
+                  outputs: Sequence[np.ndarray]) -> list[Row]:
+        """Add to the rows of a test batch the time for each output, transcripts, and the sounds of clips to keep."""
+        samples, count = sum(map(len, outputs)), len(rows)
         texts = [None] * 2 * count if self.transcribe is None else self.transcribe([*recordings, *outputs])
-        return zip(texts[:count], texts[count:], strict=True)
+        return [row._replace(seconds=self.batch_seconds * len(output) / samples, recording_transcript=of_recording,
+                             output_transcript=of_output, sound=self.clips.keep(row.id, output))
+                for row, output, of_recording, of_output in zip(rows, outputs, texts[:count], texts[count:],
+                                                                strict=True)]
 
 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@dataclass
+class SoundResults(Results):
+    """Results of a test whose rows have sound, and error rates of those that have a text."""
+
+    sample_rate: int = field(kw_only=True)
+    before: ErrorRates | None = None
+    """Of the recordings; None without a recogniser."""
+    after: ErrorRates | None = None
+    """Of the output."""
+    rows: Sequence[Row] = ()
+    #: What generated the sound, as the report calls it.
+    maker: ClassVar[str]
+
+    def add_word_rates(self) -> None:
+        """Compute the error rates, if there are transcripts."""
+        self.before, self.after = (word_rates(self.rows, f"{name}_transcript") for name in ("recording", "output"))
+        if self.before is not None and self.after is not None:
+            self.stats |= {"WER": self.after.rate, "WER_of_recordings": self.before.rate}
+
+    def remark(self, row: Row) -> str:
+        """Return what was measured of a clip."""
+        return str(row.id)
+
+    def sounds(self, row: Row) -> Mapping[str, np.ndarray]:
+        """Return the sounds of a clip by their labels; if there is only one, the report adds the recording."""
+        return {self.maker: row.sound}
+
+    def intervals(self) -> dict[str, Any]:
+        """Return the intervals of both error rates, if they were measured."""
+        if self.before is None or self.after is None:
+            return {}
+        return {"WER_interval": interval(self.after), "WER_of_recordings_interval": interval(self.before)}
+
+    def figures(self, name: str) -> Mapping[str, float]:
+        found = super().figures(name)
+        return {f"of the {self.maker}'s output": value for value in found.values()} if name == "WER" else found
+
+    def files(self, of: str = "") -> list[str]:
+        return [*super().files(of), self._subfolder(of)]
+
+    def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
+        """Write the numbers, and the sounds of a few utterances."""
+        kept = {row.id: row for row in self.rows if row.sound is not None}
+        drawn = sorted(sorted(kept, key=random_order)[:SAMPLES])
+        worst = [] if self.estimate is None else [self.estimate.ids[i] for i in self.estimate.worst()[:SAMPLES]]
+        if not kept.keys() >= set(worst):  # this task keeps only random clips
+            worst = []
+        subfolder, place = Path(self._subfolder(of)), {name: i for i, name in enumerate(manifest.ids)}
+        (folder / subfolder).mkdir(parents=True, exist_ok=True)
+        players = {}
+        for number, name in enumerate(dict.fromkeys([*drawn, *worst]), 1):
+            row = kept[name]
+            sounds, recording = self.sounds(row), manifest.row(place[name])
+            samples = [] if len(sounds) > 1 else [
+                SoundSample("recording", recording.wav, recording.start, recording.duration)]
+            for label, sound in sounds.items():
+                path = subfolder / (f"{number:02}-{label}.flac" if len(sounds) > 1 else f"{number:02}.flac")
+                soundfile.write(folder / path, sound, self.sample_rate)
+                samples.append(SoundSample(label, str(path), 0.0, len(sound) / self.sample_rate))
+            players[name] = Player(row.reference or name, self.remark(row), samples)
+        self.players = [players[name] for name in drawn]
+        self.players += [replace(players[name], among_worst=True) for name in worst]
+        super().write(folder, manifest, of)
+
+    def error_rate_rows(self) -> list[list[str]]:
+        """Return rows of a table with the error rates that were measured."""
+        return [[name, f"{rates.rate:.2f} %", "{}; 95 % interval {:.2f} to {:.2f}".format(what, *interval(rates))]
+                for name, what, rates in (("WER", f"of the {self.maker}'s output", self.after),
+                                          ("WER of the recordings", "by the same recogniser", self.before))
+                if rates is not None]
+
+    @staticmethod
+    def _subfolder(of: str) -> str:
+        return f"{of}_{SOUNDS}" if of else SOUNDS
+
+
+def word_rates(rows: Sequence[Row], name: str) -> ErrorRates | None:
+    """Compute error rates of one of the rows' transcripts, over those with a text; None if there are none."""
+    scored = [(row.id, row.reference, getattr(row, name)) for row in rows
+              if row.reference.split() and getattr(row, name) is not None]
+    if not scored:
+        return None
+    rates = ErrorRates("word")
+    rates.add(*zip(*scored, strict=True))
+    return rates

@@ -11,8 +11,7 @@ import numpy as np
 
 from sbkit.score.results import Table
 from sbkit.system.console import counted
-from sbkit.tasks.generation import measure_of
-from sbkit.tasks.sound_results import SoundResults, word_rates
+from sbkit.tasks.generation import SoundResults, measure_of
 
 
 class CodecRow(NamedTuple):
@@ -87,15 +86,13 @@ class CodecResults(SoundResults):
     @classmethod
     def of(cls, rows: Sequence[CodecRow], loss: float, unread: Mapping[str, str], books: CodecFacts) -> CodecResults:
         """Compute the results of a test from its rows."""
-        stats = {"loss": loss, **measures(rows, books)}
-        before, after = word_rates(rows, "recording_transcript"), word_rates(rows, "output_transcript")
-        if before is not None and after is not None:
-            stats |= {"WER": after.rate, "WER_of_recordings": before.rate}
+        found = cls({"loss": loss, **measures(rows, books)}, len(rows), dict(unread), sample_rate=books.sample_rate,
+                    rows=rows, books=books)
+        found.add_word_rates()
         computing = sum(row.seconds or 0.0 for row in rows)
         seconds = sum(row.samples for row in rows) / books.sample_rate
-        stats |= {"bit_rate": books.bit_rate, "coding_real_time_factor": computing / seconds if seconds else math.nan}
-        found = cls(stats, len(rows), dict(unread), sample_rate=books.sample_rate, before=before, after=after,
-                    rows=rows, books=books)
+        found.stats |= {"bit_rate": books.bit_rate,
+                        "coding_real_time_factor": computing / seconds if seconds else math.nan}
         found.tables = [found._measured(), found._books(), found._worst()]
         return found
 

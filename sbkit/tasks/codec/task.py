@@ -20,8 +20,7 @@ from sbkit.recipe.choices import COUNT, Range
 from sbkit.recipe.keys import Problem, key
 from sbkit.recipe.source import Findings
 from sbkit.tasks.codec.results import CodecFacts, CodecResults, CodecRow, measures, pesq
-from sbkit.tasks.fit import Fit, all_fit
-from sbkit.tasks.generation import SpeechTask, drop_other_sounds, stoi
+from sbkit.tasks.generation import Fit, SpeechTask, all_fit, drop_other_sounds, stoi
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.task import Metric
 from sbkit.train.step import Loss
@@ -169,12 +168,9 @@ class Codec(SpeechTask):
             return rows
         recordings, decoded = ([wave[:row.samples] for row, wave in zip(rows, waves.cpu().numpy(), strict=True)]
                                for waves in (batch.signals, sound))
-        rate, whole = self.keys.sample_rate, sum(map(len, decoded))
-        return [row._replace(seconds=self.batch_seconds * row.samples / whole, stoi=stoi(before, after, rate),
-                             pesq=pesq(before, after, rate), recording_transcript=of_recording,
-                             output_transcript=of_output, sound=self.clips.keep(row.id, after))
-                for row, before, after, (of_recording, of_output) in zip(
-                    rows, recordings, decoded, self.transcripts(recordings, decoded), strict=True)]
+        rate = self.keys.sample_rate
+        return [row._replace(stoi=stoi(before, after, rate), pesq=pesq(before, after, rate)) for row, before, after in
+                zip(self.test_rows(rows, recordings, decoded), recordings, decoded, strict=True)]
 
     def stats(self, rows: Sequence[CodecRow]) -> dict[str, float]:
         """Compute the mel distance and the use of the codebooks."""

@@ -18,9 +18,8 @@ from sbkit.recipe.choices import Range
 from sbkit.recipe.keys import key
 from sbkit.score.results import Table
 from sbkit.system.console import counted
-from sbkit.tasks.generation import ClipSampler, drop_other_sounds, stoi
+from sbkit.tasks.generation import ClipSampler, SoundResults, drop_other_sounds, stoi
 from sbkit.tasks.keys import TaskKeys
-from sbkit.tasks.sound_results import SoundResults
 from sbkit.tasks.task import Metric, Task
 from sbkit.train.step import Loss
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from sbkit.score.results import Table
 from sbkit.system.console import counted
-from sbkit.tasks.sound_results import SoundResults, word_rates
+from sbkit.tasks.generation import SoundResults, word_rates
 
 #: Texts in the table of those with the most errors.
 WORST = 12
@@ -51,13 +51,11 @@ class VoiceResults(SoundResults):
     def of(cls, rows: Sequence[SpokenRow], loss: float, unread: Mapping[str, str], sample_rate: int) -> VoiceResults:
         """Compute the results of a test from its rows."""
         stats = {"loss": loss, **known} if (known := measures(rows)) else {}  # without labels there is no loss
-        before, after = word_rates(rows, "recording_transcript"), word_rates(rows, "output_transcript")
-        if before is not None and after is not None:
-            stats |= {"WER": after.rate, "WER_of_recordings": before.rate}
+        found = cls(stats, len(rows), dict(unread), sample_rate=sample_rate, rows=rows)
+        found.add_word_rates()
         spoken = sum(row.spoken for row in rows)
-        stats["real_time_factor"] = sum(row.seconds for row in rows) / spoken if spoken else math.nan
-        found = cls(stats, len(rows), dict(unread), sample_rate=sample_rate, before=before, after=after, rows=rows)
-        found.tables = [found._measured(), *([found._worst()] if after is not None else [])]
+        found.stats["real_time_factor"] = sum(row.seconds for row in rows) / spoken if spoken else math.nan
+        found.tables = [found._measured(), *([found._worst()] if found.after is not None else [])]
         return found
 
     def headline(self) -> str:

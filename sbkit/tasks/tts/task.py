@@ -24,8 +24,7 @@ from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import Trace
 from sbkit.runs.keys import Bundles
-from sbkit.tasks.fit import Fit, all_fit
-from sbkit.tasks.generation import SpeechTask, drop_other_sounds
+from sbkit.tasks.generation import Fit, SpeechTask, all_fit, drop_other_sounds
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.task import Metric
 from sbkit.tasks.tts import labels
@@ -230,12 +229,8 @@ class TTS(SpeechTask):
         recordings, spoken = (
             [wave[:size] for wave, size in zip(waves.cpu().numpy(), sizes.tolist(), strict=True)]
             for waves, sizes in ((batch.signals, batch.signal_lengths), (outputs.sound, outputs.samples)))
-        whole = sum(map(len, spoken))
-        return [row._replace(spoken=len(sound) / rate, seconds=self.batch_seconds * len(sound) / whole,
-                             recording_transcript=of_recording, output_transcript=of_output,
-                             sound=self.clips.keep(row.id, sound))
-                for row, sound, (of_recording, of_output) in zip(
-                    rows, spoken, self.transcripts(recordings, spoken), strict=True)]
+        return [row._replace(spoken=len(sound) / rate) for row, sound in
+                zip(self.test_rows(rows, recordings, spoken), spoken, strict=True)]
 
     def stats(self, rows: Sequence[SpokenRow]) -> dict[str, float]:
         """Compute the share of right choices, and the error of durations."""
