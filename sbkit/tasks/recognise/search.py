@@ -150,38 +150,71 @@ class SearchingTask(DecodingTask):
                 self.rows.append(TranscribedUtterance(name, text, best.text, best.confidence, nbest_entries(nbest)))
 
     def take_search(self, request: EvaluateRequest) -> None:
-        self.decoder = build(request, self)
+        """Build and load the search of an ``EvaluateRequest``, by default the recipe's own."""
+        if request.joint:
+            raise SbkitError(f"{type(self).__name__} has no attention decoder, so it can't use --joint",
+                             hint="leave it out")
+        if request.ctc_weight is not None:
+            raise SbkitError("--ctc-weight is for the search with CTC and the attention decoder", hint="add --joint")
+        if not request.lm and (request.tune_lm or request.lm_weight is not None):
+            raise SbkitError("there is no language model to weight", hint="name one: --lm FILE.arpa (see sbkit lm)")
+        search, keys = self.keys.decoder, self.keys
+        if given := options(request, keys):
+            search = self.Search(keys.tokenizer, blank_id=keys.blank_index, **given)
+        if search is not None:
+            self.prepare_search(search)
+        self.decoder = search.load() if isinstance(search, TokenSearch) else search
 
     def tune_search(self, manifest: Manifest, evaluate: Callable[[Manifest], object]) -> dict[str, Any]:
+        """Set the weights of the search that give the fewest errors on dev; returns facts for result.json."""
+        search, manifest = self.decoder, tuning_subset(manifest)
         live, self.live = self.live, None  # tuning only needs final transcripts, with chunks of the first size
+        self.decoder = recorder = Recorder(search, self.greedy)
         try:
-            return tune(self, manifest, evaluate)
+            evaluate(manifest)
         finally:
-            self.live = live
+            self.decoder, self.live = search, live
+        with search_processes(search, len(recorder)):
+            tuned = best_weights(recorder, self.rows)
+        search.weights = tuned.weights
+        if ranks.is_main():
+            print(f"tuned on {len(manifest)} utterances of dev: --lm-weight {tuned.weights.lm:g} --word-score "
+                  f"{tuned.weights.word:g} (WER {tuned.rate:.2f} %, greedy {tuned.greedy:.2f} %)")
+        return {"tuned_on": len(manifest), "dev_WER": tuned.rate, "dev_WER_greedy": tuned.greedy}
 
-    def searching(self) -> contextlib.AbstractContextManager[object]:
-        return search_all_at_end(self) if self.live is None else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def searching(self) -> Iterator[None]:
+        """Context in which a search that ``keeps_events`` only records its inputs; at its end it searches all
+        utterances and updates the rows.
+
+        Searching many utterances at once is faster, and can use several processes.
+        """
+        search = self.decoder
+        if self.live is not None or not isinstance(search, TokenSearch) or not search.keeps_events:
+            yield
+            return
+        self.decoder = recorder = Recorder(search, self.greedy)
+        try:
+            yield
+        finally:
+            self.decoder = search
+        with search_processes(search, len(recorder)):
+            hypotheses = search.search(search.join(recorder.batches))
+        self.rows = [
+            row._replace(hypothesis=nbest[0].text, confidence=nbest[0].confidence, nbest=nbest_entries(nbest))
+            for row, nbest in zip(self.rows, hypotheses, strict=True)]
 
     def search_facts(self) -> dict[str, Any]:
-        return {} if self.decoder is None else describe(self.decoder)
-
-
-def build(request: EvaluateRequest, brain: SearchingTask) -> Any:  # a TokenSearch, or a recipe's own
-    """Build and load the search of an ``EvaluateRequest``, by default the recipe's own."""
-    if request.joint:
-        raise SbkitError(f"{type(brain).__name__} has no attention decoder, so it can't use --joint",
-                         hint="leave it out")
-    if request.ctc_weight is not None:
-        raise SbkitError("--ctc-weight is for the search with CTC and the attention decoder", hint="add --joint")
-    if not request.lm and (request.tune_lm or request.lm_weight is not None):
-        raise SbkitError("there is no language model to weight", hint="name one: --lm FILE.arpa (see sbkit lm)")
-    search, keys = brain.keys.decoder, brain.keys
-    if given := options(request, keys):
-        search = brain.Search(keys.tokenizer, blank_id=keys.blank_index, **given)
-    if search is None:
-        return None
-    brain.prepare_search(search)
-    return search.load() if isinstance(search, TokenSearch) else search
+        search = self.decoder
+        if search is None:
+            return {}
+        if isinstance(search, JointSearch):
+            return {"joint": True, "ctc_weight": search.ctc_weight, "beam": search.beam}
+        if not isinstance(search, TokenSearch):
+            return {"class": type(search).__name__}
+        weights = search.weights
+        return {"lm": None if search.lm is None else str(search.lm), "lm_weight": weights.lm,
+                "word_score": weights.word, "beam": search.beam, "hot_words": search.hot_words.boosts}
 
 
 def options(request: EvaluateRequest, keys: EncoderKeys) -> dict[str, Any]:
@@ -203,55 +236,6 @@ def _normalised(phrases: Mapping[str, float], rules: Callable[[str], str]) -> di
                              hint="write words as they are spoken")
         normalised[text] = max(boost, normalised.get(text, boost))
     return normalised
-
-
-def describe(search: object) -> dict[str, Any]:
-    """Describe a search for result.json."""
-    if isinstance(search, JointSearch):
-        return {"joint": True, "ctc_weight": search.ctc_weight, "beam": search.beam}
-    if not isinstance(search, TokenSearch):
-        return {"class": type(search).__name__}
-    weights = search.weights
-    return {"lm": None if search.lm is None else str(search.lm), "lm_weight": weights.lm, "word_score": weights.word,
-            "beam": search.beam, "hot_words": search.hot_words.boosts}
-
-
-def tune(brain: SearchingTask, manifest: Manifest, evaluate: Callable[[Manifest], object]) -> dict[str, Any]:
-    """Set the weights of the brain's search that give the fewest errors on dev; returns facts for result.json."""
-    search = brain.decoder
-    manifest = tuning_subset(manifest)
-    brain.decoder = recorder = Recorder(search, brain.greedy)
-    evaluate(manifest)
-    with search_processes(search, len(recorder)):
-        tuned = best_weights(recorder, brain.rows)
-    search.weights = tuned.weights
-    brain.decoder = search
-    if ranks.is_main():
-        print(f"tuned on {len(manifest)} utterances of dev: --lm-weight {tuned.weights.lm:g} --word-score "
-              f"{tuned.weights.word:g} (WER {tuned.rate:.2f} %, greedy {tuned.greedy:.2f} %)")
-    return {"tuned_on": len(manifest), "dev_WER": tuned.rate, "dev_WER_greedy": tuned.greedy}
-
-
-@contextlib.contextmanager
-def search_all_at_end(brain: SearchingTask) -> Iterator[None]:
-    """Context in which a search that ``keeps_events`` only records its inputs; at its end it searches all utterances
-    and updates the brain's rows.
-
-    Searching many utterances at once is faster, and can use several processes.
-    """
-    search = brain.decoder
-    if not isinstance(search, TokenSearch) or not search.keeps_events:
-        yield
-        return
-    brain.decoder = recorder = Recorder(search, brain.greedy)
-    try:
-        yield
-    finally:
-        brain.decoder = search
-    with search_processes(search, len(recorder)):
-        hypotheses = search.search(search.join(recorder.batches))
-    brain.rows = [row._replace(hypothesis=nbest[0].text, confidence=nbest[0].confidence, nbest=nbest_entries(nbest))
-                  for row, nbest in zip(brain.rows, hypotheses, strict=True)]
 
 
 @contextlib.contextmanager

@@ -38,8 +38,8 @@ def test_what_is_searched_at_the_end_is_what_each_batch_would_have_given(arpa):
                 torch.full((size,), 9)) for size in (2, 1, 3)]
     search = BeamSearch(Tokens(PIECES), lm=arpa, nbest=2)
     expected = [several for batch in batches for several in search.decode(*batch)]
-    brain = SimpleNamespace(decoder=search, rows=[], greedy=greedy)
-    with search_asked.search_all_at_end(brain):
+    brain = SimpleNamespace(decoder=search, rows=[], greedy=greedy, live=None)
+    with search_asked.SearchingTask.searching(brain):
         for log_probs, lengths in batches:
             brain.rows += [TranscribedUtterance("id", "a", several[0].text)
                            for several in brain.decoder.decode(log_probs, lengths)]
