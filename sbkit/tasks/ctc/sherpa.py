@@ -33,7 +33,7 @@ from sbkit.tasks.ctc import readme
 from sbkit.tasks.recognise.graph import Graph, reference
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.sherpa_stream import SAMPLE_RATE, SherpaStream, imported
-from sbkit.tasks.recognise.streams import Compare
+from sbkit.tasks.recognise.streaming_graph import Compare
 
 if TYPE_CHECKING:
     from sherpa_onnx import OfflineRecognizer, OnlineRecognizer

@@ -25,7 +25,7 @@ from sbkit.tasks.recognise.duration_limit import longest_seconds
 from sbkit.tasks.recognise.graph import Graph, trace
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.recognizer import Recognizer
-from sbkit.tasks.recognise.streams import Streams
+from sbkit.tasks.recognise.streaming_graph import Streams
 
 logger = logging.getLogger(__name__)
 

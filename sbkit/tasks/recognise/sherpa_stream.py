@@ -32,8 +32,7 @@ from sbkit.nn.streaming.layers import EncoderState
 from sbkit.system.environment import version_of
 from sbkit.tasks.recognise.graph import reference
 from sbkit.tasks.recognise.recognizer import Recognizer
-from sbkit.tasks.recognise.streaming_graph import StreamingGraph
-from sbkit.tasks.recognise.streams import Compare
+from sbkit.tasks.recognise.streaming_graph import Compare, StreamingGraph
 
 if TYPE_CHECKING:
     from sherpa_onnx import OnlineRecognizer

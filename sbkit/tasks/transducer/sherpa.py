@@ -21,7 +21,7 @@ from sbkit.export.vocabulary import write_tokens
 from sbkit.nn.transducer import TransducerHead
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.sherpa_stream import SherpaStream, imported
-from sbkit.tasks.recognise.streams import Compare
+from sbkit.tasks.recognise.streaming_graph import Compare
 from sbkit.tasks.transducer import readme
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from sbkit.export import clips, layout, source
 from sbkit.export.layout import Config
 from sbkit.export.runners import open_runner
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.tasks.recognise import sherpa_stream, streams
+from sbkit.tasks.recognise import sherpa_stream, streaming_graph
 
 pytestmark = pytest.mark.slow  # an export takes some seconds
 
@@ -61,8 +61,8 @@ def signals():
 def scores(made, signal, chunk=16):
     """The log-probabilities of the windows that sherpa-onnx uses, by the bundle's own streaming graph."""
     config, tail = Config.read(made), 640 * chunk
-    found, = streams.run(open_runner(layout.ONNX, made / "stream.onnx"), config, chunk,
-                         [np.concatenate([signal, np.zeros(tail, np.float32)])])
+    found, = streaming_graph.run(open_runner(layout.ONNX, made / "stream.onnx"), config, chunk,
+                                 [np.concatenate([signal, np.zeros(tail, np.float32)])])
     behind = (len(signal) + tail + 80) // 160 - 1 - 4 * chunk
     moves = chunk - config.streaming.ahead
     return found[: (behind // (4 * moves) + 1) * moves]

@@ -14,8 +14,7 @@ from sbkit.export.runners import open_runner
 from sbkit.nn.chunks import Chunks
 from sbkit.nn.kaldi import FilterBank
 from sbkit.tasks.recognise.graph import reference
-from sbkit.tasks.recognise.streaming_graph import INPUTS, StreamingGraph, outputs
-from sbkit.tasks.recognise.streams import run
+from sbkit.tasks.recognise.streaming_graph import INPUTS, StreamingGraph, outputs, run
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import Config
 from sbkit.export.runners import open_runner
 from sbkit.export.windows import Windows
-from sbkit.tasks.recognise import streams
+from sbkit.tasks.recognise import streaming_graph
 from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 
 pytestmark = pytest.mark.slow  # each export takes some seconds
@@ -79,10 +79,10 @@ def test_its_readme_shows_how_to_run_it_without_sbkit(made, monkeypatch, tmp_pat
 def test_layers_that_compute_something_else_by_steps_are_refused(shared):
     recognizer = source.open_run(shared.run).exported.recognizer
     signal = 0.1 * torch.randn(60_000, generator=torch.Generator().manual_seed(1))
-    streams.check_steps(recognizer, signal)
+    streaming_graph.check_steps(recognizer, signal)
     recognizer.encoder.encoder.layers[0].register_forward_hook(lambda layer, given, out: (out[0].roll(1, -1), out[1]))
     with pytest.raises(SbkitError, match="outputs on a stream, step by step, differ"):
-        streams.check_steps(recognizer, signal)
+        streaming_graph.check_steps(recognizer, signal)
 
 
 def test_parity_is_of_every_format_and_chunk(made):
@@ -108,7 +108,7 @@ def test_a_format_of_it_that_does_something_else_keeps_all_from_being_published(
 
         return other
 
-    monkeypatch.setattr(streams, "open_runner", spoiled)
+    monkeypatch.setattr(streaming_graph, "open_runner", spoiled)
     with pytest.raises(SbkitError, match=r"nothing was published:\n  stream, 320 ms, onnx: log-probabilities differ"):
         export(ExportRequest(shared.run, tmp_path / "b", formats=["onnx"], clips=2))
     assert list(tmp_path.iterdir()) == []
