@@ -65,13 +65,13 @@ def path_of(norm: GlobalNorm) -> Path:
     return norm.folder / FILE
 
 
-def prepare(norm: GlobalNorm, settings: FeatureSettings, manifest: Manifest, show: bool = True) -> None:
+def prepare(norm: GlobalNorm, settings: FeatureSettings, manifest: Manifest) -> None:
     """Compute the statistics of a training split, unless the file already has them."""
     fingerprint = _fingerprint(settings, manifest)
     if _stored(norm).get("fingerprint") == fingerprint:
         logger.info("%s: already computed from this corpus", path_of(norm))
         return
-    found = compute(settings, manifest, show=show)
+    found = compute(settings, manifest)
     facts = {"fingerprint": fingerprint, "utterances": len(manifest) - found.left_out, "left_out": found.left_out,
              "frames": found.frames, "mean": found.mean.tolist(), "deviation": found.deviation.tolist()}
     with atomic_write(path_of(norm)) as file:
@@ -90,8 +90,7 @@ def load(norm: GlobalNorm) -> None:
     norm.set_statistics(mean, deviation)
 
 
-def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None = None,
-            show: bool = True) -> Statistics:
+def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None = None) -> Statistics:
     """Compute the statistics of all readable utterances of a manifest.
 
     workers : number of processes; None: one for each core if that pays off; 0: the current process
@@ -106,7 +105,7 @@ def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None =
     with _one_thread(), plain_worker_errors():
         with starting_workers() if workers else contextlib.nullcontext():
             results = iter(loader)
-        for each in progress(results, what="statistics of features", total=len(manifest), unit="utterance", show=show):
+        for each in progress(results, what="statistics of features", total=len(manifest), unit="utterance"):
             if isinstance(each, str):
                 unread += 1
                 if unread <= _MAX_LOGGED:

@@ -91,7 +91,6 @@ class MixtureParts:
 
     @mark_as_loader
     def _load(self, path: str | PathLike[str], end_of_epoch: bool) -> None:
-        del end_of_epoch
         self._hours = json.loads(Path(path).read_text(encoding="utf-8"))
 
 

@@ -105,7 +105,6 @@ class Task(Brain):
 
         Returns the keys whose values follow from the corpus; the recipe is then loaded again with them.
         """
-        del keys, manifests, given
         return {}
 
     @classmethod
@@ -118,7 +117,6 @@ class Task(Brain):
     @classmethod
     def is_prepared(cls, keys: OwnKeys) -> bool:
         """Whether the results of ``prepare`` exist already."""
-        del keys
         return True
 
     @classmethod
@@ -127,7 +125,6 @@ class Task(Brain):
 
         Any object with ``encode(text) -> list[int]`` that can be pickled will do: the processes that read audio use it.
         """
-        del keys
         return None
 
     @classmethod
@@ -138,7 +135,6 @@ class Task(Brain):
     @classmethod
     def check_parts(cls, keys: OwnKeys, built: Built, findings: Findings) -> bool:
         """Check the built recipe before a batch is sent through; False if none can be."""
-        del keys, built, findings
         return True
 
     @classmethod
@@ -160,7 +156,6 @@ class Task(Brain):
 
         nodes : where the recipe's keys are written; while a run starts, only the recipe's file
         """
-        del keys, manifests, findings, nodes
         return None
 
     def describe(self) -> tuple[list[str], dict[str, Any]]:
@@ -202,7 +197,6 @@ class Task(Brain):
 
     def stand_in_labels(self, shape: tuple[int, int], noise: bool) -> torch.Tensor:
         """Return valid labels of this shape for a stand-in batch."""
-        del noise
         return torch.ones(shape, dtype=torch.long)
 
     def begin_run(self, texts: Sequence[str], steps: int) -> None:
@@ -274,7 +268,6 @@ class Task(Brain):
 
     def stats(self, rows: Sequence[Any]) -> dict[str, float]:
         """Compute the statistics of a validation or test, the metric among them unless that is the loss."""
-        del rows
         return {}
 
     def results(self, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Results:
@@ -385,7 +378,6 @@ class Task(Brain):
 
         run : the run's folder
         """
-        del run
         return None
 
     # ------------------------------------------------------------ logs and checkpoints

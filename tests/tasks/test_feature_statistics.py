@@ -40,7 +40,7 @@ def frames_of(manifest, features):
 
 @pytest.mark.parametrize("features", [FilterBank(n_mels=8, snip_edges=False), Fbank(n_mels=8)])
 def test_they_are_those_of_all_frames_of_all_utterances(manifest, features):
-    found = statistics.compute(front(features), manifest, show=False)
+    found = statistics.compute(front(features), manifest)
     frames = frames_of(manifest, features)
     assert (found.frames, found.left_out) == (len(frames), 0)
     np.testing.assert_allclose(found.mean, frames.mean(0), rtol=1e-9)
@@ -49,7 +49,7 @@ def test_they_are_those_of_all_frames_of_all_utterances(manifest, features):
 
 def test_the_number_of_processes_changes_no_bit(manifest):
     threads = torch.get_num_threads()
-    alone, shared = (statistics.compute(front(), manifest, workers=workers, show=False) for workers in (0, 2))
+    alone, shared = (statistics.compute(front(), manifest, workers=workers) for workers in (0, 2))
     assert alone.mean.tolist() == shared.mean.tolist() and alone.deviation.tolist() == shared.deviation.tolist()
     assert torch.get_num_threads() == threads
 
@@ -72,33 +72,33 @@ def test_a_run_computes_them_once(manifest, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("other", ["corpus", "features", "file"])
 def test_what_they_depend_on_has_them_computed_again(manifest, tmp_path, other):
     norm = GlobalNorm(8, tmp_path)
-    statistics.prepare(norm, front(), manifest, show=False)
+    statistics.prepare(norm, front(), manifest)
     before = json.loads(statistics.path_of(norm).read_text())
     if other == "file":
         statistics.path_of(norm).write_text('{"fingerprint": ')
     features = FilterBank(n_mels=8, snip_edges=False, remove_dc=False) if other == "features" else None
-    statistics.prepare(norm, front(features), manifest.select(range(6)) if other == "corpus" else manifest, show=False)
+    statistics.prepare(norm, front(features), manifest.select(range(6)) if other == "corpus" else manifest)
     after = json.loads(statistics.path_of(norm).read_text())
     assert (after == before) == (other == "file")
 
 
 def test_a_corpus_that_moved_is_the_same(manifest, tmp_path, monkeypatch):
     norm = GlobalNorm(8, tmp_path)
-    statistics.prepare(norm, front(), manifest, show=False)
+    statistics.prepare(norm, front(), manifest)
     monkeypatch.setattr(statistics, "compute", None)
-    statistics.prepare(norm, front(), manifest.replace(wavs=[f"/moved/{i}.wav" for i in range(COUNT)]), show=False)
+    statistics.prepare(norm, front(), manifest.replace(wavs=[f"/moved/{i}.wav" for i in range(COUNT)]))
 
 
 def test_damaged_recordings_are_named_and_left_out(manifest, tmp_path, caplog):
     (tmp_path / "bad.wav").write_bytes(b"RIFF")
     wavs = list(manifest.wavs)
     wavs[3] = str(tmp_path / "bad.wav")
-    found = statistics.compute(front(), manifest.replace(wavs=wavs), show=False)
-    rest = statistics.compute(front(), manifest.select([i for i in range(COUNT) if i != 3]), show=False)
+    found = statistics.compute(front(), manifest.replace(wavs=wavs))
+    rest = statistics.compute(front(), manifest.select([i for i in range(COUNT) if i != 3]))
     assert found.left_out == 1 and "u3" in caplog.text and "bad.wav" in caplog.text
     assert found.mean.tolist() == rest.mean.tolist() and found.frames == rest.frames
     with pytest.raises(SbkitError, match="no frame"):
-        statistics.compute(front(), manifest.replace(wavs=[wavs[3]] * COUNT), show=False)
+        statistics.compute(front(), manifest.replace(wavs=[wavs[3]] * COUNT))
 
 
 class WithConstant(torch.nn.Module):
@@ -111,13 +111,13 @@ class WithConstant(torch.nn.Module):
 
 def test_a_constant_feature_becomes_zero(manifest, tmp_path):
     norm = GlobalNorm(2, tmp_path)
-    statistics.prepare(norm, front(WithConstant()), manifest, show=False)
+    statistics.prepare(norm, front(WithConstant()), manifest)
     statistics.load(norm)
     normed = norm(WithConstant()(torch.randn(1, 1_600)))
     assert normed.isfinite().all() and normed[..., 1].abs().max() < 1e-5
 
 
 def test_statistics_of_another_width_are_refused(manifest, tmp_path):
-    statistics.prepare(GlobalNorm(8, tmp_path), front(), manifest, show=False)
+    statistics.prepare(GlobalNorm(8, tmp_path), front(), manifest)
     with pytest.raises(SbkitError, match="8 features, but the recipe's normalize has 80"):
         statistics.load(GlobalNorm(80, tmp_path))

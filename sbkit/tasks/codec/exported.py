@@ -129,7 +129,6 @@ class ExportedCodec(Exported):
         return (DecoderGraph(self.coder),)
 
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.CodecConfig:
-        del clips
         return layout.CodecConfig(
             sample_rate=self.sample_rate, min_samples=graph.min_samples(program), codec=fingerprint(self.coder),
             books=list(self.coder.quantiser.sizes), stride=self.coder.stride, context=reach(self.coder))
@@ -140,7 +139,6 @@ class ExportedCodec(Exported):
                   {"codec": config.codec, "definition": json.dumps(self.coder.definition())})
 
     def comparison(self, clips: ComparisonClips, config: layout.CodecConfig, folder: Path) -> CodesComparison:
-        del folder
         return CodesComparison(clips, self.reference(config), config.sample_rate)
 
     def readme(self, name: str, config: layout.CodecConfig, comparison: Comparison,

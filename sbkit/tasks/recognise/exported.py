@@ -73,22 +73,18 @@ class ExportedRecognizer(Exported):
         return trace(self.graph)
 
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> Config:
-        return Config(**self.described(program, clips))
-
-    def described(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> dict[str, Any]:
-        """Return the values of every recogniser's configuration."""
         keys, model, tokenizer = self.keys, self.recognizer, self.keys.tokenizer
         ends = keys.bos_index, keys.eos_index, *tokenizer.silent_ids()
         longest = longest_seconds(model.encoder)
         texts = [clip.text for clip in clips.alone if clip.text]
         spaced = not texts or sum(" " in text for text in texts) > _SPACED * len(texts)
-        return {
-            "sample_rate": keys.sample_rate, "hop_samples": model.hop_samples, "subsampling": model.subsampling,
-            "vocabulary": len(tokenizer.pieces()), "blank_id": keys.blank_index,
-            "silent_ids": sorted({i for i in ends if i is not None and i > 0}),
-            "word_separator": "▁" if spaced else None, "min_samples": graph.min_samples(program),
-            "chunk_seconds": round(min(max(clips.longest, _MIN_CHUNK), longest or _MAX_CHUNK, _MAX_CHUNK), 2),
-            "longest_seconds": longest}
+        return Config(
+            sample_rate=keys.sample_rate, hop_samples=model.hop_samples, subsampling=model.subsampling,
+            vocabulary=len(tokenizer.pieces()), blank_id=keys.blank_index,
+            silent_ids=sorted({i for i in ends if i is not None and i > 0}),
+            word_separator="▁" if spaced else None, min_samples=graph.min_samples(program),
+            chunk_seconds=round(min(max(clips.longest, _MIN_CHUNK), longest or _MAX_CHUNK, _MAX_CHUNK), 2),
+            longest_seconds=longest)
 
     def write_beside(self, folder: Path, config: OwnBundle) -> None:
         """Write tokens.txt."""

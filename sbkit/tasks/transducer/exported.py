@@ -137,7 +137,7 @@ class ExportedTransducer(ExportedRecognizer):
 
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> TransducerConfig:
         head = self.keys.transducer
-        return TransducerConfig(**self.described(program, clips), joint_size=head.size, context=head.context,
+        return TransducerConfig(**vars(super().config(program, clips)), joint_size=head.size, context=head.context,
                                 decoder=layout.PREDICTION, joiner=layout.JOINER)
 
     def write_beside(self, folder: Path, config: TransducerConfig) -> None:

@@ -131,7 +131,6 @@ class ExportedVoice(Exported):
                                                                for name, dims in self.inputs.items()})
 
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.VoiceConfig:
-        del program, clips
         keys, voice = self.keys, self.graph
         assert isinstance(voice, VoiceModel), "of made it so"
         return layout.VoiceConfig(
@@ -168,7 +167,6 @@ class ExportedVoice(Exported):
         return np.array([int(ids.sum()) % self.keys.n_speakers for ids in texts])
 
     def comparison(self, clips: ComparisonClips, config: layout.VoiceConfig, folder: Path) -> SoundComparison:
-        del folder
         return SoundComparison(clips, self.reference(config), config.sample_rate, self.transcribe)
 
     def readme(self, name: str, config: layout.VoiceConfig, comparison: Comparison,
