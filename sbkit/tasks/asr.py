@@ -23,7 +23,7 @@ from sbkit.system.console import atomic_write, counted
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
 from sbkit.tasks.learning_notices import LearningNotices, Notice, Setup
 from sbkit.tasks.learning_progress import LearningProgress
-from sbkit.tasks.task import Metric, Task
+from sbkit.tasks.task import Metric, OwnKeys, Task
 from sbkit.tasks.transcripts import ASRResults, score
 from sbkit.train.distributed import ranks
 from sbkit.train.step import StepResult
@@ -82,8 +82,7 @@ class ASR(Task):
     # ------------------------------------------------------------ the vocabulary
 
     @classmethod
-    def prepare(cls, keys: RecogniserKeys, manifests: Mapping[str, Manifest],
-                given: Mapping[str, Any]) -> dict[str, Any]:
+    def prepare(cls, keys: OwnKeys, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
         """Train the tokenizer.
 
         The number of characters depends on the corpus, so it replaces the recipe's ``output_neurons``, but not one
@@ -108,8 +107,8 @@ class ASR(Task):
         return follows
 
     @classmethod
-    def is_prepared(cls, keys: RecogniserKeys) -> bool:
-        return keys.tokenizer.path.exists()
+    def is_prepared(cls, keys: OwnKeys) -> bool:
+        return bool(keys.tokenizer.path.exists())
 
     @classmethod
     def encoder(cls, keys: RecogniserKeys) -> SupportsEncode:
@@ -119,7 +118,7 @@ class ASR(Task):
         return tokenizer
 
     @classmethod
-    def check_manifest(cls, keys: RecogniserKeys, split: str, manifest: Manifest) -> None:
+    def check_manifest(cls, keys: OwnKeys, split: str, manifest: Manifest) -> None:
         uncovered = keys.tokenizer.coverage(manifest.texts)
         if uncovered:
             logger.warning("The model can't output %s of these texts, so each is an error: %s. Evaluate on texts "

@@ -24,7 +24,6 @@ from sbkit.runs import initial
 from sbkit.runs.initial.source import TokenTables
 from sbkit.tasks import feature_statistics
 from sbkit.tasks.asr import TranscribedUtterance
-from sbkit.tasks.keys import RecogniserKeys
 from sbkit.tasks.recognise.duration_limit import refuse_longer
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.labels import check_labels
@@ -32,6 +31,7 @@ from sbkit.tasks.recognise.live import LiveResults, LiveTest, frame_seconds
 from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
 from sbkit.tasks.recognise.search import SearchingTask
 from sbkit.tasks.recognise.vocabulary import check_sizes, token_tables
+from sbkit.tasks.task import OwnKeys
 from sbkit.tasks.transcripts import ASRResults
 
 
@@ -68,10 +68,8 @@ class RecognitionTask(SearchingTask):
     # ------------------------------------------------------------ before there is a model
 
     @classmethod
-    def prepare(cls, keys: RecogniserKeys, manifests: Mapping[str, Manifest],
-                given: Mapping[str, Any]) -> dict[str, Any]:
+    def prepare(cls, keys: EncoderKeys, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
         """Train the tokenizer, and compute the statistics of a ``GlobalNorm`` unless checkpoints hold them."""
-        assert isinstance(keys, EncoderKeys), "this task's own"
         refuse_longer(keys, manifests)
         follows = super().prepare(keys, manifests, given)
         norm, features = keys.normalize, keys.compute_features
@@ -81,15 +79,13 @@ class RecognitionTask(SearchingTask):
         return follows
 
     @classmethod
-    def check_manifest(cls, keys: RecogniserKeys, split: str, manifest: Manifest) -> None:
-        assert isinstance(keys, EncoderKeys), "this task's own"
+    def check_manifest(cls, keys: EncoderKeys, split: str, manifest: Manifest) -> None:
         refuse_longer(keys, {split: manifest})
         super().check_manifest(keys, split, manifest)
 
     @classmethod
-    def is_prepared(cls, keys: RecogniserKeys) -> bool:
-        norm = keys.normalize if isinstance(keys, EncoderKeys) else None
-        known = not isinstance(norm, GlobalNorm) or feature_statistics.path_of(norm).exists()
+    def is_prepared(cls, keys: EncoderKeys) -> bool:
+        known = not isinstance(keys.normalize, GlobalNorm) or feature_statistics.path_of(keys.normalize).exists()
         return known and super().is_prepared(keys)
 
     def stand_in(self, utterances: int, seconds: float, *, noise: bool = False) -> Batch:
@@ -105,9 +101,8 @@ class RecognitionTask(SearchingTask):
         check_sizes(trace, findings, cls.heads)
 
     @classmethod
-    def check_labels(cls, keys: RecogniserKeys, manifests: Mapping[str, Manifest], findings: Findings,
+    def check_labels(cls, keys: OwnKeys, manifests: Mapping[str, Manifest], findings: Findings,
                      nodes: Mapping[str, Node]) -> Section:
-        assert isinstance(keys, EncoderKeys), "this task's own"
         keys.tokenizer.load()
         return check_labels(keys, Recognizer.of(keys), manifests, findings, nodes)
 

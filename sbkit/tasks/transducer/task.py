@@ -21,7 +21,7 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
 from sbkit.runs.initial.source import TokenTables
-from sbkit.tasks.keys import RecogniserKeys, TaskKeys
+from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.recognise.labels import check_labels
 from sbkit.tasks.recognise.parts import parts_fit
 from sbkit.tasks.recognise.recognizer import Recognizer
@@ -65,9 +65,8 @@ class Transducer(RecognitionTask):
         return parts_fit(keys, built, findings, _head_fits)
 
     @classmethod
-    def check_labels(cls, keys: RecogniserKeys, manifests: Mapping[str, Manifest], findings: Findings,
+    def check_labels(cls, keys: TransducerKeys, manifests: Mapping[str, Manifest], findings: Findings,
                      nodes: Mapping[str, Node]) -> Section:
-        assert isinstance(keys, TransducerKeys), "this task's own"
         keys.tokenizer.load()
         return check_labels(keys, Recognizer.of(keys), manifests, findings, nodes, ctc=keys.ctc_lin is not None,
                             alone=False)
