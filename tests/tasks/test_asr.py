@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from batches import noise
 from speechbrain.core import Stage
 
 from sbkit.data.batch import Batch, stand_in
@@ -40,9 +41,7 @@ class Parrot(ASR):
 
 
 def batch(name: str, **more) -> Batch:
-    return Batch(ids=[name], signals=torch.zeros(1, 4), signal_lengths=torch.tensor([4]),
-                 tokens=torch.ones(1, 1, dtype=torch.long), token_lengths=torch.tensor([1]), texts=["yes"],
-                 samples=4, **more)
+    return noise(4, tokens=[[1]], ids=[name], texts=["yes"], **more)
 
 
 class Share:

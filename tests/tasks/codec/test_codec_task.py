@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from batches import noise
 from host_syncs import HostSyncs
 from run_folders import sound
 from speechbrain.core import Stage
 
-from sbkit.data.batch import Batch, stand_in
+from sbkit.data.batch import stand_in
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.export.layout import CodecConfig as Config
@@ -44,23 +45,11 @@ def brain(folder, recipe=RECIPE, **given):
 
 @pytest.fixture
 def batch():
-    generator = torch.Generator().manual_seed(0)
-    real = torch.arange(16_000) < torch.tensor([[16_000], [11_000]])
-    return Batch(ids=["a", "b"], signals=0.1 * torch.randn(2, 16_000, generator=generator) * real,
-                 signal_lengths=torch.tensor([16_000, 11_000]), tokens=torch.zeros(2, 0, dtype=torch.long),
-                 token_lengths=torch.zeros(2, dtype=torch.long), texts=["one two", "three"], samples=27_000)
+    return noise(16_000, 11_000, texts=["one two", "three"])
 
 
 def loss(made, batch, stage=Stage.TRAIN):
     return made.compute_objectives(made.compute_forward(batch, stage), batch, stage)
-
-
-def one(batch, i):
-    """The batch's utterance ``i`` alone."""
-    samples = int(batch.signal_lengths[i])
-    return Batch(ids=[batch.ids[i]], signals=batch.signals[i:i + 1, :samples], texts=[batch.texts[i]],
-                 signal_lengths=batch.signal_lengths[i:i + 1], tokens=batch.tokens[:1],
-                 token_lengths=batch.token_lengths[:1], samples=samples)
 
 
 @pytest.mark.parametrize("given", [{}, {"adversarial_from": 1, "discriminators": ADVERSARIAL["discriminators"]}],
@@ -68,7 +57,7 @@ def one(batch, i):
 def test_the_loss_is_a_mean_over_code_frames_and_no_utterance_changes_anothers(tmp_path, batch, given):
     made = brain(tmp_path, **given)
     made.optimizer_step = 1
-    together, alone = loss(made, batch), [loss(made, one(batch, i)) for i in range(2)]
+    together, alone = loss(made, batch), [loss(made, noise(samples)) for samples in (16_000, 11_000)]
     assert together.count == 50 + 35
     torch.testing.assert_close(together.total, alone[0].total + alone[1].total, rtol=1e-4, atol=1e-4)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import noise
 from speechbrain.core import Stage
 
-from sbkit.data.batch import Batch
 from sbkit.decode.joint import JointSearch
 from sbkit.errors import SbkitError
 from sbkit.nn.ctc import consistency, ctc_loss
@@ -27,21 +27,18 @@ def brain(tmp_path, **given):
     return made
 
 
+TOKENS = [3, 4, 4, 5], [6, 7]
+
+
 @pytest.fixture
 def batch():
-    generator = torch.Generator().manual_seed(0)
-    return Batch(ids=["a", "b"], signals=torch.randn(2, 16_000, generator=generator),
-                 signal_lengths=torch.tensor([16_000, 11_000]), tokens=torch.tensor([[3, 4, 4, 5], [6, 7, 0, 0]]),
-                 token_lengths=torch.tensor([4, 2]), texts=["", ""], samples=27_000)
+    return noise(16_000, 11_000, tokens=TOKENS, level=1.0)
 
 
 @pytest.fixture
-def hopeless(batch):
+def hopeless():
     """The batch, with an utterance before it that has two frames for four tokens."""
-    return Batch(ids=["short", *batch.ids], signals=torch.cat([batch.signals[1:], batch.signals]),
-                 signal_lengths=torch.tensor([700, 16_000, 11_000]),
-                 tokens=torch.cat([torch.tensor([[6, 3, 3, 8]]), batch.tokens]), token_lengths=torch.tensor([4, 4, 2]),
-                 texts=["", "", ""], samples=27_700)
+    return noise(700, 16_000, 11_000, tokens=[[6, 3, 3, 8], *TOKENS], level=1.0)
 
 
 def loss(made, batch, stage=Stage.TRAIN):

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from batches import noise
 from processes import results
 from run_folders import corpus
 from streaming_runs import saved
 
 from sbkit.cli import main
-from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
 from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
@@ -61,8 +61,7 @@ def said(path):
 
 def batch(text, seconds, tokens=None):
     tokens = [PIECES.index(letter) for letter in "▁" + text.replace(" ", "▁")] if tokens is None else tokens
-    return Batch(ids=["one"], texts=[text], signals=torch.zeros(1, 1), signal_lengths=torch.tensor([seconds * 16_000]),
-                 tokens=torch.tensor([tokens]), token_lengths=torch.tensor([len(tokens)]))
+    return noise(round(seconds * 16_000), tokens=[tokens], texts=[text])
 
 
 def seen(chunk, paths, text, seconds, chunks=CHUNKS, **more):
@@ -126,8 +125,7 @@ def test_a_search_in_chunks_shows_what_a_stream_does_and_one_of_the_whole_what_i
     scores = 3.0 * torch.nn.functional.one_hot(letters, len(PIECES)) + torch.randn(2, 60, len(PIECES))
     scores[0, 20:45, 0] += 9.0
     frames = torch.tensor([60, 31])
-    together = Batch(ids=list("xy"), texts=["a"] * 2, signals=torch.zeros(2, 1), signal_lengths=640 * frames,
-                     tokens=torch.tensor([[1, 2]] * 2), token_lengths=torch.tensor([2] * 2))
+    together = noise(*(640 * frames).tolist(), tokens=[[1, 2]] * 2, texts=["a"] * 2)
     search, live = BeamSearch(Letters(), beam=8, hot_words={"ab": 3.0}, nbest=2), listener([160, None])
     rows = list(live.rows([scores] * 3, frames, together, search))
     log_probs = scores.log_softmax(-1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import noise
 from conformers import conformer
 from host_syncs import HostSyncs
 from hypothesis import given, settings
@@ -17,7 +18,6 @@ from speechbrain.core import Stage
 from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from speechbrain.utils.epoch_loop import EpochCounter
 
-from sbkit.data.batch import Batch
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.chunks import ChunkConfig, Chunks
 from sbkit.recipe.check import check
@@ -67,11 +67,8 @@ def brain(chunks, cls=CTC, folder=None, every=0, **keys):
 
 
 def batch(lengths, **place):
-    generator = torch.Generator().manual_seed(sum(lengths))
     n = len(lengths)
-    return Batch(ids=[str(i) for i in range(n)], texts=["aa"] * n, samples=sum(lengths),
-                 signals=torch.randn(n, max(lengths), generator=generator), signal_lengths=torch.tensor(lengths),
-                 tokens=torch.tensor([[2, 3]] * n), token_lengths=torch.tensor([2] * n), **place)
+    return noise(*lengths, tokens=[[2, 3]] * n, texts=["aa"] * n, level=1.0, **place)
 
 
 CHUNKS = Chunks(sizes=[2, 4], left=[4, 8], whole=0.3, validate=4)

@@ -8,13 +8,14 @@ import processes
 import pytest
 import soundfile
 import torch
+from batches import noise
 from host_syncs import HostSyncs
 from speechbrain.core import Stage
 from speechbrain.nnet.losses import AdditiveAngularMargin, LogSoftmaxWrapper
 from trained_runs import metrics, options
 
 import sbkit.infer
-from sbkit.data.batch import Batch, stand_in
+from sbkit.data.batch import stand_in
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
@@ -37,12 +38,8 @@ def brain(folder, recipe=RECIPE, **given):
 
 @pytest.fixture
 def batch():
-    lengths = torch.tensor([16_000, 9_000, 16_000])
-    signals = 0.1 * torch.randn(3, 16_000, generator=torch.Generator().manual_seed(0))
-    signals = signals * (torch.arange(16_000) < lengths[:, None])
-    return Batch(ids=["a", "b", "c"], signals=signals, signal_lengths=lengths, texts=[""] * 3, samples=41_000,
-                 tokens=torch.zeros(3, 0, dtype=torch.long), token_lengths=torch.zeros(3, dtype=torch.long),
-                 columns={"speaker": ["s1", "who", "s2"]}, labels={"speaker": torch.tensor([1, -1, 2])})
+    return noise(16_000, 9_000, 15_000, columns={"speaker": ["s1", "who", "s2"]},
+                 labels={"speaker": torch.tensor([1, -1, 2])})
 
 
 def test_the_loss_is_speechbrains_over_the_speakers_that_are_known(tmp_path, batch):
@@ -65,7 +62,7 @@ def test_a_vector_is_the_same_alone_and_in_a_batch(tmp_path, batch, kind):
     task.modules.eval()
     with torch.no_grad():
         together = task.compute_forward(batch, Stage.VALID)[0]
-        alone = task.embedder(batch.signals[1:2, :9_000], batch.signal_lengths[1:2])
+        alone = task.compute_forward(noise(9_000), Stage.VALID)[0]
     torch.testing.assert_close(alone[0], together[1], atol=1e-5, rtol=1e-4)
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from batches import noise
 from run_folders import corpus
 from speechbrain.core import Stage
 from streaming_runs import RECIPE, SMALL, brain, prepared, recipe
 
-from sbkit.data.batch import Batch
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.transducer_beam import TransducerBeam
 from sbkit.errors import SbkitError
@@ -16,6 +16,7 @@ from sbkit.recipe.check import check
 
 pytestmark = pytest.mark.slow
 
+TOKENS = [[3, 4, 5], [4]]
 TRANSDUCER = RECIPE.with_name("transducer.yaml")
 
 
@@ -32,19 +33,8 @@ def made(data, tmp_path_factory):
     return found
 
 
-def batch(samples, tokens):
-    torch.manual_seed(1)
-    lengths = torch.tensor([len(each) for each in tokens])
-    padded = torch.zeros(len(tokens), int(lengths.max()), dtype=torch.int64)
-    for row, each in zip(padded, tokens, strict=True):
-        row[:len(each)] = torch.tensor(each)
-    return Batch(ids=[f"u{i}" for i in range(len(tokens))], texts=["a"] * len(tokens), samples=sum(samples),
-                 signals=0.1 * torch.randn(len(tokens), max(samples)), signal_lengths=torch.tensor(samples),
-                 tokens=padded, token_lengths=lengths, sample_rate=16_000)
-
-
 def test_the_loss_is_both_by_their_weight_and_counts_tokens(made):
-    given = batch([32_000, 20_000], [[3, 4, 5], [4]])
+    given = noise(32_000, 20_000, tokens=TOKENS)
     scores = made.compute_forward(given, Stage.TRAIN)
     assert scores.joined.shape[2:] == (4, made.keys.output_neurons)
     loss = made.compute_objectives(scores, given, Stage.TRAIN)
@@ -55,10 +45,7 @@ def test_the_loss_is_both_by_their_weight_and_counts_tokens(made):
 
 
 def test_an_utterance_is_the_same_alone_and_in_a_batch(made):
-    together = batch([32_000, 20_000], [[3, 4, 5], [4]])
-    alone = Batch(ids=["u1"], texts=["a"], samples=20_000, signals=together.signals[1:, :20_000],
-                  signal_lengths=together.signal_lengths[1:], tokens=together.tokens[1:, :1],
-                  token_lengths=together.token_lengths[1:], sample_rate=16_000)
+    together, alone = noise(32_000, 20_000, tokens=TOKENS), noise(20_000, tokens=TOKENS[1:])
     with torch.no_grad():
         both, one = (made.compute_forward(each, Stage.VALID) for each in (together, alone))
     frames = int(one.frames[0])
@@ -66,8 +53,8 @@ def test_an_utterance_is_the_same_alone_and_in_a_batch(made):
 
 
 def test_a_token_that_is_in_no_vocabulary_is_named(made):
-    given = batch([16_000], [[3, made.keys.output_neurons]])
-    with pytest.raises(SbkitError, match="u0"):
+    given = noise(16_000, tokens=[[3, made.keys.output_neurons]])
+    with pytest.raises(SbkitError, match="utterance a"):
         made.compute_forward(given, Stage.TRAIN)
 
 
