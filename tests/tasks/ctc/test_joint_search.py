@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,17 +21,6 @@ BOS, EOS, LABELS, SIZE = 1, 2, 6, 16
 WEIGHT = 0.35
 
 
-class Tokens:
-    """Just enough of a tokenizer."""
-
-    def decode(self, ids):
-        return " ".join(map(str, ids))
-
-
-class Hparams:
-    """What the task asks of a recipe."""
-
-
 @pytest.fixture(params=["RelPosMHAXL", "RoPEMHA", "regularMHA"])
 def task(request):
     torch.manual_seed(7)
@@ -39,8 +29,7 @@ def task(request):
         parameter.data.mul_(1.5)  # opinions
     brain = object.__new__(CTC)
     brain.recognizer = Recognizer(nn.Identity(), transformer.eval(), nn.Linear(SIZE, LABELS))
-    brain.keys = Hparams()
-    brain.keys.seq_lin = nn.Linear(SIZE, LABELS)
+    brain.keys = SimpleNamespace(seq_lin=nn.Linear(SIZE, LABELS))
     return brain
 
 
@@ -52,7 +41,7 @@ def test_the_best_of_all_sequences_by_the_scores_of_training(task):
     encoded, _ = model.encode(feats, frames)
     scores = Scores(3 * model.head(encoded), frames, encoded=encoded)
     log_probs = scores.ctc.log_softmax(-1)
-    search = JointSearch(Tokens(), beam=130, ctc_weight=WEIGHT, nbest=3)
+    search = JointSearch(SimpleNamespace(decode=str), beam=130, ctc_weight=WEIGHT, nbest=3)
     found = search.decode(log_probs, frames, task.next_token(scores))
     for row, size in enumerate(frames.tolist()):
         expected = {}

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from batches import noise
+from letters import Letters
 from processes import results
 from run_folders import corpus
 from streaming_runs import saved
@@ -24,29 +25,14 @@ from sbkit.score.latency import stable_words
 from sbkit.tasks.ctc.task import CTC
 from sbkit.tasks.recognise.live import LiveTest
 
-PIECES = ["<unk>", "▁", "a", "b", "c"]
-
-
-class Letters:
-    """Just enough of a tokenizer."""
-
-    def piece(self, i):
-        return PIECES[i]
-
-    def pieces(self):
-        return PIECES
-
-    def decode(self, ids):
-        return "".join(PIECES[i] for i in ids).replace("▁", " ").strip()
-
-
+PIECES = Letters(["<unk>", "▁", "a", "b", "c"])
 CHUNKS = Chunks(sizes=[2, 4], left=[4], validate=None)
 
 
 def listener(chunk, chunks=CHUNKS, encode=None):
     """Its frames are 40 ms long."""
     model = SimpleNamespace(subsampling=4, hop_samples=160, encode=encode, head=lambda states: states)
-    keys = SimpleNamespace(chunks=chunks, sample_rate=16_000, blank_index=0, tokenizer=Letters())
+    keys = SimpleNamespace(chunks=chunks, sample_rate=16_000, blank_index=0, tokenizer=PIECES)
     task = SimpleNamespace(recognizer=model, keys=keys)
     for name in ("compute_scores", "ctc_scores", "search_input", "greedy"):
         setattr(task, name, functools.partial(getattr(CTC, name), task))
@@ -111,7 +97,7 @@ def test_what_a_search_takes_back_has_changed():
     for frame, likely in enumerate([{1: 0.0}, {2: -0.6, 3: -0.8}, {0: 0.0}, {4: 0.0}]):
         for token, value in likely.items():
             scores[0, frame, token] = value
-    search = BeamSearch(Letters(), lexicon=["a", "bc"])
+    search = BeamSearch(PIECES, lexicon=["a", "bc"])
     [row] = listener([80]).rows([scores, scores], torch.tensor([4]), batch("bc", 0.16), search)
     assert row.hypothesis == "bc"
     assert row.live[0].changed == 1 and len(row.live[0].latencies) == 1
@@ -126,7 +112,7 @@ def test_a_search_in_chunks_shows_what_a_stream_does_and_one_of_the_whole_what_i
     scores[0, 20:45, 0] += 9.0
     frames = torch.tensor([60, 31])
     together = noise(*(640 * frames).tolist(), tokens=[[1, 2]] * 2, texts=["a"] * 2)
-    search, live = BeamSearch(Letters(), beam=8, hot_words={"ab": 3.0}, nbest=2), listener([160, None])
+    search, live = BeamSearch(PIECES, beam=8, hot_words={"ab": 3.0}, nbest=2), listener([160, None])
     rows = list(live.rows([scores] * 3, frames, together, search))
     log_probs = scores.log_softmax(-1)
     for row, one, count, best in zip(rows, log_probs, frames.tolist(), search.decode(log_probs, frames), strict=True):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from letters import Letters
 from processes import results
 
 from sbkit.data.manifest import Manifest
@@ -14,23 +15,13 @@ from sbkit.errors import SbkitError
 from sbkit.tasks.asr import TranscribedUtterance
 from sbkit.tasks.recognise import search as evaluation
 
-PIECES = ["<unk>", "<s>", "</s>", "▁", "a", "b"]
-
-
-class Tokens(list):
-    """Just enough of a tokenizer."""
-
-    def pieces(self):
-        return list(self)
-
-    def decode(self, ids):
-        return " ".join("".join(self[i] for i in ids).replace("▁", " ").split())
+PIECES = Letters(["<unk>", "<s>", "</s>", "▁", "a", "b"])
 
 
 class Search:
     """Hears the more words wrong the further its weights are from the right ones."""
 
-    blank_id, weights, tokenizer, join = 0, FusionWeights(), Tokens(PIECES), list
+    blank_id, weights, tokenizer, join = 0, FusionWeights(), PIECES, list
 
     def __init__(self, lm, word):
         self.right = lm, word
@@ -93,7 +84,7 @@ def test_ranks_agree_even_where_one_has_nothing():
 def test_the_recorder_keeps_the_inputs_of_a_search_and_decodes_greedily():
     torch.manual_seed(0)
     log_probs, lengths = torch.randn(3, 12, len(PIECES)).mul(3).log_softmax(-1), torch.tensor([12, 9, 5])
-    search = BeamSearch(Tokens(PIECES), beam=8)
+    search = BeamSearch(PIECES, beam=8)
     recorder = evaluation.Recorder(search, greedy)
     hypotheses = recorder.decode(log_probs, lengths)
     assert [[one.text for one in several] for several in hypotheses] == [

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from letters import Letters
 
 from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
@@ -13,17 +14,7 @@ from sbkit.tasks.asr import TranscribedUtterance
 from sbkit.tasks.recognise import search as search_asked
 from tests.decode import exhaustive
 
-PIECES = ["<unk>", "▁a", "b", "▁ab", "▁"]
-
-
-class Tokens(list):
-    """Just enough of a tokenizer."""
-
-    def pieces(self):
-        return list(self)
-
-    def decode(self, ids):
-        return exhaustive.text_of(ids, self)
+PIECES = Letters(["<unk>", "▁a", "b", "▁ab", "▁"])
 
 
 @pytest.fixture
@@ -36,7 +27,7 @@ def test_what_is_searched_at_the_end_is_what_each_batch_would_have_given(arpa):
     rng = np.random.default_rng(2)
     batches = [(torch.from_numpy(np.stack([exhaustive.random_log_probs(rng, 9, len(PIECES)) for _ in range(size)])),
                 torch.full((size,), 9)) for size in (2, 1, 3)]
-    search = BeamSearch(Tokens(PIECES), lm=arpa, nbest=2)
+    search = BeamSearch(PIECES, lm=arpa, nbest=2)
     expected = [several for batch in batches for several in search.decode(*batch)]
     brain = SimpleNamespace(decoder=search, rows=[], greedy=greedy, live=None)
     with search_asked.SearchingTask.searching(brain):
