@@ -83,12 +83,10 @@ def test_a_run_takes_those_of_what_it_starts_from(run, data, tmp_path):
     assert apart.recognizer.normalize.mean.unique().numel() > 1
 
 
-@pytest.mark.parametrize(("given", "key"), [({"hop_length": 12.5, "compute_features": {"frame_shift": 10.0}},
-                                             "hop_length"),
-                                            ({"n_mels": 40, "compute_features": {"n_mels": 80}}, "n_mels")])
-def test_features_that_the_keys_do_not_describe_are_refused(given, key, tmp_path):
+def test_features_with_other_steps_than_the_key_says_are_refused(tmp_path):
+    given = {"hop_length": 12.5, "compute_features": {"frame_shift": 10.0}}
     report = check(RECIPE, {**SMALL, **given, "output_folder": str(tmp_path)})
-    assert any(error.code == "shape-mismatch" and error.key == key for error in report.errors), report.errors
+    assert any((error.code, error.key) == ("shape-mismatch", "hop_length") for error in report.errors), report.errors
 
 
 @torch.no_grad()

@@ -224,7 +224,6 @@ def test_chunks_are_told_in_milliseconds():
 @pytest.mark.parametrize("given, told", [
     ({"encoder_module": "transformer", "causal": False}, "but the encoder is a TransformerEncoder"),
     ({"attention_type": "regularMHA", "causal": False}, "regularMHA needs to know where an utterance begins or ends"),
-    ({"causal": True}, "a causal encoder sees no later frames"),
 ])
 def test_the_check_refuses_encoders_that_have_no_chunks(given, told, tmp_path):
     path = tmp_path / "recipe.yaml"
@@ -242,17 +241,3 @@ def test_memory_is_counted_for_the_chunks_that_need_the_most_whatever_a_step_dra
 
     peaks = {size: counted([size], 0.0) for size in (8, 32)}
     assert counted([8, 32], 0.999) == peaks[8] > peaks[32]
-
-
-@pytest.mark.slow
-def test_the_check_takes_a_front_end_that_looks_back_alone(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(f"""recipe: !include:{SMALL}
-    ctc_weight: 1.0
-    chunks: !new:sbkit.nn.chunks.Chunks
-    CNN: !new:sbkit.nn.causal.CausalFrontEnd
-        n_features: !ref <n_mels>
-        channels: [4]
-""")
-    errors = check(path, {}).errors
-    assert sorted(error.key for error in errors) == ["compute_features", "normalize.norm_type"], errors
