@@ -17,6 +17,7 @@ from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Companion, OwnBundle
 from sbkit.export.graph import trace_module
 from sbkit.export.layout import Config, Streaming
+from sbkit.export.padding import pad
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import Call, Runner, open_runner
 from sbkit.export.windows import Window, Windows
@@ -166,9 +167,7 @@ def run(call: Call, config: Config, chunk: int, signals: Sequence[np.ndarray]) -
     state = [np.zeros((len(rows), *part["shape"]), part["type"]) for part in config.streaming.state.values()]
     for number in range(max(1, *map(len, rows))):
         current = [row[number] if number < len(row) else _EMPTY for row in rows]
-        samples = np.zeros((len(rows), windows.samples), np.float32)
-        for padded, window in zip(samples, current, strict=True):
-            padded[: len(window.samples)] = window.samples
+        samples, _ = pad([window.samples for window in current], windows.samples)
         log_probs, counts, *state = call(samples, np.array([window.frames for window in current]), *state)
         for parts, row, count in zip(outputs, log_probs, counts, strict=True):
             parts.append(row[:count])
