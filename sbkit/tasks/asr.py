@@ -137,18 +137,14 @@ class ASR(Task):
     # ------------------------------------------------------------ training
 
     def open_run(self, texts: Sequence[str], steps: int) -> None:
-        """Compute the loss at chance from the training texts if the loss has a part to compare with it."""
+        """Compute the loss at chance from the training texts if the loss has a part to compare with it, and give the
+        notices the settings that their advice depends on."""
         if self.loss_of_tokens is not None:
             self.progress.chance = self.keys.tokenizer.entropy(texts)
         super().open_run(texts, steps)
-        self.notices.setup = self._setup(steps)
-
-    def _setup(self, planned: int) -> Setup:
-        """Return the settings that the notices' advice depends on."""
-        keys = self.keys
-        masks, thaws = keys.spec_augment, self.trainer.freezing.until.values()
-        return Setup(
-            max_norm=self.max_grad_norm, planned=planned,
+        keys, masks, thaws = self.keys, self.keys.spec_augment, self.trainer.freezing.until.values()
+        self.notices.setup = Setup(
+            max_norm=self.max_grad_norm, planned=steps,
             masks=masks is not None and getattr(masks, "ramp", None) is None,
             schedule=keys.schedule if self.opt_class is not None else None,
             thaw=int(max((step for step in thaws if math.isfinite(step)), default=0)),

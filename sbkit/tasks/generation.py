@@ -84,6 +84,13 @@ def measure_of(module: str, name: str) -> Callable[..., Any] | None:
         return None
 
 
+def means(rows: Sequence[Row], **measures: str) -> dict[str, float]:
+    """Average attributes of rows, by the names of their measures, over the rows in which they are not None."""
+    known = {name: [value for row in rows if (value := getattr(row, attribute)) is not None]
+             for name, attribute in measures.items()}
+    return {name: float(np.mean(values)) for name, values in known.items() if values}
+
+
 class ClipSampler:
     """Chooses the clips of a test to keep on this rank: random ones, and the worst if their quality is given."""
 

@@ -129,6 +129,9 @@ def test_what_has_no_reference_is_named_and_not_scored(caplog):
     assert len(score(rows[1:2])[0]) == 1 and not caplog.text
 
 
+TOKENS = {"tokenizer": SimpleNamespace(entropy=lambda texts: 3.0)}
+
+
 def following(folder, chance=3.0, task=Parrot):
     """A brain whose masks and learning rate follow its learning progress, and its masks."""
     masks, layer = SpecAugment(ramp=[0.2, 0.6]), torch.nn.Linear(1, 1)
@@ -198,10 +201,9 @@ def test_a_task_that_names_no_such_part_has_whole_masks_from_its_first_step(tmp_
     class Silent(Parrot):
         loss_of_tokens = None
 
-    hparams = {"tokenizer": SimpleNamespace(entropy=lambda texts: 3.0)}
     for task, strength in ((Parrot, 0.0), (Silent, 1.0)):
         brain, masks = following(tmp_path / task.__name__, float("nan"), task)
-        vars(brain.keys).update(hparams)
+        vars(brain.keys).update(TOKENS)
         brain.open_run(["yes"], 9)
         begin(brain)
         assert masks.strength == strength
@@ -219,7 +221,8 @@ def test_what_a_recipe_does_with_its_rate_and_its_parts_is_known_to_its_notices(
     hparams = {"freeze": {"layer.weight": 30, "layer.bias": 20}, "learning_rates": {"layer": {"bias": 7}}}
     opt = {"opt_class": lambda params: torch.optim.SGD(params, lr=1.0)}
     brain = Thermostat({"layer": layer}, hparams=hparams, run_opts={"device": "cpu"}, **opt)
-    brain.notices.setup = brain._setup(9000)
+    vars(brain.keys).update(TOKENS)
+    brain.open_run(["yes"], 9000)
     assert brain.notices.setup.thaw == 30 and brain.notices.setup.schedule is None
     assert brain.notices.setup.fastest == 7
     begin(brain)

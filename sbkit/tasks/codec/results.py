@@ -11,7 +11,7 @@ import numpy as np
 
 from sbkit.score.results import Table
 from sbkit.system.console import counted
-from sbkit.tasks.generation import SoundResults, measure_of
+from sbkit.tasks.generation import SoundResults, means, measure_of
 
 
 class CodecRow(NamedTuple):
@@ -51,11 +51,7 @@ def measures(rows: Sequence[CodecRow], books: CodecFacts) -> dict[str, float]:
     frames = np.array([len(row.codes) for row in rows])
     found = {"mel_distance": float(np.average([row.mel_distance for row in rows], weights=frames)),
              "perplexity": float(np.mean([perplexity(counts) for counts in used(rows, books)]))} if rows else {}
-    for name, values in (("STOI", [row.stoi for row in rows]), ("PESQ", [row.pesq for row in rows])):
-        known = [value for value in values if value is not None]
-        if known:
-            found[name] = float(np.mean(known))
-    return found
+    return found | means(rows, STOI="stoi", PESQ="pesq")
 
 
 def used(rows: Sequence[CodecRow], books: CodecFacts) -> list[np.ndarray]:

@@ -18,7 +18,7 @@ from sbkit.recipe.choices import Range
 from sbkit.recipe.keys import key
 from sbkit.score.results import Table
 from sbkit.system.console import counted
-from sbkit.tasks.generation import ClipSampler, SoundResults, drop_other_sounds, stoi
+from sbkit.tasks.generation import ClipSampler, SoundResults, drop_other_sounds, means, stoi
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.task import Metric, Task
 from sbkit.train.step import Loss
@@ -50,12 +50,8 @@ def measures(rows: Sequence[EnhancedRow]) -> dict[str, float]:
     """Compute the means of all measures over utterances."""
     if not rows:
         return {}
-    found = {"SI_SNRi": float(np.mean([row.after - row.before for row in rows])),
-             "SI_SNR": float(np.mean([row.after for row in rows]))}
-    for name in ("stoi", "stoi_before"):
-        if known := [value for row in rows if (value := getattr(row, name)) is not None]:
-            found[name.replace("stoi", "STOI").replace("_before", "_of_noisy")] = float(np.mean(known))
-    return found
+    return {"SI_SNRi": float(np.mean([row.after - row.before for row in rows])),
+            **means(rows, SI_SNR="after", STOI="stoi", STOI_of_noisy="stoi_before")}
 
 
 @dataclass

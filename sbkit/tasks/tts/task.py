@@ -28,7 +28,7 @@ from sbkit.tasks.generation import Fit, SpeechTask, all_fit, drop_other_sounds
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.task import Metric
 from sbkit.tasks.tts import labels
-from sbkit.tasks.tts.keys import TTSKeys
+from sbkit.tasks.tts.keys import CODEC_PARTS, TTSKeys
 from sbkit.tasks.tts.labels import Label, Targets, VoiceLabels
 from sbkit.tasks.tts.results import SpokenRow, VoiceResults, measures
 from sbkit.train.step import Loss
@@ -73,13 +73,9 @@ class TTS(SpeechTask):
         keys = self.keys
         self.voice = VoiceModel(keys.text_encoder, keys.durations, keys.frame_decoder, keys.code_head, keys.quantiser,
                                 keys.decoder, keys.head)
-        self._refuse_training_the_codec()
         self._warned = False
-
-    def _refuse_training_the_codec(self) -> None:
-        """Raise unless the codec's parts, which the loss doesn't train, are frozen."""
-        for name in ("quantiser", "decoder", "head"):
-            if any(parameter.requires_grad for parameter in getattr(self.keys, name).parameters()):
+        for name in CODEC_PARTS:  # which the loss doesn't train
+            if any(parameter.requires_grad for parameter in getattr(keys, name).parameters()):
                 raise SbkitError(f"{name} is the codec's own and nothing here trains it, but it is not frozen",
                                  hint=f"write {name}: true under freeze")
 
