@@ -36,7 +36,7 @@ from sbkit.score.rates import ErrorRates
 from sbkit.score.report import write_report
 from sbkit.system import disk
 from sbkit.system.console import LogFile
-from sbkit.tasks.transcripts import write_nbest
+from sbkit.tasks.asr import write_nbest
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.diagnose import culprit
 from sbkit.train.monitor.loggers import Run, TensorBoard

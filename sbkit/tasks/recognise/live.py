@@ -21,10 +21,9 @@ from sbkit.nn.chunks import ChunkConfig
 from sbkit.nn.ctc import ctc_frames_needed
 from sbkit.score import chunk_size
 from sbkit.score.latency import COLUMNS, LiveRates, LiveTranscript, live_transcript, rates
-from sbkit.tasks.asr import ASR, NBestEntry, TranscribedUtterance, nbest_entries
+from sbkit.tasks.asr import ASR, ASRResults, NBestEntry, TranscribedUtterance, nbest_entries
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.recognizer import Recognizer
-from sbkit.tasks.transcripts import ASRResults
 
 DecoderScores = Any  # a tensor, or several: the outputs that the task decodes
 

@@ -23,7 +23,7 @@ from sbkit.recipe.trace import Trace
 from sbkit.runs import initial
 from sbkit.runs.initial.source import TokenTables
 from sbkit.tasks import feature_statistics
-from sbkit.tasks.asr import TranscribedUtterance
+from sbkit.tasks.asr import ASRResults, TranscribedUtterance
 from sbkit.tasks.recognise.duration_limit import refuse_longer
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.labels import check_labels
@@ -32,7 +32,6 @@ from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
 from sbkit.tasks.recognise.search import SearchingTask
 from sbkit.tasks.recognise.vocabulary import check_sizes, token_tables
 from sbkit.tasks.task import OwnKeys
-from sbkit.tasks.transcripts import ASRResults
 
 
 class RecognitionTask(SearchingTask):
