@@ -152,7 +152,11 @@ def test_ranks_share_an_ordinary_dataset_so_that_no_row_is_counted_twice(monkeyp
         loaders.resolve_loader(brain, Stream(), Stage.VALID, {})
 
 
-def test_a_task_that_hears_no_chunks_says_so():
+@pytest.mark.parametrize(("asked", "told"), [
+    (lambda task: task.take_chunks((320, None)), "doesn't recognise in chunks, so it can't use --chunk"),
+    (lambda task: task.take_recogniser(lambda signals: []), "generates no speech, so it can't use --recogniser"),
+])
+def test_a_task_says_what_of_an_evaluation_it_cannot_do(asked, told):
     brain = Sums({"head": torch.nn.Linear(2, 1)}, run_opts={"device": "cpu"})
-    with pytest.raises(SbkitError, match="Sums doesn't recognise in chunks, so it can't use --chunk; leave it out"):
-        brain.take_chunks((320, None))
+    with pytest.raises(SbkitError, match=f"^Sums {told}; leave it out"):
+        asked(brain)

@@ -56,7 +56,10 @@ def test_parts_of_the_codec_cannot_be_reinitialised(keys):
     assert "decoder.slow, head" in problem.message
 
 
-def test_a_bundle_of_another_kind_or_rate_is_told(keys, tmp_path):
+def test_a_bundle_that_is_not_there_or_of_another_kind_or_rate_is_told(keys, tmp_path):
+    keys.codec = str(tmp_path / "nowhere")
+    [problem] = keys.wrong_bundles()
+    assert problem.key == "codec" and problem.message == f"there is no bundle in {keys.codec}"
     bundles.make(tmp_path / "recogniser")
     toy_codec.make(tmp_path / "codec")
     keys.codec = keys.recogniser = str(tmp_path / "recogniser")

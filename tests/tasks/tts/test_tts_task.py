@@ -237,13 +237,6 @@ def test_a_recipe_without_bundles_is_checked_as_a_whole_and_says_which_are_missi
     assert "hparams/ctc.yaml" in found["recogniser"].suggestion
 
 
-@pytest.mark.slow
-def test_bundles_that_are_not_there_are_named(tmp_path):
-    found = checked(tmp_path, codec=str(tmp_path / "nowhere"), recogniser=toy_voice.bundle(tmp_path / "there"))
-    assert set(found) == {"codec"} and "there is no bundle in" in found["codec"].message
-    assert "nowhere" in found["codec"].message
-
-
 @pytest.mark.parametrize(("given", "key", "said"), [
     ({"init_from": "elsewhere"}, "init_from", "the codec's own decoder has to be taken from"),
     ({"decoder": {**toy_voice.SMALL["decoder"], "input_size": 8}}, "decoder.input_size",
