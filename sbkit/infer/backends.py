@@ -61,9 +61,6 @@ class Onnx:
         self._names = list(interface.inputs)
         self.metadata: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
         """The file's own metadata."""
-        width = self._session.get_outputs()[0].shape[-1]
-        self.width = width if isinstance(width, int) else None
-        """Size of the first output's last dimension, if the file has it."""
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """Map the graph's inputs to its outputs, both in order."""
@@ -79,7 +76,6 @@ class Torch:
     A program is code: load only bundles that you trust. Files that may contain a pickle are not loaded.
     """
 
-    width: int | None = None
     metadata: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, interface: Interface,

@@ -30,9 +30,7 @@ class Aligner:
 
     def align(self, signals: Sequence[np.ndarray], sample_rate: int, texts: Sequence[str]) -> list[Alignment | str]:
         """Align waveforms [S] with their texts; a text that can't be aligned gives the reason."""
-        rate = self._config.sample_rate
-        scores = self._model.engine.run([signal if rate == sample_rate else resample(signal, sample_rate, rate)
-                                         for signal in signals])
+        scores = self._model.engine.run(_at_rate(signals, sample_rate, self._config.sample_rate))
         return [self._align(each, text) for each, text in zip(scores, texts, strict=True)]
 
     def _align(self, scores: np.ndarray, text: str) -> Alignment | str:
@@ -57,6 +55,10 @@ class Aligner:
         self._model.close()
 
 
+def _at_rate(signals: Sequence[np.ndarray], rate: int, to_rate: int) -> list[np.ndarray]:
+    return [signal if rate == to_rate else resample(signal, rate, to_rate) for signal in signals]
+
+
 class BundleLoader:
     """Opens bundles on the CPU."""
 
@@ -79,11 +81,10 @@ class BundleLoader:
     def recogniser(self, folder: str, sample_rate: int) -> Callable[[Sequence[np.ndarray]], list[str]]:
         """Open a recogniser; returns a function that transcribes waveforms [S] at this rate."""
         model = self._model(folder)
-        rate = model.engine.config.sample_rate
 
         def transcribe(signals: Sequence[np.ndarray]) -> list[str]:
-            audio = [signal if rate == sample_rate else resample(signal, sample_rate, rate) for signal in signals]
-            return [transcript.text for transcript in model.transcribe(list(audio))]
+            audio = _at_rate(signals, sample_rate, model.sample_rate)
+            return [transcript.text for transcript in model.transcribe([*audio])]
 
         return transcribe
 

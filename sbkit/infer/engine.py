@@ -59,7 +59,6 @@ class Engine(BatchEngine):
     # ------------------------------------------------------------------ within the worker
 
     def _warm_up(self, path: Path) -> None:
-        self._check_width(path)
         self._buckets = self._shapes(self._requested_buckets) if self.compile else []
         for utterances, samples in self._buckets or [(1, self.config.sample_rate // 2)]:
             self._run([np.zeros(samples, dtype=np.float32)] * utterances)
@@ -73,12 +72,6 @@ class Engine(BatchEngine):
         example = np.zeros((1, samples), dtype=np.float32), np.array([samples], dtype=np.int64)
         return Interface(dict(zip(layout.INPUTS, example, strict=True)), self.config.outputs)
 
-    def _check_width(self, path: Path) -> None:
-        width = self._ready.width
-        if width is not None and width != self.config.width:
-            raise SbkitError(f"{path} outputs {width} values per frame, but {layout.CONFIG} says "
-                             f"{self.config.width}", hint="do all files come from the same export?")
-
     def run_batch(self, signals: list[np.ndarray]) -> list[np.ndarray]:
         longest = max(self.config.min_samples, *map(len, signals))
         rows, samples = self._bucket(len(signals), longest)
@@ -91,8 +84,9 @@ class Engine(BatchEngine):
             raise SbkitError(f"the model outputs {list(log_probs.shape)} and {list(frames.shape)} for {count} signals",
                              hint="export it again")
         if log_probs.shape[2] != self.config.width:
-            raise SbkitError(f"the model outputs {log_probs.shape[2]} values per frame, but {layout.CONFIG} says "
-                             f"{self.config.width}")
+            raise SbkitError(f"{self.folder}: the model outputs {log_probs.shape[2]} values per frame, but "
+                             f"{layout.CONFIG} says {self.config.width}",
+                             hint="do all files come from the same export?")
         return [log_probs[i, : frames[i]] for i in range(count)]
 
     # ------------------------------------------------------------------ shapes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,13 +78,11 @@ class GraphEngine(Engine):
     def _usual_seconds(self) -> float:
         return USUAL_SECONDS
 
-    def _check_width(self, path: Path) -> None:
-        width, labels = self._ready.width, self.config.labels
-        if labels and width is not None and width != len(labels):
-            raise SbkitError(f"{path} outputs {width} values, but {layout.CONFIG} has {len(labels)} labels",
-                             hint="do both come from the same export?")
-
     def _split(self, found: Sequence[np.ndarray], count: int) -> list[Any]:
+        width, labels = found[0].shape[1:][-1:], len(self.config.labels)
+        if labels and width and width != (labels,):
+            raise SbkitError(f"{self.folder}: the model outputs {width[0]} values, but {layout.CONFIG} has {labels} "
+                             "labels", hint="do both come from the same export?")
         named = dict(zip(self.config.outputs, found, strict=True))
         lengths = self.config.lengths
         return [{name: value[row, : int(named[lengths[name]][row])] if name in lengths else value[row]

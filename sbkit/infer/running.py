@@ -17,8 +17,8 @@ from sbkit.infer.formats import ModelRequest
 from sbkit.infer.graph_model import GraphEngine, GraphModel, Output
 from sbkit.infer.inputs import check_output_paths, collect, output_path
 from sbkit.infer.recordings import Recording
-from sbkit.infer.transcription import SOME_FAILED
-from sbkit.system.console import atomic_write, progress, time_span
+from sbkit.infer.transcription import SOME_FAILED, summarise
+from sbkit.system.console import atomic_write, progress
 
 #: Maximum values of a recording that are printed; more must be written to files.
 _MAX_PRINTED = 10_000
@@ -48,7 +48,8 @@ def run(request: RunRequest) -> int:
         raise SbkitError("wav can't be printed", hint="add --output FOLDER")
     if request.output is not None:
         check_output_paths(request.output, recordings)
-    errors, audio, began = 0, 0.0, time.perf_counter()
+    errors: list[str] = []
+    audio, began = 0.0, time.perf_counter()
     with GraphModel(GraphEngine(request.bundle, request.model, request.device, request.threads)) as model:
         print(model.running, file=sys.stderr)
         config = model.engine.config
@@ -58,8 +59,7 @@ def run(request: RunRequest) -> int:
                 audio += seconds
                 result = model.run(recording)
             except AudioError as error:
-                errors += 1
-                print(f"left out: {error}", file=sys.stderr)
+                errors.append(str(error))
                 continue
             assert isinstance(result, Output), "one recording has one output"
             if request.output is None:
@@ -69,9 +69,7 @@ def run(request: RunRequest) -> int:
                 sys.stdout.write(_line(recording, result))
             else:
                 _write(request.output, recording, result, request.formats, config.sample_rate, seconds)
-    where = f" -> {request.output}" if request.output is not None else ""
-    print(f"{len(recordings) - errors} of {len(recordings)} recordings, {audio:.1f} s of audio in "
-          f"{time_span(time.perf_counter() - began)}{where}", file=sys.stderr)
+    summarise(len(recordings), errors, audio, time.perf_counter() - began, request.output)
     return SOME_FAILED if errors else 0
 
 

@@ -108,19 +108,19 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
     # In the recordings' order, because it decides the error rate's bootstrap interval.
     transcribed = [(recordings[index], each) for index, each in sorted(found.items()) if each is not None]
     warnings = [f"{each.name}: {result.warning}" for each, result in transcribed if result.warning is not None]
-    _summary(len(recordings), sum(seconds_of), seconds, errors, warnings, request)
+    print_first("warning", warnings)
+    summarise(len(recordings), [str(done.error) for done in errors], sum(seconds_of), seconds, request.output)
     if any(recording.reference for recording, _ in transcribed):
         _score(transcribed, TextRules.for_language(engine.config.language))
     return SOME_FAILED if errors else 0
 
 
-def _summary(count: int, audio: float, seconds: float, errors: list[PipelineResult], warnings: list[str],
-             request: TranscribeRequest) -> None:
-    print_first("warning", warnings)
-    print_first("left out", [str(done.error) for done in errors])
+def summarise(count: int, errors: Sequence[str], audio: float, seconds: float, output: Path | None) -> None:
+    """Print why some of ``count`` recordings were left out, and what became of the others."""
+    print_first("left out", errors)
     if count:
         factor = f" (real-time factor {seconds / audio:.4f})" if audio else ""
-        where = f" -> {request.output}" if request.output is not None else ""
+        where = f" -> {output}" if output is not None else ""
         print(f"{count - len(errors)} of {count} recordings, {audio:.1f} s of audio in {time_span(seconds)}"
               f"{factor}{where}", file=sys.stderr)
 

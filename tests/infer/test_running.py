@@ -1,7 +1,9 @@
 """``sbkit run``: tensors of recordings as lines of JSON, arrays or sound."""
 
 import json
+import shutil
 
+import bundles
 import graph_bundles
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import soundfile
 from sbkit.cli import main
 from sbkit.errors import SbkitError
 from sbkit.export.exported import Exported
-from sbkit.infer.graph_model import Output
+from sbkit.infer.graph_model import GraphEngine, Output
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,12 @@ def test_more_numbers_than_a_screen_takes_need_files(sound, tmp_path, capsys):
     soundfile.write(tmp_path / "long.wav", np.zeros(11_000, np.float32), graph_bundles.RATE)
     assert run(sound, tmp_path / "long.wav") == 2
     assert "11,001 output values, too many to print" in capsys.readouterr().err
+
+
+def test_labels_that_are_not_the_models_are_refused_at_start(bundle, tmp_path):
+    folder = bundles.change(shutil.copytree(bundle, tmp_path / "b"), labels=["quiet", "loud", "louder"])
+    with pytest.raises(SbkitError, match=r"outputs 2 values, but config\.json has 3 labels"):
+        GraphEngine(folder)
 
 
 def test_a_number_for_each_frame_is_no_sound():
