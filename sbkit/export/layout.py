@@ -131,7 +131,6 @@ class Bundle:
         return config
 
     def to_json(self) -> str:
-        """Make the text of config.json."""
         kind = {} if self.kind == CTC else {"kind": self.kind}  # version 1 began with CTC alone
         return json.dumps({"format": FORMAT, "version": VERSION, **kind, **self._values()}, indent=1,
                           ensure_ascii=False) + "\n"
@@ -488,7 +487,6 @@ def _check_fields(where: str, values: Bundle | Streaming) -> None:
 
 
 def _refuse(where: str, name: str, found: object, allowed: Schema) -> None:
-    """Raise if a value isn't allowed."""
     if found not in allowed:
         raise SbkitError(f"{where}: {name} is {shown(found)}, but must be {allowed}", hint="export the model again")
 

@@ -243,12 +243,10 @@ class Comparison:
         }
 
     def formats(self) -> dict[str, dict[str, Any]]:
-        """Return the results by format."""
         return {result.format: {key: value for key, value in asdict(result).items() if key not in ("format", "where")}
                 for result in self.results}
 
     def table(self) -> str:
-        """Format the results as a table for the screen."""
         rows = self._rows()
         for name, modes in self.companions.items():
             for mode, comparison in modes.items():

@@ -43,7 +43,6 @@ def heading(name: str, config: Bundle) -> str:
 
 
 def text(name: str, config: Bundle, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
-    """Make the whole text."""
     outputs = ", ".join(getattr(config, "outputs", []))
     labels = getattr(config, "labels", [])
     values = {"rate": config.sample_rate, "outputs": outputs}

@@ -45,7 +45,6 @@ def open_runner(name: str, path: Path) -> Call:
 
 
 def _session(path: Path) -> Call:
-    """Open an ONNX model in ONNX Runtime on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -56,7 +55,6 @@ def _session(path: Path) -> Call:
 
 
 def _program(path: Path) -> Call:
-    """Open a program written by torch.export."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about read-only buffers, which are never written to
         module = torch.export.load(path).module()
@@ -70,5 +68,4 @@ def _program(path: Path) -> Call:
 
 
 def on_waveforms(call: Call, outputs: Mapping[str, tuple[str, ...]], min_samples: int = 1) -> Runner:
-    """Return a function that runs a graph on waveforms."""
     return lambda signals: split_batch(outputs, call(*pad(signals, min_samples)))

@@ -31,7 +31,6 @@ class Vocabulary:
 
     @classmethod
     def read(cls, folder: Path, config: Config) -> Vocabulary:
-        """Read the vocabulary of the bundle in ``folder``."""
         return cls(read_tokens(folder / TOKENS, config.vocabulary), config, folder)
 
     def __len__(self) -> int:
@@ -66,7 +65,6 @@ class Vocabulary:
         return "" if self.config.word_separator is None else " "
 
     def text(self, words: Sequence[Word]) -> str:
-        """Join words to text."""
         return self.space.join(word.text for word in words)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.codec import CodecModel
 from sbkit.infer.model import Model, load
+
+M = TypeVar("M", CodecModel, Model)
 
 
 class Aligner:
@@ -63,15 +66,10 @@ class BundleLoader:
     """Opens bundles on the CPU."""
 
     def codec(self, folder: str) -> CodecModel:
-        model = load(folder, device="cpu")
-        if not isinstance(model, CodecModel):
-            model.close()
-            raise SbkitError(f"{folder} is not a codec", hint="name a bundle that was exported from hparams/codec.yaml")
-        return model
+        return _open(folder, CodecModel, "a codec", "name a bundle that was exported from hparams/codec.yaml")
 
     def aligner(self, folder: str) -> Aligner:
-        """Open a recogniser that aligns."""
-        model = self._model(folder)
+        model = _open_recogniser(folder)
         if isinstance(model.engine.config, layout.TransducerConfig):
             model.close()
             raise SbkitError(f"{folder} has a transducer, which can't align a known text",
@@ -80,7 +78,7 @@ class BundleLoader:
 
     def recogniser(self, folder: str, sample_rate: int) -> Callable[[Sequence[np.ndarray]], list[str]]:
         """Open a recogniser; returns a function that transcribes waveforms [S] at this rate."""
-        model = self._model(folder)
+        model = _open_recogniser(folder)
 
         def transcribe(signals: Sequence[np.ndarray]) -> list[str]:
             audio = _at_rate(signals, sample_rate, model.sample_rate)
@@ -88,10 +86,14 @@ class BundleLoader:
 
         return transcribe
 
-    @staticmethod
-    def _model(folder: str) -> Model:
-        model = load(folder, device="cpu")
-        if not isinstance(model, Model):
-            model.close()
-            raise SbkitError(f"{folder} is not a recogniser", hint="name a bundle that was exported from one")
-        return model
+
+def _open_recogniser(folder: str) -> Model:
+    return _open(folder, Model, "a recogniser", "name a bundle that was exported from one")
+
+
+def _open(folder: str, kind: type[M], what: str, hint: str) -> M:
+    model = load(folder, device="cpu")
+    if not isinstance(model, kind):
+        model.close()
+        raise SbkitError(f"{folder} is not {what}", hint=hint)
+    return model

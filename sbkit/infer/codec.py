@@ -86,7 +86,6 @@ class CodecModel(LoadedBundle[CodeEngine]):
 
     @property
     def books(self) -> Books:
-        """Its codebooks."""
         return self.engine.books
 
     def encode(self, audio: Sequence[Source]) -> list[np.ndarray]:
@@ -139,7 +138,7 @@ class CodecModel(LoadedBundle[CodeEngine]):
 
     def _checked_codes(self, codes: np.ndarray) -> np.ndarray | SbkitError:
         try:
-            return self.engine.checked(codes)
+            return self.books.check(codes, f"the output of {self.running.file}")
         except InvalidCode as error:
             return error
 

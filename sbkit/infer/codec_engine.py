@@ -43,10 +43,6 @@ class CodeEngine(CodecEngine):
     """Computes codes [T, Q] of samples [S] float32. They are not checked: for samples unlike the training data they
     may be in no codebook."""
 
-    def checked(self, codes: np.ndarray) -> np.ndarray:
-        """Return the codes [T, Q] of a recording as int64, or raise ``InvalidCode``."""
-        return self.books.check(codes, f"the output of {self.running.file}")
-
     def _interface(self) -> Interface:
         return Interface(dict(zip(layout.INPUTS, self._pad([self._example()]), strict=True)), layout.CODES)
 
@@ -96,5 +92,4 @@ class SoundEngine(CodecEngine):
 
 
 def books_of(config: layout.CodecConfig) -> Books:
-    """Return a bundle's codebooks."""
     return Books(tuple(config.books), config.sample_rate / config.stride, config.sample_rate, config.codec)

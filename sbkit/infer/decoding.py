@@ -71,8 +71,6 @@ class Decoder(ABC):
 
 
 class Greedy(Decoder):
-    """Greedy decoding."""
-
     at_once = 1
     joins = True
 

@@ -1,5 +1,7 @@
 """Texts to what a voice speaks at once: sentences, long ones cut, every symbol kept, unknown characters named."""
 
+import json
+import re
 import tracemalloc
 import unicodedata
 
@@ -8,6 +10,7 @@ import voices
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
 from sbkit.export.layout import VoiceConfig
 from sbkit.infer import UnknownCharacters, UnspeakableText
@@ -147,3 +150,75 @@ def test_a_book_needs_no_more_memory_than_a_sentence(word):
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+# ---------------------------------------------------------------- rules of the voice's corpus
+
+
+RULED = ["<pad>", " ", "'", *"abcdefghijklmnopqrstuvwxyzıéʻ"]
+
+
+def ruled(language, symbols=RULED, **changes):
+    rules = {name: value for name, value in TextRules.for_language(language, **changes).options().items()
+             if name != "alphabet"}
+    return voice(symbols=symbols, max_symbols=60, text=rules)
+
+
+def spoken(config, text, skip_unknown=False):
+    phrases = PhraseReader(config, skip_unknown).read(text)
+    return "".join(config.symbols[number] for phrase in phrases for number in phrase.ids)
+
+
+@pytest.mark.parametrize("language, text, expected", [
+    ("tr", "ISPARTA", "ısparta"), ("tr", "İzmir", "izmir"), ("en", "ISPARTA", "isparta"),
+    ("en", "don’t", "don't"), ("en", "don't", "don't"), ("en", "pin-tip", "pin tip"),
+    ("en", "‘Rock ’n’ roll’", "rock n roll"),
+    ("en", "so\u00adft", "soft"), ("uz", "o‘zbek O'zbek", "oʻzbek oʻzbek"), ("en", "Cafe\u0301", "café"),
+])
+def test_a_text_is_spoken_as_training_wrote_it(language, text, expected):
+    config = ruled(language)
+    assert spoken(config, text) == TextRules.for_language(language)(text) == expected
+
+
+def test_a_bundle_of_before_has_no_rules_and_speaks_as_before(tmp_path):
+    values = json.loads(ruled("en").to_json())
+    del values["text"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = VoiceConfig.read(tmp_path)
+    assert spoken(config, "Don't") == "don't"
+    with pytest.raises(UnknownCharacters, match="never learnt '’'"):
+        spoken(config, "don’t")
+
+
+def test_punctuation_that_the_rules_keep_is_spoken_and_the_case_that_they_keep_is_kept():
+    assert spoken(ruled("en", [*RULED, *"A-.,"], case="keep", keep_anywhere="-.,"), "A pin-tip.") == "A pin-tip."
+    assert spoken(ruled("en", case="keep"), "A pin") == "a pin", "there is but one case to speak in"
+
+
+def test_the_text_of_a_phrase_still_has_its_marks():
+    [piece] = PhraseReader(ruled("en")).read("It’s a (pin-tip).")
+    assert piece.text == "it's a (pin-tip)." and [word for word, _, _ in piece.words] == ["it's", "a", "(pin-tip)."]
+
+
+@pytest.mark.parametrize("text, message", [
+    ("so 100% sure", "'1' (character 4), '0' (character 5; character 6)"), ("a&b", "'&' (character 2)"),
+    ("don’t ñ", "'ñ' (character 7)"), ("e\u0301\u00adé ae\u0301\u00adbñ", "'ñ' (character 11)"),
+    ("ab.cd", "'.' (character 3)"), ("İİñ", "'ñ' (character 3)"),
+])
+def test_unknown_characters_are_named_where_they_were_written(text, message):
+    with pytest.raises(UnknownCharacters, match=re.escape(message)):
+        spoken(ruled("en"), text)
+
+
+def test_a_place_is_exact_behind_a_replacement_of_another_length():
+    with pytest.raises(UnknownCharacters, match=r"'ñ' \(character 4\)"):
+        spoken(ruled("en", replace={"ß": "ss", "abc": "x"}), "ßaßñ")
+    with pytest.raises(UnknownCharacters, match=r"'ñ' \(character 4\)"):
+        spoken(ruled("en", replace={"abc": "x"}), "abcñ")
+
+
+@pytest.mark.parametrize("name", ["replace", "case_pairs"])
+def test_rules_that_make_a_text_grow_without_end_are_stopped(name):
+    chain = {chr(97 + number): chr(98 + number) * 50 for number in range(8)}
+    with pytest.raises(SbkitError, match="more than 100 times as long"):
+        spoken(ruled("en", **{name: chain}), "aaaa")
