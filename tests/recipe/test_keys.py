@@ -21,7 +21,6 @@ from speechbrain.nnet.linear import Linear
 from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.parameter_transfer import Pretrainer
 from speechbrain.utils.run_opts import RunOptions
-from written import BASED, write
 
 from sbkit.data.augment import Augment, Gain
 from sbkit.data.batch import Batch
@@ -135,15 +134,6 @@ def test_elements_are_held_to_their_types(given, expected):
 ])
 def test_elements_of_their_types_are_taken(given):
     assert Many.wrong(given) == []
-
-
-def test_a_run_is_refused_with_the_line_of_a_needed_key_that_is_null(tmp_path):
-    path = write(tmp_path, f"{BASED}    batching: null\n    intermediate_layers: [one]\n")
-    with pytest.raises(SbkitError) as error:
-        load.open_recipe(load.load(path, {"output_folder": str(tmp_path)}), path)
-    assert error.value.message == (
-        f"{path}:3: intermediate_layers is ['one'], and must be a list of whole numbers; {path}:2: batching is null, "
-        "and a run needs it")
 
 
 # ------------------------------------------------------------------ each has an effect

@@ -138,28 +138,27 @@ def test_the_check_builds_what_hyperpyyaml_builds(name, tmp_path):
         assert built.hparams["modules"]["model"] is built.hparams["model"]
 
 
-def test_a_rate_that_the_pretrained_encoder_was_not_trained_at_is_refused(tmp_path):
-    (error,) = check(ROOT / "hparams" / "ssl.yaml", stand_ins("hparams/ssl.yaml", tmp_path) | {"sample_rate": 8000}
-                     ).errors
-    assert (error.code, error.key) == ("sample-rate", "encoder")
-    assert "takes 16000 samples a second" in error.message and "write sample_rate: 16000" in error.suggestion
+SSL = "hparams/ssl.yaml"
 
 
-@pytest.mark.parametrize("given, expected, mend", [
-    ({"ctc_weight": 0.3}, "an attention decoder trains, but encoder has none", "write ctc_weight: 1.0"),
-    ({"intermediate_ctc": 0.3}, "Encoder has no list of layers", "write intermediate_ctc: 0")], ids=str)
-def test_a_loss_that_a_pretrained_encoder_has_no_part_for_is_refused(tmp_path, given, expected, mend):
-    (error,) = check(ROOT / "hparams" / "ssl.yaml", stand_ins("hparams/ssl.yaml", tmp_path) | given).errors
-    assert (error.key, error.file) == (*given, "command line")
+@pytest.mark.parametrize("key, given, at, expected, mend", [
+    ("ctc_weight", 0.3, "command line", "an attention decoder trains, but encoder has none", "write ctc_weight: 1.0"),
+    ("intermediate_ctc", 0.3, "command line", "Encoder has no list of layers", "write intermediate_ctc: 0"),
+    ("sample_rate", 8000, str(ROOT / SSL), "takes 16000 samples a second", "write sample_rate: 16000")])
+def test_what_a_pretrained_encoder_has_no_part_for_or_was_not_trained_at_is_refused(tmp_path, key, given, at, expected,
+                                                                                    mend):
+    (error,) = check(ROOT / SSL, stand_ins(SSL, tmp_path) | {key: given}).errors
+    assert (error.code, error.key, error.file) == (
+        ("sample-rate", "encoder", at) if key == "sample_rate" else ("forward", key, at))
     assert expected in error.message and error.suggestion.startswith(mend)
 
 
 @pytest.mark.slow
 def test_a_pretrained_encoder_that_trains_is_in_a_checkpoint(tmp_path):
     path = tmp_path / "head_alone.yaml"
-    path.write_text(f"recipe: !include:{ROOT / 'hparams' / 'ssl.yaml'}\n    checkpointer:\n        recoverables:\n"
+    path.write_text(f"recipe: !include:{ROOT / SSL}\n    checkpointer:\n        recoverables:\n"
                     "            model: !ref <ctc_lin>\n")
-    given = stand_ins("hparams/ssl.yaml", tmp_path)
+    given = stand_ins(SSL, tmp_path)
     (error,) = check(path, given).errors
     assert error.code == "not-saved" and "freeze: {encoder: true}" in error.suggestion
     assert check(path, given | {"freeze": {"encoder": True}}).errors == []
@@ -171,7 +170,7 @@ def test_the_recipe_with_houlsbys_adapters_on_the_page_passes_the_check(tmp_path
     [block] = [block for block in page.split("\n\n") if "Houlsby\n" in block]
     path = tmp_path / "houlsby.yaml"
     path.write_text(textwrap.dedent(block).replace("!include:", f"!include:{ROOT}/"))
-    report = check(path, stand_ins("hparams/ssl.yaml", tmp_path) | {"data_folder": str(tmp_path), "language": "ga"})
+    report = check(path, stand_ins(SSL, tmp_path) | {"data_folder": str(tmp_path), "language": "ga"})
     assert [str(finding) for finding in report.findings] == []
     [encoder] = [row for row in report.sections["devices"].rows if row[0] == "encoder"]
     assert encoder[3] != "0%" and encoder[3] != "100%" and encoder[6] == "model"

@@ -19,7 +19,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(cores, "MOUNT", tmp_path / "mount")
 
     def write(group: str, **files: str) -> None:
-        (tmp_path / "cgroup").write_text(group)
+        (tmp_path / "cgroup").write_text(group, errors="surrogateescape")
         for name, text in files.items():
             path = tmp_path / "mount" / name.replace("__", "/").replace("_dot_", ".")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,16 +40,26 @@ def test_a_containers_quota(machine, quota, expected):
     assert cores.usable_cores() == expected
 
 
-def test_a_slice_of_systemd_and_all_above_it_count(machine):
-    machine("0::/user.slice/work\n", user_dot_slice__work__cpu_dot_max="800000 100000",
-            user_dot_slice__cpu_dot_max="300000 100000")
-    assert cores.usable_cores() == 3
+V1 = {"cpu__docker__1__cpu_dot_cfs_period_us": "100000"}
 
 
-def test_a_group_that_the_container_does_not_see_is_its_root(machine):
-    for group in ("0::/kubepods/pod1/abc\n", "0::/../../other\n"):
-        machine(group, cpu_dot_max="200000 100000")
-        assert cores.usable_cores() == 2
+@pytest.mark.parametrize("group, expected, files", [
+    ("0::/user.slice/work\n", 3, {"user_dot_slice__work__cpu_dot_max": "800000 100000",
+                                  "user_dot_slice__cpu_dot_max": "300000 100000"}),
+    ("0::/kubepods/pod1/abc\n", 2, {"cpu_dot_max": "200000 100000"}),
+    ("0::/../../other\n", 2, {"cpu_dot_max": "200000 100000"}),
+    ("5:memory:/m\n4:cpu,cpuacct:/docker/1\n0::/\n", 16, {**V1, "cpu__docker__1__cpu_dot_cfs_quota_us": "-1"}),
+    ("5:memory:/m\n4:cpu,cpuacct:/docker/1\n0::/\n", 3, {**V1, "cpu__docker__1__cpu_dot_cfs_quota_us": "300000"}),
+    ("1:cpu:/\n0::/\n", 5, {"cpu__cpu_dot_cfs_quota_us": "-1", "cpu__cpu_dot_cfs_period_us": "100000",
+                            "unified__cpu_dot_max": "500000 100000"}),
+    ("\n\nnonsense\n0::/a\x0bb\n", 2, {"cpu_dot_max": "200000 100000"}),
+    ("0::/\udcff\n", 2, {"cpu_dot_max": "200000 100000"})],
+    ids=["a slice of systemd and all above it", "a group that the container doesn't see", "one above its root",
+         "version 1 without a quota", "version 1", "version 2 beside version 1", "lines that no kernel writes",
+         "bytes that are no text"])
+def test_control_groups(machine, group, expected, files):
+    machine(group, **files)
+    assert cores.usable_cores() == expected
 
 
 @pytest.mark.parametrize("group, files", [
@@ -65,19 +75,6 @@ def test_the_memory_of_a_container_is_bounded_by_its_root(machine, group, files)
         assert host.total() > 1_000_000
 
 
-def test_lines_that_no_kernel_writes_end_nothing(machine, tmp_path):
-    machine("\n\nnonsense\n0::/a\x0bb\n", cpu_dot_max="200000 100000")
-    assert cores.usable_cores() == 2
-    (tmp_path / "cgroup").write_bytes(b"0::/\xff\n")
-    assert cores.usable_cores() == 2
-
-
-def test_version_2_beside_version_1(machine):
-    machine("1:cpu:/\n0::/\n", cpu__cpu_dot_cfs_quota_us="-1", cpu__cpu_dot_cfs_period_us="100000",
-            unified__cpu_dot_max="500000 100000")
-    assert cores.usable_cores() == 5
-
-
 def test_a_library_is_asked_for_fewer_threads_than_the_machine_has_cores(machine, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
@@ -89,13 +86,6 @@ def test_a_library_is_asked_for_fewer_threads_than_the_machine_has_cores(machine
     machine("0::/\n", cpu_dot_max="max 100000")
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {3, 4, 5})
     assert cores.thread_limit() == 3
-
-
-@pytest.mark.parametrize("quota, expected", [("-1", 16), ("300000", 3)])
-def test_control_groups_of_version_1(machine, quota, expected):
-    machine("5:memory:/m\n4:cpu,cpuacct:/docker/1\n0::/\n", cpu__docker__1__cpu_dot_cfs_quota_us=quota,
-            cpu__docker__1__cpu_dot_cfs_period_us="100000")
-    assert cores.usable_cores() == expected
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**8), st.integers(1000, 10**6)), min_size=1, max_size=5))
