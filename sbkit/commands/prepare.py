@@ -8,9 +8,7 @@ from pathlib import Path
 from sbkit.system.environment import check_torch_pair
 from sbkit.train.memory import host
 
-HELP = (
-    "Prepare the corpus and the tokenizer only, and report what was left out and why."
-)
+HELP = "Prepare the corpus and the tokenizer only, and report what was left out and why."
 
 
 def run(argv: list[str]) -> int:

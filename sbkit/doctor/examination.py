@@ -22,6 +22,7 @@ from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, MachineFinding, note_i
 from sbkit.errors import SbkitError
 from sbkit.recipe import finished_runs, price
 from sbkit.system.compiled import installed_compiler
+from sbkit.system.console import counted
 from sbkit.system.cores import usable_cores
 from sbkit.system.environment import check_torch_pair, onnxruntimes, version_of
 from sbkit.train.memory import host
@@ -257,8 +258,7 @@ def as_table(found: Sequence[MachineFinding], width: int = 80) -> str:
 
 def _summary(found: Sequence[MachineFinding]) -> str:
     stands, notes = _count(found, IN_THE_WAY), _count(found, NOTE)
-    return (f"{stands} in the way of sbkit" if stands else "nothing is in the way of sbkit") + (
-        f", {notes} note{'' if notes == 1 else 's'}" if notes else "")
+    return f"{stands or 'nothing is'} in the way of sbkit" + (f", {counted(notes, 'note')}" if notes else "")
 
 
 def _count(found: Sequence[MachineFinding], verdict: str) -> int:

@@ -187,27 +187,25 @@ def _glued_colon(text: str, line: int) -> tuple[int, int] | None:
     return None
 
 
+#: What to do about a problem of the YAML, by parts of ruamel's messages.
+_ADVICE = {
+    ("nested too deeply",): "is a bracket repeated?",
+    ("\\t", "tab"): "indent with spaces, YAML takes no tabs",
+    ("space after the colon",): "write `key: value`",
+    ("another document",): "remove the line --- above it",
+    ("mapping values are not allowed",):
+        "a value with a colon needs quotes; or is the line above indented differently?",
+    ("expected <block end>", "could not find expected ':'"): "compare its indentation with the lines above",
+    ("character '>'", "character '<'"): "write a reference with brackets in a separate line: - !ref <key[part]>",
+    ("',' or ']'", "',' or '}'"): "a bracket is not closed",
+}
+
+
 def _advice(problem: str, text: str, line: int) -> str:
-    if "nested too deeply" in problem:
-        return "is a bracket repeated?"
-    if "\\t" in problem or "tab" in problem:
-        return "indent with spaces, YAML takes no tabs"
-    if "space after the colon" in problem:
-        return "write `key: value`"
     if problem.startswith("expected ' '"):
         tag = re.search(r"!\w+", text.splitlines()[line - 1])
         return f"write a space after the tag: {tag[0] if tag else '!ref'} <key>"
-    if "another document" in problem:
-        return "remove the line --- above it"
-    if "mapping values are not allowed" in problem:
-        return "a value with a colon needs quotes; or is the line above indented differently?"
-    if "expected <block end>" in problem or "could not find expected ':'" in problem:
-        return "compare its indentation with the lines above"
-    if "character '>'" in problem or "character '<'" in problem:
-        return "write a reference with brackets in a separate line: - !ref <key[part]>"
-    if "',' or ']'" in problem or "',' or '}'" in problem:
-        return "a bracket is not closed"
-    return ""
+    return next((advice for parts, advice in _ADVICE.items() if any(part in problem for part in parts)), "")
 
 
 class _Converter:

@@ -9,14 +9,13 @@ from typing import Any
 
 from sbkit.recipe.price import EFFICIENCY
 from sbkit.recipe.report import ERROR, WARNING, Finding, Report, Section
-from sbkit.rehearsal.cards import Card
+from sbkit.rehearsal.cards import GIB, Card
 from sbkit.rehearsal.run import RANKS, Line
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.report import charts
 from sbkit.score.report.page import fill_template
 from sbkit.score.report.sections import section
 
-GIB = 2**30
 #: The stages of a run, in the order of the report.
 STAGES = ("corpus", "check", "start", "count of FLOPs", "steps", "a step of the planned batch",
           "the largest batch of the estimate", "a batch that doesn't fit", "validation", "checkpoint",

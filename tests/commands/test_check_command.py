@@ -48,9 +48,17 @@ def test_run_options_that_cannot_be_are_told(capsys):
     assert len(lines) == 6 and lines[-1].startswith(f"{SMALL}: 3 errors and 1 warning (")
 
 
-def test_a_mistake_in_the_words_is_exit_code_2(capsys):
-    assert cli.main(["check"]) == 2
-    assert "no recipe given" in capsys.readouterr().err
+@pytest.mark.parametrize("words, said", [
+    ("", "no recipe given"), (f"{SMALL} --no-run --measure", "drop one of them"),
+    (f"{SMALL} --price cheap", "'cheap' is not the price"), (f"{SMALL} --price -1", "'-1' is not the price"),
+    (f"{SMALL} --price nan", "'nan' is not the price"), (f"{SMALL} --price 1 --no-run", "which --no-run doesn't build"),
+    (f"{SMALL} --as 8xABC", "known are"), (f"{SMALL} --html page.html", "--as"),
+    (f"{SMALL} --as H100 --json --no-run", "can't be used with --no-run"),
+    (f"{SMALL} --as H100 --html /dev/null/page.html", "cannot write /dev/null/page.html: "),
+    (f"{SMALL} --as H100 --html /", "/ is a folder; name a file with --html")])
+def test_a_mistake_in_the_words_is_exit_code_2_at_once(words, said, capsys):
+    assert cli.main(["check", *words.split()]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_json_is_for_programs(capsys):

@@ -116,8 +116,3 @@ def test_a_missing_package_is_not_taken_from_the_folder(tmp_path, monkeypatch):
     with without_imports_from(tmp_path), pytest.raises(ModuleNotFoundError):
         __import__("lacking_package")
     assert sys.path[0] == ""
-
-
-def test_steps_can_not_be_measured_of_what_is_not_run(capsys):
-    assert cli.main(["check", str(SMALL), "--no-run", "--measure"]) == 2
-    assert "drop one of them" in capsys.readouterr().err

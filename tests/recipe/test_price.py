@@ -157,14 +157,6 @@ def test_cost_and_energy_are_of_all_devices():
                 fitted.remarks[0]) is far
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    (["--price", "cheap"], "'cheap' is not the price"), (["--price", "-1"], "'-1' is not the price"),
-    (["--price", "nan"], "'nan' is not the price"), (["--price", "1", "--no-run"], "which --no-run doesn't build")])
-def test_what_cannot_be_priced_is_refused_at_once(words, expected, capsys):
-    assert cli.main(["check", str(ROOT / "hparams" / "ctc.yaml"), *words]) == 2
-    assert expected in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_corpus_that_is_not_prepared_has_no_price():
     report = check(Path(__file__).parent / "small.yaml", pricing=PriceRequest(2.5))

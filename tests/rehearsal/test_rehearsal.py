@@ -266,13 +266,3 @@ def test_the_flagship_runs_from_start_to_end_on_two_ranks(rehearse, tmp_path):
     assert max(report["sections"]["memory"]["values"]["bytes"]) == figures["peak_bytes"] > figures["held_bytes"]
     assert "<svg" in page.read_text(encoding="utf-8")
     assert "make gpu" in report["not_checked"][-1]
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    (["--as", "8xABC"], "known are"), (["--html", "page.html"], "--as"),
-    (["--as", "H100", "--json", "--no-run"], "can't be used with --no-run"),
-    (["--as", "H100", "--html", "/dev/null/page.html"], "cannot write /dev/null/page.html: "),
-    (["--as", "H100", "--html", "/"], "/ is a folder; name a file with --html")])
-def test_what_cannot_be_rehearsed_is_refused_at_once(words, said, capsys):
-    assert main(["check", str(ROOT / "hparams" / "ctc.yaml"), *words]) == 2
-    assert said in capsys.readouterr().err

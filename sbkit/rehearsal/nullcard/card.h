@@ -14,7 +14,7 @@ namespace card {
 struct Settings {
   std::string name;
   size_t memory, shared_memory;
-  int count, multiprocessors, major, minor, threads, patience, rank;
+  int count, multiprocessors, major, minor, threads, patience;
 };
 const Settings& settings();
 int attribute(int number, int device);  // cudaDeviceAttr and CUdevice_attribute have the same numbers

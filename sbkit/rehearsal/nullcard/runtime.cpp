@@ -57,7 +57,7 @@ struct Capture {
   Graph* graph;
   bool open = true, broken = false;
 };
-struct Stream { int device = 0, priority = 0; std::shared_ptr<Capture> capture; card::Waits waits; };
+struct Stream { int priority = 0; std::shared_ptr<Capture> capture; card::Waits waits; };
 struct Event { std::chrono::steady_clock::time_point at; std::shared_ptr<Capture> capture; card::Waits waits; };
 Stream defaults[kMaxCards];
 card::Waits device_waits;  // of all streams
@@ -211,7 +211,6 @@ const Settings& settings() {
     card.minor = number("SBKIT_CARD_MINOR", 0);
     card.threads = number("SBKIT_CARD_THREADS", 2048);
     card.patience = number("SBKIT_CARD_PATIENCE", 120);
-    card.rank = number("RANK", 0);
     return card;
   }();
   return made;
@@ -470,10 +469,7 @@ API cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) {
 // ---- streams and events
 
 API cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
-  auto made = new Stream;
-  made->device = current;
-  made->priority = priority;
-  *stream = reinterpret_cast<cudaStream_t>(made);
+  *stream = reinterpret_cast<cudaStream_t>(new Stream{priority});
   return cudaSuccess;
 }
 API cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
