@@ -124,7 +124,7 @@ class LastingStream(io.FileIO):
         return len(data)
 
 
-_CONTROL = re.compile(r".*\r(?=.)|\x1b\[[0-9;?]*[A-Za-z]")
+_CONTROL = re.compile(r"^.*\r(?=.)|\x1b\[[0-9;?]*[A-Za-z]")
 _LONGEST_LINE = 1 << 16
 _unwritten: deque[str] = deque(maxlen=10_000)  # bounded, because a script may have no log to write them to
 _logging = threading.local()

@@ -8,7 +8,6 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.recipe.arguments import parse_overrides
 from sbkit.recipe.check import check
-from sbkit.train.memory.trials import open_trial
 
 pytestmark = pytest.mark.usefixtures("without_cost")
 
@@ -64,32 +63,29 @@ def test_a_whole_object_may_be_given_too(tmp_path):
     assert own.schedule.peak == 0.5
 
 
-@pytest.mark.slow
 def test_the_check_says_what_the_run_would(tmp_path):
-    assert check(chained(tmp_path), {"log_interval": 3}).errors == []
-    assert [str(error) for error in check(chained(tmp_path), {"log_interval": -3, "tensorboard": 2}).errors] == [
+    path = chained(tmp_path)
+    assert check(path, {"log_interval": 3}, run=False).errors == []
+    assert [str(error) for error in check(path, {"log_interval": -3, "tensorboard": 2}, run=False).errors] == [
         "command line: error: log_interval: it is -3, and must be a number, 0 or more",
         "command line: error: tensorboard: it is 2, and must be true or false"]
 
 
-@pytest.mark.slow
 def test_it_is_no_typo_of_one_that_is_written(tmp_path):
     """keep_everi is; of a recipe that writes one of the two ids the other is not."""
     base = changed(tmp_path, {"ctc_weight: 0.3": "ctc_weight: 1.0", "bos_index: 1\n": ""})
     base = base.rename(tmp_path / "base.yaml")
     path = write(tmp_path, "recipe: !include:base.yaml\n    bos_index: 1\n")
-    assert check(path).errors == [] and check(base, {"bos_index": 1}).errors == []
+    assert check(path, run=False).errors == [] and check(base, {"bos_index": 1}, run=False).errors == []
 
 
-@pytest.mark.slow
 def test_what_only_a_script_may_say_is_reported_in_a_recipe_of_a_task(tmp_path):
     """A task evaluates in shares whatever share_validation is."""
-    found = check(chained(tmp_path, "share_validation: true\n"))
+    found = check(chained(tmp_path, "share_validation: true\n"), run=False)
     assert [(warning.key, warning.message) for warning in found.warnings] == [
         ("share_validation", "nothing reads this key, and no reference names it")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words, expected", [
     ("--log_intervall 3", "has no key log_intervall; did you mean --log_interval?"),
     ("--schedule.peak 3", "has no key schedule; define that key in the YAML first"),
@@ -102,7 +98,7 @@ def test_parts_of_it_and_what_nobody_declares_are_refused(words, expected, tmp_p
         load.load(path, given)
     option = words.split()[0].partition(".")[0]
     assert str(error.value) == f"command line: {option}: {path} {expected}"
-    (found,) = check(path, given).errors
+    (found,) = check(path, given, run=False).errors
     assert str(found) == f"command line: error: {option}: {path} {expected}"
 
 
@@ -127,18 +123,6 @@ def test_without_a_run_a_task_of_ones_own_is_not_imported(tmp_path, mine):
     path = chained(tmp_path, f"brain: {mine}\n")
     assert check(path, {"log_interval": 3}, run=False).errors == []
     assert [error.key for error in check(path, {"colour": 3}, run=False).errors] == ["--colour"]
-
-
-@pytest.mark.slow
-def test_tune_tries_with_it(tmp_path, monkeypatch):
-    import torch
-
-    from sbkit.recipe.arguments import parse
-
-    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
-    request = parse([str(SMALL), "--device", "cpu", "--consistency", "0.2"])
-    with open_trial(request, torch.device("cpu")) as trial:
-        assert trial.brain.keys.consistency == 0.2 and trial.brain.views == 2
 
 
 @pytest.mark.parametrize("words, expected", [

@@ -81,9 +81,9 @@ def tries(folder):
 
 @pytest.mark.slow
 @safe_path
-def test_trials_import_nothing_from_the_working_directory(tmp_path):
+def test_trials_import_nothing_from_the_working_directory(tmp_path, cache):
     ran = leave_traps(tmp_path, "numpy", "soxr")
-    done = processes.program(tries, str(tmp_path), PYTHONPATH=helper_process.HOME, SBKIT_CACHE=str(tmp_path / "cache"))
+    done = processes.program(tries, str(tmp_path), PYTHONPATH=helper_process.HOME, SBKIT_CACHE=str(cache))
     assert done.stdout == "True\n" and not ran.exists(), done.stderr
 
 
