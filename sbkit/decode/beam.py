@@ -12,8 +12,7 @@ from sbkit.decode.beam_stream import BeamStream, LineSearch
 from sbkit.decode.fusion import FusionWeights
 from sbkit.decode.posteriors import Events, events, spans_of
 from sbkit.decode.prefix_search import CTCSearch, TokenHypothesis
-from sbkit.decode.spans import TokenSpans
-from sbkit.decode.streaming import Spelling
+from sbkit.decode.spans import Spelling, TokenSpans
 from sbkit.decode.token_search import Hypothesis, TokenSearch
 from sbkit.errors import SbkitError
 

@@ -9,8 +9,8 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from sbkit.decode.prefix_search import EMPTY_HISTORY, Beams, Search
-from sbkit.decode.spans import TokenSpans, Word
-from sbkit.decode.streaming import Spelling, StreamResult, StreamSearch, count_settled
+from sbkit.decode.spans import Spelling, TokenSpans, Word
+from sbkit.decode.streaming import StreamResult, StreamSearch, count_settled
 
 
 class StreamEvents(Protocol):
@@ -195,7 +195,7 @@ class BeamStream(StreamSearch, Generic[S]):
         return StreamResult(words, partial, endpoint, frame * self.spelling.frame_seconds)
 
     def _write(self, spans: TokenSpans) -> list[Word]:
-        return self.spelling.write(self.spelling.groups(spans), spans)
+        return self.spelling.words(spans, pause=self.spelling.pause)
 
     # ----------------------------------------------------------------- lines
 
@@ -233,7 +233,7 @@ class BeamStream(StreamSearch, Generic[S]):
         if not len(path):
             return
         spans = line.spans_to(int(path[-1]))
-        groups = self.spelling.groups(spans)
+        groups = self.spelling.groups(spans, self.spelling.pause)
         count, first = count_settled(groups)
         if count:
             self._add(self.spelling.write(groups[:count], spans))
@@ -249,6 +249,7 @@ class BeamStream(StreamSearch, Generic[S]):
 
     def _trust_best(self) -> None:
         """Drop the hypotheses that disagree with the best about the words before its last."""
-        count, first = count_settled(self.spelling.groups(self._line.spans_to(self._line.best())))
+        spans = self._line.spans_to(self._line.best())
+        count, first = count_settled(self.spelling.groups(spans, self.spelling.pause))
         if count:
             self._line.keep_prefix_of_best(first + 1)

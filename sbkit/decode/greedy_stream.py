@@ -6,15 +6,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from sbkit.decode.spans import TokenSpans, best_path, sums
-from sbkit.decode.streaming import Spelling, StreamResult, StreamSearch, count_settled
+from sbkit.decode.spans import Spelling, TokenSpans, WordTokens, best_path, sums
+from sbkit.decode.streaming import StreamResult, StreamSearch, count_settled
 
 _NOTHING = TokenSpans(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 class SettlingStream(StreamSearch):
     """Turns the tokens of a stream into words as they come. Words, times and confidences are the same as for all tokens
-    at once, with pauses that end words (``sbkit.decode.spans.words``), except that a word ends after
+    at once, with pauses that end words (``sbkit.decode.spans.Spelling.words``), except that a word ends after
     ``LONGEST_SECONDS``.
 
     A word is settled once the next has begun or a pause has followed, so that only one word is kept.
@@ -31,7 +31,7 @@ class SettlingStream(StreamSearch):
         lines = self._lines(tokens)
         results = [line for line in map(self._close, lines[:-1]) if line is not None]
         rest = lines[-1]
-        groups = self.spelling.groups(rest, self.spelling.longest)
+        groups = self._groups(rest)
         count, first = count_settled(groups)
         words = self.spelling.write(groups[:count], rest)
         self._in_line |= bool(words)
@@ -41,8 +41,11 @@ class SettlingStream(StreamSearch):
         return [*results, now] if words or now.partial or not results else results
 
     def end(self, tokens: TokenSpans) -> StreamResult:
-        words = self.spelling.write(self.spelling.groups(tokens, self.spelling.longest), tokens)
+        words = self.spelling.write(self._groups(tokens), tokens)
         return StreamResult(words, [], self._in_line or bool(words), self._frames * self.spelling.frame_seconds)
+
+    def _groups(self, tokens: TokenSpans) -> list[WordTokens]:
+        return self.spelling.groups(tokens, self.spelling.pause, self.spelling.longest)
 
     def _lines(self, tokens: TokenSpans) -> list[TokenSpans]:
         """Split tokens at pauses; the last part, which may be empty, is the line that goes on."""
@@ -52,7 +55,7 @@ class SettlingStream(StreamSearch):
 
     def _close(self, line: TokenSpans) -> StreamResult | None:
         """Settle the rest of a line that a pause ends; None if it has no words."""
-        words = self.spelling.write(self.spelling.groups(line, self.spelling.longest), line)
+        words = self.spelling.write(self._groups(line), line)
         spoken, self._in_line = self._in_line or bool(words), False
         if not spoken:
             return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 WORD_START = "▁"  # how SentencePiece writes the space before a word
 PAUSE_SECONDS = 0.7  # a pause this long ends a line
+#: A word, or audio without a settled word, ends after this long: a stream's memory has to be bounded.
+LONGEST_SECONDS = 10.0
 _BYTES = re.compile(r"(?:<0x[0-9A-F]{2}>)+")  # how SentencePiece writes a character that has no piece
 
 
@@ -105,59 +108,91 @@ class WordTokens(NamedTuple):
     tokens: list[int]  # the token of each part
 
 
-def words(spans: TokenSpans, piece: Callable[[int], str], frame_seconds: float, *, start: float = 0.0,
-          skip: Collection[int] = (), separator: str | None = WORD_START, pause: float | None = None) -> list[Word]:
-    """Join the tokens of an utterance into words.
+@dataclass(frozen=True)
+class Spelling:
+    """How tokens are written as words.
 
-    piece : maps a token id to its text, as SentencePiece's ``id_to_piece``
+    symbols : the tokens in order of their ids, as SentencePiece writes them
     frame_seconds : seconds from one frame to the next
-    start : time of the first frame in seconds
-    skip : ids without text, such as those that begin and end a sentence
-    separator : marks a word's start in a piece; None makes every token a word, for scripts without spaces
-    pause : frames without a token that end a word, whatever the next piece is; None: only pieces end words
+    silent : ids without text, such as the blank
+    separator : marks a word's start; None makes every token a word, for scripts without spaces
     """
-    groups = group_tokens(spans, piece, skip=skip, separator=separator, pause=pause)
-    return write_words(groups, spans, frame_seconds, start)
 
+    symbols: Sequence[str]
+    frame_seconds: float
+    silent: Collection[int] = (0,)
+    separator: str | None = WORD_START
 
-def group_tokens(spans: TokenSpans, piece: Callable[[int], str], *, skip: Collection[int] = (),
-                 separator: str | None = WORD_START, pause: float | None = None, longest: float | None = None
-                 ) -> list[WordTokens]:
-    """Assign tokens to words; the arguments are those of :func:`words`.
+    @property
+    def pause(self) -> float:
+        """The frames without a token that end a word and a line of a stream."""
+        return PAUSE_SECONDS / self.frame_seconds
 
-    longest : a word's maximum length in frames: a token that begins later begins another word; None: no maximum
-    """
-    found: list[WordTokens] = []
-    last_end, began = 0, 0
-    for i, token in enumerate(spans.ids.tolist()):
-        if token in skip:
-            continue
-        breaks = pause is not None and spans.starts[i] - last_end >= pause
-        breaks |= longest is not None and spans.starts[i] - began >= longest
-        last_end = spans.ends[i]
-        for number, (part, opens) in enumerate(_parts(piece(token), separator)):
-            if opens or not found or (breaks and not number):
-                clean = not found or i not in found[-1].tokens
-                if clean:
-                    began = spans.starts[i]
-                found.append(WordTokens(i, clean, [], []))
-            if part:
-                found[-1].parts.append(part)
-                found[-1].tokens.append(i)
-    return found
+    @property
+    def longest(self) -> float:
+        """The maximum frames of a word, or of audio without a settled word, in a stream."""
+        return LONGEST_SECONDS / self.frame_seconds
 
+    def words(self, spans: TokenSpans, start: float = 0.0, pause: float | None = None) -> list[Word]:
+        """Join the tokens of an utterance into words.
 
-def write_words(groups: Sequence[WordTokens], spans: TokenSpans, frame_seconds: float, start: float = 0.0
-                ) -> list[Word]:
-    """Write groups of tokens as words with times, in whole milliseconds, and confidences."""
-    return [
-        Word(
-            text=_text(parts), start=round(start + frame_seconds * int(spans.starts[tokens[0]]), 3),
-            end=round(start + frame_seconds * int(spans.ends[tokens[-1]]), 3),
-            confidence=float(spans.confidence[tokens].min()),
-        )
-        for _, _, parts, tokens in groups if parts
-    ]
+        start : time of the first frame in seconds
+        pause : frames without a token that end a word, whatever the next piece is; None: only pieces end words
+        """
+        return self.write(self.groups(spans, pause), spans, start)
+
+    def groups(self, spans: TokenSpans, pause: float | None, longest: float | None = None) -> list[WordTokens]:
+        """Assign tokens to words.
+
+        pause : as for :meth:`words`
+        longest : a word's maximum length in frames: a token that begins later begins another word; None: no maximum
+        """
+        found: list[WordTokens] = []
+        last_end, began = 0, 0
+        for i, token in enumerate(spans.ids.tolist()):
+            if token in self.silent:
+                continue
+            breaks = pause is not None and spans.starts[i] - last_end >= pause
+            breaks |= longest is not None and spans.starts[i] - began >= longest
+            last_end = spans.ends[i]
+            for number, (part, opens) in enumerate(_parts(self.symbols[token], self.separator)):
+                if opens or not found or (breaks and not number):
+                    clean = not found or i not in found[-1].tokens
+                    if clean:
+                        began = spans.starts[i]
+                    found.append(WordTokens(i, clean, [], []))
+                if part:
+                    found[-1].parts.append(part)
+                    found[-1].tokens.append(i)
+        return found
+
+    def write(self, groups: Sequence[WordTokens], spans: TokenSpans, start: float = 0.0) -> list[Word]:
+        """Write groups of tokens as words with times, in whole milliseconds, and confidences."""
+        return [
+            Word(
+                text=_text(parts), start=round(start + self.frame_seconds * int(spans.starts[tokens[0]]), 3),
+                end=round(start + self.frame_seconds * int(spans.ends[tokens[-1]]), 3),
+                confidence=float(spans.confidence[tokens].min()),
+            )
+            for _, _, parts, tokens in groups if parts
+        ]
+
+    def after_pause(self, end: int) -> int:
+        """The frame at which the pause after a token that ended at frame ``end`` is long enough."""
+        frame = end + math.floor(self.pause)
+        return frame if frame - end >= self.pause else frame + 1
+
+    def check(self, log_probs: np.ndarray) -> None:
+        """Raise if these can't be log-probabilities [T, V] of these tokens."""
+        if log_probs.ndim != 2 or log_probs.shape[1] != len(self.symbols) or log_probs.dtype.kind != "f":
+            raise SbkitError(f"a piece of a stream is {log_probs.dtype} {[*log_probs.shape]}, but must be float "
+                             f"[frames, {len(self.symbols)}]", hint="do the tokens belong to this model?")
+        best = log_probs.max(-1) if len(log_probs) else np.zeros(0)
+        wrong = np.flatnonzero(~np.isfinite(best))
+        if len(wrong):
+            raise SbkitError(f"the model's output for frame {wrong[0]} of a piece of a stream is not a number",
+                             hint="are the samples numbers? otherwise the model's weights may be damaged")
+        refuse_scores(best)
 
 
 def _parts(text: str, separator: str | None) -> Iterator[tuple[str, bool]]:

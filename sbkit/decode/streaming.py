@@ -1,28 +1,14 @@
-"""The results of a stream so far, and how its tokens are written; needs only numpy."""
+"""The results of a stream so far; needs only numpy."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sbkit.decode.spans import (
-    PAUSE_SECONDS,
-    WORD_START,
-    TokenSpans,
-    Word,
-    WordTokens,
-    group_tokens,
-    refuse_scores,
-    write_words,
-)
-from sbkit.errors import SbkitError
-
-#: A word, or audio without a settled word, ends after this long: a stream's memory has to be bounded.
-LONGEST_SECONDS = 10.0
+from sbkit.decode.spans import Word, WordTokens
 
 
 @dataclass(frozen=True)
@@ -62,58 +48,6 @@ class StreamSearch(ABC):
     @abstractmethod
     def finish(self) -> StreamResult:
         """Settle the remaining words: the stream is over."""
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """How tokens are written as words.
-
-    symbols : the tokens in order of their ids
-    frame_seconds : seconds from one frame to the next
-    silent : ids without text, such as the blank
-    separator : marks a word's start; None makes every token a word
-    """
-
-    symbols: Sequence[str]
-    frame_seconds: float
-    silent: Collection[int] = (0,)
-    separator: str | None = WORD_START
-
-    @property
-    def pause(self) -> float:
-        """The frames without a token that end a word and a line."""
-        return PAUSE_SECONDS / self.frame_seconds
-
-    @property
-    def longest(self) -> float:
-        """The maximum frames of a word, or of audio without a settled word."""
-        return LONGEST_SECONDS / self.frame_seconds
-
-    def groups(self, spans: TokenSpans, longest: float | None = None) -> list[WordTokens]:
-        """Assign tokens to words."""
-        return group_tokens(spans, self.symbols.__getitem__, skip=self.silent, separator=self.separator,
-                            pause=self.pause, longest=longest)
-
-    def write(self, groups: Sequence[WordTokens], spans: TokenSpans) -> list[Word]:
-        """Write the words of ``spans``, whose frames count from the first of the stream."""
-        return write_words(groups, spans, self.frame_seconds)
-
-    def after_pause(self, end: int) -> int:
-        """The frame at which the pause after a token that ended at frame ``end`` is long enough."""
-        frame = end + math.floor(self.pause)
-        return frame if frame - end >= self.pause else frame + 1
-
-    def check(self, log_probs: np.ndarray) -> None:
-        """Raise if these can't be log-probabilities [T, V] of these tokens."""
-        if log_probs.ndim != 2 or log_probs.shape[1] != len(self.symbols) or log_probs.dtype.kind != "f":
-            raise SbkitError(f"a piece of a stream is {log_probs.dtype} {[*log_probs.shape]}, but must be float "
-                             f"[frames, {len(self.symbols)}]", hint="do the tokens belong to this model?")
-        best = log_probs.max(-1) if len(log_probs) else np.zeros(0)
-        wrong = np.flatnonzero(~np.isfinite(best))
-        if len(wrong):
-            raise SbkitError(f"the model's output for frame {wrong[0]} of a piece of a stream is not a number",
-                             hint="are the samples numbers? otherwise the model's weights may be damaged")
-        refuse_scores(best)
 
 
 def count_settled(groups: Sequence[WordTokens]) -> tuple[int, int]:

@@ -21,8 +21,8 @@ from sbkit.decode.fusion import Fusion, FusionWeights
 from sbkit.decode.hotwords import HotWords, phrase_boosts
 from sbkit.decode.pieces import Pieces
 from sbkit.decode.prefix_search import MAX_BATCH, TokenHypothesis
-from sbkit.decode.spans import WORD_START, TokenSpans, Word, words
-from sbkit.decode.streaming import Spelling, StreamSearch
+from sbkit.decode.spans import WORD_START, Spelling, TokenSpans
+from sbkit.decode.streaming import StreamSearch
 from sbkit.errors import SbkitError
 from sbkit.system import helper_process
 
@@ -141,13 +141,8 @@ class TokenSearch(ABC):
             found = [self._search(each, weights) for each in batches]
         return [hypotheses for part in found for hypotheses in part]
 
-    def words(self, spans: TokenSpans, frame_seconds: float, start: float = 0.0) -> list[Word]:
-        """Join tokens to words with times in seconds and confidences; the first frame is at ``start``."""
-        return words(spans, self.pieces.texts.__getitem__, frame_seconds, start=start, skip=self._silent,
-                     separator=self.separator)
-
     def spelling(self, frame_seconds: float) -> Spelling:
-        """Return how tokens are written, for :meth:`stream`."""
+        """Return how tokens are written, for :meth:`stream` and for a transcript's words."""
         return Spelling(self.pieces.texts, frame_seconds, self._silent, self.separator)
 
     @property
@@ -224,7 +219,7 @@ class TokenSearch(ABC):
 
     def _text(self, spans: TokenSpans) -> str:
         if self.pieces.any_letter:  # letters may be spread over several pieces
-            parts = [word.text for word in self.words(spans, 1.0)]
+            parts = [word.text for word in self.spelling(1.0).words(spans)]
             return ("" if self.separator is None else " ").join(parts)
         texts, silent = self.pieces.texts, self._silent
         text = "".join(texts[i] for i in spans.ids.tolist() if i not in silent)

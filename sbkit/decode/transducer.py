@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sbkit.decode.greedy_stream import SettlingStream, concatenate
-from sbkit.decode.spans import TokenSpans
-from sbkit.decode.streaming import Spelling, StreamResult
+from sbkit.decode.spans import Spelling, TokenSpans
+from sbkit.decode.streaming import StreamResult
 from sbkit.errors import SbkitError
 
 #: Tokens in one frame, after which decoding moves to the next; speech has fewer.

@@ -22,8 +22,7 @@ from sbkit.decode.beam_stream import BeamStream, LineSearch
 from sbkit.decode.fusion import Fusion, FusionWeights
 from sbkit.decode.posteriors import strongest
 from sbkit.decode.prefix_search import Beams, Extensions, Search, TokenHypothesis
-from sbkit.decode.spans import TokenSpans
-from sbkit.decode.streaming import Spelling
+from sbkit.decode.spans import Spelling, TokenSpans
 from sbkit.decode.token_search import TokenSearch
 from sbkit.decode.transducer import MAX_TOKENS_PER_FRAME, Joint, not_a_number, spans_of
 

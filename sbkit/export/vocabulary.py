@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sbkit.decode.spans import TokenSpans, Word, words
-from sbkit.decode.streaming import Spelling
+from sbkit.decode.spans import Spelling, Word
 from sbkit.errors import SbkitError, shown
 from sbkit.export.layout import MAX_BYTES, TOKENS, Config
 from sbkit.system import untrusted
@@ -27,7 +26,8 @@ class Vocabulary:
 
     def __init__(self, symbols: Sequence[str], config: Config, folder: Path | None = None):
         self.symbols, self.config, self.folder = list(symbols), config, folder
-        self._silent = {config.blank_id, *config.silent_ids}
+        self.spelling = Spelling(self.symbols, config.frame_seconds, {config.blank_id, *config.silent_ids},
+                                 config.word_separator)
 
     @classmethod
     def read(cls, folder: Path, config: Config) -> Vocabulary:
@@ -42,22 +42,6 @@ class Vocabulary:
             unknown = np.unique(labels[(labels < 0) | (labels >= len(self))]).tolist()
             raise SbkitError(f"the model gave the token ids {unknown[:5]}, but the bundle has {len(self)} tokens",
                              hint=f"does {TOKENS} belong to this model?")
-
-    def words(self, spans: TokenSpans, start: float = 0.0, pause_seconds: float | None = None) -> list[Word]:
-        """Return words with times and confidences.
-
-        start : seconds of the first frame
-        pause_seconds : a pause this long ends a word; None: no pause does
-        """
-        frame = self.config.frame_seconds
-        return words(spans, self.symbols.__getitem__, frame, start=start, skip=self._silent,
-                     separator=self.config.word_separator,
-                     pause=None if pause_seconds is None else pause_seconds / frame)
-
-    @property
-    def spelling(self) -> Spelling:
-        """How a streaming search spells the tokens."""
-        return Spelling(self.symbols, self.config.frame_seconds, self._silent, self.config.word_separator)
 
     @property
     def space(self) -> str:

@@ -64,8 +64,9 @@ class Assembly:
 def words(found: Sequence[DecodedTokens], vocabulary: Vocabulary) -> list[Word]:
     """Join a recording's tokens into words. A pause always ends a word: a model that was trained on single sentences
     may not output the start mark of the next sentence's first word."""
-    frame = vocabulary.config.frame_seconds
-    return [word for part in found for word in vocabulary.words(part.spans, part.frame * frame, PAUSE_SECONDS)]
+    spelling = vocabulary.spelling
+    return [word for part in found
+            for word in spelling.words(part.spans, part.frame * spelling.frame_seconds, spelling.pause)]
 
 
 def transcript(name: str, assembly: Assembly, words: list[Word], vocabulary: Vocabulary) -> Transcript:

@@ -171,7 +171,7 @@ def test_where_all_is_clear_tokens_lie_where_greedy_decoding_puts_them():
         assert one.spans.ends.tolist() == spans.ends.tolist()
         assert one.spans.confidence == pytest.approx(spans.confidence, abs=1e-5)
     (one,), _ = search.decode(log_probs, lengths)
-    found = [(word.text, word.start, word.end) for word in search.words(one.spans, 0.04, start=1.0)]
+    found = [(word.text, word.start, word.end) for word in search.spelling(0.04).words(one.spans, start=1.0)]
     assert found == [("ab", pytest.approx(1.04), pytest.approx(1.2)), ("ab", pytest.approx(1.28), pytest.approx(1.32)),
                      ("a", pytest.approx(1.36), pytest.approx(1.4))]
 
@@ -245,7 +245,7 @@ def test_scripts_without_spaces_make_a_word_of_every_token():
     search = BeamSearch(pieces, separator=None)
     (one,), = search.decode(*batch(peaked([1, 0, 2, 3], labels=4)))
     assert one.text == "你好世"
-    assert [word.text for word in search.words(one.spans, 0.04)] == ["你", "好", "世"]
+    assert [word.text for word in search.spelling(0.04).words(one.spans)] == ["你", "好", "世"]
 
 
 def test_letters_spelled_by_bytes_are_letters():

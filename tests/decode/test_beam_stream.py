@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbkit.decode import streaming
+from sbkit.decode import spans
 from sbkit.decode.beam import BeamSearch
-from sbkit.decode.streaming import LONGEST_SECONDS, Spelling
+from sbkit.decode.spans import LONGEST_SECONDS, Spelling
 from sbkit.errors import SbkitError
 from tests.decode import exhaustive
 from tests.decode.streams import cuts, listen, log_probs_of, runs
@@ -43,7 +43,7 @@ def stream(search, frame=FRAME):
 def whole(search, log_probs, frame=FRAME):
     spelling = Spelling(PIECES, frame, {0})
     (best, *_), = search.decode(log_probs[None], np.array([len(log_probs)]))
-    return spelling.write(spelling.groups(best.spans), best.spans)
+    return spelling.words(best.spans, pause=spelling.pause)
 
 
 HOW = st.sampled_from(["alone", "hot words", "words", "pieces", "lexicon"])
@@ -76,7 +76,7 @@ def test_all_that_is_shown_depends_on_the_frames_and_not_on_how_they_are_split(l
 def test_what_is_cut_short_depends_on_frames_and_not_on_how_they_are_split(seed, frames, sharp, how, data, searches):
     log_probs = exhaustive.random_log_probs(np.random.default_rng(seed), frames, len(PIECES), sharp)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "LONGEST_SECONDS", 1.0)
+        patch.setattr(spans, "LONGEST_SECONDS", 1.0)
         at_once = stream(searches[how])
         in_pieces = listen(stream(searches[how]), np.split(log_probs, cuts(data, frames)))
         assert in_pieces == listen(at_once, [log_probs])

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbkit.decode import streaming
+from sbkit.decode import spans
 from sbkit.decode.greedy_stream import GreedyStream
-from sbkit.decode.spans import PAUSE_SECONDS, best_path, collapse, words
-from sbkit.decode.streaming import LONGEST_SECONDS, Spelling
+from sbkit.decode.spans import LONGEST_SECONDS, PAUSE_SECONDS, Spelling, best_path, collapse
 from sbkit.errors import SbkitError
 from tests.decode.streams import cuts, listen, log_probs_of, runs
 
@@ -26,8 +25,8 @@ def stream(separator="▁", pieces=PIECES):
 
 
 def whole(log_probs, separator="▁", pause=PAUSE_SECONDS / FRAME):
-    spans, = collapse(*best_path(log_probs[None], np.array([len(log_probs)])))
-    return words(spans, PIECES.__getitem__, FRAME, skip={0, 1}, separator=separator, pause=pause)
+    tokens, = collapse(*best_path(log_probs[None], np.array([len(log_probs)])))
+    return Spelling(PIECES, FRAME, {0, 1}, separator).words(tokens, pause=pause)
 
 
 def say(labels):
@@ -61,7 +60,7 @@ def test_all_that_is_shown_depends_on_the_frames_and_not_on_how_they_are_split(l
 def test_words_that_are_too_long_end_at_the_same_frames_whatever_the_pieces(labels, data):
     log_probs = say(labels)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "LONGEST_SECONDS", 0.2)
+        patch.setattr(spans, "LONGEST_SECONDS", 0.2)
         in_pieces = listen(stream(), np.split(log_probs, cuts(data, len(log_probs))), finish=True)
         assert in_pieces == listen(stream(), [log_probs], finish=True)
 

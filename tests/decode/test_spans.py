@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbkit.decode.greedy import greedy
-from sbkit.decode.spans import TokenSpans, best_path, collapse, words
+from sbkit.decode.spans import Spelling, TokenSpans, best_path, collapse
 from sbkit.errors import SbkitError
 
 
@@ -19,15 +19,15 @@ def spans(*tokens):
     return TokenSpans(ids, starts, ends, confidence)
 
 
-def texts(pieces, **options):
+def texts(pieces, silent=(), separator="▁"):
     found = spans(*((i, 2 * i, 2 * i + 1, 0.9) for i in range(len(pieces))))
-    return [word.text for word in words(found, pieces.__getitem__, 0.04, **options)]
+    return [word.text for word in Spelling(pieces, 0.04, silent, separator).words(found)]
 
 
 def test_pieces_join_to_words_with_times_and_the_least_confidence():
     pieces = ["▁the", "▁c", "at", "s"]
     found = spans((0, 0, 2, 0.9), (1, 5, 6, 0.8), (2, 7, 9, 0.4), (3, 9, 10, 0.7))
-    the, cats = words(found, pieces.__getitem__, 0.04, start=0.7)
+    the, cats = Spelling(pieces, 0.04, ()).words(found, start=0.7)
     assert (the.text, the.start, the.end) == ("the", 0.7, 0.78)
     assert (cats.text, cats.start, cats.end) == ("cats", 0.9, 1.1)
     assert cats.confidence == 0.4
@@ -45,19 +45,19 @@ def test_pieces_join_to_words_with_times_and_the_least_confidence():
 def test_every_kind_of_piece(pieces, expected):
     if not pieces:
         (nothing,) = collapse(np.zeros((1, 3), dtype=np.int64), np.ones((1, 3)))
-        assert words(nothing, str, 0.04) == []
+        assert Spelling([], 0.04).words(nothing) == []
     else:
         assert texts(pieces) == expected
 
 
 def test_ids_without_text_are_skipped_and_every_token_can_be_a_word():
-    assert texts(["<s>", "▁hi", "</s>"], skip={0, 2}) == ["hi"]
+    assert texts(["<s>", "▁hi", "</s>"], silent={0, 2}) == ["hi"]
     assert texts(["▁", "老", "农"], separator=None) == ["老", "农"]
 
 
 def test_a_separate_space_does_not_lengthen_the_word():
     found = spans((0, 0, 3, 0.9), (1, 5, 6, 0.8))
-    (word,) = words(found, ["▁", "a"].__getitem__, 1.0)
+    (word,) = Spelling(["▁", "a"], 1.0, ()).words(found)
     assert (word.start, word.end, word.confidence) == (5.0, 6.0, 0.8)
 
 
@@ -66,7 +66,7 @@ def test_a_pause_ends_a_word_where_that_is_asked_for():
     found = spans((1, 0, 1, 0.9), (2, 4, 5, 0.9), (0, 6, 7, 0.9), (3, 9, 10, 0.9), (4, 15, 16, 0.9), (5, 22, 23, 0.9))
 
     def texts(pause):
-        return [word.text for word in words(found, pieces.__getitem__, 1.0, skip={0}, pause=pause)]
+        return [word.text for word in Spelling(pieces, 1.0).words(found, pause=pause)]
 
     assert texts(None) == texts(5) == ["abc", "d"], "no empty word where a pause and a mark meet"
     assert texts(4) == ["ab", "c", "d"] and texts(3) == ["a", "b", "c", "d"]

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from random_joint import PIECES, Joint, drawn
 
 from sbkit.decode import transducer_beam
-from sbkit.decode.spans import words
-from sbkit.decode.streaming import Spelling
+from sbkit.decode.spans import Spelling
 from sbkit.decode.transducer import TransducerSearch
 from sbkit.decode.transducer_beam import States, TransducerBeam
 from sbkit.errors import SbkitError
@@ -161,7 +160,7 @@ def test_a_stream_cut_anywhere_says_what_the_whole_says(seed, frames, sharp, uni
     search = beam(Joint(seed), beam=8, lm=unit and models[unit][1], hot_words={"ca": 1.5})
     result = listen(search.stream(spelling), np.split(states, cuts(data, frames)), finish=True)
     [[best]] = search.search(States([states]))
-    assert result.settled == words(best.spans, PIECES.__getitem__, NO_PAUSE, skip={0})
+    assert result.settled == spelling.words(best.spans)
 
 
 @pytest.mark.slow

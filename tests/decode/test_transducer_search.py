@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_joint import PIECES, Joint, drawn
 
-from sbkit.decode.spans import words
-from sbkit.decode.streaming import Spelling
+from sbkit.decode.spans import Spelling
 from sbkit.decode.transducer import MAX_TOKENS_PER_FRAME, TransducerSearch, TransducerStream
 from sbkit.errors import SbkitError
 
@@ -52,7 +51,7 @@ def test_a_stream_cut_anywhere_says_what_the_whole_says(seed, pieces):
     results.append(stream.finish())
     [spans] = TransducerSearch(joint).feed([states])
     assert [word for each in results for word in each.settled] == \
-        words(spans, PIECES.__getitem__, 0.25, skip={0}, pause=spelling.pause)
+        spelling.words(spans, pause=spelling.pause)
 
 
 def test_a_frame_says_no_more_than_speech_can():

@@ -259,11 +259,11 @@ def spans(ids):
 
 def test_words_and_text_of_scripts_with_and_without_spaces():
     spaced = Vocabulary(["<blk>", "<s>", "▁go", "▁", "es"], config(silent_ids=[1]))
-    words = spaced.words(spans([1, 2, 4, 3, 4]), start=1.0)
+    words = spaced.spelling.words(spans([1, 2, 4, 3, 4]), start=1.0)
     assert [(word.text, word.start) for word in words] == [("goes", 1.04), ("es", 1.16)]
     assert spaced.text(words) == "goes es"
     bare = Vocabulary(["<blk>", "▁東", "京", "▁", "都"], config(word_separator=None))
-    words = bare.words(spans([1, 2, 4]))
+    words = bare.spelling.words(spans([1, 2, 4]))
     assert [word.text for word in words] == ["東", "京", "都"] and bare.text(words) == "東京都"
 
 

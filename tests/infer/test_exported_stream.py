@@ -54,7 +54,8 @@ def words_of(model, log_probs):
     """The words that greedy decoding finds in log-probabilities [T, V]."""
     confidence = np.exp(log_probs.max(-1))[None]
     spans = collapse(log_probs.argmax(-1)[None], confidence, model.engine.config.blank_id)[0]
-    return model.engine.vocabulary.words(spans, pause_seconds=0.7)
+    spelling = model.engine.vocabulary.spelling
+    return spelling.words(spans, pause=0.7 / spelling.frame_seconds)
 
 
 def same(words, others):

@@ -39,7 +39,7 @@ def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Callable
     def text(log_probs: np.ndarray) -> str:
         spans = _spans(log_probs, blank)
         vocabulary.check(spans.ids)
-        return vocabulary.text(vocabulary.words(spans))
+        return vocabulary.text(vocabulary.spelling.words(spans))
 
     comparison = Comparison(clips, reference, sample_rate, text,
                             lambda output: decode(_spans(output, blank).ids.tolist()))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sbkit.data.batch import Batch
 from sbkit.decode.greedy import align
-from sbkit.decode.spans import TokenSpans, Word, words
+from sbkit.decode.spans import Spelling, TokenSpans, Word
 from sbkit.decode.token_search import TokenSearch
 from sbkit.errors import SbkitError
 from sbkit.nn.chunks import ChunkConfig
@@ -202,8 +202,9 @@ class LiveTest:
         index = rows.to(log_probs.device)
         aligned = align(log_probs[index], frames[index], batch.tokens[index], lengths[index],
                         self.keys.blank_index, [batch.ids[i] for i in rows.tolist()])
+        spelling = Spelling(self.keys.tokenizer.pieces(), self.frame_seconds, silent=())
         for i, spans in zip(rows.tolist(), aligned, strict=True):
-            aligned_words = words(spans, self.keys.tokenizer.piece, self.frame_seconds)
+            aligned_words = spelling.words(spans)
             if len(aligned_words) == len(batch.texts[i].split()):
                 found[i] = [word.end for word in aligned_words]
         return found

@@ -172,7 +172,7 @@ class ExportedTransducer(ExportedRecognizer):
         vocabulary = Vocabulary.read(folder, config)
         return TransducerComparison(
             clips, reference, config.sample_rate, TorchJoint(self.keys.transducer, self.keys.blank_index),
-            self._exported_joint(folder, config), lambda spans: vocabulary.text(vocabulary.words(spans)),
+            self._exported_joint(folder, config), lambda spans: vocabulary.text(vocabulary.spelling.words(spans)),
             self.keys.tokenizer.decode)
 
     def _exported_joint(self, folder: Path, config: TransducerConfig) -> Joint:

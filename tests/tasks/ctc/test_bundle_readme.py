@@ -36,4 +36,4 @@ def test_the_words_are_ours(bundle, labels):
     vocabulary = Vocabulary(PIECES, config)
     decoder = Greedy(vocabulary)
     [[found]] = decoder.tokens([[decoder.keep(log_probs)]])
-    assert text(log_probs) == vocabulary.text(vocabulary.words(found.spans))
+    assert text(log_probs) == vocabulary.text(vocabulary.spelling.words(found.spans))
