@@ -11,25 +11,21 @@ static inline int64_t OUT(seen)(int64_t frame, int64_t chunk, int64_t frames) {
 API void OUT(depthwise_forward)(const T *restrict x, const float *restrict kernel, const float *restrict bias,
                                 T *restrict out, int taps, int64_t chunk, int64_t frames, int64_t rows, int64_t columns,
                                 int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        int64_t first, end;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < rows; i++) {
         float sum[WIDEST];
-        share(rows, &first, &end);
-        for (int64_t i = first; i < end; i++) {
-            const int64_t end_seen = OUT(seen)(i % frames, chunk, frames);
-            memcpy(sum, bias, columns * sizeof(float));
-            for (int64_t k = 0; k < taps; k++) {
-                const int64_t away = k - taps / 2, frame = i % frames + away;
-                if (frame < 0 || frame >= end_seen) continue;
-                const T *restrict from = x + (i + away) * columns;
-                const float *restrict by = kernel + k * columns;
+        const int64_t end_seen = OUT(seen)(i % frames, chunk, frames);
+        memcpy(sum, bias, columns * sizeof(float));
+        for (int64_t k = 0; k < taps; k++) {
+            const int64_t away = k - taps / 2, frame = i % frames + away;
+            if (frame < 0 || frame >= end_seen) continue;
+            const T *restrict from = x + (i + away) * columns;
+            const float *restrict by = kernel + k * columns;
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) sum[j] += LOAD(from[j]) * by[j];
-            }
-#pragma omp simd
-            for (int64_t j = 0; j < columns; j++) out[i * columns + j] = STORE(sum[j]);
+            for (int64_t j = 0; j < columns; j++) sum[j] += LOAD(from[j]) * by[j];
         }
+#pragma omp simd
+        for (int64_t j = 0; j < columns; j++) out[i * columns + j] = STORE(sum[j]);
     }
 }
 
@@ -81,26 +77,22 @@ API void OUT(depthwise_backward)(const T *restrict grad, const T *restrict x, co
 API void OUT(heads_forward)(const T *restrict x, const float *restrict cosines, const float *restrict sines,
                             float scale, T *restrict query, T *restrict key, T *restrict value, int64_t heads,
                             int64_t frames, int64_t rows, int64_t size, int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        int64_t first, end;
-        share(rows, &first, &end);
-        for (int64_t i = first; i < end; i++) {
-            const int64_t frame = i % frames;
-            const float *restrict c = cosines + frame * size, *restrict s = sines + frame * size;
-            for (int64_t h = 0; h < heads; h++) {
-                const T *restrict q = x + (i * heads + h) * 3 * size, *restrict k = q + size;
-                const int64_t at = ((i / frames * heads + h) * frames + frame) * size;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t frame = i % frames;
+        const float *restrict c = cosines + frame * size, *restrict s = sines + frame * size;
+        for (int64_t h = 0; h < heads; h++) {
+            const T *restrict q = x + (i * heads + h) * 3 * size, *restrict k = q + size;
+            const int64_t at = ((i / frames * heads + h) * frames + frame) * size;
 #pragma omp simd
-                for (int64_t j = 0; j < size; j += 2) {
-                    const float q0 = LOAD(q[j]), q1 = LOAD(q[j + 1]), k0 = LOAD(k[j]), k1 = LOAD(k[j + 1]);
-                    query[at + j] = STORE((q0 * c[j] + q1 * s[j]) * scale);
-                    query[at + j + 1] = STORE((q1 * c[j + 1] + q0 * s[j + 1]) * scale);
-                    key[at + j] = STORE(k0 * c[j] + k1 * s[j]);
-                    key[at + j + 1] = STORE(k1 * c[j + 1] + k0 * s[j + 1]);
-                }
-                memcpy(value + at, k + size, size * sizeof(T));
+            for (int64_t j = 0; j < size; j += 2) {
+                const float q0 = LOAD(q[j]), q1 = LOAD(q[j + 1]), k0 = LOAD(k[j]), k1 = LOAD(k[j + 1]);
+                query[at + j] = STORE((q0 * c[j] + q1 * s[j]) * scale);
+                query[at + j + 1] = STORE((q1 * c[j + 1] + q0 * s[j + 1]) * scale);
+                key[at + j] = STORE(k0 * c[j] + k1 * s[j]);
+                key[at + j + 1] = STORE(k1 * c[j + 1] + k0 * s[j + 1]);
             }
+            memcpy(value + at, k + size, size * sizeof(T));
         }
     }
 }
@@ -109,27 +101,23 @@ API void OUT(heads_forward)(const T *restrict x, const float *restrict cosines, 
 API void OUT(heads_backward)(const T *restrict query, const T *restrict key, const T *restrict value,
                              const float *restrict cosines, const float *restrict sines, float scale, T *restrict to,
                              int64_t heads, int64_t frames, int64_t rows, int64_t size, int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        int64_t first, end;
-        share(rows, &first, &end);
-        for (int64_t i = first; i < end; i++) {
-            const int64_t frame = i % frames;
-            const float *restrict c = cosines + frame * size, *restrict s = sines + frame * size;
-            for (int64_t h = 0; h < heads; h++) {
-                T *restrict q = to + (i * heads + h) * 3 * size, *restrict k = q + size;
-                const int64_t at = ((i / frames * heads + h) * frames + frame) * size;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t frame = i % frames;
+        const float *restrict c = cosines + frame * size, *restrict s = sines + frame * size;
+        for (int64_t h = 0; h < heads; h++) {
+            T *restrict q = to + (i * heads + h) * 3 * size, *restrict k = q + size;
+            const int64_t at = ((i / frames * heads + h) * frames + frame) * size;
 #pragma omp simd
-                for (int64_t j = 0; j < size; j += 2) {
-                    const float q0 = LOAD(query[at + j]) * scale, q1 = LOAD(query[at + j + 1]) * scale;
-                    const float k0 = LOAD(key[at + j]), k1 = LOAD(key[at + j + 1]);
-                    q[j] = STORE(q0 * c[j] + q1 * s[j + 1]);
-                    q[j + 1] = STORE(q1 * c[j + 1] + q0 * s[j]);
-                    k[j] = STORE(k0 * c[j] + k1 * s[j + 1]);
-                    k[j + 1] = STORE(k1 * c[j + 1] + k0 * s[j]);
-                }
-                memcpy(k + size, value + at, size * sizeof(T));
+            for (int64_t j = 0; j < size; j += 2) {
+                const float q0 = LOAD(query[at + j]) * scale, q1 = LOAD(query[at + j + 1]) * scale;
+                const float k0 = LOAD(key[at + j]), k1 = LOAD(key[at + j + 1]);
+                q[j] = STORE(q0 * c[j] + q1 * s[j + 1]);
+                q[j + 1] = STORE(q1 * c[j + 1] + q0 * s[j]);
+                k[j] = STORE(k0 * c[j] + k1 * s[j + 1]);
+                k[j + 1] = STORE(k1 * c[j + 1] + k0 * s[j]);
             }
+            memcpy(k + size, value + at, size * sizeof(T));
         }
     }
 }
@@ -140,25 +128,21 @@ API void OUT(heads_backward)(const T *restrict query, const T *restrict key, con
 API void OUT(relative_forward)(const T *restrict x, const float *restrict near, const float *restrict far, float scale,
                                T *restrict query, T *restrict away, T *restrict key, T *restrict value, int64_t heads,
                                int64_t frames, int64_t rows, int64_t size, int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        int64_t first, end;
-        share(rows, &first, &end);
-        for (int64_t i = first; i < end; i++)
-            for (int64_t h = 0; h < heads; h++) {
-                const T *restrict q = x + (i * heads + h) * 3 * size;
-                const float *restrict u = near + h * size, *restrict v = far + h * size;
-                const int64_t at = ((i / frames * heads + h) * frames + i % frames) * size;
-                const int64_t apart = (h * rows + i) * size;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t h = 0; h < heads; h++) {
+            const T *restrict q = x + (i * heads + h) * 3 * size;
+            const float *restrict u = near + h * size, *restrict v = far + h * size;
+            const int64_t at = ((i / frames * heads + h) * frames + i % frames) * size;
+            const int64_t apart = (h * rows + i) * size;
 #pragma omp simd
-                for (int64_t j = 0; j < size; j++) {
-                    query[at + j] = STORE((LOAD(q[j]) + u[j]) * scale);
-                    away[apart + j] = STORE((LOAD(q[j]) + v[j]) * scale);
-                }
-                memcpy(key + at, q + size, size * sizeof(T));
-                memcpy(value + at, q + 2 * size, size * sizeof(T));
+            for (int64_t j = 0; j < size; j++) {
+                query[at + j] = STORE((LOAD(q[j]) + u[j]) * scale);
+                away[apart + j] = STORE((LOAD(q[j]) + v[j]) * scale);
             }
-    }
+            memcpy(key + at, q + size, size * sizeof(T));
+            memcpy(value + at, q + 2 * size, size * sizeof(T));
+        }
 }
 
 /* Gradients of relative_forward: to becomes that of x, the first row of sums [threads, 2, heads, size] those of near
@@ -216,58 +200,54 @@ API void OUT(softmax_forward)(T *restrict scores, const T *restrict distances, c
                               const uint8_t *restrict pairs, const Dropout *from, T *restrict out, int64_t heads,
                               int64_t rows, int64_t columns, int threads) {
     const Dropout drop = *from;
-#pragma omp parallel num_threads(threads)
-    {
-        int64_t first, end;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < rows; i++) {
         float row[WIDEST];
-        share(rows, &first, &end);
-        for (int64_t i = first; i < end; i++) {
-            const int64_t at = i * columns;
-            int64_t low = 0, high = columns;
-            float most = -1e30f, sum = 0;
-            const uint8_t *restrict beyond = pairs ? pairs + i % columns * columns : NULL;
-            if (beyond) OUT(narrow)(beyond, &low, &high);
-            if (distances) {
-                const T *restrict add = distances + OUT(shifted)(i, heads, rows, columns);
+        const int64_t at = i * columns;
+        int64_t low = 0, high = columns;
+        float most = -1e30f, sum = 0;
+        const uint8_t *restrict beyond = pairs ? pairs + i % columns * columns : NULL;
+        if (beyond) OUT(narrow)(beyond, &low, &high);
+        if (distances) {
+            const T *restrict add = distances + OUT(shifted)(i, heads, rows, columns);
 #pragma omp simd
-                for (int64_t j = low; j < high; j++) row[j] = LOAD(scores[at + j]) + LOAD(add[j]);
-            } else {
+            for (int64_t j = low; j < high; j++) row[j] = LOAD(scores[at + j]) + LOAD(add[j]);
+        } else {
 #pragma omp simd
-                for (int64_t j = low; j < high; j++) row[j] = LOAD(scores[at + j]);
-            }
-            if (skip) {
-                const uint8_t *restrict without = skip + i / columns / heads * columns;
+            for (int64_t j = low; j < high; j++) row[j] = LOAD(scores[at + j]);
+        }
+        if (skip) {
+            const uint8_t *restrict without = skip + i / columns / heads * columns;
 #pragma omp simd
-                for (int64_t j = low; j < high; j++) row[j] = without[j] ? -1e30f : row[j];
-            }
-            if (beyond) {
+            for (int64_t j = low; j < high; j++) row[j] = without[j] ? -1e30f : row[j];
+        }
+        if (beyond) {
 #pragma omp simd
-                for (int64_t j = low; j < high; j++) row[j] = beyond[j] ? -1e30f : row[j];
-            }
+            for (int64_t j = low; j < high; j++) row[j] = beyond[j] ? -1e30f : row[j];
+        }
 #pragma omp simd reduction(max : most)
-            for (int64_t j = low; j < high; j++) most = row[j] > most ? row[j] : most;
+        for (int64_t j = low; j < high; j++) most = row[j] > most ? row[j] : most;
 #pragma omp simd reduction(+ : sum)
+        for (int64_t j = low; j < high; j++) {
+            const float below = row[j] - most;
+            row[j] = below < -80.0f ? 0.0f : exponential(below); /* products of denormals are slow */
+            sum += row[j];
+        }
+        const float share_of = 1.0f / sum;
+        memset(scores + at, 0, low * sizeof(T));
+        memset(scores + at + high, 0, (columns - high) * sizeof(T));
+        memset(out + at, 0, low * sizeof(T));
+        memset(out + at + high, 0, (columns - high) * sizeof(T));
+        if (drop.one) {
+#pragma omp simd
             for (int64_t j = low; j < high; j++) {
-                const float below = row[j] - most;
-                row[j] = below < -80.0f ? 0.0f : exponential(below); /* products of denormals are slow */
-                sum += row[j];
+                const float weight = row[j] * share_of;
+                scores[at + j] = STORE(weight);
+                out[at + j] = STORE(weight * kept(drop, at + j));
             }
-            const float share_of = 1.0f / sum;
-            memset(scores + at, 0, low * sizeof(T));
-            memset(scores + at + high, 0, (columns - high) * sizeof(T));
-            memset(out + at, 0, low * sizeof(T));
-            memset(out + at + high, 0, (columns - high) * sizeof(T));
-            if (drop.one) {
+        } else {
 #pragma omp simd
-                for (int64_t j = low; j < high; j++) {
-                    const float weight = row[j] * share_of;
-                    scores[at + j] = STORE(weight);
-                    out[at + j] = STORE(weight * kept(drop, at + j));
-                }
-            } else {
-#pragma omp simd
-                for (int64_t j = low; j < high; j++) out[at + j] = scores[at + j] = STORE(row[j] * share_of);
-            }
+            for (int64_t j = low; j < high; j++) out[at + j] = scores[at + j] = STORE(row[j] * share_of);
         }
     }
 }
@@ -277,31 +257,27 @@ API void OUT(softmax_forward)(T *restrict scores, const T *restrict distances, c
 API void OUT(softmax_backward)(T *restrict grad, const T *restrict weights, const Dropout *from, T *restrict out,
                                T *restrict distances, int64_t heads, int64_t rows, int64_t columns, int threads) {
     const Dropout drop = *from;
-#pragma omp parallel num_threads(threads)
-    {
-        int64_t first, end;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < rows; i++) {
         float row[WIDEST], down[WIDEST];
-        share(rows, &first, &end);
-        for (int64_t i = first; i < end; i++) {
-            const int64_t at = i * columns;
-            float along = 0;
+        const int64_t at = i * columns;
+        float along = 0;
 #pragma omp simd reduction(+ : along)
-            for (int64_t j = 0; j < columns; j++) {
-                const float keep = drop.one ? kept(drop, at + j) : 1.0f;
-                row[j] = LOAD(weights[at + j]);
-                down[j] = LOAD(grad[at + j]) * keep;
-                along += down[j] * row[j];
-                out[at + j] = STORE(row[j] * keep);
-            }
+        for (int64_t j = 0; j < columns; j++) {
+            const float keep = drop.one ? kept(drop, at + j) : 1.0f;
+            row[j] = LOAD(weights[at + j]);
+            down[j] = LOAD(grad[at + j]) * keep;
+            along += down[j] * row[j];
+            out[at + j] = STORE(row[j] * keep);
+        }
 #pragma omp simd
-            for (int64_t j = 0; j < columns; j++) grad[at + j] = STORE(row[j] * (down[j] - along));
-            if (distances) {
-                const int64_t frame = i % columns;
-                T *restrict to = distances + OUT(shifted)(i, heads, rows, columns);
-                memset(to - (columns - 1 - frame), 0, (columns - 1 - frame) * sizeof(T));
-                memcpy(to, grad + at, columns * sizeof(T));
-                memset(to + columns, 0, frame * sizeof(T));
-            }
+        for (int64_t j = 0; j < columns; j++) grad[at + j] = STORE(row[j] * (down[j] - along));
+        if (distances) {
+            const int64_t frame = i % columns;
+            T *restrict to = distances + OUT(shifted)(i, heads, rows, columns);
+            memset(to - (columns - 1 - frame), 0, (columns - 1 - frame) * sizeof(T));
+            memcpy(to, grad + at, columns * sizeof(T));
+            memset(to + columns, 0, frame * sizeof(T));
         }
     }
 }

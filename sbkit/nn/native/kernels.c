@@ -74,7 +74,7 @@ static inline uint16_t to_bf16(float value) {
     return (uint16_t)((bits + ((0x7fffu + ((bits >> 16) & 1u)) & number)) >> 16);
 }
 
-/* Computes this thread's share of the rows. */
+/* Computes this thread's share of the rows, for kernels that sum over them. */
 static inline void share(int64_t rows, int64_t *first, int64_t *end) {
     const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
     *first = rows * me / threads;

@@ -6,43 +6,39 @@ API void OUT(norm_forward)(const void *x, int narrow, const float *restrict gain
                            float eps, int smooth, float slope, const Dropout *from, T *restrict out,
                            float *restrict mean, float *restrict rstd, int64_t rows, int64_t columns, int threads) {
     const Dropout drop = *from;
-#pragma omp parallel num_threads(threads)
-    {
-        int64_t first, end;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < rows; i++) {
         float row[WIDEST];
-        share(rows, &first, &end);
-        for (int64_t i = first; i < end; i++) {
-            if (narrow)
+        if (narrow)
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) row[j] = LOAD(((const T *)x)[i * columns + j]);
-            else
-                memcpy(row, (const float *)x + i * columns, columns * sizeof(float));
-            float sum = 0, squares = 0;
+            for (int64_t j = 0; j < columns; j++) row[j] = LOAD(((const T *)x)[i * columns + j]);
+        else
+            memcpy(row, (const float *)x + i * columns, columns * sizeof(float));
+        float sum = 0, squares = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t j = 0; j < columns; j++) sum += row[j];
-            const float middle = sum / columns;
+        for (int64_t j = 0; j < columns; j++) sum += row[j];
+        const float middle = sum / columns;
 #pragma omp simd reduction(+ : squares)
-            for (int64_t j = 0; j < columns; j++) squares += (row[j] - middle) * (row[j] - middle);
-            const float scale = 1.0f / __builtin_sqrtf(squares / columns + eps);
-            const int64_t at = i * columns;
-            if (smooth)
+        for (int64_t j = 0; j < columns; j++) squares += (row[j] - middle) * (row[j] - middle);
+        const float scale = 1.0f / __builtin_sqrtf(squares / columns + eps);
+        const int64_t at = i * columns;
+        if (smooth)
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) row[j] = silu((row[j] - middle) * scale * gain[j] + shift[j]);
-            else
+            for (int64_t j = 0; j < columns; j++) row[j] = silu((row[j] - middle) * scale * gain[j] + shift[j]);
+        else
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) {
-                    const float value = (row[j] - middle) * scale * gain[j] + shift[j];
-                    row[j] = value > 0 ? value : value * slope;
-                }
-            if (drop.one)
+            for (int64_t j = 0; j < columns; j++) {
+                const float value = (row[j] - middle) * scale * gain[j] + shift[j];
+                row[j] = value > 0 ? value : value * slope;
+            }
+        if (drop.one)
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) out[at + j] = STORE(row[j] * kept(drop, at + j));
-            else
+            for (int64_t j = 0; j < columns; j++) out[at + j] = STORE(row[j] * kept(drop, at + j));
+        else
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) out[at + j] = STORE(row[j]);
-            mean[i] = middle;
-            rstd[i] = scale;
-        }
+            for (int64_t j = 0; j < columns; j++) out[at + j] = STORE(row[j]);
+        mean[i] = middle;
+        rstd[i] = scale;
     }
 }
 
@@ -110,20 +106,16 @@ API void OUT(norm_backward)(const T *restrict grad, const void *x, int narrow, c
 API void OUT(silu_forward)(const T *restrict x, const float *restrict bias, const Dropout *from, T *restrict out,
                            int64_t rows, int64_t columns, int threads) {
     const Dropout drop = *from;
-#pragma omp parallel num_threads(threads)
-    {
-        int64_t first, end;
-        share(rows, &first, &end);
-        for (int64_t i = first; i < end; i++) {
-            const int64_t at = i * columns;
-            if (drop.one)
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t at = i * columns;
+        if (drop.one)
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++)
-                    out[at + j] = STORE(silu(LOAD(x[at + j]) + bias[j]) * kept(drop, at + j));
-            else
+            for (int64_t j = 0; j < columns; j++)
+                out[at + j] = STORE(silu(LOAD(x[at + j]) + bias[j]) * kept(drop, at + j));
+        else
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) out[at + j] = STORE(silu(LOAD(x[at + j]) + bias[j]));
-        }
+            for (int64_t j = 0; j < columns; j++) out[at + j] = STORE(silu(LOAD(x[at + j]) + bias[j]));
     }
 }
 
@@ -155,23 +147,19 @@ API void OUT(add_forward)(const float *restrict x, const T *restrict what, const
                           const uint8_t *restrict skip, const Dropout *from, float *restrict out, int64_t rows,
                           int64_t columns, int threads) {
     const Dropout drop = *from;
-#pragma omp parallel num_threads(threads)
-    {
-        int64_t first, end;
-        share(rows, &first, &end);
-        for (int64_t i = first; i < end; i++) {
-            const int64_t at = i * columns;
-            if (skip && skip[i])
-                memcpy(out + at, x + at, columns * sizeof(float));
-            else if (drop.one)
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t at = i * columns;
+        if (skip && skip[i])
+            memcpy(out + at, x + at, columns * sizeof(float));
+        else if (drop.one)
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++)
-                    out[at + j] = x[at + j] + (LOAD(what[at + j]) + bias[j]) * (weight * kept(drop, at + j));
-            else
+            for (int64_t j = 0; j < columns; j++)
+                out[at + j] = x[at + j] + (LOAD(what[at + j]) + bias[j]) * (weight * kept(drop, at + j));
+        else
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++)
-                    out[at + j] = x[at + j] + (LOAD(what[at + j]) + bias[j]) * weight;
-        }
+            for (int64_t j = 0; j < columns; j++)
+                out[at + j] = x[at + j] + (LOAD(what[at + j]) + bias[j]) * weight;
     }
 }
 
@@ -205,20 +193,16 @@ API void OUT(add_backward)(const float *restrict grad, float weight, const uint8
 /* out = the first half of x + bias times the sigmoid of its second half; 0 in rows where skip is 1. */
 API void OUT(glu_forward)(const T *restrict x, const float *restrict bias, const uint8_t *restrict skip,
                           T *restrict out, int64_t rows, int64_t columns, int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        int64_t first, end;
-        share(rows, &first, &end);
-        for (int64_t i = first; i < end; i++) {
-            const T *restrict value = x + i * 2 * columns, *restrict gate = value + columns;
-            T *restrict to = out + i * columns;
-            if (skip && skip[i])
-                memset(to, 0, columns * sizeof(T));
-            else
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < rows; i++) {
+        const T *restrict value = x + i * 2 * columns, *restrict gate = value + columns;
+        T *restrict to = out + i * columns;
+        if (skip && skip[i])
+            memset(to, 0, columns * sizeof(T));
+        else
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++)
-                    to[j] = STORE((LOAD(value[j]) + bias[j]) * sigmoid(LOAD(gate[j]) + bias[columns + j]));
-        }
+            for (int64_t j = 0; j < columns; j++)
+                to[j] = STORE((LOAD(value[j]) + bias[j]) * sigmoid(LOAD(gate[j]) + bias[columns + j]));
     }
 }
 
