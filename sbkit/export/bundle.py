@@ -7,7 +7,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -24,12 +24,11 @@ from sbkit.runs.keys import Bundles
 from sbkit.runs.restore import BEST
 from sbkit.score.report import model_card
 from sbkit.system.console import progress
+from sbkit.system.environment import onnxruntimes, version_of
 
 logger = logging.getLogger(__name__)
 
-#: The formats written from a traced graph.
-_GRAPHS = (layout.ONNX, layout.INT8, layout.TORCH)
-_BUILT_BY = ("torch", "speechbrain", "onnx", "onnxscript", "onnxruntime")
+_BUILT_BY = ("torch", "speechbrain", "onnx", "onnxscript")
 
 
 @dataclass(frozen=True)
@@ -112,18 +111,10 @@ def _formats(request: ExportRequest, exported: Exported) -> list[str]:
         raise SbkitError(f"this task's models can't be exported for {request.target}",
                          hint=f"choose from {targets}" if targets else "leave out --target")
     if {layout.ONNX, layout.INT8} & set(wanted):
-        missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if not _installed(name)]
+        missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
         if missing:
             raise SbkitError(f"ONNX export needs {', '.join(missing)}", hint="pip install 'sbkit[export]'")
     return [name for name in available if name in wanted]
-
-
-def _installed(name: str) -> bool:
-    try:
-        __import__(name)
-    except ImportError:
-        return False
-    return True
 
 
 def _write_and_compare(folder: Path, trained: Trained, request: ExportRequest
@@ -148,7 +139,7 @@ def _write_and_compare(folder: Path, trained: Trained, request: ExportRequest
         exported.write_beside(folder, config)
         for name in formats:
             step(f"writing {name}")
-            if name in _GRAPHS:
+            if name in layout.TRACED:
                 _write(name, folder, layout.MODELS, program, exported, config)
             else:
                 exported.write(name, folder, config, request.to.name)
@@ -208,8 +199,8 @@ def complete(config: layout.Bundle, trained: Trained) -> layout.Bundle:
     """Add facts of the run and of this installation to a bundle's configuration."""
     config.language = config.language or trained.keys.language or None
     config.trained = trained.facts
-    config.made_by = {"sbkit": sbkit.__version__} | {
-        name: metadata.version(name) for name in _BUILT_BY if _installed(name)}
+    versions = {name: version for name in _BUILT_BY if (version := version_of(name)) is not None}
+    config.made_by = {"sbkit": sbkit.__version__, **versions, **onnxruntimes()}
     return config
 
 

@@ -59,7 +59,7 @@ class Exported:
     @property
     def formats(self) -> tuple[str, ...]:
         """The formats that the model can be written in."""
-        return layout.ONNX, layout.INT8, layout.TORCH
+        return layout.TRACED
 
     @property
     def judges_words(self) -> bool:

@@ -41,6 +41,8 @@ README = "README.md"
 
 ONNX, INT8, TORCH, SPEECHBRAIN, SHERPA = "onnx", "int8", "torch", "speechbrain", "sherpa"
 SHERPA_STREAM = "sherpa stream"
+#: The formats of a traced graph.
+TRACED = (ONNX, INT8, TORCH)
 #: The file that each format is read from.
 MODELS = {ONNX: "model.onnx", INT8: "model.int8.onnx", TORCH: "model.pt2", SPEECHBRAIN: RECIPE,
           SHERPA: "model.sherpa.onnx", SHERPA_STREAM: "stream.sherpa.onnx"}

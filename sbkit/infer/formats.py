@@ -13,7 +13,6 @@ from sbkit.export import layout
 from sbkit.system import untrusted
 
 AUTO = "auto"
-_FORMATS = (layout.ONNX, layout.INT8, layout.TORCH)
 _NEEDS = {layout.ONNX: "onnxruntime", layout.INT8: "onnxruntime", layout.TORCH: "torch"}
 
 
@@ -35,7 +34,7 @@ def choose(folder: Path, models: Mapping[str, str], model: str, kind: str = "mod
         opening a torch.export program can run its author's code
     kind : the model's name in messages
     """
-    available = [name for name in _FORMATS if name in models]
+    available = [name for name in layout.TRACED if name in models]
     usable = [name for name in available if util.find_spec(_NEEDS[name])]
     if model == AUTO:
         safe = [name for name in usable if name != layout.TORCH]
@@ -47,8 +46,8 @@ def choose(folder: Path, models: Mapping[str, str], model: str, kind: str = "mod
             raise SbkitError(f"no installed package can run the {kind} in {folder} "
                              f"({', '.join(available) or 'it has none'})", hint="pip install onnxruntime")
         return safe[0]
-    if model not in _FORMATS:
-        raise SbkitError(f"unknown model format {model!r}", hint=f"use {', '.join((AUTO, *_FORMATS))}")
+    if model not in layout.TRACED:
+        raise SbkitError(f"unknown model format {model!r}", hint=f"use {', '.join((AUTO, *layout.TRACED))}")
     if model not in available:
         raise SbkitError(f"{folder} has no {model} {kind}", hint=f"it has {', '.join(available) or 'none'}")
     if model not in usable:

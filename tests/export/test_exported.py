@@ -1,18 +1,23 @@
 """What a task exports is compared with its own forward, and traced or told why not; all in small models."""
 
+import dataclasses
 import inspect
 import re
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import runtimes
 import torch
 from onnx import TensorProto
 from onnx_text import write
 
 from sbkit.errors import SbkitError
 from sbkit.export import graph
+from sbkit.export.bundle import complete
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.exported import Exported
 from sbkit.export.layout import GraphConfig
@@ -68,6 +73,14 @@ def test_products_of_bytes_saturate_on_no_processor(tmp_path):
     signal = np.linspace(0, 1, 3 * 512, dtype=np.float32).reshape(3, 512)[::-1]
     session = onnxruntime.InferenceSession(tmp_path / "q.onnx", providers=["CPUExecutionProvider"])
     np.testing.assert_allclose(session.run(None, {"x": signal})[0], signal @ weights, rtol=0.01)
+
+
+def test_the_build_of_onnxruntime_that_is_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(runtimes.install(tmp_path, "onnxruntime-gpu")), *sys.path])
+    trained = SimpleNamespace(keys=SimpleNamespace(language=""), facts={})
+    made_by = complete(dataclasses.replace(CONFIG), trained).made_by
+    assert made_by["onnxruntime-gpu"] == "1.23.0" and "torch" in made_by
+    assert "onnxruntime" not in made_by
 
 
 def made(outputs=None, **more):

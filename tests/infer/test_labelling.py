@@ -11,7 +11,6 @@ import sys
 import time
 
 import bundles
-import graph_bundles
 import numpy as np
 import pytest
 import soundfile
@@ -219,10 +218,8 @@ def test_audio_that_can_t_be_labelled_is_refused(home, tmp_path, refused, capsys
     assert "a corpus can't have recordings from standard input; save them to files" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_bundle_that_is_no_recogniser_is_refused(home, tmp_path, refused):
-    assert "has a model that outputs tensors, but a speech recogniser is needed" in refused(
-        bundle=graph_bundles.make(tmp_path / "graph"))
+def test_a_bundle_that_is_no_recogniser_is_refused(codec_bundle, refused):
+    assert "has a codec, but a speech recogniser is needed" in refused(bundle=codec_bundle)
     assert "is not a bundle: it has no config.json" in refused(bundle="audio")
 
 

@@ -138,13 +138,6 @@ def test_a_full_disk_is_one_error_and_leaves_no_file(voice_bundle, tmp_path, cap
     assert re.search(rf"^error: .*a{suffix} could not be written: {REFUSED} ", capsys.readouterr().err, re.M)
 
 
-def test_a_recogniser_is_reported_from_a_voice(tmp_path, capsys):
-    import bundles
-
-    message = refused(capsys, bundles.make(tmp_path / "level"), "a", "--to", tmp_path / "a.wav")
-    assert "has a speech recogniser, but a voice is needed here" in message
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_killed_command_leaves_nothing_under_the_final_name(voice_bundle, tmp_path, number):

@@ -69,10 +69,9 @@ def test_a_pause_ends_a_line_and_so_does_the_end(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("search", [{}, {"beam": 8}], ids=["greedy", "beam"])
-def test_every_way_of_splitting_it_gives_the_same(model, search):
+def test_every_way_of_splitting_it_gives_the_same(model):
     signal = bundles.say(SAID)[: 16 * 4 * bundles.FRAME + 77]
-    stream = model.stream(chunk=160, **search)
+    stream = model.stream(chunk=160, beam=8)  # the next test has a greedy one
     whole = list(stream(signal))
     assert len(whole) > 10 and texts(whole).split()[0] == "she"
     assert list(stream(signal[i : i + 1] for i in range(len(signal)))) == whole
