@@ -92,7 +92,6 @@ class Exported:
 
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.Bundle:
         """Make the contents of config.json, without files, training and versions, which the export adds."""
-        del clips
         return layout.GraphConfig(
             sample_rate=self.sample_rate, language=self.language, min_samples=graph.min_samples(program),
             outputs=list(self.outputs), labels=list(self.labels),
@@ -137,7 +136,6 @@ class Exported:
 
     def comparison(self, clips: ComparisonClips, config: OwnBundle, folder: Path) -> Comparison:
         """Run the reference on the clips, to compare formats with."""
-        del folder
         names = main_outputs(self.outputs)
 
         def text(output: Output) -> str:
