@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from sbkit.serve.errors import ApiError, failed, stopping, unauthorized, wrong_host
+from sbkit.serve.errors import ApiError, failed, stopping
 
 if TYPE_CHECKING:  # of packages that a server alone needs
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -112,7 +112,8 @@ class AccessControl:
         scope[REQUEST_ID] = sender.id
         try:
             if self._hosts is not None and not self._hosts.allow(headers.get("host")):
-                raise wrong_host(headers["host"])
+                raise ApiError(421, f"this server doesn't answer to the name {headers['host'][:80]!r}; start it with "
+                               "--allow-host NAME", code="host_not_allowed")
             self._check_origin(headers)
             if "\ufffd" in path:  # stands for what is not UTF-8
                 raise ApiError(400, "the path is not UTF-8")
@@ -124,7 +125,8 @@ class AccessControl:
                                            "access-control-allow-headers": requested})(scope, receive, sender.send)
                 return
             if self._keys and path not in _WITHOUT_KEY and not self._keys.allow(_key(headers)):
-                raise unauthorized()
+                raise ApiError(401, "the API key is missing or wrong; send it as: Authorization: Bearer KEY",
+                               code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             await self._app(scope, receive, sender.send)
         except ApiError as error:
             await self._send_error(scope, receive, sender, error)

@@ -67,20 +67,6 @@ def busy(what: str, seconds: float) -> ApiError:
                     headers={"retry-after": str(wait)})
 
 
-def unauthorized() -> ApiError:
-    return ApiError(401, "the API key is missing or wrong; send it as: Authorization: Bearer KEY",
-                    code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-
-
-def unknown_model(name: str, known: list[str]) -> ApiError:
-    return ApiError(404, f"the model {name[:80]!r} does not exist; this server has {', '.join(known)}", param="model",
-                    code="model_not_found")
-
-
-def missing_model(known: Sequence[str]) -> ApiError:
-    return invalid(f"the field model is missing; this server has {', '.join(known) or 'none'}", "model")
-
-
 def unsupported(names: Sequence[str], known: Iterable[str]) -> ApiError:
     """Error 400: unknown fields.
 
@@ -90,10 +76,6 @@ def unsupported(names: Sequence[str], known: Iterable[str]) -> ApiError:
     near = difflib.get_close_matches(names[0], sorted(known), n=1)
     return invalid(f"this server does not support {', '.join(name[:40] for name in names[:8])}"
                    + (f"; did you mean {near[0]}?" if near else ""), names[0][:40], "unsupported_parameter")
-
-
-def wrong_model(name: str, why: str, endpoints: Sequence[str]) -> ApiError:
-    return invalid(f"the model {name} {why}: use it at {' or '.join(endpoints)}", "model", "model_not_supported")
 
 
 def not_ready(why: str = "the models are still being loaded") -> ApiError:
@@ -115,18 +97,6 @@ def stopping() -> ApiError:
     error = not_ready("the server is stopping")
     error.headers["connection"] = "close"
     return error
-
-
-def wrong_host(host: str) -> ApiError:
-    """Error 421: the request's host name isn't this server's."""
-    return ApiError(421, f"this server doesn't answer to the name {host[:80]!r}; start it with --allow-host NAME",
-                    code="host_not_allowed")
-
-
-def broken(fault: str) -> ApiError:
-    """Error 503: the device failed, and stays broken until the server is restarted."""
-    return ApiError(503, f"the device failed ({fault}); the server has to be restarted", type=SERVER,
-                    code="device_fault", headers={"x-should-retry": "false"})
 
 
 def too_late(seconds: float) -> ApiError:

@@ -23,7 +23,7 @@ from sbkit.infer.transcript import Transcript
 from sbkit.infer.voice_engine import SpeechInput, VoiceEngine
 from sbkit.serve.backlog import Work
 from sbkit.serve.batcher import Batcher
-from sbkit.serve.errors import missing_model, unknown_model, wrong_model
+from sbkit.serve.errors import ApiError, invalid
 from sbkit.serve.job import Job
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.served import BundleOptions, Served, device_facts
@@ -155,7 +155,8 @@ class Registry:
     def working(self, name: str | None, kind: type[S]) -> S:
         """The model that a request names; raises ``ApiError`` also if its device is broken."""
         if not name:
-            raise missing_model([each.name for each in self.of(kind)])
+            known = ", ".join(each.name for each in self.of(kind)) or "none"
+            raise invalid(f"the field model is missing; this server has {known}", "model")
         found = self.find(name, kind)
         found.check()
         return found
@@ -163,9 +164,11 @@ class Registry:
     def find(self, name: str, kind: type[S]) -> S:
         found = self._served.get(name)
         if found is None:
-            raise unknown_model(name, list(self._served))
+            raise ApiError(404, f"the model {name[:80]!r} does not exist; this server has {', '.join(self._served)}",
+                           param="model", code="model_not_found")
         if not isinstance(found, kind):
-            raise wrong_model(name, found.does, found.endpoints)
+            raise invalid(f"the model {name} {found.does}: use it at {' or '.join(found.endpoints)}", "model",
+                          "model_not_supported")
         return found
 
     def close(self) -> None:

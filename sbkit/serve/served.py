@@ -16,7 +16,7 @@ from sbkit.infer.engine import Engine
 from sbkit.infer.formats import ModelRequest
 from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.serve.batcher import Batcher
-from sbkit.serve.errors import broken
+from sbkit.serve.errors import SERVER, ApiError
 
 if TYPE_CHECKING:  # of a package that a server alone needs
     from sbkit.serve.metrics import Metrics
@@ -89,7 +89,8 @@ class Served(ABC):
     def check(self) -> None:
         """Raise ``ApiError`` if the model can't run any more."""
         if (fault := self.fault) is not None:
-            raise broken(fault)
+            raise ApiError(503, f"the device failed ({fault}); the server has to be restarted", type=SERVER,
+                           code="device_fault", headers={"x-should-retry": "false"})
 
     @contextlib.contextmanager
     def device_errors(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import run_folders
@@ -11,12 +12,19 @@ import yaml
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.runs import restore
+from sbkit.train.averaging import EMA
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     home = tmp_path_factory.mktemp("restore")
     return run_folders.run_with_model(home / "run", run_folders.corpus(home / "data", train=12, dev=3, test=3))
+
+
+@pytest.fixture
+def moved(run, tmp_path):
+    """A copy of the run elsewhere, which a test may change."""
+    return Path(shutil.copytree(run, tmp_path / "else where" / "run"))
 
 
 def saved(run, name):
@@ -36,9 +44,7 @@ def test_each_way_of_naming_a_checkpoint_loads_that_one(run, choice, expected):
     assert recipe.keys.tokenizer.size == recipe.keys.output_neurons
 
 
-def test_a_run_that_was_moved_is_read_where_it_is(run, tmp_path):
-    moved = tmp_path / "else where" / "run"
-    shutil.copytree(run, moved)
+def test_a_run_that_was_moved_is_read_where_it_is(run, moved):
     recipe, brain = restore.load_run(moved, "cpu")
     hparams = recipe.hparams
     assert hparams["output_folder"] == str(moved)
@@ -47,10 +53,9 @@ def test_a_run_that_was_moved_is_read_where_it_is(run, tmp_path):
     assert hparams["data_folder"] == restore.read_run(run).hparams["data_folder"], "what lies elsewhere stays there"
 
 
-def test_a_class_beside_the_recipe_of_a_run_is_found_again(run, tmp_path, monkeypatch):
+def test_a_class_beside_the_recipe_of_a_run_is_found_again(moved, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    moved, recipe = tmp_path / "run", tmp_path / "code" / "hparams" / "mine.yaml"
-    shutil.copytree(run, moved)
+    recipe = tmp_path / "code" / "hparams" / "mine.yaml"
     recipe.parent.mkdir(parents=True)
     (tmp_path / "code" / "beside_the_recipe.py").write_text("class Mine:\n    pass\n")
     text = (moved / "hyperparams.yaml").read_text()
@@ -67,10 +72,8 @@ def test_the_mean_is_of_the_best_and_has_their_mean_as_weights(run):
         torch.testing.assert_close(now[key], value.float(), rtol=1e-6, atol=1e-7)
 
 
-def test_a_mean_has_the_statistics_of_the_best_checkpoint(run, tmp_path):
+def test_a_mean_has_the_statistics_of_the_best_checkpoint(moved):
     """Those of a normaliser are no weights, and their squares don't add up to a mean."""
-    moved = tmp_path / "run"
-    shutil.copytree(run, moved)
     for each in (moved / "save").glob("CKPT*"):
         shutil.rmtree(each)
 
@@ -98,11 +101,7 @@ def test_a_mean_has_the_statistics_of_the_best_checkpoint(run, tmp_path):
         assert torch.equal(norm.glob_std, torch.full((80,), best))
 
 
-def test_a_moving_average_is_what_is_loaded_where_the_run_kept_one(run, tmp_path):
-    from sbkit.train.averaging import EMA
-
-    moved = tmp_path / "run"
-    shutil.copytree(run, moved)
+def test_a_moving_average_is_what_is_loaded_where_the_run_kept_one(moved):
     hparams = restore.read_run(moved).hparams
     hparams["ema"] = EMA(hparams["model"], 0.5)
     trained = hparams["brain"](hparams["modules"], None, hparams, {"device": "cpu"}, hparams["checkpointer"])
@@ -137,9 +136,7 @@ def test_nothing_but_the_model_is_taken_from_a_checkpoint_or_written(run):
     (lambda run: (run / "hyperparams.yaml").write_text(f"# resolved\noutput_folder: {run}\ncheckpointer: null\n"),
      "has no checkpointer, so nothing that it trained was saved; train it again with one"),
 ])
-def test_what_is_missing_is_named(run, tmp_path, spoil, message):
-    moved = tmp_path / "run"
-    shutil.copytree(run, moved)
+def test_what_is_missing_is_named(moved, spoil, message):
     spoil(moved)
     with pytest.raises(SbkitError, match=message):
         restore.load_run(moved, "cpu")
@@ -162,9 +159,7 @@ def test_a_name_that_fits_none_or_several_lists_what_there_is(run):
         restore.load_run(run, "cpu", checkpoint="epoch1", mean_of=2)
 
 
-def test_a_run_that_still_trains_says_how_far_it_is_and_what_the_best_is_not(run, tmp_path, caplog):
-    moved = tmp_path / "run"
-    shutil.copytree(run, moved)
+def test_a_run_that_still_trains_says_how_far_it_is_and_what_the_best_is_not(moved, caplog):
     newest = moved / "save" / "CKPT+within"
     state = yaml.safe_load((newest / "brain.ckpt").read_text())
     (newest / "counter.ckpt").write_text("2")

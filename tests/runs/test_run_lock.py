@@ -76,19 +76,13 @@ def test_a_folder_that_a_run_holds_is_refused_in_one_line_and_free_again_after_i
             assert files(tmp_path) == [".held-2.json"]
 
 
-def test_a_killed_holder_is_followed_at_once(tmp_path, locks):
-    with Other(tmp_path, locks) as other:
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_killed_holder_is_followed_at_once_though_a_child_outlives_it(tmp_path, locks, forks):
+    with Other(tmp_path, locks, forks=forks) as other:
         other.kill()
         began = time.monotonic()
         with RunLock(tmp_path):
             assert time.monotonic() - began < 5 and files(tmp_path) == [".held-2.json"]
-
-
-def test_a_child_that_outlives_its_killed_holder_does_not_hold_the_folder(tmp_path):
-    with Other(tmp_path, forks=True) as other:
-        other.kill()
-        with RunLock(tmp_path):
-            pass
 
 
 def test_a_preparation_is_waited_for(tmp_path, caplog):
@@ -216,32 +210,36 @@ def test_a_holder_that_was_taken_for_dead_ends(tmp_path):
         assert other.process.exitcode == 1
 
 
+@pytest.fixture
+def ended(monkeypatch):
+    """Set once a holder with a quick pulse ends its process."""
+    told = threading.Event()
+    monkeypatch.setattr(lock, "BEAT", 0.05)
+    monkeypatch.setattr(lock.ending, "exit_with_error", lambda reason: told.set())
+    return told
+
+
 @pytest.mark.parametrize("removed", [False, True], ids=["another number", "a new folder of the same name"])
-def test_a_holder_sees_another_one_though_its_own_file_is_stale(tmp_path, monkeypatch, removed):
+def test_a_holder_sees_another_one_though_its_own_file_is_stale(tmp_path, monkeypatch, ended, removed):
     """On NFS nothing can be asked of a file that another machine removed."""
     def stale(*args, **options):
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    folder, told = tmp_path / "run", threading.Event()
-    monkeypatch.setattr(lock, "BEAT", 0.05)
-    monkeypatch.setattr(lock.ending, "exit_with_error", lambda reason: told.set())
+    folder = tmp_path / "run"
     with RunLock(folder):
         monkeypatch.setattr(lock.os, "utime", stale)
-        assert not told.wait(0.3)
+        assert not ended.wait(0.3)
         if removed:
             shutil.rmtree(folder)
             folder.mkdir()
         written(folder, 1 if removed else 2)
-        assert told.wait(30)
+        assert ended.wait(30)
 
 
-def test_a_holder_whose_folder_was_removed_goes_on(tmp_path, monkeypatch):
-    told = threading.Event()
-    monkeypatch.setattr(lock, "BEAT", 0.05)
-    monkeypatch.setattr(lock.ending, "exit_with_error", lambda reason: told.set())
+def test_a_holder_whose_folder_was_removed_goes_on(tmp_path, ended):
     with RunLock(tmp_path / "run"):
         shutil.rmtree(tmp_path / "run")
-        assert not told.wait(0.3)
+        assert not ended.wait(0.3)
 
 
 def test_a_process_lives_that_holds_a_lock_which_cannot_be_seen_from_here(tmp_path, monkeypatch):

@@ -1,24 +1,19 @@
 """Rows of a vocabulary by what they stand for, and a table that says what became of a model in a few lines."""
 
+import pytest
+
 from sbkit.runs.initial.loading import collapsed, text
 from sbkit.runs.initial.matching import LEFT, REINITIALISED, TAKEN, ParameterOutcome
 from sbkit.runs.initial.source import TokenRows
 
 
-def test_equal_pieces_have_equal_rows_and_parts_go_by_their_part():
-    own = TokenRows(["<unk>", "<s>", "</s>", "▁", "ñ", "a"], {"blank": 0, "bos": 1, "eos": 2})
-    there = TokenRows(["a", "b", "<blank>", "▁", "end", "start"], {"blank": 2, "eos": 4, "bos": 5})
-    assert own.rows_in(there) == [2, 5, 4, 3, -1, 0]
-
-
-def test_a_part_that_the_other_has_not_is_reinitialised():
-    own = TokenRows(["_", "<s>", "a"], {"blank": 0, "bos": 1})
-    assert own.rows_in(TokenRows(["_", "<s>", "a"], {"blank": 0})) == [0, -1, 2]
-
-
-def test_a_piece_is_not_taken_for_one_that_has_a_part():
-    own = TokenRows(["_", "end"], {"blank": 0})
-    assert own.rows_in(TokenRows(["_", "end"], {"blank": 0, "eos": 1})) == [0, -1]
+@pytest.mark.parametrize("own, there, rows", [
+    ((["<unk>", "<s>", "</s>", "▁", "ñ", "a"], {"blank": 0, "bos": 1, "eos": 2}),
+     (["a", "b", "<blank>", "▁", "end", "start"], {"blank": 2, "eos": 4, "bos": 5}), [2, 5, 4, 3, -1, 0]),
+    ((["_", "<s>", "a"], {"blank": 0, "bos": 1}), (["_", "<s>", "a"], {"blank": 0}), [0, -1, 2]),
+    ((["_", "end"], {"blank": 0}), (["_", "end"], {"blank": 0, "eos": 1}), [0, -1])])
+def test_equal_pieces_have_equal_rows_and_parts_go_by_their_part_alone(own, there, rows):
+    assert TokenRows(*own).rows_in(TokenRows(*there)) == rows
 
 
 def layers(what, *numbers):
