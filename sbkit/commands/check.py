@@ -6,6 +6,7 @@ import argparse
 import gc
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from sbkit.commands.options import price
@@ -51,9 +52,9 @@ def _check(argv: list[str]) -> int:
     request = arguments.parse(argv, importable=not given.no_run)
     measure = None
     if given.measure:
-        from sbkit.train.memory.trials import measurement
+        from sbkit.train.memory import trials
 
-        measure = measurement(request, planned=given.price is not None)
+        measure = partial(trials.measure, request, planned=given.price is not None)
     pricing = None
     if given.price is not None:
         from sbkit.recipe.price import PriceRequest

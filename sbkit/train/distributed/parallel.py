@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from speechbrain.processing.features import InputNormalization
 from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from sbkit.errors import SbkitError
 from sbkit.nn import sync_batch_norm
@@ -151,23 +152,19 @@ def average_gradients(parameters: Sequence[nn.Parameter], reached: Iterable[int]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         bucket = buckets.setdefault((parameter.grad.dtype, parameter.grad.device), [])
-        bucket.append(parameter.grad)
+        bucket.append(parameter.grad.detach())
         if sum(g.numel() * g.element_size() for g in bucket) >= _BUCKET_BYTES:
             _average(bucket)
             bucket.clear()
-    for bucket in buckets.values():
+    for bucket in filter(None, buckets.values()):
         _average(bucket)
 
 
 def _average(grads: list[torch.Tensor]) -> None:
-    if not grads:
-        return
-    flat = torch.cat([g.detach().reshape(-1) for g in grads])
+    flat = _flatten_dense_tensors(grads)
     dist.all_reduce(flat)
     flat /= ranks.world_size()
-    pieces = flat.split([g.numel() for g in grads])
-    torch._foreach_copy_([g.detach() for g in grads],
-                         [piece.view_as(g) for piece, g in zip(pieces, grads, strict=True)])
+    torch._foreach_copy_(grads, list(_unflatten_dense_tensors(flat, grads)))
 
 
 @contextlib.contextmanager
@@ -193,8 +190,8 @@ class Buffers:
         self._seen = self._sums() if ranks.world_size() > 1 else None
 
     def _sums(self) -> torch.Tensor:
-        sums = [_bits(buffer).sum(dtype=torch.int64).cpu() for buffer in _syncable(self.modules).values()]
-        return torch.stack([torch.zeros((), dtype=torch.int64), *sums])[1:]
+        buffers = _syncable(self.modules).values()
+        return torch.tensor([_bits(buffer).sum(dtype=torch.int64).item() for buffer in buffers], dtype=torch.int64)
 
     def detect_changes(self) -> None:
         """Find the buffers that changed on any rank, and take rank 0's values; all ranks call it after a step."""

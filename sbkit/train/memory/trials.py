@@ -212,20 +212,18 @@ def _read_ahead(utterances: int, seconds: float, workers: int, sample_rate: int)
 # ---------------------------------------------------------------------------------------------- measuring
 
 
-def measurement(request: arguments.CommandLine, planned: bool = False) -> Callable[[], StepMeasurement]:
-    """Return a function that times a few real steps at the planned size, for ``sbkit check --measure``.
+def measure(request: arguments.CommandLine, planned: bool = False) -> StepMeasurement:
+    """Time a few real steps at the planned size, for ``sbkit check --measure``.
 
     planned : also time steps of the run's size, to predict how long the run takes
     """
-    def measure() -> StepMeasurement:
-        device = devices.resolve(request.run_opts.device)
-        with open_trial(request, device) as trial:
-            seconds = trial.edges[-1]
-            batch = trial.batch(max(1, int(trial.batching.max_batch_seconds / seconds)), seconds)
-            measured = time_steps(trial.brain.try_batch, batch, device)
-            each, audio = _time_planned(trial) if planned else (None, None)
-            return replace(measured, planned=each, planned_seconds=audio)
-    return measure
+    device = devices.resolve(request.run_opts.device)
+    with open_trial(request, device) as trial:
+        seconds = trial.edges[-1]
+        batch = trial.batch(max(1, int(trial.batching.max_batch_seconds / seconds)), seconds)
+        measured = time_steps(trial.brain.try_batch, batch, device)
+        each, audio = _time_planned(trial) if planned else (None, None)
+        return replace(measured, planned=each, planned_seconds=audio)
 
 
 def _time_planned(trial: Trial) -> tuple[float, float]:
