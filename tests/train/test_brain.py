@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import subprocess
+import os
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from host_syncs import HostSyncs
+from processes import program
 from safetensors.torch import load_file
 from speechbrain.core import Stage
 from speechbrain.processing.features import InputNormalization
@@ -494,22 +494,18 @@ def test_a_data_worker_that_dies_during_a_step_is_one_clear_error():
         brain(LosesItsWorker).fit([1], DataLoader(range(9), num_workers=1))
 
 
+def without_a_reader(work):
+    ours, theirs = os.pipe()
+    os.close(ours)
+    os.dup2(theirs, 2)
+    toy = brain(noprogressbar=False)
+    toy.fit(range(1, 4), ToyTrainLoader()) if work == "fit" else toy.evaluate(ToyEvalLoader())
+    print("an end", file=sys.stderr)
+    print("went on")
+
+
 @pytest.mark.slow
-def test_a_script_continues_when_the_reader_of_its_output_exits():
-    """One that trains, and one that evaluates, which is forked, as its imports take longest."""
-    done = subprocess.run([sys.executable, "-c", """
-import os, sys
-from toys import ToyEvalLoader, ToyTrainLoader, brain
-ours, reader = os.pipe()
-os.close(ours)
-os.dup2(reader, 2)
-toy, child = brain(noprogressbar=False), os.fork()
-if child:
-    print(os.waitpid(child, 0)[1], flush=True)
-    toy.fit(range(1, 4), ToyTrainLoader())
-else:
-    toy.evaluate(ToyEvalLoader())
-print("an end", file=sys.stderr)
-print("went on")
-"""], capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    assert (done.stdout, done.returncode) == ("went on\n0\nwent on\n", 0)
+@pytest.mark.parametrize("work", ["fit", "evaluate"])
+def test_a_script_continues_when_the_reader_of_its_output_exits(work):
+    done = program(without_a_reader, work)
+    assert (done.stdout, done.returncode) == ("went on\n", 0)

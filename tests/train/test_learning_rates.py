@@ -56,18 +56,6 @@ def test_a_part_trains_at_its_multiple_of_the_rate():
     assert toy.trainer.learning_rate == pytest.approx(0.1)
 
 
-def test_a_factor_multiplies_the_update():
-    plain, scaled = made(), made(learning_rates={"head": 4})
-    start = state(plain)
-    for toy in (plain, scaled):
-        toy.fit_batch(batch_of(range(5)))
-        toy.optimizers_step()
-    one, other = state(plain), state(scaled)
-    for name in ("model.0.weight", "model.2.weight"):
-        factor = 4 if name.startswith("model.2") else 1
-        assert torch.allclose(other[name] - start[name], factor * (one[name] - start[name]), atol=1e-6)
-
-
 def test_a_schedule_keeps_the_multiples():
     toy, schedule = made(learning_rates={"head": 10}), Schedule(peak=1.0, warmup=10, shape="constant")
     assert schedule.apply(toy.optimizer, 5) == 0.5

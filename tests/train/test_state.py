@@ -4,9 +4,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from toys import ToyBrain, brain
 
-from sbkit.train.state import Overrides, TrainState
+from sbkit.train.state import TrainState
 
 
 @pytest.fixture(autouse=True)
@@ -59,19 +58,3 @@ def test_an_interrupted_validation_does_not_change_the_epochs_training_state():
     assert (found.step, found.epoch_step, found.nonfinite_count, found.average.count) == (0, 0, 0, 0)
     found.back_to_training()
     assert found.state_dict(2.0) == before
-
-
-def test_a_brains_counters_are_those_of_its_state():
-    toy = brain()
-    toy.step, toy.optimizer_step, toy.nonfinite_count, toy.avg_train_loss = 3, 2, 1, 0.5
-    held = toy.train_state
-    assert (held.step, held.optimizer_step, held.nonfinite_count, held.average.value()) == (3, 2, 1, 0.5)
-
-
-def test_what_a_recipe_wrote_itself_is_known():
-    class Own(ToyBrain):
-        def fit_batch(self, batch):
-            return super().fit_batch(batch)
-
-    assert Overrides.of(Own, ToyBrain) == Overrides(fit_batch=True, optimizers_step=False, update_average=False)
-    assert Overrides.of(Own, ToyBrain).averages_batches and not Overrides.of(ToyBrain, ToyBrain).averages_batches

@@ -18,12 +18,17 @@ from sbkit.system.processes import free_port
 from sbkit.train.distributed import ending, ranks
 
 
-def stopped_for_a_while(stopped, seconds):
-    """What the log of each rank says while one is stopped by the other, and then continued."""
-    ending.SILENT_SECONDS = 4.0
-    said = []
+def joined():
+    """The warnings of a rank of which another would soon say that it is silent."""
+    ending.SILENT_SECONDS, said = 4.0, []
     ending.logger.warning = lambda text, *values: said.append(text % values)
     ranks.init(torch.device("cpu"))
+    return said
+
+
+def stopped_for_a_while(stopped, seconds):
+    """What the log of each rank says while one is stopped by the other, and then continued."""
+    said = joined()
     pids = ranks.gather_objects(os.getpid())
     time.sleep(1.5)  # for the first heartbeats
     ranks.barrier()
@@ -53,10 +58,7 @@ def test_a_rank_that_has_left_is_not_waited_for():
 
 
 def leaves_early():
-    ending.SILENT_SECONDS = 4.0
-    said = []
-    ending.logger.warning = lambda text, *values: said.append(text % values)
-    ranks.init(torch.device("cpu"))
+    said = joined()
     time.sleep(1.0)
     ranks.barrier()
     if ranks.rank():

@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,10 +94,9 @@ def test_a_process_with_little_memory_says_what_fits():
             bounded.fits(1, -1)
 
 
-@pytest.mark.slow
-def test_measuring_a_batch_that_does_not_fit_is_an_error(trial):
+def test_measuring_a_batch_that_does_not_fit_is_an_error():
     with pytest.raises(SbkitError, match="sbkit tune finds the largest"):
-        trials.time_steps(lambda batch: False, trial.batch(1, 1.0), torch.device("cpu"))
+        trials.time_steps(lambda batch: False, SimpleNamespace(padded_seconds=1.0), torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from unittest import mock
 
 import pytest
 import torch
 from hyperpyyaml import load_hyperpyyaml
+from processes import Beside
 from speechbrain.utils.checkpoints import Checkpointer
 from speechbrain.utils.train_logger import FileTrainLogger
 from toys import load, save
@@ -151,25 +150,19 @@ def test_a_deleted_log_is_created_again(tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == [2]
 
 
-WRITES_FOR_EVER = """
-import itertools, sys
-from sbkit.train.monitor.metrics import MetricsLog
-log = MetricsLog(sys.argv[1])
-for step in itertools.count(1):
-    log.write("step", step=step, text="x" * 5000)
-"""
+def writes_for_ever(pipe, folder):
+    log = MetricsLog(folder)
+    for step in itertools.count(1):
+        log.write("step", step=step, text="x" * 5000)
 
 
 @pytest.mark.slow
 def test_a_kill_leaves_whole_lines(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", WRITES_FOR_EVER, str(tmp_path)],
-                               env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-    deadline = time.monotonic() + 60
-    path = tmp_path / "metrics.jsonl"
-    while time.monotonic() < deadline and not (path.exists() and path.stat().st_size > 1_000_000):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    path, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 60
+    with Beside(writes_for_ever, tmp_path) as other:
+        while time.monotonic() < deadline and not (path.exists() and path.stat().st_size > 1_000_000):
+            time.sleep(0.05)
+        other.kill()
     MetricsLog(tmp_path).write("run")
     steps = [line["step"] for line in lines(tmp_path) if line["kind"] == "step"]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > 100
