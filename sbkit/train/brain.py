@@ -275,7 +275,7 @@ class Brain(sb.core.Brain):
         """Return the loss of a training batch, without backward or update, and without changing the Brain."""
         with self.trainer.keeping_computed():
             self.trainer.loss_of(batch)
-            return self.trainer.loss
+            return self.trainer.computed.loss
 
     def try_batch(self, batch: MicroBatch) -> bool:
         """Take a step on this micro-batch alone; return False if it did not fit into memory in one piece."""

@@ -28,8 +28,7 @@ def resolve(device: Device | None = None) -> torch.device:
     """
     if device is None or device == "":
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        asked = found if found is not None else torch.device("cpu")
-        asked = torch.device(asked.type)  # the index is chosen below
+        asked = torch.device("cpu" if found is None else found.type)  # the index is chosen below
     else:
         asked = parse(device)
     if asked.type == "cpu":

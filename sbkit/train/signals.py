@@ -56,12 +56,11 @@ class Stopped(SbkitError, SystemExit):
     def code(self) -> int:  # type: ignore[override]  # where Python looks for it, which no pickle would keep
         return self.exit_code
 
-    @classmethod
-    def by(cls, signum: int, step: int, checkpoint: Path | None) -> Stopped:
+    @staticmethod
+    def by(signum: int, step: int, checkpoint: Path | None) -> Stopped:
         """Make the error for a signal after an optimizer step, and for the checkpoint saved then, if any."""
         saved = f"checkpoint saved at {checkpoint}" if checkpoint else "no checkpoint could be saved"
-        return cls(f"stopped by {signal.Signals(signum).name} after step {step}, {saved}",
-                   hint="run the same command to resume", exit_code=128 + signum)
+        return _stopped(signum, f" after step {step}, {saved}")
 
 
 class _SignalHandler(abc.ABC):
@@ -150,10 +149,7 @@ class StopSignals(_SignalHandler):
         if caught and kind is None and self.signum is not None:
             from sbkit.train.distributed import ranks  # imports torch: a signal is to be caught before
 
-            ranks.raise_on_main(Stopped(
-                f"stopped by {signal.Signals(self.signum).name} after the end of training",
-                hint="run the same command to resume", exit_code=128 + self.signum,
-            ))
+            ranks.raise_on_main(_stopped(self.signum, " after the end of training"))
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         del frame
@@ -205,7 +201,7 @@ class EndSignals(_SignalHandler):
         self._left.set()
         super().__exit__(kind, error, *rest)
         if isinstance(error, _Ending):
-            raise _stopped(error.code - 128) from None
+            raise _stopped(error.code - 128, goal="continue") from None
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         del frame
@@ -224,12 +220,12 @@ class EndSignals(_SignalHandler):
                 signal.pthread_kill(main, signum)
         if not self._left.is_set():
             if os.environ.get("RANK", "0") == "0":
-                write_now(f"error: {_stopped(signum)}\n")
+                write_now(f"error: {_stopped(signum, goal='continue')}\n")
             os._exit(128 + signum)
 
 
-def _stopped(signum: int) -> Stopped:
-    return Stopped(f"stopped by {signal.Signals(signum).name}", hint="run the same command to continue",
+def _stopped(signum: int, when: str = "", goal: str = "resume") -> Stopped:
+    return Stopped(f"stopped by {signal.Signals(signum).name}{when}", hint=f"run the same command to {goal}",
                    exit_code=128 + signum)
 
 

@@ -69,7 +69,7 @@ class Computed(NamedTuple):
 
     outputs: Outputs = None
     objectives: Objectives = None
-    loss: Loss | None = None
+    loss: Loss = Loss(torch.zeros(()), 0.0)
 
 
 class Trainer:
@@ -377,7 +377,7 @@ class Trainer:
             total = self.wrap.module(batch)  # calls loss_of, which keeps the rest of the loss in self.computed
             if not total.requires_grad:
                 raise SbkitError("the loss depends on no trainable parameter", hint="freeze less of the model")
-            loss = self.loss._replace(total=total)  # as DDP returns it: its backward exchanges gradients
+            loss = self.computed.loss._replace(total=total)  # as DDP returns it: its backward exchanges gradients
             if share != 1.0 and not isinstance(self.computed.objectives, Loss):  # a mean over the batch
                 loss = loss._replace(total=total * share, count=loss.count * share)
             self.steps.add(loss, KeptBatch(batch, generators))
@@ -406,13 +406,6 @@ class Trainer:
         loss = as_loss(objectives, getattr(batch, "weight", 1.0))
         self.computed = Computed(outputs, objectives, loss)
         return loss.total
-
-    @property
-    def loss(self) -> Loss:
-        """The loss of the last batch."""
-        if self.computed.loss is None:
-            raise RuntimeError("no batch was computed")
-        return self.computed.loss
 
     def exchange(self) -> None:
         """Exchange sums and gradients between ranks, for a step that ended without doing so."""

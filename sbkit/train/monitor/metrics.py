@@ -85,11 +85,10 @@ class MetricsLog(ResumableLog):
             self._step = line.get("step", self._step)
             if line["kind"] == "loss" or self._step is None or self._file.waiting:
                 continue  # nothing is sent before there is a step
-            if self._loggers:
-                numbers = {f"{line['kind']}/{name}": value for name, value in line.items()
-                           if name not in ("time", "step", "epoch") and type(value) in (int, float)}
-                for each in self._loggers:
-                    each.log(numbers, self._step, line["time"])
+            numbers = {f"{line['kind']}/{name}": value for name, value in line.items()
+                       if name not in ("time", "step", "epoch") and type(value) in (int, float)}
+            for each in self._loggers:
+                each.log(numbers, self._step, line["time"])
 
 
 def _arrived(line: dict[str, Any]) -> bool:
