@@ -16,11 +16,8 @@ from sbkit.train import device as devices
 
 # SpeechBrain's parser leaves an option with the default None as text.
 _NUMBERS: dict[str, Any] = {  # int or float, by the option's name
-    field.name: int if field.name == "optimizer_step_limit" else type(field.default)
-    for field in dataclasses.fields(RunOptions)
-    if field.name == "optimizer_step_limit"
-    or (isinstance(field.default, (int, float)) and not isinstance(field.default, bool))
-}
+    field.name: type(field.default) for field in dataclasses.fields(RunOptions) if type(field.default) in (int, float)
+} | {"optimizer_step_limit": int}
 _PRECISIONS = ("fp32", "bf16", "fp16")
 
 

@@ -198,7 +198,7 @@ class Trainer:
             utilisation=brain.utilisation)
         self.budget.reset()
         progress = self._progress = Progress(display, brain.metrics_log, self.budget, epoch, brain.keys.log_interval,
-                                             brain.utilisation, compiled=brain.compiled)
+                                             compiled=brain.compiled)
         if not state.step:
             state.began = time.monotonic()
         updated = True

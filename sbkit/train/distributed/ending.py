@@ -105,7 +105,7 @@ def _main_thread_location() -> str:
 _WRITING_SECONDS = 120.0
 
 _writing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_scheduled: tuple[int, int] | None = None  # the process and its exit code
+_exit_code: int | None = None  # of the exit that is scheduled
 
 
 def let_finish(thread: threading.Thread) -> None:
@@ -115,9 +115,9 @@ def let_finish(thread: threading.Thread) -> None:
 
 def schedule_exit(code: int) -> None:
     """End this process by ``exit_now``, with this exit code, after its messages and exit functions."""
-    global _scheduled
-    if _scheduled is None:
-        _scheduled = os.getpid(), code
+    global _exit_code
+    if _exit_code is None:
+        _exit_code = code
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -130,7 +130,7 @@ def exit_code_of(error: BaseException) -> int:
 
 def exit_is_scheduled() -> bool:
     """Return whether ``schedule_exit`` was called in this process."""
-    return _scheduled is not None and _scheduled[0] == os.getpid()
+    return _exit_code is not None
 
 
 def finish_writing(patience: float = _WRITING_SECONDS) -> None:
@@ -153,8 +153,8 @@ def exit_now(code: int, patience: float = _WRITING_SECONDS) -> None:
 
 
 def _at_exit() -> None:
-    if _scheduled is not None and exit_is_scheduled():
-        exit_now(_scheduled[1])
+    if _exit_code is not None:
+        exit_now(_exit_code)
 
 
 # Registered at import, it runs after all functions that scripts and loggers register later.
@@ -219,8 +219,8 @@ def _watch() -> None:
 
 
 def _start_afresh() -> None:
-    global _parent, _watching
-    _parent, _watching = os.getppid(), False
+    global _exit_code, _parent, _watching
+    _exit_code, _parent, _watching = None, os.getppid(), False
 
 
 os.register_at_fork(after_in_child=_start_afresh)

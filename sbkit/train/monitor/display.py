@@ -34,15 +34,13 @@ class Progress:
     display : the progress bar
     metrics : gets a line every ``interval`` seconds; None: no lines
     budget : measures the parts of a step
-    utilisation : the FLOPs of a second of audio, if known
     compiled : whether to report the number of graphs compiled in the epoch
     """
 
     def __init__(self, display: StageDisplay, metrics: MetricsLog | None, budget: StepBudget, epoch: int,
-                 interval: float, utilisation: Utilisation | None = None,
-                 compiled: bool = False):
+                 interval: float, compiled: bool = False):
         self.display, self.metrics, self.budget = display, metrics, budget
-        self.epoch, self.interval, self.utilisation = epoch, interval, utilisation
+        self.epoch, self.interval, self.utilisation = epoch, interval, display.utilisation
         self._graphs = compiling.graphs() if compiled else None
         self.skipped = 0
         self._start = self._last = time.monotonic()
@@ -166,7 +164,7 @@ class StageDisplay:
         self.stage, self.total, self.done, self.show = stage, total_steps, initial, show
         self._initial = initial
         self._out = sys.stderr if out is None else out
-        self._budget, self._scale, self._utilisation = budget, scale, utilisation
+        self._budget, self._scale, self.utilisation = budget, scale, utilisation
         self._values: dict[str, Value] = {}
         self._peeks: dict[str, Peek] = {}
         self._shown: dict[str, float] = {}
@@ -268,8 +266,8 @@ class StageDisplay:
             yield f"lr {self._shown['lr']:.1e}".removesuffix(".0e+00"), ""
         if self._padded > 0:
             yield f"padding {100 * (1 - self._seconds / self._padded):.0f} %", ""
-        if speed > 0 and self._utilisation is not None:
-            yield self._utilisation.words(speed), ""
+        if speed > 0 and self.utilisation is not None:
+            yield self.utilisation.words(speed), ""
 
     def _read(self, name: str, value: Value, wait: bool) -> None:
         """Take a value that has arrived since the last call, then start copying the present one."""
