@@ -1,4 +1,4 @@
-"""The flagship's whole training loop never waits for the device between two lines of its log."""
+"""The whole training loop of the flagship never waits for the device between two lines of its log; kernels are few."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from host_syncs import HostSyncs
 from run_folders import TINY
 from speechbrain.core import Stage
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbkit.data.batch import Batch
 from sbkit.nn import ctc
@@ -31,10 +32,10 @@ def batch_of(step, micro):
 
 
 class Plan:
-    """Batches of an epoch; waits are counted from one step to another."""
+    """Batches of an epoch; from one step to another what happens is noted in ``noted``."""
 
-    def __init__(self):
-        self.syncs = HostSyncs()
+    def __init__(self, noted):
+        self.noted = noted
 
     def steps(self, epoch):
         return STEPS
@@ -43,9 +44,9 @@ class Plan:
         batches = [[batch_of(step, micro) for micro in range(MICROS)] for step in range(STEPS)]
         for step, micros in enumerate(batches):
             if step == FROM:
-                self.syncs.__enter__()
+                self.noted.__enter__()
             if step == TO:
-                self.syncs.__exit__(None, None, None)
+                self.noted.__exit__(None, None, None)
             yield from micros
 
 
@@ -56,26 +57,22 @@ def lengths_on_the_host(log_probs, targets, input_lengths, target_lengths, blank
     return losses
 
 
-def waits(brain_class, folder, monkeypatch, **overrides):
-    """Where ``fit`` waited for the device, with the recipe as it is but for sizes."""
+def found_by(noted, brain_class, folder, monkeypatch, **overrides):
+    """What is noted of steps within ``fit``, with the recipe as it is but for sizes and epochs."""
     monkeypatch.setattr(ctc, "by_torch", lengths_on_the_host)
-    hparams = load.load(RECIPE, {**TINY, "output_folder": str(folder), **overrides})
+    hparams = load.load(RECIPE, {**TINY, "output_folder": str(folder), "number_of_epochs": 1, **overrides})
     hparams["log_interval"] = 1e9
     hparams["schedule"].total_steps = STEPS
     brain = brain_class(hparams["modules"], hparams["opt_class"], hparams, {"device": "cpu", "noprogressbar": True},
                         hparams["checkpointer"])
-    plan = Plan()
-    brain.fit(hparams["epoch_counter"], plan)
+    brain.fit(hparams["epoch_counter"], Plan(noted))
     assert brain.optimizer_step == STEPS and brain.train_stats["loss"] > 0
-    return plan.syncs.found
-
-
-OVERRIDES = {"number_of_epochs": 1}
+    return noted.found
 
 
 @pytest.mark.parametrize("overrides", [{}, {"ctc_weight": 0.3, "precision": "bf16", "ema_decay": 0.99}], ids=str)
 def test_a_step_of_the_flagship_never_waits_for_the_device(tmp_path, monkeypatch, overrides):
-    assert waits(CTC, tmp_path, monkeypatch, **OVERRIDES, **overrides) == []
+    assert found_by(HostSyncs(), CTC, tmp_path, monkeypatch, **overrides) == []
 
 
 class InObjectives(CTC):
@@ -94,5 +91,35 @@ class InTheLoop(CTC):
 
 @pytest.mark.parametrize("brain_class, says", [(InObjectives, "Tensor.item"), (InTheLoop, "__float__")])
 def test_it_shows_where_one_is_added(tmp_path, monkeypatch, brain_class, says):
-    found = waits(brain_class, tmp_path, monkeypatch, **OVERRIDES)
+    found = found_by(HostSyncs(), brain_class, tmp_path, monkeypatch)
     assert any(says in line and "test_no_host_sync.py" in line for line in found)
+
+
+# ------------------------------------------------------------ kernels, which each cost the host time on a GPU
+
+#: Of a step of two micro-batches with one encoder layer, as counted with torch 2.11; one more layer or loss adds some.
+MOST = {"fp32": 660, "bf16": 730}
+_FREE = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::detach", "aten::lift_fresh"}
+
+
+class Kernels(TorchDispatchMode):
+    """Names of the operations that are started, views left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if not (func.is_view or name in _FREE):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.11"), reason="another torch has other kernels")
+@pytest.mark.parametrize("precision", MOST)
+def test_a_step_starts_no_more_kernels_than_it_did(tmp_path, monkeypatch, precision):
+    found = found_by(Kernels(), CTC, tmp_path, monkeypatch, precision=precision)
+    count = len(found) / (TO - FROM)
+    most = sorted({(found.count(name) // (TO - FROM), name) for name in found}, reverse=True)[:12]
+    assert 0.8 * MOST[precision] < count <= MOST[precision], f"{count:.0f} kernels a step, most of them {most}"
