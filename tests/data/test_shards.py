@@ -266,7 +266,7 @@ def test_what_cannot_be_packed_is_reported(manifest, tmp_path, monkeypatch):
         pack(manifest.select([]), tmp_path)
     with pytest.raises(SbkitError, match=r"not one of 20 recordings could be read.*no such file"):
         pack(manifest.replace(wavs=["/nowhere.mp3"] * 20), tmp_path)
-    monkeypatch.setattr(disk, "usable", lambda _: 10)
+    monkeypatch.setattr(disk, "free", lambda _: 10)
     with pytest.raises(SbkitError, match=r"\(it needs about .* kB, free: 10 bytes\); choose another folder"):
         pack(manifest, tmp_path / "full")
 

@@ -281,7 +281,7 @@ def test_only_clips_and_tables_are_unpacked(tmp_path):
 
 
 def test_a_disk_that_is_too_small_is_reported_before(download, tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "usable", lambda _: 10)
+    monkeypatch.setattr(disk, "free", lambda _: 10)
     with pytest.raises(SbkitError, match=r"\(it needs about .* kB, free: 10 bytes\); set the corpus's cache_folder"):
         prepared(download, tmp_path / "m")
 

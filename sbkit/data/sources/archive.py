@@ -80,39 +80,35 @@ def _read(path: Path) -> object:
         return None
 
 
-def unpack(archive: Path, into: Path, show_progress: bool = True) -> Path:
+def unpack(archive: Path, into: Path, show_progress: bool = True) -> None:
     """Unpack clips and TSVs to the folder ``into``, which appears completely or not at all.
 
     Files that an earlier, interrupted call has unpacked are not written again.
     """
-    with locked(into.with_name(f".{into.name}.lock")):
-        if not is_unpacked(archive, into):
-            _unpack_to_partial(archive, into, show_progress)
-    return into
-
-
-def _unpack_to_partial(archive: Path, into: Path, show_progress: bool) -> None:
     partial = into.with_name(into.name + ".partial")
     begun = {"archive": stamp(archive), "uptime": processes.machine()}
-    if _read(partial / _BEGUN) != begun:  # from another archive, or before a power cut
-        shutil.rmtree(partial, ignore_errors=True)
-    try:
-        with disk.disk_errors_as_user_error(partial):
-            partial.mkdir(parents=True, exist_ok=True)
-            (partial / _BEGUN).write_text(json.dumps(begun), encoding="utf-8")
-            _check_space(archive, partial)
-            _unpack(archive, partial, show_progress)
-            disk.sync_file_system(partial)
-            with atomic_write(partial / _STAMP) as file:
-                json.dump(stamp(archive), file)
-            shutil.rmtree(into, ignore_errors=True)
-            os.replace(partial, into)
-            disk.sync_folder(into.parent)
-    except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
-        raise SbkitError(f"{archive}: damaged or not completely downloaded ({error})",
-                         hint="compare its size and checksum with the download page") from None
-    except OSError as error:
-        raise SbkitError(f"{error.filename or archive}: {error.strerror or error}") from None
+    with locked(into.with_name(f".{into.name}.lock")):
+        if is_unpacked(archive, into):
+            return
+        if _read(partial / _BEGUN) != begun:  # from another archive, or before a power cut
+            shutil.rmtree(partial, ignore_errors=True)
+        try:
+            with disk.disk_errors_as_user_error(partial):
+                partial.mkdir(parents=True, exist_ok=True)
+                (partial / _BEGUN).write_text(json.dumps(begun), encoding="utf-8")
+                _check_space(archive, partial)
+                _unpack(archive, partial, show_progress)
+                disk.sync_file_system(partial)
+                with atomic_write(partial / _STAMP) as file:
+                    json.dump(stamp(archive), file)
+                shutil.rmtree(into, ignore_errors=True)
+                os.replace(partial, into)
+                disk.sync_folder(into.parent)
+        except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
+            raise SbkitError(f"{archive}: damaged or not completely downloaded ({error})",
+                             hint="compare its size and checksum with the download page") from None
+        except OSError as error:
+            raise SbkitError(f"{error.filename or archive}: {error.strerror or error}") from None
 
 
 def _check_space(archive: Path, folder: Path) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -49,24 +48,18 @@ def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: i
 def _store(tables: Tables, folder: Path, name: str, total: int | None, show_progress: bool) -> None:
     done = _read_tables(folder, name)
     shards, rows = len(done), sum(map(len, done))
-    shard = ShardWriter(folder, name, shards)
+    left = tables(rows)
     with progress(what=f"storing {name}", total=total, unit="row", show=show_progress) as bar:
         bar.update(rows)
-        try:
-            for table in tables(rows):
-                for row in table.to_pylist():
-                    shard.add(row, rows)
-                    rows += 1
-                bar.update(len(table))
-                if shard.full:
-                    shard.finish()
-                    shards += 1
-                    shard = ShardWriter(folder, name, shards)
-            if shard.rows:
-                shard.finish()
-                shards += 1
-        finally:
-            shard.discard()
+        while (table := next(left, None)) is not None:
+            with ShardWriter(folder, name, shards) as shard:
+                while table is not None:
+                    for row in table.to_pylist():
+                        shard.add(row, rows)
+                        rows += 1
+                    bar.update(len(table))
+                    table = None if shard.full else next(left, None)
+            shards += bool(shard.rows)
     tars = [path.name for i in range(shards) if (path := _shard_path(folder, name, i)).exists()]
     with atomic_write(folder / f"{name}.json") as file:
         json.dump({"rows": rows, "shards": shards, "tars": tars}, file)
@@ -83,12 +76,26 @@ def _shard_path(folder: Path, name: str, number: int) -> Path:
 
 
 class ShardWriter:
-    """A shard while it is written; it gets its final name when it is finished."""
+    """Writes a shard and the table of its rows, which get their names when this context ends without an error."""
 
     def __init__(self, folder: Path, name: str, number: int):
         self.path = _shard_path(folder, name, number)
-        self.file: tempfile._TemporaryFileWrapper[bytes] | None = None
         self.rows: list[dict[str, Any]] = []
+        self._file: IO[bytes] | None = None
+        self._written = contextlib.ExitStack()
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        with self._written:
+            if error is not None:
+                raise error
+            if self._file is not None:
+                self._file.write(tar.END)
+        if self.rows:
+            with atomic_write(self.path.with_suffix(".parquet"), "wb") as file:
+                pq.write_table(pa.Table.from_pylist(self.rows), file)
 
     def add(self, row: dict[str, Any], number: int) -> None:
         data, path = row.pop("bytes"), row.pop("path") or ""
@@ -107,35 +114,15 @@ class ShardWriter:
         self.rows.append(row)
 
     def _append(self, data: bytes, path: str, number: int, name: str = "") -> str:
-        if self.file is None:
-            self.file = tempfile.NamedTemporaryFile(  # noqa: SIM115 (open for as long as the shard is)
-                dir=self.path.parent, prefix=f".{self.path.name}.", delete=False)
-        offset = self.file.tell() + tar.BLOCK
-        tar.append(self.file, f"{number:08d}{name}.{tar.suffix(data, path)}", data)
+        if self._file is None:
+            self._file = self._written.enter_context(atomic_write(self.path, "wb"))
+        offset = self._file.tell() + tar.BLOCK
+        tar.append(self._file, f"{number:08d}{name}.{tar.suffix(data, path)}", data)
         return f"{os.path.abspath(self.path)}?offset={offset}&size={len(data)}"
 
     @property
     def full(self) -> bool:
-        return len(self.rows) >= SHARD_ROWS or (self.file is not None and self.file.tell() >= _SHARD_BYTES)
-
-    def finish(self) -> None:
-        if self.file is not None:
-            self.file.write(tar.END)
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
-            os.chmod(self.file.name, 0o644)  # temporary files are readable by their owner only
-            os.replace(self.file.name, self.path)
-        with atomic_write(self.path.with_suffix(".parquet"), "wb") as file:
-            pq.write_table(pa.Table.from_pylist(self.rows), file)
-
-    def discard(self) -> None:
-        """Delete a shard that was not finished."""
-        if self.file is not None:
-            with contextlib.suppress(OSError):  # closing writes the rest, and the disk may be full
-                self.file.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.file.name)
+        return len(self.rows) >= SHARD_ROWS or (self._file is not None and self._file.tell() >= _SHARD_BYTES)
 
 
 def _read_tables(folder: Path, name: str) -> list[pa.Table]:
