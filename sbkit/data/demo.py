@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -160,9 +161,8 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
         raise SbkitError(f"workers must be at least 1, not {workers}")
     spoken = espeak_name(language)
     folder = Path(out) / language
-    made_with: dict[str, Any] = {"format": FORMAT, "hours": float(hours), "language": language, "seed": seed}
-    if voices:
-        made_with["voices"] = list(voices)
+    made_with = {"format": FORMAT, "hours": float(hours), "language": language, "seed": seed,
+                 **({"voices": list(voices)} if voices else {})}
     if _finished(folder, made_with):
         return folder
 
@@ -197,11 +197,9 @@ def espeak_name(language: str) -> str:
     for name in (code, ESPEAK_NAMES.get(code), code.split("-")[0]):
         if name in known:
             return name
-    raise SbkitError(
-        f"espeak-ng, which synthesises the demo corpus, has no language '{language}'",
-        hint=f"the corpus has sentences in {' '.join(sorted(GRAMMARS))} and numbers in every other language of "
-             "espeak-ng, such as fi nl pl pt tr uk vi",
-    )
+    raise SbkitError(f"espeak-ng, which synthesises the demo corpus, has no language '{language}'",
+                     hint=f"the corpus has sentences in {' '.join(sorted(GRAMMARS))} and numbers in every other "
+                          "language of espeak-ng, such as fi nl pl pt tr uk vi")
 
 
 def _finished(folder: Path, made_with: dict[str, Any]) -> bool:
@@ -210,11 +208,9 @@ def _finished(folder: Path, made_with: dict[str, Any]) -> bool:
         return False
     found = stored_json(folder / "demo.json")
     if any(found.get(key) != value for key, value in {"voices": None, **made_with}.items()):
-        raise SbkitError(
-            f"{folder} already exists and is not this demo corpus "
-            f"({', '.join(f'{key} {value}' for key, value in made_with.items())})",
-            hint="choose another folder or remove it first",
-        )
+        raise SbkitError(f"{folder} already exists and is not this demo corpus "
+                         f"({', '.join(f'{key} {value}' for key, value in made_with.items())})",
+                         hint="choose another folder or remove it first")
     return True
 
 
@@ -255,10 +251,8 @@ def _pool(workers: int | None, language: str) -> Iterator[Run]:
     try:
         yield run
     except BrokenProcessPool as error:
-        raise SbkitError(
-            f"a process that synthesised '{language}' with espeak-ng died",
-            hint="espeak-ng may be broken for this language, or memory ran out",
-        ) from error
+        raise SbkitError(f"a process that synthesised '{language}' with espeak-ng died",
+                         hint="espeak-ng may be broken for this language, or memory ran out") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -268,25 +262,21 @@ def _numbers(espeak_name: str, run: Run) -> Grammar:
     (spoken,) = run(demo_voice.pronounce, [([str(number) for number in range(100)], espeak_name)])
     sayable = [number for number, sound in enumerate(spoken) if sound and spoken.count(sound) == 1]
     if len(sayable) < 20:
-        raise SbkitError(
-            f"espeak-ng has no number words for '{espeak_name}', so there is nothing to synthesise",
-            hint=f"languages with sentences: {' '.join(sorted(GRAMMARS))}",
-        )
+        raise SbkitError(f"espeak-ng has no number words for '{espeak_name}', so there is nothing to synthesise",
+                         hint=f"languages with sentences: {' '.join(sorted(GRAMMARS))}")
     return numbers_grammar(sayable)
 
 
 def draw_voices(espeak_name: str, seed: int) -> dict[str, list[Speaker]]:
     """The speakers of each split, with random rates and pitches."""
     accents = DIALECTS.get(espeak_name, {espeak_name: ""})
-    dialects = list(accents)
-    speakers: dict[str, list[Speaker]] = {}
-    drawn = 0
+    dialects = itertools.cycle(accents)
+    speakers: dict[str, list[Speaker]] = {split: [] for split in VOICES}
     for split, count in VOICES.items():
         variants = TRAIN_VARIANTS if split == "train" else HELD_OUT_VARIANTS
-        speakers[split] = []
         for i in range(count):
             rng = random.Random(f"{seed} {split} voice {i}")
-            dialect, variant = dialects[drawn % len(dialects)], variants[i % len(variants)]
+            dialect, variant = next(dialects), variants[i % len(variants)]
             # Of two speakers with the same timbre, one has a low and one a high voice.
             low, high = (50, 68) if i // len(variants) % 2 else (32, 50)
             speakers[split].append(Speaker(
@@ -295,7 +285,6 @@ def draw_voices(espeak_name: str, seed: int) -> dict[str, list[Speaker]]:
                 age=rng.choice(AGES), gender="female_feminine" if "f" in variant else "male_masculine",
                 accent=accents[dialect],
             ))
-            drawn += 1
     return speakers
 
 
@@ -308,11 +297,9 @@ def _studio_speakers(voices: Sequence[str]) -> dict[str, list[Speaker]]:
 
 def _count_clips(hours: float, grammar: Grammar, speakers: Sequence[Speaker], seed: int, run: Run) -> int:
     """Estimate the number of clips for these hours by synthesising a few."""
-    sample = [
-        DemoClip(0, "train", speaker, text, text, i)
-        for i in range(3) for speaker in speakers
-        for text in [expand(grammar, random.Random(f"{seed} sample {i} {speaker.id}"))]
-    ]
+    texts = [(i, speaker, expand(grammar, random.Random(f"{seed} sample {i} {speaker.id}")))
+             for i in range(3) for speaker in speakers]
+    sample = [DemoClip(0, "train", speaker, text, text, i) for i, speaker, text in texts]
     seconds = sum(len(samples) for samples in run(speak_clip, ((clip,) for clip in sample))) / SAMPLE_RATE
     return max(3 * MIN_CLIPS, round(hours * 3600 / (seconds / len(sample))))
 
@@ -347,7 +334,6 @@ def _new_sentence(grammar: Grammar, rng: random.Random, split: str, used: set[st
 
 
 def _split_of(text: str) -> str:
-    """The split that owns a sentence."""
     place = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
     for split, share in SHARES.items():
         if place < share:
@@ -392,8 +378,7 @@ def write_tables(folder: Path, clips: Sequence[DemoClip], milliseconds: Sequence
     votes = {"invalidated": (0, 2), "other": (1, 0)}
     rows: dict[str, list[str]] = {name: [] for name in (*SHARES, "validated", *EXTRAS)}
     for clip in clips:
-        up, down = votes.get(clip.split, (2, 0))
-        speaker = clip.speaker
+        up, down, speaker = *votes.get(clip.split, (2, 0)), clip.speaker
         row = "\t".join(map(str, (
             speaker.id, _file_name(clip, language), hashlib.sha256(clip.written.encode()).hexdigest(),
             clip.written, "", up, down, speaker.age, speaker.gender, speaker.accent, "", language, "",
@@ -403,10 +388,8 @@ def write_tables(folder: Path, clips: Sequence[DemoClip], milliseconds: Sequence
             rows["validated"].append(row)
     for name, lines in rows.items():
         _write_lines(folder / f"{name}.tsv", "\t".join(COLUMNS), lines)
-    _write_lines(
-        folder / "clip_durations.tsv", "clip\tduration[ms]",
-        [f"{_file_name(clip, language)}\t{ms}" for clip, ms in zip(clips, milliseconds, strict=True)],
-    )
+    durations = [f"{_file_name(clip, language)}\t{ms}" for clip, ms in zip(clips, milliseconds, strict=True)]
+    _write_lines(folder / "clip_durations.tsv", "clip\tduration[ms]", durations)
 
 
 def _write_lines(path: Path, head: str, lines: Sequence[str]) -> None:
