@@ -37,29 +37,16 @@ def undecoded(n: int) -> dict[str, list]:
     return make(n).cast_column("audio", datasets.Audio(decode=False)).to_dict()
 
 
-@pytest.fixture(params=["disk", "parquet", "streaming hub", "hub"])
-def source(request, tmp_path, monkeypatch):
-    """The same two splits in every shape."""
+@pytest.fixture(params=["disk", "parquet"])
+def source(request, tmp_path):
+    """The same two splits, in memory at once or streamed; test_sources_hub has both from the hub."""
     splits = datasets.DatasetDict(train=make(6), validation=make(2))
     if request.param == "disk":
-        splits.save_to_disk(tmp_path / "disk")
-        return str(tmp_path / "disk")
-    for name, split in splits.items():
-        split.to_parquet(tmp_path / "p" / f"{name}-00000-of-00001.parquet")
-    if request.param == "parquet":
-        return str(tmp_path / "p")
-    # The hub itself can't be reached from tests: what it would send is on disk.
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: list(splits))
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="a" * 40))
-
-    def load(address, config, *, split, revision, streaming):
-        assert (address, config, revision, streaming) == (
-            "owner/name", "fr", "a" * 40, request.param == "streaming hub")
-        return splits[split].to_iterable_dataset() if streaming else splits[split]
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    return "hf://owner/name?config=fr" + ("&streaming=true" if request.param == "streaming hub" else "")
+        splits.save_to_disk(tmp_path / "source")
+    else:
+        for name, split in splits.items():
+            split.to_parquet(tmp_path / "source" / f"{name}-00000-of-00001.parquet")
+    return str(tmp_path / "source")
 
 
 def test_every_shape_gives_the_same_manifest(source, tmp_path):
@@ -71,8 +58,7 @@ def test_every_shape_gives_the_same_manifest(source, tmp_path):
     assert ".tar?offset=" in row.wav and row.duration == pytest.approx(0.8)
     np.testing.assert_allclose(read_audio(row.wav), speechlike(0.8, seed=3), atol=1e-4)
     assert "torchcodec" not in sys.modules
-    shard = Path(row.wav.partition("?")[0])
-    with tarfile.open(shard) as tar:
+    with tarfile.open(row.wav.partition("?")[0]) as tar:
         assert tar.getnames() == [f"{i:08d}.flac" for i in range(6)]
 
 
@@ -84,7 +70,7 @@ def test_it_is_stored_once(source, tmp_path, monkeypatch):
 
 
 def test_a_shard_that_is_gone_is_stored_again(source, tmp_path):
-    first = prepared(source, tmp_path / "m")[1]
+    _, first = prepared(source, tmp_path / "m")
     shard = Path(first["train"].wavs[0].partition("?")[0])
     shard.unlink()
     prepared(source, tmp_path / "m")[1]
