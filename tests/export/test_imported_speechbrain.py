@@ -68,7 +68,6 @@ def repository(tmp_path, monkeypatch):
         yield served, folder
 
 
-@pytest.mark.slow
 def test_a_model_on_the_hub_is_that_of_its_folder(repository, tmp_path, monkeypatch):
     """Of it only what its pretrainer loads is fetched."""
     (served, folder), opened = repository, []

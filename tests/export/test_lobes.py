@@ -75,11 +75,9 @@ def _compare(encoder, tmp_path, masked=True, tolerance=2e-5):
 #: Every kind and every attention, causal and not; what one of them does rests little on the others.
 KINDS = [("conformer", "RoPEMHA", False), ("transformer", "regularMHA", False), ("branchformer", "RelPosMHAXL", False),
          ("conformer", "RelPosMHAXL", True)]
-QUICK = KINDS[:1]  # the others, at 5 s each, are slow
 
 
-@pytest.mark.parametrize("kind, attention, causal", [
-    pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in KINDS])
+@pytest.mark.parametrize("kind, attention, causal", KINDS)
 def test_transformers(kind, attention, causal, tmp_path):
     # What kinds differ in is in their first layer; that a second follows, the flagship's whole recogniser shows.
     encoder = _transformer(encoder_module=kind, attention_type=attention, causal=causal)

@@ -53,7 +53,6 @@ def enhance(*words):
     return main(["enhance", *map(str, words), "--device", "cpu", "--threads", "1"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 100, enhancers.HOP, RATE, round(2.5 * PIECE_SECONDS * RATE)])
 def test_a_recording_is_what_the_checkpoint_makes_of_it(model, samples):
     found = model.enhance(noise(samples))
@@ -131,7 +130,6 @@ def test_a_recording_is_never_overwritten(bundle, tmp_path, capsys):
     assert (tmp_path / "a.wav").read_bytes() == before
 
 
-@pytest.mark.slow
 def test_an_hour_takes_the_memory_of_a_minute(bundle, tmp_path):
     """The peak of what numpy and Python hold; blocks of a recording have ten seconds."""
     peaks = []

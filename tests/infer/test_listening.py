@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -16,6 +17,7 @@ import types
 import bundles
 import numpy as np
 import pytest
+import soundfile
 
 from sbkit.cli import main
 from sbkit.decode.spans import Word
@@ -23,7 +25,7 @@ from sbkit.decode.streaming import StreamResult
 from sbkit.errors import SbkitError
 from sbkit.infer.lines import Lines
 from sbkit.infer.listening import CtrlC
-from sbkit.infer.sound_sources import Microphone, Pcm
+from sbkit.infer.sound_sources import FileSniffer, Microphone, Pcm
 from sbkit.infer.stream_engine import StreamEngine
 
 
@@ -131,14 +133,22 @@ def test_a_few_bytes_are_transcribed_and_half_a_sample_is_a_warning(bundle, monk
 def test_samples_that_are_cut_anywhere_are_the_same_samples():
     data = pcm("abc")[:5_001]
     for size in (1, 2, 3, 5, 1_000):
-        class Slow:
-            pieces = iter([data[i : i + size] for i in range(0, len(data), size)])
-
-            def read1(self, _size):
-                return next(self.pieces, b"")
-
-        found = np.concatenate(list(Pcm(Slow(), 16_000)))
+        file = io.BytesIO(data)
+        slow = types.SimpleNamespace(read1=lambda _, file=file, size=size: file.read(size))
+        found = np.concatenate(list(Pcm(slow, 16_000)))
         assert found.dtype == np.int16 and found.tobytes() == data[:5_000]
+
+
+def test_a_file_is_known_in_whatever_pieces_it_comes():
+    written, sound = io.BytesIO(), 0.1 * np.random.default_rng(0).normal(size=48_000)
+    soundfile.write(written, sound, 16_000, format="MP3", subtype="MPEG_LAYER_III")
+    data, sniffer = written.getvalue(), FileSniffer()
+    assert "MP3" in [sniffer.kind(data[i : i + 7]) for i in range(0, 1_443, 7)]
+
+
+def test_what_comes_later_is_never_a_file():
+    sniffer = FileSniffer()
+    assert sniffer.kind(bytes(2_000)) is None and sniffer.kind(b"RIFF") is None
 
 
 @pytest.mark.slow

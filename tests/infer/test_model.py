@@ -124,12 +124,8 @@ def test_a_stretch_of_a_file(model, tmp_path):
 
 def test_what_can_not_be_read_is_an_error_that_names_it(model, tmp_path):
     (tmp_path / "noise.wav").write_bytes(b"not audio at all")
-    for source, reason in ((str(tmp_path / "noise.wav"), "noise.wav.*cannot be decoded"),
-                           (str(tmp_path / "none.wav"), "none.wav: no such file"),
-                           (np.full(1000, np.nan, np.float32), "not finite"), (np.zeros(0, np.float32), "floats"),
-                           (np.zeros((2, 5), np.float32), "floats")):
-        with pytest.raises(AudioError, match=reason):
-            model.transcribe(source)
+    with pytest.raises(AudioError, match=r"noise\.wav.*cannot be decoded"):
+        model.transcribe([bundles.say("fine"), tmp_path / "noise.wav"])
     assert model.transcribe(bundles.say("fine")).text == "fine", "the model goes on"
 
 

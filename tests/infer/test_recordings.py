@@ -73,14 +73,16 @@ def test_lengths_by_header():
     assert Recording(np.zeros(8_000, np.float32)).seconds(16_000) == 0.5
 
 
-def test_what_cannot_be_read_at_all_is_named(tmp_path):
-    data = made("flac", 16_000, seconds=10.0)
-    with pytest.raises(AudioError, match=r"so it has no audio from 11\.00 s on"):
-        joined(Recording(data, start=11.0))
-    with pytest.raises(AudioError, match="no such file"):
-        joined(Recording(str(tmp_path / "none.wav")))
-    with pytest.raises(AudioError, match="is empty"):
-        joined(Recording(b""))
+@pytest.mark.parametrize("audio, start, cause", [
+    (made("flac", 16_000, seconds=10.0), 11.0, r"so it has no audio from 11\.00 s on"),
+    ("missing.wav", 0.0, r"missing\.wav: no such file"), (b"", 0.0, "is empty"),
+    (b"not audio at all", 0.0, "cannot be decoded"), (np.full(400, np.nan, np.float32), 0.0, "not finite"),
+    (np.zeros(0, np.float32), 0.0, "samples must be floats"), (np.zeros(400, np.int16), 0.0, "samples must be floats"),
+    (np.zeros((2, 400), np.float32), 0.0, "samples must be floats"),
+])
+def test_what_cannot_be_read_at_all_is_named(audio, start, cause):
+    with pytest.raises(AudioError, match=cause):
+        joined(Recording(audio, start=start))
 
 
 @pytest.mark.parametrize("kind", ["wav", "flac", "mp3", "ogg"])

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+import types
 
 import bundles
 import numpy as np
@@ -133,15 +134,8 @@ def test_standard_input(bundle, clips, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     at_exit = contextlib.ExitStack()
     monkeypatch.setattr(atexit, "register", at_exit.callback)
-
-    class Stdin:
-        buffer = io.BytesIO((clips / "one.wav").read_bytes())
-
-        @staticmethod
-        def isatty():
-            return False
-
-    monkeypatch.setattr(sys, "stdin", Stdin())
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(
+        buffer=io.BytesIO((clips / "one.wav").read_bytes()), isatty=lambda: False))
     assert run(bundle, "-") == 0
     assert capsys.readouterr().out == "first words\n"
     assert run(bundle, "-") == 1, "all of it was read"
