@@ -30,10 +30,7 @@ def bundle(tmp_path):
     """A recogniser's bundle whose kind is that of the page, beside the page's file."""
     (tmp_path / "backwards.py").write_text(MODULE)
     folder = bundles.make(tmp_path / "bundle")
-    config = folder / layout.CONFIG
-    text = config.read_text().replace('"version": 1,', '"version": 1, "kind": "backwards", "mirror": "right",')
-    config.write_text(text)
-    return folder
+    return bundles.change(folder, kind="backwards", mirror="right")
 
 
 @pytest.fixture
@@ -58,8 +55,7 @@ def test_it_is_loaded_as_its_base_is_and_decoded_by_its_own_decoder(bundle, impo
 
 
 def test_its_values_are_checked(bundle, imported):
-    config = bundle / layout.CONFIG
-    config.write_text(config.read_text().replace('"right"', '""'))
+    bundles.change(bundle, mirror="")
     with pytest.raises(SbkitError, match="mirror is '', but must be"):
         layout.read(bundle)
 
@@ -78,19 +74,11 @@ def test_a_server_decodes_it_so_too(bundle, imported):
     assert answer.json()["text"] == "erom"
 
 
-def test_what_nothing_is_registered_for_is_refused(bundle, imported):
+def test_what_nothing_is_registered_for_is_refused(bundle, imported, codec_bundle):
     with pytest.raises(SbkitError, match="has a recogniser that decodes backwards, which can't be run here"):
         layout.ByKind({layout.VoiceConfig: 1}).of(layout.read(bundle))
     with pytest.raises(SbkitError, match="a speech recogniser is needed here"):
-        registry.load({"codec": codec_bundle(bundle)}, BundleOptions(device="cpu"))
-
-
-def codec_bundle(beside):
-    folder = beside.parent / "codec"
-    folder.mkdir()
-    config = layout.CodecConfig(sample_rate=16_000, codec="0" * 64, books=[8], stride=320, context=0)
-    (folder / layout.CONFIG).write_text(config.to_json())
-    return folder
+        registry.load({"codec": codec_bundle}, BundleOptions(device="cpu"))
 
 
 def test_commands_find_it_by_the_entry_point_of_an_installed_package(bundle, tmp_path):
