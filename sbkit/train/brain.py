@@ -382,8 +382,7 @@ class Brain(sb.core.Brain):
     def pass_over(self, loader: DataSource, stage: Stage, name: str, show: bool) -> float:
         """Evaluate each batch of a loader, without gradients, and return the average loss.
 
-        name : shown beside the progress bar
-        show : whether to show a progress bar
+        name, show : what to call the progress bar, and whether to show it
         """
         return self._evaluation.run(loader, stage, name, show)
 

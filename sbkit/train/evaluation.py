@@ -25,8 +25,6 @@ from sbkit.train.trainer import Trainer
 class EvaluationLoop:
     """Evaluates sets without changing the model, with averaged weights if the run keeps them.
 
-    brain : its hooks around a pass and for a batch
-    trainer : holds the modules, and knows what fits into memory and whether the run should stop
     own_average : whether the recipe averages the losses of batches itself (``update_average``)
     """
 

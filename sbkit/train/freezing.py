@@ -22,7 +22,6 @@ _FROZEN = WeakTensorKeyDictionary()
 class Freezing:
     """Sets which parameters train, by the number of optimizer steps done.
 
-    modules : the modules of a Brain
     parts : their parameters by their names in the recipe
     wanted : ``{PATTERN: true | STEPS}``; the last pattern that matches counts. What the model itself has frozen (the
         base of adapters, a pretrained encoder's convolutions) always stays frozen.

@@ -22,8 +22,6 @@ class PlainLoop(Trainer):
     and how losses are divided, so nothing is recomputed when memory runs out or a loss is not finite, and ranks agree
     between its batches instead of during a backward. With its own ``optimizers_step`` gradients are those of the mean
     over the whole step when it is called.
-
-    overrides : the methods that the recipe overrides
     """
 
     def __init__(self, *args: Any, overrides: Overrides):

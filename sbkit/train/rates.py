@@ -23,10 +23,7 @@ _SECONDS = 3.0
 
 def factors(brain: sb.Brain, parts: ParameterGroups, by_part: Mapping[str, float] | None,
             layer_decay: float) -> dict[str, float]:
-    """Return the factor of the learning rate for each parameter path, leaving out factors of 1.
-
-    by_part, layer_decay : the recipe's ``learning_rates`` and ``layer_decay``
-    """
+    """Return the factor of the learning rate for each parameter path, leaving out factors of 1."""
     found = parts.values_by_path(by_part or {}, "learning_rates")
     if layer_decay != 1:
         for path, depth in depths(brain, parts).items():

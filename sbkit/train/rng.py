@@ -111,12 +111,8 @@ class RngState:
         rng = RngState(seed=1234, step=lambda: brain.optimizer_step, device=brain.device)
         checkpointer.add_recoverable("rng", rng, optional_load=True)
 
-    seed : int
-        The run's seed.
-    step : callable
-        Returns the number of optimizer steps done.
-    device : str, torch.device
-        The device of the run; for CUDA, the generators of all devices in use are saved.
+    step : returns the number of optimizer steps done
+    device : of the run; for CUDA, the generators of all devices in use are saved
     """
 
     def __init__(

@@ -111,9 +111,6 @@ class StepAccumulator:
         step.update(optimizers, max_norm)
         for result in step.results(): ...  # of previous steps
 
-    device : device of the losses
-    world : number of ranks that average their gradients
-    scaler : scales the loss in fp16
     flags : names of flags that any rank may raise, and all ranks receive
     """
 

@@ -76,9 +76,6 @@ class Trainer:
     """Trains the modules of a Brain.
 
     brain : its hooks and options, as SpeechBrain documents them
-    state : counters of the run
-    ema : a moving average of the weights, updated after each step
-    freezing : which parameters train
     generators : the random number generators, as restored from a checkpoint
     write : saves a checkpoint in the middle of an epoch
     """

@@ -56,11 +56,9 @@ def report(
     the random generators are restored afterwards. Micro-batches that show the problem are saved in
     ``folder/culprits/step-N-rank-R``, for ``sbkit replay``.
 
-    folder : the folder of the run
     batches : this rank's micro-batches
     what : what was not finite: "loss" or "gradient"
     scale, sum_scale : the factors of the loss: the loss scale, and the factor that makes a sum nearly a mean
-    lr : the learning rate, for the file
     late : the number of steps done since: on a GPU a step's values are known only after the next step, so the batch is
         run, and saved, with weights that are newer by as many steps
     limit : the maximum number of reports that a rank saves in one run

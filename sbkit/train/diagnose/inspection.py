@@ -199,7 +199,6 @@ def examine(brain: sb.Brain, kept: KeptBatch, step: int, scale: float = 1.0) -> 
     result, because layers may communicate with other ranks (synchronised normalisation).
 
     step : the number of the step, from 1, on which what the Brain computes may depend
-    scale : factor of the loss
     """
     modules = brain.modules
     inputs = {name: measure(tensor) for name, tensor in tensors_in(kept.batch)}

@@ -34,7 +34,6 @@ _BUCKET_BYTES = 64 << 20
 class LossModule(nn.Module):
     """All modules of a Brain as one module; its forward computes the loss of a batch.
 
-    modules : ``brain.modules``
     run : computes from a batch the scalar tensor to call ``backward`` on
     """
 

@@ -40,7 +40,6 @@ def wrap(loss_module: LossModule, device: torch.device, keys: TrainKeys, overrid
          unshardable: Sequence[str], search: bool, search_once: bool) -> ModuleWrapper:
     """Wrap all modules of a Brain as the recipe and the number of ranks require.
 
-    keys, overrides : the recipe's keys, and the methods that it overrides
     unshardable : what else in the recipe can't work with sharded parameters, for the message
     search, search_once : see ``DDPWrapper``
     """

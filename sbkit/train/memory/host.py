@@ -5,14 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 from pathlib import Path
 
 from sbkit.system.cores import control_groups
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]  # `can_bound` checks this
 
 # Parameters of glibc's mallopt (malloc.h).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -2, -3, -4, -8
@@ -74,7 +70,7 @@ def _set(parameters: dict[int, int]) -> bool:
 
 def can_bound() -> bool:
     """Return whether this system can limit the memory of a process: Linux can."""
-    return resource is not None and platform.system() == "Linux"
+    return platform.system() == "Linux"
 
 
 def bounded() -> bool:

@@ -31,9 +31,7 @@ logger = logging.getLogger(__name__)
 class Progress:
     """Collects values of batches and steps, without waiting for the device, and reports them.
 
-    display : the progress bar
     metrics : gets a line every ``interval`` seconds; None: no lines
-    budget : measures the parts of a step
     compiled : whether to report the number of graphs compiled in the epoch
     """
 
@@ -152,7 +150,6 @@ class StageDisplay:
     show : False shows nothing (on other ranks)
     budget : provides the share of time spent waiting for data
     scale : the number of ranks, which multiplies the audio seconds of this one
-    colour : the colour of the bar in a terminal
     utilisation : the FLOPs of a second of audio, if known
     """
 
