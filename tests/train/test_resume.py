@@ -124,32 +124,36 @@ def assert_the_same(one, other):
             assert a == b
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The losses of a run that nothing ended, and everything else of it."""
+    folder = tmp_path_factory.mktemp("whole")
+    toy, _ = ended(folder)
+    return toy.ends, everything_of(toy, folder)
+
+
 @pytest.mark.parametrize("place", PLACES)
-def test_a_signal_in_validation_stops_it_and_the_run_resumes_exactly(tmp_path, place):
-    whole, _ = ended(tmp_path / "whole")
-    expected = everything_of(whole, tmp_path / "whole")
-    cut, end = ended(tmp_path / "cut", place, lambda: os.kill(os.getpid(), signal.SIGTERM))
+def test_a_signal_in_validation_stops_it_and_the_run_resumes_exactly(tmp_path, whole, place):
+    cut, end = ended(tmp_path, place, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert end.exit_code == 143 and "after step 6, checkpoint saved at" in str(end)
     assert cut.evaluated < 10 and [stage for stage, _ in cut.ends] == ["TRAIN", "VALID", "TRAIN"]
     assert "VALID" not in [stage for stage, _ in cut.ends[2:]]
-    assert not [path for path in (tmp_path / "cut" / "save").iterdir() if path.name.startswith(".")]
-    again, _ = ended(tmp_path / "cut")
-    assert again.ends == whole.ends[2:]
-    assert_the_same(expected, everything_of(again, tmp_path / "cut"))
+    assert not [path for path in (tmp_path / "save").iterdir() if path.name.startswith(".")]
+    again, _ = ended(tmp_path)
+    assert again.ends == whole[0][2:]
+    assert_the_same(whole[1], everything_of(again, tmp_path))
 
 
 @pytest.mark.parametrize("every", [0, 2])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_run_that_died_in_validation_resumes_exactly(tmp_path, place, every):
+def test_a_run_that_died_in_validation_resumes_exactly(tmp_path, whole, place, every):
     def die():
         raise Stop
 
-    whole, _ = ended(tmp_path / "whole", ckpt_interval_steps=every)
-    expected = everything_of(whole, tmp_path / "whole")
-    _, end = ended(tmp_path / "cut", place, die, ckpt_interval_steps=every)
+    _, end = ended(tmp_path, place, die, ckpt_interval_steps=every)
     assert isinstance(end, Stop)
-    again, _ = ended(tmp_path / "cut", ckpt_interval_steps=every)
-    assert_the_same(expected, everything_of(again, tmp_path / "cut"))
+    again, _ = ended(tmp_path, ckpt_interval_steps=every)
+    assert_the_same(whole[1], everything_of(again, tmp_path))
 
 
 def test_a_run_that_died_before_its_first_checkpoint_leaves_no_lines_behind(tmp_path):
