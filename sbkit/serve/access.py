@@ -172,9 +172,6 @@ class AccessControl:
 
     async def _send_error(self, scope: Scope, receive: Receive, sender: _ResponseSender, error: ApiError) -> None:
         self._metrics.refused.labels(error.code or error.status).inc()
-        if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
-            await sender.send({"type": "websocket.close", "code": 1008, "reason": error.message[:100]})
-            return
         await error.response(scope, receive, sender.send)
 
 

@@ -83,7 +83,7 @@ def test_what_is_settled_is_told_apart_from_what_may_change(server):
 def test_a_client_may_choose_the_chunk(server, chunk_ms):
     with connect(server.live) as socket:
         assert start(socket, chunk_ms=chunk_ms)["chunk_seconds"] == chunk_ms / 1000
-    messages = converse(server, np.concatenate([bundles.say("abc def"), PAUSE, PAUSE]), chunk_ms=chunk_ms)
+    messages = converse(server, bundles.say("abc def"), chunk_ms=chunk_ms)
     assert lines(messages) == ["abc def"]
     shown = [round(1000 * each["heard"]) for each in messages if each["type"] == "partial"]
     assert shown and all(end % chunk_ms == 0 for end in shown)

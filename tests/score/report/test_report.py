@@ -54,6 +54,17 @@ class Page(HTMLParser):
                 and all(attributes.get(key) == value for key, value in wanted.items())]
 
 
+@pytest.fixture
+def wav(tmp_path):
+    return run_folders.sound(tmp_path / "sound.wav")
+
+
+@pytest.fixture
+def heard(tmp_path, wav):
+    """A run with all its recordings."""
+    return run_folders.finished_run(tmp_path / "heard", run_folders.scored(wav=wav))
+
+
 def page_of(folder, rows, **options):
     """The page of a run with these rows."""
     return Page(write_report(run_folders.finished_run(folder, rows), **options))
@@ -119,8 +130,8 @@ def test_text_from_data_is_text_and_nothing_else_runs(tmp_path, wav):
     assert "default-src 'none'" in policy and f"script-src 'sha256-{allowed}';" in policy
 
 
-def test_nothing_in_it_comes_from_elsewhere(run):
-    page = Page(write_report(run))
+def test_nothing_in_it_comes_from_elsewhere(heard):
+    page = Page(write_report(heard))
     for name, attributes in page.elements:
         for key in ("src", "href", "action", "data", "srcset", "poster"):
             value = attributes.get(key)
@@ -128,27 +139,27 @@ def test_nothing_in_it_comes_from_elsewhere(run):
     assert "@import" not in page.source and "url(" not in page.source
 
 
-def test_recordings_fill_no_more_than_they_may_and_each_is_in_it_once(tmp_path, run):
-    few = Page(write_report(run, audio_megabytes=0.02))
+def test_recordings_fill_no_more_than_they_may_and_each_is_in_it_once(tmp_path, heard):
+    few = Page(write_report(heard, audio_megabytes=0.02))
     size = sum(len(audio.get("src", "")) for audio in few.all("audio"))
     assert 0 < size <= 20_000 and "MB for recordings are used up" in few.text
-    both = Page(write_report(run, against=_other(tmp_path, run), utterances=40))
+    both = Page(write_report(heard, against=_other(tmp_path, heard), utterances=40))
     clips = [audio["data-clip"] for audio in both.all("audio") if "data-clip" in audio]
     again = {audio["data-same"] for audio in both.all("audio") if "data-same" in audio}
     assert len(clips) == len(set(clips)) and again and again <= set(clips)
-    assert not Page(write_report(run, audio_megabytes=0)).all("audio")
+    assert not Page(write_report(heard, audio_megabytes=0)).all("audio")
 
 
-def test_a_recording_that_is_no_part_of_the_run_is_not_in_its_page(tmp_path, run, wav):
-    inside = run_folders.sound(run / "test_sounds" / "1.wav")
-    (run / "link.wav").symlink_to(wav)
-    names = {wav: True, inside: True, str(tmp_path / "other.wav"): False, f"{run}/link.wav": False,
-             f"{run}/../other.wav": False, "shard.tar?offset=512&size=9": False}
+def test_a_recording_that_is_no_part_of_the_run_is_not_in_its_page(tmp_path, heard, wav):
+    inside = run_folders.sound(heard / "test_sounds" / "1.wav")
+    (heard / "link.wav").symlink_to(wav)
+    names = {wav: True, inside: True, str(tmp_path / "other.wav"): False, f"{heard}/link.wav": False,
+             f"{heard}/../other.wav": False, "shard.tar?offset=512&size=9": False}
     run_folders.sound(tmp_path / "other.wav")
     for name, embedded in names.items():
         scored = [dataclasses.replace(one, wav=name) for one in run_folders.scored()]
-        utterances.write(run / "test_utterances.jsonl", scored)
-        page = Page(write_report(run))
+        utterances.write(heard / "test_utterances.jsonl", scored)
+        page = Page(write_report(heard))
         assert bool(page.all("audio")) == embedded, name
         assert ("neither in the run's folder nor in its manifests" in page.text) != embedded
 
@@ -156,8 +167,7 @@ def test_a_recording_that_is_no_part_of_the_run_is_not_in_its_page(tmp_path, run
 @pytest.mark.parametrize("name, said", [
     ("/nowhere.wav", "the recording can't be read: no such file"), ("a\0b.wav", "not embedded: its path is invalid"),
     ("\ud800.wav", "not embedded: its path is invalid")])
-def test_a_recording_that_is_gone_or_whose_name_no_file_can_have_is_said_on_its_card(tmp_path, name, said):
-    run = run_folders.finished_run(tmp_path / "run", run_folders.scored(wav="/nowhere.wav"))
+def test_a_recording_that_is_gone_or_whose_name_no_file_can_have_is_said_on_its_card(run, name, said):
     path = run / "test_utterances.jsonl"
     path.write_text(path.read_text().replace("/nowhere.wav", json.dumps(name)[1:-1]))
     page = Page(write_report(run))
@@ -180,12 +190,12 @@ def test_players_stand_side_by_side_even_after_the_run_has_moved(tmp_path, wav):
     assert found.index("recording") < found.index("codec")
 
 
-def test_without_an_mp3_encoder_the_page_has_no_sound_and_says_so(run, monkeypatch):
+def test_without_an_mp3_encoder_the_page_has_no_sound_and_says_so(heard, monkeypatch):
     def no_mp3(*args, **kwargs):
         raise soundfile.LibsndfileError(1)
 
     monkeypatch.setattr(soundfile, "write", no_mp3)
-    page = Page(write_report(run))
+    page = Page(write_report(heard))
     assert "not embedded: " in page.text and not page.all("audio") and page.all("article")
 
 
@@ -206,7 +216,6 @@ def _other(tmp_path, run):
     return run_folders.finished_run(tmp_path / "other", scored, epochs=3)
 
 
-@pytest.mark.slow
 def test_against_another_run_it_says_who_is_better_and_where(tmp_path, run):
     other = _other(tmp_path, run)
     page = Page(write_report(other, against=run))
@@ -231,16 +240,14 @@ def test_a_comparison_shows_what_the_other_run_recognised_in_the_same_recordings
     assert first == second and first.startswith(f" (the first 6 of {wrong})")
 
 
-def test_a_comparison_leaves_the_runs_own_page_alone(tmp_path):
-    run = run_folders.finished_run(tmp_path / "run", run_folders.scored())
+def test_a_comparison_leaves_the_runs_own_page_alone(tmp_path, run):
     own = write_report(run)
     before, both = own.read_bytes(), write_report(run, against=_other(tmp_path, run))
     assert both.parent == run and both.name.startswith("report-against-") and both.name.endswith("-other.html")
     assert own.read_bytes() == before != both.read_bytes()
 
 
-def test_the_command_prints_who_is_better_in_the_pages_words(tmp_path, capsys):
-    run = run_folders.finished_run(tmp_path / "run", run_folders.scored())
+def test_the_command_prints_who_is_better_in_the_pages_words(tmp_path, run, capsys):
     other = _other(tmp_path, run)
     assert main(["report", str(other), "--against", str(run)]) == 0
     verdict, path = capsys.readouterr().out.splitlines()
@@ -269,8 +276,7 @@ def test_marks_and_lines_are_spoken_of_where_there_are_some(tmp_path):
     assert not any(key in Page(write_report(plain, against=silent)).text for key in keys)
 
 
-def test_runs_that_cannot_be_compared_are_reported(tmp_path, capsys):
-    run = run_folders.finished_run(tmp_path / "run", run_folders.scored())
+def test_runs_that_cannot_be_compared_are_reported(tmp_path, run, capsys):
     other = run_folders.finished_run(tmp_path / "other", run_folders.scored(50))
     with pytest.raises(SbkitError, match="were scored in one run only"):
         write_report(run, against=other)
@@ -283,8 +289,7 @@ def test_runs_that_cannot_be_compared_are_reported(tmp_path, capsys):
     assert f"{tmp_path} is not a run: it has no metrics.jsonl" in capsys.readouterr().err
 
 
-def test_damaged_files_are_named(tmp_path):
-    run = run_folders.finished_run(tmp_path / "run", run_folders.scored())
+def test_damaged_files_are_named(run):
     metrics = run / "metrics.jsonl"
     metrics.write_text("no json\n" + metrics.read_text())
     with pytest.raises(SbkitError, match=r"metrics.jsonl, line 1: "):
@@ -297,8 +302,7 @@ def test_damaged_files_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "test_utterances.jsonl", "manifests/prepare_report.json"])
-def test_json_that_is_nested_too_deeply_or_too_large_is_named(tmp_path, name):
-    run = run_folders.finished_run(tmp_path / "run", run_folders.scored())
+def test_json_that_is_nested_too_deeply_or_too_large_is_named(run, name):
     (run / name).write_text("[" * 200_000 + "\n\n")
     with pytest.raises(SbkitError, match=rf"{name}.*nested too deeply"):
         write_report(run)
@@ -314,12 +318,12 @@ def test_utterances_without_a_reference_are_not_scored(tmp_path):
     assert len(read(run).results) == 59 and "59 utterances" in Page(write_report(run)).text
 
 
-def test_the_command_writes_it_and_says_where(tmp_path, run, capsys):
+def test_the_command_writes_it_and_says_where(tmp_path, heard, capsys):
     out = tmp_path / "page.html"
-    assert main(["report", str(run), "--out", str(out), "--utterances", "3", "--audio-mb", "1"]) == 0
+    assert main(["report", str(heard), "--out", str(out), "--utterances", "3", "--audio-mb", "1"]) == 0
     assert capsys.readouterr().out.strip() == str(out) and len(Page(out).all("audio")) <= 6
     (tmp_path / "notes").write_text("no folder")
-    assert main(["report", str(run), "--out", str(tmp_path / "notes" / "page.html")]) == 2
+    assert main(["report", str(heard), "--out", str(tmp_path / "notes" / "page.html")]) == 2
     assert "cannot write" in capsys.readouterr().err
 
 
@@ -332,8 +336,7 @@ def transcribed_in_chunks(run, chunks):
     return folder
 
 
-def test_live_speech_has_its_table_and_its_picture(tmp_path):
-    run = run_folders.finished_run(tmp_path / "run", run_folders.scored())
+def test_live_speech_has_its_table_and_its_picture(run):
     said = {"WER_interval": [9.0, 13.0], "measured": 100, "changed": 2.5}
     page = Page(write_report(transcribed_in_chunks(run, [
         {"chunk": 640, "WER": 11.25, "latency": 0.51, "latency_p95": 0.93, **said},
