@@ -63,15 +63,11 @@ class Wave:
 
 
 class DecoderDied(Exception):
-    """A decoder died while processing a request."""
+    """A decoder ended, or took too long; ``again`` says whether a fresh one may do better."""
 
-
-class DecoderTimeout(DecoderDied):
-    """A decoder was ended because it took too long."""
-
-
-class DecoderNotStarted(DecoderDied):
-    """A decoder could not be started."""
+    def __init__(self, how: str, again: bool):
+        super().__init__(how)
+        self.again = again
 
 
 class _Decoder:
@@ -93,13 +89,14 @@ class _Decoder:
         return not self._used and self.process.poll() is None
 
     def start(self, job: Job) -> None:
+        """Wait until it runs; raises ``ApiError`` 503 if it can't be started."""
         if not self._ready:
             try:
-                if self._line(job, time.monotonic() + _START_SECONDS) != READY:
-                    raise DecoderNotStarted("could not be started")
+                self._ready = self._line(job, time.monotonic() + _START_SECONDS) == READY
             except DecoderDied as error:
-                raise DecoderNotStarted(str(error)) from None
-            self._ready = True
+                raise not_ready(f"a process that decodes audio {error}") from None
+            if not self._ready:
+                raise not_ready("a process that decodes audio could not be started")
 
     def decode(self, request: dict[str, Any], files: Sequence[int], reserve: Callable[[int], bool], job: Job,
                seconds: float) -> dict[str, Any]:
@@ -111,7 +108,7 @@ class _Decoder:
             while "room" in (reply := json.loads(self._line(job, until))):
                 self._socket.sendall(YES if reserve(reply["room"]) else NO)
         except OSError:
-            raise DecoderDied("ended") from None
+            raise DecoderDied("ended", again=True) from None
         self._used = True
         return reply
 
@@ -120,14 +117,14 @@ class _Decoder:
         while not found.endswith(b"\n"):
             job.check()
             if time.monotonic() > until:
-                raise DecoderTimeout("took too long")
+                raise DecoderDied("took too long", again=False)
             if select.select([self._socket], [], [], _POLL_SECONDS)[0]:
                 try:
                     part = self._socket.recv(1 << 16)
                 except OSError:
                     part = b""
                 if not part:
-                    raise DecoderDied("ended")
+                    raise DecoderDied("ended", again=True)
                 found += part
         return found
 
@@ -165,9 +162,8 @@ class Decoders:
         for each in list(self.running):
             try:
                 each.start(Job())
-            except DecoderDied as error:
-                raise SbkitError(f"a process that decodes audio {error}",
-                                 hint=f"try it by hand: {' '.join(self._command)} 0 0 0") from None
+            except ApiError as error:
+                raise SbkitError(error.message, hint=f"try it by hand: {' '.join(self._command)} 0 0 0") from None
 
     def decode(self, upload: IO[bytes], rate: int, job: Job, work: Work | None = None) -> Wave:
         """Decode an upload into samples; raises ``ApiError`` with the reason if it can't. ``work`` grows with them."""
@@ -230,10 +226,14 @@ class Decoders:
                                         2 * self._limits.decode_seconds)
             except BaseException as error:
                 replaced = self._replace(decoder)
-                if type(error) is not DecoderDied or fresh or replaced is None:
-                    self._free.put(replaced)
-                    raise (_as_api_error(error) if isinstance(error, DecoderDied) else error) from None
-                decoder = replaced
+                if isinstance(error, DecoderDied) and error.again and not fresh and replaced is not None:
+                    decoder = replaced
+                    continue
+                self._free.put(replaced)
+                if isinstance(error, DecoderDied):
+                    raise invalid(f"the audio can't be decoded: the decoder {error}; is the file damaged?", "file",
+                                  "invalid_audio") from None
+                raise
             else:
                 self._free.put(decoder)
                 return reply
@@ -269,12 +269,6 @@ class Decoders:
     def close(self) -> None:
         for each in list(self.running):
             each.close()
-
-
-def _as_api_error(error: DecoderDied) -> ApiError:
-    if isinstance(error, DecoderNotStarted):
-        return not_ready(f"a process that decodes audio {error}")
-    return invalid(f"the audio can't be decoded: the decoder {error}; is the file damaged?", "file", "invalid_audio")
 
 
 def _as_clause(cause: str) -> str:
