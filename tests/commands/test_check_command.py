@@ -74,15 +74,6 @@ def test_json_is_for_programs(capsys):
         "suggestion": "did you mean num_blocks?", "column": 5}]
 
 
-@pytest.mark.slow
-def test_json_of_a_good_recipe_has_numbers(capsys):
-    assert cli.main(["check", str(SMALL), "--json"]) == 0
-    sections = json.loads(capsys.readouterr().out)["sections"]
-    assert list(sections) == ["devices", "shapes", "cost"]
-    assert {"parameters", "batch_bytes", "largest_max_batch_seconds"} <= set(sections["cost"]["values"])
-    assert sections["shapes"]["values"]["subsampling"] == 2
-
-
 def test_findings_are_sorted_and_told_once():
     one, two = (Finding("error", "x", "a.yaml", line, "k", "m") for line in (9, 2))
     report = Report("a.yaml")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from written import changed, write
+from written import changed
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import files
@@ -33,11 +33,7 @@ def test_a_broken_recipe_gets_its_messages(name, monkeypatch):
     given = parse_overrides(shlex.split(" ".join(head(name, "given"))))
     report = check(name, given)
     found = [str(finding).replace(name, "here") for finding in [*report.errors, *report.warnings]]
-    assert found == head(name, "expect")
-
-
-def test_every_broken_recipe_says_what_it_expects():
-    assert [name for name in FILES if not head(name, "expect")] == []
+    assert found and found == head(name, "expect")
 
 
 def test_a_recipe_that_is_not_there_is_an_error():
@@ -45,20 +41,15 @@ def test_a_recipe_that_is_not_there_is_an_error():
     assert str(error) == "nowhere.yaml: error: cannot be read: No such file or directory"
 
 
-def test_text_that_is_not_utf8_is_an_error(tmp_path):
-    path = tmp_path / "latin.yaml"
-    path.write_bytes("language: français\n".encode("latin-1"))
-    (error,) = check(path).errors
-    assert "not UTF-8 text" in error.message
-
-
 @pytest.mark.parametrize("text, expected", [
     ("sizes:\n  " + 600 * "[" + 600 * "]", "nested too deeply"),
     ("sizes: 3\0", "special characters are not allowed"),
     ("%YAML 1.2\n---\nsizes: 3", "takes no directives"),
+    ("language: français\n", "not UTF-8 text"),
 ])
 def test_text_that_breaks_the_reader_is_one_error(tmp_path, text, expected):
-    path = write(tmp_path, text)
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(text.encode("latin-1"))
     (error,) = check(path).errors
     assert expected in error.message and "\n" not in str(error)
     with pytest.raises(SbkitError, match=r"recipe\.yaml"):

@@ -1,13 +1,13 @@
 """The cost estimate warns of a micro-batch that the GPU has no room for, where the recipe sets its size."""
 
-from pathlib import Path
-
 import pytest
 import torch
+from written import SMALL
 
 from sbkit.recipe import arguments, cost
 from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.check import check
+from sbkit.recipe.price import PriceRequest
 from sbkit.recipe.source import Findings, Node, Place
 
 WRITTEN = Node(60, Place("recipe.yaml", 3), "max_batch_seconds")
@@ -70,20 +70,19 @@ def test_what_was_measured_is_one_line(planned, expected):
 
 
 @pytest.mark.slow
-def test_a_card_that_is_not_here_is_said():
-    if torch.cuda.is_available():
-        pytest.skip("needs a machine without a CUDA card")
-    request = arguments.parse([str(Path(__file__).parent / "small.yaml"), "--device", "cuda"])
-    report = check(request.path, request.overrides, run_opts=request.run_opts)
-    assert ("the time on cuda: this machine has no such device, so no run would start; "
-            "--as 8xH100 rehearses one") in report.notes
+def test_a_card_that_is_not_here_and_a_corpus_that_is_not_prepared_are_said():
+    request = arguments.parse([str(SMALL), "--device", "cuda"])
+    report = check(request.path, request.overrides, run_opts=request.run_opts, pricing=PriceRequest(2.5))
+    assert (("the time on cuda: this machine has no such device, so no run would start; "
+             "--as 8xH100 rehearses one") in report.notes) != torch.cuda.is_available()
+    assert any(note.startswith("the price: the corpus is not prepared") for note in report.notes)
+    assert "price" not in report.sections
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named, counted", [("ConformerEncoderLayer", True), ("ConformerEncoderLayers", False)])
 def test_layers_that_are_none_are_not_counted_on(tmp_path, named, counted):
-    report = check(Path(__file__).parent / "small.yaml",
-                   {"output_folder": str(tmp_path), "activation_checkpointing": [named]})
+    report = check(SMALL, {"output_folder": str(tmp_path), "activation_checkpointing": [named]})
     assert [error.key for error in report.errors] == ["activation_checkpointing"] * (not counted)
     inexact = report.sections["cost"].values["inexact"]
     assert inexact == ["activation_checkpointing needs less memory than is counted here"] * counted

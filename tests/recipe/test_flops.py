@@ -135,23 +135,18 @@ def test_the_typical_length_costs_what_all_lengths_cost():
 @pytest.mark.parametrize("name, precision, peak", [
     ("NVIDIA H200", "bf16", 989e12), ("NVIDIA H200 NVL", "bf16", 836e12), ("NVIDIA H100 PCIe", "fp16", 756e12),
     ("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("NVIDIA GH200 480GB", "bf16", 990e12),
-    ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12), ("NVIDIA L40S", "bf16", 362e12), ("NVIDIA L4", "bf16", 121e12),
+    ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12), ("NVIDIA H200", "tf32", 495e12), ("NVIDIA L40S", "bf16", 362e12),
     ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12), ("NVIDIA GeForce RTX 3090 Ti", "bf16", None),
-    ("NVIDIA H800 PCIe", "bf16", 756e12), ("NVIDIA B200", "bf16", 2250e12),
+    ("NVIDIA H800 PCIe", "bf16", 756e12), ("NVIDIA B200", "bf16", 2250e12), ("NVIDIA L4", "bf16", 121e12),
     ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None), ("NVIDIA A10G", "bf16", None),
     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None), ("Some card", "bf16", None),
 ])
 def test_a_gpu_is_known_by_its_name(monkeypatch, name, precision, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
-    found, source = speed.peak_of(torch.device("cuda"), precision)
+    products = "high" if precision == "tf32" else "highest"
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: products)
+    found, source = speed.peak_of(torch.device("cuda"), precision.replace("tf32", "fp32"))
     assert found == peak and (peak is not None or source == name)
-
-
-def test_tf32_counts_where_it_was_switched_on(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert speed.peak_of(torch.device("cuda"), "fp32")[0] == 495e12
 
 
 def test_a_cpu_is_measured():

@@ -13,7 +13,6 @@ from processes import sbkit
 
 from sbkit import cli
 from sbkit.recipe import finished_runs, price
-from sbkit.recipe.check import check
 from sbkit.recipe.finished_runs import FinishedRun, RunEstimate, Setting, Steps
 from sbkit.recipe.price import PriceRequest
 from sbkit.recipe.speed import flops
@@ -155,13 +154,6 @@ def test_cost_and_energy_are_of_all_devices():
         fitted = price.section(PriceRequest(2.5), CPU, steps, prediction)
         assert ("20 finished runs on Some CPU in bf16, 1 thread, whose steps differ much in size" in
                 fitted.remarks[0]) is far
-
-
-@pytest.mark.slow
-def test_a_corpus_that_is_not_prepared_has_no_price():
-    report = check(Path(__file__).parent / "small.yaml", pricing=PriceRequest(2.5))
-    assert "price" not in report.sections
-    assert any(note.startswith("the price: the corpus is not prepared") for note in report.notes)
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def test_plain_hyperpyyaml_loads_and_builds_a_shipped_recipe(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hparams/ctc.yaml", "recipes/CommonVoice/ASR/CTC/hparams/large.yaml"])
 def test_the_check_builds_what_hyperpyyaml_builds(name, tmp_path):
-    given, findings = stand_ins(name, tmp_path), Findings()
+    given, findings = stand_ins(name, tmp_path) | few_layers(name), Findings()
     hparams = load.load(ROOT / name, given)
     root = read(ROOT / name, given, findings)
     with build(root, findings) as built:
