@@ -26,6 +26,8 @@ NULL = "is null, and a run needs it"
 #: Types of scalars: one, and several.
 _SCALARS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
             bool: ("true or false", "true or false"), str: ("a text", "texts"), type: ("a class", "classes")}
+#: Words for classes by their names.
+_CLASSES = {"NoneType": "null", "Path": "a path", "PathLike": "a path", "Callable": "a function or class"}
 _LISTS = (list, tuple, collections.abc.Sequence)
 _MAPPINGS = (dict, collections.abc.Mapping)
 
@@ -86,7 +88,8 @@ class Declared(NamedTuple):
         """The allowed values in words; empty if any object is allowed."""
         if self.allowed is not None:
             return str(self.allowed)
-        return "" if _is_any(self.hint) else _words(self.hint)
+        options = (each for each in _options(self.hint) if each is not type(None))
+        return "" if _is_any(self.hint) else " or ".join(map(words, options))
 
     @property
     def plain(self) -> list[type]:
@@ -228,23 +231,26 @@ def _fits(kind: object, value: object) -> bool:
     return not inner or all(_fits(inner[0], each) for each in value)
 
 
-def _words(kind: object, many: bool = False) -> str:
-    """A type in words: ``a list of whole numbers``; ``null`` is left out."""
-    options = [each for each in _options(kind) if each is not type(None)]
-    if len(options) != 1:
-        return " or ".join(_words(each, many) for each in options)
-    if options[0] in _SCALARS:
-        return _SCALARS[options[0]][many]
-    origin, inner = typing.get_origin(options[0]) or options[0], typing.get_args(options[0])
+def words(kind: object, many: bool = False) -> str:
+    """A type in words: ``a list of whole numbers``."""
+    options = _options(kind)
+    if len(options) > 1:
+        return " or ".join(dict.fromkeys(words(each, many) for each in options))
+    if kind in _SCALARS:
+        return _SCALARS[kind][many]
+    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin is typing.Literal:
         return " or ".join(map(str, inner))
     if origin in _MAPPINGS:
-        elements = "" if not inner or _is_any(inner[1]) else f" of {_words(inner[0], True)} to {_words(inner[1], True)}"
+        elements = "" if not inner or _is_any(inner[1]) else f" of {words(inner[0], True)} to {words(inner[1], True)}"
         return ("mappings" if many else "a mapping") + elements
     if origin is tuple and inner and inner[-1] is not Ellipsis:
-        return f"{'lists' if many else 'a list'} of {', '.join(map(_words, inner))}"
-    elements = "" if not inner or _is_any(inner[0]) else f" of {_words(inner[0], True)}"
-    return ("lists" if many else "a list") + elements
+        return f"{'lists' if many else 'a list'} of {', '.join(map(words, inner))}"
+    if origin in (*_LISTS, collections.abc.Iterable):
+        elements = "" if not inner or _is_any(inner[0]) else f" of {words(inner[0], True)}"
+        return ("lists" if many else "a list") + elements
+    name = getattr(origin, "__name__", str(origin))
+    return _CLASSES.get(name, f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}")
 
 
 def _shown(value: object) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from sbkit.errors import first_line, summary
 from sbkit.recipe.choices import check_choices
+from sbkit.recipe.keys import words
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.values import TRUTHS, is_tuple, looks_like_number, static
@@ -194,10 +195,10 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
     wanted = None
     if hint is not None:
         if not fits(hint, value) and not (value.tag.startswith("!name:") and parameter.name.endswith(_FACTORIES)):
-            wanted = describe(hint)
+            wanted = words(hint)
     elif isinstance(given, str) and isinstance(parameter.default, (bool, int, float)):
         if (not value.quoted and given in TRUTHS) or looks_like_number(given):
-            wanted = f"{describe(type(parameter.default))} (by default {parameter.default})"
+            wanted = f"{words(type(parameter.default))} (by default {parameter.default})"
     elif given == "None" and parameter.default is None and not value.quoted:
         wanted = "null or a value"
     if wanted is None:
@@ -332,22 +333,3 @@ def _built_fits(kind: type, inner: tuple[Any, ...], node: Node) -> bool:
 def _duck(kind: type) -> bool:
     """Whether an object can have this type without inheriting from it."""
     return getattr(kind, "_is_protocol", False) or kind.__module__ in ("collections.abc", "typing")
-
-
-def describe(hint: object) -> str:
-    """A type in words."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(describe(one) for one in inner))
-    if origin is typing.Literal:
-        return "one of " + ", ".join(map(str, inner))
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null",
-             list: "a list", tuple: "a list", dict: "a mapping", pathlib.Path: "a path", os.PathLike[str]: "a path"}
-    kind = origin or hint
-    if kind in (list, collections.abc.Sequence, collections.abc.Iterable) and inner and inner[0] in (int, float, str):
-        return f"a list of {({int: 'whole numbers', float: 'numbers', str: 'texts'})[inner[0]]}"
-    if kind in names:
-        return names[kind]
-    name = getattr(kind, "__name__", str(kind))
-    return {"Sequence": "a list", "Iterable": "a list", "Mapping": "a mapping", "Callable": "a function or class",
-            }.get(name, f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}")

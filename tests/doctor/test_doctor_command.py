@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from sbkit.cli import main
-from sbkit.doctor import examination
+from sbkit.doctor import examination, probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding
 
 BAD = [
@@ -59,3 +59,12 @@ def test_the_same_for_programs(capsys, monkeypatch):
     assert report["in_the_way"] == 1
     assert [each["verdict"] for each in report["findings"]] == ["ok", "in the way", "note"]
     assert report["findings"][2]["fix"] == "docker run --shm-size=8g, or fewer workers"
+
+
+def test_no_library_that_is_probed_is_imported_from_the_working_directory(tmp_path, monkeypatch):
+    for name in ("onnxruntime", "numpy", "json"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w').close(); raise ImportError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    probe.inspect_library.cache_clear()
+    assert "not this one" not in str(probe.inspect_library("onnxruntime")) and not (tmp_path / "ran").exists()
+    probe.inspect_library.cache_clear()

@@ -4,14 +4,16 @@ import textwrap
 
 import pytest
 from hyperpyyaml import load_hyperpyyaml
+from hyperpyyaml.core import parse_arithmetic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from written import write
 
 from sbkit.recipe.arguments import parse_overrides
 from sbkit.recipe.build import build
+from sbkit.recipe.check import check
 from sbkit.recipe.load import load
-from sbkit.recipe.resolve import flatten, resolve
+from sbkit.recipe.resolve import compute, flatten, resolve
 from sbkit.recipe.source import Findings
 from sbkit.recipe.values import is_tuple, static
 
@@ -154,3 +156,34 @@ def test_a_key_beside_the_included_recipe_may_replace_what_nothing_refers_to(tmp
     assert findings == [] and plain(flatten(root))["brain"] == "second"
     _, findings = read(tmp_path, "recipe: !include:base.yaml {}\nwidth: 5\n")
     assert [f.code for f in findings] == ["shadowed"]
+
+
+# ------------------------------------------------------------ arithmetic takes neither for ever nor all of the memory
+
+
+@pytest.mark.parametrize("text", [
+    "2 * 6", "7 // 2 + 0.5", "2 ** 60 + 1 - 2 ** 60", "2 ** 0.5", "7 % 4", "-5", "a/b/c", "some words", "3 * 'x",
+    "'a' + 'b'", "results/ctc/fr/1234", "1 / data", "(-8) ** 0.5"])
+def test_what_is_computed_is_what_hyperpyyaml_computes(text):
+    assert compute(text) == parse_arithmetic(text)
+
+
+@pytest.mark.parametrize("text", [
+    "9 ** 9 ** 9", "9 ** 9 ** 9 / data", "'x' * 9 ** 12", "('x' + 'y') * 9 ** 12", "'%999999999999d' % 1", "1 / 0",
+    "-" * 9000 + "1", " + ".join("1" * 4000)], ids=lambda text: text[:20])
+def test_what_would_take_for_ever_is_an_error(text):
+    with pytest.raises((ArithmeticError, ValueError)):
+        compute(text)
+
+
+DOUBLING = [f"a{i}: !ref <a{i - 1}><a{i - 1}>" for i in range(1, 40)]
+
+
+@pytest.mark.parametrize(("lines", "line", "message"), [
+    (["a: 9", "b: !ref <a> ** <a> ** <a>"], 2, "9 ** 9 ** 9 can't be computed: the number is too large"),
+    (["a0: xxxxxxxxxx", *DOUBLING], 11, "with its references resolved, this text has more than 10000 characters"),
+    ([*reversed(DOUBLING), "a0: !ref <a39>"], 1, "this reference is circular: a39 -> a38 -> "),
+], ids=["a tower of powers", "texts that double", "a circle with many ways around"])
+def test_a_recipe_that_takes_for_ever_to_compute_is_one_error(tmp_path, lines, line, message):
+    finding, = check(write(tmp_path, "\n".join(lines)), run=False).findings
+    assert finding.line == line and finding.message.startswith(message)

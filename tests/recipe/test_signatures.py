@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbkit.recipe import signatures
+from sbkit.recipe.keys import words
 from sbkit.recipe.overrides import from_python
-from sbkit.recipe.signatures import bind, describe, fits, locate
+from sbkit.recipe.signatures import bind, fits, locate
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.values import as_tuple, expression, is_tuple, looks_like_number
 
@@ -131,7 +132,7 @@ def test_functions_without_a_signature_are_left_alone():
 def test_types_by_annotation(hint, value, good):
     if value is object:
         return
-    assert fits(hint, node(value)) is good, describe(hint)
+    assert fits(hint, node(value)) is good, words(hint)
 
 
 def test_a_constant_is_compared_as_what_it_is():
