@@ -17,6 +17,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -39,28 +40,18 @@ _INIT_FUNCTIONS = ("orthogonal_", "trunc_normal_", "sparse_")
 class _SkipInit(TorchFunctionMode):
     """Leaves weights uninitialised within it, because most of a check needs only shapes and devices."""
 
-    def __init__(self) -> None:
+    def __init__(self, skipped: list[Callable[[], object]]) -> None:
         super().__init__()
-        self.skipped: list[Callable[[], object]] = []
-
-    def __enter__(self) -> _SkipInit:
-        self.original = {name: getattr(torch.nn.init, name) for name in _INIT_FUNCTIONS}
-        for name, function in self.original.items():
-            setattr(torch.nn.init, name, functools.partial(self._skip, function))
-        return super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
-
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]  # as above
-        for name, function in self.original.items():
-            setattr(torch.nn.init, name, function)
+        self.skipped = skipped
 
     def __torch_function__(self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> object:
         if getattr(func, "__name__", "") in _INIT_METHODS:
-            return self._skip(func, *args, **(kwargs or {}))
+            return self.skip(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _skip(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
+    def skip(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
+        """Store a call, and return the tensor that it would fill."""
         self.skipped.append(functools.partial(func, *args, **kwargs))
         return args[0] if args else kwargs.get("tensor")
 
@@ -104,8 +95,9 @@ class Built:
         return found[1] if found is not None and found[0] is obj else None
 
     def build_all(self, root: Node) -> None:
-        with _SkipInit() as skip_init:
-            self._skipped = skip_init.skipped
+        init = _SkipInit(self._skipped)
+        functions = {name: functools.partial(init.skip, getattr(nn.init, name)) for name in _INIT_FUNCTIONS}
+        with init, mock.patch.multiple(nn.init, **functions):
             for key, node in root.value.items():
                 if not isinstance(key, str) or key.startswith("__"):
                     continue

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from sbkit.recipe.keys import COMPLETE, NULL
 from sbkit.recipe.names import RUN_OPTIONS, brain_class, check_names, declared, hparams_read
@@ -196,10 +197,6 @@ def _why_unchecked(tag: str) -> tuple[str, bool]:
 @contextlib.contextmanager
 def without_imports_from(*folders: Path) -> Iterator[None]:
     """Import nothing from these folders within it, because they may contain files named like a missing package."""
-    before = list(sys.path)
     left_out = {os.path.realpath(folder) for folder in folders}
-    sys.path[:] = [each for each in before if os.path.realpath(each) not in left_out]
-    try:
+    with mock.patch.object(sys, "path", [each for each in sys.path if os.path.realpath(each) not in left_out]):
         yield
-    finally:
-        sys.path[:] = before

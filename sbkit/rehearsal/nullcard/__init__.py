@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from unittest import mock
 
 from sbkit.rehearsal.cards import Card
 from sbkit.rehearsal.nullcard.library import build
@@ -108,8 +109,5 @@ def without_driver() -> Iterator[None]:
     """
     import torch
 
-    is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: torch.version.hip is not None
-    try:
+    with mock.patch.object(torch.cuda, "is_available", lambda: torch.version.hip is not None):
         yield
-    finally:
-        torch.cuda.is_available = is_available
