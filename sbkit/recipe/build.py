@@ -96,7 +96,8 @@ class Built:
 
     def build_all(self, root: Node) -> None:
         init = _SkipInit(self._skipped)
-        functions = {name: functools.partial(init.skip, getattr(nn.init, name)) for name in _INIT_FUNCTIONS}
+        functions: dict[str, Any] = {
+            name: functools.partial(init.skip, getattr(nn.init, name)) for name in _INIT_FUNCTIONS}
         with init, mock.patch.multiple(nn.init, **functions):
             for key, node in root.value.items():
                 if not isinstance(key, str) or key.startswith("__"):
