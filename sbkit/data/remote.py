@@ -77,7 +77,7 @@ class Remote:
             if scheme_of(url) in _HTTP:
                 data = _over_http(url, offset, wanted, self.seconds)
             else:
-                data = from_store(url, offset, wanted, self.seconds)
+                data = _from_store(url, offset, wanted, self.seconds)
         except OSError:
             raise
         except Exception as error:  # clients have different ones, for missing credentials or packages
@@ -94,7 +94,7 @@ class Remote:
 NO_REMOTE = Remote()
 
 
-def from_store(url: str, first: int, max_bytes: int, seconds: float) -> bytes:
+def _from_store(url: str, first: int, max_bytes: int, seconds: float) -> bytes:
     import asyncio
 
     import fsspec  # slow, and only needed for object stores
