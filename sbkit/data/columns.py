@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -101,7 +99,7 @@ class BatchColumns:
             if not values:
                 continue
             column = train.column(name)
-            known = pc.is_in(column.arrow, pa.array(values, pa.large_string())).to_numpy(zero_copy_only=False)
+            known = column.is_in(values)
             if not known.all():
                 row = int(np.flatnonzero(~known)[0])
                 raise SbkitError(

@@ -21,7 +21,7 @@ from sbkit.data import exclusions, leaks
 from sbkit.data.columns import Declared, SignalColumn, required_columns
 from sbkit.data.copies import Copies
 from sbkit.data.lock import locked
-from sbkit.data.manifest import Manifest, mapped_file
+from sbkit.data.manifest import Column, Manifest, mapped_file
 from sbkit.data.options import check_number, texts
 from sbkit.data.prepare import RowLimits, SplitReport, prepare_split, recording_keys, summarize
 from sbkit.data.presence import check_opened, refused
@@ -396,7 +396,7 @@ class Corpus:
             self.check_audio == "decode", workers=self.workers, remote=self.remote, journal=found, show_progress=show)
         manifests: dict[str, Manifest] = {}
         reports: dict[str, SplitReport] = {}
-        taken: list[pa.Array] = []
+        taken: list[Column] = []
         listings: dict[str, pa.Array | None] = {}
         for split in reversed([split for split in SPLITS if split in chosen]):  # train last, without their rows
             read = rows.pop(split)

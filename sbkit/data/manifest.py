@@ -79,6 +79,15 @@ class Column(Sequence[str]):
     def take(self, indices: np.ndarray) -> Column:
         return Column(self.arrow.take(pa.array(indices)))
 
+    def is_in(self, values: Sequence[str]) -> np.ndarray:
+        """Which strings are among these, [N] booleans."""
+        return pc.is_in(self.arrow, Column(values).arrow).to_numpy(zero_copy_only=False)
+
+    def numbered(self) -> tuple[Column, np.ndarray]:
+        """The different strings, and the index among them of each string, [N]."""
+        found = self.arrow.dictionary_encode()
+        return Column(found.dictionary), found.indices.to_numpy(zero_copy_only=False)
+
     def lines(self) -> Iterator[memoryview]:
         """Yield the UTF-8 of all non-empty strings, each with a line end, in blocks."""
         for start in range(0, len(self.arrow), _ROWS_PER_BLOCK):

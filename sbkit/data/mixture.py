@@ -275,12 +275,12 @@ class Mixture(Corpus):
 
 def hours_of(manifest: Manifest, rows: np.ndarray | None = None) -> dict[str, float]:
     """Return the hours of each part in a mixture's manifest, or in some of its rows."""
-    groups = manifest.column("corpus").arrow.dictionary_encode()
-    numbers, durations = groups.indices.to_numpy(zero_copy_only=False), manifest.durations
+    names, numbers = manifest.column("corpus").numbered()
+    durations = manifest.durations
     if rows is not None:
         numbers, durations = numbers[rows], durations[rows]
-    seconds = np.bincount(numbers, weights=durations, minlength=len(groups.dictionary))
-    return dict(zip(groups.dictionary.to_pylist(), (seconds / 3600).tolist(), strict=True))
+    seconds = np.bincount(numbers, weights=durations, minlength=len(names))
+    return dict(zip(names, (seconds / 3600).tolist(), strict=True))
 
 
 def hours_of_pass(train: Manifest) -> float:
@@ -295,10 +295,10 @@ def hours_of_pass(train: Manifest) -> float:
 def _without_held_out(joint: Mapping[str, Manifest], report: SplitReport) -> Manifest:
     """Return the training rows without recordings that are in any part's dev or test; the report counts these."""
     train = joint["train"]
-    taken = [recording_keys(each.wavs, each.starts) for split, each in joint.items() if split != "train"]
-    here = recording_keys(train.wavs, train.starts)
-    held_out = np.any([pc.is_in(here, keys).to_numpy(zero_copy_only=False) for keys in taken], axis=0) if taken else \
-        np.zeros(len(train), bool)
+    here, held_out = recording_keys(train.wavs, train.starts), np.zeros(len(train), bool)
+    for split, other in joint.items():
+        if split != "train":
+            held_out |= here.is_in(recording_keys(other.wavs, other.starts))
     if held_out.any():
         left = train.select(held_out)
         logger.warning("%d training rows of the mixture are in the dev or test of another part, and are left out: %s",

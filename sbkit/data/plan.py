@@ -177,7 +177,7 @@ class Plan:
         durations = durations if columns is None else columns.longest(train, durations)
         labels = None
         for name in batching.clips_per or ():
-            labels = train.column(name).arrow.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+            _, labels = train.column(name).numbered()
         return cls(durations, batching, ids=train.ids, round_seconds=round_seconds, epochs=epochs, labels=labels,
                    parts=Parts.of(train))
 

@@ -87,7 +87,7 @@ class SplitReport:
         return sum(entry["count"] for entry in self.left_out.values())
 
 
-def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *, taken: Sequence[pa.Array] = (),
+def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *, taken: Sequence[Column] = (),
                   listings: dict[str, pa.Array | None] | None = None, check_audio: str = "sample",
                   copies: Copies | None = None, journal: Path | None = None, workers: int | None = None,
                   remote: Remote = NO_REMOTE, columns: Declared = MappingProxyType({}),
@@ -118,17 +118,16 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
 
     leave_out(MALFORMED, ~(rows.starts >= 0), lambda i: "its start is not a number of 0 or more")
     leave_out(REFUSED, refused(rows.wavs, remote), lambda i: remote.refusal(rows.wavs[i]))
-    if not _first_of_each(rows.ids.arrow).all():
+    if not _first_of_each(rows.ids).all():
         # The same recording is kept once; different recordings with the same id (of a sentence, say) get numbered ids.
-        same = join(rows.ids.arrow, recording_keys(rows.wavs, rows.starts), separator="@")
-        leave_out("repeated id", ~_first_of_each(same))
+        same = join(rows.ids.arrow, recording_keys(rows.wavs, rows.starts).arrow, separator="@")
+        leave_out("repeated id", ~_first_of_each(Column(same)))
         ids = np.array(list(rows.ids), object)
         ids[codes == 0] = unique_ids(ids[codes == 0])
         rows = copy.copy(rows)
         rows.ids = Column(ids.tolist())
     for keys in taken:
-        leave_out(IN_OTHER_SPLIT, pc.is_in(recording_keys(rows.wavs, rows.starts), keys).to_numpy(
-            zero_copy_only=False))
+        leave_out(IN_OTHER_SPLIT, recording_keys(rows.wavs, rows.starts).is_in(keys))
     leave_out(MISSING, ~existing(rows.wavs, listings))
     texts = [rules(text) for text in progress(
         rows.texts, what=f"{split}: text", total=len(rows), unit="row",
@@ -207,9 +206,9 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     return manifest, report
 
 
-def recording_keys(wavs: Column, starts: np.ndarray) -> pa.Array:
+def recording_keys(wavs: Column, starts: np.ndarray) -> Column:
     """Return texts [N] that are equal for rows of the same recording: file and start."""
-    return join(wavs.arrow, pc.cast(pa.array(starts), pa.large_string()), separator="@")
+    return Column(join(wavs.arrow, pc.cast(pa.array(starts), pa.large_string()), separator="@"))
 
 
 def _durations(rows: Rows, usable: np.ndarray, details: dict[int, str], report: SplitReport, check_audio: str,
@@ -314,9 +313,8 @@ def summarize(report: Mapping[str, Any], with_leaks: bool = True) -> str:
     return "\n".join(lines)
 
 
-def _first_of_each(column: pa.Array) -> np.ndarray:
+def _first_of_each(column: Column) -> np.ndarray:
     """Whether each value occurs for the first time, [N] booleans."""
-    codes = column.dictionary_encode().indices.to_numpy(zero_copy_only=False)
     first = np.zeros(len(column), bool)
-    first[np.unique(codes, return_index=True)[1]] = True
+    first[np.unique(column.numbered()[1], return_index=True)[1]] = True
     return first

@@ -24,11 +24,11 @@ def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -
     path = wavs.arrow
     member = _np(pc.match_substring(path, "?offset="))
     remote = _np(pc.match_substring(path, "://"))
-    names, codes = _folders(path)
+    names, codes = Column(pc.replace_substring_regex(path, r"[^/]*$", "")).numbered()  # folders
     plain = ~member & ~remote
     counts = np.bincount(codes[plain], minlength=len(names))
     found = []
-    for code in np.flatnonzero(counts >= WORTH_LISTING):
+    for code in np.flatnonzero(counts >= WORTH_LISTING).tolist():
         folder = names[code]
         if folder not in listings:
             listings[folder] = _listing(folder)
@@ -77,12 +77,6 @@ def file_version(wav: str) -> tuple[str, str]:
     except OSError:
         return "", ""
     return str(status.st_size), str(status.st_mtime_ns)
-
-
-def _folders(path: pa.Array) -> tuple[list[str], np.ndarray]:
-    """The distinct folders of N paths, and the index of each path's folder, [N]."""
-    folders = pc.replace_substring_regex(path, r"[^/]*$", "").dictionary_encode()
-    return folders.dictionary.to_pylist(), folders.indices.to_numpy(zero_copy_only=False)
 
 
 def _listing(folder: str) -> pa.Array | None:
