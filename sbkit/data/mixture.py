@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -67,6 +67,9 @@ class Mixture(Corpus):
     once : the part that a pass goes through once; by default a pass has as much audio as all parts together
     """
 
+    #: The columns of batches in addition to those that the task declares.
+    tags: ClassVar[Declared] = {"corpus": LabelColumn(), "language": LabelColumn()}
+
     def __init__(self, parts: Mapping[str, Corpus], folder: str | Path = "manifests", *,
                  weights: Mapping[str, float] | None = None, temperature: float | None = None, best_by: str = MEAN,
                  once: str | None = None):
@@ -85,7 +88,8 @@ class Mixture(Corpus):
                          text=rules[0] if alike else TextRules())
         limits = [part.max_duration for part in parts.values()]
         self.max_duration = None if None in limits else max(limit for limit in limits if limit is not None)
-        self.parts = {str(name): self._in_subfolder(str(name), part) for name, part in parts.items()}
+        self.parts = {str(name): part.in_folder(self.folder / str(name)) if part.folder == Path("manifests") else
+                      copy.copy(part) for name, part in parts.items()}
         self.weights = None if weights is None else _weights(weights, self.parts)
         self.temperature, self.best_by, self.once = temperature, best_by, once
         if once is not None and once not in list(self.parts):
@@ -98,16 +102,8 @@ class Mixture(Corpus):
                              hint="leave one of them out")
         _check_rules(self.parts)
 
-    def _in_subfolder(self, name: str, part: Corpus) -> Corpus:
-        return part.in_folder(self.folder / name) if part.folder == Path("manifests") else copy.copy(part)
-
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.parts)}, folder={str(self.folder)!r})"
-
-    @property
-    def tags(self) -> Declared:
-        """The columns of batches in addition to those that the task declares."""
-        return {"corpus": LabelColumn(), "language": LabelColumn()}
 
     @property
     def remote(self) -> Remote:

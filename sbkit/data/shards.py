@@ -128,7 +128,9 @@ def write_shards(
         with locked(out / f".{name}.lock"):
             order = np.random.Generator(np.random.PCG64(_SHUFFLE_SEED)).permutation(len(manifest))
             per_second = ENCODINGS[encode].bytes_per_sample * sample_rate if encode else _bytes_per_second(manifest)
-            _check_space(out, name, manifest, per_second)
+            written = sum(file.stat().st_size for file in out.glob(f"{name}-*.tar"))
+            disk.check_room(out, manifest.hours * 3600 * per_second - written,
+                            "choose another folder, or copy the files unchanged (no encode)")
             bounds = shard_bounds(manifest.durations[order], shard_size_mb * 1e6 / per_second)
             jobs = (_Job(out / f"{name}-{i:06d}.tar", first, [manifest.row(row) for row in order[first:stop]], encode,
                          sample_rate, manifest.remote)
@@ -235,12 +237,6 @@ def _bytes_per_second(manifest: Manifest) -> float:
         size += os.path.getsize(path) if part is None else part
         seconds += float(manifest.durations[i])
     return size / seconds if size and seconds else ENCODINGS["flac"].bytes_per_sample * SAMPLE_RATE
-
-
-def _check_space(out: Path, name: str, manifest: Manifest, per_second: float) -> None:
-    needed = manifest.hours * 3600 * per_second
-    written = sum(file.stat().st_size for file in out.glob(f"{name}-*.tar"))
-    disk.check_room(out, needed - written, "choose another folder, or copy the files unchanged (no encode)")
 
 
 def _manifest(manifest: Manifest, order: np.ndarray, shards: list[dict[str, Any]], out: Path) -> Manifest:

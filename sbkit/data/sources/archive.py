@@ -96,7 +96,9 @@ def unpack(archive: Path, into: Path, show_progress: bool = True) -> None:
             with disk.disk_errors_as_user_error(partial):
                 partial.mkdir(parents=True, exist_ok=True)
                 (partial / _BEGUN).write_text(json.dumps(begun), encoding="utf-8")
-                _check_space(archive, partial)
+                done = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
+                disk.check_room(partial, archive.stat().st_size - done,
+                                "set the corpus's cache_folder to a larger disk")
                 _unpack(archive, partial, show_progress)
                 disk.sync_file_system(partial)
                 with atomic_write(partial / _STAMP) as file:
@@ -109,11 +111,6 @@ def unpack(archive: Path, into: Path, show_progress: bool = True) -> None:
                              hint="compare its size and checksum with the download page") from None
         except OSError as error:
             raise SbkitError(f"{error.filename or archive}: {error.strerror or error}") from None
-
-
-def _check_space(archive: Path, folder: Path) -> None:
-    done = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    disk.check_room(folder, archive.stat().st_size - done, "set the corpus's cache_folder to a larger disk")
 
 
 def _unpack(archive: Path, folder: Path, show_progress: bool) -> None:

@@ -53,21 +53,14 @@ class CommonVoice(Source):
     def header(self, name: str) -> list[str]:
         return header(self.folder / f"{name}.tsv", delimiter="\t", quoted=False)
 
-    @property
-    def _durations_file(self) -> Path:
-        return self.folder / "clip_durations.tsv"
-
     def read(self, name: str, show_progress: bool = True) -> Rows:
         path = self.folder / f"{name}.tsv"
         further = [role for role in self.wanted if role not in (*META_ALIASES, "speaker", "text", "id")]
         tsv = read_delimited(path, delimiter="\t", quoted=False, only={*_COLUMNS, *further})
         clips, sentences = (Column(tsv.need(column, hint=_HINT)) for column in ("path", "sentence"))
         clip_names = _file_names(clips.arrow)
-        meta = {}
-        for ours, theirs in META_ALIASES.items():
-            column = tsv.find(*theirs)
-            if column is not None:
-                meta[ours] = Column(column)
+        meta = {ours: Column(column) for ours, theirs in META_ALIASES.items()
+                if (column := tsv.find(*theirs)) is not None}
         meta.update({role: Column(tsv.need(role)) for role in further})
         self._check_language(meta.get("language"))
         return Rows(
@@ -97,13 +90,14 @@ class CommonVoice(Source):
     @cached_property
     def _listed(self) -> tuple[pa.Array, np.ndarray] | None:
         """File names and seconds of all clips, in releases since about version 14."""
-        if not self._durations_file.is_file():
+        path = self.folder / "clip_durations.tsv"
+        if not path.is_file():
             return None
-        tsv = read_delimited(self._durations_file, delimiter="\t", quoted=False)
+        tsv = read_delimited(path, delimiter="\t", quoted=False)
         names = _file_names(Column(tsv.need("clip", "path")).arrow)
         title = next((title for title in tsv.columns if title.lower().startswith("duration")), "duration[ms]")
         tsv.need(title)
-        seconds = to_seconds(self._durations_file, title, tsv.columns[title], unknown=np.nan)
+        seconds = to_seconds(path, title, tsv.columns[title], unknown=np.nan)
         if "ms" in title.lower() or (np.isfinite(seconds).any() and np.nanmedian(seconds) > _LONGEST_SECONDS):
             seconds = seconds / 1000
         seconds[seconds == 0] = np.nan  # 0 means not measured

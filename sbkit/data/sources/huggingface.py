@@ -282,7 +282,7 @@ class _Layout:
         for name, feature in features.items():
             if isinstance(feature, datasets.Audio):
                 dataset = dataset.cast_column(name, datasets.Audio(decode=False))
-        schema = dataset.features.arrow_schema if features else self._first(dataset).schema
+        schema = dataset.features.arrow_schema if features else next(self._batches(dataset, 1), pa.table({})).schema
         self.roles = {role: find_column(role, schema.names, columns) for role in dict.fromkeys((*ALIASES, *wanted))}
         audio = [field.name for field in schema if pa.types.is_struct(field.type)
                  and {"bytes", "path"} <= {child.name for child in field.type.fields}]
@@ -301,13 +301,11 @@ class _Layout:
         self.dataset = dataset.select_columns([name for name in schema.names if name in used])
 
     @staticmethod
-    def _first(dataset: datasets.Dataset | datasets.IterableDataset) -> pa.Table:
-        return next(iter(dataset.with_format("arrow").iter(batch_size=1)), pa.table({}))
+    def _batches(dataset: datasets.Dataset | datasets.IterableDataset, size: int) -> Iterator[pa.Table]:
+        return iter(dataset.with_format("arrow").iter(batch_size=size))
 
     def tables(self, skip: int) -> Iterator[pa.Table]:
-        dataset = self.dataset.skip(skip) if skip else self.dataset
-        for table in dataset.with_format("arrow").iter(batch_size=BATCH):
-            yield self._ours(table)
+        return map(self._ours, self._batches(self.dataset.skip(skip) if skip else self.dataset, BATCH))
 
     def _ours(self, table: pa.Table) -> pa.Table:
         n = len(table)
@@ -337,16 +335,13 @@ class _Layout:
             return pa.nulls(len(table), pa.string())
         column = table.column(name).combine_chunks()
         if name in self.labels:
-            values = [_label(self.labels[name], i) for i in column.to_pylist()]
+            labels = dict(enumerate(self.labels[name]))
+            values = [labels.get(i) for i in column.to_pylist()]
         elif pa.types.is_nested(column.type):
             values = [None if value is None else str(value) for value in column.to_pylist()]
         else:
             return column.cast(pa.string())
         return pa.array(values, pa.string())
-
-
-def _label(names: list[str], i: int | None) -> str | None:
-    return None if i is None or not 0 <= i < len(names) else names[i]
 
 
 E = TypeVar("E", bound=BaseException)

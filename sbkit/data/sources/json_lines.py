@@ -62,7 +62,8 @@ class JsonLines(FileSource):
         for role, exists in found.items():
             if keys and not exists:
                 raise no_column(path, role, keys, self.columns)
-        derived = list(map(_derived_id, columns["audio"], columns["start"]))
+        derived = [PurePosixPath(audio).stem + (f"-{start:.2f}" if start else "")
+                   for audio, start in zip(columns["audio"], columns["start"], strict=True)]
         if any(id_ is not None for id_ in columns["id"]):
             ids = [other if id_ is None else id_ for id_, other in zip(columns["id"], derived, strict=True)]
         else:
@@ -85,10 +86,6 @@ def _utterance(values: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"start {start}, duration {duration}")
     texts = {role: _text(value) for role, value in values.items()}
     return {**texts, "id": None if values["id"] is None else texts["id"], "start": start, "duration": duration}
-
-
-def _derived_id(audio: str, start: float) -> str:
-    return PurePosixPath(audio).stem + (f"-{start:.2f}" if start else "")
 
 
 def _objects(path: Path) -> Iterator[tuple[int, Any]]:

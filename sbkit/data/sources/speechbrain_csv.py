@@ -39,6 +39,7 @@ class SpeechBrainCsv(FileSource):
         found = {role: name for role, name in roles.items() if name is not None}
         column = {role: csv.columns[name] for role, name in found.items()}
         wavs = Column(column["audio"])
+        stems = Column(pc.replace_substring_regex(wavs.arrow, r"^.*/|\.[A-Za-z0-9]+$", ""))
         durations = np.full(len(csv), np.nan)
         if "duration" in column:
             durations = to_seconds(path, found["duration"], column["duration"], unknown=np.nan)
@@ -50,7 +51,7 @@ class SpeechBrainCsv(FileSource):
                 for name, values in csv.columns.items() if name not in used}
         meta.update({role: Column(column[role]) for role in self.wanted if role not in ALIASES})
         return Rows(
-            str(path), column["id"] if "id" in column else unique_ids(_stems(wavs)), self.locate(wavs, path),
+            str(path), column["id"] if "id" in column else unique_ids(stems), self.locate(wavs, path),
             column.get("text"), column.get("speaker"), durations, starts, self.with_paths(meta, path),
             malformed=[(f"{path.name} line {line}", what) for line, what in csv.malformed])
 
@@ -69,7 +70,3 @@ def _segments(path: Path, csv: Delimited, name: str, durations: np.ndarray) -> t
             starts, stops = starts / rate, stops / rate
         durations = np.where(np.isnan(durations), stops - starts, durations)
     return starts, durations
-
-
-def _stems(wavs: Column) -> Column:
-    return Column(pc.replace_substring_regex(wavs.arrow, r"^.*/|\.[A-Za-z0-9]+$", ""))
