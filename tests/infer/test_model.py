@@ -103,15 +103,11 @@ def test_an_hour_is_transcribed_without_errors(model, tmp_path):
     assert found.words[-1].end == pytest.approx(59 * 60 + len(bundles.say(said)) / bundles.RATE, abs=0.05)
 
 
-def test_another_rate_stereo_and_other_formats(model, tmp_path):
+def test_another_rate_and_stereo(model, tmp_path):
     signal = np.repeat(bundles.say("abc abc", hold=6), 3)  # 48 kHz
     signal = np.concatenate([np.zeros(960, np.float32), signal])  # a filter rings where levels change: not at a frame
-    for name, options in (("a.wav", {}), ("a.flac", {}), ("a.ogg", {"format": "OGG", "subtype": "VORBIS"})):
-        path = write(tmp_path / name, np.stack([signal, signal], 1), 48_000, **options)
-        found = model.transcribe(path)
-        assert found.duration == pytest.approx(len(signal) / 48_000, abs=0.05)
-        if name != "a.ogg":  # a level is no sound: Vorbis keeps none
-            assert found.text == "abc abc"
+    found = model.transcribe(write(tmp_path / "a.flac", np.stack([signal, signal], 1), 48_000))
+    assert found.text == "abc abc" and found.duration == pytest.approx(len(signal) / 48_000, abs=0.05)
 
 
 def test_a_stretch_of_a_file(model, tmp_path):

@@ -17,7 +17,6 @@ from disks import REFUSED, small_disk
 
 from sbkit import cli
 from sbkit.infer import speaking
-from sbkit.infer.sound_file import SUFFIXES
 
 TEXT = "Hello there. Good bye!"
 SAID = TEXT.lower()
@@ -39,7 +38,7 @@ def heard(path, speed=1.0):
     return voices.heard(samples, speed, rate)
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("suffix", [".wav", ".mp3"])
 def test_a_text_becomes_a_file_of_the_format_that_its_name_says(voice_bundle, tmp_path, suffix, capsys):
     path = tmp_path / "new" / f"out{suffix}"
     assert speak(voice_bundle, TEXT, "--to", path, "--device", "cpu") == 0
