@@ -18,7 +18,7 @@ import numpy as np
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.export import layout
-from sbkit.infer.device import Device, DeviceChoice, DeviceUnavailable, Placement, device_for_int8, open_on
+from sbkit.infer.device import DeviceChoice, DeviceUnavailable, Placement, device_for_int8, open_on
 from sbkit.infer.onnx_session import Interface, open_session
 from sbkit.system.cores import limit_torch_threads, thread_limit
 
@@ -55,7 +55,7 @@ class Onnx:
         threads = threads or thread_limit()
         choice, int8_note = device_for_int8(wanted) if model == layout.INT8 else (wanted, "")
         (self._session, running), reason = open_on(
-            choice, lambda device: open_session(path, device, threads, interface, spin))
+            choice, lambda gpu: open_session(path, gpu, threads, interface, spin))
         self.running = replace(running, requested=wanted.text, model=model,
                                note="; ".join(filter(None, (int8_note or reason, running.note))))
         self._names = list(interface.inputs)
@@ -93,7 +93,7 @@ class Torch:
         else:
             limit_torch_threads()
         self._torch = torch
-        (module, self._device), reason = open_on(wanted, lambda device: self._load(path, device, interface))
+        (module, self._device), reason = open_on(wanted, lambda gpu: self._load(path, gpu, interface))
         self._module: Program = compile_module(module, compile_mode) if compile_mode else module
         self.running = Placement(
             wanted.text, str(self._device), f"torch.compile {compile_mode}" if compile_mode else "torch.export", model,
@@ -113,9 +113,9 @@ class Torch:
             found = module(*(self._torch.from_numpy(each).to(device) for each in inputs))
         return found if isinstance(found, tuple) else (found,)
 
-    def _load(self, path: Path, wanted: Device, interface: Interface) -> tuple[torch.nn.Module, torch.device]:
+    def _load(self, path: Path, gpu: int | None, interface: Interface) -> tuple[torch.nn.Module, torch.device]:
         """Load the program onto a device, run it once, and check that it ran there."""
-        device = torch_device(wanted)
+        device = torch_device(gpu)
         program = _load_program(path)
         try:
             module = move_program(program, device).module()
@@ -125,7 +125,7 @@ class Torch:
         except DeviceUnavailable:
             raise
         except Exception as error:
-            if wanted.gpu is None:
+            if gpu is None:
                 raise SbkitError(f"{path} can't be run: {first_line(error)}", hint="export it again") from error
             raise DeviceUnavailable(f"an inference of {path.name} failed there: {first_line(error)}") from error
         devices = {str(each.device) for each in (*module.parameters(), *module.buffers(), *found)}
@@ -205,20 +205,20 @@ def _load_program(path: Path) -> torch.export.ExportedProgram:
                              hint="is the file complete? export it again") from error
 
 
-def torch_device(wanted: Device) -> torch.device:
-    """Return torch's device, or raise ``DeviceUnavailable``."""
+def torch_device(gpu: int | None) -> torch.device:
+    """Return torch's device for a GPU's number, or the CPU for None; raises ``DeviceUnavailable``."""
     import torch
 
-    if wanted.gpu is None:
+    if gpu is None:
         return torch.device("cpu")
     if torch.version.cuda is None and torch.version.hip is None:
         raise DeviceUnavailable(f"this torch ({torch.__version__}) was built without CUDA",
                                 hint="pytorch.org says how to install one with it; --device cpu needs no GPU")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted.gpu >= count:
+    if gpu >= count:
         raise DeviceUnavailable(f"torch {torch.__version__} sees {count or 'no'} CUDA device"
                                 f"{'' if count == 1 else 's'}", hint="nvidia-smi lists them; --device cpu needs no GPU")
-    return torch.device("cuda", wanted.gpu)
+    return torch.device("cuda", gpu)
 
 
 def check_no_pickles(path: Path) -> None:

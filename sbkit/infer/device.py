@@ -32,16 +32,6 @@ class DeviceChoice:
         return self.kind == "cuda"
 
 
-@dataclass(frozen=True)
-class Device:
-    """A device to try: the CPU, or a GPU by its number."""
-
-    gpu: int | None = None
-
-    def __str__(self) -> str:
-        return "cpu" if self.gpu is None else f"cuda:{self.gpu}"
-
-
 @dataclass
 class Placement:
     """The requested device, and where and how the model runs."""
@@ -74,21 +64,21 @@ class DeviceUnavailable(SbkitError):
     """Why a device can't be used, as a clause: ``torch sees no CUDA device``."""
 
 
-def open_on(choice: DeviceChoice, attempt: Callable[[Device], T]) -> tuple[T, str]:
+def open_on(choice: DeviceChoice, attempt: Callable[[int | None], T]) -> tuple[T, str]:
     """Open a model on the requested device or raise; returns it, and the reason for ``auto``'s choice.
 
-    attempt : opens it on a device, runs it once and checks where it ran. It raises ``DeviceUnavailable`` if the device
-        can't be used, and another error if no other device would help.
+    attempt : opens it on a GPU of this number, or on the CPU (None), runs it once and checks where it ran. It raises
+        ``DeviceUnavailable`` if the device can't be used, and another error if no other device would help.
     """
     if choice.kind == "cpu":
-        return attempt(Device()), ""
+        return attempt(None), ""
     try:
-        return attempt(Device(choice.index)), "" if choice.explicit_gpu else "a test inference on CUDA succeeded"
+        return attempt(choice.index), "" if choice.explicit_gpu else "a test inference on CUDA succeeded"
     except DeviceUnavailable as error:
         if choice.explicit_gpu:
             raise SbkitError(f"{choice.text} was requested, but {error.message}", hint=error.hint) from error
         reason = error.message
-    return attempt(Device()), reason
+    return attempt(None), reason
 
 
 def device_for_int8(wanted: DeviceChoice) -> tuple[DeviceChoice, str]:

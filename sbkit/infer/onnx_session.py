@@ -15,7 +15,7 @@ import numpy as np
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.export import layout
-from sbkit.infer.device import Device, DeviceUnavailable, Placement
+from sbkit.infer.device import DeviceUnavailable, Placement
 from sbkit.system.cores import usable_cores
 from sbkit.system.environment import onnxruntimes
 
@@ -49,10 +49,11 @@ _CHECKS_WEIGHTS, _WEIGHT_FILE = (1, 24), re.compile(rb"(?:\x08|\x88\x80*\x00)loc
 Session = Any  # onnxruntime.InferenceSession, which has no types
 
 
-def open_session(path: Path, device: Device, threads: int | None, interface: Interface, spin: bool = True
+def open_session(path: Path, gpu: int | None, threads: int | None, interface: Interface, spin: bool = True
                  ) -> tuple[Session, Placement]:
     """Open a session on a device and run it once; returns it, and how it runs.
 
+    gpu : its number; None: the CPU
     spin : threads busy-wait for each other, which is fastest for one run and doubles the CPU time of many small ones
 
     The session's device is checked before and after the run: a provider whose libraries are missing is still listed as
@@ -60,30 +61,31 @@ def open_session(path: Path, device: Device, threads: int | None, interface: Int
     the provider and run nothing on it.
     """
     runtime = load_runtime()
-    if device.gpu is not None:
+    if gpu is not None:
         _check_has_cuda(runtime)
         if hasattr(runtime, "preload_dlls"):
             runtime.preload_dlls()  # CUDA and cuDNN from pip, which the loader doesn't find
-    session = _new_session(runtime, path, device, _settings(runtime, threads, spin))
-    _check_device(session, device)
+    session = _new_session(runtime, path, gpu, _settings(runtime, threads, spin))
+    _check_device(session, gpu)
     interface.check(path, [each.name for each in session.get_inputs()], [each.name for each in session.get_outputs()])
     try:
         session.run(None, dict(interface.inputs))
     except Exception as error:
-        if device.gpu is not None:
+        if gpu is not None:
             raise DeviceUnavailable(f"an inference of {path.name} failed there: {first_line(error)}",
                                     hint=_LIBRARIES) from error
         raise SbkitError(f"{path} can't be run: {first_line(error)}", hint="export it again") from error
-    _check_device(session, device)
+    _check_device(session, gpu)
     operators = _operators(session)
     note = ""
-    if device.gpu is not None:
+    if gpu is not None:
         if operators and CUDA not in operators:
             raise DeviceUnavailable(f"onnxruntime runs all operators of {path.name} on {' and '.join(operators)}",
                                     hint="it has no CUDA kernels for them; use --device cpu")
         if session.get_provider_options()[CUDA].get("use_tf32") != "0":
             note = f"onnxruntime {runtime.__version__} computes with TF32 (10 bits), which can't be turned off"
-    return session, Placement(str(device), str(device), session.get_providers()[0], layout.ONNX, path.name,
+    device = "cpu" if gpu is None else f"cuda:{gpu}"
+    return session, Placement(device, device, session.get_providers()[0], layout.ONNX, path.name,
                               threads or usable_cores(), {"onnxruntime": runtime.__version__}, note, operators)
 
 
@@ -119,16 +121,16 @@ def _settings(runtime: ModuleType, threads: int | None, spin: bool) -> Any:  # o
     return settings
 
 
-def _new_session(runtime: ModuleType, path: Path, device: Device,
+def _new_session(runtime: ModuleType, path: Path, gpu: int | None,
                  settings: Any) -> Session:  # onnxruntime.SessionOptions
     providers: list[Any] = [CPU]  # names, or pairs of a name and options
-    if device.gpu is not None:
-        providers.insert(0, (CUDA, {"device_id": str(device.gpu), **_CUDA_OPTIONS}))
+    if gpu is not None:
+        providers.insert(0, (CUDA, {"device_id": str(gpu), **_CUDA_OPTIONS}))
     _check_weight_files(runtime, path)
     try:
         return runtime.InferenceSession(str(path), settings, providers=providers, enable_fallback=0)
     except Exception as error:
-        if device.gpu is not None:
+        if gpu is not None:
             raise DeviceUnavailable(f"{path.name} can't be opened there: {first_line(error)}") from error
         raise SbkitError(f"{path} can't be loaded: {first_line(error)}",
                          hint="is the file complete? export it again") from error
@@ -145,16 +147,16 @@ def _check_weight_files(runtime: ModuleType, path: Path) -> None:
                              hint="pip install 'onnxruntime>=1.24', which takes Python 3.11 or later")
 
 
-def _check_device(session: Session, device: Device) -> None:
+def _check_device(session: Session, gpu: int | None) -> None:
     provider = session.get_providers()[0]
-    if device.gpu is None:
+    if gpu is None:
         if provider != CPU:
             raise SbkitError(f"cpu was requested, but onnxruntime took {provider}")
         return
     if provider != CUDA:
         raise DeviceUnavailable(f"onnxruntime fell back to {provider}", hint=_LIBRARIES)
     number = session.get_provider_options()[CUDA].get("device_id")
-    if number != str(device.gpu):
+    if number != str(gpu):
         raise DeviceUnavailable(f"onnxruntime took cuda:{number}", hint="nvidia-smi lists the GPUs of this machine")
 
 

@@ -219,7 +219,7 @@ class Stays(torch.nn.Module):
 
 
 def test_a_program_that_stays_on_the_cpu_is_refused(bundle, monkeypatch):
-    monkeypatch.setattr(backends, "torch_device", lambda device: torch.device("cpu" if device.gpu is None else "meta"))
+    monkeypatch.setattr(backends, "torch_device", lambda gpu: torch.device("cpu" if gpu is None else "meta"))
     monkeypatch.setattr(backends, "move_program", lambda program, _: Stays())
     with pytest.raises(SbkitError, match=r"cuda was requested, but torch .* has parts of model.pt2 on cpu"):
         torch_backend(bundle, "cuda")
