@@ -52,20 +52,6 @@ def test_equals_a_loop_over_frames(seed, blank):
         np.testing.assert_allclose(spans.confidence, [p for *_, p in expected], rtol=1e-5)
 
 
-def test_the_same_whatever_else_is_in_the_batch():
-    log_probs, lengths = random_batch(1)
-    together = greedy(log_probs, lengths)
-    for row in range(len(lengths)):
-        length = int(lengths[row])
-        padded = torch.full((1, 100, log_probs.shape[2]), float("-inf"))
-        padded[0, :length] = log_probs[row, :length]
-        padded[0, length:, 3] = 0.0  # what lies beyond the end would be a token
-        for alone in (greedy(log_probs[row:row + 1, :length], lengths[row:row + 1]),
-                      greedy(padded, lengths[row:row + 1])):
-            for name in ("ids", "starts", "ends", "confidence"):
-                np.testing.assert_array_equal(getattr(alone[0], name), getattr(together[row], name))
-
-
 def test_one_copy_to_the_host_per_batch():
     class Copies(TorchFunctionMode):
         names = ("cpu", "item", "tolist", "__int__", "__bool__", "__float__", "nonzero", "to")

@@ -45,15 +45,6 @@ def test_where_all_is_clear_tokens_lie_where_greedy_decoding_puts_them():
     np.testing.assert_allclose(best.spans.confidence, greedy.confidence, rtol=1e-5)
 
 
-def test_hot_words_win_where_the_sound_leaves_a_choice():
-    states = [np.log(np.array([[0.08, 1e-4, 1e-4, 1e-4, 0.92], [0.02, 0.01, 0.5, 0.4, 0.07]], np.float32))]
-    joint = Joint(blank=0.0)
-    joint.table[:] = 0
-    joint.table[:, 2:4], joint.table[:, 4] = [9, 0, 0, 0, 0], [0, 0, 0, 0, -20]  # none is said twice
-    assert [beam(joint, hot_words=hot).search(States(states))[0][0].text for hot in ((), ["cb"], {"cb": 0.1})] == \
-        ["ca", "cb", "ca"]
-
-
 @pytest.mark.parametrize("where", ["states", "scores"])
 def test_what_is_no_number_is_refused(where):
     joint, [states] = Joint(), drawn(0, 4)

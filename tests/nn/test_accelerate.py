@@ -15,7 +15,6 @@ from speechbrain.processing.features import InputNormalization
 
 from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import FASTER, accelerate, restore
-from sbkit.nn.fast.attention import relative_shift
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2}
 
@@ -139,15 +138,6 @@ def test_multihead_attention_takes_speechbrains_masks(mask, padded):
         keys = torch.zeros(2, 3).masked_fill(keys, float("-inf"))  # torch wants both masks of one type
         pytest.skip("SpeechBrain passes boolean key masks only")
     assert_same(MultiheadAttention(2, 8), lambda m: m(x, x, x, attn_mask=mask, key_padding_mask=keys)[0])
-
-
-@pytest.mark.parametrize("t", [1, 2, 3, 8])
-def test_relative_shift_picks_the_distance_of_each_pair(t):
-    scores = torch.arange(2 * t * (2 * t - 1), dtype=torch.float32).view(1, 2, t, 2 * t - 1)
-    shifted = relative_shift(scores)
-    for i in range(t):
-        for j in range(t):
-            assert torch.equal(shifted[..., i, j], scores[..., i, t - 1 - i + j])
 
 
 def test_restore_gives_the_original_classes_back():

@@ -96,12 +96,6 @@ def test_padded_heads_attend_as_they_are(head):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("head", [36, 64])  # 144 / 4 of the flagship, 512 / 8 of large.yaml
-def test_heads_of_what_is_shipped_are_fused_on_cards(head, card):
-    (found,) = attention_kernel.kernels([RoPEMHA(head, 1)], card, "bf16")
-    assert found.fused
-
-
 class Operations(TorchDispatchMode):
     """The names of the operations that run; torch's own attention is made of smaller ones."""
 

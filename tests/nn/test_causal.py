@@ -31,11 +31,6 @@ def reference(layer, x):
     return x.permute(0, 2, 3, 1)
 
 
-@pytest.mark.parametrize("frames", range(1, 14))
-def test_it_gives_a_quarter_of_the_frames_rounded_up(frames):
-    assert front_end()(features(frames)).shape == (2, -(-frames // 4), 5, 6)
-
-
 @pytest.mark.parametrize("options", [{}, {"channels": [3]}, {"kernel_size": 5}, {"channels": [2, 3, 4]},
                                      {"n_features": 21}, {"stride": 1}])
 def test_its_layers_are_convolution_norm_and_activation(options):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder, ConvolutionModule
+from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
 from speechbrain.lobes.models.transformer.TransformerASR import make_transformer_src_mask
 from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 
@@ -123,13 +123,3 @@ def test_in_a_batch_an_utterance_comes_out_as_speechbrain_gives_it_alone(attenti
             alone = slow(x[row : row + 1, :n], src_mask=make_transformer_src_mask(x[:1, :n], False, config),
                          pos_embs=positions(slow, n, 37), dynchunktrain_config=config)[0]
             torch.testing.assert_close(together[row], alone[0], atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("size", [1, 5, 8, 40])
-def test_the_convolution_module_in_chunks_is_speechbrains(size):
-    torch.manual_seed(0)
-    slow = ConvolutionModule(WIDTH, 15)
-    fast = copy.deepcopy(slow)
-    accelerate(fast)
-    x, config = torch.randn(2, 33, WIDTH), DynChunkTrainConfig(size)
-    torch.testing.assert_close(fast(x, None, config), slow(x, None, config), atol=1e-5, rtol=1e-5)

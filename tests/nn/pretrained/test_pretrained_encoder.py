@@ -60,9 +60,9 @@ def test_alone_it_is_what_transformers_says(folders, kind):
 
 
 @pytest.mark.parametrize("more", [0, 5_000])
-@pytest.mark.parametrize("kind", encoders.KINDS)
-def test_an_utterance_is_the_same_alone_and_in_any_batch(folders, kind, more):
-    encoder = loaded(folders(kind))
+@pytest.mark.parametrize("kind, window", [*((kind, False) for kind in encoders.KINDS), ("whisper", True)])
+def test_an_utterance_is_the_same_alone_and_in_any_batch(folders, kind, window, more):
+    encoder = loaded(folders(kind), whole_window=window)
     head = Head(encoder, 30, kernel_size=5).eval()
     signals, counts = waves(SAMPLES)
     batch = torch.nn.functional.pad(silenced(signals, counts), (0, more))
@@ -107,27 +107,21 @@ def test_waveforms_are_made_equally_loud_where_the_model_was_used_to_it(tmp_path
     assert loaded(tmp_path / "layer").normalizes_loudness and not loaded(tmp_path / "group").normalizes_loudness
 
 
+@pytest.mark.parametrize("freezes", [True, False])
 @pytest.mark.parametrize("kind", encoders.KINDS)
-def test_every_parameter_but_the_frozen_ones_learns_in_each_step(folders, kind):
+def test_every_parameter_but_the_frozen_ones_learns_in_each_step(folders, kind, freezes):
     """Those that get no gradient would have DDP wait for them."""
-    encoder = loaded(folders(kind), mask_time_prob=0.3, mask_feature_prob=0.1).train()
-    front = {id(p) for p in encoder.network.front}
+    encoder = loaded(folders(kind), mask_time_prob=0.3, mask_feature_prob=0.1, freeze_front=freezes).train()
+    front = {id(p) for p in encoder.network.front} if freezes else set()
     signals, counts = waves(SAMPLES)
     for _ in range(3):
         encoder.zero_grad(set_to_none=True)
         encoder(silenced(signals, counts), counts).square().sum().backward()
         without = {name for name, p in encoder.named_parameters() if p.grad is None}
         assert without == {name for name, p in encoder.named_parameters()
-                           if id(p) in front or "embed_positions" in name}
-    assert bool(front) == (kind != "w2v-bert") and not any(p.requires_grad for p in encoder.network.front)
-
-
-def test_the_front_learns_if_asked_to(folders):
-    encoder = loaded(folders("wav2vec2-group"), freeze_front=False, mask_time_prob=0.0).train()
-    signals, counts = waves([4_000, 3_000])
-    encoder(signals, counts).square().sum().backward()
-    assert all(p.grad is not None for p in encoder.parameters())
-    assert "network.masked_spec_embed" not in dict(encoder.named_parameters()), "nothing is masked"
+                           if id(p) in front or "embed_positions" in name}, "its places were never trained"
+    assert bool(front) == (freezes and kind != "w2v-bert")
+    assert all(p.requires_grad != freezes for p in encoder.network.front)
 
 
 def test_the_same_generator_masks_the_same_spans(folders):
@@ -211,23 +205,6 @@ def test_padding_beyond_whispers_window_is_no_utterance(folders, whole):
     assert plain.shape[1] == 1_500 and torch.equal(padded, plain)
 
 
-def test_in_a_whole_window_an_utterance_is_the_same_in_any_batch(folders):
-    encoder = loaded(folders("whisper"), whole_window=True)
-    signals, counts = waves([4_000, 3_001])
-    with torch.no_grad():
-        together = encoder(signals, counts)
-        alone = encoder(signals[1:, :3_001], counts[1:])
-    assert together.shape[1] == 13
-    torch.testing.assert_close(together[1, :10], alone[0], rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", encoders.KINDS)
-def test_without_freeze_front_all_of_it_trains(folders, kind):
-    thawed = Encoder(str(folders(kind)), freeze_front=False)
-    frozen = [name for name, parameter in thawed.named_parameters() if not parameter.requires_grad]
-    assert len(frozen) == (kind == "whisper"), "its places are a table that was never trained"
-
-
 @pytest.mark.parametrize("kind", encoders.KINDS)
 def test_an_encoder_differs_from_its_like_in_what_its_weights_mean_alone(folders, tmp_path, kind):
     folder = folders(kind)
@@ -251,6 +228,7 @@ def test_whether_loudness_is_made_equal_is_part_of_what_weights_mean(folders):
 def test_it_knows_what_its_source_lacks(tmp_path):
     folder = encoders.make(tmp_path, "wav2vec2-layer")
     assert Encoder(str(folder), mask_time_prob=0.1).reinitialised == set()
+    assert "network.masked_spec_embed" not in Encoder(str(folder), mask_time_prob=0.0).state_dict(), "nothing is masked"
     tensors = {name: value for name, value in encoders.start(folder, "wav2vec2-layer").items()
                if name != "masked_spec_embed"}
     (folder / "model.safetensors").unlink()
