@@ -9,10 +9,12 @@ import numpy as np
 from sbkit.decode import hashing
 from sbkit.errors import SbkitError
 
+DEFAULT_BOOST = 5.0  # natural logarithm
 _STATE = np.uint64(0xA24BAED4963EE407)
 
 
-def phrase_boosts(given: Mapping[str, float] | Iterable[str] | None, boost: float = 5.0) -> dict[str, float]:
+def phrase_boosts(given: Mapping[str, float] | Iterable[str] | None,
+                  boost: float = DEFAULT_BOOST) -> dict[str, float]:
     """Return the boost of each phrase; ``boost`` is the default."""
     check_no_text(given)
     return dict(given) if isinstance(given, Mapping) else {normalise_phrase(each): boost for each in given or ()}

@@ -125,7 +125,6 @@ class KenLM(LanguageModel):
                           "bytes", hint="download it again or build it again")
 
     def score(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Natural logarithms of the probabilities [N] of words [N] after states [N], and the states after."""
         lengths, contexts = states[:, 0], states[:, 1:self.order]
         before = np.ascontiguousarray(states[:, self.order:]).view(np.float32)
         unigram = self._unigrams[words]

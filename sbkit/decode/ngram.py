@@ -119,7 +119,6 @@ class NGram(LanguageModel):
         return arc, self._keys[arc] == wanted
 
     def score(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Natural logarithms of the probabilities [N] of words [N] after states [N], and the states after."""
         scores = np.zeros(len(words), dtype=np.float32)
         after = np.zeros(len(words), dtype=np.int32)
         todo = np.arange(len(words))

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sbkit.decode.hotwords import check_no_text, normalise_phrase
+from sbkit.decode.hotwords import DEFAULT_BOOST, check_no_text, normalise_phrase
 from sbkit.errors import SbkitError
 
 
-def hot_words(given: Sequence[str], boost: float = 5.0) -> dict[str, float]:
+def hot_words(given: Sequence[str]) -> dict[str, float]:
     """Parse phrases with their boosts, from ``PHRASE``, ``PHRASE=BOOST`` and ``@FILE`` with such lines."""
     check_no_text(given)
     phrases: dict[str, float] = {}
@@ -25,7 +25,7 @@ def hot_words(given: Sequence[str], boost: float = 5.0) -> dict[str, float]:
         for line in lines:
             phrase, equals, value = line.rpartition("=")
             try:
-                phrases[normalise_phrase(phrase if equals else line)] = float(value) if equals else boost
+                phrases[normalise_phrase(phrase if equals else line)] = float(value) if equals else DEFAULT_BOOST
             except ValueError:
                 raise SbkitError(f"hot word {line!r}: the boost {value!r} is not a number",
                                  hint="as in: Ada Lovelace=6") from None

@@ -18,7 +18,7 @@ import numpy as np
 
 from sbkit.decode import lm as language_models
 from sbkit.decode.fusion import Fusion, FusionWeights
-from sbkit.decode.hotwords import HotWords, phrase_boosts
+from sbkit.decode.hotwords import DEFAULT_BOOST, HotWords, phrase_boosts
 from sbkit.decode.pieces import Pieces
 from sbkit.decode.prefix_search import MAX_BATCH, TokenHypothesis
 from sbkit.decode.spans import WORD_START, Spelling, TokenSpans
@@ -74,7 +74,7 @@ class TokenSearch(ABC):
                  token_threshold: float = -7.0, width: float = 12.0, lm_weight: float = 0.5,
                  word_score: float | None = None,
                  unknown_score: float = -14.0, hot_words: Mapping[str, float] | Sequence[str] | None = None,
-                 hot_boost: float = 5.0, nbest: int = 1, unit: str | None = None, blank_id: int = 0,
+                 hot_boost: float = DEFAULT_BOOST, nbest: int = 1, unit: str | None = None, blank_id: int = 0,
                  separator: str | None = WORD_START, workers: int = 0):
         beam = self.default_beam if beam is None else beam
         for name, value, low in (("beam", beam, 1), ("token_beam", token_beam, 1), ("nbest", nbest, 1),

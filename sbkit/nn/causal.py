@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.nn.fast import fused
-from sbkit.nn.fast.dropout import Dropout, share
-
-_SLOPE = 0.01  # of LeakyReLU
+from sbkit.nn.fast.dropout import Dropout
 
 
 class CausalFrontEnd(nn.Module):
@@ -82,7 +80,7 @@ class _Layer(nn.Module):
         """Shape of the frames before."""
         self.conv = nn.Conv2d(inputs, outputs, kernel_size, stride, padding=(0, kernel_size // 2))
         self.norm = nn.LayerNorm([self.width, outputs])
-        self.activation = nn.LeakyReLU(_SLOPE)
+        self.activation = nn.LeakyReLU()
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,11 +89,5 @@ class _Layer(nn.Module):
         # A view [B, C, T, F] of memory with channels last: nothing is copied.
         y = functional.conv2d(x.permute(0, 3, 1, 2), self.conv.weight, self.conv.bias, self.conv.stride,
                               self.conv.padding).permute(0, 2, 3, 1)
-        return self._normed(y), left
-
-    def _normed(self, x: Tensor) -> Tensor:
-        dtype, p = fused.precision(x), share(self.dropout)
-        if dtype is None or p is None or not fused.plain(self.norm, self.activation, self.dropout) \
-                or not fused.fits(self.norm, x.shape[-2:]):
-            return self.dropout(self.activation(self.norm(x)))
-        return fused.norm(x, self.norm, dtype, _SLOPE, p)
+        fast = fused.activated_norm(y, self.norm, self.activation, self.dropout)
+        return self.dropout(self.activation(self.norm(y))) if fast is None else fast, left

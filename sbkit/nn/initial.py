@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
-
 
 def by_layer(*modules: nn.Module) -> None:
     """Reinitialise linear and convolutional layers with torch's defaults, which only depend on a layer's fan-in.
@@ -15,5 +13,5 @@ def by_layer(*modules: nn.Module) -> None:
     """
     for module in modules:
         for layer in module.modules():
-            if isinstance(layer, _LAYERS):
+            if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d)):
                 layer.reset_parameters()

@@ -76,6 +76,11 @@ def lengths_to_mask(lengths: torch.Tensor, size: int) -> torch.Tensor:
     return torch.arange(size, device=lengths.device)[None, :] < lengths[:, None]
 
 
+def frame_mean(values: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
+    """Compute the mean of [B, N, F] over the real frames [B] of each utterance: [B]."""
+    return (values.mean(2) * lengths_to_mask(frames, values.shape[1])).sum(1) / frames
+
+
 def centred(x: torch.Tensor, inside: torch.Tensor, count: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Subtract from ``x`` its mean along ``dim`` over valid places; returns that, and the sum of its squares there.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import re
 import struct
 import time
 import tracemalloc
@@ -176,35 +177,26 @@ def test_a_truncated_section_is_named_with_what_it_should_hold(whole):
 
 
 @pytest.mark.parametrize("old, new, message", [
-    ("\\data\\", "data", r"not an ARPA language model"),
+    (r"\\data", "data", r"not an ARPA language model"),
     ("ngram 1=", "n 1=", r"doesn't say how many"),
     ("<s> a\t", "<s> zzz\t", r"the word 'zzz' is in a 2-gram, but not among the 1-grams"),
     ("\ta b c\n", "\tc ö b\n", r"the 3-gram '.*c ö b' begins with a 2-gram that the file lacks"),
     ("\t<s> a b\n", "\t<s> b a\n", r"the 3-gram|is there twice"),
     ("\tb\t", "\ta\t", r"a word occurs twice"),
     ("\t<s> a b\n", "\t<s> a b c d\n", r"is not a 3-gram"),
+    *((r"\S+\t<s> a b\n", f"{wrong}\t<s> a b\n", rf"the line '{wrong}.*<s> a b' is not a 3-gram with its log10")
+      for wrong in ("x-1.5", "nan", "inf", "2.5")),
 ])
-def test_contradictions_are_named(whole, old, new, message):
-    text = whole.read_text()
-    assert old in text
-    whole.write_text(text.replace(old, new, 1))
+def test_what_can_not_be_is_named(whole, old, new, message):
+    text, count = re.subn(old, new, whole.read_text(), count=1)
+    assert count
+    whole.write_text(text)
     with pytest.raises(SbkitError, match=message):
         arpa.read(whole)
 
 
-@pytest.mark.parametrize("wrong", ["x-1.5", "nan", "inf", "2.5"])
-def test_a_probability_that_is_none(whole, wrong):
-    text = whole.read_text()
-    line = next(line for line in text.splitlines() if line.endswith("\t<s> a b"))
-    whole.write_text(text.replace(line, wrong + "\t<s> a b"))
-    with pytest.raises(SbkitError, match=rf"the line '{wrong}.*<s> a b' is not a 3-gram with its log10"):
-        arpa.read(whole)
-
-
 def test_a_model_in_another_encoding_is_named_with_its_word(whole):
-    text = whole.read_text()
-    assert "ö" in text
-    whole.write_text(text, encoding="latin1")
+    whole.write_text(whole.read_text(), encoding="latin1")
     with pytest.raises(SbkitError, match="is not UTF-8; convert the file to UTF-8"):
         arpa.read(whole)
 
@@ -277,18 +269,17 @@ def test_a_header_of_no_model_is_refused_at_once(tmp_path, header):
     assert time.perf_counter() - began < 5
 
 
-@pytest.mark.parametrize("at, value", [(88, b"\0"), (88, b"\1"), (88, b"\xff"), (92, struct.pack("<f", math.nan)),
-                                       (92, struct.pack("<f", math.inf)), (92, struct.pack("<f", 0.5))])
-def test_a_binary_whose_header_no_model_has_is_refused(binary, at, value):
+ORDER, SIZE = "its header has the order", "is truncated"
+
+
+@pytest.mark.parametrize("at, value, message", [
+    *((88, value, ORDER) for value in (b"\0", b"\1", b"\xff")),
+    *((92, struct.pack("<f", value), ORDER) for value in (math.nan, math.inf, 0.5)),
+    *((108, struct.pack("<Q", count), SIZE) for count in (0, 2**40, 2**63)),
+])
+def test_a_binary_whose_header_no_model_has_is_refused(binary, at, value, message):
     spoil(binary, [at], value)
-    with pytest.raises(SbkitError, match="its header has the order"):
-        kenlm_binary.KenLM(binary)
-
-
-@pytest.mark.parametrize("count", [0, 2**40, 2**63])
-def test_a_binary_whose_counts_are_larger_than_itself_is_refused(binary, count):
-    spoil(binary, [108], struct.pack("<Q", count))
-    with pytest.raises(SbkitError, match="is truncated"):
+    with pytest.raises(SbkitError, match=message):
         kenlm_binary.KenLM(binary)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.nn.codec import fourier
-from sbkit.nn.lengths import lengths_to_mask
+from sbkit.nn.lengths import frame_mean, lengths_to_mask
 
 #: Strides of the layers in time and in frequency.
 _STRIDES = ((1, 1), (1, 2), (2, 2), (2, 2))
@@ -79,18 +79,19 @@ class Discriminators(nn.Module):
         with torch.no_grad():
             theirs = self(recording, samples)
         zeros = decoded.new_zeros(len(decoded))
-        loss = sum((_mean(functional.relu(1 - one.scores), one.frames[-1]) for one in ours), zeros)
+        loss = sum((frame_mean(functional.relu(1 - one.scores), one.frames[-1]) for one in ours), zeros)
         distance = zeros
         for one, other in zip(ours, theirs, strict=True):
             for state, target, frames in zip(one.states, other.states, one.frames, strict=True):
-                distance = distance + _mean((state - target).abs().mean(1), frames) / len(one.states)
+                distance = distance + frame_mean((state - target).abs().mean(1), frames) / len(one.states)
         return loss / len(self), distance / len(self)
 
     def discriminator_loss(self, decoded: Tensor, recording: Tensor, samples: Tensor) -> Tensor:
         """Compute the discriminators' own loss [B], with gradients for their parameters only."""
         loss = decoded.new_zeros(len(decoded))
         for one, other in zip(self(decoded.detach(), samples), self(recording, samples), strict=True):
-            loss = loss + _mean(functional.relu(1 + one.scores) + functional.relu(1 - other.scores), one.frames[-1])
+            errors = functional.relu(1 + one.scores) + functional.relu(1 - other.scores)
+            loss = loss + frame_mean(errors, one.frames[-1])
         return loss / len(self)
 
     def idle(self) -> Tensor:
@@ -101,9 +102,3 @@ class Discriminators(nn.Module):
 def _masked(states: Tensor, frames: Tensor) -> Tensor:
     """Set the padding of [B, C, N, F] to 0."""
     return states * lengths_to_mask(frames, states.shape[2])[:, None, :, None]
-
-
-def _mean(values: Tensor, frames: Tensor) -> Tensor:
-    """Compute the mean of [B, N, F] over the real frames: [B]."""
-    real = lengths_to_mask(frames, values.shape[1])
-    return (values.mean(2) * real).sum(1) / frames

@@ -79,7 +79,7 @@ def _hertz(mel: float) -> float:
     return 700 * (10 ** (mel / 2595) - 1)
 
 
-#: Power below which a band counts as silent, 60 dB below that of noise at full scale.
+#: Power below which a band, or a bin, counts as silent, 60 dB below that of noise at full scale.
 FLOOR = 1e-6
 
 

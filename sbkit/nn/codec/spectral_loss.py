@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sbkit.nn.codec import fourier
-from sbkit.nn.lengths import lengths_to_mask
+from sbkit.nn.lengths import frame_mean
 
-#: Power below which a bin counts as silent, 60 dB below that of noise at full scale.
-FLOOR = 1e-6
 #: Decibels of one natural logarithm of a magnitude.
 DECIBELS = 20 / math.log(10)
 
@@ -35,8 +33,7 @@ class PowerSpectrum(nn.Module):
 
     def mean(self, values: Tensor, samples: Tensor) -> Tensor:
         """Compute the mean of [B, N, F] over the real frames of utterances with sample counts [B]: [B]."""
-        frames = samples // self.hop + 1
-        return (values.mean(2) * lengths_to_mask(frames, values.shape[1])).sum(1) / frames
+        return frame_mean(values, samples // self.hop + 1)
 
 
 class MelDistance(nn.Module):
@@ -93,4 +90,4 @@ class SpectralLoss(nn.Module):
 
 def _distances(ours: Tensor, theirs: Tensor) -> Tensor:
     """Compute distances between the log-magnitudes of powers."""
-    return 0.5 * ((ours + FLOOR).log() - (theirs + FLOOR).log()).abs()
+    return 0.5 * ((ours + fourier.FLOOR).log() - (theirs + fourier.FLOOR).log()).abs()

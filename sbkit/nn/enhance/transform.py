@@ -75,7 +75,6 @@ class FourierFrames(Frames):
         self.register_buffer("synthesis", energy * fourier.synthesis(size, hop, taper), persistent=False)
 
     def features(self, coefficients: Tensor) -> Tensor:
-        """[B, T, C] to [B, T, F]."""
         real, imaginary = coefficients.chunk(2, dim=2)
         energy = real.square() + imaginary.square() + FLOOR
         weight = energy ** ((self.power - 1) / 2)
@@ -104,9 +103,7 @@ class LearnedFrames(Frames):
             setattr(self, name, nn.Parameter(torch.randn(shape) / shape[0] ** 0.5))
 
     def features(self, coefficients: Tensor) -> Tensor:
-        """[B, T, C] to [B, T, C]."""
         return coefficients.relu()
 
     def masked(self, coefficients: Tensor, masks: Tensor) -> Tensor:
-        """Multiply coefficients [B, T, C] with masks [B, T, C]."""
         return coefficients * (1 + masks).relu()

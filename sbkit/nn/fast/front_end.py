@@ -19,7 +19,7 @@ from torch.nn import functional
 from sbkit.errors import SbkitError
 from sbkit.nn.fast import fused
 from sbkit.nn.fast.autocast import Context
-from sbkit.nn.fast.dropout import Dropout, share
+from sbkit.nn.fast.dropout import Dropout
 from sbkit.nn.fast.fused import Layer
 
 
@@ -120,13 +120,8 @@ def _through(layers: Layer, x: Tensor) -> Tensor:
 def _normed(x: Tensor, norm: Layer, activation: Layer, drop: Layer) -> Tensor | None:
     """Apply norm, activation and dropout in one pass; None if the kernels don't support them."""
     kinds = type(norm), type(activation), type(drop)
-    if kinds not in _FUSED or activation.inplace:
-        return None
-    dtype, p = fused.precision(x), share(drop)
-    if dtype is None or p is None or not fused.plain(norm, norm.norm, activation, drop):
-        return None
-    fitting = fused.fits(norm.norm, x.shape[-2:])
-    return fused.norm(x, norm.norm, dtype, activation.negative_slope, p) if fitting else None
+    supported = kinds in _FUSED and not activation.inplace and fused.plain(norm)
+    return fused.activated_norm(x, norm.norm, activation, drop) if supported else None
 
 
 _FUSED = {(normalization.LayerNorm, nn.LeakyReLU, kind) for kind in (nn.Dropout, Dropout)}

@@ -338,6 +338,15 @@ def norm(x: Tensor, layer: nn.LayerNorm, dtype: torch.dtype, slope: float = 1.0,
     return _Norm.apply(x, layer.weight, layer.bias, layer.eps, slope, p, dtype)
 
 
+def activated_norm(x: Tensor, layer: nn.LayerNorm, activation: nn.LeakyReLU, drop: nn.Dropout) -> Tensor | None:
+    """Compute the layer norm of x over its last two dimensions, then the activation and dropout, in one pass; None if
+    the kernels don't support them."""
+    dtype, p = precision(x), dropout.share(drop)
+    if dtype is None or p is None or not plain(layer, activation, drop) or not fits(layer, x.shape[-2:]):
+        return None
+    return norm(x, layer, dtype, activation.negative_slope, p)
+
+
 def feed_forward(x: Tensor, layer: nn.LayerNorm, first: nn.Linear, second: nn.Linear, inner: float, outer: float,
                  weight: float, dtype: torch.dtype) -> Tensor:
     """Compute x plus ``weight`` times a feed-forward block of its norm, with dropout ``inner`` and ``outer``."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -246,18 +245,18 @@ def _explained(error: Exception, source: str, name: str) -> SbkitError:
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{source.partition('@')[0]}"
-    meanings: list[tuple[Callable[[], bool], str, str]] = [
-        (lambda: constants.HF_HUB_OFFLINE, f"no folder has this name, its {name} is not in the hub's cache, and "
+    meanings = [
+        (constants.HF_HUB_OFFLINE, f"no folder has this name, its {name} is not in the hub's cache, and "
          "HF_HUB_OFFLINE forbids downloads", "unset HF_HUB_OFFLINE to download it, or name a folder"),
-        (lambda: isinstance(error, errors.GatedRepoError), "access has to be requested",
+        (isinstance(error, errors.GatedRepoError), "access has to be requested",
          f"request it on {page}, then `hf auth login` or set HF_TOKEN"),
-        (lambda: isinstance(error, errors.RevisionNotFoundError), "it has no such revision",
+        (isinstance(error, errors.RevisionNotFoundError), "it has no such revision",
          f"its branches and commits are on {page}/commits/main"),
-        (lambda: isinstance(error, errors.RepositoryNotFoundError), "no folder has this name, and the hub has no such "
+        (isinstance(error, errors.RepositoryNotFoundError), "no folder has this name, and the hub has no such "
          "model, or it is private", "check the name; for a private one `hf auth login` or set HF_TOKEN"),
     ]
     for means, what, hint in meanings:
-        if means():
+        if means:
             return SbkitError(f"the pretrained source {source}: {what}", hint=hint)
     while isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # the reason; the hub's own error is a paragraph of advice
