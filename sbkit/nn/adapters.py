@@ -61,6 +61,9 @@ class Adapters(ABC):
         layer and one inside it match, only the outer one is adapted
     """
 
+    added: type[nn.Module]
+    """Has the forward of an adapted layer."""
+
     def __init__(self, module: nn.Module, targets: str | Iterable[str]):
         self.module, self.targets = module, [targets] if isinstance(targets, str) else list(targets)
         self.layers = self._find()
@@ -68,11 +71,14 @@ class Adapters(ABC):
             if not is_added(name):
                 parameter.requires_grad_(False)
         for path, layer in self.layers.items():
-            self.adapt(path, layer)
+            if isinstance(layer, self.added):
+                raise SbkitError(f"{type(self).__name__}: {path} has one already", hint="adapt each layer once")
+            self.adapt(layer)
+            layer.__class__ = derived(self.added, type(layer))  # type: ignore[arg-type]  # mypy takes a class for unhashable
 
     @abstractmethod
-    def adapt(self, path: str, layer: nn.Module) -> None:
-        """Add an adapter to one layer."""
+    def adapt(self, layer: nn.Module) -> None:
+        """Add the modules of an adapter to one layer."""
 
     @abstractmethod
     def fits(self, layer: nn.Module) -> bool:
@@ -103,6 +109,8 @@ class LoRA(Adapters):
     dropout : of the adapter's input
     """
 
+    added = _WithLoRA
+
     def __init__(self, module: nn.Module, targets: str | Iterable[str], rank: int = 16, alpha: float | None = None,
                  dropout: float = 0.0):
         if rank < 1:
@@ -113,18 +121,14 @@ class LoRA(Adapters):
     def fits(self, layer: nn.Module) -> bool:
         return isinstance(layer, nn.Linear)
 
-    def adapt(self, path: str, layer: nn.Module) -> None:
-        if isinstance(layer, _WithLoRA):
-            raise SbkitError(f"LoRA: {path} has one already", hint="adapt each layer once")
+    def adapt(self, layer: nn.Module) -> None:
         assert isinstance(layer, nn.Linear)
         down = nn.Linear(layer.in_features, self.rank, bias=False, device=layer.weight.device)
         up = nn.Linear(self.rank, layer.out_features, bias=False, device=layer.weight.device)
         nn.init.kaiming_uniform_(down.weight, a=math.sqrt(5))
         nn.init.zeros_(up.weight)
-        added = nn.Sequential(nn.Dropout(self.dropout), down, up)
-        layer.add_module(LORA, added)
+        layer.add_module(LORA, nn.Sequential(nn.Dropout(self.dropout), down, up))
         layer.lora_scale = self.alpha / self.rank  # type: ignore[assignment]  # a new attribute of the layer
-        layer.__class__ = derived(_WithLoRA, type(layer))  # type: ignore[arg-type,assignment]  # mypy takes a class for unhashable
 
 
 class Houlsby(Adapters):
@@ -135,6 +139,8 @@ class Houlsby(Adapters):
     width : D, for blocks without linear layers or layer norms to read it from
     """
 
+    added = _WithAdapter
+
     def __init__(self, module: nn.Module, targets: str | Iterable[str], size: int = 64, width: int | None = None):
         if size < 1:
             raise SbkitError(f"Houlsby: size is {size}", hint="use 16 to 256")
@@ -144,9 +150,7 @@ class Houlsby(Adapters):
     def fits(self, layer: nn.Module) -> bool:
         return self.width is not None or _width(layer) is not None
 
-    def adapt(self, path: str, layer: nn.Module) -> None:
-        if isinstance(layer, _WithAdapter):
-            raise SbkitError(f"Houlsby: {path} has one already", hint="adapt each layer once")
+    def adapt(self, layer: nn.Module) -> None:
         width = self.width or _width(layer)
         assert width is not None
         device = next((parameter.device for parameter in layer.parameters()), None)
@@ -154,7 +158,6 @@ class Houlsby(Adapters):
         nn.init.zeros_(up.weight)
         nn.init.zeros_(up.bias)
         layer.add_module(HOULSBY, nn.Sequential(nn.LayerNorm(width, device=device), down, nn.GELU(), up))
-        layer.__class__ = derived(_WithAdapter, type(layer))  # type: ignore[arg-type]  # mypy takes a class for unhashable
 
 
 def is_added(name: str) -> bool:

@@ -5,14 +5,9 @@
    so that the same number of threads gives the same result; the caller passes zeros for such sums. Rows of up to WIDEST
    columns are kept in float on the stack. Kernels do not allocate memory. */
 
+#include <omp.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#else
-#define omp_get_thread_num() 0
-#define omp_get_num_threads() 1
-#endif
 
 #define API __attribute__((visibility("default")))
 
