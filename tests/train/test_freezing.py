@@ -194,16 +194,15 @@ def test_unfreezing_works_on_two_ranks(tmp_path):
         assert same(again[0], other[0]) and not again[3]
 
 
-def on_a_corner(_):
-    rank, world = ranks.rank(), ranks.world_size()
-    made = brain(ToyBrain, modules=layers(), hparams={"freeze": {"model.3": 2, "model.0": 2}})
-    made.fit([1, 2], ToyTrainLoader(4, 8, rank, world))
+def as_a_rank(cls, freeze):
+    made = brain(cls, modules=layers(), hparams={"freeze": freeze})
+    made.fit([1, 2], ToyTrainLoader(4, 8, ranks.rank(), ranks.world_size()))
     return state(made), made.trainer.wrap.searches
 
 
 @pytest.mark.slow
 def test_unfrozen_parameters_that_the_loss_does_not_reach_are_not_averaged():
-    (first, searches), (second, _) = results(on_a_corner, None)
+    (first, searches), (second, _) = results(as_a_rank, ToyBrain, {"model.3": 2, "model.0": 2})
     assert same(first, second) and not searches
     assert torch.equal(first["model.3.weight"], layers()[3].weight)
     assert not torch.equal(first["model.0.weight"], layers()[0].weight)
@@ -221,15 +220,9 @@ class OwnStep(ToyBrain):
         return loss.detach()
 
 
-def own(_):
-    made = brain(OwnStep, modules=layers(), hparams={"freeze": {"model.0": 2}})
-    made.fit([1], ToyTrainLoader(4, 8, ranks.rank(), ranks.world_size()))
-    return state(made)
-
-
 @pytest.mark.slow
 def test_unfreezing_works_with_a_recipes_own_fit_batch_on_two_ranks():
-    first, second = results(own, None)
+    (first, _), (second, _) = results(as_a_rank, OwnStep, {"model.0": 2})
     assert same(first, second) and not torch.equal(first["model.0.weight"], layers()[0].weight)
 
 

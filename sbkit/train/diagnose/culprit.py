@@ -8,9 +8,7 @@ import json
 import logging
 import os
 import pickle
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from speechbrain.dataio.batch import PaddedBatch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from sbkit.data.publish import publish, temporary_folder
 from sbkit.errors import SbkitError, first_line
 from sbkit.recipe.report import listed
 from sbkit.score.run_files import CULPRITS
@@ -114,34 +113,28 @@ def _save(
     culprits: Path, modules: torch.nn.Module | None, batches: Sequence[KeptBatch],
     accounts: Sequence[Mapping[str, Any]], context: Mapping[str, Any],
 ) -> None:
-    """Write a culprit's folder under another name and rename it; a full disk loses the report, but not the run.
+    """Write a culprit's folder; a full disk, or a batch that can't be pickled, loses the report, but not the run.
 
     modules : save their weights, too, if no culprit of the run has any yet
     """
-    final, temporary = culprits / f"step-{context['step']}-rank-{context['rank']}", None
+    final = culprits / f"step-{context['step']}-rank-{context['rank']}"
     try:
         culprits.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=culprits))
-        write_state([{"micro": account["micro"], **batches[account["micro"]]._asdict()} for account in accounts],
-                    temporary / _BATCHES)
-        if modules is not None and not any(culprits.glob("*/model.safetensors")):
-            named = [*modules.named_parameters(), *modules.named_buffers()]
-            if sum(tensor.numel() * tensor.element_size() for _, tensor in named) <= _MAX_WEIGHTS:
-                save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in named},
-                          temporary / "model.safetensors")
-        with open(temporary / "culprit.json", "w", encoding="utf-8") as out:
-            json.dump({**context, "accounts": accounts}, out, indent=1)
-        temporary.chmod(0o755)
-        shutil.rmtree(final, ignore_errors=True)  # from an earlier attempt at the same step
-        temporary.rename(final)
-    except Exception as error:
-        failure = error if isinstance(error, OSError) else disk.disk_error(error)  # torch and Rust have others
-        if failure is None and not isinstance(error, (TypeError, AttributeError, pickle.PicklingError)):
-            raise  # those errors mean that the batch can't be saved
+        with temporary_folder(final) as temporary:
+            write_state([{"micro": account["micro"], **batches[account["micro"]]._asdict()} for account in accounts],
+                        temporary / _BATCHES)
+            if modules is not None and not any(culprits.glob("*/model.safetensors")):
+                named = [*modules.named_parameters(), *modules.named_buffers()]
+                if sum(tensor.numel() * tensor.element_size() for _, tensor in named) <= _MAX_WEIGHTS:
+                    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in named},
+                              temporary / "model.safetensors")
+            with open(temporary / "culprit.json", "w", encoding="utf-8") as out:
+                json.dump({**context, "accounts": accounts}, out, indent=1)
+            publish(temporary, final, force=True)  # over that of an earlier attempt at the same step
+    except (SbkitError, OSError, TypeError, AttributeError, pickle.PicklingError) as error:
+        reason = error.message if isinstance(error, SbkitError) else first_line(error)
         logger.warning("The culprit of step %s is not saved: %s", context["step"],
-                       first_line(error) if failure is None else disk.explain(failure, final))
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+                       disk.explain(error, final) if isinstance(error, OSError) else reason)
 
 
 # ------------------------------------------------------------ replay

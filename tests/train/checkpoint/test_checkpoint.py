@@ -86,27 +86,25 @@ def test_files_of_a_checkpoint(tmp_path):
     assert names == {"CKPT.yaml", "CKPT.sums.json", "model.ckpt", "optimizer.ckpt", "counter.ckpt"}
 
 
-def test_adopting_keeps_the_object_and_its_recoverables(tmp_path):
-    old = Run(tmp_path, kind=stock.Checkpointer)
-    reference = old.checkpointer
-    assert Checkpointer.adopt(reference, asynchronous=True) is reference
-    assert isinstance(reference, Checkpointer) and reference.asynchronous
-    old.epoch()
-    assert (old.newest() / "CKPT.sums.json").exists()
-    assert Checkpointer.adopt(None) is None
+class Own(stock.Checkpointer):
+    """A recipe's."""
+
+    calls = 0
+
+    def save_checkpoint(self, *args, **kwargs):
+        self.calls += 1
+        return super().save_checkpoint(*args, **kwargs)
 
 
-def test_adopting_a_recipes_own_subclass_keeps_its_overrides(tmp_path):
-    class Own(stock.Checkpointer):
-        def save_checkpoint(self, *args, **kwargs):
-            self.calls = getattr(self, "calls", 0) + 1
-            return super().save_checkpoint(*args, **kwargs)
-
-    run = Run(tmp_path, kind=Own)
-    Checkpointer.adopt(run.checkpointer)
+@pytest.mark.parametrize("kind", [stock.Checkpointer, Own])
+def test_adopting_keeps_the_object_its_recoverables_and_its_overrides(tmp_path, kind):
+    run = Run(tmp_path, kind=kind)
+    assert Checkpointer.adopt(run.checkpointer, asynchronous=True) is run.checkpointer
+    assert isinstance(run.checkpointer, Checkpointer) and run.checkpointer.asynchronous
     run.epoch()
-    assert run.checkpointer.calls == 1 and isinstance(run.checkpointer, Own)
     assert (run.newest() / "CKPT.sums.json").exists()
+    assert getattr(run.checkpointer, "calls", 1) == 1 and isinstance(run.checkpointer, kind)
+    assert Checkpointer.adopt(None) is None
 
 
 def test_defaults_are_not_shared_between_calls(tmp_path):
