@@ -84,7 +84,7 @@ def bound(size: int) -> None:
 
     The kernel counts reserved memory instead of used memory, so the present difference of the two is added.
     """
-    now = _now()
+    now = _sizes("self/status")
     allowed = now["VmData"] + max(0, size - now["VmRSS"])
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
@@ -94,30 +94,23 @@ def bound(size: int) -> None:
 
 def peak() -> int:
     """Return the peak memory of this process in bytes."""
-    return _now()["VmHWM"]
-
-
-def _now() -> dict[str, int]:
-    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    return {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)
-            if name in ("VmData", "VmRSS", "VmHWM")}
+    return _sizes("self/status")["VmHWM"]
 
 
 def total() -> int:
     """Return the memory of the machine, or the limit of the container, in bytes."""
-    return min([_machine("MemTotal"), *(limit for limit, _ in _containers())])
+    return min([_sizes("meminfo")["MemTotal"], *(limit for limit, _ in _containers())])
 
 
 def available() -> int:
     """Return the memory that another process could use now, in bytes."""
-    return max(0, min([_machine("MemAvailable"), *(limit - used for limit, used in _containers())]))
+    return max(0, min([_sizes("meminfo")["MemAvailable"], *(limit - used for limit, used in _containers())]))
 
 
-def _machine(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) << 10
-    raise OSError(f"/proc/meminfo has no {name}")
+def _sizes(file: str) -> dict[str, int]:
+    """Return what a file of /proc gives in kB, in bytes."""
+    lines = map(str.split, (Path("/proc") / file).read_text(encoding="ascii", errors="replace").splitlines())
+    return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[2:] == ["kB"]}
 
 
 def _containers() -> list[tuple[int, int]]:

@@ -235,7 +235,7 @@ def _time_planned(trial: Trial) -> tuple[float, float]:
     audio = min(batching.update_seconds, batching.max_batch_seconds)
     utterances = max(batching.min_batch_utterances, round(audio / trial.typical))
     batch = trial.batch(utterances, audio / utterances)
-    wait: Callable[[], None] = torch.cuda.synchronize if trial.device.type == "cuda" else (lambda: None)
+    wait = torch.get_device_module(trial.device).synchronize
     times, contention = [], Contention(trial.device)
     for _ in range(CYCLES + 1):  # the first warms up
         wait()
@@ -250,7 +250,7 @@ def _time_planned(trial: Trial) -> tuple[float, float]:
 
 def time_steps(step: Callable[[Batch], bool], batch: Batch, device: torch.device) -> StepMeasurement:
     """Return the median time of steps on one batch, after a first one for warm-up, and the peak of memory."""
-    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    wait = torch.get_device_module(device).synchronize
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     times: list[float] = []
