@@ -79,7 +79,6 @@ EVERYTHING = RecordingShard()
 class LabelRequest(SearchRequest, ModelRequest):
     """What to label, and which labels to keep.
 
-    bundle : the folder that ``sbkit export`` made
     files : files, folders, manifests, JSON lines
     to : the folder of the corpus
     calibrate : a list with transcripts that the recogniser was not trained on

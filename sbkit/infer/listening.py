@@ -33,7 +33,6 @@ _STOPPED = 128 + signal.SIGINT
 class ListenRequest(SearchRequest, ModelRequest):
     """What to listen to, and how.
 
-    bundle : the folder that ``sbkit export`` made
     source : ``-`` for 16-bit PCM from standard input; None for the microphone
     rate : samples per second; None: the model's, or what the microphone has
     microphone : its number or a part of its name

@@ -28,7 +28,6 @@ _MAX_PRINTED = 10_000
 class RunRequest(ModelRequest):
     """The model to run, and its recordings.
 
-    bundle : the folder that ``sbkit export`` made
     files : files, folders, manifests, ``-``
     output : the folder for files; None: print lines of JSON
     formats : any of ``npz`` (all outputs), ``json`` and ``wav`` (the first output, if it is audio)

@@ -35,7 +35,6 @@ _SHOWN = 20  # number of errors shown on the screen
 class TranscribeRequest(SearchRequest, ModelRequest):
     """What to transcribe, and how.
 
-    bundle : the folder that ``sbkit export`` made
     files : files, folders, manifests, ``-``
     output : the folder for transcripts; None: print them
     formats : any of ``txt, json, srt, vtt, ctm``
