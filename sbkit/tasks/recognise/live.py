@@ -17,7 +17,7 @@ from sbkit.decode.greedy import align
 from sbkit.decode.spans import Spelling, TokenSpans, Word
 from sbkit.decode.token_search import TokenSearch
 from sbkit.errors import SbkitError
-from sbkit.nn.chunks import ChunkConfig
+from sbkit.nn.chunks import ChunkConfig, Chunks
 from sbkit.nn.ctc import ctc_frames_needed
 from sbkit.score import chunk_size
 from sbkit.score.latency import COLUMNS, LiveRates, LiveTranscript, live_transcript, rates
@@ -86,21 +86,15 @@ class LiveTest:
                              hint="train one with hparams/streaming.yaml, or leave out --chunk")
         self.task, self.keys, self.chunk = task, keys, tuple(chunk)
         self.frame_seconds = frame_seconds(task.recognizer, keys)
-        sizes = keys.chunks.in_milliseconds(self.frame_seconds)
-        self._sizes = {one: self._size(one, sizes) for one in (*self.chunk, None)}
-        self._ahead = keys.chunks.ahead
+        self.configs = {one: self._config(one, keys.chunks) for one in (*self.chunk, None)}
+        """The context of frames with chunks of each size; None: the whole utterance."""
 
-    def _size(self, chunk: int | None, sizes: dict[int, int]) -> int | None:
+    def _config(self, chunk: int | None, chunks: Chunks) -> ChunkConfig | None:
+        sizes = chunks.in_milliseconds(self.frame_seconds)
         if chunk is not None and chunk not in sizes:
             raise SbkitError(f"--chunk {chunk}: the model wasn't trained for chunks of {chunk} ms",
                              hint=f"it was trained for {', '.join(map(str, sorted(sizes)))} and {chunk_size.WHOLE}")
-        return None if chunk is None else sizes[chunk]
-
-    def config(self, chunk: int | None) -> ChunkConfig | None:
-        """Return the context of frames with chunks of this size; None: the whole utterance."""
-        size = self._sizes[chunk]
-        assert self.keys.chunks is not None, "the constructor refuses that"
-        return None if size is None else self.keys.chunks.config(size)
+        return None if chunk is None else chunks.config(sizes[chunk])
 
     def scores(self, feats: Tensor, frames: Tensor, first: DecoderScores) -> list[DecoderScores]:
         """Compute the scores of features [B, T', F] for each size in order, and for whole utterances at the end.
@@ -108,9 +102,9 @@ class LiveTest:
         first : the scores of the first size
         """
         found: dict[int | None, DecoderScores] = {self.chunk[0]: first}
-        for chunk in self._sizes:
+        for chunk, config in self.configs.items():
             if chunk not in found:
-                encoded, _ = self.task.recognizer.encode(feats, frames, self.config(chunk))
+                encoded, _ = self.task.recognizer.encode(feats, frames, config)
                 found[chunk] = self.task.compute_scores(encoded)
         return [found[chunk] for chunk in (*self.chunk, None)]
 
@@ -161,9 +155,9 @@ class LiveTest:
         live_transcripts: list[list[LiveTranscript]] = [[] for _ in batch.ids]
         finals: list[PartialTranscript] = []
         for chunk, each in zip(self.chunk, scores, strict=False):
-            cuts = [self._cuts(chunk, count) for count in frames.tolist()]
-            ahead = 0 if self._sizes[chunk] is None else self._ahead
-            partials = self.partials(each, frames, cuts, search, self._sizes[chunk] is not None)
+            config = self.configs[chunk]
+            cuts, ahead = [_cuts(config, count) for count in frames.tolist()], config.ahead if config else 0
+            partials = self.partials(each, frames, cuts, search, config is not None)
             for i, transcripts in enumerate(partials):
                 times = [min((cut + ahead) * self.frame_seconds, seconds[i]) for cut in cuts[i][:-1]] + [seconds[i]]
                 texts = [one.text for one in transcripts]
@@ -181,12 +175,6 @@ class LiveTest:
             confidence = float(spans.confidence.mean()) if len(spans) else None
             transcripts.append([PartialTranscript(decode(ids[:bisect_left(starts, end)]), confidence) for end in ends])
         return transcripts
-
-    def _cuts(self, chunk: int | None, frames: int) -> list[int]:
-        """Return the number of final frames after each chunk of an utterance."""
-        size = self._sizes[chunk]
-        shift = size and size - self._ahead
-        return [*range(shift, frames - self._ahead, shift), frames] if shift else [frames]
 
     def _word_ends(self, log_probs: Tensor, frames: Tensor, batch: Batch) -> list[list[float] | None]:
         """Return when each word of a text ends, by the model's own alignment; None if it can't be aligned.
@@ -208,6 +196,14 @@ class LiveTest:
             if len(aligned_words) == len(batch.texts[i].split()):
                 found[i] = [word.end for word in aligned_words]
         return found
+
+
+def _cuts(config: ChunkConfig | None, frames: int) -> list[int]:
+    """Return the number of final frames after each chunk of an utterance."""
+    if config is None:
+        return [frames]
+    shift = config.chunk_size - config.ahead
+    return [*range(shift, frames - config.ahead, shift), frames]
 
 
 @dataclass

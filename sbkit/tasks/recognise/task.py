@@ -151,7 +151,7 @@ class RecognitionTask(SearchingTask):
             raise SbkitError("--nbest lists the transcripts of the first size of --chunk, but a stream has only one",
                              hint="name whole first, as in --chunk whole,320, or leave out --nbest")
         self.live = LiveTest(self, chunk)
-        self.test_context = self.live.config(chunk[0])
+        self.test_context = self.live.configs[chunk[0]]
 
     def results(self, rows: Sequence[TranscribedUtterance], loss: float, unread: Mapping[str, str]) -> ASRResults:
         found = super().results(rows, loss, unread)

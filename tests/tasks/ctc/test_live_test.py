@@ -138,7 +138,7 @@ def test_each_size_is_computed_once_with_what_it_was_trained_to_see():
     live = listener([160, 80, None], encode=encode)
     found = live.scores(torch.zeros(1), torch.tensor([1]), torch.tensor([-1.0]))
     assert asked == [(2, 2), None] and [float(each) for each in found] == [-1, 1, 2, 2]
-    assert live.config(160).chunk_size == 4 and live.config(None) is None
+    assert live.configs[160].chunk_size == 4 and live.configs[None] is None
 
 
 def test_a_size_that_the_model_was_not_trained_for_is_refused():
