@@ -58,19 +58,19 @@ def test_characters_that_it_lacks_are_an_error_that_names_them(tmp_path, source)
     assert "init_tokenizer: new" in error.value.hint
 
 
-def test_a_source_without_one_is_told(tmp_path, source):
+def none(source):
     source.tokenizer = None
-    with pytest.raises(SbkitError, match="keep: the run there has no tokenizer"):
-        keep_tokenizer(keys(tmp_path), TEXTS, {})
 
 
-def test_there_has_to_be_a_source(tmp_path, source):
-    with pytest.raises(SbkitError, match="init_tokenizer: keep needs a model to take the tokenizer from"):
-        keep_tokenizer(keys(tmp_path, None), TEXTS, {})
-
-
-def test_a_file_that_is_no_tokenizer_is_not_copied(tmp_path, source):
+def other_file(source):
     torch.save({"a": 1}, source.tokenizer)
-    with pytest.raises(SbkitError, match="is not a SentencePiece model"):
-        keep_tokenizer(keys(tmp_path), TEXTS, {})
+
+
+@pytest.mark.parametrize(("init_from", "change", "told"), [
+    (None, lambda source: None, "init_tokenizer: keep needs a model to take the tokenizer from"),
+    ("there", none, "keep: the run there has no tokenizer"), ("there", other_file, "is not a SentencePiece model")])
+def test_where_there_is_no_tokenizer_none_is_copied(tmp_path, source, init_from, change, told):
+    change(source)
+    with pytest.raises(SbkitError, match=told):
+        keep_tokenizer(keys(tmp_path, init_from), TEXTS, {})
     assert not (tmp_path / "ours" / asr.KEPT_TOKENIZER).exists()
