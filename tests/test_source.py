@@ -251,7 +251,7 @@ FOREIGN = frozenset("""
 NOT_YET = frozenset("""
     _Decoder _SLOW_READER_SECONDS _Server _attention _backward _changing _compile _compiled _decoder _enqueue
     _events _facts _fingerprint _finished _first _follow _forward _from_stdin _groups _keep _keep_result
-    _kept _label _line _lines _load _loader _model _now _open _pipeline _places _queue _results _rotated
+    _kept _line _lines _load _loader _model _now _open _pipeline _queue _results _rotated
     _save _search _session _settled _smi _speakers _state _streams _sums _turned _unpack _used _waiting
     _windows _write
 """.split())

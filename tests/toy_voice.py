@@ -8,13 +8,18 @@ import math
 from pathlib import Path
 
 import numpy as np
+import soundfile
+import torch
+from batches import noise
 from speechbrain.core import Stage
 
 from sbkit.codes import Books, InvalidCode
+from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
 from sbkit.decode.durations import Alignment
 from sbkit.recipe import load
 from sbkit.tasks.tts import TTS
+from sbkit.train.step import Loss
 
 RECIPE = Path(__file__).parents[1] / "hparams" / "tts.yaml"
 RATE, STRIDE = 16_000, 320
@@ -25,6 +30,7 @@ SMALL = {
     "quantiser": {"levels": LEVELS}, "head": {"input_size": 12},
     "decoder": {"input_size": 4, "size": 12, "hidden": 16, "slow_layers": 1, "fast_layers": 1},
 }
+TEXT = "one two"
 #: What the stand-in for a recogniser never hears.
 UNHEARD = "zz"
 
@@ -101,8 +107,6 @@ def hparams(folder: Path, **given) -> dict:
 
 def brain(folder: Path, stage: Stage = Stage.TRAIN, **given) -> TTS:
     """The task, with the recipe's weights as they are drawn, ready for a stage."""
-    import torch
-
     torch.manual_seed(0)
     found = hparams(folder, **given)
     found["checkpointer"] = None
@@ -115,8 +119,6 @@ def brain(folder: Path, stage: Stage = Stage.TRAIN, **given) -> TTS:
 def recordings(folder: Path, texts: dict[str, str], speakers: dict[str, str] | None = None,
                per_character: float = 0.06) -> Manifest:
     """A manifest of noise, of which each has a length of its own."""
-    import soundfile
-
     folder.mkdir(parents=True, exist_ok=True)
     names, seconds, wavs = list(texts), [], []
     for i, (name, text) in enumerate(texts.items()):
@@ -127,3 +129,34 @@ def recordings(folder: Path, texts: dict[str, str], speakers: dict[str, str] | N
         seconds.append(samples / RATE)
     return Manifest(ids=names, durations=seconds, wavs=wavs, texts=list(texts.values()),
                     speakers=[(speakers or {}).get(name, "") for name in names])
+
+
+def corpus(folder: Path, **speakers: list[str]) -> dict[str, Manifest]:
+    """Splits with recordings of ``TEXT``, one by each of these speakers."""
+    return {split: recordings(folder / split, {f"{split}{i}": TEXT for i in range(len(names))},
+                              {f"{split}{i}": name for i, name in enumerate(names)})
+            for split, names in speakers.items()}
+
+
+def labelled(folder: Path, manifests: dict[str, Manifest], **given) -> tuple[TTS, dict]:
+    """The task of a run whose corpus is labelled, ready for a test, and the numbers that follow from the corpus."""
+    keys = TTS.Keys.read(hparams(folder, **given))
+    follows = TTS.prepare(keys, manifests, {})
+    TTS.label(keys, manifests, Bundles())
+    made = brain(folder, Stage.TEST, **given, **follows)
+    TTS.encoder(made.keys)
+    return made, follows
+
+
+def batch(made: TTS, *names: str) -> Batch:
+    """These utterances of ``TEXT``."""
+    return noise(*[RATE] * len(names), tokens=[made.keys.symbols.encode(TEXT)] * len(names), ids=list(names),
+                 texts=[TEXT] * len(names))
+
+
+def spoken(made: TTS, *names: str) -> tuple[list, Loss]:
+    """What the voice makes of the text, as each of these utterances' speakers, and the loss."""
+    with torch.no_grad():
+        said = made.compute_forward(batch(made, *names), Stage.TEST)
+        loss = made.compute_objectives(said, batch(made, *names), Stage.TEST)
+    return [sound[:size] for sound, size in zip(said.sound, said.samples.tolist(), strict=True)], loss

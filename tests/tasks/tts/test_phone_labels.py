@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from voice_runs import TEXT, manifests, spoken, trained
+from toy_voice import TEXT, corpus, labelled, spoken
 
 from sbkit.data import demo_voice
 from sbkit.data.manifest import Manifest
@@ -25,17 +25,17 @@ def sounds(monkeypatch):
 
 
 @pytest.fixture
-def corpus(tmp_path):
-    return manifests(tmp_path, train=["a", "a"], dev=["a"], test=["a"])
+def splits(tmp_path):
+    return corpus(tmp_path, train=["a", "a"], dev=["a"], test=["a"])
 
 
-def test_phones_have_the_time_of_their_words_and_are_spoken(tmp_path, corpus, sounds):
-    made, follows = trained(tmp_path / "run", corpus, **PHONES)
+def test_phones_have_the_time_of_their_words_and_are_spoken(tmp_path, splits, sounds):
+    made, follows = labelled(tmp_path / "run", splits, **PHONES)
     assert follows["n_symbols"] == 1 + len(set("wˈʌn tˈuː"))
     frames = made.labels.get("train", "train0", TEXT).frames
-    assert len(frames) == len("wˈʌn tˈuː") + 2 and frames.sum() == 50
+    assert len(frames) == len("wˈʌn tˈuː") + 2 and frames.sum() == 31
     assert frames[[2, 7, 9]].tolist() == [0, 0, 0], "stress and length take no time of their own"
-    characters, _ = trained(tmp_path / "plain", corpus)
+    characters, _ = labelled(tmp_path / "plain", splits)
     plain = characters.labels.get("train", "train0", TEXT).frames
     words = [frames[1:5].sum(), frames[5], frames[6:10].sum()]
     assert words == [plain[1:4].sum(), plain[4], plain[5:8].sum()]
@@ -43,24 +43,24 @@ def test_phones_have_the_time_of_their_words_and_are_spoken(tmp_path, corpus, so
     assert torch.equal(sound, again) and torch.isfinite(loss.total)
 
 
-def test_a_run_that_began_does_not_go_on_where_a_word_is_pronounced_otherwise(tmp_path, corpus, sounds, monkeypatch):
-    made, _ = trained(tmp_path / "run", corpus, **PHONES)
+def test_a_run_that_began_does_not_go_on_where_a_word_is_pronounced_otherwise(tmp_path, splits, sounds, monkeypatch):
+    made, _ = labelled(tmp_path / "run", splits, **PHONES)
     before = labels.label_facts(made.keys)
     sounds["two"] = "tˈuːw"
     pronunciation.cache_clear()
-    made, _ = trained(tmp_path / "run", corpus, **PHONES)
+    made, _ = labelled(tmp_path / "run", splits, **PHONES)
     assert labels.label_facts(made.keys) != before, "with no checkpoint yet, the corpus is labelled again"
     assert len(made.labels.get("dev", "dev0", TEXT).frames) == len("wˈʌn tˈuːw") + 2
     monkeypatch.setattr(labels.initial, "fresh", lambda keys: False)
     sounds["two"] = "tˈuːn"
     pronunciation.cache_clear()
     with pytest.raises(SbkitError, match="on which the checkpoints depend"):
-        trained(tmp_path / "run", corpus, **PHONES)
+        labelled(tmp_path / "run", splits, **PHONES)
 
 
-def test_a_text_with_a_sound_that_training_never_had_has_no_labels(tmp_path, corpus, sounds):
+def test_a_text_with_a_sound_that_training_never_had_has_no_labels(tmp_path, splits, sounds):
     sounds["wont"] = "wˈoʊnt"
-    rows = corpus["dev"]
-    corpus["dev"] = Manifest(ids=rows.ids, durations=rows.durations, wavs=rows.wavs, texts=["wont"])
+    rows = splits["dev"]
+    splits["dev"] = Manifest(ids=rows.ids, durations=rows.durations, wavs=rows.wavs, texts=["wont"])
     with pytest.raises(SbkitError, match="no training text has 'o', 'ʊ'"):
-        trained(tmp_path / "run", corpus, **PHONES)
+        labelled(tmp_path / "run", splits, **PHONES)

@@ -10,7 +10,6 @@ import pytest
 import soundfile
 import torch
 import toy_voice
-import voice_runs
 from safetensors.numpy import load_file, save_file
 from speechbrain.core import Stage
 
@@ -246,12 +245,13 @@ def test_labels_of_a_batch_are_side_by_side_and_what_has_none_is_not_known():
 
 
 def test_an_utterance_of_another_split_that_has_the_same_id_and_text_keeps_labels_of_its_own(tmp_path):
-    made = voice_runs.trained(tmp_path / "run", voice_runs.manifests(tmp_path, train=["a", "a"], dev=["a"], test=["a"]))
-    found = made[0].labels
-    found._places["dev"]["train1", voice_runs.TEXT] = found._places["dev"]["dev0", voice_runs.TEXT]
-    mine = found.get("train", "train1", voice_runs.TEXT).codes
-    assert len(mine) != len(found.get("dev", "train1", voice_runs.TEXT).codes)
-    assert np.array_equal(made[0]._label(Stage.TRAIN, "train1", voice_runs.TEXT).codes, mine)
+    train = toy_voice.recordings(tmp_path / "train", {"other": "c", "same": toy_voice.TEXT})
+    dev = toy_voice.recordings(tmp_path / "dev", {"same": toy_voice.TEXT})
+    task, _ = toy_voice.labelled(tmp_path, {"train": train, "dev": dev})
+    frames = [int(task.compute_forward(toy_voice.batch(task, "same"), stage).targets.frames.sum())
+              for stage in (Stage.TRAIN, Stage.VALID)]
+    labelled = [len(task.labels.get(split, "same", toy_voice.TEXT).codes) for split in ("train", "dev")]
+    assert frames == labelled and frames[0] != frames[1]
 
 
 def test_a_run_with_checkpoints_keeps_to_its_codec_though_its_labels_were_removed(made, monkeypatch):
