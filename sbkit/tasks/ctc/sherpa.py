@@ -36,7 +36,7 @@ from sbkit.tasks.recognise.sherpa_stream import SAMPLE_RATE, SherpaStream, impor
 from sbkit.tasks.recognise.streaming_graph import Compare
 
 if TYPE_CHECKING:
-    from sherpa_onnx import OfflineRecognizer, OnlineRecognizer
+    from sherpa_onnx import OnlineRecognizer
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,10 @@ class SherpaWhole(Target):
             model=str(folder / model), tokens=str(folder / layout.TOKENS), num_threads=torch.get_num_threads())
 
         def transcribe(signal: np.ndarray) -> str:
-            return _transcribe(recognizer, signal, self.sample_rate)
+            stream = recognizer.create_stream()
+            stream.accept_waveform(self.sample_rate, signal)
+            recognizer.decode_stream(stream)
+            return " ".join(stream.result.text.split())
 
         size = layout.size(folder, model)
         comparison.add_words(self.name, transcribe, size)
@@ -183,10 +186,3 @@ class CTCStream(SherpaStream):
         return imported().OnlineRecognizer.from_nemo_ctc(
             model=str(folder / layout.MODELS[self.name]), tokens=str(folder / layout.TOKENS), feature_dim=self.bands,
             num_threads=torch.get_num_threads())
-
-
-def _transcribe(recognizer: OfflineRecognizer, signal: np.ndarray, sample_rate: int) -> str:
-    stream = recognizer.create_stream()
-    stream.accept_waveform(sample_rate, signal)
-    recognizer.decode_stream(stream)
-    return " ".join(stream.result.text.split())

@@ -140,10 +140,6 @@ class SherpaStream(Target):
     def write(self, folder: Path, config: Config) -> None:
         """Write the model's file."""
         config.models[self.name] = layout.MODELS[self.name]
-        self.save(folder / config.models[self.name], config)
-
-    def save(self, path: Path, config: Config) -> None:
-        """Write the ONNX model."""
         caches = packed(self.graph.step.state(_BATCH))
         example = (torch.randn(_BATCH, self.bands, self.frames), torch.tensor([self.frames, self.frames - 1]), *caches)
         step = StreamStep(self.graph.step, *self.output_layer(config))
@@ -154,7 +150,8 @@ class SherpaStream(Target):
                     for i, size in enumerate(cache.shape[1:], 1)},
                  "comment": f"made by sbkit for sherpa-onnx {VERSION} or later", **self.facts(config)}
         outputs = dict.fromkeys((self.output, "lengths", *(f"{name}_next" for name in _CACHES)), ("batch",))
-        write_onnx(program, path, INPUTS, outputs, {name: str(fact) for name, fact in facts.items()})
+        write_onnx(program, folder / config.models[self.name], INPUTS, outputs,
+                   {name: str(fact) for name, fact in facts.items()})
 
     def compare(self, folder: Path, config: Config, comparison: Comparison) -> None:
         """Compare sherpa-onnx's transcripts of clips, followed by silence, with the checkpoint's."""

@@ -43,9 +43,9 @@ def stream():
 
 @pytest.fixture(scope="module")
 def written(stream, tmp_path_factory):
-    to = tmp_path_factory.mktemp("sherpa") / "sherpa.onnx"
-    stream.save(to, described(stream.graph))
-    return to
+    folder, config = tmp_path_factory.mktemp("sherpa"), described(stream.graph)
+    stream.write(folder, config)
+    return folder / config.models[stream.name]
 
 
 sizes = st.integers(1, 4)
