@@ -4,15 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_folders import corpus
-from streaming_runs import RECIPE, brain, prepared
+from streaming_recognisers import recogniser
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.nn.transducer import TransducerHead
+from sbkit.tasks.transducer.exported import ExportedTransducer
 from sbkit.tasks.transducer.sherpa import SherpaJoiner, SherpaPrediction, order
 
-TRANSDUCER = RECIPE.with_name("transducer.yaml")
 SIZE = 8
 
 
@@ -49,8 +48,9 @@ def test_scores_stand_in_sherpas_order_and_what_is_no_text_is_never_said(blank, 
             torch.testing.assert_close(found[:, 0, 0, place], expected[:, token])
 
 
-def test_one_that_did_not_learn_in_chunks_is_refused(tmp_path, monkeypatch):
+def test_one_that_did_not_learn_in_chunks_is_refused(monkeypatch):
     monkeypatch.setattr("sbkit.tasks.recognise.sherpa_stream.imported", lambda: None)
-    made = brain(prepared(tmp_path, corpus(tmp_path / "data", train=4, dev=1, test=1), TRANSDUCER, chunks=None))
+    made = recogniser()
+    made.chunks = None
     with pytest.raises(SbkitError, match="the recipe has no chunks"):
-        made.exported(tmp_path).target(layout.SHERPA)
+        ExportedTransducer(None, {}, 16_000, recognizer=made, keys=None).target(layout.SHERPA)
