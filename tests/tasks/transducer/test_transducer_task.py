@@ -1,11 +1,13 @@
 """A transducer's task: its loss, what it refuses, and that an utterance doesn't depend on its batch."""
 
+import copy
+
 import pytest
 import torch
 from batches import noise
 from run_folders import corpus
 from speechbrain.core import Stage
-from streaming_runs import RECIPE, SMALL, brain, prepared, recipe
+from streaming_runs import RECIPE, SMALL, brain, prepared
 
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.transducer_beam import TransducerBeam
@@ -64,23 +66,21 @@ def test_a_token_that_is_in_no_vocabulary_is_named(made):
     ({"ctc_weight": 1.0}, "it is 1, so nothing trains the transducer"),
     ({"decoder": BeamSearch()}, "it is a BeamSearch, which searches no transducer's states"),
     ({"decoder": TransducerBeam()}, None)])
-def test_what_does_not_go_together_is_told(data, tmp_path, keys, told):
-    made = recipe(tmp_path, data, TRANSDUCER)
-    for name, value in keys.items():
-        setattr(made.keys, name, value)
-    assert [told in clash.message for clash in made.keys.clashes()] == [True] * (told is not None)
+def test_what_does_not_go_together_is_told(made, keys, told):
+    changed = copy.copy(made.keys)
+    vars(changed).update(keys)
+    assert [told in clash.message for clash in changed.clashes()] == [True] * (told is not None)
 
 
 @pytest.mark.parametrize("keys, told", [
-    ({"vocabulary": 20}, "it is 20, but output_neurons is"), ({"blank": 3}, "it is 3, but blank_index is 0"),
-    ({"context": 17}, "context is 17"), ({"size": 0}, "size is 0")])
+    ({"vocabulary": 20, "blank": 3}, ["it is 20, but output_neurons is", "it is 3, but blank_index is 0"]),
+    ({"context": 17}, ["context is 17"]), ({"size": 0}, ["size is 0"])])
 def test_the_check_compares_the_head_with_the_recipe(data, tmp_path, keys, told):
     report = check(TRANSDUCER, {"output_folder": str(tmp_path / "run"), "data_folder": str(data), **SMALL,
                                 "transducer": keys})
-    assert any(told in str(error) for error in report.errors), report.errors
+    assert all(any(each in str(error) for error in report.errors) for each in told), report.errors
 
 
-@pytest.mark.slow
 def test_without_ctc_the_check_sends_a_batch_through(data, tmp_path):
     report = check(TRANSDUCER, {"output_folder": str(tmp_path / "run"), "data_folder": str(data), **SMALL,
                                 "ctc_weight": 0, "ctc_lin": None})
