@@ -22,11 +22,10 @@ from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
 from sbkit.runs.initial.source import TokenTables
 from sbkit.tasks.keys import TaskKeys
-from sbkit.tasks.recognise.labels import check_labels
+from sbkit.tasks.recognise.labels import check_labels, token_tables
 from sbkit.tasks.recognise.parts import parts_fit
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.task import RecognitionTask
-from sbkit.tasks.recognise.vocabulary import token_tables
 from sbkit.tasks.transducer.keys import TransducerKeys
 from sbkit.tasks.transducer.search import TorchJoint
 from sbkit.train.monitor.timing import section
