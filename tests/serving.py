@@ -6,7 +6,9 @@ import contextlib
 import http.client
 import io
 import itertools
+import os
 import socket
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -133,6 +135,18 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
         if loaded:
             state.decoders.close()
             state.registry.close()
+
+
+def started(*command, env=None):
+    """The process of a server, where it listens, and the lines that it wrote so far; its output goes on."""
+    process = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                               env={**os.environ, **(env or {})})
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith("ready on "):
+            return process, line.split()[-1], lines
+    raise AssertionError(f"it ended with {process.wait()}: {lines}")
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """A disk that is full or nearly so: all is written or it is said, and what all may take together is bounded."""
 
+import contextlib
 import errno
 import io
 import tempfile
@@ -7,6 +8,7 @@ import tempfile
 import numpy as np
 import pytest
 import serving
+from test_decoders import upload
 
 from sbkit.serve import decoder_process, disk
 from sbkit.serve.decoders import Decoders, Wave
@@ -41,9 +43,7 @@ def test_a_disk_that_fills_up_is_said():
 
 
 def test_samples_that_are_not_there_are_an_error_and_no_wait():
-    file = tempfile.TemporaryFile()  # noqa: SIM115
-    file.write(np.zeros(1000, dtype=np.float32).tobytes())
-    wave = Wave(file, 1500, DiskReservation(Disk(1 << 20)))
+    wave = Wave(upload(np.zeros(1000, dtype=np.float32).tobytes()), 1500, DiskReservation(Disk(1 << 20)))
     with pytest.raises(RuntimeError, match="last 500 of 1500 decoded samples"):
         list(wave.blocks())
     wave.close()
@@ -73,23 +73,15 @@ def test_parts_are_promised_up_to_the_bound_and_given_back(monkeypatch):
 
 def test_a_decoder_asks_for_room_by_the_header_and_gives_back_what_it_did_not_need():
     disk = Disk(4 * MEGABYTE)
-    decoders = Decoders(Limits(decoders=1), disk=disk)
-    try:
-        with tempfile.TemporaryFile() as file:
-            file.write(serving.silence(120, 16_000))  # 7.7 MB of samples
-            file.flush()
-            with pytest.raises(ApiError, match="needs 8 MB more") as refused:
-                decoders.decode(file, 16_000, Job())
-            assert refused.value.status == 503 and disk.reserved == 0
-        with tempfile.TemporaryFile() as file:
-            file.write(serving.wav("hello"))
-            file.flush()
-            wave = decoders.decode(file, 16_000, Job())
-            assert disk.reserved == 4 * wave.samples
-            wave.close()
+    with contextlib.closing(Decoders(Limits(decoders=1), disk=disk)) as decoders, \
+            upload(serving.silence(120, 16_000)) as large, upload(serving.wav("hello")) as small:
+        with pytest.raises(ApiError, match="needs 8 MB more") as refused:  # 7.7 MB of samples
+            decoders.decode(large, 16_000, Job())
+        assert refused.value.status == 503 and disk.reserved == 0
+        wave = decoders.decode(small, 16_000, Job())
+        assert disk.reserved == 4 * wave.samples
+        wave.close()
         assert disk.reserved == 0
-    finally:
-        decoders.close()
 
 
 def test_a_request_beyond_the_bound_gets_503_and_the_next_one_is_answered(bundle):

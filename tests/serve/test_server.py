@@ -25,17 +25,9 @@ from sbkit.serve import registry, server
 HEAVY = ("torch", "torchaudio", "speechbrain", "hyperpyyaml", "ruamel", "yaml", "pyarrow", "datasets", "sentencepiece")
 
 
-def start(*words, env=None):
-    return subprocess.Popen([sys.executable, "-m", "sbkit", "serve", *map(str, words)], stderr=subprocess.PIPE,
-                            stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
-
-
-def ready(process):
-    """Where it listens, once it does."""
-    for line in process.stderr:
-        if line.startswith("ready on "):
-            return line.split()[-1]
-    raise AssertionError(f"it ended with {process.wait()}")
+def started(bundle, **how):
+    """The process of a server of a bundle, and where it listens."""
+    return serving.started(sys.executable, "-m", "sbkit", "serve", bundle, "--port", 0, "--threads", 1, **how)[:2]
 
 
 def refused(capsys, *words):
@@ -63,9 +55,8 @@ def test_a_poisoned_bundle_next_to_a_good_model_does_nothing(tmp_path):
     os.system(f"{sys.executable} -c 'import pickle; pickle.load(open(\"{bundle}/model.ckpt\", \"rb\"))'")
     assert Poison.trace.exists(), "the poison works"
     Poison.trace.unlink()
-    process = start(bundle, "--port", 0, "--threads", 1)
+    process, url = started(bundle)
     try:
-        url = ready(process)
         answer = httpx.post(f"{url}/v1/audio/transcriptions", data={"model": "poisoned"},
                             files={"file": ("a.wav", serving.wav("good"))})
         assert answer.json()["text"] == "good"
@@ -96,8 +87,7 @@ def test_serving_imports_neither_torch_nor_speechbrain_nor_hyperpyyaml(bundle):
 @pytest.mark.slow
 def test_sigterm_finishes_what_is_in_flight_and_takes_nothing_new(bundle, tmp_path):
     """The client who was let in gets all of the answer; then the process ends with 0."""
-    process = start(bundle, "--port", 0, "--threads", 1)
-    url = ready(process)
+    process, url = started(bundle)
     answers = []
     data = serving.wav("word " * 400, format="FLAC")
 
@@ -135,8 +125,7 @@ def test_a_stop_while_the_models_are_loaded_is_no_error(bundle, monkeypatch):
 
 @pytest.mark.slow
 def test_sigterm_lets_a_live_session_finish(bundle):
-    process = start(f"level={bundle}", "--port", 0, "--threads", 1)
-    url = ready(process)
+    process, url = started(f"level={bundle}")
     with connect(url.replace("http", "ws") + "/v1/audio/live") as session:
         session.send(json.dumps({"type": "start", "model": "level", "sample_rate": bundles.RATE}))
         session.send((bundles.say("hello") * 32767).astype("<i2").tobytes())
@@ -180,10 +169,8 @@ sys.exit(main(["serve", *sys.argv[1:]]))
 @pytest.mark.slow
 def test_one_deadline_ends_all_even_a_model_that_never_comes_back(bundle):
     """A live session, a request in the model and an upload that trickles: none of them adds its own time."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", STUCK, f"level={bundle}", "--port", "0", "--threads", "1", "--grace-seconds", "2"],
-        stderr=subprocess.PIPE, text=True)
-    url = ready(process)
+    process, url, _ = serving.started(sys.executable, "-c", STUCK, f"level={bundle}", "--port", 0, "--threads", 1,
+                                      "--grace-seconds", 2)
     port = int(url.rsplit(":", 1)[1])
     with connect(url.replace("http", "ws") + "/v1/audio/live") as session, \
             socket.create_connection(("127.0.0.1", port)) as upload:
@@ -217,8 +204,7 @@ def test_a_blank_key_does_not_open_the_server_to_everybody(bundle, monkeypatch, 
 
 @pytest.mark.slow
 def test_refused_sockets_are_no_errors_in_the_log(bundle):
-    process = start(f"level={bundle}", "--port", 0, "--threads", 1, env={server.KEY_VARIABLE: "secret"})
-    url = ready(process)
+    process, url = started(f"level={bundle}", env={server.KEY_VARIABLE: "secret"})
     serving.refused_socket(url.replace("http", "ws") + "/v1/audio/live")
     process.terminate()
     [line] = process.communicate(timeout=30)[1].splitlines()

@@ -59,14 +59,7 @@ SERVE = (sys.executable, "-m", "sbkit", "serve", "--port", 0, "--threads", 1)
 
 def started(words):
     """The process, where it listens, and the lines that it writes."""
-    process = subprocess.Popen([*map(str, words)], stderr=subprocess.PIPE, text=True)
-    lines, url = [], None
-    for line in process.stderr:
-        lines.append(line)
-        if line.startswith("ready on "):
-            url = line.split()[-1]
-            break
-    assert url, lines
+    process, url, lines = serving.started(*words)
     threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True).start()
     return process, url, lines
 
