@@ -10,6 +10,7 @@ import torch
 
 from sbkit.errors import SbkitError
 from sbkit.train import device as devices
+from sbkit.train.options import clean, pick
 
 
 @pytest.mark.parametrize("form, kind", [
@@ -96,8 +97,6 @@ def test_a_card_that_does_not_exist_is_an_error_with_the_number_there_are(cards,
 
 
 def test_a_checkpoint_interval_on_the_command_line_beats_the_recipes_other():
-    from sbkit.train.options import clean, pick
-
     opts, hparams = clean({"ckpt_interval_steps": 5, "device": "cpu"}, {"ckpt_interval_minutes": 10})
     assert (pick(opts, hparams, "ckpt_interval_steps"), hparams["ckpt_interval_minutes"]) == (5, 0)
     with pytest.raises(SbkitError, match="are both set"):
@@ -105,8 +104,6 @@ def test_a_checkpoint_interval_on_the_command_line_beats_the_recipes_other():
 
 
 def test_precision_auto_becomes_one_that_the_device_has():
-    from sbkit.train.options import clean
-
     opts, hparams = clean({"device": "cpu"}, {"precision": "auto"})
     assert hparams["precision"] in ("fp32", "bf16")
     opts, _ = clean({"device": "cpu", "precision": "auto"}, None)

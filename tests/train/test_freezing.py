@@ -159,12 +159,6 @@ def compare(whole, again):
     assert set(whole[1]) == set(again[1]) and all(same(each, again[1][i]) for i, each in whole[1].items())
 
 
-def cut_and_resumed(folder, die_at):
-    with pytest.raises(Stop):
-        run(folder, die_at)
-    return run(folder)
-
-
 def test_parameters_frozen_for_some_steps_train_from_then_on(tmp_path):
     start = {name: value.clone() for name, value in model().state_dict().items()}
     with pytest.raises(Stop):
@@ -178,9 +172,16 @@ def test_parameters_frozen_for_some_steps_train_from_then_on(tmp_path):
     assert not torch.equal(averages["0.weight"], weights["model.0.weight"])
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("whole"))
+
+
 @pytest.mark.parametrize("die_at", [2, 3, 4, 7, 8])
-def test_a_run_that_died_before_at_or_after_unfreezing_resumes_exactly(tmp_path, die_at):
-    compare(run(tmp_path / "whole"), cut_and_resumed(tmp_path / "cut", die_at))
+def test_a_run_that_died_before_at_or_after_unfreezing_resumes_exactly(tmp_path, whole, die_at):
+    with pytest.raises(Stop):
+        run(tmp_path, die_at)
+    compare(whole, run(tmp_path))
 
 
 @pytest.mark.slow

@@ -178,12 +178,21 @@ def test_what_scales_sums_follows_their_counts_and_enters_no_bit_of_an_update():
     assert all(torch.equal(value, reference.state_dict()[name]) for name, value in net.state_dict().items())
 
 
+class Refuses(torch.optim.AdamW):
+    """Its fused form is for another device, as Adagrad's is for the CPU only."""
+
+    def __init__(self, params, fused=None):
+        if fused:
+            raise RuntimeError("`fused=True` requires all the params to be on the CPU")
+        super().__init__(params)
+
+
 @pytest.mark.parametrize("opt_class, becomes_fused", [
     (torch.optim.AdamW, True), (partial(torch.optim.AdamW, lr=0.1), True),
     (partial(partial(torch.optim.SGD, lr=0.1), momentum=0.9), True),
     (partial(torch.optim.AdamW, fused=False), False), (partial(torch.optim.Adam, foreach=True), False),
     (partial(torch.optim.AdamW, capturable=True), False), (torch.optim.RMSprop, False),
-    (lambda p: torch.optim.AdamW(p), False), (muon, True),
+    (lambda p: torch.optim.AdamW(p), False), (muon, True), (Refuses, False),
 ])
 def test_optimizers_are_fused_unless_the_recipe_says_otherwise(opt_class, becomes_fused):
     assert skips_itself(fused(opt_class)(model().parameters())) is becomes_fused
@@ -192,17 +201,6 @@ def test_optimizers_are_fused_unless_the_recipe_says_otherwise(opt_class, become
 def test_parameters_that_a_fused_kernel_does_not_take_get_the_plain_optimizer():
     parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
     assert not skips_itself(fused(partial(torch.optim.AdamW, lr=0.1))([parameter]))
-
-
-def test_an_optimizer_whose_fused_form_refuses_the_device_is_the_plain_one():
-    """Adagrad's is for the CPU only."""
-    class Refuses(torch.optim.AdamW):
-        def __init__(self, params, fused=None):
-            if fused:
-                raise RuntimeError("`fused=True` requires all the params to be on the CPU")
-            super().__init__(params)
-
-    assert not skips_itself(fused(Refuses)(model().parameters()))
 
 
 def test_results_arrive_a_step_later_on_an_asynchronous_device():

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import outcomes, programs, results
+from speechbrain.utils.epoch_loop import EpochCounter
 from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, furthest, state
 
 from sbkit.errors import SbkitError
@@ -161,8 +162,6 @@ def run(folder, epochs=3, stop_rank=None, stop_at=None, validates=False):
             return super().evaluate_batch(batch, stage)
 
     ranks.init(torch.device("cpu"))
-    from speechbrain.utils.epoch_loop import EpochCounter
-
     counter = EpochCounter(epochs)
     toy = brain(Stops, checkpointer=Checkpointer(folder, {"counter": counter}))
     toy.checkpointer.add_recoverable("model", toy.hparams.model)
