@@ -34,11 +34,6 @@ WORTH_A_BAR = 1000
 COMMAND = tuple(helper_process.command("sbkit.data.measure"))
 
 
-def default_workers() -> int:
-    """Twice the number of cores this process may use, because reading headers is mostly waiting; at most 32."""
-    return min(32, 2 * usable_cores())
-
-
 def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | None = None, remote: Remote = NO_REMOTE,
             whole: bool = True, what: str = "measuring",
             show_progress: bool = True) -> tuple[np.ndarray, dict[int, str]]:
@@ -82,8 +77,9 @@ def run_job(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, wor
         yield from ((i, known[name]) for i, name in enumerate(names) if name in known)
         size = chunk or CHUNK
         chunks = [todo[i : i + size] for i in range(0, len(todo), size)]
-        for done, results in _results(job, chunks, wavs, (remote, *further), workers or default_workers(),
-                                       worth_processes or WORTH_PROCESSES):
+        workers = workers or min(32, 2 * usable_cores())  # twice, as reading headers is mostly waiting
+        for done, results in _results(job, chunks, wavs, (remote, *further), workers,
+                                      worth_processes or WORTH_PROCESSES):
             for i, result in zip(done, results, strict=True):
                 if not isinstance(result, str):  # failures aren't stored, so that they are tried again
                     result = then(result)
@@ -233,12 +229,8 @@ def _read_journal(path: Path | None) -> dict[str, Any]:
     return known
 
 
-def _main() -> None:
+if __name__ == "__main__":
     for line in sys.stdin:
         wavs, job, allowed, *further = json.loads(line)
         remote = Remote(*allowed)
         print(json.dumps([_function(job)(wav, remote, *further) for wav in wavs]), flush=True)
-
-
-if __name__ == "__main__":
-    _main()

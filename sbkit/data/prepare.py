@@ -167,7 +167,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         details.update((int(left[i]), f"{name}: {cause}") for i, cause in causes.items())
         leave_out(UNDECODABLE, ~(seconds > 0))
         if aligned:
-            leave_out("signals of different length", _differ_in_length(rows, durations, seconds), lambda i: (
+            leave_out("signals of different length", _disagree(rows, durations, seconds - rows.starts), lambda i: (
                 f"{name}: {seconds[i]:.2f} s, but {durations[i]:.2f} s from {rows.starts[i]:.2f} s on are needed"))
         else:
             meta[name + SECONDS] = Column([f"{each:.3f}" for each in seconds.tolist()])
@@ -242,20 +242,19 @@ def _durations(rows: Rows, usable: np.ndarray, details: dict[int, str], report: 
 
 
 def _correct(durations: np.ndarray, rows: Rows, at: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Replace durations of the rows ``at`` that disagree with the audio; return which ones did, as booleans.
-
-    A recording may continue after a segment ends, so the duration of a segment is wrong only if it is too long.
-    """
+    """Replace durations of the rows ``at`` that disagree with the audio; return which ones did, as booleans."""
     listed, left = durations[at], found - rows.starts[at]
-    excess = listed - left if rows.segments else np.abs(listed - left)
-    wrong = excess > length_tolerance(listed)
+    wrong = _disagree(rows, listed, left)
     durations[at] = np.where(wrong | np.isnan(found), left, listed)
     return wrong
 
 
-def _differ_in_length(rows: Rows, durations: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Which rows have an aligned signal, of these seconds [N], with another length than their recording."""
-    excess = durations - (seconds - rows.starts)
+def _disagree(rows: Rows, durations: np.ndarray, left: np.ndarray) -> np.ndarray:
+    """Which durations aren't those of what is ``left`` of the recordings from the rows' starts on.
+
+    A recording may continue after a segment ends, so the duration of a segment is wrong only if it is too long.
+    """
+    excess = durations - left
     return (excess if rows.segments else np.abs(excess)) > length_tolerance(durations)
 
 
