@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from processes import Beside
 from sounds import encoded, speechlike
 
 from sbkit.data import reader
@@ -367,28 +367,22 @@ def test_a_plan_of_another_corpus_is_refused(manifest):
         TrainLoader(manifest, None, Plan([1.0], Batching(4)))
 
 
-SCRIPT = """
-import multiprocessing, sys, time
-import numpy as np
-from sbkit.data.loader import TrainLoader
-from sbkit.data.manifest import Manifest
-from sbkit.data.plan import Batching, Plan
-multiprocessing.set_start_method(sys.argv[2])
-manifest = Manifest.read(sys.argv[1])
-loader = TrainLoader(manifest, None, Plan(manifest.durations, Batching(4)), workers=2)
-epoch = 0
-try:
-    while True:
-        epoch += 1
-        for batch in loader.at(epoch):
-            if epoch == 1 and batch.step == 0:
-                print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)
-            time.sleep(0.01)
-except KeyboardInterrupt:
-    for batch in loader.at(epoch + 1):  # the run ends in order: its workers still serve it
-        pass
-    print("ended in order", flush=True)
-"""
+def _reads_on(pipe, path, method):
+    """A run that reads until it is stopped, and then ends in order."""
+    multiprocessing.set_start_method(method, force=True)
+    loader, epoch = make(Manifest.read(path), None, Batching(4), workers=2), 0
+    try:
+        while True:
+            epoch += 1
+            for batch in loader.at(epoch):
+                if epoch == 1 and batch.step == 0:
+                    pipe.send([worker.pid for worker in multiprocessing.active_children()])
+                time.sleep(0.01)
+    except KeyboardInterrupt:
+        for _ in loader.at(epoch + 1):  # its workers still serve it
+            pass
+        pipe.send("ended in order")
+    atexit._run_exitfuncs()  # as a program does
 
 
 def alive(pid: int) -> bool:
@@ -399,21 +393,21 @@ def alive(pid: int) -> bool:
         return False
 
 
-def run_script(manifest: Manifest, tmp_path: Path, method: str = "fork") -> tuple[subprocess.Popen, list[int]]:
+@pytest.fixture
+def path(manifest, tmp_path):
     manifest.write(tmp_path / "m.csv")
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "m.csv"), method],
-                               stdout=subprocess.PIPE, text=True, start_new_session=True)
-    return process, [int(pid) for pid in process.stdout.readline().split()]
+    return str(tmp_path / "m.csv")
 
 
 @pytest.mark.slow
-def test_ctrl_c_reaches_the_run_and_leaves_no_workers(manifest, tmp_path):
-    process, workers = run_script(manifest, tmp_path)
-    assert len(workers) == 2 and all(map(alive, workers))
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the run and its workers
-    out, _ = process.communicate(timeout=30)
-    assert "ended in order" in out and process.returncode == 0
-    assert not any(map(alive, workers))
+def test_ctrl_c_reaches_the_run_and_leaves_no_workers(path):
+    with Beside(_reads_on, path, "fork") as run:
+        workers = run.pipe.recv()
+        assert len(workers) == 2 and all(map(alive, workers))
+        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to the run and its workers
+        run.process.join(30)
+        assert run.process.exitcode == 0 and run.pipe.recv() == "ended in order"
+        assert not any(map(alive, workers))
 
 
 def _starts_slowly(say):
@@ -439,15 +433,15 @@ def test_a_worker_that_is_still_starting_does_not_die_of_what_is_meant_for_its_r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_workers_end_when_their_run_is_killed(manifest, tmp_path, method):
-    process, workers = run_script(manifest, tmp_path, method)
-    assert len(workers) == 2 and all(map(alive, workers))
-    process.kill()
-    process.wait()
-    deadline = time.monotonic() + 20
-    while any(map(alive, workers)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not any(map(alive, workers))
+def test_workers_end_when_their_run_is_killed(path, method):
+    with Beside(_reads_on, path, method) as run:
+        workers = run.pipe.recv()
+        assert len(workers) == 2 and all(map(alive, workers))
+        run.kill()
+        deadline = time.monotonic() + 20
+        while any(map(alive, workers)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not any(map(alive, workers))
 
 
 @pytest.mark.slow
