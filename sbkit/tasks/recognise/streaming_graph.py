@@ -103,7 +103,7 @@ class Streams(Companion):
     name, files = "stream", layout.STREAMS
     inputs = INPUTS
 
-    def __init__(self, recognizer: Recognizer, scores: str, compare: Compare):
+    def __init__(self, recognizer: Recognizer, scores: str, compare: Compare | None = None):
         self.recognizer, self.compare = recognizer, compare
         self.outputs = outputs(scores)
         self.graph = StreamingGraph(recognizer)
@@ -123,7 +123,7 @@ class Streams(Companion):
 
     def comparisons(self, clips: ComparisonClips, config: Config, folder: Path) -> Mapping[str, Comparison]:
         chunks = self.recognizer.chunks
-        assert chunks is not None, "others are refused"
+        assert chunks is not None and self.compare is not None, "others are refused"
         check_steps(self.recognizer, torch.from_numpy(clips.alone[-1].signal))
         return {_runner(config, size): self.compare(clips, config, folder,
                                                     reference(self.recognizer, chunks=chunks.config(size)))

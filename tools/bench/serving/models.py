@@ -77,8 +77,8 @@ def streaming(folder: Path) -> Path:
     """Make a recogniser of hparams/streaming.yaml, at its size, with graphs for recordings and for streams."""
     from sbkit.export import graph
     from sbkit.export.exported import INPUTS
-    from sbkit.tasks.recognise import streams
     from sbkit.tasks.recognise.graph import OUTPUTS, Graph, trace
+    from sbkit.tasks.recognise.streaming_graph import Streams
 
     with tempfile.TemporaryDirectory() as aside:
         model = _recognizer(Path(aside))
@@ -86,7 +86,7 @@ def streaming(folder: Path) -> Path:
     config = Config(sample_rate=RATE, hop_samples=model.hop_samples, subsampling=model.subsampling,
                     vocabulary=len(LETTERS), language="en", models={each: layout.MODELS[each] for each in _FORMATS})
     graph.write_onnx(trace(Graph(model)), folder / layout.MODELS[layout.ONNX], INPUTS, OUTPUTS, {})
-    live = streams.Streams(model, layout.OUTPUTS[0])
+    live = Streams(model, layout.OUTPUTS[0])
     graph.write_onnx(live.trace(), folder / layout.STREAMS[layout.ONNX], live.inputs, live.outputs, {})
     for files in (layout.MODELS, layout.STREAMS):
         graph.quantize(folder / files[layout.ONNX], folder / files[layout.INT8])
