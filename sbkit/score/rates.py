@@ -14,6 +14,7 @@ from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, EditCoun
 from sbkit.system.console import atomic_write
 
 _SPACE = "_"
+_NAMED = 5  # utterances in a message
 GAP = "<eps>"  # placeholder for a missing token in an alignment, as in SpeechBrain's file
 
 
@@ -156,9 +157,9 @@ def aligned(reference: Tokens, hypothesis: Tokens, alignment: str) -> Iterator[t
         yield step, ref, hyp
 
 
-def first_few(ids: Sequence[str], limit: int = 5) -> str:
+def first_few(ids: Sequence[str], separator: str = ", ") -> str:
     """Format the first few ids for a message."""
-    return ", ".join(map(str, ids[:limit])) + (f" and {len(ids) - limit} more" if len(ids) > limit else "")
+    return separator.join(ids[:_NAMED]) + (f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else "")
 
 
 def _refuse(ids: Sequence[str], what: str, hint: str) -> None:

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.score.estimate import MetricEstimate
+from sbkit.score.rates import first_few
 from sbkit.system.console import atomic_write, counted, table
 
-#: Number of recordings named in a message about unreadable ones.
-NAMED = 5
 _RECORDING = ("id", "wav", "start", "duration", "speaker")
 
 
@@ -135,7 +134,5 @@ def describe_unread(split: str, unread: Mapping[str, str], read: int) -> str:
     >>> describe_unread("test", {"b": "b.wav: no such file"}, 1999)
     '1 of 2,000 test utterances could not be read and is not scored: b.wav: no such file'
     """
-    first = "; ".join(list(unread.values())[:NAMED])
-    more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
     return (f"{len(unread):,} of {read + len(unread):,} {split} utterances could not be read and "
-            f"{'is' if len(unread) == 1 else 'are'} not scored: {first}{more}")
+            f"{'is' if len(unread) == 1 else 'are'} not scored: {first_few(list(unread.values()), '; ')}")
