@@ -82,14 +82,12 @@ def test_a_mixture_is_refused_because_each_part_has_a_list(tmp_path, capsys):
     assert "trains on a mixture" in error and "clean each part by itself" in error
 
 
-@pytest.mark.slow
 def test_a_run_that_fails_is_named_and_nothing_is_listed(words, forked, tmp_path, capsys):
     assert cli.main(["clean", *words, "--init_from", str(tmp_path / "nowhere")]) == 1
     assert "the run of fold 1 ended with code 2" in capsys.readouterr().err
     assert not (tmp_path / "out" / "clean" / "suspects.csv").exists()
 
 
-@pytest.mark.slow
 def test_labels_that_do_not_fit_the_model_end_it_before_a_fold_trains(words, forked, tmp_path, capfd):
     words.remove("--no-check")
     rows = tmp_path / "data" / "train.csv"
@@ -103,7 +101,6 @@ def test_labels_that_do_not_fit_the_model_end_it_before_a_fold_trains(words, for
     assert not list((tmp_path / "out" / "clean").glob("*/fold-*/save/CKPT*"))
 
 
-@pytest.mark.slow
 def test_a_check_names_a_list_that_is_missing(words, capsys):
     given = [word for word in words if word not in ("--no-check", "--noprogressbar")]
     assert cli.main(["check", *given, "--corpus.exclude", "/nowhere.csv"]) == 1

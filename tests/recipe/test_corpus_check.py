@@ -14,11 +14,9 @@ from sbkit.recipe.load import load, open_recipe
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cost")]
 
 
-
 @pytest.fixture
 def elsewhere(tmp_path):
-    path = write(tmp_path, f"{BASED}    seed: 2\n    data_folder: {tmp_path / 'gone'}\n")
-    return path
+    return write(tmp_path, f"{BASED}    seed: 2\n    data_folder: {tmp_path / 'gone'}\n")
 
 
 def test_a_corpus_on_another_machine_is_a_warning(elsewhere, tmp_path):
@@ -95,7 +93,6 @@ class Further(CTC):
 '''
 
 
-@pytest.mark.slow
 def test_a_column_that_the_task_needs_and_the_corpus_lacks_is_an_error_where_the_corpus_is(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "gone").mkdir()

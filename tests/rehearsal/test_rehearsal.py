@@ -18,6 +18,8 @@ from sbkit.cli import main
 from sbkit.rehearsal import run
 from tools.gpu import process_group
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 WORDS = ("low", "high", "both")
 #: Tasks with one fault each, on top of the word spotter of docs/extend.md.
@@ -178,7 +180,6 @@ def places(report):
             if error["file"].endswith("faults.py")}
 
 
-@pytest.mark.slow
 def test_waits_growth_and_an_operation_that_cannot_be_exported_are_named(rehearse):
     report = rehearse("spotter.yaml", "--brain", "!name:faults.Lazy", code=1, cards="H100")
     assert places(report) >= {("wait", "waits"), ("growth", "grows"), ("error", "depends on a value")}
@@ -188,20 +189,17 @@ def test_waits_growth_and_an_operation_that_cannot_be_exported_are_named(rehears
     assert stages(report)["test"] == stages(report)["kill and resume"] == "ok"
 
 
-@pytest.mark.slow
 def test_a_collective_on_one_rank_alone_is_named(rehearse):
     report = rehearse("spotter.yaml", "--brain", "!name:faults.Alone", code=1)
     assert ("collectives", "alone") in places(report)
 
 
-@pytest.mark.slow
 def test_a_tensor_left_on_the_cpu_by_one_rank_is_named_with_its_stage_and_nothing_else(rehearse):
     report = rehearse("spotter.yaml", "--brain", "!name:faults.Left", code=1)
     assert places(report) == {("device-mismatch", "left")} and len(report["errors"]) == 1
     assert stages(report)["test"] == "failed" and stages(report)["export"] == "not reached"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("task, lines, failed, said", [
     ("Early", {"starts"}, {"start", "count of FLOPs"}, "leaves some in Kept.scores"),
     ("Late", {"resumes", "parts"}, {"kill and resume", "a batch that doesn't fit"}, "")])
@@ -212,7 +210,6 @@ def test_faults_in_other_stages_are_named_with_them(rehearse, task, lines, faile
     assert any(said in error["message"] for error in report["errors"])
 
 
-@pytest.mark.slow
 def test_a_task_that_knows_its_words_is_refused_without_a_corpus(rehearse):
     report = rehearse("spotter.yaml", "--data_folder", "nowhere", code=1, cards="H100")
     [error] = report["errors"]
@@ -222,7 +219,6 @@ def test_a_task_that_knows_its_words_is_refused_without_a_corpus(rehearse):
     assert stages(report)["corpus"] == "failed" and stages(report)["check"] == "ok"
 
 
-@pytest.mark.slow
 def test_a_sharded_run_succeeds_and_does_not_repeat_a_step(rehearse):
     report = rehearse("spotter.yaml", "--fsdp", "true", "--brain", "!name:faults.Ending", code=0)
     found = stages(report)
@@ -230,7 +226,6 @@ def test_a_sharded_run_succeeds_and_does_not_repeat_a_step(rehearse):
     assert set(found.values()) == {"ok"}
 
 
-@pytest.mark.slow
 def test_a_signal_ends_what_a_rehearsal_has_started_too(home, tmp_path):
     process = subprocess.Popen([sys.executable, "-m", "sbkit", "check", "spotter.yaml", "--as", "H100"], cwd=home,
                                env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
@@ -247,14 +242,12 @@ def test_a_signal_ends_what_a_rehearsal_has_started_too(home, tmp_path):
     assert not process_group.lives(int(group)) and not list(tmp_path.glob("sbkit-rehearsal-*"))
 
 
-@pytest.mark.slow
 def test_checkpoints_that_cannot_be_written_are_named(rehearse):
     report = rehearse("spotter.yaml", "--checkpointer.checkpoints_dir", "/dev/null/save", code=1, cards="H100")
     assert any("/dev/null" in error["message"] for error in report["errors"])
     assert "test" not in {name for name, result in stages(report).items() if result == "ok"}
 
 
-@pytest.mark.slow
 def test_the_flagship_runs_from_start_to_end_on_two_ranks(rehearse, tmp_path):
     page = tmp_path / "page.html"
     words = str(ROOT / "hparams" / "ctc.yaml"), "--num_encoder_layers", "1", "--html", str(page)
