@@ -77,7 +77,6 @@ def _check(argv: list[str]) -> int:
 
 
 def _rehearse(argv: list[str], given: argparse.Namespace) -> int:
-    """Rehearse the run, print the page and return the exit code."""
     from sbkit.recipe import arguments
     from sbkit.recipe.load import check_overrides
     from sbkit.rehearsal.cards import parse_cards

@@ -33,7 +33,6 @@ _HANGS = ("~=3.10.0, <3.10.15", "~=3.11.0, <3.11.10")
 
 
 def python() -> Iterator[MachineFinding]:
-    """Check the Python version."""
     from packaging.specifiers import SpecifierSet
 
     found = f"{platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"

@@ -43,7 +43,7 @@ def _plain(value: object) -> object:
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return value if kind is bool else kind(value)
-    return value if value is None else str(value) if not isinstance(value, (bytes,)) else value
+    return value if value is None or isinstance(value, bytes) else str(value)
 
 
 def named(key: str, files: Files, overrides: Mapping[str, Any]) -> str:

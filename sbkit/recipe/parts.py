@@ -56,7 +56,6 @@ def trained_parts(parts: ParameterGroups, until: Mapping[str, float], factors: M
 
 
 def _summary(counts: Counter[float]) -> str:
-    """The whole model in one line."""
     total, frozen = counts.total(), _frozen(counts)
     first = " from the first step" if any(0 < step < FOR_GOOD for step in counts) else ""
     trained = f"{counts[0]:,} of {total:,} parameters are trained{first} ({100 * counts[0] / max(1, total):.1f} %)"

@@ -144,7 +144,6 @@ class Node:
         return list(enumerate(self.value)) if isinstance(self.value, list) else []
 
     def children(self) -> list[Node]:
-        """Its child nodes."""
         return [child for _, child in self.items()]
 
     def walk(self) -> Iterator[Node]:

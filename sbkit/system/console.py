@@ -205,7 +205,6 @@ class TerminalFilter(logging.Filter):
     """Filter for the terminal: all warnings, but only sbkit's info; libraries' info goes to log.txt."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the terminal shows a record."""
         return record.levelno >= logging.WARNING or record.name.startswith("sbkit")
 
 
@@ -241,7 +240,6 @@ class LogFile(logging.FileHandler):
                     handler.lock.release()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Handle a failed ``emit``."""
         error = sys.exc_info()[1]
         failure = (disk.disk_error(error) or error) if error else None
         if not isinstance(failure, OSError):
