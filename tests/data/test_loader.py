@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import json
 import multiprocessing
@@ -382,7 +381,7 @@ def _reads_on(pipe, path, method):
         for _ in loader.at(epoch + 1):  # its workers still serve it
             pass
         pipe.send("ended in order")
-    atexit._run_exitfuncs()  # as a program does
+    loader.close()  # as the exit of a program does
 
 
 def alive(pid: int) -> bool:
