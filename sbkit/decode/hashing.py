@@ -55,9 +55,6 @@ class HashTable:
         order = np.argsort(hashes, kind="stable")
         self.hashes, self.values = hashes[order], values[order]
 
-    def __len__(self) -> int:
-        return len(self.hashes)
-
     def get(self, hashes: np.ndarray, default: float | int) -> np.ndarray:
         """Look up the values [N] of hashes [N]; ``default`` if missing."""
         if not len(self.hashes):
