@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
 from speechbrain.lobes.models.transformer.TransformerASR import make_transformer_src_mask
 from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.fast import fused
 from sbkit.nn.native import library
+from tests.nn.conformer_layers import encoder, padding
 
 WIDTH = 16
 
@@ -29,20 +29,6 @@ def compiled():
     if platform.system() != "Linux" or shutil.which("gcc") is None:
         pytest.skip("the kernels need Linux and gcc")
     assert library.load() is None
-
-
-def encoder(attention, taps=7, dropout=0.0):
-    torch.manual_seed(0)
-    module = ConformerEncoder(2, WIDTH, 24, 2, kernel_size=taps, dropout=dropout, attention_type=attention)
-    with torch.no_grad():
-        for p in module.parameters():
-            if p.dim() == 1:
-                p.add_(torch.randn(p.shape) * 0.2)
-    return module
-
-
-def padding(lengths):
-    return torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
 
 
 def positions(module, frames, longest=None):
@@ -80,7 +66,7 @@ def assert_same(one, other, tolerance=1e-5):
 @settings(deadline=None, max_examples=15)
 @given(frames=st.integers(1, 40), size=st.integers(1, 17), left=st.integers(0, 5), taps=st.sampled_from([1, 5, 15]))
 def test_whole_utterances_in_chunks_are_speechbrains(attention, by_kernels, frames, size, left, taps):
-    slow = encoder(attention, taps)
+    slow = encoder(dropout=0.0, fast=False, attention_type=attention, kernel_size=taps)
     fast = copy.deepcopy(slow)
     accelerate(fast)
     x, config = torch.randn(2, frames, WIDTH), DynChunkTrainConfig(size, left)
@@ -96,9 +82,8 @@ def test_whole_utterances_in_chunks_are_speechbrains(attention, by_kernels, fram
        dropout=st.sampled_from([0.0, 0.2]), attention=st.sampled_from(["RoPEMHA", "RelPosMHAXL"]))
 def test_padded_batches_by_kernels_are_torchs_with_the_same_dropout(lengths, size, left, dropout, attention):
     compiled()
-    module, calls, call = encoder(attention, dropout=dropout), [], fused.call
-    accelerate(module)
-    x, config, keys = torch.randn(len(lengths), max(lengths), WIDTH), DynChunkTrainConfig(size, left), padding(lengths)
+    module, calls, call = encoder(dropout=dropout, attention_type=attention), [], fused.call
+    x, config, keys = torch.randn(len(lengths), max(lengths), WIDTH), DynChunkTrainConfig(size, left), padding(*lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused, "call", lambda name, *rest: (calls.append(name), call(name, *rest)))
         ours = outcome(module, x, config, keys)
@@ -111,14 +96,15 @@ def test_padded_batches_by_kernels_are_torchs_with_the_same_dropout(lengths, siz
 @pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("attention", ["RoPEMHA", "RelPosMHAXL"])
 def test_in_a_batch_an_utterance_comes_out_as_speechbrain_gives_it_alone(attention, by_kernels):
-    slow, lengths = encoder(attention, taps=15), [37, 3, 16, 22]
+    slow = encoder(dropout=0.0, fast=False, attention_type=attention, kernel_size=15)
+    lengths = [37, 3, 16, 22]
     fast = copy.deepcopy(slow)
     accelerate(fast)
     if by_kernels:
         compiled()
     x = torch.randn(4, 37, WIDTH)
     for config in (DynChunkTrainConfig(4, 1), DynChunkTrainConfig(16, 1)):
-        together = outcome(fast, x, config, padding(lengths))[0].split(lengths)
+        together = outcome(fast, x, config, padding(*lengths))[0].split(lengths)
         for row, n in enumerate(lengths):
             alone = slow(x[row : row + 1, :n], src_mask=make_transformer_src_mask(x[:1, :n], False, config),
                          pos_embs=positions(slow, n, 37), dynchunktrain_config=config)[0]

@@ -15,7 +15,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
-from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
 from speechbrain.nnet import attention
 from speechbrain.nnet.normalization import BatchNorm2d
 from torch import nn
@@ -28,6 +27,7 @@ from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.nn.fast import fused
 from sbkit.nn.native import library
 from sbkit.system import disk
+from tests.nn.conformer_layers import encoder, padding
 
 
 @pytest.fixture(autouse=True)
@@ -35,22 +35,6 @@ def kernels(own_kernels):
     if platform.system() != "Linux" or shutil.which("gcc") is None:
         pytest.skip("the kernels need Linux and gcc")
     assert library.load() is None
-
-
-def encoder(width=16, heads=2, dropout=0.2, **options):
-    torch.manual_seed(0)
-    module = ConformerEncoder(2, width, 3 * width, heads, dropout=dropout,
-                              **{"attention_type": "RoPEMHA", "kernel_size": 7, **options})
-    accelerate(module)
-    with torch.no_grad():  # gains of 1 and shifts of 0 would hide what they do
-        for p in module.parameters():
-            if p.dim() == 1:
-                p.add_(torch.randn(p.shape) * 0.2)
-    return module
-
-
-def padding(*lengths):
-    return torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
 
 
 def positions(x):
