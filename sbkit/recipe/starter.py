@@ -1,12 +1,12 @@
 """The starter folder that ``sbkit new`` writes: a task's main recipe, recipes based on it, ``train.py`` and a README.
 
-``sbkit/starter`` has all files that may go into one, with the same relative paths. In a checkout these are links to
-files at its root, in an installed package they are the files themselves.
+``sbkit/starter`` has all files that may go into one, with the same relative paths. Its README names ctc.yaml where the
+task's recipe is meant. In a checkout the others are links to files at its root, in an installed package they are the
+files themselves.
 """
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import sbkit
@@ -18,7 +18,7 @@ HOME = Path(sbkit.__file__).parent / "starter"
 RECIPES = "hparams"
 OWN = "mine"
 """The name of the template for a user's own task; it is in a separate folder."""
-_ALWAYS = (Path("README.md"), Path("train.py"))
+README = Path("README.md")
 
 
 def tasks() -> list[str]:
@@ -39,7 +39,7 @@ def files(task: str) -> dict[Path, Path]:
     flagship = HOME / RECIPES / f"{task}.yaml"
     based = [path.relative_to(HOME) for path in sorted((HOME / "recipes").rglob(f"{RECIPES}/*.yaml"))
              if chain(path)[-1][0].samefile(flagship)]
-    return {place: HOME / place for place in (*_ALWAYS, flagship.relative_to(HOME), *based)}
+    return {place: HOME / place for place in (README, Path("train.py"), flagship.relative_to(HOME), *based)}
 
 
 def write(folder: Path, task: str) -> list[Path]:
@@ -49,13 +49,10 @@ def write(folder: Path, task: str) -> list[Path]:
     if there:
         raise SbkitError(f"{folder} has {', '.join(there)} already", hint="name another folder: nothing was written")
     for place, source in sources.items():
-        _copy(source, folder / place)
+        to, text = folder / place, source.read_text(encoding="utf-8")
+        try:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            to.write_text(text.replace("ctc.yaml", f"{task}.yaml") if place == README else text, encoding="utf-8")
+        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+            raise SbkitError(f"cannot write {to}: {error.strerror}", hint="name another folder") from error
     return list(sources)
-
-
-def _copy(source: Path, to: Path) -> None:
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, to)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise SbkitError(f"cannot write {to}: {error.strerror}", hint="name another folder") from error

@@ -1,5 +1,6 @@
 """`sbkit new`: what a starter holds, and that it writes over nothing."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ def test_a_starter_holds_the_shipped_recipes_and_the_script_as_they_are(tmp_path
     assert not any(path.is_symlink() for path in folder.rglob("*")), "it stands without the package"
     output = capsys.readouterr().out
     assert all(str(folder / name) in output for name in written) and "sbkit check hparams/ctc.yaml" in output
+
+
+@pytest.mark.parametrize("task", starter.tasks())
+def test_its_readme_names_files_that_it_has_and_the_recipe_of_its_task(tmp_path, task):
+    starter.write(tmp_path, task)
+    page = (tmp_path / "README.md").read_text()
+    named = set(re.findall(r"hparams/\w+\.yaml", page))
+    assert named == {f"hparams/{task}.yaml"} and (tmp_path / "hparams" / f"{task}.yaml").exists()
+    assert "train.py" in page and (tmp_path / "train.py").exists()
 
 
 @pytest.mark.parametrize("there", ["README.md", "hparams/ctc.yaml"])
