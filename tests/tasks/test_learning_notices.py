@@ -235,10 +235,12 @@ def test_a_low_rate_is_one_for_a_trained_encoder_unless_it_is_lower_than_any_tha
     assert "--lr 0.002" not in told.text()
 
 
-def test_who_learns_late_is_told_that_it_is_over_and_not_accused_at_the_end():
-    trial = Trial(1200, healthy(leaves=600))
-    assert [(what, how) for what, _, how in trial.short] == [("chance", "on"), ("chance", "over")]
-    assert "The warning of step 424 is over" in trial.told[1].text()
+@pytest.mark.parametrize(("steps", "loss", "what"), [
+    (1200, healthy(leaves=600), "chance"), (900, lambda step: 2.8 if 500 < step < 680 else LEARNT(step), "divergence")])
+def test_who_learns_late_or_finds_back_is_told_that_it_is_over_and_not_accused_at_the_end(steps, loss, what):
+    trial = Trial(steps, loss)
+    assert [(each, how) for each, _, how in trial.short] == [(what, "on"), (what, "over")]
+    assert f"The warning of step {trial.told[0].step} is over" in trial.told[1].text()
 
 
 def test_what_is_lost_after_it_was_heard_is_told_as_divergence():
@@ -293,11 +295,6 @@ def test_a_loss_that_grows_is_told_from_chance_and_where_chance_is_not_known():
         trial = Trial(400, explodes, chance=chance)
         assert [(what, how) for what, _, how in trial.short] == [("divergence", "on"), ("divergence", "end")]
         assert began in trial.told[0].detail
-
-
-def test_who_finds_back_is_told_so():
-    trial = Trial(900, lambda step: 2.8 if 500 < step < 680 else LEARNT(step))
-    assert [(what, how) for what, _, how in trial.short] == [("divergence", "on"), ("divergence", "over")]
 
 
 # ---------------------------------------------------------------- resuming
