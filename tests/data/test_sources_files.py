@@ -107,6 +107,12 @@ def test_a_csv_without_commas_is_suspected_of_another_separator(tmp_path, separa
     assert error.value.hint == f"its fields seem to be separated by {separator!r}: use commas, or tabs in a .tsv"
 
 
+def test_a_named_tsv_has_tabs_and_no_quotation(tmp_path):
+    source = open_source(write(tmp_path / "x.tsv", 'path\tsentence\na.wav\tso "this, too\n'), cache=tmp_path)
+    assert source.names() == ["train"] and source.header("train") == ["path", "sentence"]
+    assert list(source.read("train").texts) == ['so "this, too']
+
+
 def test_paths_that_start_in_the_working_folder(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "lists").mkdir()

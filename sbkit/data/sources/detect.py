@@ -138,7 +138,9 @@ def _open_file(path: Path, cache: Path, columns: Mapping[str, str], data_root: s
     for kind in _FILE_KINDS:
         if path.name.endswith(kind.suffixes):
             return kind({path.stem: path}, columns, data_root)
+    if path.suffix == ".tsv":
+        return SpeechBrainCsv({path.stem: path}, columns, data_root)
     if path.suffix == ".parquet":
         return Parquet({path.stem: [path]}, path, cache, columns)
     raise SbkitError(f"{path}: unknown format",
-                     hint="expected .csv, .json, .jsonl or .parquet")
+                     hint="expected .csv, .tsv, .json, .jsonl or .parquet")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -20,17 +21,18 @@ class SpeechBrainCsv(FileSource):
     """CSV files with at least a path and a text; missing durations are measured.
 
     Other columns are kept as metadata; those with a name that manifests reserve get a prefix, such as ``source_wrd``.
-    ``start`` is in seconds; together with ``stop`` it may be in samples.
+    ``start`` is in seconds; together with ``stop`` it may be in samples. A file that is named may be a ``.tsv``: tabs
+    between fields, and no quotation, as in Common Voice.
     """
 
     kind = "SpeechBrain CSV"
     suffixes = (".csv",)
 
     def header(self, name: str) -> list[str]:
-        return header(self.files[name])
+        return header(self.files[name], **_layout(self.files[name]))
 
     def read_file(self, path: Path, show_progress: bool) -> Rows:
-        csv = read_delimited(path)
+        csv = read_delimited(path, **_layout(path))
         roles = {role: find_column(role, csv.columns, self.columns)
                  for role in dict.fromkeys(("id", "audio", "text", "speaker", "duration", "start", *self.wanted))}
         for role in self.needed:
@@ -54,6 +56,10 @@ class SpeechBrainCsv(FileSource):
             str(path), column["id"] if "id" in column else unique_ids(stems), self.locate(wavs, path),
             column.get("text"), column.get("speaker"), durations, starts, self.with_paths(meta, path),
             malformed=[(f"{path.name} line {line}", what) for line, what in csv.malformed])
+
+
+def _layout(path: Path) -> dict[str, Any]:
+    return {"delimiter": "\t", "quoted": False} if path.suffix == ".tsv" else {}
 
 
 def _segments(path: Path, csv: Delimited, name: str, durations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
