@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+import sbkit
 from sbkit.errors import SbkitError
 from sbkit.system import console, disk
 
@@ -103,7 +104,10 @@ def _report_to_torchrun(error: SbkitError) -> None:
 
 def dispatch(argv: list[str]) -> int:
     """Run the command that the arguments name, and return its exit code."""
-    command, rest = (argv or [""])[0], argv[1:]
+    if not argv:
+        parser_for(argv).print_help()
+        return 2
+    command, rest = argv[0], argv[1:]
     if command not in RECIPE_COMMANDS:
         args = parser_for(argv).parse_args(argv)
         return args.call(args)
@@ -148,6 +152,7 @@ class _Parser(argparse.ArgumentParser):
 def parser_for(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The parser for these arguments; only the command that they name is imported, the others are just listed."""
     parser = _Parser(prog="sbkit", description="Train speech models from recipes and ship them.")
+    parser.add_argument("--version", action="version", version=f"sbkit {sbkit.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, what in RECIPE_COMMANDS.items():
         commands.add_parser(name, help=what, add_help=False)

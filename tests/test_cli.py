@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,17 @@ def test_help_lists_every_command(capsys):
     out = " ".join(capsys.readouterr().out.split())
     for command, what in {**RECIPE_COMMANDS, **COMMANDS}.items():
         assert f" {command} {what}" in out
+
+
+def test_no_command_at_all_shows_them(capsys):
+    assert main([]) == 2
+    assert "usage: sbkit" in (shown := capsys.readouterr().out) and " train " in shown
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0 and capsys.readouterr().out == f"sbkit {metadata.version('sbkit')}\n"
 
 
 def test_every_command_has_its_file_and_every_file_is_a_command():

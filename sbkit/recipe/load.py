@@ -114,7 +114,7 @@ def open_recipe(hparams: dict[str, Any], path: Path) -> Recipe:
     """
     task = hparams.get("brain")
     if task is None:
-        raise SbkitError(f"{path} lacks brain", hint=COMPLETE)
+        raise SbkitError(f"{path} lacks brain", hint=f"{COMPLETE}; one with a script of its own is started by that")
     declared = getattr(task, "Keys", None)
     if declared is None or not hasattr(task, "stand_in"):
         raise SbkitError(f"{path}: brain is {getattr(task, '__name__', task)!s}, which is not a task of sbkit",

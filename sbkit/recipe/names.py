@@ -28,6 +28,7 @@ COMMAND_OPTIONS = ["no-check"]
 #: Keys by their names in other libraries, to which another key of ours is more similar.
 _NAMED_ELSEWHERE = {"learning_rate": "lr", "batch_size": "max_batch_seconds", "epochs": "number_of_epochs",
                     "max_epochs": "number_of_epochs"}
+_OF_TORCHRUN = {"nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "standalone", "rdzv_endpoint"}
 
 
 def brain_class(root: Node) -> type | None:
@@ -82,8 +83,11 @@ def check_overrides(files: Files, overrides: Mapping[str, Any], findings: Findin
         ours = _NAMED_ELSEWHERE.get(key)
         near = ours if ours in known else (
             did_you_mean(key, known) or did_you_mean(f"--{key}", [f"--{name}" for name in known], cutoff=0.75))
-        findings.error("unknown-override", Place(), f"--{key}", f"{files[0][0]} has no key {key}",
-                       f"did you mean --{near.removeprefix('--')}?" if near else "define that key in the YAML first")
+        if key in _OF_TORCHRUN:
+            hint = f"it is an option of torchrun: torchrun --{key}={overrides[key]} train.py RECIPE ..."
+        else:
+            hint = f"did you mean --{near.removeprefix('--')}?" if near else "define that key in the YAML first"
+        findings.error("unknown-override", Place(), f"--{key}", f"{files[0][0]} has no key {key}", hint)
     return unknown
 
 

@@ -91,6 +91,8 @@ def test_what_only_a_script_may_say_is_reported_in_a_recipe_of_a_task(tmp_path):
     ("--schedule.peak 3", "has no key schedule; define that key in the YAML first"),
     ("--share_validation true", "has no key share_validation; define that key in the YAML first"),
     ("--colour 3", "has no key colour; define that key in the YAML first"),
+    ("--nproc_per_node 8", "has no key nproc_per_node; it is an option of torchrun: torchrun "
+                             "--nproc_per_node=8 train.py RECIPE ..."),
 ])
 def test_parts_of_it_and_what_nobody_declares_are_refused(words, expected, tmp_path):
     path, given = chained(tmp_path), parse_overrides(words.split())
