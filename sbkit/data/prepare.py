@@ -235,8 +235,9 @@ def _durations(rows: Rows, usable: np.ndarray, details: dict[int, str], report: 
     if len(sample) < len(listed) and (wrong.mean() > _DISAGREE_SHARE or damaged.mean() > _DAMAGED_SHARE):
         logger.warning("%s: of %d sampled recordings %d have a wrong duration in the list and %d are damaged: "
                        "measuring them all", report.split, len(sample), wrong.sum(), damaged.sum())
-        wrong = _correct(durations, rows, listed, measured(listed, "measuring"))
-        report.durations.update(checked=len(listed), disagree=int(wrong.sum()))
+        rest = np.setdiff1d(listed, sample)
+        wrong_too = _correct(durations, rows, rest, measured(rest, "measuring"))
+        report.durations.update(checked=len(listed), disagree=int(wrong.sum() + wrong_too.sum()))
     durations[unlisted] = measured(unlisted, "measuring") - rows.starts[unlisted]
     return durations
 

@@ -57,9 +57,9 @@ def _check_declared(root: Node, known: Declared, value: object, findings: Findin
         _report(root, known.name, f"it {problem}", findings, hint)
     elif known.built and isinstance(value, (str, bool)) and value != "None":  # check_text reports "None"
         null = "" if known.needed else " or null"
-        findings.warning("setting", root.place_of(known.name), known.name,
-                         f"it is {_shown(value)}, and must be an object{null}",
-                         "write null" if null else "write !new: and its class")
+        findings.error("setting", root.place_of(known.name), known.name,
+                       f"it is {_shown(value)}, and must be an object{null}",
+                       "write null" if null else "write !new: and its class")
 
 
 def check_options(run_opts: RunOptions | None, findings: Findings) -> None:

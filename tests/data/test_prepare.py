@@ -114,15 +114,16 @@ def test_a_listed_duration_that_is_wrong_is_corrected(clips):
     assert counts(report) == {"undecodable": 1}
 
 
-@pytest.mark.parametrize("names, seconds, left_out", [
-    (["long.wav"] * 10, [3.0] * 10, {}), (["bad.wav", "good.wav"] * 5, [1.0] * 5, {"undecodable": 5})],
+@pytest.mark.parametrize("names, seconds, wrong, left_out", [
+    (["long.wav"] * 10, [3.0] * 10, 10, {}), (["bad.wav", "good.wav"] * 5, [1.0] * 5, 0, {"undecodable": 5})],
     ids=["wrong durations", "damaged"])
 def test_where_the_sample_is_mostly_wrong_or_damaged_all_are_measured(clips, monkeypatch, caplog, names, seconds,
-                                                                      left_out):
+                                                                      wrong, left_out):
     monkeypatch.setattr("sbkit.data.prepare.SAMPLE", 3)
     manifest, report = prepare(rows(clips, *[(name, "a") for name in names], durations=[1.0] * 10))
     np.testing.assert_allclose(manifest.durations, seconds)
-    assert report.durations["checked"] == 10 and "measuring them all" in caplog.text and counts(report) == left_out
+    assert report.durations == {"listed": 10, "measured": 0, "checked": 10, "disagree": wrong}
+    assert "measuring them all" in caplog.text and counts(report) == left_out
 
 
 @pytest.mark.parametrize("durations", [None, [1.0, 3.0, 3.0]], ids=["measured", "listed"])

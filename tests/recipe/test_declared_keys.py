@@ -136,4 +136,5 @@ def test_without_a_run_a_task_of_ones_own_is_not_imported(tmp_path, mine):
 def test_a_text_for_an_object_is_reported_without_building_anything(words, expected):
     report = check(SMALL, parse_overrides(words.split()), run=False)
     found = [str(each) for each in report.findings if each.key == words.split()[0][2:]]
-    assert found == ([f"command line: warning: {expected}"] if expected else [])
+    severity = "warning" if "a text, not null" in expected else "error"
+    assert found == ([f"command line: {severity}: {expected}"] if expected else [])
