@@ -66,8 +66,8 @@ their own keys.
 _OPTIONS = """
 ## Run options
 
-These are SpeechBrain's; [its documentation](https://speechbrain.readthedocs.io/en/latest/API/speechbrain.core.html) and
-`sbkit train --help` describe them. A recipe may have them as keys; the command line takes precedence:
+These are SpeechBrain's; [its documentation](https://speechbrain.readthedocs.io/en/latest/API/speechbrain.core.html)
+describes them. A recipe may have them as keys; the command line takes precedence:
 {options}.
 
 sbkit adds `precision: auto` and `eval_precision: auto` (bf16 if the device supports it, otherwise

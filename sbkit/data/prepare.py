@@ -304,7 +304,7 @@ def summarize(report: Mapping[str, Any], with_leaks: bool = True) -> str:
                          "these were measured")
         if durations.get("disagree"):
             lines.append(f"{split}: {durations['disagree']} of {durations['checked']} listed durations that "
-                         "were checked differ from the audio")
+                         "were checked differ from the audio, and are replaced by its own")
     entries = report.get("leaks") if with_leaks else None  # missing in reports of earlier versions
     if entries:
         lines.append(table(leaks.COLUMNS, leaks.rows(entries)))

@@ -137,7 +137,7 @@ class _Server:
         self._watchdog: threading.Timer | None = None
 
     def run(self) -> int:
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger(access.__name__).setLevel(logging.INFO)  # a line for each request
         logging.getLogger("uvicorn.error").addFilter(
             lambda record: not any(each in record.getMessage() for each in _CLIENT_ERRORS))

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -208,7 +209,7 @@ def test_refused_sockets_are_no_errors_in_the_log(bundle):
     serving.refused_socket(url.replace("http", "ws") + "/v1/audio/live")
     process.terminate()
     [line] = process.communicate(timeout=30)[1].splitlines()
-    assert line.startswith("INFO sbkit.serve.access: 127.0.0.1 WebSocket /v1/audio/live: 401 after ")
+    assert re.match(r"20\d\d-.* INFO sbkit\.serve\.access: 127\.0\.0\.1 WebSocket /v1/audio/live: 401 after ", line)
 
 
 def test_a_port_that_is_taken_is_one_line_at_once(bundle, capsys):
