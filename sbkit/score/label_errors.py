@@ -20,7 +20,8 @@ SILENCE, MORE_SPEECH, CUT, NOTHING_FITS, SPELLING, OTHER_WORDS = REASONS = (
     "silence", "more speech", "cut off", "nothing fits", "other letters", "other words")
 #: Rows are dropped, or listed, while at most this share of them is expected to be right.
 _DROPPED, _LISTED = 0.1, 0.5
-_MIN_RECOGNISED = 0.4  # share of the labels' words that models have to recognise to judge labels
+#: Share of the labels' words that models have to recognise to judge labels.
+MIN_RECOGNISED = 0.4
 _WELL_RECOGNISED = 0.65  # below this share, misspelt labels can't be told from the models' own errors
 _RARELY = 0.01  # quantile of the confidence of unsuspected rows below which the reason is "nothing fits"
 
@@ -142,11 +143,11 @@ def _recognised(scores: Sequence[LabelScore]) -> tuple[float, float]:
 def require_trained(scores: Sequence[LabelScore]) -> None:
     """Raise if the models recognise too little to judge labels."""
     right, rate = _recognised(scores)
-    if right < _MIN_RECOGNISED:
+    if right < MIN_RECOGNISED:
         unit = units(score.label for score in scores)
         raise SbkitError("the models have not learnt enough to judge labels: on rows that they were not trained on "
                          f"they recognise {right:.0%} of the {unit}s ({unit} error rate {rate:.0%}), and "
-                         f"{_MIN_RECOGNISED:.0%} are needed",
+                         f"{MIN_RECOGNISED:.0%} are needed",
                          hint="the same command with a larger --number_of_epochs trains them further", exit_code=1)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sbkit.score.label_errors import MIN_RECOGNISED
 from sbkit.score.old_set import OLD
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
 from sbkit.score.report.groups import UtteranceGroup, breakdown
@@ -135,16 +136,17 @@ def _recognises_nothing(run: RunData, results: ScoredRun) -> Iterator[RunFinding
 
 
 def _labels(results: ScoredRun, suspects: Sequence[SuspectLabel]) -> Iterator[RunFinding]:
-    if suspects:
+    recognised = 1 - results.totals[0] / results.totals[1]
+    if suspects and recognised >= MIN_RECOGNISED:
         count = len(suspects)
         errors = sum(int(results.edits[suspect.index]) for suspect in suspects) / int(results.edits.sum())
         # First if the model is good: the more it gets wrong, the less says its confidence.
         yield RunFinding(
-            max(0.0, 1 - results.totals[0] / results.totals[1]) + errors,
+            recognised + errors,
             f"{counted(count, 'transcript')} may be wrong",
             f"The model is confident of another transcript there: {percent(errors)} of all errors. Listen first. "
             "sbkit clean finds such transcripts in the training data.", "labels",
-            100 * errors * results.totals[0] / results.totals[1])
+            100 * errors * (1 - recognised))
 
 
 def _groups(results: ScoredRun, known: Collection[str]) -> Iterator[RunFinding]:
@@ -219,11 +221,12 @@ def _words(results: ScoredRun) -> Iterator[RunFinding]:
 
 def _training(run: RunData) -> Iterator[RunFinding]:
     rates = [(epoch["epoch"], epoch["valid_WER"]) for epoch in run.epochs if epoch.get("valid_WER") is not None]
+    falling = False
     if len(rates) >= 3:
         best = min(rates, key=lambda pair: pair[1])
         last, earlier = rates[-1], rates[-3]
         gain = (earlier[1] - last[1]) / max(earlier[1], 1e-9)
-        if best == last and gain > 0.03:
+        if falling := best == last and gain > 0.03:
             yield RunFinding(
                 min(gain, 0.9), "The WER was still falling when training ended",
                 f"It fell from {rate(earlier[1])} to {rate(last[1])} over the last two epochs: train longer.",
@@ -233,7 +236,8 @@ def _training(run: RunData) -> Iterator[RunFinding]:
                 min(1.0, last[1] / max(best[1], 1e-9) - 1), f"The WER was best in epoch {best[0]} of {last[0]}",
                 f"{rate(best[1])} then, {rate(last[1])} at the end: more augmentation, more data or a smaller "
                 "model may help.", "curves")
-    yield from _fit(run)
+    if not falling:  # what the losses say then would contradict it
+        yield from _fit(run)
     yield from _waiting(run)
     skipped = sum(epoch.get("skipped_steps") or 0 for epoch in run.epochs)
     if skipped:
@@ -288,9 +292,11 @@ def _waiting(run: RunData) -> Iterator[RunFinding]:
     core = _waited([(epoch["core_wait_share"], epoch.get("train_seconds") or 0.0) for epoch in run.epochs
                     if epoch.get("core_wait_share") is not None])
     if core:
+        several = bool(run.starts) and run.starts[-1].get("threads", 2) > 1
+        advice = ": set OMP_NUM_THREADS to the number of free ones." if several else "."
         yield RunFinding(
             core, f"Training waited for a core during {percent(core)} of the time",
-            "Other programs or data workers use the cores: set OMP_NUM_THREADS to the number of free ones.", "curves")
+            f"Other programs or data workers use the cores{advice}", "curves")
 
 
 def _waited(epochs: Sequence[tuple[float, float]]) -> float:

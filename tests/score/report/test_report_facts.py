@@ -18,7 +18,7 @@ from sbkit.score.old_set import OldSet
 from sbkit.score.report import charts, groups
 from sbkit.score.report.charts import Series
 from sbkit.score.report.data import ScoredRun, read
-from sbkit.score.report.findings import findings, suspects
+from sbkit.score.report.findings import SuspectLabel, findings, suspects
 from sbkit.score.utterances import ScoredUtterance
 
 
@@ -162,6 +162,10 @@ def test_training_that_should_go_on_or_waited_or_lost_data_stands_out(tmp_path):
     found = headlines(run)
     assert "waited for data during 30" in found and "12 steps were skipped" in found
     assert "Training waited for a core during 40" in found
+    advice = "set OMP_NUM_THREADS to the number of free ones"
+    assert advice in str(findings(read(run)))
+    run_folders.log(run, {"kind": "run", "threads": 1})
+    assert advice not in str(findings(read(run)))
 
 
 def test_non_words_are_for_a_language_model(tmp_path):
@@ -190,6 +194,16 @@ def test_what_the_losses_of_training_and_dev_say_of_the_size(tmp_path, train, va
                                for epoch, loss in enumerate(losses, start=1)))
     found = [one.headline for one in findings(read(run)) if "would help more" in one.headline]
     assert [one[:len(said)] for one in found] == [said] if said else found == []
+    run_folders.log(run, *({"time": 1.7e9, "kind": "epoch", "epoch": epoch, "valid_WER": 50 - epoch}
+                           for epoch in range(1, 6)))
+    assert "would help more" not in headlines(run), "to train longer comes first"
+
+
+@pytest.mark.parametrize("wrong, said", [(0.5, True), (0.7, False)])
+def test_labels_are_suspected_of_nothing_where_most_words_are_wrong(tmp_path, wrong, said):
+    rows = run_folders.scored(60, wrong=wrong)
+    found = findings(read(run_folders.finished_run(tmp_path, rows)), [SuspectLabel(3, 0.9, 0.1)])
+    assert any("1 transcript may be wrong" in one.headline for one in found) is said
 
 
 def waited(folder, device, seconds):
