@@ -28,7 +28,7 @@ from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.data.sources.base import Rows, unique_ids
 from sbkit.data.suspects import Exclusions
 from sbkit.data.text import TextRules, count_words
-from sbkit.system.console import progress, table
+from sbkit.system.console import counted, progress, table
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ SAMPLE = 200
 _DISAGREE_SHARE = 0.05
 #: The same if more of it than this can't be read: that many damaged recordings would end a training.
 _DAMAGED_SHARE = 0.01
+#: What a speaker doesn't say as it is written: digits, and brackets around notes.
+_UNSPOKEN = r"[\pN<>\[\](){}]"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class SplitReport:
     hours: float = 0.0
     left_out: dict[str, dict[str, Any]] = field(default_factory=dict)
     outside_alphabet: dict[str, int] = field(default_factory=dict)
+    unspoken: dict[str, Any] = field(default_factory=dict)
+    """How many texts that are kept have digits or brackets, and one of them before and after the rules."""
     durations: dict[str, Any] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     """Ids of rows that are kept although they are copies of another split's, and their originals."""
@@ -200,6 +204,10 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     manifest = everything.select(kept)
     report.kept, report.hours = len(manifest), manifest.hours
     report.outside_alphabet = dict(outside.most_common(100))
+    unspoken = np.flatnonzero((codes == 0) & np.asarray(pc.match_substring_regex(rows.texts.arrow, _UNSPOKEN)))
+    if limits.text and len(unspoken):
+        first = int(unspoken[0])
+        report.unspoken = {"count": len(unspoken), "example": [rows.texts[first][:100], texts[first][:100]]}
     _explain(report, rows, codes, durations, details)
     if report.rows != report.kept + report.missing:
         raise AssertionError(f"{split}: {report.rows} rows, {report.kept} kept, {report.missing} left out")
@@ -293,8 +301,12 @@ def summarize(report: Mapping[str, Any], with_leaks: bool = True) -> str:
     for split, entry in splits.items():
         outside = entry["outside_alphabet"]
         if outside:
-            shown = " ".join(f"{char!r} x{count}" for char, count in list(outside.items())[:10])
-            lines.append(f"{split}: characters outside the alphabet: {shown}")
+            characters = " ".join(f"{char!r} x{count}" for char, count in list(outside.items())[:10])
+            lines.append(f"{split}: characters outside the alphabet: {characters}")
+        if found := entry.get("unspoken"):  # missing in reports of earlier versions
+            before, after = found["example"]
+            lines.append(f"{split}: {counted(found['count'], 'text')} with digits or brackets, such as {before!r}, now "
+                         f"{after!r}: write what is spoken, or leave such texts out by an alphabet")
         lines += [f"{split}: {one['count']} of {entry['rows']} rows are left out ({reason}), such as "
                   f"{one['examples'][0]}; left_out.csv lists all"
                   for reason, one in entry["left_out"].items() if one["count"] > _MANY * entry["rows"]]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sounds import encoded, speechlike
 
 from sbkit.data.manifest import Column
-from sbkit.data.prepare import REASONS, RowLimits, prepare_split, recording_keys
+from sbkit.data.prepare import REASONS, RowLimits, prepare_split, recording_keys, summarize
 from sbkit.data.presence import existing
 from sbkit.data.sources.base import Rows, unique_ids
 from sbkit.data.text import TextRules
@@ -97,6 +97,17 @@ def test_numbered_ids_are_unique_and_the_first_keeps_its_name(ids):
     numbered = unique_ids(ids)
     assert len(set(numbered)) == len(ids)
     assert all(numbered[ids.index(i)] == i for i in ids)
+
+
+def test_texts_that_nobody_speaks_as_they_are_written_are_counted(clips):
+    source = rows(clips, ("good.wav", "Marque [risas] 1"), ("good.wav", "(dos) dos"), ("good.wav", "tres, cuatro!"),
+                  ("gone.wav", "7"))
+    _, report = prepare(source)
+    assert report.unspoken == {"count": 2, "example": ["Marque [risas] 1", "marque risas 1"]}
+    assert prepare(source, limits=RowLimits(text=False))[1].unspoken == {}
+    facts = {"splits": {"train": report.facts()}, "source": {"kind": "", "where": "", "splits": {"train": ["train"]}}}
+    assert ("train: 2 texts with digits or brackets, such as 'Marque [risas] 1', now 'marque risas 1': write what is "
+            "spoken, or leave such texts out by an alphabet") in summarize(facts)
 
 
 def test_recordings_of_dev_and_test_stay_out_of_train(clips):
