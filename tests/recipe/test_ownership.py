@@ -8,6 +8,7 @@ from torch import nn
 from written import write
 
 from sbkit.recipe.build import build
+from sbkit.recipe.check import check
 from sbkit.recipe.ownership import Owned, check_modules, check_ownership, check_saved, left_behind, tensors
 from sbkit.recipe.resolve import resolve
 from sbkit.recipe.source import Findings
@@ -123,6 +124,15 @@ def test_both_mends_are_named_where_there_is_a_module_list(tmp_path):
 ], ids=["owned, and held elsewhere", "no tensors", "attributes that are no buffers", "buffers outside modules"])
 def test_what_stays_behind_is_no_parameter_of_anybody(tmp_path, text, left):
     assert look(tmp_path, OWNED + text) == ([], left)
+
+
+def test_a_tensor_of_a_layer_that_is_no_buffer_is_to_become_one_unless_it_is_speechbrains(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"stays: !new:{HERE}.Stays\nfeatures: !new:speechbrain.lobes.features.Fbank\n{OWNED}{TAIL}"
+                    "    stays: !ref <stays>\n    features: !ref <features>\n")
+    assert [str(each).partition(": ")[2] for each in check(path).findings] == [
+        "warning: stays: stays.table would stay on the CPU when the modules move to a device; make it a buffer of "
+        "Stays (register_buffer), or move it in forward"]
 
 
 def test_each_parameter_is_in_one_checkpoint_file(tmp_path):
