@@ -107,11 +107,12 @@ def locate(name: str) -> Path:
         if path.is_file():
             return path
     where = Path(name).parent
-    near = did_you_mean(Path(name).name, [path.name for path in where.glob("*.y*ml")])
+    around = where if where.is_dir() else where.parent
+    near = did_you_mean(name, [str(path) for path in around.glob("*.y*ml" if where.is_dir() else "*/*.y*ml")])
     from sbkit.recipe import starter
 
     task = f" --task {Path(name).stem}" if Path(name).stem in starter.tasks() else ""
-    hint = f"did you mean {where / near}?" if near else (
+    hint = f"did you mean {near}?" if near else (
         f"the working directory is {os.getcwd()}; sbkit new FOLDER{task} writes recipes to start from")
     raise SbkitError(f"there is no recipe {name}", hint=hint)
 

@@ -397,7 +397,7 @@ def _mixture(traced: trace.Trace, device: torch.device) -> Section | None:
     for row in rows:
         row.append(round(row[-1] * passes, 1))
     columns = [*mixture.COLUMNS, "in the whole run"]
-    return Section("mixture", columns, rows, values={row[0]: dict(zip(columns[1:], row[1:], strict=True))
+    return Section("Mixture", columns, rows, values={row[0]: dict(zip(columns[1:], row[1:], strict=True))
                                                      for row in rows})
 
 
@@ -407,7 +407,7 @@ def _leaks(built: Built) -> Section | None:
     entries = stored_json(corpus.report_path).get("leaks") if isinstance(corpus, Corpus) else None
     if entries is None:
         return None
-    return Section("leaks", leaks.COLUMNS, leaks.rows(entries), leaks.remarks(entries), {"shared": entries})
+    return Section("Shared by splits", leaks.COLUMNS, leaks.rows(entries), leaks.remarks(entries), {"shared": entries})
 
 
 def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | None, str]:

@@ -107,6 +107,13 @@ def test_a_csv_without_commas_is_suspected_of_another_separator(tmp_path, separa
     assert error.value.hint == f"its fields seem to be separated by {separator!r}: use commas, or tabs in a .tsv"
 
 
+def test_a_csv_without_a_header_is_told_so(tmp_path):
+    with pytest.raises(SbkitError) as error:
+        read(write(tmp_path / "x.csv", "a/b.MP3,hello there\n"))
+    assert error.value.hint == (
+        "its first line seems to be a row: put one with the columns' names above it, such as ID,wav,wrd")
+
+
 def test_a_named_tsv_has_tabs_and_no_quotation(tmp_path):
     source = open_source(write(tmp_path / "x.tsv", 'path\tsentence\na.wav\tso "this, too\n'), cache=tmp_path)
     assert source.names() == ["train"] and source.header("train") == ["path", "sentence"]

@@ -94,6 +94,7 @@ def test_below_one_the_decoder_trains_too(alone, cache, tmp_path):
 @pytest.mark.parametrize(("words", "says"), [
     ("train hparams/nope.yaml", "there is no recipe hparams/nope.yaml"),
     ("train hparams/ctc.yml", "did you mean hparams/ctc.yaml?"),
+    ("train hparam/ctc.yaml", "did you mean hparams/ctc.yaml?"),
     ("train hparams/ctc.yaml --d_modle 3 --no-check", "has no key d_modle; did you mean --d_model?"),
     ("train hparams/ctc.yaml --learning_rate 3 --no-check", "has no key learning_rate; did you mean --lr?"),
     ("train hparams/ctc.yaml --language en d_model=3",

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sbkit.data.audio import SUFFIXES
 from sbkit.data.manifest import Column
 from sbkit.errors import SbkitError, shown_names
 
@@ -179,6 +180,8 @@ def no_column(where: object, role: str, available: Iterable[str], columns: Mappi
     hint = f"name it in the corpus's columns, e.g. columns: {{{role}: NAME}}"
     if len(available) == 1 and (separator := next((each for each in ";\t|" if each in available[0]), None)):
         hint = f"its fields seem to be separated by {separator!r}: use commas, or tabs in a .tsv"
+    elif any(name.lower().endswith(SUFFIXES) for name in available):
+        hint = "its first line seems to be a row: put one with the columns' names above it, such as ID,wav,wrd"
     return SbkitError(
         f"{where} has no column for the {role}: looked for {wanted} among {shown_names(available) or 'none'}",
         hint=hint)
