@@ -23,7 +23,7 @@ from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.flops import FlopCounter
 from sbkit.recipe.ownership import Owned
 from sbkit.recipe.parts import flattened
-from sbkit.recipe.price import EFFICIENCY
+from sbkit.recipe.price import EFFICIENCY, GUESS_FACTOR
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.trace import Trace, build_brain, fake_gpu_works
@@ -229,8 +229,8 @@ def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: 
     if measured is not None:
         hours = (measured.planned or measured.step_seconds / measured.batch_seconds) * 100
     else:
-        peak = speed.speed_of(device, precision)
-        hours = None if peak is None else cost.operations * 100 / (peak * EFFICIENCY)
+        usable = speed.usable_speed(device, precision)
+        hours = None if usable is None else cost.operations * 100 / (usable * EFFICIENCY)
     freeze = hparams.get("freeze")
     thaws = [value for value in flattened(freeze).values() if value is not True] if freeze else []
     layers = [layer for root in owned.roots.values() for layer in root.modules()]
@@ -303,7 +303,7 @@ def _remarks(estimate: CostEstimate) -> list[str]:
     if measured is None:
         cost = estimate.cost
         by = f"that of training, from {counted(estimate.runs, 'finished run')} here" if estimate.runs else \
-            "an estimate (--measure times a few steps)"
+            f"a guess, perhaps off by a factor of {GUESS_FACTOR:g} (--measure times a few steps)"
         return [f"memory is counted on fake tensors, and the time is {by}: a second of audio takes "
                 f"{speed.flops(cost.operations)} in training, in utterances of "
                 f"{cost.typical or cost.seconds:.3g} s", *estimate.inexact]

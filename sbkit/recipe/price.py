@@ -132,11 +132,12 @@ def width(ratios: Sequence[float]) -> float:
 
 
 def predict(steps: Steps, runs: Sequence[FinishedRun], peak: float | None, trial: float | None = None,
-            host_seconds: float = 0.0) -> RunEstimate | None:
+            host_seconds: float = 0.0, usable: float | None = None) -> RunEstimate | None:
     """Predict a run; None if nothing is known about the device.
 
     runs : finished ones of the same setting
     peak : operations per second of the device
+    usable : those that most layers can use, if that is less
     trial : seconds of a step, measured just now
     host_seconds : the host's time per step, for which a faster device waits
     """
@@ -156,7 +157,7 @@ def predict(steps: Steps, runs: Sequence[FinishedRun], peak: float | None, trial
                          width(held_out_errors(kinds)) ** rule.distance, "fit", len(runs))
     if peak is None:
         return None
-    guess = max(steps.operations / (EFFICIENCY * peak), host_seconds)
+    guess = max(steps.operations / (EFFICIENCY * (usable or peak)), host_seconds)
     return _estimate(guess, run_hours(steps, guess), GUESS_FACTOR, "peak", len(runs))
 
 

@@ -73,6 +73,11 @@ def speed_of(device: torch.device, precision: str) -> float | None:
     return 2 * size**3 / fastest
 
 
+def usable_speed(device: torch.device, precision: str) -> float | None:
+    """The same of what most layers can use: on a CPU that of fp32, since units for bf16 serve large products alone."""
+    return speed_of(device, "fp32" if device.type == "cpu" else precision)
+
+
 def native_precision(device: torch.device) -> str:
     """The precision that ``auto`` means: bf16 if the device supports it without emulation, else fp32."""
     if device.type == "cuda":

@@ -104,6 +104,7 @@ def test_too_few_runs_are_a_guess_from_the_peak():
     assert prediction.by == "peak" and prediction.step_seconds == pytest.approx(1.0)
     assert prediction.high / prediction.hours == prediction.hours / prediction.low == pytest.approx(price.GUESS_FACTOR)
     assert price.predict(steps, [], peak=1e15, host_seconds=0.5).step_seconds == 0.5
+    assert price.predict(steps, [], peak=800e9, usable=100e9).step_seconds == pytest.approx(1.0)
     assert price.predict(steps, [], peak=None) is None
 
 
