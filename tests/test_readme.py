@@ -73,7 +73,7 @@ def test_a_command_is_understood(words, monkeypatch):
         words = words[words.index("-m") + 1:]
     if words[0] == "sbkit" and words[1] not in cli.RECIPE_COMMANDS:
         if len(words) == 2 and words[1] != "doctor":  # its name alone
-            assert words[1] in (*cli.COMMANDS, "COMMAND", "--help")
+            assert words[1] in (*cli.COMMANDS, "COMMAND", "--help", "--version")
         elif words[1:] != ["COMMAND", "--help"] and words[-1] != "--help":
             cli.parser_for(words[1:]).parse_args(words[1:])
         return
