@@ -21,6 +21,7 @@ from sbkit.data.audio import AudioError, read_utterance
 from sbkit.data.corpus import Corpus
 from sbkit.data.exclusions import UNDECODABLE
 from sbkit.data.manifest import Manifest
+from sbkit.data.sources import ONE_SPLIT
 from sbkit.data.splits import ALIASES, SPLITS
 from sbkit.data.text import AsWritten
 from sbkit.errors import SbkitError
@@ -39,7 +40,6 @@ AT_ONCE_SECONDS = 600.0
 UNCODABLE = "uncodable"
 _LISTED = 5  # recordings that were left out that are printed
 _SHOWN = 100  # characters of their ids
-_ONE_FILE = (".csv", ".json", ".jsonl", ".ndjson", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _kind(name: str) -> str | None:
 def _corpus(request: TokenizeRequest, name: str) -> Corpus:
     """The corpus with one of its splits."""
     source: str | dict[str, str] = request.corpus
-    if request.corpus.endswith(_ONE_FILE) and "://" not in request.corpus:
+    if request.corpus.endswith(ONE_SPLIT) and "://" not in request.corpus:
         source = {Path(request.corpus).stem: request.corpus}
     lists, kind = request.to / PREPARED, _kind(name) or "test"
     return Corpus(source, request.language, lists / file_name(name), splits={kind: name}, only=(kind,),

@@ -19,7 +19,7 @@ from sbkit.data.corpus import Corpus
 from sbkit.data.loader import EvalLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.remote import Remote
-from sbkit.data.sources import Named, Source
+from sbkit.data.sources import ONE_SPLIT, Named, Source
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
 from sbkit.runs.keys import TaskKeys
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from sbkit.train.brain import Brain
 
 _TEST = ("test", "testing")  # names of the split that is scored by default
-_ONE_FILE = (".csv", ".json", ".jsonl", ".parquet")
 _SCORED = ("source", "manifest", "checkpoints", "decoder", "precision")  # keys of result.json that identify a result
 
 
@@ -126,7 +125,7 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
     title = request.name or (Path(str(source).split("?")[0]).name.split(".")[0] if source else "demo")
     if isinstance(source, Source):
         title = request.name or source.kind
-    if isinstance(source, str) and source.endswith(_ONE_FILE):
+    if isinstance(source, str) and source.endswith(ONE_SPLIT):
         source = {"test": source}
     corpora = request.folder / CORPORA
 

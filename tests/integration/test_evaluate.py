@@ -1,5 +1,6 @@
 """sbkit evaluate and sbkit replay: any checkpoint, any corpus, any number of devices, and every wrong command."""
 
+import csv
 import json
 import shutil
 
@@ -113,6 +114,18 @@ def test_another_split_of_the_runs_own_corpus_is_prepared_by_its_options(home, c
     assert name == "demo-extra" and made[0]["hours"] == 0.1 and made[0]["seed"] == 7
     assert all(len(text.split()) == 5 for text in corpus.manifest("test").texts)
     assert not (home / "own").exists(), "the run's own manifests stay as they are"
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".ndjson"])
+def test_a_list_of_any_kind_is_scored_under_its_own_name(home, tmp_path, suffix):
+    rows = list(csv.DictReader((home / "data" / "test.csv").open()))
+    lines = [json.dumps(row) for row in rows] if suffix == ".ndjson" else [
+        {".csv": ",", ".tsv": "\t"}[suffix].join(line) for line in (rows[0], *(row.values() for row in rows))]
+    path = tmp_path / f"mine{suffix}"
+    path.write_text("\n".join(lines) + "\n")
+    request = EvaluateRequest(home / "run", on=str(path), out=tmp_path / "out")
+    name, corpus = prepare(request, Corpus(None, "en", tmp_path / "own"), request.on)
+    assert name == "mine" and len(corpus.manifest("test")) == len(rows)
 
 
 def test_results_can_go_elsewhere(run, tmp_path):

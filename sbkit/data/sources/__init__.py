@@ -9,6 +9,6 @@ too; one with a name that manifests reserve gets a prefix, such as ``source_wrd`
 """
 
 from sbkit.data.sources.base import Rows, Source, join_rows
-from sbkit.data.sources.detect import Named, check_exists, is_hub_address, open_source
+from sbkit.data.sources.detect import ONE_SPLIT, Named, check_exists, is_hub_address, open_source
 
-__all__ = ["Named", "Rows", "Source", "check_exists", "is_hub_address", "join_rows", "open_source"]
+__all__ = ["ONE_SPLIT", "Named", "Rows", "Source", "check_exists", "is_hub_address", "join_rows", "open_source"]

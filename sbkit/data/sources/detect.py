@@ -20,6 +20,8 @@ from sbkit.errors import SbkitError
 #: How a recipe may name a source: a path, a hub address, or files by split.
 Named = str | Path | Mapping[str, str | Path | Sequence[str | Path]]
 
+#: Ends of the names of files that are a split each.
+ONE_SPLIT = (*SpeechBrainCsv.suffixes, ".tsv", *JsonLines.suffixes, ".parquet")
 _FILE_KINDS: tuple[type[FileSource], ...] = (SpeechBrainCsv, JsonLines)
 _SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d+)-of-(?P<shards>\d+)")
 _HUB_PAGE = "https://huggingface.co/datasets/"
