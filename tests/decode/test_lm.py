@@ -124,8 +124,8 @@ def test_a_model_with_some_words_in_another_case_is_named_and_taken(caplog):
     assert "lm.arpa only partly fits this model's tokens: 14 % of its words" in caplog.text
     assert "the tokens are in lower case" in caplog.text
     caplog.clear()
-    lm.unit_of(model("the cat", "the dog"), Pieces(LETTERS))
-    assert not caplog.text
+    few = model(" ".join([*(f"{a}{b}" for a in "abcdef" for b in "ehot"), "café"]))
+    assert lm.unit_of(few, Pieces(LETTERS)) == "word" and not caplog.text
 
 
 def test_what_the_unit_has_to_be_can_be_said():

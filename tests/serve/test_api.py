@@ -239,10 +239,10 @@ def failing(message):
 def test_a_broken_device_is_unhealthy_and_says_so(bundle):
     with serving.serving(bundle) as server:
         with server.acting(failing("CUDA error: device-side assert triggered\nmore")):
-            assert server.post("a").status_code in (500, 503)
-        answer = server.post("a")
-        assert answer.status_code == 503 and answer.headers["x-should-retry"] == "false"
-        assert answer.json()["error"]["code"] == "device_fault"
+            first = server.post("a")
+        for answer in (first, server.post("a")):
+            assert answer.status_code == 503 and answer.headers["x-should-retry"] == "false"
+            assert answer.json()["error"]["code"] == "device_fault"
         answer = httpx.get(f"{server.url}/health")
         assert answer.status_code == 503 and "device-side assert" in answer.json()["faults"][0]
         assert httpx.get(f"{server.url}/ready").status_code == 503
