@@ -79,10 +79,10 @@ class GraphEngine(Engine):
         return USUAL_SECONDS
 
     def _split(self, found: Sequence[np.ndarray], count: int) -> list[Any]:
-        width, labels = found[0].shape[1:][-1:], len(self.config.labels)
-        if labels and width and width != (labels,):
-            raise SbkitError(f"{self.folder}: the model outputs {width[0]} values, but {layout.CONFIG} has {labels} "
-                             "labels", hint="do both come from the same export?")
+        first, labels = found[0], self.config.labels
+        if labels and first.ndim > 1 and first.shape[-1] != len(labels):
+            raise SbkitError(f"{self.folder}: the model outputs {first.shape[-1]} values, but {layout.CONFIG} has "
+                             f"{len(labels)} labels", hint="do both come from the same export?")
         named = dict(zip(self.config.outputs, found, strict=True))
         lengths = self.config.lengths
         return [{name: value[row, : int(named[lengths[name]][row])] if name in lengths else value[row]

@@ -94,6 +94,7 @@ class StreamingGraph(nn.Module):
         open_: dict[str, tuple[int, ...]] = {name: (0, 1) if name == "samples" else (0,) for name in INPUTS}
         return trace_module(self, example, open_)
 
+
 class Streams(Companion):
     """A recogniser's streaming graph; it is compared with whole utterances in chunks of each size.
 
