@@ -47,8 +47,7 @@ def run(request: RunRequest) -> int:
         raise SbkitError("wav can't be printed", hint="add --output FOLDER")
     if request.output is not None:
         check_output_paths(request.output, recordings)
-    errors: list[str] = []
-    audio, began = 0.0, time.perf_counter()
+    left_out, audio, began = 0, 0.0, time.perf_counter()
     with GraphModel(GraphEngine(request.bundle, request.model, request.device, request.threads)) as model:
         print(model.running, file=sys.stderr)
         config = model.engine.config
@@ -58,7 +57,8 @@ def run(request: RunRequest) -> int:
                 audio += seconds
                 result = model.run(recording)
             except AudioError as error:
-                errors.append(str(error))
+                left_out += 1
+                print(f"left out: {error}", file=sys.stderr)  # at once, and each: no file names them
                 continue
             assert isinstance(result, Output), "one recording has one output"
             if request.output is None:
@@ -68,8 +68,8 @@ def run(request: RunRequest) -> int:
                 sys.stdout.write(_line(recording, result))
             else:
                 _write(request.output, recording, result, request.formats, config.sample_rate, seconds)
-    summarise(len(recordings), errors, audio, time.perf_counter() - began, request.output)
-    return SOME_FAILED if errors else 0
+    summarise(len(recordings), left_out, audio, time.perf_counter() - began, request.output)
+    return SOME_FAILED if left_out else 0
 
 
 def _line(recording: Recording, result: Output) -> str:

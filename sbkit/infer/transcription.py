@@ -108,19 +108,19 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
     transcribed = [(recordings[index], each) for index, each in sorted(found.items()) if each is not None]
     warnings = [f"{each.name}: {result.warning}" for each, result in transcribed if result.warning is not None]
     print_first("warning", warnings)
-    summarise(len(recordings), [str(done.error) for done in errors], sum(seconds_of), seconds, request.output)
+    print_first("left out", [str(done.error) for done in errors])
+    summarise(len(recordings), len(errors), sum(seconds_of), seconds, request.output)
     if any(recording.reference for recording, _ in transcribed):
         _score(transcribed, TextRules.for_language(engine.config.language))
     return SOME_FAILED if errors else 0
 
 
-def summarise(count: int, errors: Sequence[str], audio: float, seconds: float, output: Path | None) -> None:
-    """Print why some of ``count`` recordings were left out, and what became of the others."""
-    print_first("left out", errors)
+def summarise(count: int, left_out: int, audio: float, seconds: float, output: Path | None) -> None:
+    """Print what became of ``count`` recordings."""
     if count:
         factor = f" (real-time factor {seconds / audio:.4f})" if audio else ""
         where = f" -> {output}" if output is not None else ""
-        print(f"{count - len(errors)} of {count} recordings, {audio:.1f} s of audio in {time_span(seconds)}"
+        print(f"{count - left_out} of {count} recordings, {audio:.1f} s of audio in {time_span(seconds)}"
               f"{factor}{where}", file=sys.stderr)
 
 

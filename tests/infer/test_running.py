@@ -64,11 +64,13 @@ def test_sound_is_written_as_sound_without_padding(sound, clips, tmp_path):
     assert rate == graph_bundles.RATE and len(found) == 700 and found == pytest.approx(np.full(700, 0.25), abs=1e-4)
 
 
-def test_a_recording_that_cannot_be_read_is_left_out_and_named(bundle, clips, capsys):
-    (clips / "broken.wav").write_bytes(b"RIFF no audio")
+def test_every_recording_that_cannot_be_read_is_left_out_and_named(bundle, clips, capsys):
+    for number in range(25):
+        (clips / f"broken{number}.wav").write_bytes(b"RIFF no audio")
     assert run(bundle, clips) == 1
     captured = capsys.readouterr()
-    assert len(captured.out.splitlines()) == 2 and "broken.wav" in captured.err and "2 of 3" in captured.err
+    assert len(captured.out.splitlines()) == 2 and "2 of 27" in captured.err
+    assert all(f"left out: {clips}/broken{number}.wav" in captured.err for number in range(25))
 
 
 @pytest.mark.parametrize("words, message", [
