@@ -90,4 +90,4 @@ class _Layer(nn.Module):
         y = functional.conv2d(x.permute(0, 3, 1, 2), self.conv.weight, self.conv.bias, self.conv.stride,
                               self.conv.padding).permute(0, 2, 3, 1)
         fast = fused.activated_norm(y, self.norm, self.activation, self.dropout)
-        return self.dropout(self.activation(self.norm(y))) if fast is None else fast, left
+        return (self.dropout(self.activation(self.norm(y))) if fast is None else fast), left

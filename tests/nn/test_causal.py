@@ -1,5 +1,7 @@
 """The causal front end: what it sees, and equal results in pieces and as a whole."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from sbkit.nn.causal import CausalFrontEnd
+from sbkit.nn.fast import fused
 from sbkit.nn.lengths import LengthRule
 from sbkit.nn.native import library
 
@@ -89,8 +92,10 @@ def test_the_compiled_kernels_train_it_as_torch_does(precision, monkeypatch):
         (out.float() ** 2).mean().backward()
         return [out.float(), *(p.grad.clone() for p in layer.parameters())]
 
-    fast = trained()
-    monkeypatch.setattr("sbkit.nn.causal.fused.precision", lambda x: None)
+    with mock.patch.object(fused, "call", wraps=fused.call) as calls:
+        fast = trained()
+    assert {call.args[0] for call in calls.mock_calls} == {"norm_forward", "norm_backward"}
+    monkeypatch.setattr(fused, "precision", lambda x: None)
     close = {"rtol": 1e-4, "atol": 1e-5} if precision == torch.float32 else {"rtol": 0.05, "atol": 0.03}
     for found, expected in zip(fast, trained(), strict=True):
         torch.testing.assert_close(found, expected, **close)

@@ -90,7 +90,7 @@ class ShardWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         with self._written:
             if error is not None:
-                raise error
+                raise error  # within, so that what was written is removed
             if self._file is not None:
                 self._file.write(tar.END)
         if self.rows:
