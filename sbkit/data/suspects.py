@@ -93,4 +93,3 @@ class Exclusions:
 def _letters(text: str) -> str:
     """Return the letters and digits of a text, which are the same under other text rules."""
     return "".join(letter for letter in text.casefold() if letter.isalnum())
-

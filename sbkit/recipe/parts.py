@@ -87,6 +87,7 @@ class Patterns(NamedTuple):
     fits: Callable[[Any], bool]
     """Whether a value of the mapping is allowed."""
     example: str
+    """A value of the mapping, for hints."""
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, Mapping) and all(self.fits(each) for each in flattened(value).values())

@@ -54,5 +54,3 @@ def test_what_is_no_number_is_refused(where):
         joint.table[0, 0] = np.nan
     with pytest.raises(SbkitError, match="not a number"):
         beam(joint).search(States([states]))
-
-

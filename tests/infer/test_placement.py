@@ -132,7 +132,7 @@ def test_eight_bits_by_themselves_go_to_the_cpu_and_say_why(eight_bits, monkeypa
     with Engine(eight_bits, device="auto") as engine:
         assert runtimes.OnCuda.asked == ["CPUExecutionProvider"]
         assert (where(engine), engine.running.requested) == (ON_THE_CPU, "auto")
-        assert engine.running.note == "8-bit products run only on the CPU"
+        assert (engine.running.model, engine.running.note) == ("int8", "8-bit products run only on the CPU")
 
 
 # ---------------------------------------------------------------- packages

@@ -37,5 +37,3 @@ def test_equal_speechbrain_on_long_sequences_in_several_groups(monkeypatch):
     rng = random.Random(3)
     pairs = [[[rng.choice("abcd") for _ in range(rng.randrange(40))] for _ in "rh"] for _ in range(60)]
     check([reference for reference, _ in pairs], [hypothesis for _, hypothesis in pairs])
-
-

@@ -401,5 +401,3 @@ def test_a_rate_that_a_format_lacks_is_changed(tmp_path):
             found, rate = samples(server.speech(input="good bye", response_format=kind).content, kind)
             assert rate == (24_000 if kind in ("pcm", "opus") else 22_050)
             assert len(found) / rate == pytest.approx(8 * voices.FRAMES * voices.FRAME / 22_050, abs=0.001)
-
-

@@ -13,5 +13,3 @@ def test_a_line_has_what_the_old_test_was_and_became_and_the_mean_that_saves_it(
         "es", "`--replay 0.2`", "20.0 %", "8.1 % (6.1 to 10.2)", "9.0 % (7.0 to 11.0)", "")
     saved = {**replayed, "old": 40.0, "before": {**BEFORE, "share": 0.5, "old": 9.96, "new": 31.0}}
     assert row("es", "way", saved, replayed)[-1] == "0.5 of the new: new WER 31.0, old 10.0 %"
-
-

@@ -50,5 +50,3 @@ def test_the_table_has_a_row_for_each_test_and_a_column_for_each_way():
                          "all": {"unchanged": (6, 4, 8), "mobile": (9.96, 8, 12)}}).splitlines()
     assert lines[0] == "| test | none | all |"
     assert lines[3] == "| mobile | 50.0 % (40.0 to 60.0) | 10.0 % (8.0 to 12.0) |"
-
-

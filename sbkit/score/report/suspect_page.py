@@ -45,4 +45,3 @@ def write(path: Path, suspects: Sequence[Suspect], train: Manifest, megabytes: f
     body = text(head, tag("main", cards, data_rows=rows, data_fields=json.dumps(Suspect._fields), class_="cards"))
     with atomic_write(path) as file:
         file.write(fill_template("Suspected labels", body, _TEMPLATE))
-
