@@ -1,5 +1,7 @@
 """The device of each model of a server: what was asked for is met at the start, or the server doesn't start."""
 
+import threading
+
 import bundles
 import httpx
 import pytest
@@ -56,5 +58,7 @@ def test_the_graph_for_streams_is_told_apart_and_ends_the_start_as_well(tmp_path
         told = httpx.get(f"{server.url}/metrics").text
         for file, device in (("model.onnx", "cuda:0"), ("stream.onnx", "cpu")):
             assert f'asked="auto",device="{device}",file="{file}"' in told
+    before = threading.active_count()
     with pytest.raises(SbkitError, match=r"^cuda was requested, but an inference of stream\.onnx failed there"):
         registry.load({"level": folder}, BundleOptions(device="cuda"))
+    assert threading.active_count() == before, "the model that was loaded is closed"
