@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import tarfile
 from pathlib import Path
@@ -104,6 +105,18 @@ def test_an_interrupted_storing_goes_on_after_the_last_shard(tmp_path, monkeypat
     assert list(train.ids) == [f"x{i}" for i in range(10)]
     for i in range(10):
         np.testing.assert_allclose(read_audio(train.wavs[i]), speechlike(0.5 + 0.1 * i, seed=i), atol=1e-4)
+
+
+def test_a_disk_that_ends_while_a_dataset_is_read_is_named_and_not_the_shard(tmp_path):
+    row = {"bytes": encoded(speechlike(0.5), 16_000), "path": "", "start": None, "duration": None}
+
+    def tables(skip):
+        yield pa.Table.from_pylist([row])
+        raise OSError(errno.ENOSPC, "No space left on device", "/elsewhere/cache")
+
+    with pytest.raises(SbkitError, match=r"^/elsewhere/cache could not be written: No space left"):
+        embedded.store_rows(tables, tmp_path, "train", "a dataset", show_progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == [".train.lock"]
 
 
 def test_files_that_a_dataset_only_points_to_stay_where_they_are(tmp_path):

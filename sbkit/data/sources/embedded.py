@@ -48,7 +48,7 @@ def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: i
 def _store(tables: Tables, folder: Path, name: str, total: int | None, show_progress: bool) -> None:
     done = _read_tables(folder, name)
     shards, rows = len(done), sum(map(len, done))
-    left = tables(rows)
+    left = _read(tables(rows), folder)
     with progress(what=f"storing {name}", total=total, unit="row", show=show_progress) as bar:
         bar.update(rows)
         while (table := next(left, None)) is not None:
@@ -63,6 +63,11 @@ def _store(tables: Tables, folder: Path, name: str, total: int | None, show_prog
     tars = [path.name for i in range(shards) if (path := _shard_path(folder, name, i)).exists()]
     with atomic_write(folder / f"{name}.json") as file:
         json.dump({"rows": rows, "shards": shards, "tars": tars}, file)
+
+
+def _read(tables: Iterator[pa.Table], folder: Path) -> Iterator[pa.Table]:
+    with disk.disk_errors_as_user_error(folder):  # here, so that the shard that is being written isn't blamed
+        yield from tables
 
 
 def is_stored(folder: Path, name: str) -> bool:
