@@ -202,6 +202,7 @@ def _outputs(state: State, parsed: OutputsForm, reservation: DiskReservation, co
         if wave.samples > MAX_SECONDS * rate:
             raise invalid(f"this model takes recordings up to {MAX_SECONDS:g} s", "file", "invalid_audio")
         signal = np.concatenate(list(wave.blocks()))
+        wave.close()  # others may have its room on the disk while this one waits for the model
         found = context.job.result(context.job.watch(served.batcher.submit(signal, context.job.client)))
         output = served.engine.output(found)
     state.metrics.audio.labels(served.name).inc(len(signal) / rate)

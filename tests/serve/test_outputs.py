@@ -1,6 +1,9 @@
 """A server of models that output tensors: ``/v1/audio/outputs``."""
 
+import functools
 import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import bundles
 import graph_bundles
@@ -11,6 +14,7 @@ import serving
 import soundfile
 
 from sbkit.serve.limits import Limits
+from sbkit.serve.registry import ServedGraph
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +49,25 @@ def test_sound_comes_as_sound(served):
     assert answer.headers["content-type"] == "audio/wav"
     found, rate = soundfile.read(io.BytesIO(answer.content))
     assert rate == graph_bundles.RATE and found == pytest.approx(np.full(800, 0.25), abs=1e-4)
+
+
+def test_what_waits_for_the_model_takes_no_room_on_the_disk(served):
+    waiting, go = threading.Event(), threading.Event()
+
+    def held(real, *batch):
+        waiting.set()
+        go.wait(30)
+        return real(*batch)
+
+    engine = served.state.registry.find("loudness", ServedGraph).engine
+    with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "compute", functools.partial(held, engine.compute))
+        asked = pool.submit(ask, served, model="loudness")
+        try:
+            assert waiting.wait(30) and served.state.disk.reserved == 0
+        finally:
+            go.set()
+        assert asked.result().status_code == 200
 
 
 def test_it_is_listed_with_its_endpoint(served):
