@@ -305,8 +305,9 @@ def summarize(report: Mapping[str, Any], with_leaks: bool = True) -> str:
             lines.append(f"{split}: characters outside the alphabet: {characters}")
         if found := entry.get("unspoken"):  # missing in reports of earlier versions
             before, after = found["example"]
-            lines.append(f"{split}: {counted(found['count'], 'text')} with digits or brackets, such as {before!r}, now "
-                         f"{after!r}: write what is spoken, or leave such texts out by an alphabet")
+            now = "" if after == before else f", now {after!r}"
+            lines.append(f"{split}: {counted(found['count'], 'text')} with digits or brackets, such as {before!r}{now}"
+                         ": write what is spoken, or leave such texts out by an alphabet")
         lines += [f"{split}: {one['count']} of {entry['rows']} rows are left out ({reason}), such as "
                   f"{one['examples'][0]}; left_out.csv lists all"
                   for reason, one in entry["left_out"].items() if one["count"] > _MANY * entry["rows"]]

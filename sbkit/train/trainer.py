@@ -128,8 +128,8 @@ class Trainer:
             try:
                 yield
             except BaseException:
-                if checkpointer is not None:
-                    checkpointer.drop()
+                if self.brain.checkpointer is not None:  # a script's on_fit_start may have set it
+                    self.brain.checkpointer.drop()
                 raise
 
     @contextlib.contextmanager
