@@ -82,7 +82,7 @@ def best_few(scores, count):
 
 
 @KINDS
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), frames=st.integers(0, 4))
 @example(seed=230107, frames=1)  # the blank rounds to 1
 def test_without_a_language_model_it_finds_the_most_likely_texts(kind, seed, frames):
@@ -109,7 +109,7 @@ def test_with_a_language_model_over_words_it_finds_the_best_of_all_texts(kind, s
 
 
 @KINDS
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=14, deadline=None)
 @given(seed=st.integers(0, 10**6), frames=st.integers(1, 4))
 def test_with_a_language_model_over_pieces_it_finds_the_best_of_all_spellings(kind, seed, frames, models):
     model, path = models[kind, "piece"]
