@@ -96,7 +96,7 @@ def test_without_a_language_model_it_finds_the_most_likely_texts(kind, seed, fra
 
 
 @KINDS
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), frames=st.integers(1, 4), hot=st.booleans())
 def test_with_a_language_model_over_words_it_finds_the_best_of_all_texts(kind, seed, frames, hot, models):
     (model, path), boosts = models[kind, "word"], {kind.hot_word: 1.5, "a b": 2.5} if hot else {}
