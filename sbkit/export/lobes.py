@@ -24,6 +24,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import FASTER, accelerate, swap
 from sbkit.nn.fast.attention import MultiheadAttention as FastMultiheadAttention
 from sbkit.nn.lengths import lengths_to_mask
+from sbkit.nn.recurrent import reverse, with_lengths
 
 S = TypeVar("S")
 
@@ -49,10 +50,10 @@ class _Light:
         """Compute the contribution of the previous state."""
         return self.u(before)
 
-    def forward(self, x: Tensor, hx: None = None) -> Tensor:
+    def forward(self, x: Tensor, hx: None = None, lengths: Tensor | None = None) -> Tensor:
         batch = x.shape[0]
         if self.bidirectional:
-            x = torch.cat([x, x.flip(1)])
+            x = torch.cat([x, reverse(x, lengths)])
         given = self.norm(self.w(x).flatten(0, 1)).unflatten(0, (x.shape[0], x.shape[1]))
 
         def step(before: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +63,7 @@ class _Light:
             return after, after.clone()
 
         states = _scan(step, self.h_init.expand(x.shape[0], -1).contiguous(), given)
-        return torch.cat([states[:batch], states[batch:].flip(1)], dim=2) if self.bidirectional else states
+        return torch.cat([states[:batch], reverse(states[batch:], lengths)], dim=2) if self.bidirectional else states
 
 
 class _LightNormed(_Light):
@@ -79,10 +80,10 @@ class _LightStack:
 
     rnn: nn.ModuleList
 
-    def forward(self, x: Tensor, hx: None = None) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, hx: None = None, lengths: Tensor | None = None) -> tuple[Tensor, None]:
         x = x.flatten(2)
         for layer in self.rnn:
-            x = layer(x, hx=None)
+            x = layer(x, lengths=lengths)
         return x, None
 
 
@@ -118,7 +119,8 @@ class _TorchRecurrent:
         for layer in range(self.rnn.num_layers):
             directions = [_direction(self.rnn, f"_l{layer}", x)]
             if self.rnn.bidirectional:
-                directions.append(_direction(self.rnn, f"_l{layer}_reverse", x.flip(1)).flip(1))
+                backward = _direction(self.rnn, f"_l{layer}_reverse", reverse(x, lengths))
+                directions.append(reverse(backward, lengths))
             x = torch.cat(directions, dim=-1)
         return x, None
 
@@ -336,4 +338,5 @@ _BY_ORIGINAL: dict[type, type] = {
        for original, forward in _RECURRENT.items()},
 }
 #: Keys are the fast equivalents where there are any, since ``exportable`` accelerates first.
-EQUIVALENTS = {FASTER.get(original, original): swapped for original, swapped in _BY_ORIGINAL.items()}
+EQUIVALENTS = {kind: swapped for original, swapped in _BY_ORIGINAL.items()
+               for kind in (FASTER.get(original, original), with_lengths(original))}

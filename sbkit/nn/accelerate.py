@@ -54,10 +54,12 @@ def restore(module: nn.Module) -> Counter[str]:
 def compile_kernels(module: nn.Module) -> None:
     """Compile and load the kernels for training on a CPU if ``module`` has layers that use them."""
     supported = fast_conformer.ConformerEncoderLayer, front_end.ConvBlock
-    if any(isinstance(layer, supported) for layer in module.modules()):
+    kinds = Counter(type(layer).__name__ for layer in module.modules() if isinstance(layer, supported))
+    if kinds:
         problem = library.load()
         if problem is None:
-            logger.info("layers of this run train with sbkit's compiled kernels")
+            logger.info("%d layers of this run train with sbkit's compiled kernels (%s)", kinds.total(),
+                        ", ".join(kinds))
         else:
             logger.info("sbkit's compiled kernels can't be used, so steps take about a quarter longer: %s", problem)
 

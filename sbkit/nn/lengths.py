@@ -20,9 +20,11 @@ class LengthRule:
     determined once, by running the layers on inputs of 1, 2, 3, ... frames; its period is the subsampling factor.
 
     outputs : output frames for 0, 1, 2, ... input frames
+    width : values of an output frame, if the layers were run
     """
 
-    def __init__(self, outputs: list[int]):
+    def __init__(self, outputs: list[int], width: int | None = None):
+        self.width = width
         self.factor = self._period(outputs)
         for t in reversed(range(1, len(outputs) - self.factor)):  # too short for reflected padding: extrapolate
             outputs[t] = outputs[t] or max(outputs[t + self.factor] - 1, 0)
@@ -48,14 +50,17 @@ class LengthRule:
         # Computing so few frames is ten times faster than working out their shapes on the meta device.
         device = "meta" if any(each.is_meta for each in (*module.parameters(), *module.buffers())) else "cpu"
         twin = copy.deepcopy(module).to(device).eval()
-        outputs = [0]
+        outputs, width = [0], None
         with torch.no_grad():
             for frames in range(1, _PROBED):
                 try:
-                    outputs.append(twin(torch.zeros(1, frames, features, device=device)).shape[1])
+                    found = twin(torch.zeros(1, frames, features, device=device))
+                    found = found[0] if isinstance(found, tuple) else found
+                    outputs.append(found.shape[1])
+                    width = found[0, 0].numel()
                 except (RuntimeError, ValueError):  # shorter than a kernel or its reflected padding
                     outputs.append(0)
-        return cls(outputs)
+        return cls(outputs, width)
 
     def __call__(self, frames: N) -> N:
         """Return the output frames for input frames: an int, or an integer tensor of any shape and device."""

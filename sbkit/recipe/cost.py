@@ -61,6 +61,8 @@ class BatchCost:
     """FLOPs of training on a second of audio."""
     typical: float | None = None
     """The duration of the utterances for which that is counted, by the corpus; None: ``seconds``."""
+    layers: str = ""
+    """Which layers compute them."""
 
     @property
     def batch_seconds(self) -> float:
@@ -139,9 +141,10 @@ def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float, typ
         counted = flops.run(brain, utterances, longest, MemoryCounter, gpu=fake_gpu_works())
         operations = (flops.operations_per_second(brain, typical) if typical is not None else
                       counted.operations / (utterances * longest))
+        layers = flops.layer_shares(brain, counted)
     finally:
         restore(nn.ModuleDict(owned.roots))
-    return BatchCost(utterances, longest, counted.peak, operations, typical)
+    return BatchCost(utterances, longest, counted.peak, operations, typical, layers)
 
 
 def longest_utterance(hparams: Mapping[str, Any]) -> float:
@@ -285,7 +288,7 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
         "measured_bytes": estimate.measured.peak_bytes if estimate.measured is not None else None,
         "inexact": list(estimate.inexact),
     }
-    remarks = _remarks(estimate)
+    remarks = [*_remarks(estimate), *filter(None, [cost.layers])]
     if estimate.unfreezes:
         remarks.append(f"freeze: these are for the time after step {estimate.unfreezes}; before, less is needed")
     return Section("Cost", ["what", "how much"], rows, remarks, values)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,15 +22,20 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
+from sbkit.nn import recurrent
 from sbkit.recipe.keys import Task
 from sbkit.recipe.trace import on_fake_tensors, without_driver, without_fused_layers
 
 DEVICE = torch.device("cuda:0")
+#: Layers of a class with less of the operations aren't named.
+SMALLEST_SHARE = 0.005
 #: A row of a mask of attention begins at a multiple of this many values.
 ALIGNED = 16
 
@@ -37,14 +43,33 @@ ALIGNED = 16
 class FlopCounter(TorchDispatchMode):
     """Counts floating point operations by the formulas of torch's FlopCounterMode.
 
-    It takes half the time, because it doesn't track the layer of each operation.
+    It takes half the time, because it follows layers in forward only.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor] = ()) -> None:
         """``weights``: tensors that exist before the count begins."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.operations = 0
+        self.by_layer: Counter[nn.Module | None] = Counter()
+        """Operations in forward by the innermost layer, with None for those in sbkit's layers."""
+        self._running: list[nn.Module] = []
+        self._hooks: list[RemovableHandle] = []
         self._formulas = FlopCounterMode(display=False).flop_registry
+
+    def __enter__(self) -> Self:
+        running = self._running
+
+        def end(*_: object) -> None:
+            running.pop()
+
+        self._hooks += [register_module_forward_pre_hook(lambda layer, _: running.append(layer)),
+                        register_module_forward_hook(end, always_call=True)]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: OpOverload, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> object:
@@ -52,7 +77,12 @@ class FlopCounter(TorchDispatchMode):
         out = func(*args, **kwargs)
         formula = self._formulas.get(func._overloadpacket)
         if formula is not None:
-            self.operations += formula(*args, **kwargs, out_val=out)
+            operations = formula(*args, **kwargs, out_val=out)
+            self.operations += operations
+            if self._running:
+                own = any(type(layer).__module__.startswith("sbkit.") and type(layer).__module__ != recurrent.__name__
+                          for layer in self._running)
+                self.by_layer[None if own else self._running[-1]] += operations
         return out
 
 
@@ -66,15 +96,41 @@ def typical_seconds(durations: np.ndarray) -> float:
     return float((durations**2).sum() / durations.sum())
 
 
-def operations_per_second(brain: Task, seconds: float) -> float:
+def operations_per_second(brain: Task, seconds: float, shares: list[str] | None = None) -> float:
     """Floating point operations per second of audio in an utterance of ``seconds``, for forward and backward.
 
     Parts that don't contribute to the loss (an attention decoder with CTC alone) aren't counted, nor is the backward of
     frozen parts.
+
+    shares : gets a line on the layers that compute them
     """
     with sdpa_kernel(SDPBackend.MATH):  # the counter has no formula for a CPU's fused attention
         utterances = brain.keys.batching.min_batch_utterances  # BatchNorm needs two
-        return run(brain, utterances, seconds, FlopCounter).operations / (utterances * seconds)
+        counter = run(brain, utterances, seconds, FlopCounter)
+    if shares is not None:
+        shares.append(layer_shares(brain, counter))
+    return counter.operations / (utterances * seconds)
+
+
+def layer_shares(brain: Task, counter: FlopCounter) -> str:
+    """Describe which share of a forward's operations sbkit's layers compute, and which layers compute the rest."""
+    names: dict[nn.Module, str] = {}
+    lists = nn.ModuleList, nn.ModuleDict  # last, because a part's own key is the better name
+    for key, part in sorted(vars(brain.hparams).items(), key=lambda each: isinstance(each[1], lists)):
+        for name, layer in part.named_modules(prefix=key) if isinstance(part, nn.Module) else ():
+            names.setdefault(layer, name)
+    kinds: dict[str, Counter[str]] = {}
+    for layer, operations in counter.by_layer.items():
+        if layer is not None:
+            kinds.setdefault(type(layer).__name__, Counter())[names.get(layer, "a layer")] += operations
+    total = max(1, counter.by_layer.total())
+    rest = []
+    for kind, places in sorted(kinds.items(), key=lambda each: -each[1].total()):
+        if (share := places.total() / total) >= SMALLEST_SHARE:
+            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            rest.append(f"{places.most_common(1)[0][0]}{more} ({kind}) {share:.0%}".replace("%", " %"))
+    own = f"sbkit's layers compute {counter.by_layer[None] / total:.0%} of a forward's FLOPs".replace("%", " %")
+    return f"{own}; run as SpeechBrain, torch or you wrote them: {', '.join(rest)}" if rest else own
 
 
 A = TypeVar("A", bound="FlopCounter")

@@ -26,7 +26,7 @@ import torch
 from speechbrain.core import Stage
 from speechbrain.nnet import attention
 from speechbrain.utils.run_opts import RunOptions
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -133,6 +133,22 @@ def without_driver() -> Iterator[None]:
     with mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False), \
             mock.patch.object(torch.cuda, "is_bf16_supported", lambda *given: True), without_fused_layers():
         yield
+
+
+def _gru_cell(given: Tensor, before: Tensor, state: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(state), state.new_empty(len(state), 5 * state.shape[1])
+
+
+def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
+    gates = grad.new_empty(len(grad), 3 * grad.shape[1])
+    bias = gates[0] if has_bias else None
+    return gates, torch.empty_like(gates), torch.empty_like(grad), bias, bias
+
+
+_META = torch.library.Library("aten", "IMPL")
+for _name, _shapes in {"_thnn_fused_gru_cell": _gru_cell, "_thnn_fused_gru_cell_backward": _gru_cell_backward}.items():
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{_name}", "Meta"):  # torch has only an LSTM's
+        _META.impl(_name, _shapes, "Meta")
 
 
 @contextlib.contextmanager

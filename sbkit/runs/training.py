@@ -123,13 +123,14 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
 
 def _utilisation(brain: Brain, device: torch.device, manifest: Manifest) -> Utilisation | None:
     """The FLOPs per second of this corpus in training, and the device's peak; None if unknown."""
+    shares: list[str] = []
     try:
-        operations = flops.operations_per_second(brain, flops.typical_seconds(manifest.durations))
+        operations = flops.operations_per_second(brain, flops.typical_seconds(manifest.durations), shares)
     except Exception as error:  # tensors on the meta device may not support an operation
         logger.info("Model FLOPs can't be counted, so utilisation is not reported: %s: %s", type(error).__name__, error)
         return None
     found = Utilisation(operations, *peak_of(device, brain.precision))
-    logger.info("Model FLOPs: %s", found)
+    logger.info("Model FLOPs: %s", "; ".join([str(found), *shares]))
     return found
 
 

@@ -16,6 +16,7 @@ from sbkit.errors import SbkitError
 from sbkit.export import features
 from sbkit.export.graph import trace_module
 from sbkit.export.lobes import exportable
+from sbkit.nn import recurrent
 from sbkit.nn.lengths import LengthRule, N
 from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
 
@@ -47,7 +48,8 @@ class Graph(nn.Module):
                 exportable(part)
         self.factor, self.shift = closed_form(recognizer.frontend_rule)
         self.scores_tokens = recognizer.scores_tokens
-        self.encodes, self.takes_lengths = hasattr(self.encoder, "encode"), recognizer.takes_lengths
+        self.encodes, self.padding = hasattr(self.encoder, "encode"), recognizer.padding
+        self.encoder_form = closed_form(recognizer.encoder_rule) if self.padding else None
         for name in _UNUSED:
             if self.encodes and hasattr(self.encoder, name):
                 delattr(self.encoder, name)
@@ -73,7 +75,10 @@ class Graph(nn.Module):
         if self.encodes:
             encoded = self.encoder.encode(feats, frames / feats.shape[1])
         else:
-            encoded = self.encoder(feats, frames) if self.takes_lengths else self.encoder(feats)
+            encoded = recurrent.call(self.encoder, feats, frames, **self.padding)
+            if self.encoder_form is not None:
+                factor, shift = self.encoder_form
+                encoded, frames = encoded[:, :(feats.shape[1] + shift) // factor], (frames + shift) // factor
             frames = self.encoder.frames(frames) if hasattr(self.encoder, "frames") else frames
         encoded = encoded[0] if isinstance(encoded, tuple) else encoded
         if self.head is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sbkit.errors import SbkitError
+from sbkit.nn import recurrent
 from sbkit.nn.chunks import ChunkConfig, Chunks, mask_last_chunk_padding
 from sbkit.nn.lengths import LengthRule, N, feature_frames, lengths_to_mask, takes_lengths
 from sbkit.nn.streaming.layers import encode_in_chunks
@@ -32,9 +35,10 @@ class Recognizer:
     features : [B, S] waveforms to [B, T, F] features (``speechbrain.lobes.features.Fbank``); None if the encoder takes
         waveforms. One whose forward takes a second argument gets the lengths [B]. One that doesn't make a frame for
         each ``hop_samples`` and one more has a method ``frames``, which maps numbers of samples to those of frames
-    encoder : a SpeechBrain transformer (its ``encode``), or any module [B, T, F] (or [B, S]) -> [B, T', D]. One whose
-        forward takes a second argument gets the lengths [B]. One that changes the length has a method ``frames``,
-        which maps input lengths (an int or a tensor) to output lengths
+    encoder : a SpeechBrain transformer (its ``encode``), or any module [B, T, F] (or [B, S]) -> [B, T', D], or a tuple
+        that begins with it. One of SpeechBrain's gets relative lengths, if it takes them by a name of theirs; another
+        one whose forward takes a second argument gets the lengths [B]. One that changes the length has a method
+        ``frames``, which maps input lengths (an int or a tensor) to output lengths; SpeechBrain's containers are tried
     head : [B, T, D] -> [B, T, V] scores, for those that score tokens frame by frame
     frontend : [B, T, F] -> [B, T', ...], such as SpeechBrain's ``ConvolutionFrontEnd``
     normalize : called with features and relative lengths, as SpeechBrain's ``InputNormalization``
@@ -65,9 +69,17 @@ class Recognizer:
         self.hop_samples, self.chunks = hop_samples, chunks
         self.frontend_rule = LengthRule.probe(frontend, n_features) if frontend else LengthRule.identity()
         encodes = hasattr(encoder, "encode")
-        self.takes_lengths = not encodes and takes_lengths(encoder)
+        container = not encodes and recurrent.take_lengths(encoder)
+        self.takes_lengths = not encodes and recurrent.sees_lengths(encoder)
         self.features_take_lengths = features is not None and takes_lengths(features)
-        self._encoder_rule: Callable[..., Any] | None = None if encodes else getattr(encoder, "frames", None)
+        self.encoder_rule: Callable[..., Any] | None = None if encodes else getattr(encoder, "frames", None)
+        self.padding: dict[str, int] = {}
+        """What :func:`recurrent.call` appends for an encoder of SpeechBrain's layers."""
+        if container and features is not None and self.encoder_rule is None:
+            with contextlib.suppress(ValueError):  # layers that don't fit raise an error of their own in the forward
+                self.encoder_rule = rule = LengthRule.probe(encoder, self.frontend_rule.width or n_features)
+                convolves = any(isinstance(layer, (nn.Conv1d, nn.Conv2d)) for layer in encoder.modules())
+                self.padding = {"guard": GUARD_FRAMES if convolves else 0, "factor": rule.factor}
 
     @classmethod
     def of(cls, keys: EncoderKeys, head: nn.Module | None = None, scores_tokens: bool = True) -> Recognizer:
@@ -79,10 +91,10 @@ class Recognizer:
     @property
     def subsampling(self) -> int:
         """Feature frames (or samples) per encoder frame."""
-        if self._encoder_rule is None:
+        if self.encoder_rule is None:
             return self.frontend_rule.factor
         long = 1_000_000 * self.frontend_rule.factor
-        return round(self.frontend_rule.factor * long / (self._encoder_rule(2 * long) - self._encoder_rule(long)))
+        return round(self.frontend_rule.factor * long / (self.encoder_rule(2 * long) - self.encoder_rule(long)))
 
     def frames(self, samples: N) -> N:
         """Return the number of encoder frames for a number of samples."""
@@ -94,7 +106,7 @@ class Recognizer:
 
     def _after(self, frames: N) -> N:
         """Return the number of frames after the encoder."""
-        return frames if self._encoder_rule is None else self._encoder_rule(frames)
+        return frames if self.encoder_rule is None else self.encoder_rule(frames)
 
     def features(
         self, signals: Tensor, samples: Tensor, training: bool = False, views: int = 1, counted: bool = True
@@ -147,7 +159,14 @@ class Recognizer:
         elif hasattr(self.encoder, "encode"):
             encoded = self.encoder.encode(source, frames / source.shape[1])
         else:
-            encoded = self.encoder(source, frames) if self.takes_lengths else self.encoder(source)
+            encoded = recurrent.call(self.encoder, source, frames, **self.padding)
+            made, longest = encoded.shape[1], self._after(source.shape[1])
+            if made != longest and self.encoder_rule is None:
+                raise SbkitError(f"{type(self.encoder).__name__} makes {made} frames of {longest}, but has no method "
+                                 "frames, so it is unknown how many of them belong to each utterance of a batch",
+                                 hint="def frames(self, frames): return the number of its output frames for a number "
+                                      "of input frames, an int or a tensor [B], such as (frames + 3) // 4")
+            encoded = encoded[:, :longest]
         return encoded[0] if isinstance(encoded, tuple) else encoded, self._after(frames)
 
     def encode_and_decode(self, feats: Tensor, frames: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
