@@ -40,12 +40,14 @@ class _Torch(nn.Module):
 
     rnn: nn.RNNBase
 
-    def forward(self, x: Tensor, hx: Any = None, lengths: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, hx: Tensor | tuple[Tensor, Tensor] | None = None, lengths: Tensor | None = None
+                ) -> tuple[Tensor, object]:
         rnn = self.rnn
         if lengths is None or hx is not None:
-            return super().forward(x, hx, lengths)
+            given: tuple[Tensor, object] = super().forward(x, hx, lengths)
+            return given
         if not rnn.bidirectional:  # padding comes after all that counts
-            return super().forward(x)
+            return super().forward(x)[0], None
         x = x.flatten(2)
         for layer in range(rnn.num_layers):
             if layer:
@@ -64,7 +66,7 @@ class _Torch(nn.Module):
         return x, None
 
 
-class _LightLayer(nn.Module):
+class _LightGRULayer(nn.Module):
     """A layer of a light GRU."""
 
     bidirectional: bool
@@ -81,14 +83,15 @@ class _LightLayer(nn.Module):
         return torch.cat([one, reverse(other, lengths)], dim=2)
 
 
-class _Light(nn.Module):
+class _LightGRU(nn.Module):
     """A stack of light GRU layers; with lengths, it returns no final states."""
 
     rnn: nn.ModuleList
 
-    def forward(self, x: Tensor, hx: Tensor | None = None, lengths: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, hx: Tensor | None = None, lengths: Tensor | None = None) -> tuple[Tensor, object]:
         if lengths is None or hx is not None:
-            return super().forward(x, hx)
+            given: tuple[Tensor, object] = super().forward(x, hx)
+            return given
         x = x.flatten(2)
         for layer in self.rnn:
             x = layer(x, lengths=lengths)
@@ -110,8 +113,8 @@ _FORWARDS: dict[Any, type[nn.Module]] = {
     containers.Sequential.forward: _Container, containers.LengthsCapableSequential.forward: _Container,
     containers.ModuleList.forward: _Container,
     RNN.RNN.forward: _Torch, RNN.LSTM.forward: _Torch, RNN.GRU.forward: _Torch,
-    RNN.LiGRU.forward: _Light, RNN.LiGRU_Layer.forward: _LightLayer,
-    RNN.SLiGRU.forward: _Light, RNN.SLiGRU_Layer.forward: _LightLayer,
+    RNN.LiGRU.forward: _LightGRU, RNN.LiGRU_Layer.forward: _LightGRULayer,
+    RNN.SLiGRU.forward: _LightGRU, RNN.SLiGRU_Layer.forward: _LightGRULayer,
 }
 
 
@@ -122,8 +125,11 @@ def with_lengths(kind: type) -> type:
     return kind if swapped is None else type(kind.__name__, (swapped, kind), {"__module__": __name__})
 
 
-def _inside(container: Any) -> Iterable[nn.Module]:
-    return container.layers if isinstance(container, containers.ModuleList) else container.values()
+def _inside(container: nn.Module) -> Iterable[nn.Module]:
+    if isinstance(container, containers.ModuleList):
+        return container.layers
+    assert isinstance(container, containers.Sequential), "there are no others"
+    return container.values()
 
 
 def take_lengths(encoder: nn.Module) -> bool:
@@ -134,8 +140,8 @@ def take_lengths(encoder: nn.Module) -> bool:
     kind = _FORWARDS.get(type(encoder).forward)
     if kind is not None:
         encoder.__class__ = with_lengths(type(encoder))
-    for layer in _inside(encoder) if isinstance(encoder, _Container) else getattr(encoder, "rnn", ()) \
-            if isinstance(encoder, _Light) else ():
+    for layer in _inside(encoder) if isinstance(encoder, _Container) else \
+            encoder.rnn if isinstance(encoder, _LightGRU) else ():
         take_lengths(layer)
     return isinstance(encoder, _Container)
 

@@ -1,5 +1,6 @@
 """A step's arithmetic: counted right, on a copy, and set against what the device's data sheet says."""
 
+import types
 import weakref
 from pathlib import Path
 
@@ -7,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 from run_folders import TINY
+from speechbrain.lobes.models.convolution import ConvBlock
+from speechbrain.nnet.RNN import GRU
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from sbkit.nn.accelerate import accelerate
 from sbkit.recipe import flops, load, speed, trace
 from sbkit.recipe.speed import Utilisation
 
@@ -229,3 +233,40 @@ def test_what_forward_saved_is_free_after_its_use():
     flops.backward(compute)
     with pytest.raises(IndexError):
         kept[0](torch.ones(3))
+
+
+class Wrapped(nn.Module):
+    """A user's encoder with a layer of SpeechBrain's and with one that is sbkit's."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = GRU(hidden_size=8, input_size=8, bidirectional=True)
+        self.own = ConvBlock(1, 2, input_shape=[2, 10, 8])
+        accelerate(self)
+
+    def forward(self, x):
+        return self.rnn(x)[0].sum() + self.own(x).sum()
+
+
+def test_the_layers_that_others_wrote_are_named_with_their_share():
+    encoder = Wrapped()
+    with trace.fake_tensors(encoder) as fakes, trace.without_fused_layers(), flops.FlopCounter() as counter:
+        x = fakes.mode.from_tensor(torch.randn(2, 10, 8))
+        encoder(x).backward()
+    rnn, layers = encoder.rnn.rnn, dict(counter.by_layer)
+    line = flops.layer_shares(types.SimpleNamespace(hparams=types.SimpleNamespace(
+        model=nn.ModuleList([encoder]), encoder=encoder)), counter)
+    share = layers[rnn] / sum(layers.values())
+    assert layers.keys() == {None, rnn} and 0 < share < 1
+    assert counter.operations > sum(layers.values()), "backward is counted, too"
+    assert line == (f"sbkit's layers compute {100 * (1 - share):.0f} % of a forward's FLOPs; run as SpeechBrain, torch "
+                    f"or you wrote them: encoder.rnn.rnn (GRU) {100 * share:.0f} %")
+
+
+def test_a_gru_is_counted_as_on_a_gpu():
+    """Torch has no shapes for its cell there."""
+    with trace.fake_tensors(), trace.without_driver(), flops.FlopCounter() as counter:
+        layer = nn.GRU(8, 8, device="cuda", batch_first=True)
+        x = torch.randn(2, 10, 8, device="cuda", requires_grad=True)
+        flops.backward(lambda: layer(x)[0].sum())
+    assert counter.operations > counter.by_layer[layer] >= 2 * 2 * 2 * 10 * 8 * 24

@@ -33,7 +33,8 @@ class EncoderKeys(RecogniserKeys):
                                 None)
     Transformer: nn.Module | None = key("the encoder (and decoder): a SpeechBrain transformer", None)
     encoder: nn.Module | None = key("the encoder, instead of Transformer: any module [B, T, F] to [B, T', D], "
-                                    "called with the lengths [B] too if it takes them", None)
+                                    "called with the lengths [B] too if it takes them (relative ones, by name, for "
+                                    "SpeechBrain's)", None)
     decoder: Any = key(  # or an object with their methods
         "the search for tests, a sbkit.decode.beam.BeamSearch, joint.JointSearch or "
         "transducer_beam.TransducerBeam; null: greedy", None)
