@@ -139,7 +139,8 @@ def take_lengths(encoder: nn.Module) -> bool:
     """
     kind = _FORWARDS.get(type(encoder).forward)
     if kind is not None:
-        encoder.__class__ = with_lengths(type(encoder))
+        own: Any = type(encoder)  # mypy takes a class of modules for a module, whose hash takes no object
+        encoder.__class__ = with_lengths(own)
     for layer in _inside(encoder) if isinstance(encoder, _Container) else \
             encoder.rnn if isinstance(encoder, _LightGRU) else ():
         take_lengths(layer)
@@ -147,14 +148,14 @@ def take_lengths(encoder: nn.Module) -> bool:
 
 
 @functools.cache
-def _name_of(kind: type[nn.Module]) -> str | None:
-    known = inspect.signature(kind.forward).parameters
+def _name_in(forward: Callable[..., object]) -> str | None:
+    known = inspect.signature(forward).parameters
     return next((name for name in LENGTHS_ARG_NAMES if name in known), None)
 
 
 def lengths_name(layer: nn.Module) -> str | None:
     """Return the name of relative lengths in a layer's forward, as in SpeechBrain's containers; None if it has none."""
-    return _name_of(type(layer))
+    return _name_in(type(layer).forward)
 
 
 def by_name(encoder: nn.Module) -> bool:

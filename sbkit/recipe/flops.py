@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ SMALLEST_SHARE = 0.005
 ALIGNED = 16
 
 
+A = TypeVar("A", bound="FlopCounter")
+
+
 class FlopCounter(TorchDispatchMode):
     """Counts floating point operations by the formulas of torch's FlopCounterMode.
 
@@ -56,7 +59,7 @@ class FlopCounter(TorchDispatchMode):
         self._hooks: list[RemovableHandle] = []
         self._formulas = FlopCounterMode(display=False).flop_registry
 
-    def __enter__(self) -> Self:
+    def __enter__(self: A) -> A:
         running = self._running
 
         def end(*_: object) -> None:
@@ -64,12 +67,13 @@ class FlopCounter(TorchDispatchMode):
 
         self._hooks += [register_module_forward_pre_hook(lambda layer, _: running.append(layer)),
                         register_module_forward_hook(end, always_call=True)]
-        return super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
+        return self
 
     def __exit__(self, *error: Any) -> None:
         while self._hooks:
             self._hooks.pop().remove()
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: OpOverload, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> object:
@@ -131,9 +135,6 @@ def layer_shares(brain: Task, counter: FlopCounter) -> str:
             rest.append(f"{places.most_common(1)[0][0]}{more} ({kind}) {share:.0%}".replace("%", " %"))
     own = f"sbkit's layers compute {counter.by_layer[None] / total:.0%} of a forward's FLOPs".replace("%", " %")
     return f"{own}; run as SpeechBrain, torch or you wrote them: {', '.join(rest)}" if rest else own
-
-
-A = TypeVar("A", bound="FlopCounter")
 
 
 def run(brain: Task, utterances: int, seconds: float, counts: type[A], gpu: bool = False) -> A:

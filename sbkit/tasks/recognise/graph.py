@@ -49,7 +49,8 @@ class Graph(nn.Module):
         self.factor, self.shift = closed_form(recognizer.frontend_rule)
         self.scores_tokens = recognizer.scores_tokens
         self.encodes, self.padding = hasattr(self.encoder, "encode"), recognizer.padding
-        self.encoder_form = closed_form(recognizer.encoder_rule) if self.padding else None
+        rule = recognizer.encoder_rule
+        self.encoder_form = closed_form(rule) if self.padding and isinstance(rule, LengthRule) else None
         for name in _UNUSED:
             if self.encodes and hasattr(self.encoder, name):
                 delattr(self.encoder, name)
