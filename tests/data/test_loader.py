@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from processes import Beside
 from sounds import encoded, speechlike
@@ -248,12 +249,16 @@ def test_an_utterance_longer_than_the_limit_is_evaluated_alone():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_damaged_recordings_are_left_out_and_named(manifest, workers, tmp_path, caplog):
+    loud = tmp_path / "loud.wav"  # a float file can hold what no model can take
+    soundfile.write(loud, np.full(32_000, 1e30, np.float32), 16_000, subtype="FLOAT")
     hurt = damage(manifest, [3, 11], tmp_path)
+    hurt = hurt.replace(wavs=[str(loud) if i == 7 else wav for i, wav in enumerate(hurt.wavs)])
     with make(hurt, workers=workers) as loader:
         batches = list(loader.at(1))
-    assert {name for batch in batches for name in batch.ids} == set(manifest.ids) - {"u3", "u11"}
+    assert {name for batch in batches for name in batch.ids} == set(manifest.ids) - {"u3", "u7", "u11"}
     named = dict(pair for batch in batches for pair in batch.damaged)
-    assert named == loader.damaged and set(named) == {"u3", "u11"}
+    assert named == loader.damaged and set(named) == {"u3", "u7", "u11"}
+    assert named.pop("u7").endswith("loud.wav: has samples as large as 1e+30; full scale is 1")
     assert all("broken.mp3: cannot be decoded" in reason for reason in named.values())
     assert "left out: u3" in caplog.text
 
