@@ -120,7 +120,8 @@ def test_the_bundles_own_files_arrive_and_no_others(hub, bundle):
     done = push(bundle, hub.url, "--private")
     assert done.returncode == 0 and done.stdout.strip() == f"{hub.url}/me/words", done.stderr
     assert hub.made["name"] == "words" and (hub.made.get("private") or hub.made.get("visibility") == "private")
-    assert hub.files == {name: (bundle / name).read_bytes() for name in ("config.json", "model.onnx", "README.md", "[!c]*")}
+    own = ("config.json", "model.onnx", "README.md", "[!c]*")
+    assert hub.files == {name: (bundle / name).read_bytes() for name in own}
 
 
 @pytest.mark.slow

@@ -192,8 +192,8 @@ def test_the_page_of_suspects_embeds_only_what_lies_in_the_corpus(tmp_path, wav)
 
 
 @pytest.mark.parametrize("name, said", [
-    ("/data/cv/en/nowhere.wav", "the recording can't be read: no such file"), ("a\0b.wav", "not embedded: its path is invalid"),
-    ("\ud800.wav", "not embedded: its path is invalid")])
+    ("/data/cv/en/nowhere.wav", "the recording can't be read: no such file"),
+    ("a\0b.wav", "not embedded: its path is invalid"), ("\ud800.wav", "not embedded: its path is invalid")])
 def test_a_recording_that_is_gone_or_whose_name_no_file_can_have_is_said_on_its_card(run, name, said):
     path = run / "test_utterances.jsonl"
     path.write_text(path.read_text().replace("/data/cv/en/nowhere.wav", json.dumps(name)[1:-1]))
