@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Collection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
@@ -233,9 +233,13 @@ class TimedConnection(H11Protocol):
                     cycle = self.cycle
                     headers = [each for each in message.get("headers", []) if each[0].lower() != b"connection"]
                     message = {**message, "headers": [*headers, (b"connection", b"close")]}
-                    stay: Any = SimpleNamespace(write=self.transport.write, is_closing=self.transport.is_closing,
-                                                close=lambda: cycle.keep_alive or self.transport.close())
-                    cycle.transport = stay  # its ``close`` does something only if the server is stopping
+
+                    def close() -> None:
+                        if not cycle.keep_alive:  # the server is stopping
+                            self.transport.close()
+
+                    cycle.transport = cast(Any, SimpleNamespace(write=self.transport.write, close=close,
+                                                                is_closing=self.transport.is_closing))
                 await send(message)
 
             await app(scope, receive, answer)
