@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import time
 from pathlib import Path
@@ -342,6 +343,21 @@ def test_little_shared_memory_is_made_do_with_or_reported(manifest, monkeypatch)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(SbkitError, match=r"need 3 MB of shared memory.*--shm-size=2g"):
         make(manifest, workers=2)
+
+
+def test_a_limit_of_files_below_a_batch_is_said_before_the_first(manifest):
+    """A worker would fail at the first large batch with a message about a file that nobody knows."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+        with pytest.raises(SbkitError, match=r"batches of up to 0.3 MB .* only have 0.2 MB here \(ulimit -f\)"):
+            make(manifest, workers=1)
+        assert len(next(iter(make(manifest).at(1))).ids), "without workers there is no such file"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+        with make(manifest, workers=1) as loader:
+            assert len(list(loader.at(1))) > 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_an_older_iteration_ends_when_a_new_one_begins(manifest):
