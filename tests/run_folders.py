@@ -31,7 +31,8 @@ def sound(path: Path, seconds: float = 0.8, rate: int = 16000, seed: int = 0) ->
     return str(path)
 
 
-def scored(count: int = 60, seed: int = 0, wrong: float = 0.2, wav: str = "/nowhere.wav") -> list[ScoredUtterance]:
+def scored(count: int = 60, seed: int = 0, wrong: float = 0.2,
+           wav: str = "/data/cv/en/nowhere.wav") -> list[ScoredUtterance]:
     """Utterances of which a share of the words is wrong."""
     rng = random.Random(seed)
     found = []
@@ -68,7 +69,8 @@ def finished_run(folder: Path, rows: list[ScoredUtterance] | None, epochs: int =
         "alphabet": {"count": 3, "hours": 0.0, "examples": ["clip8: é"]}}}
     (folder / "manifests").mkdir(exist_ok=True)
     (folder / "manifests" / "prepare_report.json").write_text(json.dumps({
-        "source": {"kind": "Common Voice", "where": "/data/cv/en"}, "options": {"max_duration": 20.0},
+        "source": {"kind": "Common Voice", "where": "/data/cv/en", "folders": ["/data/cv/en", str(folder.parent)]},
+        "options": {"max_duration": 20.0},
         "splits": {"train": split}}))
     if rows is not None:
         utterances.write(folder / "test_utterances.jsonl", rows)

@@ -63,7 +63,8 @@ def run(argv: list[str]) -> int:
         suspects = label_errors.suspects(scores, train, corpus.report["source"]["where"])
         files = folder / "suspects.csv", folder / "suspects.html"
         write(files[0], suspects)
-        suspect_page.write(files[1], suspects, train)
+        source = corpus.report["source"]
+        suspect_page.write(files[1], suspects, train, source.get("folders", [source["where"]]))
     print(label_errors.summary(suspects, scores, len(train)))
     print(f"the list for corpus: exclude: {files[0]}\na page to listen to its rows: {files[1]}")
     return 0

@@ -27,7 +27,8 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="origin of a web page that may use this server (repeatable; * for all)")
     parser.add_argument("--allow-host", dest="allow_hosts", action="append", default=[], metavar="NAME",
                         help="a host name that requests may use besides localhost, 127.0.0.1 and [::1] (repeatable; "
-                             "default: only those if --host is this machine only, otherwise any)")
+                             "default: only those if --host is this machine only; otherwise, with an API key any, "
+                             "without one also addresses, this machine's names and names without a dot)")
     parser.add_argument("--trust-proxy", dest="trust_proxies", action="append", default=[], metavar="ADDRESS",
                         help="a proxy whose X-Forwarded-For is trusted (repeatable). Without it, all clients of a "
                              "proxy on another machine have one address, see --client-share")

@@ -46,6 +46,8 @@ MISSING_SECONDS, MISSING_SHARE = 0.5, 0.1
 NO_LENGTH = 2**40
 #: The most frames in a page of Ogg Vorbis: in the last page of a file, libsndfile seeks about 20 ms off.
 VORBIS_PAGE = 2**18
+#: Full scale is 1, or 32768 in files that store 16-bit numbers as floats; larger values make a model overflow.
+LOUDEST = 1e6
 #: Frames that are read at once where what can't be decoded shall cost no more.
 _PIECE = 4096
 #: The number of shards that one process keeps open.
@@ -83,17 +85,15 @@ def read_audio(
     -------
     float32 array, shape ``[S]``, mono (the mean of the channels).
 
-    Raises ``AudioError`` if the audio is missing, damaged, cut off, empty, too long, or has values that aren't finite.
+    Raises ``AudioError`` if the audio is missing, damaged, cut off, empty, too long, or has values that can't be sound.
     """
     name = describe(wav)
     with open_recording(wav, name, remote) as opened:
         [signal] = opened.blocks(start, duration, slack)
         rate = opened.file.samplerate
+    check_values(name, signal)
     to_rate = sample_rate or rate
-    if rate * speed != to_rate:
-        signal = resample(signal, rate * speed, to_rate)
-    check_finite(name, signal)
-    return signal
+    return signal if rate * speed == to_rate else resample(signal, rate * speed, to_rate)
 
 
 def read_utterance(wav: str, start: float, duration: float, *, sample_rate: int = 16_000,
@@ -106,10 +106,14 @@ def read_utterance(wav: str, start: float, duration: float, *, sample_rate: int 
     return signal
 
 
-def check_finite(name: str, signal: np.ndarray) -> None:
-    """Raise ``AudioError`` if a signal [S] of ``name`` has values that aren't finite."""
-    if not np.isfinite(signal.sum()):
+def check_values(name: str, signal: np.ndarray) -> None:
+    """Raise ``AudioError`` if a signal [S] of ``name``, before it is resampled, has values that can't be sound: the one
+    limit of training, export, transcription and serving."""
+    loudest = max(signal.max(), -signal.min()) if len(signal) else 0.0  # NaN stays NaN
+    if not np.isfinite(loudest):
         raise AudioError(name, "holds values that are not finite (NaN or infinite)")
+    if loudest > LOUDEST:
+        raise AudioError(name, f"has samples as large as {loudest:g}; full scale is 1")
 
 
 def check_whole(wav: str, duration: float, seconds: float) -> None:

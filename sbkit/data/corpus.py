@@ -409,9 +409,12 @@ class Corpus:
             self._refuse_empty(reports[split])
             taken.append(recording_keys(manifests[split].wavs, manifests[split].starts))
         ordered = [split for split in SPLITS if split in manifests]
+        folders = {os.path.abspath(each) for each in (*source.folders, self.cache_folder, self.data_root)
+                   if each is not None and "://" not in str(each)}
         report = {
             "format": _FORMAT, "fingerprint": fingerprint, "sbkit": sbkit.__version__,
-            "source": {"kind": source.kind, "where": source.where, "splits": chosen, "divided": divides},
+            "source": {"kind": source.kind, "where": source.where, "splits": chosen, "divided": divides,
+                       "folders": sorted(folders)},
             "options": self._options(), "seconds": round(time.monotonic() - started, 1), "splits": {},
             "leaks": leaks.shared(manifests, {split: reports[split].copies for split in ordered}),
         }

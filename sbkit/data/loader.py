@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import os
+import resource
 import signal
 import weakref
 from collections.abc import Iterator
@@ -274,6 +275,11 @@ def eval_batches(durations: np.ndarray, max_batch_seconds: float, world: int = 1
 
 def _prefetch_that_fits(prefetch: int, workers: int, batch_bytes: int) -> int:
     """Return how many batches per worker fit into shared memory, at most ``prefetch``; containers often have 64 MB."""
+    longest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]  # counts for shared memory, too
+    if longest != resource.RLIM_INFINITY and longest < batch_bytes:
+        raise SbkitError(f"a data worker passes on batches of up to {batch_bytes / 1e6:.1f} MB as files in memory, but "
+                         f"files may only have {longest / 1e6:.1f} MB here (ulimit -f)",
+                         hint="raise the limit (ulimit -f unlimited), or read without workers (num_workers: 0)")
     if not os.path.isdir(SHARED_MEMORY):
         return prefetch
     found = os.statvfs(SHARED_MEMORY)

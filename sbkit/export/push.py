@@ -14,26 +14,32 @@ def push(bundle: Path, repository: str, private: bool = False) -> str:
     """Upload a bundle's files as one commit, and return its URL.
 
     Files that another program left in the folder aren't uploaded, and one that was changed is refused; README.md, the
-    model card, may be edited. The token is what huggingface_hub finds, and is never read here.
+    model card, may be edited. A link is refused: a bundle of others could name any file of this machine. The token is
+    what huggingface_hub finds, and is never read here.
 
     repository : ``owner/name``, created if it doesn't exist
     private : create it as private; an existing one is not changed
     """
     config = layout.read(bundle)
+    names = [layout.CONFIG, *(name for name in config.files if name != layout.CONFIG)]
+    if linked := next((bundle / name for name in names if (bundle / name).is_symlink()), None):
+        raise SbkitError(f"{linked} is a link, and what it leads to may not be meant for others",
+                         hint="put a copy of the file itself in its place")
     for name, expected in config.files.items():
         path = bundle / name
         if not path.is_file() or (name != layout.README and layout.fingerprint(path) != expected):
             raise SbkitError(f"{path} is not the file that was exported and compared",
                              hint="export the model again, so that what you publish is what was compared")
-    from huggingface_hub import HfApi, constants, errors
+    from huggingface_hub import CommitOperationAdd, HfApi, constants, errors
 
     if constants.HF_HUB_OFFLINE:
         raise SbkitError(f"{repository}: HF_HUB_OFFLINE forbids access to the hub", hint="unset it")
     try:
         api = HfApi(library_name="sbkit")
         url = api.create_repo(repository, private=private or None, exist_ok=True)
-        api.upload_folder(repo_id=url.repo_id, folder_path=bundle, commit_message="A bundle of sbkit",
-                          allow_patterns=[layout.CONFIG, *config.files])
+        # By exact names: those of ``upload_folder`` are patterns, and ``*`` would upload all that lies in the folder.
+        api.create_commit(url.repo_id, [CommitOperationAdd(name, bundle / name) for name in names],
+                          commit_message="A bundle of sbkit")
     except errors.HFValidationError as error:
         raise SbkitError(f"{repository} can't be a name on the hub: {first_line(error)}",
                          hint="name it owner/name, of letters, digits, '-', '_' and '.'") from error

@@ -224,7 +224,7 @@ def _run(pipeline: Pipeline, recordings: Sequence[Recording], what: str) -> Iter
 def _transcribe(pipeline: Pipeline, recordings: Mapping[str, Recording], path: Path) -> dict[str, str]:
     """Transcribe recordings that the file lacks, and append them; returns those that can't be read, and why."""
     known = {each["key"] for each in _read_lines(path)}
-    errors = {key: "its path is not UTF-8: rename it" for key, each in recordings.items() if not _is_utf8(each)}
+    errors = {key: "its path is not UTF-8: rename it" for key in recordings if _name(key) != json.loads(key)[0]}
     todo = [(key, each) for key, each in recordings.items() if key not in known and key not in errors]
     if done := len(recordings) - len(todo) - len(errors):
         print(f"{done} of {len(recordings)} are already done", file=sys.stderr)
@@ -252,8 +252,9 @@ def _transcribe(pipeline: Pipeline, recordings: Mapping[str, Recording], path: P
     return errors
 
 
-def _is_utf8(recording: Recording) -> bool:
-    return os.fsencode(str(recording.audio)).decode("utf-8", "replace") == recording.audio
+def _name(key: str) -> str:
+    """The path of a recording; bytes that aren't UTF-8, which no list can hold, are escaped."""
+    return str(json.loads(key)[0]).encode("utf-8", "backslashreplace").decode()
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -325,7 +326,7 @@ def _write(request: LabelRequest, path: Path, calibration: Calibration, errors: 
                 (kept if reason == KEPT else rest).write(json.dumps(line, ensure_ascii=False) + "\n")
         for key, problem in errors.items():
             rows[UNREADABLE] += 1
-            line = {"audio_filepath": json.loads(key)[0], "reason": UNREADABLE, "detail": problem}
+            line = {"audio_filepath": _name(key), "reason": UNREADABLE, "detail": problem}
             rest.write(json.dumps(line, ensure_ascii=False) + "\n")
     _report(request, rows, hours, candidates, errors)
     return SOME_FAILED if errors else 0
@@ -341,7 +342,7 @@ def _rows(recording: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float | N
 
 def _report(request: LabelRequest, rows: Mapping[str, int], hours: Mapping[str, float],
             candidates: Sequence[tuple[float, float]], errors: Mapping[str, str]) -> None:
-    print_first("left out", [f"{json.loads(key)[0]}: {problem}" for key, problem in errors.items()])
+    print_first("left out", [f"{_name(key)}: {problem}" for key, problem in errors.items()])
     print(table(["", "rows", "hours"], [(each, rows[each], f"{hours[each]:.2f}") for each in (
         KEPT, UNSURE, UNLIKE, NO_WORDS, NO_PAUSE, UNREADABLE) if each == KEPT or rows[each] or hours[each] > 0.005]))
     if rows[UNLIKE]:

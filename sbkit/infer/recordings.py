@@ -88,7 +88,7 @@ def _samples(signal: np.ndarray, name: str) -> Iterator[np.ndarray]:
     if signal.ndim != 1 or not len(signal) or not np.issubdtype(signal.dtype, np.floating):
         raise AudioError(name, f"samples must be floats [S], not {signal.dtype} {list(signal.shape)}")
     signal = np.ascontiguousarray(signal, dtype=np.float32)
-    audio.check_finite(name, signal)
+    audio.check_values(name, signal)
     yield signal
 
 
@@ -107,7 +107,7 @@ def _decoded(recording: Recording, source: str | os.PathLike[str] | bytes | Bina
         read = 0
         for signal in opened.blocks(start, duration, whole=False, block_seconds=BLOCK_SECONDS):
             read += len(signal)
-            audio.check_finite(recording.name, signal)
+            audio.check_values(recording.name, signal)
             if resampler is not None:
                 signal = resampler.resample_chunk(signal)
             if len(signal):

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ import sbkit
 from sbkit.errors import SbkitError
 from sbkit.rehearsal import nullcard
 from sbkit.rehearsal.cards import Card
-from sbkit.system.processes import ended_by, free_port, session_seconds, torchrun_environment
+from sbkit.system.processes import child, end_with_parent, ended_by, free_port, session_seconds, torchrun_environment
 
 #: The most ranks that are started; two represent any larger number.
 RANKS = 2
@@ -51,8 +50,6 @@ def rehearse(args: Sequence[str], count: int, card: Card) -> list[Line]:
     count : the number of cards
     """
     nullcard.build()
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # so that the processes started here are ended, too
-        signal.signal(signal.SIGTERM, lambda *given: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="sbkit-rehearsal-") as temporary:
         folder = Path(temporary)
         job = {"folder": temporary, "world": min(count, RANKS), "args": [*args, "--device", "cuda"]}
@@ -62,12 +59,11 @@ def rehearse(args: Sequence[str], count: int, card: Card) -> list[Line]:
             card, count, base={**os.environ, "PYTHONPATH": path}, patience=PATIENCE) | {
             "TORCH_FR_BUFFER_SIZE": "20000", "TMPDIR": temporary, "OMP_NUM_THREADS": "1"}
         with open(folder / "server.log", "w") as log:
-            process = subprocess.Popen([sys.executable, "-m", "sbkit.rehearsal.run", temporary], env=environment,
-                                       stdout=log, stderr=log)
+            command = [sys.executable, "-m", "sbkit.rehearsal.run", temporary]
             try:
-                process.wait()
+                with child(command, environment, log, end_by=signal.SIGKILL) as process:
+                    process.wait()
             finally:
-                process.kill()
                 for file in folder.glob("*.group"):
                     _kill_group(int(file.read_text()))
         if not (folder / "found.json").exists():
@@ -265,6 +261,7 @@ def _ended_launch(line: Line) -> bool:
 
 def _start_rank(run_rank: Callable[..., None], variables: dict[str, str], launch: str, rank: int, job: Line) -> None:
     os.setsid()
+    end_with_parent(signal.SIGKILL)
     os.environ.update(variables)
     run_rank(launch, rank, job)
 

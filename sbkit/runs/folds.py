@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +15,7 @@ from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.data.text import AsWritten
 from sbkit.errors import SbkitError
+from sbkit.system import processes
 from sbkit.system.environment import training_command
 
 _LISTS = "lists"
@@ -64,11 +61,12 @@ def write(train: Manifest, dev: Manifest, count: int, folder: Path) -> list[Fold
     return folds
 
 
-def train(fold: Fold, words: Sequence[str], corpus: Corpus, processes: int) -> None:
+def train(fold: Fold, words: Sequence[str], corpus: Corpus, count: int) -> None:
     """Train or resume a fold's run with ``sbkit train``; returns at once if it is complete.
 
     words : the recipe and its overrides, as on a command line
     corpus : whose rows they are
+    count : the processes of the run
     """
     rules = "AsWritten {}" if isinstance(corpus.text, AsWritten) else \
         f"NormalizedBefore {json.dumps(corpus.text.options(), ensure_ascii=False)}"
@@ -77,24 +75,11 @@ def train(fold: Fold, words: Sequence[str], corpus: Corpus, processes: int) -> N
             "corpus.splits": "null", "corpus.columns": "null", "corpus.data_root": "null", "corpus.exclude": "null",
             "corpus.skip_short_texts": "[]", "corpus.text": f"!new:sbkit.data.text.{rules}",
             "corpus.schemes": f"[{', '.join(corpus.remote.schemes)}]"}
-    command = training_command(words, processes)
+    command = training_command(words, count)
     command += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     print(f"fold {fold.number} of {fold.of}: {fold.run}", file=sys.stderr, flush=True)
-    before = signal.signal(signal.SIGTERM, _exit_with)
-    process = subprocess.Popen(command, env=os.environ)
-    try:
+    with processes.child(command) as process:
         code = process.wait()
-    except KeyboardInterrupt:
-        code = process.wait()  # the terminal interrupts it too, so it saves a checkpoint
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-        signal.signal(signal.SIGTERM, before)
     if code:
         raise SbkitError(f"the run of fold {fold.number} ended with code {code}: {fold.run}",
                          hint="its messages above say why; the same command resumes it", exit_code=1)
-
-
-def _exit_with(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)

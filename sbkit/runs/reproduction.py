@@ -13,8 +13,6 @@ import json
 import math
 import os
 import re
-import signal
-import subprocess
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +34,7 @@ from sbkit.recipe.report import did_you_mean
 from sbkit.runs.keys import TaskKeys
 from sbkit.score.results import Results
 from sbkit.score.run_files import METRICS, RECIPE, REPRODUCE, TESTED
-from sbkit.system import untrusted
+from sbkit.system import processes, untrusted
 from sbkit.system.console import atomic_write, progress, stored_json
 from sbkit.system.cores import usable_cores
 from sbkit.system.environment import training_command
@@ -326,27 +324,25 @@ def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[in
                          + ("" if finished else "; --full continues after the first steps"))
     log = folder.parent / "train.log"
     found: dict[int, float] = {}
-    with log.open("w") as out, progress(what="training", total=max(wanted), unit="step") as bar:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
-        try:
-            while True:
-                ended = process.poll() is not None
-                found, started_from = losses_of(folder)
-                other = None not in (started_from, weights) and started_from != weights
-                if other and exact and cause is None:
-                    raise SbkitError("the run starts from other weights than the recorded one", hint=OTHER_WEIGHTS,
-                                     exit_code=1)
-                for step in sorted(set(wanted) & set(found)):
-                    require_same(f"the loss of step {step}", wanted[step], found[step], exact,
-                                 f"it started from other weights: {OTHER_WEIGHTS}" if other else cause)
-                    bar.update(step - bar.n)
-                if ended or (not to_the_end and set(wanted) <= set(found)):
-                    break
-                time.sleep(0.5)
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)  # the run saves a checkpoint, from which --full resumes
-            code = process.wait()
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    # A run that isn't at its end when this is left saves a checkpoint, from which --full resumes.
+    with log.open("w") as out, progress(what="training", total=max(wanted), unit="step") as bar, \
+            processes.child(command, environment, out) as process:
+        while True:
+            ended = process.poll() is not None
+            found, started_from = losses_of(folder)
+            other = None not in (started_from, weights) and started_from != weights
+            if other and exact and cause is None:
+                raise SbkitError("the run starts from other weights than the recorded one", hint=OTHER_WEIGHTS,
+                                 exit_code=1)
+            for step in sorted(set(wanted) & set(found)):
+                require_same(f"the loss of step {step}", wanted[step], found[step], exact,
+                             f"it started from other weights: {OTHER_WEIGHTS}" if other else cause)
+                bar.update(step - bar.n)
+            if ended or (not to_the_end and set(wanted) <= set(found)):
+                break
+            time.sleep(0.5)
+    code = process.returncode
     missing = [step for step in wanted if step not in found]
     if missing or (to_the_end and code):
         where = f" before step {missing[0]}" if missing else ""

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -30,19 +31,32 @@ def loopback(address: str) -> bool:
 class Hosts:
     """The allowed values of a request's ``Host`` header.
 
+    A web page elsewhere reaches a server inside a network by a name of its own whose address it changes (DNS
+    rebinding). So names are restricted unless a key is needed, which such a page doesn't have.
+
     address : the address listened on; on a loopback address only loopback names are allowed
     allowed : further names; if given, on any other address too only these and its own are allowed
     listened_on : the address as given when the server was started
+    keyed : whether requests need a key; without one, on any other address only addresses, this machine's names and
+        names without a dot are allowed, which nobody outside of the network can define
     """
 
-    def __init__(self, address: str, allowed: Iterable[str] = (), listened_on: str = ""):
+    def __init__(self, address: str, allowed: Iterable[str] = (), listened_on: str = "", keyed: bool = False):
         own = [*_LOOPBACK_NAMES, *(f"[{each}]" if ":" in each else each for each in (address, listened_on) if each)]
+        open_ = not (loopback(address) or list(allowed))
+        if open_:
+            own += [socket.gethostname(), f"{socket.gethostname()}.local"]
         self._names = frozenset(map(_name, [*own, *allowed]))
-        self._all = not (loopback(address) or list(allowed))
+        self._all, self._addresses = open_ and keyed, open_
 
     def allow(self, host: str | None) -> bool:
         """Whether a host is allowed, at any port; requests without a host don't come from browsers."""
-        return self._all or host is None or _name(host) in self._names
+        if self._all or host is None or (name := _name(host)) in self._names:
+            return True
+        try:
+            return self._addresses and bool(name) and ("." not in name.strip("[]") or bool(ipaddress.ip_address(name)))
+        except ValueError:
+            return False
 
 
 def _name(host: str) -> str:

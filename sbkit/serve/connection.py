@@ -15,12 +15,13 @@ import resource
 import socket
 import time
 from collections.abc import Collection
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import h11
 import uvicorn
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -188,6 +189,7 @@ class TimedConnection(H11Protocol):
     def __init__(self, limit: ConnectionLimit, **options: Any):
         super().__init__(**options)
         self._limit, self._admitted, self._answered_early = limit, True, False
+        self.app = self._close_if_early(self.app)
         self._idle_from = time.monotonic()
 
     @property
@@ -213,9 +215,36 @@ class TimedConnection(H11Protocol):
     def on_response_complete(self) -> None:
         self._idle_from = time.monotonic()
         super().on_response_complete()
-        if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+        if self.cycle.transport is not self.transport and not self.transport.is_closing():
             self._answered_early = True
             self.transport.write_eof()
+
+    def _close_if_early(self, app: ASGIApp) -> ASGIApp:
+        """Wrap the application: a response that starts before its request was received to the end says that the
+        connection closes, because the rest of the request is dropped, and what the client sends after it, too.
+
+        Closing at once would make the system drop a response that the client hasn't read, so only writing ends, and
+        the connection is closed when the client closes it or is idle.
+        """
+
+        async def closing(scope: Scope, receive: Receive, send: Send) -> None:
+            async def answer(message: Message) -> None:
+                if message["type"] == "http.response.start" and self.conn.their_state is h11.SEND_BODY:
+                    cycle = self.cycle
+                    headers = [each for each in message.get("headers", []) if each[0].lower() != b"connection"]
+                    message = {**message, "headers": [*headers, (b"connection", b"close")]}
+
+                    def close() -> None:
+                        if not cycle.keep_alive:  # the server is stopping
+                            self.transport.close()
+
+                    cycle.transport = cast(Any, SimpleNamespace(write=self.transport.write, close=close,
+                                                                is_closing=self.transport.is_closing))
+                await send(message)
+
+            await app(scope, receive, answer)
+
+        return closing
 
     def data_received(self, data: bytes) -> None:
         """Parse what arrived, except the rest of a request that has its response already."""

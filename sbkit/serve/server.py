@@ -66,8 +66,8 @@ def serve(request: ServeRequest) -> int:
     keys = read_keys(request.api_key_file)
     with bind(request.host, request.port) as listening:
         if not keys and not loopback(listening.getsockname()[0]):
-            print(f"anybody who reaches {request.host} can use this server; set {KEY_VARIABLE} or --api-key-file",
-                  file=sys.stderr)
+            print(f"anybody who reaches {request.host} can use this server, by its address or name (by others with "
+                  f"--allow-host); set {KEY_VARIABLE} or --api-key-file", file=sys.stderr)
         return _Server(request, bundles, keys, listening).run()
 
 
@@ -77,15 +77,20 @@ def read_keys(path: Path | None) -> list[str]:
     if "" in keys:
         raise SbkitError(f"{KEY_VARIABLE} is set but blank, which would let everybody use this server",
                          hint="set it to the key, or unset it to serve without one")
-    if path is None:
-        return keys
-    try:
-        found = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise SbkitError(f"{path} cannot be read: {error}") from error
-    if not found:
-        raise SbkitError(f"{path} contains no key", hint="write one per line")
-    return keys + found
+    sources = dict.fromkeys(keys, KEY_VARIABLE)
+    if path is not None:
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise SbkitError(f"{path} cannot be read: {error}") from error
+        if not any(lines):
+            raise SbkitError(f"{path} contains no key", hint="write one per line")
+        sources |= {line: f"{path}, line {number}" for number, line in enumerate(lines, 1) if line}
+    for key, where in sources.items():
+        if not (key.isascii() and key.isprintable()):  # the key itself isn't shown
+            raise SbkitError(f"{where}: the key has a character that clients send in different ways, or not at all",
+                             hint="make it of ASCII letters, digits and punctuation, such as `openssl rand -hex 32`")
+    return list(sources)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -125,7 +130,7 @@ class _Server:
                   file=sys.stderr)
         self.state.connection_limit = connection.ConnectionLimit(
             maximum, request.limits.client_share, self.state.metrics)
-        hosts = Hosts(listening.getsockname()[0], request.allow_hosts, request.host)
+        hosts = Hosts(listening.getsockname()[0], request.allow_hosts, request.host, bool(keys))
         app = make_app(self.state, ApiKeys(keys), request.allow_origins, hosts)
         grace: Any = request.grace_seconds  # typed as int, but fractions work
         self._server = uvicorn.Server(uvicorn.Config(

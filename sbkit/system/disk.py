@@ -8,6 +8,7 @@ import errno
 import hashlib
 import os
 import re
+import resource
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,8 +124,11 @@ def explain(error: OSError, path: str | os.PathLike[str], needed: float | None =
     """Describe a disk error: the file, the reason, the space needed and the space that is free."""
     what = "could not be read or written" if error.errno == errno.EIO else "could not be written"
     needs = "" if needed is None else f"it needs about {size(needed)}, "
+    reason, largest = os.strerror(error.errno or 0), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if error.errno == errno.EFBIG and largest != resource.RLIM_INFINITY:
+        reason += f", as files may only have {size(largest)} here: raise that by ulimit -f"
     left = f"free in {os.fspath(path)}: " if called else "free: "
-    return (f"{called or os.fspath(path)} {what}: {os.strerror(error.errno or 0)} "
+    return (f"{called or os.fspath(path)} {what}: {reason} "
             f"({needs}{left}{_free_text(Path(path))})")
 
 

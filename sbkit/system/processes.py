@@ -1,19 +1,60 @@
-"""Identities of processes: on this machine, on others, and after their numbers were reused."""
+"""Processes: children that end with their parent, and identities, on this machine, on others, and after reuse."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import platform
 import random
 import signal
 import socket
 import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import IO, NoReturn
 
 from sbkit.errors import SbkitError
 
 _PORTS = range(20_000, 30_000)
+#: Does as ``end_with_parent``, then becomes the command. It is a program, because between fork and exec of a process
+#: with threads Python can't be run safely.
+_END_WITH_PARENT = ("import ctypes, os, sys; ctypes.CDLL(None).prctl(1, int(sys.argv[2])); "
+                    "os.getppid() == int(sys.argv[1]) or sys.exit(143); os.execv(sys.argv[3], sys.argv[3:])")
+
+
+def end_with_parent(number: int) -> None:
+    """Have Linux send this process a signal when its parent ends, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
+@contextlib.contextmanager
+def child(command: Sequence[str], environment: dict[str, str] | None = None, out: IO[str] | None = None,
+          end_by: signal.Signals = signal.SIGTERM) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that ends with this context and with this process, even if that is killed by SIGKILL (on Linux).
+
+    command : begins with the path of a program
+    out : for its output and messages, by default this process's
+    end_by : the signal that ends it; after SIGTERM, a training saves a checkpoint
+    """
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if sys.platform == "linux":
+        parent, number = str(os.getpid()), str(int(end_by))
+        command = [sys.executable, "-ISc", _END_WITH_PARENT, parent, number, *command]
+    before = signal.signal(signal.SIGTERM, leave)  # so that the context is left
+    process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(end_by)
+        process.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
 def ended_by(number: int) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 import torch
+from speechbrain.augment.time_domain import AddNoise, AddReverb
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 
 from sbkit.train.checkpoint.files import write_state
@@ -113,12 +114,16 @@ class RngState:
 
     step : returns the number of optimizer steps done
     device : of the run; for CUDA, the generators of all devices in use are saved
+    holders : returns objects that may have SpeechBrain's AddNoise and AddReverb in them. These draw the order of their
+        recordings when they first need one, and no file holds where they are in it. So at each checkpoint they are
+        made to draw a new order, which a resumed run draws, too
     """
 
     def __init__(
-        self, seed: int = 0, step: Callable[[], int] | None = None, device: torch.device | str = "cpu"
+        self, seed: int = 0, step: Callable[[], int] | None = None, device: torch.device | str = "cpu",
+        holders: Callable[[], Iterable[object]] = tuple,
     ):
-        self.seed, self.device = seed, device
+        self.seed, self.device, self.holders = seed, device, holders
         self.step = step or (lambda: 0)
         self._again: Callable[[], None] | None = None
 
@@ -134,8 +139,25 @@ class RngState:
             again()
         return again is not None
 
+    def _restart_augmenters(self) -> None:
+        """Close the readers of all AddNoise and AddReverb, which open them again when they need them."""
+        seen, waiting = set[int](), list(self.holders())
+        while waiting:
+            each = waiting.pop()
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            if isinstance(each, (list, tuple, dict)):
+                waiting += each.values() if isinstance(each, dict) else each
+            elif isinstance(each, torch.nn.Module):
+                waiting += vars(each).values()  # SpeechBrain's Augmenter has them in a plain dictionary
+                if isinstance(each, (AddNoise, AddReverb)):
+                    for name in ("data_loader", "noise_data", "rir_data"):
+                        vars(each).pop(name, None)
+
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
+        self._restart_augmenters()
         saved = ranks.gather_objects(self._captured())
         if ranks.is_main():
             kind = torch.device(self.device).type
@@ -143,6 +165,7 @@ class RngState:
 
     @mark_as_loader
     def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
+        self._restart_augmenters()
         saved = load_file(path)
         rank, world = ranks.rank(), ranks.world_size()
         if len(saved["ranks"]) == world:

@@ -28,7 +28,7 @@ def written(folder, count=3):
     train = Manifest(ids=list(LABELS), durations=[1.5] * 3, wavs=[wav] * 3, texts=list(LABELS.values()))
     rows = [Suspect(name, KEEP if name == "c" else DROP, "other words", 9.0, 0.01, label, 'seven "quiet" horses', "",
                     wav, "/data/mine") for name, label in LABELS.items()]
-    suspect_page.write(folder / "suspects.html", rows[:count], train)
+    suspect_page.write(folder / "suspects.html", rows[:count], train, [str(folder)])
     return (folder / "suspects.html").as_uri()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import struct
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ from sounds import FORMATS, encoded, real_data, speechlike
 
 from sbkit.data import audio, mp3
 from sbkit.data.audio import AudioError, audio_info, read_audio, read_utterance
+from sbkit.infer.recordings import Recording
+from sbkit.serve.decoder_process import decode
 
 
 def db(signal: np.ndarray) -> float:
@@ -234,14 +238,22 @@ def test_broken_audio_is_named_with_its_cause(what, tmp_path):
         assert str(caught.value).startswith(str(path) if wav is path else f"<{len(data)} bytes of audio>")
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_are_refused(value):
-    sound = speechlike(0.5, 48000)
+@pytest.mark.parametrize("rate", [16_000, 48_000])
+@pytest.mark.parametrize("value, cause", [
+    (np.nan, "not finite"), (np.inf, "not finite"), (-np.inf, "not finite"), (1e30, r"as large as 1e\+30"),
+    (-1e30, "as large as"), (3e38, "as large as"), (1.01e6, "full scale is 1"), (1e6, None), (-32768, None)])
+def test_training_transcription_and_serving_refuse_the_same_values(value, cause, rate):
+    sound = speechlike(0.5, rate)
     sound[1000] = value
     file = io.BytesIO()
-    soundfile.write(file, sound, 48000, format="WAV", subtype="FLOAT")
-    with pytest.raises(AudioError, match="not finite"):
-        read_audio(file.getvalue())
+    soundfile.write(file, sound, rate, format="WAV", subtype="FLOAT")
+    data = file.getvalue()
+    readers = {"training": lambda: read_audio(data), "transcription": lambda: Recording(data).samples(16_000)}
+    for name, read in readers.items():
+        with nullcontext() if cause is None else pytest.raises(AudioError, match=cause):
+            assert np.isfinite(read()).all(), name
+    refused = decode(io.BytesIO(data), io.BytesIO(), 16_000, 10.0).get("refused")
+    assert refused is None if cause is None else re.search(cause, refused)
 
 
 @pytest.mark.parametrize("wav, cause", [

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from processes import Beside
 from sounds import encoded, speechlike
@@ -248,12 +250,16 @@ def test_an_utterance_longer_than_the_limit_is_evaluated_alone():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_damaged_recordings_are_left_out_and_named(manifest, workers, tmp_path, caplog):
+    loud = tmp_path / "loud.wav"  # a float file can hold what no model can take
+    soundfile.write(loud, np.full(32_000, 1e30, np.float32), 16_000, subtype="FLOAT")
     hurt = damage(manifest, [3, 11], tmp_path)
+    hurt = hurt.replace(wavs=[str(loud) if i == 7 else wav for i, wav in enumerate(hurt.wavs)])
     with make(hurt, workers=workers) as loader:
         batches = list(loader.at(1))
-    assert {name for batch in batches for name in batch.ids} == set(manifest.ids) - {"u3", "u11"}
+    assert {name for batch in batches for name in batch.ids} == set(manifest.ids) - {"u3", "u7", "u11"}
     named = dict(pair for batch in batches for pair in batch.damaged)
-    assert named == loader.damaged and set(named) == {"u3", "u11"}
+    assert named == loader.damaged and set(named) == {"u3", "u7", "u11"}
+    assert named.pop("u7").endswith("loud.wav: has samples as large as 1e+30; full scale is 1")
     assert all("broken.mp3: cannot be decoded" in reason for reason in named.values())
     assert "left out: u3" in caplog.text
 
@@ -337,6 +343,21 @@ def test_little_shared_memory_is_made_do_with_or_reported(manifest, monkeypatch)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(SbkitError, match=r"need 3 MB of shared memory.*--shm-size=2g"):
         make(manifest, workers=2)
+
+
+def test_a_limit_of_files_below_a_batch_is_said_before_the_first(manifest):
+    """A worker would fail at the first large batch with a message about a file that nobody knows."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+        with pytest.raises(SbkitError, match=r"batches of up to 0.3 MB .* only have 0.2 MB here \(ulimit -f\)"):
+            make(manifest, workers=1)
+        assert len(next(iter(make(manifest).at(1))).ids), "without workers there is no such file"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+        with make(manifest, workers=1) as loader:
+            assert len(list(loader.at(1))) > 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_an_older_iteration_ends_when_a_new_one_begins(manifest):

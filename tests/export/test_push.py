@@ -11,8 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.layout import GraphConfig
+from sbkit.export.push import push as push_in_process
 
 TOKEN = "hf_only_the_hub_sees_this"
 
@@ -91,11 +93,12 @@ def bundle(tmp_path):
     folder = tmp_path / "bundle"
     folder.mkdir()
     config = GraphConfig(sample_rate=16000, outputs=["embedding"], models={"onnx": "model.onnx"})
-    for name, data in {"model.onnx": os.urandom(100_000), "README.md": b"# words\n"}.items():
+    for name, data in {"model.onnx": os.urandom(100_000), "README.md": b"# words\n", "[!c]*": b"a pattern"}.items():
         (folder / name).write_bytes(data)
         config.files[name] = layout.fingerprint(folder / name)
     (folder / "config.json").write_text(config.to_json())
-    (folder / "notes.txt").write_text("mine alone")
+    for name in ("notes.txt", ".env"):
+        (folder / name).write_text("mine alone")
     return folder
 
 
@@ -117,7 +120,8 @@ def test_the_bundles_own_files_arrive_and_no_others(hub, bundle):
     done = push(bundle, hub.url, "--private")
     assert done.returncode == 0 and done.stdout.strip() == f"{hub.url}/me/words", done.stderr
     assert hub.made["name"] == "words" and (hub.made.get("private") or hub.made.get("visibility") == "private")
-    assert hub.files == {name: (bundle / name).read_bytes() for name in ("config.json", "model.onnx", "README.md")}
+    own = ("config.json", "model.onnx", "README.md", "[!c]*")
+    assert hub.files == {name: (bundle / name).read_bytes() for name in own}
 
 
 @pytest.mark.slow
@@ -126,6 +130,14 @@ def test_a_file_that_was_changed_is_not_what_was_proven(hub, bundle):
     done = push(bundle, hub.url)
     assert done.returncode == 2 and "model.onnx is not the file that was exported and compared" in done.stderr
     assert hub.files == {}
+
+
+@pytest.mark.parametrize("name", ["README.md", "model.onnx", "config.json"])
+def test_a_link_is_not_followed_to_a_file_that_nobody_meant(bundle, name):
+    (bundle / name).rename(bundle.parent / "elsewhere")
+    (bundle / name).symlink_to(bundle.parent / "elsewhere")
+    with pytest.raises(SbkitError, match=rf"{name} is a link, and what it leads to may not be meant for others"):
+        push_in_process(bundle, "me/words")
 
 
 @pytest.mark.slow

@@ -161,6 +161,18 @@ def test_a_recording_that_was_repaired_is_transcribed(home, tmp_path):
     assert [each["text"] for each in rows(tmp_path / "labels/train.jsonl")] == ["alpha beta"]
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="its disks take names in UTF-8 alone")
+def test_a_recording_whose_name_is_no_utf8_is_left_out_by_name_and_the_others_are_kept(home, tmp_path, capsys):
+    clip(tmp_path / "audio" / "a.wav", np.random.default_rng(1), 0.05)
+    shutil.copy(tmp_path / "audio" / "a.wav", os.fsencode(tmp_path / "audio") + b"/b\xff\xfe.wav")
+    for _ in range(2):
+        assert label(home, tmp_path / "labels", audio=[tmp_path / "audio"]) == 1
+        assert [each["id"] for each in rows(tmp_path / "labels/train.jsonl")] == ["a"]
+        [left_out] = rows(tmp_path / "labels/labelling/left_out-train.jsonl")
+        assert left_out["audio_filepath"].endswith(r"/audio/b\udcff\udcfe.wav") and "rename it" in left_out["detail"]
+        assert r"/audio/b\udcff\udcfe.wav: its path is not UTF-8" in capsys.readouterr().err
+
+
 def test_a_recording_that_is_named_twice_is_one_row(home, tmp_path):
     label(home, tmp_path / "labels", audio=["audio/1.wav", "audio/3.wav", "audio/1.wav"])
     label(home, tmp_path / "labels", audio=["audio", "audio/1.wav"])

@@ -1,9 +1,9 @@
 """A whole run on cards that compute nothing: the flagship passes, and faults planted in each stage are named."""
 
+import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -148,12 +148,13 @@ def home(tmp_path_factory):
 @pytest.fixture
 def rehearse(home, server, monkeypatch, capsys):
     """The report of a rehearsal in this folder, as programs get it; what it starts is forked, its imports done."""
-    before, here = signal.getsignal(signal.SIGTERM), f"import os, sys; os.chdir({str(home)!r}); sys.path[:0] = [''];"
+    here = f"import os, sys; os.chdir({str(home)!r}); sys.path[:0] = [''];"
 
-    def start(command, env, stdout, stderr):
+    @contextlib.contextmanager
+    def start(command, env, log, end_by):
         script = f"{here} from sbkit.rehearsal import run; run.main({command[-1]!r})"
-        print(json.dumps([[script, env, str(stdout.name), str(stderr.name)]]), file=server.stdin, flush=True)
-        return SimpleNamespace(wait=server.stdout.readline, kill=lambda: None)
+        print(json.dumps([[script, env, log.name, log.name]]), file=server.stdin, flush=True)
+        yield SimpleNamespace(wait=server.stdout.readline)
 
     def rehearse(*words, code, cards="2xH100"):
         assert main(["check", *words, "--as", cards, "--json"]) == code
@@ -161,12 +162,11 @@ def rehearse(home, server, monkeypatch, capsys):
         assert "sbkit-rehearsal-" not in said  # its folder is gone
         return json.loads(said)
 
-    monkeypatch.setattr(run, "subprocess", SimpleNamespace(Popen=start))
+    monkeypatch.setattr(run, "child", start)
     monkeypatch.setattr(run, "PATIENCE", 30)  # not two minutes
     monkeypatch.chdir(home)
     monkeypatch.syspath_prepend(home)
-    yield rehearse
-    signal.signal(signal.SIGTERM, before)
+    return rehearse
 
 
 def stages(report):

@@ -73,7 +73,7 @@ def test_a_fold_learns_the_very_labels_that_are_judged(tmp_path, monkeypatch, te
     found = corpus.prepare(show_progress=False)
     fold, commands = folds.write(found["train"], found["dev"], 2, tmp_path / "folds")[0], []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command) or SimpleNamespace(
-        wait=lambda: 0, poll=lambda: 0))
+        wait=lambda: 0, poll=lambda: 0, returncode=0))
     folds.train(fold, [str(Path(__file__).parents[2] / "hparams" / "ctc.yaml"), *said], corpus, 1)
     request = arguments.parse(commands[0][commands[0].index("train") + 1:])
     learnt = load.load(request.path, request.overrides)["corpus"].prepare(show_progress=False)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -158,7 +159,7 @@ def test_another_machine_is_compared_within_rounding(manifest):
         reproduction.require_same("the loss", 2.0, 2.5, exact=True, cause=reproduction.RESUMED)
 
 
-ENDED = SimpleNamespace(poll=lambda: 0, wait=lambda: 0)
+ENDED = SimpleNamespace(poll=lambda: 0, wait=lambda: 0, returncode=0)
 
 
 def forked(command, **how):
@@ -203,7 +204,7 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     assert mine.read_text() != text
     mine.write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reproduction.subprocess, "Popen", forked)
+        patch.setattr(subprocess, "Popen", forked)
         assert main([*again, "--full"]) == 0  # goes on from there
     assert "and the test" in capsys.readouterr().out
     assert main([*again, "--full"]) == 2
@@ -212,7 +213,7 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     other = json.loads((tmp_path / "out" / "reproduce.json").read_text()) | {"weights": "of another file"}
     (tmp_path / "other.json").write_text(json.dumps(other))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reproduction.subprocess, "Popen", lambda *_, **__: shutil.copytree(  # what it would write
+        patch.setattr(subprocess, "Popen", lambda *_, **__: shutil.copytree(  # what it would write
             tmp_path / "out", tmp_path / "fourth" / "run", dirs_exist_ok=True) and ENDED)
         assert main(["reproduce", f"{tmp_path}/other.json", "--to", f"{tmp_path}/fourth", *again[4:]]) == 1
     said = capsys.readouterr().err

@@ -21,12 +21,23 @@ def test_on_this_machines_address_only_its_own_names_and_those_allowed(host, all
     assert Hosts("127.0.0.1", ["Speech.lan"]).allow(host) is allowed
 
 
-def test_on_other_addresses_every_name_unless_names_are_given():
-    assert Hosts("0.0.0.0").allow("anything.example") and Hosts("::").allow("anything.example")
+def test_on_other_addresses_with_a_key_every_name_unless_names_are_given():
+    assert all(Hosts(each, keyed=True).allow("anything.example") for each in ("0.0.0.0", "::"))
     given = Hosts("192.0.2.1", ["speech.example"])
     assert given.allow("speech.example:80") and given.allow("192.0.2.1:80") and not given.allow("evil.example")
     assert Hosts("::1").allow("[::1]:80") and not Hosts("::1").allow("evil.example")
     assert Hosts("127.0.0.2").allow("127.0.0.2:80")
+
+
+@pytest.mark.parametrize("host, allowed", [
+    ("evil.example", False), ("evil.example:8000", False), ("192.0.2.1.evil.example:80", False), ("", False),
+    ("a.192.0.2.1", False), ("evil.local", False), ("[evil.example]", False), ("evil.example.", False),
+    ("192.0.2.7:8000", True), ("[2001:db8::1]:80", True), ("localhost:1", True), ("sbkit:8000", True), (None, True),
+    (socket.gethostname(), True), (f"{socket.gethostname()}.local:80", True)])
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "192.0.2.1"])
+def test_on_other_addresses_without_a_key_no_name_that_others_can_define(address, host, allowed):
+    """A page of evil.example whose name then leads here has this server's own origin: only the name tells."""
+    assert Hosts(address).allow(host) is allowed
 
 
 @pytest.mark.parametrize("called", ["LOCALHOST", "127.1", "0x7f000001"])

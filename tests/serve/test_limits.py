@@ -239,6 +239,27 @@ def test_a_client_that_leaves_while_it_uploads_is_no_failure(small):
     assert small.counted("sbkit_refused_total") == refused
 
 
+@pytest.mark.parametrize("sent", [0, 3000])
+def test_an_answer_before_the_end_of_its_request_says_that_the_connection_closes(locked, small, sent):
+    """A client that keeps connections would send its next request into one that drops it."""
+    head = (b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n"
+            b"content-type: application/json\r\n\r\n")
+    for asked, status in ((locked, 401), (small, 400)):
+        with socket.create_connection(("127.0.0.1", asked.port), timeout=10) as early:
+            early.sendall(head % 100_000 + b"x" * sent)
+            answer = http.client.HTTPResponse(early)
+            answer.begin()
+            assert answer.status == status and answer.headers["connection"] == "close"
+            assert json.load(answer)["error"] and not early.recv(1), "it is whole, and then closed"
+            early.sendall(b"x" * 90_000)  # what is on its way is taken
+        with socket.create_connection(("127.0.0.1", asked.port), timeout=10) as whole:
+            for _ in range(2):
+                whole.sendall(head % 2 + b"{}")
+                answer = http.client.HTTPResponse(whole)
+                answer.begin()
+                assert answer.status == status and answer.headers["connection"] is None and answer.read()
+
+
 # ---------------------------------------------------------------- keys
 
 

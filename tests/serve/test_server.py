@@ -267,6 +267,14 @@ def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
     (tmp_path / "none").write_text("\n")
     with pytest.raises(SbkitError, match="contains no key"):
         server.read_keys(tmp_path / "none")
+    for key in ("schlüssel", "a\tb", "日本"):  # as latin-1 or UTF-8 in a header: 401 for some clients, not for others
+        (tmp_path / "keys").write_text(f"two\n{key}\n", encoding="utf-8")
+        with pytest.raises(SbkitError, match=r"keys, line 2: the key has a character that clients") as error:
+            server.read_keys(tmp_path / "keys")
+        assert key not in str(error.value)
+    monkeypatch.setenv("SBKIT_API_KEY", "schlüssel")
+    with pytest.raises(SbkitError, match="SBKIT_API_KEY: the key has"):
+        server.read_keys(None)
 
 
 def test_answers_are_not_held_back_for_the_next_packet():

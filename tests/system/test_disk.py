@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 
 import pytest
 
@@ -55,6 +56,18 @@ def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_going_on(tmp_
     with atomic_write(tmp_path / "a.txt") as file:
         file.write("whole")
     assert done == [("fsync", False), ("replace", False), ("fsync", True)]
+
+
+def test_a_file_that_is_longer_than_the_shell_allows_is_said_with_that_limit(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
+        with pytest.raises(SbkitError, match=r"File too large, as files may only have 1\.0 kB here: raise that"):
+            with disk.disk_errors_as_user_error(tmp_path / "x"), open(tmp_path / "x", "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(700))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_all_of_a_disk_is_synced_at_once(tmp_path, monkeypatch):

@@ -7,9 +7,13 @@ import json
 import os
 import signal
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 import yaml
+from speechbrain.augment.augmenter import Augmenter
+from speechbrain.augment.time_domain import AddNoise, AddReverb
 from speechbrain.core import Stage
 from speechbrain.nnet.schedulers import NoamScheduler
 from speechbrain.utils.epoch_loop import EpochCounter
@@ -53,6 +57,47 @@ def test_a_run_that_died_within_a_step_resumes_exactly(tmp_path, die_at):
     assert all(torch.equal(value, state(again)[name]) for name, value in state(whole).items())
     assert again.ends == whole.ends[-len(again.ends):]
     assert again.optimizer_step == whole.optimizer_step == 15
+
+
+class Noisy(Stopping):
+    """Adds noise and reverberation by SpeechBrain's augmenters, which read recordings by loaders of their own."""
+
+    def compute_forward(self, batch, stage):
+        if stage == Stage.TRAIN:
+            waves = self.own(self.hparams.augment(batch.x, torch.ones(len(batch.x)))[0])
+            self.drawn = [*getattr(self, "drawn", []), waves.sum().item()]
+        return super().compute_forward(batch, stage)
+
+
+def noisy(folder, lists, die_at=None):
+    noise = AddNoise(str(lists), sorting="random", snr_low=0, snr_high=15)
+    counter = EpochCounter(3)
+    toy = brain(Noisy, checkpointer=Checkpointer(folder, {"counter": counter}), ckpt_interval_steps=4,
+                hparams={"die_at": die_at, "augment": Augmenter(augmentations=[noise], min_augmentations=1)})
+    toy.own = AddReverb(str(lists))
+    toy.checkpointer.add_recoverable("model", toy.hparams.model)
+    torch.manual_seed(5)
+    try:
+        toy.fit(counter, ToyTrainLoader(5, 6, micros=2), ToyEvalLoader(5))
+    except Stop:
+        pass
+    finally:
+        toy.checkpointer.wait()
+    return toy.drawn
+
+
+@pytest.mark.parametrize("die_at", [3, 5, 7, 12])
+def test_noise_and_rooms_of_speechbrains_augmenters_go_on_after_a_resume(tmp_path, die_at):
+    """What they draw depends on where their own loaders are, which no file of theirs tells."""
+    lines = ["ID,duration,wav,wav_format,wav_opts"]
+    for i in range(7):
+        soundfile.write(tmp_path / f"{i}.wav", np.random.default_rng(i).standard_normal(400) * 0.1, 16000)
+        lines.append(f"{i},0.025,{tmp_path / f'{i}.wav'},wav,")
+    (tmp_path / "list.csv").write_text("\n".join(lines) + "\n")
+    whole = noisy(tmp_path / "whole", tmp_path / "list.csv")
+    noisy(tmp_path / "cut", tmp_path / "list.csv", die_at)
+    again = noisy(tmp_path / "cut", tmp_path / "list.csv")
+    assert len(whole) == 30 and 0 < len(again) < 30 and again == whole[-len(again):]
 
 
 PLACES = ("end of training", "start of validation", "in validation")

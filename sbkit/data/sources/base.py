@@ -91,6 +91,11 @@ class Source(ABC):
         """The roles that columns must have."""
         return ("audio", *(("text",) if self.needs_text else ()), *self.wanted)
 
+    @property
+    def folders(self) -> list[str]:
+        """The folders of its lists, in which its recordings should lie, or the archive or URL that has them."""
+        return [self.where]
+
     def header(self, name: str) -> list[str] | None:
         """The names of a split's columns; None if they are only known after reading it."""
         return None

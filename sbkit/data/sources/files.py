@@ -45,7 +45,11 @@ class FileSource(Source):
         self.files = {name: Path(path) for name, path in files.items()}
         self.columns = columns
         self.data_root = data_root
-        self.where = os.path.commonpath([path.absolute().parent for path in self.files.values()])
+        self.where = os.path.commonpath(self.folders)
+
+    @property
+    def folders(self) -> list[str]:
+        return [str(path.absolute().parent) for path in self.files.values()]
 
     @classmethod
     def in_folder(cls, folder: Path) -> dict[str, Path]:
@@ -100,6 +104,10 @@ class Mixed(Source):
 
     def _all(self) -> Iterator[Source]:
         return (part for several in self.parts.values() for part in several)
+
+    @property
+    def folders(self) -> list[str]:
+        return [folder for part in self._all() for folder in part.folders]
 
     def names(self) -> list[str]:
         return list(self.parts)

@@ -28,12 +28,13 @@ Recording = ScoredUtterance | SoundSample | Utterance
 class AudioEmbedder:
     """Makes data URIs of recordings until ``megabytes`` are used up.
 
-    owned : whether a recording belongs to the run. Pages are shared, and a run's results may name any file
+    why_foreign : why a recording doesn't belong to the run or corpus, None if it does. Pages are shared, and a run's
+        results or a corpus' list may name any file
     remote : which URLs may be opened
     """
 
-    def __init__(self, megabytes: float, owned: Callable[[str], bool], remote: Remote = NO_REMOTE):
-        self.owned, self.remote = owned, remote
+    def __init__(self, megabytes: float, why_foreign: Callable[[str], str | None], remote: Remote = NO_REMOTE):
+        self.why_foreign, self.remote = why_foreign, remote
         self.left = int(megabytes * 1e6)
         self.megabytes = megabytes
         self._embedded: set[str] = set()
@@ -53,8 +54,8 @@ class AudioEmbedder:
         if self.left <= 0:
             return None, f"not embedded: the page's {self.megabytes:g} MB for recordings are used up"
         try:
-            if not self.owned(one.wav):
-                return None, "not embedded: it is neither in the run's folder nor in its manifests"
+            if (foreign := self.why_foreign(one.wav)) is not None:
+                return None, f"not embedded: {foreign}"
             signal = read_audio(one.wav, start=one.start, duration=min(one.duration, _LONGEST), sample_rate=_RATE,
                                 remote=self.remote)
             encoded = io.BytesIO()

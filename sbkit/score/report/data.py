@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -110,19 +111,29 @@ class RunData:
     recordings: list[Utterance] = field(default_factory=list)  # those of the estimate
     warnings: list[dict[str, Any]] = field(default_factory=list)  # warnings of training that still hold
 
-    def owns(self, wav: str) -> bool:
-        """Whether a recording lies in the run's folder or in that of its evaluation, or is in a manifest there."""
-        place = Path(split_member(wav)[0]).resolve()
-        return any(place.is_relative_to(folder.resolve()) for folder in (self.folder, self.run)) or any(
-            pc.index(wavs, wav).as_py() >= 0 for wavs in self._corpora)
+    def why_foreign(self, wav: str) -> str | None:
+        """Why a recording may not be shown to others; None if it lies in the folder of the run or its evaluation, or is
+        in a manifest there and lies in the corpus' folders."""
+        if outside(wav, [str(self.folder), str(self.run)]) is None:
+            return None
+        wavs, folders = self._corpora
+        if all(pc.index(each, wav).as_py() < 0 for each in wavs):
+            return "it is neither in the run's folder nor in its manifests"
+        return None if "://" in wav else outside(wav, folders)
 
     @cached_property
-    def _corpora(self) -> list[pa.ChunkedArray]:
-        """The recordings in each manifest of the run and of its evaluations."""
+    def _corpora(self) -> tuple[list[pa.ChunkedArray], list[str]]:
+        """The recordings in each manifest of the run and of its evaluations, and the folders of their corpora."""
         around = self.run / EVALUATIONS if self.folder == self.run else self.folder.parent
         paths = [*self.run.glob(f"{MANIFESTS}/*.csv"), *around.glob(f"{CORPORA}/*/*.csv")]
         columns = [(path.parent, read_delimited(path, only={"wav"}).find("wav")) for path in paths]
-        return [replace_data_root(wavs, folder) for folder, wavs in columns if wavs is not None]
+        name = Path(PREPARED).name  # each part of a mixture has one, too
+        reports = [_json(path) or {} for path in (
+            *self.run.glob(f"{MANIFESTS}/**/{name}"), *around.glob(f"{CORPORA}/*/**/{name}"))]
+        sources = [report.get("source", {}) for report in reports]
+        # Earlier versions recorded the source alone.
+        return [replace_data_root(wavs, folder) for folder, wavs in columns if wavs is not None], \
+            [folder for each in sources for folder in each.get("folders", [each.get("where", "")])]
 
     @cached_property
     def parts(self) -> dict[str, ScoredRun]:
@@ -184,6 +195,19 @@ class RunData:
         """The last parts of the folder's path, which distinguish runs."""
         whole = self.folder.resolve()
         return "/".join(whole.parts[-3:]) if len(whole.parts) > 4 else str(whole)
+
+
+def outside(wav: str, folders: Iterable[str]) -> str | None:
+    """Why a recording in a corpus' list isn't one of the corpus; None if it lies in one of these folders.
+
+    A list that others have written may name any file of this machine, such as another user's dictation, and would
+    bring it into a page that is made to be shown. Links are followed first.
+    """
+    place, known = Path(split_member(wav)[0]).resolve(), [Path(each) for each in folders if os.path.isabs(each)]
+    if any(place.is_relative_to(each.resolve()) for each in known):
+        return None
+    return (f"it lies outside of the corpus' folder ({', '.join(map(str, known)) or 'unknown'}); if it belongs to the "
+            "corpus, name the folder of its audio as corpus.data_root")
 
 
 @functools.lru_cache(maxsize=4)

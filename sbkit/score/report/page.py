@@ -57,7 +57,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     if other is not None:
         name = f"report-against-{other.name.lstrip('/').replace('/', '-')}.html"
     path = data.folder / name if out is None else Path(out)
-    clips = AudioEmbedder(audio_megabytes, data.owns, remote)
+    clips = AudioEmbedder(audio_megabytes, data.why_foreign, remote)
     page = _page(data, other, compared, title or data.name, utterances, clips)
     try:
         with atomic_write(path) as file:

@@ -11,6 +11,7 @@ from sbkit.data.suspects import DECISIONS, Suspect
 from sbkit.score.edits import align
 from sbkit.score.markup import tag, text
 from sbkit.score.report.cards import AudioEmbedder, diff, key
+from sbkit.score.report.data import outside
 from sbkit.score.report.page import fill_template
 from sbkit.system.console import atomic_write
 
@@ -19,9 +20,10 @@ _SHOWN = 1000
 _KEYS = "j: next · k: previous · space: play · x: drop · o: keep · f: fix, enter · s: save"
 
 
-def write(path: Path, suspects: Sequence[Suspect], train: Manifest, megabytes: float = 64.0) -> None:
-    """Write the page, with as many recordings inside as ``megabytes`` hold."""
-    clips = AudioEmbedder(megabytes, lambda wav: True, train.remote)  # they are this corpus's own
+def write(path: Path, suspects: Sequence[Suspect], train: Manifest, folders: Sequence[str],
+          megabytes: float = 64.0) -> None:
+    """Write the page, with as many recordings inside as ``megabytes`` hold, of those in the corpus' ``folders``."""
+    clips = AudioEmbedder(megabytes, lambda wav: None if "://" in wav else outside(wav, folders), train.remote)
     place = {name: at for at, name in enumerate(train.ids)}
     shown = suspects[:_SHOWN]
     sides = [[row.label.split() for row in shown], [row.hypothesis.split() for row in shown]]

@@ -388,7 +388,7 @@ class Checkpointer(stock.Checkpointer):
         self._writer.wait()
         found = self._rank(importance_key, max_key, min_key, ckpt_predicate)
         metas = [ckpt.meta for ckpt in filter(ckpt_predicate, self._readable())]
-        key_error = self._unknown_key([key for key in (max_key, min_key) if key and metas], metas)
+        key_error = self._unknown_key([max_key, min_key], metas)
         if key_error is not None:
             raise key_error
         return found[:max_num_checkpoints]
@@ -425,10 +425,10 @@ class Checkpointer(stock.Checkpointer):
             self._warn_once(f"Skipping the checkpoint {path}: {reason}")
         return found
 
-    def _unknown_key(self, keys: Iterable[str], metas: Sequence[Mapping[str, Any]]) -> CheckpointError | None:
-        """Return the error for the first of ``keys`` that no meta file has; None if all are known."""
-        unknown = next((key for key in keys if not any(key in meta for meta in metas)), None)
-        if unknown is None:
+    def _unknown_key(self, keys: Iterable[str | None], metas: Sequence[Mapping[str, Any]]) -> CheckpointError | None:
+        """Return the error for the first of ``keys`` that none of the meta files has; None if there is no such key."""
+        unknown = next((key for key in keys if key and not any(key in meta for meta in metas)), None)
+        if unknown is None or not metas:
             return None
         known = sorted({key for meta in metas for key in meta} - {"unixtime", "end-of-epoch"})
         return CheckpointError(f"no checkpoint in {self.checkpoints_dir} has {unknown!r} in its {METAFNAME}",
@@ -442,7 +442,8 @@ class Checkpointer(stock.Checkpointer):
     ) -> Checkpoint | None:
         """Load the most important undamaged checkpoint and return it; None if there is no checkpoint at all.
 
-        Rank 0 chooses it for all ranks.
+        Rank 0 chooses it for all ranks. For a metric that no checkpoint has, SpeechBrain loads none without a word, and
+        recipes that name one by mistake test what they have just trained: so does this, with a warning.
         """
         skipped: dict[Path, str] = {}
 
@@ -452,6 +453,12 @@ class Checkpointer(stock.Checkpointer):
                 logger.warning("Skipping the checkpoint %s: %s", ckpt.path, reason)
 
         def choose() -> Checkpoint | None:
+            self._writer.wait()
+            metas = [ckpt.meta for ckpt in filter(ckpt_predicate, self._readable())]
+            if (unknown := self._unknown_key([max_key, min_key], metas)) is not None:
+                logger.warning("%s. So no checkpoint is loaded, as in SpeechBrain, and the weights stay those at hand: "
+                               "after training the last ones, otherwise the initial ones", unknown)
+                return None
             for ckpt in self.find_checkpoints(importance_key, max_key, min_key, ckpt_predicate):
                 if ckpt.path not in skipped:
                     reason = self._problem(ckpt)

@@ -15,9 +15,10 @@ import soundfile
 
 from sbkit.cli import main
 from sbkit.data.manifest import Manifest
+from sbkit.data.suspects import Suspect
 from sbkit.errors import SbkitError
 from sbkit.score import utterances
-from sbkit.score.report import write_report
+from sbkit.score.report import suspect_page, write_report
 from sbkit.score.report.data import read
 from sbkit.score.results import Player, Results, SoundSample
 
@@ -164,12 +165,38 @@ def test_a_recording_that_is_no_part_of_the_run_is_not_in_its_page(tmp_path, hea
         assert ("neither in the run's folder nor in its manifests" in page.text) != embedded
 
 
+@pytest.mark.parametrize("report", [{"folders": ["/data/cv"]}, {}], ids=["now", "of an earlier version"])
+def test_a_recording_that_a_strangers_list_names_outside_of_the_corpus_is_not_in_its_page(heard, wav, report):
+    prepared = heard / "manifests" / "prepare_report.json"
+    source = {"kind": "SpeechBrain CSV", "where": "/data/cv"} | report
+    prepared.write_text(json.dumps(json.loads(prepared.read_text()) | {"source": source}))
+    page = Page(write_report(heard))
+    assert "outside of the corpus' folder (/data/cv); if it belongs to the corpus" in page.text
+    assert not page.all("audio")
+    # A link in the corpus leads elsewhere; a part of a mixture has a corpus of its own.
+    part = prepared.parent / "part" / prepared.name
+    part.parent.mkdir()
+    for folder, embedded in ((os.path.dirname(wav) + "/cv", False), (os.path.dirname(wav), True)):
+        part.write_text(json.dumps({"source": {"where": folder}}))
+        os.makedirs(folder, exist_ok=True)
+        assert bool(Page(write_report(heard)).all("audio")) == embedded
+
+
+def test_the_page_of_suspects_embeds_only_what_lies_in_the_corpus(tmp_path, wav):
+    train = Manifest(ids=["a"], durations=[0.8], wavs=[wav], texts=["yes"])
+    row = Suspect("a", "drop", "other words", 9.0, 0.01, "yes", "no", "", wav, "/data/mine")
+    for folder, embedded in ((tmp_path, True), (tmp_path / "corpus", False)):
+        suspect_page.write(tmp_path / "suspects.html", [row], train, [str(folder)])
+        page = Page(tmp_path / "suspects.html")
+        assert bool(page.all("audio")) == embedded and ("outside of the corpus' folder" in page.text) != embedded
+
+
 @pytest.mark.parametrize("name, said", [
-    ("/nowhere.wav", "the recording can't be read: no such file"), ("a\0b.wav", "not embedded: its path is invalid"),
-    ("\ud800.wav", "not embedded: its path is invalid")])
+    ("/data/cv/en/nowhere.wav", "the recording can't be read: no such file"),
+    ("a\0b.wav", "not embedded: its path is invalid"), ("\ud800.wav", "not embedded: its path is invalid")])
 def test_a_recording_that_is_gone_or_whose_name_no_file_can_have_is_said_on_its_card(run, name, said):
     path = run / "test_utterances.jsonl"
-    path.write_text(path.read_text().replace("/nowhere.wav", json.dumps(name)[1:-1]))
+    path.write_text(path.read_text().replace("/data/cv/en/nowhere.wav", json.dumps(name)[1:-1]))
     page = Page(write_report(run))
     assert said in page.text and not page.all("audio")
 

@@ -330,7 +330,24 @@ def test_a_metric_that_no_meta_file_has_lists_those_there_are(tmp_path):
     run.epoch(WER=1.0, loss=2.0)
     for how in ({"min_key": "PER"}, {"max_key": "PER"}):
         with pytest.raises(SbkitError, match=r"has 'PER' in its CKPT.yaml; existing keys: WER, loss"):
-            run.recovered(**how)
+            run.checkpointer.find_checkpoints(**how)
+
+
+@pytest.mark.parametrize("how", [{"min_key": "PER"}, {"max_key": "PER"}])
+def test_with_a_metric_that_no_meta_file_has_the_weights_at_hand_stay_as_in_speechbrain(tmp_path, how, caplog):
+    """Recipes name one by mistake, and would end in an error after all their training."""
+    saved = {kind: Run(tmp_path / kind.__module__, kind=kind) for kind in (stock.Checkpointer, Checkpointer)}
+    for run in saved.values():
+        run.epoch(WER=1.0)
+        with torch.no_grad():
+            for weight in run.model.parameters():
+                weight.add_(1.0)
+        before = [weight.clone() for weight in run.model.parameters()]
+        assert run.checkpointer.recover_if_possible(**how) is None
+        assert all(map(torch.equal, before, run.model.parameters()))
+    assert "has 'PER' in its CKPT.yaml; existing keys: WER. So no checkpoint is loaded" in caplog.text
+    assert run.checkpointer.recover_if_possible(min_key="WER") is not None
+    assert not any(map(torch.equal, before, run.model.parameters()))
 
 
 def test_a_wrong_metric_for_keeping_is_an_error_after_saving_and_before_deleting(tmp_path, asynchronous):

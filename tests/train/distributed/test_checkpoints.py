@@ -158,15 +158,14 @@ def wrong_key(folder, to_keep):
     ckpt, _ = made(folder)
     if to_keep:
         ckpt.save_and_keep_only(meta={"WER": 1.0}, min_keys=["PER"])
-    ckpt.recover_if_possible(min_key="PER")
+    return ckpt.recover_if_possible(min_key="PER")
 
 
 def test_a_wrong_metric_is_reported_once(tmp_path):
-    """For keeping it is found after saving."""
-    for to_keep, says in ((True, "has 'PER'"), (False, "existing keys: WER")):
-        first, second = outcomes(wrong_key, tmp_path, to_keep)
-        assert says in str(first.error) and isinstance(second.error, PeerFailed)
-        assert len(list(tmp_path.glob("CKPT*"))) == 1
+    """For keeping it is found after saving; for recovering no rank loads anything."""
+    first, second = outcomes(wrong_key, tmp_path, True)
+    assert "has 'PER'" in str(first.error) and isinstance(second.error, PeerFailed)
+    assert results(wrong_key, tmp_path, False) == [None, None] and len(list(tmp_path.glob("CKPT*"))) == 1
 
 
 def test_damaged_checkpoints_are_skipped_on_all_ranks(tmp_path):
