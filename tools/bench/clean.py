@@ -8,6 +8,8 @@ A share of the demo corpus's training labels is made wrong, a third of it in eac
 - cut: a third to two thirds of the words are missing at the beginning or at the end
 - misspelt: one letter is wrong in every third word, the longest first: two or three of about thirty-five letters
 
+In as many other labels one word is another word of the corpus.
+
 Dev and test are unchanged. For each level the recipe (hparams/ctc.yaml with the given keys) trains on all rows, on
 those that ``sbkit clean`` keeps, and without the same number of random rows; ``original`` is trained on correct labels.
 All have the same number of epochs. Runs and results are in FOLDER, so the same command continues where it was stopped;
@@ -34,11 +36,12 @@ from tools.bench.harness import RECIPE, as_words, markdown, parse_checked, progr
 
 OWN = ("data_folder", "seed", "output_folder", "corpus")  # keys that it sets
 KINDS = ("swapped", "cut", "misspelt")
+ONE_WORD = "one word"
 RUNS = ("original", "planted", "found", "without found", "without as many")
 
 
 class Planted(NamedTuple):
-    """A training row with its label, and how it was made wrong: one of ``KINDS``, or "" if it is right."""
+    """A training row with its label, and how it was made wrong: one of ``KINDS`` or ``ONE_WORD``, "" if it is right."""
 
     id: str
     text: str
@@ -51,10 +54,13 @@ def by_lot(rows: int, count: int, seed: int) -> list[int]:
 
 
 def plant(rows: Sequence[tuple[str, str]], share: float, seed: int) -> list[Planted]:
-    """Make the labels of a share of the rows (id, text) wrong, in their order."""
+    """Make the labels of a share of the rows (id, text) wrong, in their order, and one word of as many others."""
     draw = random.Random(seed)
     chosen = draw.sample(range(len(rows)), round(share * len(rows)))
     kinds = {index: KINDS[number % len(KINDS)] for number, index in enumerate(chosen)}
+    by_word = random.Random(f"one word {seed}")
+    kinds |= dict.fromkeys(by_word.sample(sorted(set(range(len(rows))) - kinds.keys()), len(kinds)), ONE_WORD)
+    said = [word.strip(string.punctuation) for _, text in rows for word in text.split()]
     swapped = [index for index, kind in kinds.items() if kind == "swapped"]
     other = dict(zip(swapped, swapped[1:] + swapped[:1], strict=True))
     wrong = []
@@ -62,6 +68,12 @@ def plant(rows: Sequence[tuple[str, str]], share: float, seed: int) -> list[Plan
         kind = kinds.get(index, "")
         if kind == "swapped":
             text = rows[other[index]][1]
+        elif kind == ONE_WORD:
+            words = text.split()
+            at = by_word.randrange(len(words))
+            right = words[at].strip(string.punctuation).lower()
+            words[at] = by_word.choice([word for word in said if word.lower() != right])
+            text = " ".join(words)
         elif kind:
             text = (cut if kind == "cut" else misspelt)(text, draw)
         wrong.append(Planted(name, text, kind))
