@@ -23,9 +23,9 @@ SILENCE, MORE_SPEECH, CUT, NOTHING_FITS, SPELLING, ONE_WORD, OTHER_WORDS = REASO
 #: a limit of their own: the models' errors are like them, and among the demo's 12 to 18 % were right.
 _DROPPED, _ONE_WORD_DROPPED, _LISTED = 0.1, 0.25, 0.5
 #: What the list lacks, for whoever reads it.
-UNSEEN = ("Not all wrong labels are here: of single wrong words about two thirds, if a tenth of the labels have one, and "
-          "none if few have. Hardly any of single words that are missing or too many, of words that the models often "
-          "mishear, of names that occur once and of wrong letters in short words are found.")
+UNSEEN = ("Not all wrong labels are here: of single wrong words about two thirds, if a tenth of the labels have one, "
+          "and none if few have. Hardly any of single words that are missing or too many, of words that the models "
+          "often mishear, of names that occur once and of wrong letters in short words are found.")
 #: Share of the labels' words that models have to recognise to judge labels.
 MIN_RECOGNISED = 0.4
 _WELL_RECOGNISED = 0.65  # below this share, misspelt labels can't be told from the models' own errors
