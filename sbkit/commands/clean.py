@@ -12,7 +12,8 @@ HELP = (
     "List training rows whose labels are probably wrong, using models not trained on them.\n"
     "--folds N trains N models by the recipe, each without the rows that it judges (default: 2). They may be small\n"
     "and trained briefly, if they get 40 % of the words right: --number_of_epochs 4. Writes to OUTPUT_FOLDER/clean:\n"
-    "suspects.csv, a list for corpus: exclude, and suspects.html, a page to listen to its rows.\n"
+    "suspects.csv, a list for corpus: exclude, and suspects.html, a page to listen to its rows. It finds most single\n"
+    "wrong words if many labels have one, and hardly any single words that are missing or too many.\n"
     "The same command resumes."
 )
 

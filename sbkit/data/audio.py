@@ -42,6 +42,8 @@ TRUNCATED_SECONDS, TRUNCATED_SHARE = 0.1, 0.1
 LONGER_SECONDS, LONGER_SHARE = 0.2, 0.02
 #: A recording has been cut off if it is shorter than its row says by more than both of these.
 MISSING_SECONDS, MISSING_SHARE = 0.5, 0.1
+#: libsndfile's names for WAV.
+WAV_FORMATS = ("WAV", "WAVEX")
 #: A number of frames above this means that it is unknown (libsndfile gives 2^63-1).
 NO_LENGTH = 2**40
 #: The most frames in a page of Ogg Vorbis: in the last page of a file, libsndfile seeks about 20 ms off.
@@ -137,13 +139,13 @@ def audio_info(wav: str | os.PathLike[str] | bytes | BinaryIO, remote: Remote = 
                whole: bool = False) -> tuple[float, int, int]:
     """Seconds, sample rate and channels of a recording, from its header; no audio is decoded.
 
-    whole: raise ``AudioError`` if the file holds less or more audio than its header says
+    whole: raise ``AudioError`` if the file holds less audio than its header says, or if a FLAC holds more
     """
     name = describe(wav)
     with open_recording(wav, name, remote) as opened:
         file = opened.file
-        if whole and (cause := length_mismatch(*opened.frames(), file.samplerate)) is not None:
-            raise AudioError(name, cause)
+        if whole:
+            opened.check_length()
         return file.frames / file.samplerate, file.samplerate, file.channels
 
 
@@ -153,7 +155,7 @@ def length_mismatch(declared: int, actual: int, rate: int) -> str | None:
         return None
     if actual < declared:
         return f"cut off: {actual / rate:.2f} of {declared / rate:.2f} s can be read"
-    return f"its header says {declared / rate:.2f} s, but it goes on to {actual / rate:.2f} s, which can't be read"
+    return f"its header says {declared / rate:.2f} s, but it goes on to {actual / rate:.2f} s: the rest isn't read"
 
 
 def describe(wav: str | os.PathLike[str] | bytes | BinaryIO) -> str:
@@ -200,6 +202,15 @@ class OpenRecording(NamedTuple):
     """The last frame to which seeking is exact."""
     frames: Callable[[], tuple[int, int]]
     """Returns the number of frames by its header, and by the content of the file."""
+
+    def check_length(self) -> str | None:
+        """Raise ``AudioError`` if its file was cut off or damaged; return a notice if a WAV's is longer than its header
+        says, where what follows may be the rest of an older file."""
+        declared, actual = self.frames()
+        cause = length_mismatch(declared, actual, self.file.samplerate)
+        if cause is not None and (actual < declared or self.file.format not in WAV_FORMATS):
+            raise AudioError(self.name, cause)
+        return cause
 
     def blocks(self, start: float, duration: float | None, slack: float = 0.0, whole: bool = True,
                block_seconds: float | None = None) -> Iterator[np.ndarray]:
@@ -287,11 +298,14 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
             data = wav if isinstance(wav, (bytes, bytearray, memoryview)) else wav.read()
         file = _decoder(data if handle is None else handle)
         exact = True
+        size = len(data) if handle is None else os.fstat(handle).st_size
         if file.format == "MP3":
             file, exact = _as_mp3(file, read)
+        elif file.format in WAV_FORMATS and not file.frames and (whole := true_length.completed_wav(read, size)):
+            file.close()
+            file = _decoder(whole)
         _check_header(name, file.samplerate, file.frames)
         last = max(file.frames - VORBIS_PAGE, 0) if file.subtype == "VORBIS" else file.frames if exact else 0
-        size = len(data) if handle is None else os.fstat(handle).st_size
         yield OpenRecording(file, name, last, functools.partial(true_length.frames, file, read, size))
     except soundfile.SoundFileError as error:
         raise AudioError(name, _cause(error, handle, data)) from None

@@ -40,7 +40,7 @@ from sbkit.system.disk import cache_folder
 logger = logging.getLogger(__name__)
 
 # Increase when the same input gives other manifests than before.
-_FORMAT = 3
+_FORMAT = 4
 _JOURNAL, _COPIES = ".durations-", ".copies-"
 _TEMPORARY = ".new"
 
@@ -297,18 +297,24 @@ class Corpus:
         self._recordings = set(columns) - set(self._declared)
         return self._declared
 
+    def known_splits(self) -> dict[str, list[str]] | None:
+        """Return the source's names for each split; None if they aren't known without reading or unpacking it."""
+        given = self.source
+        if given is None or (isinstance(given, (str, Path)) and (
+                is_hub_address(given) or str(given).endswith(ARCHIVES))):
+            return None
+        return choose_splits(self._open(show_progress=False), self.only, self.splits)
+
     def check_declared(self, needs_text: bool, columns: Declared) -> None:
         """Refuse a local source that lacks a column which the task declares or ``columns`` names.
 
         Only sources whose columns are known without reading or unpacking them are checked.
         """
         columns = self._declare(needs_text, columns)
-        given = self.source
-        elsewhere = isinstance(given, (str, Path)) and (is_hub_address(given) or str(given).endswith(ARCHIVES))
-        if not (columns or self.columns) or given is None or elsewhere:
+        if not (columns or self.columns) or (known := self.known_splits()) is None:
             return
         source = self._open(show_progress=False)
-        for name in (name for names in choose_splits(source, self.only, self.splits).values() for name in names):
+        for name in (name for names in known.values() for name in names):
             if (header := source.header(name)) is None:
                 continue
             for role in source.needed:

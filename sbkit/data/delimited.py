@@ -56,16 +56,18 @@ class Delimited:
         return column
 
 
-def read_delimited(path: str | Path, *, delimiter: str = ",", quoted: bool = True,
+def read_delimited(path: str | Path, *, delimiter: str | None = None, quoted: bool = True,
                    only: Collection[str] | None = None) -> Delimited:
     """Read all columns of a file, or those in ``only``.
 
+    The delimiter is a comma, or a semicolon if the header has more columns by it, as some spreadsheets write it.
     With ``quoted=False`` a quotation mark is an ordinary character.
     A byte order mark, Windows line ends and blank lines are allowed; column names are stripped.
     """
     path = Path(path)
     with _plain_errors(path):
         skip, header_line = _first_line(path)
+        delimiter = delimiter or _delimiter(path, header_line)
         names = _header(path, header_line, delimiter, quoted)
         wanted = [name for name in names if only is None or name in only]
         if not wanted:
@@ -76,11 +78,12 @@ def read_delimited(path: str | Path, *, delimiter: str = ",", quoted: bool = Tru
             path, columns, header=names)
 
 
-def header(path: str | Path, *, delimiter: str = ",", quoted: bool = True) -> list[str]:
+def header(path: str | Path, *, delimiter: str | None = None, quoted: bool = True) -> list[str]:
     """Read the names of a file's columns alone."""
     path = Path(path)
     with _plain_errors(path):
-        return _header(path, _first_line(path)[1], delimiter, quoted)
+        line = _first_line(path)[1]
+        return _header(path, line, delimiter or _delimiter(path, line), quoted)
 
 
 @contextlib.contextmanager
@@ -105,6 +108,10 @@ def _first_line(path: Path) -> tuple[int, str]:
                     raise SbkitError(f"{path}, line {number}: the header is too long", hint="is it a CSV or TSV file?")
                 return number, line
     raise SbkitError(f"{path} is empty", hint="expected a header line with column names")
+
+
+def _delimiter(path: Path, line: str) -> str:
+    return ";" if ";" in line and len(_header(path, line, ";", True)) > len(_header(path, line, ",", True)) else ","
 
 
 def _header(path: Path, line: str, delimiter: str, quoted: bool) -> list[str]:

@@ -18,7 +18,7 @@ from typing import IO, Any, TypeVar
 
 import numpy as np
 
-from sbkit.data.audio import AudioError, audio_info
+from sbkit.data.audio import AudioError, open_recording
 from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.system import helper_process
 from sbkit.system.console import progress
@@ -39,9 +39,10 @@ def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | 
             show_progress: bool = True) -> tuple[np.ndarray, dict[int, str]]:
     """Read the duration of each recording from its header; the arguments are those of :func:`run_job`.
 
-    whole : whether a recording with less or more audio than its header says counts as unreadable
+    whole : whether a recording with less audio than its header says counts as unreadable
 
-    Returns the seconds, float64 [N], NaN for an unreadable recording, and the reason by the index of each of these.
+    Returns the seconds, float64 [N], NaN for an unreadable recording, and by index the reason for each of these, and
+    what isn't read of others.
     """
     seconds = np.full(len(wavs), np.nan)
     causes: dict[int, str] = {}
@@ -49,6 +50,8 @@ def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | 
                          remote=remote, what=what, show_progress=show_progress):
         if isinstance(result, str):
             causes[i] = result
+        elif isinstance(result, list):
+            seconds[i], causes[i] = result
         else:
             seconds[i] = result
     return seconds, causes
@@ -89,10 +92,12 @@ def run_job(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, wor
             bar.update(len(done))
 
 
-def measure_one(wav: str, remote: Remote = NO_REMOTE, whole: bool = True) -> float | str:
-    """The duration of a recording in seconds, or why it can't be read."""
+def measure_one(wav: str, remote: Remote = NO_REMOTE, whole: bool = True) -> float | str | list[float | str]:
+    """The duration of a recording in seconds, or why it can't be read, or its duration and what isn't read of it."""
     try:
-        return audio_info(wav, remote, whole=whole)[0]
+        with open_recording(wav, wav, remote) as opened:
+            seconds, notice = opened.file.frames / opened.file.samplerate, opened.check_length() if whole else None
+            return seconds if notice is None else [seconds, notice]
     except AudioError as error:
         return error.cause
 

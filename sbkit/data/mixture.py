@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -139,7 +139,7 @@ class Mixture(Corpus):
                 found[name] = part.prepare(show_progress, (), needs_text, declared)
             except SbkitError as error:
                 raise SbkitError(f"part {name} of the mixture: {error.message}", hint=error.hint) from error
-        self._check_splits(found, needed)
+        self.check_splits(found, needed)
         with locked(self.folder / ".lock"):
             fingerprint = self._fingerprint_of_parts()
             try:
@@ -150,11 +150,15 @@ class Mixture(Corpus):
                 raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
         return self.load()
 
-    def _check_splits(self, found: Mapping[str, Mapping[str, Manifest]], needed: Sequence[str]) -> None:
+    def check_splits(self, found: Mapping[str, Collection[str]], needed: Sequence[str]) -> None:
+        """Refuse parts that together lack a split which a run needs, or a split that an option takes for granted.
+
+        found : the splits that each part has
+        """
         for split in needed:
             if not any(split in each for each in found.values()):
-                raise SbkitError(f"no part of the mixture has a {split} split",
-                                 hint="a corpus's splits names them, e.g. {train: NAME}")
+                raise SbkitError(f"no part of the mixture has a {split} split, and parts aren't divided",
+                                 hint=f"give one part a list for it: its splits names it, e.g. {{{split}: NAME}}")
         untrained = [name for name, weight in (self.weights or {}).items() if weight and "train" not in found[name]]
         if untrained:
             raise SbkitError(f"part {untrained[0]} of the mixture has a weight but no training rows",

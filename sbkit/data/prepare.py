@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +51,10 @@ _DISAGREE_SHARE = 0.05
 _DAMAGED_SHARE = 0.01
 #: What a speaker doesn't say as it is written: digits, and brackets around notes.
 _UNSPOKEN = r"[\pN<>\[\](){}]"
+#: Neighbouring letters of two scripts that look alike: mostly one of them was typed on the wrong keyboard.
+_ALIKE = ("Latin", "Cyrillic", "Greek")
+_PAIRS = [{one.upper(), two.upper()} for one, two in itertools.combinations(_ALIKE, 2)]
+_MIXED = "|".join(rf"\p{{{one}}}\pM*\p{{{two}}}" for one, two in itertools.permutations(_ALIKE, 2))
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,8 @@ class SplitReport:
     unspoken: dict[str, Any] = field(default_factory=dict)
     """How many texts that are kept have digits or brackets, and one of them before and after the rules."""
     durations: dict[str, Any] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+    """What is odd about rows that are kept: how many, and one of them."""
     copies: dict[str, str] = field(default_factory=dict)
     """Ids of rows that are kept although they are copies of another split's, and their originals."""
     tables: list[pa.Table] = field(default_factory=list, repr=False)
@@ -142,6 +150,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         leave_out(EXCLUDED, exclude.mask(rows.ids, texts, rows.origin))
 
     durations = _durations(rows, np.flatnonzero(codes == 0), details, report, check_audio, read_headers)
+    longer = [i for i, detail in details.items() if codes[i] == 0 and np.isfinite(durations[i])]
     leave_out(UNDECODABLE, np.isnan(durations))
     leave_out(UNDECODABLE, durations <= 0, lambda i: f"it ends before its start at {rows.starts[i]:.2f} s")
     if limits.min_duration is not None:
@@ -208,10 +217,39 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     if limits.text and len(unspoken):
         first = int(unspoken[0])
         report.unspoken = {"count": len(unspoken), "example": [rows.texts[first][:100], texts[first][:100]]}
+    if longer := [i for i in longer if codes[i] == 0]:
+        report.notices.append(f"{counted(len(longer), 'recording')} longer than the header says, such as "
+                              f"{rows.ids[longer[0]]}: {details[longer[0]]}")
+    if limits.text:
+        report.notices += _odd_texts(everything, np.flatnonzero((codes == 0) | (codes == _CODE["repeated id"])))
     _explain(report, rows, codes, durations, details)
     if report.rows != report.kept + report.missing:
         raise AssertionError(f"{split}: {report.rows} rows, {report.kept} kept, {report.missing} left out")
     return manifest, report
+
+
+def _odd_texts(rows: Manifest, at: np.ndarray) -> list[str]:
+    """Notices about those of the rows ``at`` whose recording has another text too, or with words of two scripts."""
+    notices = []
+    keys = recording_keys(rows.wavs, rows.starts)
+    if rows.starts.any():  # segments that begin together and end apart are no copies
+        keys = Column(join(keys.arrow, pc.cast(pa.array(rows.durations.round(1)), pa.large_string()), separator="@"))
+    recordings, spoken = keys.take(at).numbered()[1].astype(np.int64), rows.texts.take(at).numbered()[1]
+    different = np.unique(recordings * (len(at) + 1) + spoken, return_index=True)[1]
+    several = np.flatnonzero(np.bincount(recordings[different]) > 1)
+    if len(several):
+        one, two = np.sort(at[different[recordings[different] == several[0]]])[:2]
+        notices.append(f"{counted(len(several), 'recording')} with more than one text, such as {rows.wavs[one]}: "
+                       f"{rows.texts[one]!r} ({rows.ids[one]}) and {rows.texts[two]!r} ({rows.ids[two]})")
+    mixed = at[np.flatnonzero(pc.match_substring_regex(rows.texts.take(at).arrow, _MIXED))]
+    if len(mixed):
+        text = rows.texts[mixed[0]]
+        names = [unicodedata.name(letter, "") for letter in text if unicodedata.category(letter)[0] != "M"]
+        beside = next((pair for pair in itertools.pairwise(names) if {name.split(" ")[0] for name in pair} in _PAIRS),
+                      ("such letters",))  # named otherwise, as the ordinal indicator is
+        notices.append(f"{counted(len(mixed), 'text')} with letters of two scripts in a word, such as "
+                       f"{rows.ids[mixed[0]]}: {text[:100]!r} has {' beside '.join(beside)}")
+    return notices
 
 
 def recording_keys(wavs: Column, starts: np.ndarray) -> Column:
@@ -311,6 +349,7 @@ def summarize(report: Mapping[str, Any], with_leaks: bool = True) -> str:
         lines += [f"{split}: {one['count']} of {entry['rows']} rows are left out ({reason}), such as "
                   f"{one['examples'][0]}; left_out.csv lists all"
                   for reason, one in entry["left_out"].items() if one["count"] > _MANY * entry["rows"]]
+        lines += [f"{split}: {notice}" for notice in entry.get("notices", [])]
         durations = entry["durations"]
         if (listed := durations.get("listed")) and (missing := durations.get("measured")):
             lines.append(f"{split}: the list has no duration above 0 for {missing} of {listed + missing} rows, so "

@@ -41,7 +41,7 @@ class TextRules:
 
     Letters, combining marks and digits of every script are kept, white space becomes single blanks, and everything else
     (punctuation, symbols, emoji, control characters) becomes a blank, except for the characters in
-    ``keep_punctuation`` and ``keep_anywhere``. The order is: ``replace``, Unicode form, case, filter.
+    ``keep_punctuation`` and ``keep_anywhere``. The order is: NFC, ``replace``, Unicode form, case, filter.
 
     unicode : "NFC" (composed characters) or "NFKC" (also folds full-width letters, ligatures, ...)
     case : "lower", "upper" or "keep"
@@ -50,7 +50,8 @@ class TextRules:
     keep_anywhere : characters kept everywhere, such as ``".,?!"``
     alphabet : the characters, besides blanks, that a normalised text may contain; None: all. Texts with other
         characters are left out and counted, never silently stripped; see :meth:`outside`
-    replace : texts and their replacements, applied before everything else
+    replace : texts and their replacements, applied before everything else but composing characters (NFC), so that a
+        letter is found however its accent is stored
     case_pairs : upper-case letters and their lower-case ones, for languages that differ from Unicode's default
 
     >>> TextRules()("« L’été, c’est 'chaud' ! »")
@@ -84,6 +85,7 @@ class TextRules:
         self._table = _CharacterTable(keep_punctuation, keep_anywhere)
         inner = "".join(sorted({*keep_punctuation, *_JOINERS} - set(keep_anywhere)))
         self._inner = re.compile(f"[{re.escape(inner)}]")
+        self._replace = {unicodedata.normalize("NFC", old): new for old, new in self.replace.items()}
         upper = {lower: upper for upper, lower in self.case_pairs.items()}
         self._cased = {"lower": self.case_pairs, "upper": upper, "keep": {}}[case]
         self._allowed = None if alphabet is None else frozenset(
@@ -114,7 +116,8 @@ class TextRules:
     def fold(self, text: str) -> str:
         """Apply the rules up to the case; punctuation is kept."""
         max_length = _MAX_GROWTH * (len(text) + 1)
-        text = _APOSTROPHE.sub("'", _replaced(text, self.replace, max_length))
+        text = text if text.isascii() else unicodedata.normalize("NFC", text)
+        text = _APOSTROPHE.sub("'", _replaced(text, self._replace, max_length))
         if not text.isascii():
             text = unicodedata.normalize(self.unicode, text)
         text = _replaced(text, self._cased, max_length)

@@ -1,6 +1,8 @@
 """The length of a recording by its header and by the content of its file, which differ if it was cut off or damaged.
 
-libsndfile silently shortens a WAV to the audio in the file, and reads no further than the header says.
+libsndfile silently shortens a WAV to the audio in the file, and reads no further than the header says. A WAV that goes
+on behind its data is read as its header says, as other programs do: some recorders overwrite a longer file and don't
+truncate it. A header that says 0 bytes or the largest number was never completed, so that file is read to its end.
 """
 
 from __future__ import annotations
@@ -37,22 +39,33 @@ def frames(file: soundfile.SoundFile, read: Read, size: int) -> tuple[int, int]:
     if claim is not None and int(claim[1]) < _UNKNOWN_SIZE:
         declared = actual * int(claim[1]) // max(int(claim[2]), 1)
     elif file.format in ("WAV", "WAVEX"):
-        held, behind = _wav(read, size)
-        actual += actual * behind // max(held, 1)
+        _, held, behind = _wav(read, size)
+        if held and any(read(_TAIL_BYTES, size - behind)):  # zeros are padding
+            actual += actual * behind // held
     return declared, actual
 
 
-def _wav(read: Read, size: int) -> tuple[int, int]:
-    """Return the bytes of a WAV's audio, and those behind it that belong to no chunk."""
-    at, held = 12, 0
+def completed_wav(read: Read, size: int) -> bytes | None:
+    """Return the bytes of a WAV whose header says 0 bytes of audio, with the largest number instead, which libsndfile
+    reads to the end; None if no audio follows."""
+    start, held, behind = _wav(read, size)
+    if held or not behind:
+        return None
+    data = mp3.read_all(read)
+    return data[: start + 4] + struct.pack("<I", 0xFFFFFFFF) + data[start + 8 :]
+
+
+def _wav(read: Read, size: int) -> tuple[int, int, int]:
+    """Return where the last data chunk of a WAV begins, its bytes of audio, and those behind it in no chunk."""
+    at, start, held = 12, 0, 0
     while at + 8 <= size:
         name, length = struct.unpack("<4sI", read(8, at))
-        if held and (not all(0x20 <= each < 0x7F for each in name) or at + 8 + length > size):
-            return held, (size - at) * any(read(_TAIL_BYTES, at))  # zeros are padding
+        if start and (not all(0x20 <= each < 0x7F for each in name) or at + 8 + length > size):
+            return start, held, size - at
         if name == b"data":
-            held = length
+            start, held = at, length
         at += 8 + length + length % 2
-    return held, 0
+    return start, held, 0
 
 
 def _flac(read: Read, size: int) -> int | None:

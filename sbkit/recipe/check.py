@@ -302,7 +302,8 @@ def _given(run_opts: RunOptions | None, name: str) -> TypeGuard[RunOptions]:
 
 
 def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: bool = False) -> None:
-    """Check that the longest utterances fit into a batch, and that the source exists and has the task's columns.
+    """Check that the longest utterances fit into a batch, and that the source exists and has the task's columns, and a
+    mixture all splits.
 
     The path of a recipe's file may be meant for another machine, so it is an error only if a run is ``starting`` here.
     """
@@ -316,6 +317,15 @@ def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: b
             except SbkitError as error:
                 at = "columns" if "columns" in node.value else "source"
                 findings.error("columns", node.place_of(at), node.key_of(at), error.message, error.hint or "")
+    mixed = built.hparams.get("corpus")
+    if isinstance(mixed, Mixture) and not any(finding.code in ("no-corpus", "columns") for finding in findings):
+        try:
+            known = {name: part.known_splits() for name, part in mixed.parts.items()}
+            if None not in known.values():
+                mixed.check_splits({name: splits or () for name, splits in known.items()}, SPLITS)
+        except SbkitError as error:
+            node = built.nodes["corpus"]
+            findings.error("splits", node.place_of("parts"), node.key_of("parts"), error.message, error.hint or "")
 
 
 def _check_augment(built: Built, findings: Findings, starting: bool) -> None:

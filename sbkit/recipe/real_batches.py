@@ -15,6 +15,7 @@ from speechbrain.core import Stage
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from sbkit.data.columns import LabelColumn
 from sbkit.errors import SbkitError, summary
 from sbkit.nn.accelerate import accelerate, restore
 from sbkit.recipe.keys import Task
@@ -64,6 +65,11 @@ def try_batches(traced: Trace, findings: Findings) -> str:
         except Exception as error:  # from the task's code, on noise that a corpus may not have
             logger.debug("not tried on noise", exc_info=True)
             what, line = "a validation of one recording of noise", own_line(error)
+            columns = brain.columns.values()
+            unknown = [column.classes for column in columns if isinstance(column, LabelColumn) and column.classes
+                       and getattr(brain.keys, column.classes, None) is None]
+            if unknown:  # the run fills them before the first batch
+                return f"{what}: {unknown[0]} is null, so its labels are those of the corpus, which is not prepared yet"
             if not line:
                 return f"{what}: {summary(error)}"
             findings.warning("validation", place, "brain", f"{what} fails{line}: {summary(error)}",

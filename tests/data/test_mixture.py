@@ -168,7 +168,7 @@ def test_a_part_may_lack_a_split_that_others_have(two, tmp_path):
     assert set(found["dev"].column("corpus")) == {"read", "calls"} and "only:train0" in found["train"].ids
     with pytest.raises(SbkitError, match="best_by: part only of the mixture has no dev split"):
         Mixture({**two, "only": only}, tmp_path / "m", best_by="only").prepare(False, needed=("dev",))
-    with pytest.raises(SbkitError, match="no part of the mixture has a test split"):
+    with pytest.raises(SbkitError, match="no part of the mixture has a test split, and parts aren't divided"):
         Mixture({"only": only}, tmp_path / "n").prepare(False, needed=("train", "test"))
     tested = Corpus(source(tmp_path / "tested", test=["Ten"]), only=("test",))
     with pytest.raises(SbkitError, match="part tested of the mixture has a weight but no training rows"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -138,7 +139,7 @@ def test_where_the_sample_is_mostly_wrong_or_damaged_all_are_measured(clips, mon
 
 
 @pytest.mark.parametrize("durations", [None, [1.0, 3.0, 3.0]], ids=["measured", "listed"])
-def test_a_clip_shorter_or_longer_than_its_header_says_is_named(clips, tmp_path, durations):
+def test_a_clip_that_was_cut_off_is_left_out_and_one_that_goes_on_is_told(clips, tmp_path, durations):
     data = (clips / "long.wav").read_bytes()
     (tmp_path / "half.wav").write_bytes(data[: len(data) // 2])
     (tmp_path / "more.wav").write_bytes(data[:40] + (32_000).to_bytes(4, "little") + data[44:])
@@ -146,10 +147,35 @@ def test_a_clip_shorter_or_longer_than_its_header_says_is_named(clips, tmp_path,
                   durations=durations)
     source.wavs = Column([f"{clips}/good.wav", *list(source.wavs)[1:]])
     manifest, report = prepare(source)
-    assert list(manifest.texts) == ["one"] and counts(report) == {"undecodable": 2}
-    assert report.left_out["undecodable"]["examples"] == [
-        "u1: cut off: 1.50 of 3.00 s can be read",
-        "u2: its header says 1.00 s, but it goes on to 3.00 s, which can't be read"]
+    assert list(manifest.texts) == ["one", "three"] and counts(report) == {"undecodable": 1}
+    np.testing.assert_allclose(manifest.durations, [1.0, 1.0])
+    assert report.left_out["undecodable"]["examples"] == ["u1: cut off: 1.50 of 3.00 s can be read"]
+    assert report.notices == ["1 recording longer than the header says, such as u2: its header says 1.00 s, but it "
+                              "goes on to 3.00 s: the rest isn't read"]
+
+
+def test_texts_that_are_probably_wrong_are_told_with_a_row(clips):
+    source = rows(clips, ("good.wav", "one word"), ("good.wav", "two words"), ("long.wav", "g\u043eod"),
+                  ("long.wav", "g\u043eod."), ("gone.wav", "x"))
+    _, report = prepare(source, rules=TextRules())
+    expected = [f"1 recording with more than one text, such as {clips}/good.wav: 'one word' (u0) and 'two words' (u1)",
+                "2 texts with letters of two scripts in a word, such as u2: 'g\u043eod' has LATIN SMALL LETTER G "
+                "beside CYRILLIC SMALL LETTER O"]
+    assert report.notices == expected
+    facts = {"splits": {"train": report.facts()}, "source": {"kind": "", "where": "", "splits": {"train": ["train"]}}}
+    assert all(f"train: {notice}" in summarize(facts).splitlines() for notice in expected)
+    source.ids = Column(["same"] * 5)
+    assert prepare(source, rules=TextRules())[1].notices[0].endswith("'one word' (same) and 'two words' (same)")
+    apart = rows(clips, ("long.wav", "one two"), ("long.wav", "one"), durations=[2.0, 1.0], starts=[0.5, 0.5])
+    assert prepare(apart)[1].notices == [], "segments that begin together"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.text("ao\u043e\u03bf\u00aa\u1d6c\u1d78\u0301\u0488 -", max_size=6), max_size=4))
+def test_scripts_beside_each_other_are_found_in_any_text(clips, texts):
+    _, report = prepare(rows(clips, *[("good.wav", text) for text in texts]), rules=TextRules())
+    told = any("two scripts" in notice for notice in report.notices)
+    assert told or not any(re.search("[ao][\u043e\u03bf]|\u043e\u03bf|\u03bf\u043e", text) for text in texts)
 
 
 def test_segments_before_the_cut_of_their_recording_are_kept(clips, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import unicodedata
 
@@ -84,6 +85,8 @@ def test_options():
     assert TextRules(case="keep", keep_anywhere=".,?")("Well, isn't it?") == "Well, isn't it?"
     assert TextRules(unicode="NFKC")("Ｆｕｌｌ ﬁ") == "full fi"
     assert TextRules(replace={"&": " and ", "ß": "ss"})("Groß & klein") == "gross and klein"
+    for old, text in itertools.product(("\u00e9", "e\u0301"), repeat=2):
+        assert TextRules(replace={old: "e"})(f"Caf{text}") == "cafe", "however an accent is stored"
     assert TextRules(case="upper")("straße") == "STRASSE"
     assert TextRules(keep_punctuation="'-")("well-known - no") == "well-known no"
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sounds import encoded, speechlike
 
-from sbkit.data.audio import AudioError, audio_info
+from sbkit.data.audio import AudioError, audio_info, read_audio
 
 RATE = 16_000
 SIGNAL = speechlike(10.0)
@@ -46,9 +46,9 @@ def test_a_file_cut_in_half_is_cut_off(format):
 
 
 @pytest.mark.parametrize("data", [
-    wav_that_says(2 * RATE), flac_that_says(RATE), flac_that_says(RATE) + bytes(1_000_000),
+    flac_that_says(RATE), flac_that_says(RATE) + bytes(1_000_000),
     b"ID3\4\0\0\0\0\1\0" + bytes(128) + flac_that_says(RATE)])
-def test_a_file_that_goes_on_is_said_to(data):
+def test_a_flac_that_goes_on_is_said_to(data):
     with pytest.raises(AudioError, match=r"its header says 1\.00 s, but it goes on to 10\.00 s"):
         audio_info(data, whole=True)
 
@@ -66,13 +66,23 @@ def test_the_end_of_any_flac_is_found(subtype, level, signal):
 @pytest.mark.parametrize("data", [
     *map(wav_that_says, (0xFFFFFFFF, 0xFFFFFFF0, 0x7FFFFFFF, 0x7FFFF000)),  # written into a pipe
     WAV + b"LIST" + struct.pack("<I", 40_000) + bytes(40_000), WAV + bytes(100_000), WAV + b"\r\n",
+    wav_that_says(0), wav_that_says(0)[:4] + bytes(4) + wav_that_says(0)[8:],  # never completed
     FLAC + b"TAG" + bytes(125)])
 def test_what_is_no_audio_counts_for_none(data):
     assert audio_info(data, whole=True)[0] == 10.0
 
 
+def test_a_wav_is_read_as_far_as_its_header_says():
+    data = wav_that_says(2 * RATE)
+    assert audio_info(data, whole=True)[0] == 1.0
+    np.testing.assert_array_equal(read_audio(data), read_audio(WAV)[:RATE])
+    np.testing.assert_array_equal(read_audio(wav_that_says(0)), read_audio(WAV))
+    with pytest.raises(AudioError, match="holds no audio"):
+        audio_info(WAV[:40] + bytes(4) + b"LIST" + struct.pack("<I", 4) + b"INFO")
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([WAV, FLAC, encoded(SIGNAL, RATE, "mp3"), file_of("AIFF")]), st.data())
+@given(st.sampled_from([WAV, wav_that_says(0), FLAC, encoded(SIGNAL, RATE, "mp3"), file_of("AIFF")]), st.data())
 def test_a_damaged_file_has_a_length_or_a_cause(data, draw):
     damaged = bytearray(data)
     for at in draw.draw(st.lists(st.integers(0, 200) | st.integers(0, len(data) - 1), min_size=1, max_size=20)):

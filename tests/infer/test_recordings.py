@@ -120,6 +120,14 @@ def test_a_flac_longer_than_its_header_says_is_read_with_a_warning():
     assert recording.warning.startswith("its header says 1.00 s, but it goes on to 10.00 s")
 
 
+def test_a_wav_is_read_as_far_as_its_header_says_and_to_its_end_without_a_length():
+    data = made("wav", 16_000, seconds=10.0)
+    longer, open_end = (Recording(data[:40] + size.to_bytes(4, "little") + data[44:]) for size in (32_000, 0))
+    assert len(joined(longer)) == 16_000
+    assert longer.warning.startswith("its header says 1.00 s, but it goes on to 10.00 s")
+    assert len(joined(open_end)) == 160_000 and open_end.warning is None
+
+
 @pytest.mark.parametrize("start, duration", [(15.0, 2.0), (15.0, 0.2), (15.0, None)])
 @pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE"])
 def test_a_stretch_behind_the_cut_of_an_mp3_ends(mode, start, duration):

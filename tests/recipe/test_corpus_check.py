@@ -54,6 +54,22 @@ def test_a_corpus_that_is_there_is_not_told_of(elsewhere, tmp_path):
     assert not check(elsewhere, starting=True).problems()
 
 
+def test_a_mixture_without_a_dev_split_is_an_error_at_its_parts(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.csv").write_text("ID,duration,wav,spk_id,wrd\n")
+    path = write(tmp_path, f"""{BASED}    corpus: !new:sbkit.data.mixture.Mixture
+        folder: !ref <output_folder>/manifests
+        parts:
+            one: !new:sbkit.data.corpus.Corpus {{source: {tmp_path}, language: en}}
+            two: !new:sbkit.data.corpus.Corpus {{source: {{train: {tmp_path}/train.csv}}, language: en}}
+""")
+    [finding] = check(path).errors
+    assert (finding.code, finding.line) == ("splits", 4)
+    assert finding.message == "no part of the mixture has a dev split, and parts aren't divided"
+    (tmp_path / "dev.csv").write_text("ID,duration,wav,spk_id,wrd\n")
+    assert not check(path).errors
+
+
 def test_a_demo_corpus_that_nobody_can_speak_is_told_before_the_run(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = write(tmp_path, f"{BASED}    corpus: {{language: klingon}}\n")

@@ -1,16 +1,20 @@
 """A batch of one, padding that changes results, and a metric that no validation gives are found before a run starts."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 from written import Head, changed
 
+from sbkit.data.columns import LabelColumn
 from sbkit.errors import SbkitError
 from sbkit.recipe import real_batches
 from sbkit.recipe.check import check
+from sbkit.recipe.keys import key
 from sbkit.tasks.ctc import CTC
 from sbkit.tasks.task import Metric
 
@@ -100,6 +104,19 @@ class NeedsSpeech(Chooses):
         raise ValueError("nothing was said")
 
 
+@dataclass(kw_only=True)
+class SpeakersKeys(CTC.Keys):
+    speakers: list[str] | None = key("the training set's speakers; null: all of them", None)
+
+
+class NamesSpeakers(Chooses):
+    Keys = SpeakersKeys
+    columns: ClassVar = {"speaker": LabelColumn("speakers")}
+
+    def stats(self, rows):
+        return {"F1": len(self.keys.speakers)}
+
+
 def checked(tmp_path, head="", brain="", batching=""):
     instead = {"max_batch_seconds: 40": f"max_batch_seconds: 40{batching}"}
     if head:
@@ -131,6 +148,12 @@ def test_what_noise_shows(tmp_path, head, brain, expected):
     assert [code for code, _ in found] == [code for code, _ in expected]
     assert all(said in message for (_, message), (_, said) in zip(found, expected, strict=True))
     assert brain != "Wordless" or not any("noise" in note for note in report.notes)
+
+
+def test_a_list_of_labels_that_follows_from_the_corpus_is_not_blamed_on_its_column(tmp_path):
+    report, found = checked(tmp_path, brain="NamesSpeakers")
+    assert found == [] and any("speakers is null, so its labels are those of the corpus" in note
+                               for note in report.notes)
 
 
 def test_padding_is_tried_on_the_layers_that_run(tmp_path, monkeypatch):

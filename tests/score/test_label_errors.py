@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from sbkit.data.manifest import Manifest
 from sbkit.data.suspects import DROP
 from sbkit.errors import SbkitError
-from sbkit.score.label_errors import LabelScore, expected_right, judge, require_trained, summary, suspects, units
+from sbkit.score.label_errors import (
+    UNSEEN,
+    LabelScore,
+    expected_right,
+    judge,
+    require_trained,
+    summary,
+    suspects,
+    units,
+)
+from sbkit.score.report import suspect_page
 
 WORDS = "brave teacher finds old ladder near green river after dinner while seven quiet horses sleep".split()
 
@@ -51,6 +61,29 @@ def test_a_wrong_label_is_named_with_its_reason(label, hypothesis, reason):
 def test_a_model_that_recognises_almost_nothing_is_another_reason():
     rows = corpus(wrong=("seven quiet horses sleep near green river", "brave teacher finds old ladder after dinner"))
     assert judge([rows[0]._replace(confidence=0.2), *rows[1:]])[0].reason == "nothing fits"
+
+
+def test_single_wrong_words_are_named_where_a_model_rarely_errs_so_and_none_where_no_label_is_wrong():
+    draw = random.Random(2)
+    rows = [(" ".join(words), " ".join(word + "x" if draw.random() < 0.05 else word for word in words))
+            for words in said(800, seed=3)]
+    wrong = set(draw.sample(range(800), 100))
+    for i in wrong:
+        words, heard = (each.split() for each in rows[i])
+        at = draw.randrange(len(words))
+        words[at] = draw.choice([word for word in WORDS if word != words[at]])
+        rows[i] = " ".join(words), " ".join(heard)
+    rows = scores(rows)
+    found = [row for row in suspects(rows, manifest(rows), "x") if row.decision == DROP]
+    named = {int(row.ID.removeprefix("row")) for row in found}
+    assert {row.reason for row in found} == {"one word"}
+    assert len(named & wrong) >= 80 and len(named - wrong) <= 0.2 * len(named)
+    assert all(found[i].score >= found[i + 1].score for i in range(len(found) - 1))
+    right = re.search(r"at most (\d+)% of these", summary(found, rows, len(rows)))[1]
+    assert len(named - wrong) / len(named) <= int(right) / 100 <= 0.25
+    unsure = [row._replace(margin=6.0) for row in rows]
+    assert not [row for row in suspects(unsure, manifest(rows), "x") if row.decision == DROP]
+    assert not suspects(corpus(), manifest(corpus()), "x")
 
 
 def test_words_often_inserted_and_audio_that_shows_nothing_are_no_evidence():
@@ -98,6 +131,12 @@ def test_the_list_begins_with_the_worst_and_says_what_is_expected_of_it():
     text = summary(found, rows, len(rows) + 3)
     assert "are probably wrong; at most" in text and "3 rows could not be read" in text
     assert re.search(r"more speech +1\n", text)
+
+
+def test_the_page_says_what_the_list_lacks(tmp_path):
+    rows = corpus(bad=("seven quiet horses sleep near green river", "brave teacher finds old ladder after dinner"))
+    suspect_page.write(tmp_path / "page.html", suspects(rows, manifest(rows), "x"), manifest(rows))
+    assert UNSEEN in (tmp_path / "page.html").read_text() and "single wrong words" in UNSEEN
 
 
 def test_models_that_have_learnt_nothing_are_distinguished_from_labels_that_are_right():

@@ -19,6 +19,10 @@ def test_a_share_of_the_labels_is_made_wrong_in_equal_parts(texts, level, seed):
     kinds = collections.Counter(row.kind for row in found)
     wrong = round(level / 100 * len(rows))
     assert sum(kinds[kind] for kind in KINDS) == wrong and all(wrong // 3 <= kinds[kind] for kind in KINDS)
+    assert kinds["one word"] == wrong
+    for (_, text), row in zip(rows, found, strict=True):
+        if row.kind == "one word":
+            assert sum(a != b for a, b in zip(text.split(), row.text.split(), strict=True)) == 1
     assert [(row.id, row.text) for row in found if not row.kind] == [
         each for each, row in zip(rows, found, strict=True) if not row.kind]
     swapped = [(text, row.text) for (_, text), row in zip(rows, found, strict=True) if row.kind == "swapped"]
@@ -28,7 +32,8 @@ def test_a_share_of_the_labels_is_made_wrong_in_equal_parts(texts, level, seed):
 
 @given(st.integers(0, 99))
 def test_what_is_left_out_by_lot_is_not_what_was_planted(seed):
-    wrong = {row.id for row in plant([(str(i), "some more words") for i in range(1000)], 0.1, seed) if row.kind}
+    wrong = {row.id for row in plant([(str(i), "some more words") for i in range(1000)], 0.1, seed)
+             if row.kind in KINDS}
     drawn = by_lot(1000, 100, seed)
     assert len(set(drawn)) == 100 and sum(str(i) in wrong for i in drawn) < 30
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from sbkit.data.manifest import Manifest
 from sbkit.data.suspects import DECISIONS, Suspect
 from sbkit.score.edits import align
+from sbkit.score.label_errors import UNSEEN
 from sbkit.score.markup import tag, text
 from sbkit.score.report.cards import AudioEmbedder, diff, key
 from sbkit.score.report.data import outside
@@ -40,7 +41,7 @@ def write(path: Path, suspects: Sequence[Suspect], train: Manifest, folders: Seq
     corpus = suspects[0].corpus if suspects else ""
     head = tag("header", tag("p", corpus, class_="over"), tag("h1", f"{len(suspects):,} labels to listen to"),
                tag("p", "Your decisions stay in this browser until you save the list. Then set corpus.exclude to "
-                   f"that file.{more}", class_="lead"), key("label"),
+                   f"that file.{more}", class_="lead"), tag("p", UNSEEN, class_="lead"), key("label"),
                tag("nav", tag("span", _KEYS), tag("button", "Save suspects.csv", type="button", id="save"),
                    tag("output", "")))
     rows = json.dumps([row._asdict() for row in suspects], ensure_ascii=False)
