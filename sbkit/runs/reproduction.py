@@ -196,6 +196,10 @@ def read(path: Path) -> dict[str, Any]:
                 missing.add(f"a number of {name} from 1 to {_MAX_PROCESSES}")
         if missing or not losses:
             raise ValueError(f"it lacks {', '.join(sorted(missing)) or 'losses'}")
+        for name, kind in (("options", dict), ("environment", dict), ("corpus", dict), ("figures", dict),
+                           ("device", str), ("precision", str)):
+            if not isinstance(found[name], kind):
+                raise ValueError(f"its {name} is {shown(found[name])}")
         for split, rows in found["corpus"].items():
             for part in ("texts", "audio"):
                 if rows[part] is not None:
