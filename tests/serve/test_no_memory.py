@@ -8,6 +8,7 @@ import bundles
 import numpy as np
 import pytest
 import serving
+import tried
 import voices
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
@@ -93,4 +94,4 @@ def test_without_memory_at_any_step_a_request_gets_an_error_and_the_next_one_is_
         assert ask(server) == (200, True), f"after {number}: {told}"
         serving.until(lambda: server.counted("sbkit_requests_inside") == server.counted("sbkit_live_sessions") == 0)
         assert server.state.disk.reserved == 0 and not server.state.faults()
-    assert number > 8
+    tried.record("allocations that fail while a server answers", number - 1)

