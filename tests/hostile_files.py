@@ -28,7 +28,6 @@ from functools import partial
 from pathlib import Path
 
 import bundles
-import corpora
 import numpy as np
 import sounds
 import toy_codec
@@ -266,6 +265,8 @@ def codes(folder: Path) -> Callable[[], None]:
 
 def tables(folder: Path) -> Callable[[], None]:
     """Tables of other kinds, and the list of ``clean``, into which people write."""
+    import corpora
+
     corpora.common_voice(folder / "cv", train=["he said", "no, \"twice\""] * 8)
     shutil.rmtree(folder / "cv" / "en" / "clips")  # which are read elsewhere
     (folder / "cv" / "en" / "clips").mkdir()
@@ -322,6 +323,8 @@ def recordings(folder: Path) -> Callable[[], None]:
 
 def archive(folder: Path) -> Callable[[], None]:
     """A release of Common Voice, packed and not."""
+    import corpora
+
     home = corpora.common_voice(folder / "cv", train=["he said"] * 4)
     for name in ("a.tar.gz", "b.tar"):
         with tarfile.open(folder / name, "w:gz" if name.endswith("gz") else "w") as tar:
