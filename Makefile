@@ -12,12 +12,13 @@ TESTERS ?= $(shell $(PYTHON) -c 'import os; n = os.cpu_count() or 1; print(min(2
 # Python keeps what it compiles, whatever the shell says: tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo demo-speech test test-fast lint format docs bench gpu clean
+.PHONY: help install demo demo-speech test test-fast tried lint format docs bench gpu clean
 
 help:
 	@echo "make demo       synthesise speech, train a recogniser on it, score it, use it (minutes, no GPU)"
 	@echo "make demo-speech  the same, and a voice: a codec, a voice that speaks through it, a server, and transcripts"
 	@echo "make test       every test, the slow ones too (make test-fast leaves them out)"
+	@echo "make tried      tries hours of hostile files, kills and faults, and counts them in SECURITY.md"
 	@echo "make lint       ruff, and mypy: the types of all of sbkit/ and tools/"
 	@echo "make docs       docs/keys.md from what the classes declare"
 	@echo "make bench      speed against stock SpeechBrain in the same run"
@@ -57,6 +58,14 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(TESTERS) -m 'not slow'
+
+tried: $(STAMP)
+	rm -f tried.jsonl
+	SBKIT_TRIED=$(CURDIR)/tried.jsonl SBKIT_HOSTILE_FILES=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	  --workers $(TESTERS) tests/test_hostile_files.py tests/serve/test_fuzz.py tests/serve/test_no_memory.py \
+	  tests/integration/test_kill_resume.py tests/train/checkpoint/test_checkpoint_writing.py tests/data/test_publish.py
+	$(BIN)/python tests/tried.py tried.jsonl
+	rm tried.jsonl
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -7,6 +7,7 @@ Run by test_hostile_files.py, in a process of its own, whose memory it limits:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gzip
 import hashlib
@@ -18,19 +19,23 @@ import resource
 import shutil
 import signal
 import sys
+import tarfile
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import bundles
 import numpy as np
+import sounds
 import toy_codec
 import voices
 
 import sbkit.infer
 from sbkit.codes import Books, Codes, writing
+from sbkit.data import audio, measure, mp3, suspects
 from sbkit.data.manifest import Manifest
 from sbkit.data.sources import open_source
 from sbkit.decode import arpa, kenlm_binary, kneser_ney, lm
@@ -129,7 +134,7 @@ def spoil(rng: random.Random, path: Path) -> None:
         elif kind == 3:
             path.write_bytes(b"")
     elif kind == 39:
-        os.truncate(path, len(data) + LONGER)  # takes no room on the disk
+        os.truncate(path, len(data) + (LONGER if ".tar" not in path.name else 0))  # takes no room on the disk
     elif path.suffix == ".json" and kind < 34:
         path.write_bytes(of_json(rng, data))
     elif path.suffix == ".gz":
@@ -258,7 +263,157 @@ def codes(folder: Path) -> Callable[[], None]:
     return use
 
 
-KINDS = {each.__name__: each for each in (recogniser, voice, codec, manifest, spaced, json_lines, codes)} | {
+def tables(folder: Path) -> Callable[[], None]:
+    """Tables of other kinds, and the list of ``clean``, into which people write."""
+    import corpora
+
+    corpora.common_voice(folder / "cv", train=["he said", "no, \"twice\""] * 8)
+    shutil.rmtree(folder / "cv" / "en" / "clips")  # which are read elsewhere
+    (folder / "cv" / "en" / "clips").mkdir()
+    (folder / "lj" / "wavs").mkdir(parents=True)
+    (folder / "lj" / "metadata.csv").write_text("".join(f"a{i}|He said {i}.|he said {i}\n" for i in range(90)))
+    suspects.write(folder / "suspects.csv", [
+        suspects.Suspect(row["ID"], "drop", "why", 1.5, 0.5, row["wrd"], "=1", "", row["wav"], "c") for row in ROWS])
+
+    def use() -> None:
+        every(partial(source, folder / "cv"), partial(source, folder / "lj"), listed)
+
+    def listed() -> None:
+        found = suspects.Exclusions.read(folder / "suspects.csv")
+        found.mask([row["ID"] for row in ROWS], [row["wrd"] for row in ROWS], "c")
+
+    def source(path: Path) -> None:
+        found = open_source(path, cache=folder.with_name("cache"), show_progress=False)
+        every(*(partial(found.read, name, False) for name in found.names()))
+
+    return use
+
+
+def every(*uses: Callable[[], object]) -> None:
+    """Call all; raise the last error that tells a user what is wrong, or at once any other."""
+    last = None
+    for use in uses:
+        try:
+            use()
+        except SbkitError as error:
+            last = error
+    if last is not None:
+        raise last
+
+
+def recordings(folder: Path) -> Callable[[], None]:
+    """As a corpus's are measured and read."""
+    folder.mkdir()
+    for kind in sounds.FORMATS:
+        (folder / f"a.{kind}").write_bytes(sounds.encoded(sounds.speechlike(0.5), 16_000, kind))
+    data = (folder / "a.mp3").read_bytes()
+    first = mp3.inspect(lambda count, offset: data[offset:offset + count]).first
+    untagged = data[first + mp3.frame_at(data, first).size:]  # its length is counted
+    (folder / "untagged.mp3").write_bytes(b"ID3\4\0\0\0\0\1\0" + bytes(128) + untagged)
+
+    def use() -> None:
+        def read(path: Path) -> None:
+            measure.measure_one(str(path))
+            audio.read_audio(str(path))
+
+        every(*(partial(read, path) for path in sorted(folder.iterdir())))
+
+    return use
+
+
+def archive(folder: Path) -> Callable[[], None]:
+    """A release of Common Voice, packed and not."""
+    import corpora
+
+    home = corpora.common_voice(folder / "cv", train=["he said"] * 4)
+    for name in ("a.tar.gz", "b.tar"):
+        with tarfile.open(folder / name, "w:gz" if name.endswith("gz") else "w") as tar:
+            tar.add(home, "cv-1/en")
+    shutil.rmtree(folder / "cv")
+
+    def use() -> None:
+        cache = folder.with_name("cache")
+        shutil.rmtree(cache, ignore_errors=True)
+
+        def read(name: str) -> None:
+            found = open_source(folder / name, cache=cache, show_progress=False)
+            every(*(partial(found.read, split, False) for split in found.names()))
+
+        every(partial(read, "a.tar.gz"), partial(read, "b.tar"))
+
+    return use
+
+
+def reproduction(folder: Path) -> Callable[[], None]:
+    """What another's run recorded."""
+    from sbkit.runs import reproduction
+
+    folder.mkdir()
+    own = Manifest(ids=[row["ID"] for row in ROWS], durations=[1.5] * 20, texts=[row["wrd"] for row in ROWS],
+                   wavs=["https://example.org/a.wav"] * 20)
+    lines = ["seed: 1", "lr: 0.1"]
+    (folder / "reproduce.json").write_text(json.dumps({
+        "format": 1, "recipe": lines, "recipe_lines": " ".join(f"{zlib.crc32(line.encode()):08x}" for line in lines),
+        "losses": {"1": 2.0, "10": 1.5}, "options": {"precision": "fp32"}, "device": "cpu", "processes": 1,
+        "threads": 1, "precision": "fp32", "environment": {"torch": "2.11"}, "figures": {"WER": 2.5},
+        "corpus": {"train": reproduction.hashes(own, "train")}}))
+
+    def use() -> None:
+        found = reproduction.read(folder / "reproduce.json")
+        launch = reproduction.TrainingLaunch.here(found)
+        launch.command(found, ["recipe.yaml"])
+        reproduction.not_to_the_bit(found, {"torch": "2.11"}, launch)
+        with contextlib.suppress(SbkitError):  # which names each row that differs, in a line each
+            reproduction.compare_corpus(found, {"train": own})
+
+    return use
+
+
+def initial(folder: Path) -> Callable[[], None]:
+    """Files and a checkpoint that ``init_from`` names."""
+    import torch
+    from kill_points import Run
+    from safetensors.torch import save_file
+
+    from sbkit.runs.initial.published import find
+    from sbkit.score.metric import Metric
+
+    Run(folder).save(1, "first")
+    state = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).state_dict()
+    save_file(state, folder / "a.safetensors", {"parts": json.dumps({"0": "encoder"})})
+    torch.save(state, folder / "a.ckpt")
+    torch.save(state, folder / "b.pt", _use_new_zipfile_serialization=False)
+
+    def use() -> None:
+        (saved,) = folder.glob("CKPT+*")
+        every(*(lambda name=name: find(folder / name, "best", 1, Metric("WER", False)).tensors()
+                for name in ("a.safetensors", "a.ckpt", "b.pt", saved.name, f"{saved.name}/model.ckpt")))
+
+    return use
+
+
+def imported(folder: Path) -> Callable[[], None]:
+    """A model of transformers that ``import`` and ``init_from`` take: its tokens, its layers, its tensors."""
+    import published
+
+    from sbkit.nn.pretrained.encoder import Encoder
+    from sbkit.runs.initial.published import PublishedSource
+
+    published.make(folder)
+
+    def use() -> None:
+        model = PublishedSource.of(str(folder))
+        model.piece_model()
+        model.tensors()
+        encoder = Encoder(str(folder))
+        encoder.load()
+        encoder.frames(16_000)
+
+    return use
+
+
+KINDS = {each.__name__: each for each in (recogniser, voice, codec, manifest, spaced, json_lines, codes, tables,
+                                          recordings, archive, reproduction, initial, imported)} | {
     "transducer": partial(recogniser, make=bundles.make_transducer), "kenlm": partial(language_model, name="lm.bin"),
     "arpa_text": partial(language_model, name="lm.arpa"), "arpa_packed": partial(language_model, name="lm.arpa.gz")}
 
@@ -280,6 +435,7 @@ def main(kind: str, count: int, seed: int, folder: Path) -> None:
     make(whole)
     use = make(work)
     use()
+    loaded = peak()
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + BYTES, size + BYTES))
     signal.signal(signal.SIGPROF, ring)  # after seconds of work, which other programs' work doesn't use up
@@ -289,10 +445,11 @@ def main(kind: str, count: int, seed: int, folder: Path) -> None:
         rng = random.Random(seed + number)
         shutil.rmtree(work)
         shutil.copytree(whole, work)
-        targets = sorted(work.iterdir())
+        targets = sorted(path for path in work.rglob("*") if path.is_file())
         target = rng.choice([*targets, *[each for each in targets if each.name == "config.json"] * len(targets)])
         spoil(rng, target)
-        if target.suffix == ".safetensors" and target.is_file() and rng.random() < 0.8:
+        if (work / "manifest.json").exists() and target.suffix == ".safetensors" and target.is_file() \
+                and rng.random() < 0.8:
             values = json.loads((work / "manifest.json").read_text())
             for shard in values["shards"]:
                 data = (work / shard["file"]).read_bytes()
@@ -301,6 +458,9 @@ def main(kind: str, count: int, seed: int, folder: Path) -> None:
         if target.name != "config.json" and (work / "config.json").exists() and rng.random() < 0.8:
             values = json.loads((work / "config.json").read_text())  # whoever spoils it says nothing of its size
             (work / "config.json").write_text(json.dumps(values | {"files": {}}))
+        for sums in work.glob("CKPT+*/*.sums.json"):  # as do those who make up a checkpoint
+            if target.parent == sums.parent and rng.random() < 0.8:
+                sums.unlink(missing_ok=True)
         fault = {"seed": seed + number, "file": target.name}
         print(fault, file=sys.stderr, flush=True)  # which ended the process, if one does
         began = time.process_time()
@@ -320,7 +480,7 @@ def main(kind: str, count: int, seed: int, folder: Path) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
         slowest = max(slowest, time.process_time() - began)
     print(json.dumps({"kind": kind, "count": count, "refused": refused, "slowest": round(slowest, 2),
-                      "megabytes": peak(), "found": found}))
+                      "loaded": loaded, "megabytes": peak(), "found": found}))
 
 
 def peak() -> int:

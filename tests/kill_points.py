@@ -68,6 +68,23 @@ def copy(folder, to):
     subprocess.run(["cp", "-a", folder, to], check=True)
 
 
+class WithoutMemory(Disturber):
+    """At the n-th operation there is no memory left: of those on the disk, and of copies of tensors."""
+
+    MORE = ((torch.Tensor, "clone"), (torch, "save"))
+
+    def __init__(self, number, error):
+        self.number, self.error = number, error
+        super().__init__()
+        for module, name in self.MORE:
+            setattr(module, name, self.wrapped(name, getattr(module, name)))
+
+    def tick(self, name):
+        super().tick(name)
+        if self.done == self.number:
+            raise self.error("there is none left")
+
+
 @contextlib.contextmanager
 def disturbed(*more):
     """What a Disturber patches is given back at the end, and ``more`` pairs of a module and a name."""
@@ -158,6 +175,22 @@ def killed_again_while_tidying(folder):
         copying = Copying(folder)
         Run(folder)
     return [next_start(each) for each in (*copying.copies, folder)]
+
+
+def saved_without_memory(folder, asynchronous, name, number, error):
+    """Save number 2 where 1 is, with no memory at an operation: whether that was an error, and what is found then.
+
+    None if there are fewer operations.
+    """
+    Run(folder).save(1, name)
+    run, failed = Run(folder, asynchronous=asynchronous), False
+    with disturbed(*WithoutMemory.MORE):
+        without = WithoutMemory(number, error)
+        try:
+            run.save(2, name)
+        except error:
+            failed = True
+    return None if without.done < number else (failed, next_start(folder))
 
 
 def killed_at_random(folder, times):

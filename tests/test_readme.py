@@ -14,7 +14,7 @@ from sbkit.recipe.check import check
 from sbkit.rehearsal.cards import parse_cards
 
 ROOT = Path(__file__).parents[1]
-HOME = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "sbkit/starter/README.md", "tools/README.md",
+HOME = ["README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "sbkit/starter/README.md", "tools/README.md",
         *(f"recipes/CommonVoice/ASR/CTC/{name}.md" for name in ("README", "RESULTS")),
         "recipes/LJSpeech/TTS/README.md", "recipes/VoxCeleb/SpeakerRec/README.md"]
 PAGES = [*HOME, *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]

@@ -12,11 +12,10 @@ import pyarrow as pa
 
 from sbkit.data.exclusions import read_guarded, write_guarded
 from sbkit.data.manifest import Column
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, shown, shown_names
 
 KEEP, DROP, FIX = DECISIONS = ("keep", "drop", "fix")
 _NEEDED = ("ID", "decision", "label", "corpus")
-_SHOWN = 3
 
 
 class Suspect(NamedTuple):
@@ -66,7 +65,8 @@ class Exclusions:
         ids, decisions, labels, corpora = (Column(column) for column in table.columns)
         for row, decision in enumerate(decisions):
             if decision not in DECISIONS:
-                raise SbkitError(f"{path}, row {row + 1} ({ids[row]}): the decision is {decision!r}",
+                raise SbkitError(f"{path}, row {row + 1} ({shown_names([ids[row]])}): the decision is "
+                                 f"{shown(decision)}",
                                  hint=f"decisions are {', '.join(DECISIONS)}")
         return cls(path, corpora[0] if len(corpora) else "", {
             name: label for name, label, decision in zip(ids, labels, decisions, strict=True) if decision != KEEP})
@@ -80,12 +80,13 @@ class Exclusions:
                  for name, text in zip(ids, texts, strict=True) if name in self.labels}
         unknown = [name for name in self.labels if name not in found]
         if self.labels and 2 * sum(found.values()) < len(self.labels):
-            raise SbkitError(f"{self.path} is a list of another corpus, {self.corpus or 'which it does not name'}: "
+            raise SbkitError(f"{self.path} is a list of another corpus, "
+                             f"{shown_names([self.corpus]) or 'which it does not name'}: "
                              f"{sum(found.values())} of its {len(self.labels)} rows have the same label in {origin}",
                              hint="make one for this corpus with sbkit clean")
         if unknown:
             raise SbkitError(f"{self.path} names {len(unknown)} rows that {origin} does not have: "
-                             + ", ".join(unknown[:_SHOWN]) + (", ..." if len(unknown) > _SHOWN else ""),
+                             + shown_names(unknown),
                              hint="remove their lines from the list if they were removed from the corpus")
         return np.fromiter((found.get(name, False) for name in ids), bool, len(ids))
 

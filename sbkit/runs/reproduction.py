@@ -27,7 +27,7 @@ from sbkit.data.audio import AudioError, read_bytes
 from sbkit.data.copies import block_hash
 from sbkit.data.manifest import SECONDS, Manifest
 from sbkit.data.remote import NO_REMOTE
-from sbkit.errors import SbkitError, shown
+from sbkit.errors import SbkitError, first_line, shown
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.finished_runs import cpu_model
 from sbkit.recipe.report import did_you_mean
@@ -186,6 +186,7 @@ def read(path: Path) -> dict[str, Any]:
             raise SbkitError(f"{path} has format {shown(found['format'])}, and this sbkit reads {FORMAT}")
         lines, sums = [str(line) for line in found["recipe"]], str(found["recipe_lines"]).split()
         losses = {int(step): float(loss) for step, loss in found["losses"].items() if loss is not None}
+        "".join(lines).encode()  # a ValueError for what no file holds
         found |= {"recipe": lines, "losses": losses}
         missing = {"options", "device", "precision", "environment", "corpus",
                    "figures"} - set(found)
@@ -194,16 +195,20 @@ def read(path: Path) -> dict[str, Any]:
                 missing.add(f"a number of {name} from 1 to {_MAX_PROCESSES}")
         if missing or not losses:
             raise ValueError(f"it lacks {', '.join(sorted(missing)) or 'losses'}")
+        for name, kind in (("options", dict), ("environment", dict), ("corpus", dict), ("figures", dict),
+                           ("device", str), ("precision", str)):
+            if not isinstance(found[name], kind):
+                raise ValueError(f"its {name} is {shown(found[name])}")
         for split, rows in found["corpus"].items():
             for part in ("texts", "audio"):
                 if rows[part] is not None:
                     _unpacked(rows[part], rows["rows"])
                 elif part == "texts":
-                    raise ValueError(f"it lacks the texts of {split}")
+                    raise ValueError(f"it lacks the texts of {shown(split)}")
     except OSError as error:
         raise SbkitError(f"{path}: {error.strerror or error}", hint=f"a finished run has a {REPRODUCE}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SbkitError(f"{path} is not what a run records ({error})",
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise SbkitError(f"{path} is not what a run records ({first_line(error)})",
                          hint=f"a finished run has a {REPRODUCE} in its output_folder") from None
     for number, (line, recorded) in enumerate(zip(lines, sums, strict=False), start=1):
         if _checksums([line]) != recorded:

@@ -52,6 +52,7 @@ def test_a_row_that_the_corpus_does_not_have_is_named(listed):
 @pytest.mark.parametrize("content, message", [
     ("ID,label\na,b\n", "decision"),
     ("ID,decision,label,corpus\na,perhaps,b,c\n", r"row 1 \(a\): the decision is 'perhaps'"),
+    (f"ID,decision,label,corpus\na,{'b' * 5000},b,c\n", r"the decision is '(b{,100})?\.\.\.;"),
 ])
 def test_a_list_that_is_none_is_refused(tmp_path, content, message):
     (tmp_path / "list.csv").write_text(content)

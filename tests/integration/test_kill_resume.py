@@ -14,6 +14,7 @@ from pathlib import Path
 import kill_points
 import pytest
 import resume_run
+import tried
 from processes import program, programs
 from trained_runs import different
 
@@ -37,6 +38,7 @@ def test_killed_at_every_operation_on_the_disk(quick_disk, asynchronous, name, f
     assert not finely or kills.names.count("write") > 100
     found = [kill_points.next_start(each) for each in kills.copies]
     assert set(found) == {1, 2} and found == sorted(found)
+    tried.record("operations on the disk at which a kill ends the writing of a checkpoint", len(found))
 
 
 @pytest.mark.slow

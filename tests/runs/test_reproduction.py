@@ -106,8 +106,13 @@ def test_any_changed_text_is_named(texts, data):
     (lambda found: found.update(format=9), "has format 9, and this sbkit reads 1"),
     (lambda found: found["corpus"]["train"].update(texts="AAAA"), "is not what a run records"),
     (lambda found: found["recipe"].__setitem__(1, "lr: 0.5"), "line 2 of its recipe was changed since the run: 'lr"),
+    (lambda found: found["losses"].update({"2": 10**400}), "is not what a run records"),
+    (lambda found: found["recipe"].append("\ud800"), "is not what a run records"),
     (lambda found: found["recipe"].pop(), "its recipe has 1 lines instead of 2"),
     (lambda found: found.pop("threads"), "it lacks a number of threads from 1 to 4096"),
+    (lambda found: found.update(options=0.5), "its options is 0.5"),
+    (lambda found: found.update(device={}), "its device is {}"),
+    (lambda found: found.update(environment=["a"]), "its environment is "),
     (lambda found: found.update(processes=10**9), "it lacks a number of processes from 1 to 4096"),
 ])
 def test_a_file_that_is_not_what_a_run_wrote_is_refused(manifest, tmp_path, change, problem):

@@ -11,6 +11,7 @@ import bundles
 import httpx
 import pytest
 import serving
+import tried
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
@@ -176,6 +177,7 @@ def test_whatever_comes_is_refused_with_a_reason_and_the_next_good_request_is_ri
         assert client.get(f"{server.url}/health").json()["status"] == "ok"
         serving.until(lambda: server.counted("sbkit_requests_inside") == 0)
         assert server.state.disk.reserved == 0
+        tried.record("damaged recordings and hostile requests that a server refuses", INPUTS)
         print(f"{refused} of {sent} refused, {server.counted('sbkit_decoder_restarts_total'):.0f} decoders replaced")
 
 
@@ -217,6 +219,7 @@ def test_whatever_comes_through_a_socket_ends_it_with_a_reason_and_the_next_sess
                 assert messages[-1]["type"] in ("ready", "partial", "final", "error", "done"), messages
                 assert messages[-1].get("error", {"type": "invalid_request_error"})["type"] == "invalid_request_error"
         assert told > 75
+        tried.record("live sessions that break the protocol", 150)
         serving.until(lambda: server.counted("sbkit_live_sessions") == 0)
         with connect(server.live) as socket:
             socket.send(start)

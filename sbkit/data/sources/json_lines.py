@@ -113,17 +113,18 @@ def _whole(path: Path) -> list[Any] | None:
         return None
     try:
         data = untrusted.parse_json(stripped(untrusted.read_bytes(path, _MAX_BYTES)))
+        if isinstance(data, dict):
+            return [{"ID": id_, **item} if isinstance(item, dict) else item for id_, item in data.items()]
+        return data if isinstance(data, list) else [data]
     except OSError as error:
         raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
     except ValueError as error:
-        if first != b"[" and any(_is_row(line) for _, line in lines(path)):  # "[" begins an array that was cut off
-            return None
         what = f"not UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise SbkitError(f"{path}: neither JSON lines nor one JSON text: {what}",
-                         hint='expected lines such as {"audio_filepath": "a.wav", "text": "the transcript"}') from None
-    if isinstance(data, dict):
-        return [{"ID": id_, **item} if isinstance(item, dict) else item for id_, item in data.items()]
-    return data if isinstance(data, list) else [data]
+    # only here: the error holds the whole text, and a file may be one line
+    if first != b"[" and any(_is_row(line) for _, line in lines(path)):  # "[" begins an array that was cut off
+        return None
+    raise SbkitError(f"{path}: neither JSON lines nor one JSON text: {what}",
+                     hint='expected lines such as {"audio_filepath": "a.wav", "text": "the transcript"}')
 
 
 def _is_row(line: bytes) -> bool:

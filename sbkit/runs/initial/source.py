@@ -321,7 +321,8 @@ def _of_checkpoint(path: Path, metric: Metric) -> WeightSource:
     if run is not None:
         return _of_run(run, path.absolute().name, 1, metric)
     _refuse_damaged(path)
-    files = {file.name.removesuffix(PARAMFILE_EXT): file for file in sorted(path.glob(f"*{PARAMFILE_EXT}"))}
+    files = {file.name.removesuffix(PARAMFILE_EXT): file for file in sorted(path.glob(f"*{PARAMFILE_EXT}"))
+             if file.is_file()}  # a pipe would be waited for
     files = {name: file for name, file in files.items() if plain_state(file) is not None}
     if not files:
         raise SbkitError(f"init_from: the checkpoint {path} has no weights")

@@ -212,11 +212,11 @@ def damage(path: Path) -> str | None:
     """
     try:
         sums_file = path / SUMS_NAME
-        if not sums_file.exists():
+        if not sums_file.is_file():
             return next(filter(None, map(_archive_damage, sorted(path.glob(f"*{PARAMFILE_EXT}")))), None)
         for name, expected in json.loads(sums_file.read_text(encoding="utf-8"))["files"].items():
             file = path / name
-            if not file.exists():
+            if not file.is_file():  # or it is a pipe, which would be waited for
                 return f"{name} is missing"
             if file.stat().st_size != expected["bytes"]:
                 return f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}"

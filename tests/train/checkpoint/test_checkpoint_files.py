@@ -65,6 +65,13 @@ def test_broken_sums_are_damage_and_no_crash(tmp_path, sums):
     assert "can't be read" in files.damage(path)
 
 
+def test_a_pipe_in_place_of_a_file_is_damage_and_not_waited_for(tmp_path):
+    path = written(tmp_path, "")
+    (path / "model.ckpt").unlink()
+    os.mkfifo(path / "model.ckpt")
+    assert files.damage(path) == "model.ckpt is missing"
+
+
 def writes(pipe, folder):
     """Write a checkpoint, and stay between the two renames of its publication."""
     path, lock = files.create_hidden(folder, NAME)

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 
+import kill_points
 import pytest
 import torch
+import tried
 from toys import ToyBrain, ToyTrainLoader, brain
 
 from sbkit.errors import SbkitError
@@ -297,3 +299,42 @@ def test_deleting_may_fail_without_ending_training(tmp_path, model, monkeypatch,
         ckpt.save_and_keep_only()
         assert ckpt.wait() is not None
     assert "Could not delete an old checkpoint" in caplog.text
+
+
+# ------------------------------------------------------------------ no memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous, name, error", [(False, None, MemoryError), (True, "best", MemoryError),
+                                                       (True, None, torch.OutOfMemoryError)])
+def test_without_memory_at_any_operation_a_checkpoint_is_whole_or_absent(tmp_path, asynchronous, name, error):
+    found, number = [], 1
+    while (ended := kill_points.saved_without_memory(str(tmp_path / str(number)), asynchronous, name, number, error)):
+        found.append(ended)
+        number += 1
+    tried.record("operations at which the writing of a checkpoint finds no memory", len(found))
+    assert {number for _, number in found} == {1, 2}
+    assert all(failed for failed, number in found if number == 1), "what isn't saved is an error"
+
+
+@both_ways
+@pytest.mark.parametrize("where", [(torch.Tensor, "clone"), (files, "write_state"), (files, "seal")],
+                         ids=["copied", "written", "sealed"])
+def test_a_run_without_memory_for_its_checkpoint_says_so_in_one_line(tmp_path, monkeypatch, where, asynchronous):
+    def refuse(*args):
+        raise MemoryError("there is none left")
+
+    class WithoutMemory(ToyBrain):
+        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+            if self.optimizer_step == 2:
+                monkeypatch.setattr(*where, refuse)
+                try:
+                    self.checkpointer.save_checkpoint()
+                    written()
+                finally:
+                    monkeypatch.undo()
+
+    toy = brain(WithoutMemory, checkpointer=Checkpointer(tmp_path, asynchronous=asynchronous))
+    with pytest.raises(SbkitError, match=r"^out of memory on cpu: there is none left; ") as error:
+        toy.fit(range(1, 3), ToyTrainLoader())
+    assert "\n" not in str(error.value) and shown(tmp_path) == [] and toy.optimizer_step <= 3
