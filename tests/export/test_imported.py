@@ -5,6 +5,7 @@ import json
 import pickle
 
 import bundles
+import encoders
 import numpy as np
 import onnxruntime
 import published
@@ -17,6 +18,7 @@ from sbkit.cli import main
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.imported import ImportRequest, import_model
+from sbkit.nn.pretrained.ctc import CTCModel
 from sbkit.runs.initial import published as published_sources
 from sbkit.score.metric import Metric
 
@@ -147,8 +149,6 @@ def refusal(tmp_path, source):
 
 
 def test_a_model_without_a_head(tmp_path):
-    import encoders
-
     encoders.make(tmp_path / "bare", "wav2vec2-layer")
     error = refusal(tmp_path, tmp_path / "bare")
     assert "is a model of transformers (wav2vec2) without a CTC head" in error.message
@@ -171,6 +171,32 @@ def test_a_model_without_a_tokenizer(tmp_path):
     for name in ("vocab.json", "tokenizer_config.json"):
         (folder / name).unlink()
     assert f"{folder} has no tokenizer that transformers can open" in refusal(tmp_path, folder).message
+
+
+@pytest.mark.parametrize("name, values, told", [
+    ("tokenizer_config.json", {"tokenizer_class": "RagTokenizer"}, "has tokenizer_class: 'RagTokenizer', but that"),
+    ("tokenizer_config.json", {"extra_ids": 10**9}, "has extra_ids: 1000000000, but that must be a whole number"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {str(i): {"content": f"<{i}>"} for i in range(200_000)}},
+     "tokenizer_config.json has 200,000 entries for a model of 32 tokens"),
+    ("vocab.json", {f"<{i}>": i for i in range(200_000)}, "vocab.json has 200,0"),
+    ("preprocessor_config.json", {"n_fft": 2**31}, "has n_fft: 2147483648, but that must be"),
+    ("preprocessor_config.json", {"feature_extractor_type": "Evil"}, "has feature_extractor_type: 'Evil', but"),
+])
+def test_a_tokenizer_or_features_that_would_take_gigabytes(tmp_path, name, values, told):
+    folder = published.make(tmp_path / "model")
+    path = folder / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    assert told in refusal(tmp_path, folder).message
+
+
+def test_a_config_that_names_a_kernel_of_somebody_is_opened_without_it(tmp_path):
+    """Also by transformers' own code, with which the bundle is compared."""
+    folder = published.make(tmp_path / "model")
+    encoders.change(folder, _attn_implementation="evil/kernel@main", auto_map={"AutoModelForCTC": "evil.Evil"},
+                    vocab_size=10**9, quantization_config={"quant_method": "evil"})
+    signal = published.spoken(8_000)
+    scores, text = CTCModel(str(folder)).own_code(lambda samples: samples // 320)(signal)
+    assert scores.shape == (24, len(published.LETTERS)) and text
 
 
 def test_a_model_at_another_rate(tmp_path):

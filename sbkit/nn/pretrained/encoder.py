@@ -74,7 +74,7 @@ class Encoder(nn.Module):
             raise SbkitError(f"{self.source} has {'' if there else 'no '}layers between encoder and head (add_adapter)",
                              hint=f"--encoder.add_adapter {str(there).lower()}")
         shapes = None
-        if copy is None and here:
+        if copy is None and (here or (source is None and headed)):
             shapes = tensors.TensorFiles(weights(self.source), network_class(self.settings).prefixes).shapes
         self.network = build_network(self.settings, self.options, shapes)
         self.width = self.network.width

@@ -104,7 +104,7 @@ _DEFINING: dict[str, Any] = {
     "scale_input": bool, "attention_bias": bool, "convolution_bias": bool, "feed_forward_residual_weights": [_FACTOR],
     "conv_residual_weights": [_FACTOR], "rope_parameters": {"rope_theta": (1.0, 1e9), "rope_type": {"default"}}}
 #: The others that do: of training, of the layers above the transformer, or a limit.
-_ALLOWED: dict[str, Any] = {
+ENCODER_VALUES: dict[str, Any] = {
     **_DEFINING, **dict.fromkeys(_DROPOUTS, (0.0, 1.0)), "add_adapter": bool,
     "use_intermediate_ffn_before_adapter": bool, "adapter_kernel_size": (1, 64), "adapter_stride": (1, 16),
     "num_adapter_layers": (1, 32), "output_hidden_size": _WIDTH, "adapter_act": _ACTIVATIONS,
@@ -206,9 +206,10 @@ class Wav2Vec2(Network):
         """The smallest number of samples with a state."""
         for kernel, stride in reversed(self.strides):
             self.min_samples = (self.min_samples - 1) * stride + kernel
-        if self.min_samples > _RATE:
+        frame = max(self.min_samples, math.prod(config.conv_stride))
+        if frame > _RATE:
             raise SbkitError(f"{settings.source}: its config.json has conv_kernel and conv_stride that make a frame of "
-                             f"{self.min_samples / _RATE:,.0f} seconds", hint="fetch it again, or take another model")
+                             f"{frame / _RATE:,.0f} seconds", hint="fetch it again, or take another model")
         model = make(self.auto, config)
         self.feature_extractor, self.feature_projection = model.feature_extractor, model.feature_projection
         self.encoder = model.encoder
@@ -414,7 +415,8 @@ def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each fam
     except ImportError as error:
         raise SbkitError(f"a pretrained encoder needs transformers ({error})",
                          hint="pip install 'sbkit[ssl]'") from error
-    values = {"model_type": kind, **allowed(settings)}
+    where = f"the config.json of {settings.source}"
+    values = {"model_type": kind, **plain_values(settings.config, ENCODER_VALUES, where)}
     values |= {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0,
                **({} if options.add_adapter else {"add_adapter": False, "use_intermediate_ffn_before_adapter": False})}
     if options.dropout is not None:
@@ -426,13 +428,17 @@ def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each fam
                          hint="is the file complete and unchanged?") from error
 
 
-def allowed(settings: Settings) -> dict[str, Any]:
-    """Return what of a config.json may reach transformers; raises if one of these values is out of its range."""
-    values = {name: value for name, value in settings.config.items() if name in _ALLOWED and value is not None}
+def plain_values(found: Mapping[str, Any], ranges: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the values of a stranger's JSON that may reach transformers; raises if one of them is out of its range.
+
+    ranges : the keys that may, as in ``ENCODER_VALUES``
+    where : the file, for the error
+    """
+    values = {name: value for name, value in found.items() if name in ranges and value is not None}
     for name, value in values.items():
-        if not _fits(value, _ALLOWED[name]):
-            raise SbkitError(f"{settings.source}: its config.json has {name}: {shown(value)}, but that must be "
-                             f"{_described(_ALLOWED[name])}", hint="fetch it again, or take another model")
+        if not _fits(value, ranges[name]):
+            raise SbkitError(f"{where} has {name}: {shown(value)}, but that must be {_described(ranges[name])}",
+                             hint="fetch it again, or take another model")
     return values
 
 
@@ -444,8 +450,8 @@ def _fits(value: object, what: Any) -> bool:  # as in _DEFINING
         return isinstance(value, (list, tuple)) and len(value) <= _LONGEST and all(_fits(one, what[0]) for one in value)
     if isinstance(what, set):
         return isinstance(value, str) and value in what
-    if what is bool:
-        return isinstance(value, bool)
+    if isinstance(what, type):
+        return isinstance(value, what)
     low, high = what
     return type(value) in (int, type(low)) and low <= value <= high  # type: ignore[operator]  # a number
 
