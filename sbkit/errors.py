@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from itertools import islice
 
@@ -11,8 +12,23 @@ _OUT_OF_MEMORY = (
     "not enough memory", "Memory allocation error", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
+#: Control characters, which a terminal obeys, except line feeds and tabs.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    r"""Escape control characters in a text that may have a stranger's words or names.
+
+    >>> printable("a\x1b]0;b")
+    'a\\x1b]0;b'
+    """
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class SbkitError(Exception):
     """An error shown as one plain line without a traceback; the command exits with ``exit_code``.
+
+    Names and values of strangers in it can't reach the terminal's controls.
 
     >>> str(SbkitError("train.tsv has no column 'path'", hint="is it a Common Voice release?"))
     "train.tsv has no column 'path'; is it a Common Voice release?"
@@ -21,6 +37,7 @@ class SbkitError(Exception):
     exit_code = 2
 
     def __init__(self, message: str, *, hint: str | None = None, exit_code: int | None = None):
+        message, hint = printable(message), None if hint is None else printable(hint)
         super().__init__(message if hint is None else f"{message}; {hint}")
         self.message = message
         self.hint = hint
@@ -66,7 +83,8 @@ def shown_names(names: Iterable[str]) -> str:
     >>> shown_names(["ID", "wav"])
     'ID, wav'
     """
-    listed = [name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..." for name in islice(names, _LISTED + 1)]
+    listed = [printable(name[:_SHOWN]) + ("..." if len(name) > _SHOWN else "")
+              for name in islice(names, _LISTED + 1)]
     return ", ".join(listed[:_LISTED]) + (", ..." if len(listed) > _LISTED else "")
 
 

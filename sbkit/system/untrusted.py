@@ -12,9 +12,10 @@ import stat
 import sys
 import zipfile
 import zlib
+from collections.abc import Iterable
 from typing import Any, BinaryIO, TextIO
 
-from sbkit.errors import SbkitError, is_out_of_memory, summary
+from sbkit.errors import CONTROL, SbkitError, is_out_of_memory, shown, summary
 from sbkit.system import disk
 from sbkit.system.environment import check_torch
 
@@ -94,6 +95,14 @@ def unpack(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     except zlib.error as error:
         raise OSError(errno.EINVAL, f"its compressed data is damaged: {error}", os.fspath(path)) from None
     return text.getvalue()
+
+
+def check_tokens(tokens: Iterable[str], where: str) -> None:
+    """Raise if a token of a vocabulary has a control character, which every transcript would send to a terminal."""
+    for place, token in enumerate(tokens):
+        if CONTROL.search(token) or "\n" in token or "\t" in token:
+            raise SbkitError(f"token {place} of {where} has a control character: {shown(token)}",
+                             hint="take another model, or remove it from the vocabulary")
 
 
 def load_tensors(path: str | os.PathLike[str], device: Any = "cpu", mmap: bool = False) -> Any:  # what was saved

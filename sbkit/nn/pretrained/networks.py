@@ -453,7 +453,7 @@ def _fits(value: object, what: Any) -> bool:  # as in _DEFINING
     if isinstance(what, type):
         return isinstance(value, what)
     low, high = what
-    return type(value) in (int, type(low)) and low <= value <= high  # type: ignore[operator]  # a number
+    return type(value) in (int, type(low)) and low <= value <= high
 
 
 def _described(what: Any) -> str:  # as in _DEFINING

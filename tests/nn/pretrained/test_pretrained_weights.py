@@ -194,7 +194,7 @@ def without_a_layer(folder):
           ("num_hidden_layers", 10**9, "a whole number from 1 to 256"), ("num_hidden_layers", True, "a whole number"),
           ("num_hidden_layers", 2.5, "a whole number"), ("layer_norm_eps", float("nan"), r"a number from 0\.0 to 1\.0"),
           ("hidden_act", "evil/kernel", "gelu or "), ("conv_dim", [2**28], "a list of up to 32, each a whole"),
-          ("conv_dim", [32] * 40, "a list"), ("conv_stride", [0, 2, 2], "a list"), ("conv_bias", "yes", "true or false"),
+          ("conv_dim", [32] * 40, "a list"), ("conv_stride", [0, 2, 2], "a list"), ("conv_bias", "yes", "true or"),
           ("do_stable_layer_norm", {"a": 1}, "true or false"))),
     (changed(conv_stride=[64, 64, 64]), "conv_kernel and conv_stride that make a frame of 16 seconds"),
     *((changed(**more), rf"its config\.json describes [\d,]+ numbers that its weights lack, such as {name}")
