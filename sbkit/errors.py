@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 _SHOWN, _LISTED = 100, 16  # characters of a value, and names, in a message
+_LINE = 600  # characters of another library's message
 _OUT_OF_MEMORY = (
     "out of memory", "can't allocate memory", "Cannot allocate memory", "Failed to allocate memory", "std::bad_alloc",
     "not enough memory", "Memory allocation error", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -49,12 +50,13 @@ class SbkitError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the first line of an error's message, or the name of its class if it has no message.
+    r"""Return the first line of an error's message, cut if it is long, or the name of its class if it has no message.
 
     >>> first_line(ValueError("no such file\nTraceback ..."))
     'no such file'
     """
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= _LINE else f"{line[:_LINE]}..."
 
 
 def is_out_of_memory(error: BaseException) -> bool:

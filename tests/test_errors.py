@@ -14,6 +14,7 @@ from sbkit.system.console import TerminalHandler
 @pytest.mark.parametrize("message, line, described", [
     ("no such file", "no such file", "ValueError: no such file"),
     ("\n\n  no such file  \nTraceback ...", "no such file", "ValueError: no such file"),
+    ("a" * 10**6, "a" * 600 + "...", "ValueError: " + "a" * 600 + "..."),
     ("", "ValueError", "ValueError"),
     (" \n\t\n", "ValueError", "ValueError"),
 ])

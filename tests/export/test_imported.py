@@ -178,11 +178,13 @@ def test_a_model_without_a_tokenizer(tmp_path):
     ("tokenizer_config.json", {"extra_ids": 10**9}, "has extra_ids: 1000000000, but that must be a whole number"),
     ("tokenizer_config.json", {"added_tokens_decoder": {str(i): {"content": f"<{i}>"} for i in range(200_000)}},
      "tokenizer_config.json has 200,000 entries for a model of 32 tokens"),
+    ("tokenizer_config.json", {"backend": 5}, "has backend: 5, but that must be a text"),
+    ("vocab.json", {"A": "x"}, "can't be used: TypeError"),
     ("vocab.json", {f"<{i}>": i for i in range(200_000)}, "vocab.json has 200,0"),
     ("preprocessor_config.json", {"n_fft": 2**31}, "has n_fft: 2147483648, but that must be"),
     ("preprocessor_config.json", {"feature_extractor_type": "Evil"}, "has feature_extractor_type: 'Evil', but"),
 ])
-def test_a_tokenizer_or_features_that_would_take_gigabytes(tmp_path, name, values, told):
+def test_a_tokenizer_or_features_that_are_no_models_or_would_take_gigabytes(tmp_path, name, values, told):
     folder = published.make(tmp_path / "model")
     path = folder / name
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
@@ -197,6 +199,9 @@ def test_a_config_that_names_a_kernel_of_somebody_is_opened_without_it(tmp_path)
     signal = published.spoken(8_000)
     scores, text = CTCModel(str(folder)).own_code(lambda samples: samples // 320)(signal)
     assert scores.shape == (24, len(published.LETTERS)) and text
+    encoders.change(folder, "preprocessor_config.json", feature_extractor_type="SeamlessM4TFeatureExtractor")
+    with pytest.raises(SbkitError, match=f"transformers itself can't run {folder}: "):
+        CTCModel(str(folder)).own_code(lambda samples: samples // 320)(signal)
 
 
 def test_a_model_at_another_rate(tmp_path):

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sbkit.errors import SbkitError, first_line
+from sbkit.errors import SbkitError, first_line, shown, summary
 from sbkit.nn.pretrained import source
 from sbkit.nn.pretrained.encoder import network_class
-from sbkit.nn.pretrained.networks import ENCODER_VALUES, plain_values
+from sbkit.nn.pretrained.networks import ENCODER_VALUES, EncoderOptions, make_config, plain_values
 from sbkit.nn.pretrained.source import Settings
 from sbkit.nn.pretrained.tensors import TensorFiles
 
@@ -103,6 +103,7 @@ class CTCModel:
         The files may be a stranger's: a key such as ``_attn_implementation`` fetches code, and numbers take memory.
         """
         room, folder, rows = tempfile.TemporaryDirectory(), self.folder, self.files.shapes[self.head()["weight"]][0]
+        make_config(self.settings, EncoderOptions())  # refuses what sbkit doesn't know
         kind, where = self.settings.config["model_type"], f"the config.json of {self.source}"
         config = {"model_type": kind, **plain_values(self.settings.config, ENCODER_VALUES, where)}
         if kind.endswith("_encoder"):  # its head has a config around the encoder's
@@ -153,15 +154,23 @@ class CTCModel:
     @cached_property
     def tokens(self) -> Tokens:
         """The tokens of the head's rows; raises unless its tokenizer has exactly these."""
-        own, size = self.tokenizer, self.files.shapes[self.head()["weight"]][0]
+        try:
+            return self._tokens(self.tokenizer, self.files.shapes[self.head()["weight"]][0])
+        except SbkitError:
+            raise
+        except Exception as error:  # of any kind, by what its files hold instead of texts and numbers
+            raise SbkitError(f"the tokenizer of {self.source} can't be used: {summary(error)}",
+                             hint="fetch its files again") from error
+
+    def _tokens(self, own: Any, size: int) -> Tokens:  # each family has a class for it
         known = set(own.get_vocab().values())
         missing = [index for index in range(size) if index not in known]
         beyond = sorted(index for index in known - set(own.all_special_ids) if index >= size)
         blank = own.pad_token_id
         if missing or beyond or blank is None or blank >= size:
             what = f"none for {len(missing)}, such as row {missing[0]}" if missing else \
-                f"{len(beyond)} more, such as {own.convert_ids_to_tokens(beyond[0])!r}" if beyond else \
-                f"{own.pad_token!r} for the blank, which is none of them"
+                f"{len(beyond)} more, such as {shown(own.convert_ids_to_tokens(beyond[0]))}" if beyond else \
+                f"{shown(own.pad_token)} for the blank, which is none of them"
             raise SbkitError(f"the tokenizer of {self.source} doesn't fit its head: that has {size} rows, but the "
                              f"tokenizer has {what}", hint="are its tokenizer and its weights of the same model?")
         delimiter = getattr(own, "word_delimiter_token_id", None)
@@ -189,6 +198,13 @@ class CTCModel:
 
         @torch.no_grad()
         def run(signal: np.ndarray) -> tuple[np.ndarray, str]:
+            try:
+                return compute(signal)
+            except Exception as error:  # of any kind, if its files don't fit each other
+                raise SbkitError(f"transformers itself can't run {self.source}: {summary(error)}",
+                                 hint="are its config.json and preprocessor_config.json of one model?") from error
+
+        def compute(signal: np.ndarray) -> tuple[np.ndarray, str]:
             inputs = extractor(signal, sampling_rate=self.settings.sample_rate, return_tensors="pt")
             if adapted and "input_features" in inputs:  # without padding, which an adapter would see
                 inputs = {name: value[:, :int(inputs["attention_mask"].sum())] for name, value in inputs.items()}

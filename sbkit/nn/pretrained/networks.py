@@ -463,8 +463,9 @@ def _described(what: Any) -> str:  # as in _DEFINING
         return f"a list of up to {_LONGEST}, each {_described(what[0])}"
     if isinstance(what, set):
         return " or ".join(sorted(what))
-    return "true or false" if what is bool else \
-        f"a {'whole ' if isinstance(what[0], int) else ''}number from {what[0]} to {what[1]}"
+    if isinstance(what, type):
+        return "true or false" if what is bool else "a text"
+    return f"a {'whole ' if isinstance(what[0], int) else ''}number from {what[0]} to {what[1]}"
 
 
 def check_size(kind: type[Network], config: Any, source: str, shapes: Mapping[str, tuple[int, ...]] | None) -> None:
