@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from itertools import islice
 
 _SHOWN, _LISTED = 100, 16  # characters of a value, and names, in a message
+_LINE = 600  # characters of another library's message
 _OUT_OF_MEMORY = (
     "out of memory", "can't allocate memory", "Cannot allocate memory", "Failed to allocate memory", "std::bad_alloc",
     "not enough memory", "Memory allocation error", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
+#: Control characters, which a terminal obeys, except line feeds and tabs.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    r"""Escape control characters in a text that may have a stranger's words or names.
+
+    >>> printable("a\x1b]0;b")
+    'a\\x1b]0;b'
+    """
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class SbkitError(Exception):
     """An error shown as one plain line without a traceback; the command exits with ``exit_code``.
+
+    Names and values of strangers in it can't reach the terminal's controls.
 
     >>> str(SbkitError("train.tsv has no column 'path'", hint="is it a Common Voice release?"))
     "train.tsv has no column 'path'; is it a Common Voice release?"
@@ -21,6 +38,7 @@ class SbkitError(Exception):
     exit_code = 2
 
     def __init__(self, message: str, *, hint: str | None = None, exit_code: int | None = None):
+        message, hint = printable(message), None if hint is None else printable(hint)
         super().__init__(message if hint is None else f"{message}; {hint}")
         self.message = message
         self.hint = hint
@@ -32,12 +50,13 @@ class SbkitError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the first line of an error's message, or the name of its class if it has no message.
+    r"""Return the first line of an error's message, cut if it is long, or the name of its class if it has no message.
 
     >>> first_line(ValueError("no such file\nTraceback ..."))
     'no such file'
     """
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= _LINE else f"{line[:_LINE]}..."
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -66,7 +85,8 @@ def shown_names(names: Iterable[str]) -> str:
     >>> shown_names(["ID", "wav"])
     'ID, wav'
     """
-    listed = [name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..." for name in islice(names, _LISTED + 1)]
+    listed = [printable(name[:_SHOWN]) + ("..." if len(name) > _SHOWN else "")
+              for name in islice(names, _LISTED + 1)]
     return ", ".join(listed[:_LISTED]) + (", ..." if len(listed) > _LISTED else "")
 
 

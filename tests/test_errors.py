@@ -1,15 +1,20 @@
 """Errors in one line, and SbkitError on its way between processes."""
 
+import io
+import logging
 import pickle
 
 import pytest
 
-from sbkit.errors import SbkitError, first_line, summary
+from sbkit.errors import SbkitError, first_line, shown_names, summary
+from sbkit.infer.recordings import Recording
+from sbkit.system.console import TerminalHandler
 
 
 @pytest.mark.parametrize("message, line, described", [
     ("no such file", "no such file", "ValueError: no such file"),
     ("\n\n  no such file  \nTraceback ...", "no such file", "ValueError: no such file"),
+    ("a" * 10**6, "a" * 600 + "...", "ValueError: " + "a" * 600 + "..."),
     ("", "ValueError", "ValueError"),
     (" \n\t\n", "ValueError", "ValueError"),
 ])
@@ -21,3 +26,14 @@ def test_an_error_of_a_worker_process_arrives_as_it_was_raised():
     error = pickle.loads(pickle.dumps(SbkitError("train.tsv is empty", hint="copy it again", exit_code=3)))
     assert (str(error), error.message, error.hint, error.exit_code) == \
         ("train.tsv is empty; copy it again", "train.tsv is empty", "copy it again", 3)
+
+
+def test_control_characters_of_a_stranger_never_reach_the_terminal():
+    error = SbkitError("no such file: a\x1b]0;title\x07.wav\r", hint="is\x9b2J it there?\n  a second\tline")
+    assert str(error) == r"no such file: a\x1b]0;title\x07.wav\r; is\x9b2J it there?" "\n  a second\tline"
+    assert error.message == r"no such file: a\x1b]0;title\x07.wav\r"
+    assert shown_names(["a\x1b[2J", "b" * 200]) == r"a\x1b[2J, " + "b" * 100 + "..."
+    assert Recording("dir/\x1b[2Ja.wav").name == r"dir/\x1b[2Ja.wav"
+    stream = io.StringIO()
+    TerminalHandler(stream).emit(logging.LogRecord("sbkit", logging.WARNING, "", 0, "left out: %s", ("\x1b[2J",), None))
+    assert stream.getvalue() == "left out: \\x1b[2J\n"

@@ -1,5 +1,6 @@
 """What the pages tell a user to type is understood: targets, commands, recipes and their keys; links lead somewhere."""
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -7,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import test_source
 
 from sbkit import cli
 from sbkit.recipe import arguments, load
@@ -46,6 +48,22 @@ def test_there_are_commands():
 def test_every_command_of_sbkit_is_on_a_page():
     told = {words[1] for page in PAGES for words in commands(page) if words[0] == "sbkit"}
     assert {*cli.COMMANDS, *cli.RECIPE_COMMANDS} <= told
+
+
+def test_the_list_of_what_runs_code_has_every_command_and_is_true(capsys):
+    """A command can run code only if it reaches what builds a recipe; then its help says so."""
+    section = prose("docs/ship.md").partition("## What runs code\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    listed = [(name, answer[:3] == "yes") for names, _, answer in rows[2:] for name in re.findall(r"`(.*?)`", names)]
+    assert sorted(name for name, _ in listed) == sorted([*cli.COMMANDS, *cli.RECIPE_COMMANDS])
+    assert all(answer.startswith(("yes", "no")) for _, _, answer in rows[2:])
+    for name, runs_code in listed:
+        reached = test_source.reached([f"sbkit.commands.{name.replace('-', '_')}"])
+        assert ("sbkit.recipe.build" in reached) == runs_code or name == "new", "that one reads sbkit's own recipes"
+        with contextlib.suppress(SystemExit):
+            cli.main([name, "--help"])
+        help_text = " ".join(capsys.readouterr().out.split())
+        assert bool(re.search(r"\bis code\b", help_text)) == runs_code, f"sbkit {name} --help"
 
 
 def test_a_figure_that_leads_to_a_run_is_that_runs():

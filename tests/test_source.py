@@ -121,6 +121,12 @@ def test_no_module_uses_a_private_name_of_another():
     assert used == {}
 
 
+def test_one_place_unpickles_what_others_wrote():
+    places = {module for module, path in FILES.items() for node in nodes(path) if isinstance(node, ast.Attribute)
+              and node.attr == "load" and isinstance(node.value, ast.Name) and node.value.id == "torch"}
+    assert places == {"sbkit.system.untrusted"}
+
+
 def test_nobody_imports_a_command_or_the_doctor_but_those_who_call_them():
     wrong = [told(module, other) for module in FILES for other in imports(module)
              if room(other) != room(module) and room(module) not in ONLY_BY.get(room(other), {room(module)})]

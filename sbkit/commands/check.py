@@ -12,7 +12,7 @@ from pathlib import Path
 from sbkit.commands.options import price
 from sbkit.errors import SbkitError
 from sbkit.system import disk
-from sbkit.system.environment import check_torch_pair
+from sbkit.system.environment import check_torch
 
 HELP = (
     "Report everything wrong with a recipe, what it costs and what fits in memory. --json prints it for programs,\n"
@@ -33,7 +33,7 @@ def run(argv: list[str]) -> int:
 
 
 def _check(argv: list[str]) -> int:
-    check_torch_pair()
+    check_torch()
     from sbkit.recipe import arguments
     from sbkit.recipe.check import check
 

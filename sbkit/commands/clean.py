@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from sbkit.errors import SbkitError
-from sbkit.system.environment import check_torch_pair
+from sbkit.system.environment import check_torch
 from sbkit.train.memory import host
 
 HELP = (
@@ -19,7 +19,7 @@ HELP = (
 
 
 def run(argv: list[str]) -> int:
-    check_torch_pair()
+    check_torch()
     host.reserve_little()
     import torch
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sbkit.commands.options import RUNS_CODE, add_search, chunk_sizes, request_of
 from sbkit.errors import SbkitError
 from sbkit.system.console import counted, table
-from sbkit.system.environment import check_torch_pair
+from sbkit.system.environment import check_torch
 
 if TYPE_CHECKING:
     from sbkit.data.remote import Remote
@@ -64,7 +64,7 @@ def _bound(text: str) -> tuple[str, float]:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_torch_pair()
+    check_torch()
     from sbkit.runs.evaluation import EvaluateRequest
 
     return evaluate(request_of(EvaluateRequest, args))

@@ -32,10 +32,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sbkit.system.environment import check_torch_exports, check_torch_pair
+    from sbkit.system.environment import check_torch
 
-    check_torch_pair()
-    check_torch_exports()
+    check_torch()
     from sbkit.export.bundle import ExportRequest, export
     from sbkit.infer.bundles import BundleLoader
 

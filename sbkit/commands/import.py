@@ -9,6 +9,8 @@ from sbkit.commands.options import above, count, request_of, several_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = ("The hyperparams.yaml of a SpeechBrain model is code, which is imported and called only with "
+                     "--trust-code; a model of transformers is data.")
     parser.add_argument("source", metavar="SOURCE", help="a model of transformers, or one for SpeechBrain's "
                         "EncoderASR: a folder, or owner/name or owner/name@revision on the Hugging Face Hub")
     parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to create")
@@ -19,16 +21,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clips", type=count, default=40, help="number of recordings to compare on (40)")
     parser.add_argument("--tolerance", type=above, metavar="D", default=0.001,
                         help="largest allowed difference of a log-probability from the model's own code (0.001)")
-    parser.add_argument("--trust-code", action="store_true", help="run the hyperparams.yaml of a SpeechBrain model "
-                        "from the Hub, which is code; a local folder's is always run")
+    parser.add_argument("--trust-code", action="store_true", help="run the hyperparams.yaml of a SpeechBrain "
+                        "model")
     parser.add_argument("--force", action="store_true", help="replace an existing bundle")
 
 
 def run(args: argparse.Namespace) -> int:
-    from sbkit.system.environment import check_torch_exports, check_torch_pair
+    from sbkit.system.environment import check_torch
 
-    check_torch_pair()
-    check_torch_exports()
+    check_torch()
     from sbkit.export.imported import ImportRequest, import_model
 
     return import_model(request_of(ImportRequest, args))

@@ -14,7 +14,8 @@ from sbkit.score.chunk_size import WHOLE
 _Number = TypeVar("_Number", int, float)
 T = TypeVar("T")
 
-RUNS_CODE = "The recipe in a run's folder is code, which this command imports and calls: use only runs that you trust."
+RUNS_CODE = ("The recipe in a run's folder or reproduce.json is code, which this command imports and calls: use only "
+             "runs that you trust.")
 
 
 def request_of(kind: type[T], args: argparse.Namespace, **more: object) -> T:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from sbkit.system.environment import check_torch_pair
+from sbkit.system.environment import check_torch
 from sbkit.train.memory import host
 
 HELP = "Prepare the corpus and the tokenizer only, and report what was left out and why."
 
 
 def run(argv: list[str]) -> int:
-    check_torch_pair()
+    check_torch()
     host.reserve_little()
     from sbkit.infer.bundles import BundleLoader
     from sbkit.recipe import arguments, load

@@ -23,6 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="another path of the recipe, such as init_from=/models/demo")
     parser.add_argument("--steps", type=count, default=100,
                         help="compare the recorded losses up to this step: 1, 10 and each hundredth (100)")
+    parser.add_argument("--trust-code", action="store_true", help="run the recipe in FILE, which is code")
     parser.add_argument("--full", action="store_true", help="train to the end, and compare the test's figures too")
 
 
@@ -38,6 +39,9 @@ def run(args: argparse.Namespace) -> int:
                          hint=f"--steps {min(recorded['losses'])} compares its first loss")
     if (args.to / RECIPE).exists():
         raise SbkitError(f"--to: {args.to} is the folder of a run", hint="name a folder that doesn't exist yet")
+    if not args.trust_code:
+        raise SbkitError(f"{args.file} has a recipe, which is code that would run here",
+                         hint='read its lines under "recipe"; if you trust it, add --trust-code')
     with RunLock(args.to, option="--to"):
         return _reproduce(args, recorded, wanted)
 

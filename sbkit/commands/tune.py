@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from sbkit.errors import SbkitError
-from sbkit.system.environment import check_torch_pair
+from sbkit.system.environment import check_torch
 
 HELP = (
     "Find the largest batch that fits, by trying; cached per model, device and precision.\n--fresh tries again.\n"
@@ -14,7 +14,7 @@ HELP = (
 
 
 def run(argv: list[str]) -> int:
-    check_torch_pair()
+    check_torch()
     from sbkit.recipe import arguments
     from sbkit.recipe.batch_size import store
     from sbkit.train import device as devices

@@ -321,10 +321,14 @@ def _content(column: pa.Array) -> memoryview:
     return memoryview(data or b"")[bounds[column.offset] : bounds[column.offset + len(column)]]
 
 
+MAX_SECONDS = 1e9  # 30 years; sums of larger numbers overflow
+
+
 def to_seconds(path: Path, name: str, column: pa.ChunkedArray, unknown: float | None = None) -> np.ndarray:
     """Convert a column of texts to float64 seconds [N].
 
-    An entry that isn't a number >= 0 becomes ``unknown``; if that is None, it is an error that names the row.
+    An entry that isn't a number from 0 to ``MAX_SECONDS`` becomes ``unknown``; if that is None, it is an error that
+    names the row.
     """
     column = pc.utf8_trim_whitespace(column)
     try:
@@ -332,7 +336,7 @@ def to_seconds(path: Path, name: str, column: pa.ChunkedArray, unknown: float | 
         seconds = np.concatenate([np.from_dlpack(chunk) for chunk in chunks] or [np.zeros(0)])
     except pa.ArrowInvalid:
         seconds = np.array([to_number(text) for text in Column(column)])
-    bad = ~(np.isfinite(seconds) & (seconds >= 0))
+    bad = ~((seconds >= 0) & (seconds <= MAX_SECONDS))
     if unknown is not None:
         return np.where(bad, unknown, seconds)
     if bad.any():

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from sbkit.errors import SbkitError
+from sbkit.system import untrusted
 
 _UNIGRAM, _BPE, _CHAR = 1, 2, 4  # kinds of models
 _NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3  # kinds of pieces
@@ -26,6 +27,7 @@ def piece_model(pieces: Sequence[str], silent: Collection[int] = (), scores: Map
     if twice := [piece for piece, count in Counter(pieces).items() if count > 1 or not piece]:
         raise SbkitError(f"{len(twice)} tokens are duplicates or empty, such as {twice[0]!r}",
                          hint="SentencePiece needs a unique text for each")
+    untrusted.check_tokens(pieces, "the tokenizer")
     kinds = [_UNKNOWN if not i else _CONTROL if i in silent else _NORMAL for i in range(len(pieces))]
     scores = scores or {}
     listed = b"".join(_bytes(1, _bytes(1, piece.encode()) + _float(2, scores.get(piece, _RARE if scores else 0.0))

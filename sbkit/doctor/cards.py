@@ -12,6 +12,7 @@ from pathlib import Path
 from sbkit.doctor import probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding, note_if
 from sbkit.rehearsal.cards import runs_on
+from sbkit.system.environment import TORCH
 
 _SECONDS = 10
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -40,8 +41,7 @@ def driver() -> Iterator[MachineFinding]:
         yield MachineFinding("NVIDIA driver", found)
     elif torch and not torch["cuda"]:
         yield MachineFinding("NVIDIA driver", f"{found}; this torch is built without CUDA", IN_THE_WAY,
-                             "install a torch with CUDA: pip uninstall -y torch torchaudio; "
-                             "pip install 'torch>=2.7,<2.12' 'torchaudio>=2.7,<2.12'")
+                             f"install a torch with CUDA: pip uninstall -y torch torchaudio; pip install {TORCH}")
     elif torch:
         yield MachineFinding("NVIDIA driver", *_unusable(found, version[1], torch["cuda"]))
 
@@ -54,8 +54,8 @@ def _unusable(found: str, version: str, cuda: str) -> tuple[str, str, str]:
     oldest = _OLDEST.get(major, "0")
     if int(version.split(".")[0]) < int(oldest):
         return (f"{found}; torch is built for CUDA {cuda}, which needs {oldest} or newer", IN_THE_WAY,
-                f"update the driver to {oldest}, or install a torch for an older CUDA: pip install 'torch>=2.7,<2.12' "
-                "'torchaudio>=2.7,<2.12' --index-url https://download.pytorch.org/whl/cu126")
+                f"update the driver to {oldest}, or install a torch for an older CUDA: pip install {TORCH} "
+                "--index-url https://download.pytorch.org/whl/cu126")
     return (f"{found}; torch finds no card that works", IN_THE_WAY,
             "does nvidia-smi list cards? a container needs --gpus all; after an update of the driver: reboot")
 

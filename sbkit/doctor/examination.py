@@ -24,7 +24,7 @@ from sbkit.recipe import finished_runs, price
 from sbkit.system.compiled import installed_compiler
 from sbkit.system.console import counted
 from sbkit.system.cores import usable_cores
-from sbkit.system.environment import check_torch_pair, onnxruntimes, version_of
+from sbkit.system.environment import TORCH, check_torch, onnxruntimes, version_of
 from sbkit.train.memory import host
 
 _PAIR = ("torch", "torchaudio")
@@ -72,7 +72,7 @@ def needed() -> Iterator[MachineFinding]:
 def torch_pair() -> Iterator[MachineFinding]:
     """Check that torch and torchaudio can be imported together."""
     try:
-        check_torch_pair()
+        check_torch()
     except SbkitError as error:
         yield MachineFinding("torch pair", error.message, IN_THE_WAY, error.hint or "")
     facts = probe.inspect_library("torch")
@@ -80,8 +80,7 @@ def torch_pair() -> Iterator[MachineFinding]:
     if "error" in torch or not torch:
         yield MachineFinding("torch",
                              f"{version_of('torch')} can't be imported: {torch.get('error') or facts['ended']}",
-                             IN_THE_WAY, "reinstall it: pip install --force-reinstall 'torch>=2.7,<2.12' "
-                                  "'torchaudio>=2.7,<2.12'")
+                             IN_THE_WAY, f"reinstall it: pip install --force-reinstall {TORCH}")
         return
     built = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "the CPU only"
     yield MachineFinding("torch", f"{torch['version']}, built for {built}")

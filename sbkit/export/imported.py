@@ -35,7 +35,7 @@ class ImportRequest:
     to, formats, force, tolerance, clips : as ``ExportRequest`` has them
     corpus : whatever a recipe's ``data_folder`` may be; its test split is used for the comparison; None: noise
     language : of the corpus, and named in the bundle
-    trust_code : whether the code in a SpeechBrain model from the Hub may run
+    trust_code : whether the hyperparams.yaml of a SpeechBrain model, which is code, may run
     """
 
     source: str
@@ -74,10 +74,7 @@ def _open(request: ImportRequest, run: Path) -> Trained:
                              "EncoderASR", hint=f"name a folder with all files of a model; {own_run}")
     folder = recipe_folder(request.source)
     if folder is not None:
-        if not (is_folder(request.source) or request.trust_code):
-            raise SbkitError(f"{request.source} is a SpeechBrain model, and its hyperparams.yaml is code that would "
-                             "run here", hint=f"read {folder / layout.RECIPE}; if you trust it, add --trust-code")
-        return _of_speechbrain(request, run, SpeechBrainModel(folder))
+        return _of_speechbrain(request, run, SpeechBrainModel(request.source, folder, request.trust_code))
     published = PublishedSource.of(request.source)
     brain, tokenizer = _brain(request, run, "ssl", published.piece_model(), init_from=request.source, head_kernel=0,
                               encoder={"add_adapter": bool(published.model.settings.config.get("add_adapter"))})

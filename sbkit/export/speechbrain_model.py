@@ -25,6 +25,7 @@ from sbkit.nn.pretrained.networks import EncoderOptions
 from sbkit.nn.pretrained.source import Settings
 from sbkit.runs.initial import source
 from sbkit.score.metric import Metric
+from sbkit.score.run_files import RECIPE
 
 _MARKS = ("unk_label", "bos_label", "eos_label")  # of a CTCTextEncoder
 _TYPES, _EPSILON = ("wav2vec2", "hubert", "wavlm"), 1e-5
@@ -115,9 +116,13 @@ class Layers(nn.Module):
 
 
 class SpeechBrainModel:
-    """A model for ``EncoderASR``. Opening it runs its hyperparams.yaml, which is code; weights are only read."""
+    """A model for ``EncoderASR``. Opening it runs its hyperparams.yaml, which is code; weights are only read.
 
-    def __init__(self, folder: Path):
+    name : what the user called it
+    trust_code : whether that code may run
+    """
+
+    def __init__(self, name: str, folder: Path, trust_code: bool):
         try:
             found = source.find(folder, "best", 1, Metric("WER"))
         except SbkitError as error:  # names a recipe's key
@@ -126,6 +131,9 @@ class SpeechBrainModel:
         if found.checkpointer is not None:
             raise SbkitError(f"{folder} is an sbkit run", hint=f"sbkit export {folder} --to BUNDLE")
         found.tensors(shapes=True)  # refuses files with more than tensors
+        if not trust_code:
+            raise SbkitError(f"{name} is a SpeechBrain model, and its hyperparams.yaml is code that would run here",
+                             hint=f"read {folder / RECIPE}; if you trust it, add --trust-code")
         from speechbrain.inference.ASR import EncoderASR
 
         try:

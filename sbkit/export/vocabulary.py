@@ -54,6 +54,7 @@ class Vocabulary:
 
 def write_tokens(path: Path, pieces: list[str], blank_id: int) -> None:
     """Write tokens.txt: a line ``symbol id`` for each token, with the blank as ``<blk>``."""
+    untrusted.check_tokens(pieces, "the tokenizer")
     lines = (f"{BLANK if i == blank_id else piece} {i}\n" for i, piece in enumerate(pieces))
     path.write_text("".join(lines), encoding="utf-8")
 
@@ -77,4 +78,6 @@ def read_tokens(path: Path, vocabulary: int) -> list[str]:
     if sorted(symbols) != list(range(vocabulary)):
         raise SbkitError(f"{path} has {len(symbols)} tokens, but the model has {vocabulary} outputs",
                          hint="do both come from the same export?")
-    return [symbols[i] for i in range(vocabulary)]
+    tokens = [symbols[i] for i in range(vocabulary)]
+    untrusted.check_tokens(tokens, str(path))
+    return tokens

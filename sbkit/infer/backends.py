@@ -141,7 +141,7 @@ Backend = Onnx | Torch
 def move_program(program: torch.export.ExportedProgram, device: torch.device) -> torch.export.ExportedProgram:
     """Move a program to a device: weights, constants, and devices in its nodes.
 
-    ``module().to(device)`` would move only the weights. torch's own pass before 2.9 skips nested modules.
+    ``module().to(device)`` would move only the weights.
     """
     import torch
     from torch.export.passes import move_to_device_pass
@@ -153,7 +153,7 @@ def move_program(program: torch.export.ExportedProgram, device: torch.device) ->
     if kinds - {device.type}:
         raise DeviceUnavailable(f"torch {torch.__version__} leaves part of the model on "
                                 f"{', '.join(kinds - {device.type})}",
-                                hint="pip install 'torch>=2.9,<2.12', or use --model onnx")
+                                hint="use --model onnx")
     return program
 
 

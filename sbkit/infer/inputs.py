@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import itertools
 import logging
-import math
 import os
 import shutil
 import tempfile
@@ -93,6 +92,7 @@ def _beside(wav: str, folder: Path) -> str:
 
 
 def _json_rows(path: Path, remote: Remote) -> Iterator[Recording]:
+    from sbkit.data.manifest import MAX_SECONDS
     from sbkit.data.sources.json_lines import JsonLines
 
     source = JsonLines({"train": path}, {})
@@ -102,8 +102,8 @@ def _json_rows(path: Path, remote: Remote) -> Iterator[Recording]:
         raise SbkitError(f"{path.parent / name}: {problem}")
     for i in range(len(rows)):
         length = float(rows.durations[i])
-        yield Recording(rows.wavs[i], rows.ids[i], float(rows.starts[i]), None if math.isnan(length) else length,
-                        rows.texts[i].strip() or None, remote=remote)
+        yield Recording(rows.wavs[i], rows.ids[i], float(rows.starts[i]),
+                        length if 0 <= length <= MAX_SECONDS else None, rows.texts[i].strip() or None, remote=remote)
 
 
 def _from_stdin() -> str:

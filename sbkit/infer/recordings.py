@@ -14,6 +14,7 @@ import soxr
 from sbkit.data import audio
 from sbkit.data.audio import AudioError
 from sbkit.data.remote import NO_REMOTE, Remote
+from sbkit.errors import printable
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +48,12 @@ class Recording:
 
     @property
     def name(self) -> str:
+        """Its name in messages, which a stranger may have given it."""
         if self.called:
             return self.called
         if isinstance(self.audio, np.ndarray):
-            return self.id or f"<{len(self.audio)} samples>"
-        return audio.describe(self.audio)
+            return printable(self.id) or f"<{len(self.audio)} samples>"
+        return printable(audio.describe(self.audio))
 
     def seconds(self, rate: int) -> float:
         """Read the length from the header."""

@@ -26,7 +26,7 @@ from sbkit.recipe.parts import flattened
 from sbkit.recipe.price import EFFICIENCY, GUESS_FACTOR
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node, Place
-from sbkit.recipe.trace import Trace, build_brain, fake_gpu_works
+from sbkit.recipe.trace import Trace, build_brain
 from sbkit.recipe.values import unwrapped
 from sbkit.system.console import counted, time_span
 
@@ -138,7 +138,7 @@ def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float, typ
     utterances = max(1, int(batch_seconds / longest))
     brain = build_brain(type(traced.brain), hparams, precision="fp32" if precision == "fp32" else "bf16")
     try:
-        counted = flops.run(brain, utterances, longest, MemoryCounter, gpu=fake_gpu_works())
+        counted = flops.run(brain, utterances, longest, MemoryCounter, gpu=True)
         operations = (flops.operations_per_second(brain, typical) if typical is not None else
                       counted.operations / (utterances * longest))
         layers = flops.layer_shares(brain, counted)

@@ -18,7 +18,7 @@ from sbkit.recipe.ownership import (
 )
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings
-from sbkit.recipe.trace import Trace, fake_gpu_works, trace_moved
+from sbkit.recipe.trace import Trace, trace_moved
 
 
 def section(built: Built, owned: Owned) -> Section:
@@ -84,11 +84,9 @@ def check_moved(owned: Owned, table: Section, traced: Trace, findings: Findings)
     left, note = left_behind(built, owned), ""
     for row, (_, module) in zip(table.rows, listed, strict=True):
         row[4] = _place(module, left)
-    if traced.complete and fake_gpu_works():
+    if traced.complete:
         note = trace_moved(traced, modules, findings).note
-    elif traced.complete:
-        table.remarks.append(f"no forward on a fake GPU: torch {torch.__version__} needs a driver for it")
-    if traced.complete:  # tensors that the forward uses work, or were reported when it failed
+        # tensors that the forward uses work, or were reported when it failed
         left = [t for t in left if t.path.split(".")[0].split("[")[0] not in traced.outputs]
     if traced.complete or (traced.task is None and "brain" not in built.nodes):
         report_left_behind(left, owned, findings)

@@ -115,18 +115,6 @@ def on_fake_tensors(holder: Task | nn.Module, compute: Callable[[FakeTensorMode]
     return result
 
 
-@functools.cache
-def fake_gpu_works() -> bool:
-    """Whether fake tensors can be on a GPU here: torch 2.9 and older need a driver for that."""
-    real = torch.ones(1)
-    try:
-        with fake_tensors():
-            real.to("cuda:0")
-    except RuntimeError:
-        return False
-    return True
-
-
 @contextlib.contextmanager
 def without_driver() -> Iterator[None]:
     """Within it, torch.autocast isn't switched off because there is no GPU, and nothing asks a driver."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sbkit.system import console, disk
-from sbkit.system.environment import check_torch_pair
+from sbkit.system.environment import check_torch
 from sbkit.train.distributed import ending
 from sbkit.train.memory import host
 
@@ -30,7 +30,7 @@ def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
     """
     console.outlast_terminal()
     ending.watch_launcher()
-    check_torch_pair()
+    check_torch()
     host.reserve_little()
     from sbkit.recipe import arguments, load
     from sbkit.train import device as devices

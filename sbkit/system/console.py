@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from sbkit.errors import printable
 from sbkit.system import disk
 
 LINE_SECONDS = 30.0  # between plain lines, outside of a terminal
@@ -193,7 +194,7 @@ class TerminalHandler(logging.StreamHandler):  # type: ignore[type-arg]  # has n
         """Write a record; if the terminal is gone, the log has it already."""
         _logging.here = True
         try:
-            tqdm.write(self.format(record), file=self.stream)
+            tqdm.write(printable(self.format(record)), file=self.stream)
             self.flush()
         except Exception:
             self.handleError(record)

@@ -14,6 +14,9 @@ from importlib import metadata
 from sbkit.errors import SbkitError
 from sbkit.system.cores import usable_cores
 
+#: What pip installs; setup.cfg has the same range.
+TORCH = "'torch>=2.10,<2.12' 'torchaudio>=2.10,<2.12'"
+_OLDEST_TORCH = (2, 10)
 _PACKAGES = ("sbkit", "torch", "torchaudio", "speechbrain", "hyperpyyaml", "datasets", "sentencepiece", "numpy")
 
 
@@ -36,32 +39,26 @@ def onnxruntimes() -> dict[str, str]:
     return dict(sorted(next(iter(found.values()), {}).items()))
 
 
-def check_torch_pair(torch: str | None = None, torchaudio: str | None = None) -> None:
-    """Raise if torch and torchaudio are of different minor releases, whose binaries do not load together."""
+def check_torch(torch: str | None = None, torchaudio: str | None = None) -> None:
+    """Raise if torch is too old to read files from others, or torchaudio of another minor release, whose binaries do
+    not load together."""
     torch = torch or version_of("torch")
     torchaudio = torchaudio or version_of("torchaudio")
     if torch is None or torchaudio is None:
         raise _not_installed("torch" if torch is None else "torchaudio")
+    if _minor(torch) < _OLDEST_TORCH:
+        raise SbkitError(f"torch {torch} is too old: before 2.10, a file of weights can corrupt memory",
+                         hint=f"pip install {TORCH}: checkpoints stay valid")
     if _minor(torch) != _minor(torchaudio):
         wanted = ".".join(map(str, _minor(torch)))
         raise SbkitError(
             f"torch {torch} and torchaudio {torchaudio} are of different releases and cannot be loaded together",
-            hint=f"pip install 'torchaudio=={wanted}.*' (or 'torch>=2.7,<2.12' 'torchaudio>=2.7,<2.12')",
+            hint=f"pip install 'torchaudio=={wanted}.*' (or {TORCH})",
         )
 
 
-def check_torch_exports(torch: str | None = None) -> None:
-    """Raise if torch's exporter can't handle SpeechBrain's layers."""
-    torch = torch or version_of("torch")
-    if torch is None:
-        raise _not_installed("torch")
-    if _minor(torch) < (2, 9):
-        raise SbkitError(f"the exporter of torch {torch} fails on SpeechBrain's layers",
-                         hint="pip install 'torch>=2.9,<2.12' 'torchaudio>=2.9,<2.12': checkpoints stay valid")
-
-
 def _not_installed(package: str) -> SbkitError:
-    return SbkitError(f"{package} is not installed", hint="pip install 'torch>=2.7,<2.12' 'torchaudio>=2.7,<2.12'")
+    return SbkitError(f"{package} is not installed", hint=f"pip install {TORCH}")
 
 
 def _minor(version: str) -> tuple[int, int]:

@@ -7,13 +7,17 @@ import gzip
 import io
 import json
 import os
+import pickle
 import stat
 import sys
+import zipfile
 import zlib
+from collections.abc import Iterable
 from typing import Any, BinaryIO, TextIO
 
-from sbkit.errors import SbkitError
+from sbkit.errors import CONTROL, SbkitError, is_out_of_memory, shown, summary
 from sbkit.system import disk
+from sbkit.system.environment import check_torch
 
 #: No text compresses better than this (a language model's to a fifth), except small files.
 _MAX_PACKED, _PACKED_ANYHOW = 50, 16 << 20
@@ -91,6 +95,35 @@ def unpack(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     except zlib.error as error:
         raise OSError(errno.EINVAL, f"its compressed data is damaged: {error}", os.fspath(path)) from None
     return text.getvalue()
+
+
+def check_tokens(tokens: Iterable[str], where: str) -> None:
+    """Raise if a token of a vocabulary has a control character, which every transcript would send to a terminal."""
+    for place, token in enumerate(tokens):
+        if CONTROL.search(token) or "\n" in token or "\t" in token:
+            raise SbkitError(f"token {place} of {where} has a control character: {shown(token)}",
+                             hint="take another model, or remove it from the vocabulary")
+
+
+def load_tensors(path: str | os.PathLike[str], device: Any = "cpu", mmap: bool = False) -> Any:  # what was saved
+    """Unpickle a file of ``torch.save``, which can make only tensors, plain values and what torch was told is safe.
+
+    It is the only place that unpickles files from others: an older torch, which a file could corrupt, is refused. An
+    object of another kind is an ``UnpicklingError``, any other damage a ValueError.
+
+    mmap : read values when they are used, if the file's format allows it; the file must not change until then
+    """
+    import torch
+
+    check_torch(torch.__version__)
+    try:
+        return torch.load(path, map_location=device, weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
+    except (OSError, pickle.UnpicklingError):
+        raise
+    except Exception as error:  # of any kind, by what is wrong
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(summary(error)) from error
 
 
 def standard_input(what: str, hint: str) -> TextIO:

@@ -76,8 +76,7 @@ def _compiled(kind: type[nn.Module], mode: str | None, fullgraph: bool) -> type:
     # On a CPU this optimization fixes strides around convolutions, so each length would be compiled again.
     options["layout_optimization"] = False
     # An assertion of this one, which isn't meant for symbolic sizes yet, fails on a GPU where an encoder has chunks.
-    if hasattr(torch._inductor.config.triton, "coalesce_tiling_analysis"):  # torch 2.8 and later
-        options["triton.coalesce_tiling_analysis"] = False
+    options["triton.coalesce_tiling_analysis"] = False
     run = torch.compile(kind.forward, options=options, fullgraph=fullgraph, dynamic=True)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:

@@ -12,8 +12,8 @@ SIGUSR1  138  SLURM's warning before the time limit: ``#SBATCH --signal=USR1@300
 
 The numbers are exit codes, 128 + signal, as usual for processes ended by a signal. torchrun itself exits with code 1
 after any of them. A SIGUSR1 kills it and its processes, unless it forwards that signal: start it with
-``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1`` (torch 2.9 and later; before,
-``TORCHELASTIC_SIGNALS_TO_HANDLE``). ``tools/launch_slurm.sh`` needs none of this.
+``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``. ``tools/launch_slurm.sh`` needs none
+of this.
 """
 
 from __future__ import annotations

@@ -137,6 +137,7 @@ def test_columns_behave_like_lists():
     ("ID,duration,wav,wrd\na,1,b,c\nd,long,e,f\n", "row 2: duration is 'long'"),
     ("ID,duration,wav,wrd\na,-1,b,c\n", "row 1: duration is '-1'"),
     ("ID,duration,wav,wrd\na,nan,b,c\n", "row 1: duration is 'nan'"),
+    ("ID,duration,wav,wrd\na,1e308,b,c\n", "row 1: duration is '1e308'"),
     ("ID,duration,wav,wrd,start\na,1,b,c,x\n", "row 1: start is 'x'"),
     ("ID,ID,wav,wrd\na,1,b,c\n", "line 1: the column 'ID' appears twice"),
     ("", "is empty"), ("\n\n", "is empty"),

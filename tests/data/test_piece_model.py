@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sbkit.data.piece_model import piece_model
 from sbkit.errors import SbkitError
+from sbkit.export.vocabulary import read_tokens, write_tokens
 
 
 def opened(*args):
@@ -38,3 +39,14 @@ def test_pieces_cut_a_text_by_their_scores_or_by_merges():
 def test_pieces_that_are_ambiguous_are_refused(pieces):
     with pytest.raises(SbkitError, match="tokens are duplicates or empty"):
         piece_model(pieces)
+
+
+@pytest.mark.parametrize("piece", ["\x1b]0;title\x07", "a\nb", "\x9b2J", "\x7f"])
+def test_a_token_that_a_terminal_would_obey_is_refused_wherever_a_vocabulary_is_read(tmp_path, piece):
+    with pytest.raises(SbkitError, match=r"token 2 of the tokenizer has a control character: '[^\x00-\x1f]+'"):
+        piece_model(["_", "a", piece])
+    with pytest.raises(SbkitError, match="token 1 of the tokenizer has a control character"):
+        write_tokens(tmp_path / "tokens.txt", ["_", piece], 0)
+    (tmp_path / "tokens.txt").write_bytes(f"<blk> 0\n{piece.replace(chr(10), chr(27))} 1\n".encode())
+    with pytest.raises(SbkitError, match=r"token 1 of .*tokens\.txt has a control character"):
+        read_tokens(tmp_path / "tokens.txt", 2)

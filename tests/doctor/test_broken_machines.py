@@ -113,7 +113,7 @@ def test_an_onnxruntime_without_cuda_beside_a_card_is_noted(says, installed):
 
 def test_a_package_that_is_missing_or_too_old_is_named_with_the_range(installed, monkeypatch):
     installed(numpy="1.20", tqdm="4.70")
-    wanted = ["numpy>=1.26", "tqdm>=4.66", "soxr>=0.5", 'onnx>=1.17; extra == "export"']
+    wanted = ["numpy>=1.26", "tqdm>=4.66", "soxr>=0.5", 'onnx>=1.21; extra == "export"']
     monkeypatch.setattr(examination.metadata, "requires", lambda _: wanted)
     numpy, soxr, rest = run_check("packages", examination.needed)
     assert numpy == MachineFinding("numpy", "1.20", IN_THE_WAY, "pip install 'numpy>=1.26'")

@@ -5,6 +5,7 @@ import json
 import pickle
 
 import bundles
+import encoders
 import numpy as np
 import onnxruntime
 import published
@@ -17,6 +18,9 @@ from sbkit.cli import main
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.imported import ImportRequest, import_model
+from sbkit.nn.pretrained.ctc import CTCModel
+from sbkit.runs.initial import published as published_sources
+from sbkit.score.metric import Metric
 
 LENGTHS = (16_000, 4_000, 23_457, 9_999)
 
@@ -145,8 +149,6 @@ def refusal(tmp_path, source):
 
 
 def test_a_model_without_a_head(tmp_path):
-    import encoders
-
     encoders.make(tmp_path / "bare", "wav2vec2-layer")
     error = refusal(tmp_path, tmp_path / "bare")
     assert "is a model of transformers (wav2vec2) without a CTC head" in error.message
@@ -169,6 +171,37 @@ def test_a_model_without_a_tokenizer(tmp_path):
     for name in ("vocab.json", "tokenizer_config.json"):
         (folder / name).unlink()
     assert f"{folder} has no tokenizer that transformers can open" in refusal(tmp_path, folder).message
+
+
+@pytest.mark.parametrize("name, values, told", [
+    ("tokenizer_config.json", {"tokenizer_class": "RagTokenizer"}, "has tokenizer_class: 'RagTokenizer', but that"),
+    ("tokenizer_config.json", {"extra_ids": 10**9}, "has extra_ids: 1000000000, but that must be a whole number"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {str(i): {"content": f"<{i}>"} for i in range(200_000)}},
+     "tokenizer_config.json has 200,000 entries for a model of 32 tokens"),
+    ("tokenizer_config.json", {"backend": 5}, "has backend: 5, but that must be a text"),
+    ("vocab.json", {"A": "x"}, "can't be used: TypeError"),
+    ("vocab.json", {f"<{i}>": i for i in range(200_000)}, "vocab.json has 200,0"),
+    ("preprocessor_config.json", {"n_fft": 2**31}, "has n_fft: 2147483648, but that must be"),
+    ("preprocessor_config.json", {"feature_extractor_type": "Evil"}, "has feature_extractor_type: 'Evil', but"),
+])
+def test_a_tokenizer_or_features_that_are_no_models_or_would_take_gigabytes(tmp_path, name, values, told):
+    folder = published.make(tmp_path / "model")
+    path = folder / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    assert told in refusal(tmp_path, folder).message
+
+
+def test_a_config_that_names_a_kernel_of_somebody_is_opened_without_it(tmp_path):
+    """Also by transformers' own code, with which the bundle is compared."""
+    folder = published.make(tmp_path / "model")
+    encoders.change(folder, _attn_implementation="evil/kernel@main", auto_map={"AutoModelForCTC": "evil.Evil"},
+                    vocab_size=10**9, quantization_config={"quant_method": "evil"})
+    signal = published.spoken(8_000)
+    scores, text = CTCModel(str(folder)).own_code(lambda samples: samples // 320)(signal)
+    assert scores.shape == (24, len(published.LETTERS)) and text
+    encoders.change(folder, "preprocessor_config.json", feature_extractor_type="SeamlessM4TFeatureExtractor")
+    with pytest.raises(SbkitError, match=f"transformers itself can't run {folder}: "):
+        CTCModel(str(folder)).own_code(lambda samples: samples // 320)(signal)
 
 
 def test_a_model_at_another_rate(tmp_path):
@@ -195,6 +228,16 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path):
     assert "holds more than tensors, so loading it could run code" in refusal(tmp_path, folder).message
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(published.Evil(tmp_path / "ran")))
     refusal(tmp_path, folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_recipe_beside_a_model_of_transformers_is_not_opened(tmp_path):
+    folder = published.make(tmp_path / "model")
+    (folder / "hyperparams.yaml").write_text(f"ran: !apply:os.mkdir [{tmp_path / 'ran'}]\n")
+    assert published_sources.find(folder, "best", 1, Metric("WER")).has_tokenizer
+    (folder / "vocab.json").unlink()
+    with pytest.raises(SbkitError, match=f"{folder} has no tokenizer that transformers can open"):
+        import_model(ImportRequest(str(folder), tmp_path / "bundle", trust_code=True))
     assert not (tmp_path / "ran").exists()
 
 

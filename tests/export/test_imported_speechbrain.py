@@ -31,7 +31,7 @@ def test_a_bundle_says_of_each_clip_what_speechbrain_says(tmp_path, kind):
     pretrained = encoders.make(tmp_path / "encoder", "wav2vec2-layer", **more) if kind == "labels" else None
     folder = speechbrain_models.make(tmp_path / "model", kind == "labels", pretrained=pretrained)
     bundle = tmp_path / "bundle"
-    assert import_model(ImportRequest(str(folder), bundle, formats=["onnx"])) == 0
+    assert import_model(ImportRequest(str(folder), bundle, trust_code=True, formats=["onnx"])) == 0
     graph = onnxruntime.InferenceSession(bundle / "model.onnx")
     recogniser = sbkit.infer.load(bundle, model=layout.ONNX, device="cpu")
     config, heard = layout.Config.read(bundle), set()
@@ -81,11 +81,15 @@ def test_a_model_on_the_hub_is_that_of_its_folder(repository, tmp_path, monkeypa
     assert all(torch.equal(value, theirs.tensors()[name]) for name, value in ours.tensors().items())
 
 
-def test_code_from_the_hub_runs_only_if_it_is_trusted(repository, tmp_path):
-    recipe = repository[0].repositories["someone/model"].files
-    recipe["hyperparams.yaml"] += f"\nran: !apply:os.mkdir [{tmp_path / 'ran'}]\n".encode()
-    error = refusal(tmp_path, "someone/model")
-    assert "someone/model is a SpeechBrain model, and its hyperparams.yaml is code" in error.message
+@pytest.mark.parametrize("local", [False, True])
+def test_code_runs_only_if_it_is_trusted(repository, tmp_path, local):
+    code = f"\nran: !apply:os.mkdir [{tmp_path / 'ran'}]\n"
+    repository[0].repositories["someone/model"].files["hyperparams.yaml"] += code.encode()
+    with (repository[1] / "hyperparams.yaml").open("a") as recipe:
+        recipe.write(code)
+    name = str(repository[1]) if local else "someone/model"
+    error = refusal(tmp_path, name, trust_code=False)
+    assert f"{name} is a SpeechBrain model, and its hyperparams.yaml is code" in error.message
     assert error.hint.endswith("hyperparams.yaml; if you trust it, add --trust-code")
     assert not (tmp_path / "ran").exists()
 
@@ -93,12 +97,12 @@ def test_code_from_the_hub_runs_only_if_it_is_trusted(repository, tmp_path):
 def test_a_repository_that_lacks_a_file_of_its_pretrainer(repository, tmp_path):
     del repository[0].repositories["someone/model"].files["model.ckpt"]
     assert "lacks model.ckpt, which its pretrainer loads" in refusal(
-        tmp_path, "someone/model", trust_code=True).message
+        tmp_path, "someone/model").message
 
 
 def refusal(tmp_path, source, **more):
     with pytest.raises(SbkitError) as caught:
-        import_model(ImportRequest(str(source), tmp_path / "bundle", **more))
+        import_model(ImportRequest(str(source), tmp_path / "bundle", **{"trust_code": True, **more}))
     assert not (tmp_path / "bundle").exists()
     return caught.value
 

@@ -100,6 +100,13 @@ def test_a_folder_without_audio_is_named_beside_one_with(clips, tmp_path, caplog
     assert f"There is no audio in {none}: looked for " in caplog.text
 
 
+def test_a_length_that_no_recording_has_is_not_believed(bundle, clips, tmp_path, capsys):
+    line = json.dumps({"audio_filepath": str(clips / "one.wav"), "duration": 1e308, "text": "first words"})
+    (tmp_path / "clips.jsonl").write_text(f"{line}\n{line}\n")
+    assert run(bundle, tmp_path / "clips.jsonl") == 0
+    assert capsys.readouterr().out.count("first words") == 2
+
+
 def test_clips_of_one_name_get_files_of_their_own(bundle, clips, tmp_path):
     again = tmp_path / "again" / "one.wav"
     again.parent.mkdir()

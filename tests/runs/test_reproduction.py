@@ -115,13 +115,15 @@ def test_any_changed_text_is_named(texts, data):
     (lambda found: found.update(environment=["a"]), "its environment is "),
     (lambda found: found.update(processes=10**9), "it lacks a number of processes from 1 to 4096"),
 ])
-def test_a_file_that_is_not_what_a_run_wrote_is_refused(manifest, tmp_path, change, problem):
+def test_a_file_that_is_not_what_a_run_wrote_is_refused(manifest, tmp_path, capsys, change, problem):
     found = {"format": 1, "recipe": ["seed: 1", "lr: 0.1"], "recipe_lines": "10e55796 a281b6ba", "losses": {"1": 2.0},
              "options": {}, "device": "cpu", "processes": 1, "threads": 1, "precision": "fp32", "environment": {},
              "figures": {}, **recorded(manifest)}
     path = tmp_path / "reproduce.json"
     path.write_text(json.dumps(found))
     assert reproduction.read(path)["losses"] == {1: 2.0}
+    assert main(["reproduce", str(path), "--to", f"{tmp_path}/again"]) == 2 and not (tmp_path / "again").exists()
+    assert f"{path} has a recipe, which is code that would run here; read its lines" in capsys.readouterr().err
     change(found)
     path.write_text(json.dumps(found))
     with pytest.raises(SbkitError, match=problem):
@@ -181,7 +183,7 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     words = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
     assert main(["train", str(RECIPE), *words, "--data_folder", f"{tmp_path}/data", "--output_folder",
                  f"{tmp_path}/out", "--no-check"]) == 0
-    again = ["reproduce", f"{tmp_path}/out/reproduce.json", "--to", f"{tmp_path}/again"]
+    again = ["reproduce", f"{tmp_path}/out/reproduce.json", "--to", f"{tmp_path}/again", "--trust-code"]
     shutil.copytree(tmp_path / "data", tmp_path / "elsewhere")  # lists, which name the same recordings
     again += ["--source", f"{tmp_path}/elsewhere"]
     assert main([*again, "--steps", "0"]) == 2  # nothing was prepared yet

@@ -1,21 +1,22 @@
 """A torch and a torchaudio that do not load together are told apart before they are imported."""
 
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from sbkit.errors import SbkitError
-from sbkit.system.environment import check_torch_exports, check_torch_pair, describe, inventory
+from sbkit.system.environment import TORCH, check_torch, describe, inventory
 
 
 def test_the_installed_pair_and_other_builds_of_one_release_are_accepted():
-    check_torch_pair()
-    check_torch_pair("2.11.0+cu130", "2.11.1+cpu")
+    check_torch()
+    check_torch("2.11.0+cu130", "2.11.1+cpu")
 
 
 def test_two_releases_are_an_error_with_what_to_install():
     with pytest.raises(SbkitError) as caught:
-        check_torch_pair("2.13.0+cpu", "2.11.0")
+        check_torch("2.13.0+cpu", "2.11.0")
     message = str(caught.value)
     assert "torch 2.13.0+cpu and torchaudio 2.11.0" in message and "pip install 'torchaudio==2.13.*'" in message
     assert "\n" not in message
@@ -28,10 +29,13 @@ def test_versions_and_hardware(monkeypatch, cores, told):
     assert facts["torch"].startswith("2.") and facts["cpu"].endswith(told)
 
 
-def test_an_exporter_that_is_too_old_is_an_error():
-    check_torch_exports("2.9.1+cu128")
-    with pytest.raises(SbkitError, match=r"exporter of torch 2\.8\.0 fails"):
-        check_torch_exports("2.8.0")
+def test_a_torch_that_a_file_of_weights_could_corrupt_is_an_error_and_the_range_is_that_of_setup_cfg():
+    check_torch("2.10.0+cpu", "2.10.0")
+    with pytest.raises(SbkitError, match=r"torch 2\.9\.1\+cu128 is too old: before 2\.10, .* corrupt memory") as error:
+        check_torch("2.9.1+cu128", "2.9.1")
+    wanted = [line.strip().replace(" ", "") for line in (Path(__file__).parents[2] / "setup.cfg").open()
+              if line.strip().startswith("torch")]
+    assert " ".join(f"'{each}'" for each in wanted[:2]) == TORCH and TORCH in error.value.hint
 
 
 def test_the_inventory_is_of_this_interpreters_packages_whatever_a_shell_would_find(monkeypatch):

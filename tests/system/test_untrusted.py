@@ -6,17 +6,24 @@ import contextlib
 import gzip
 import io
 import os
+import struct
 import sys
 import threading
+import zipfile
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sbkit.decode import lm
 from sbkit.errors import SbkitError
 from sbkit.infer import inputs, speaking
+from sbkit.nn.pretrained.tensors import TensorFiles
+from sbkit.runs.initial.files import plain_state, tensors_in
 from sbkit.system import untrusted
 from sbkit.system.untrusted import standard_input
+from sbkit.train.checkpoint.state import load_file
+from sbkit.train.diagnose.culprit import load_batches
 
 
 def test_a_file_is_read_up_to_its_bound(tmp_path):
@@ -99,3 +106,38 @@ def test_a_terminal_is_an_error_and_a_pipe_is_read(monkeypatch):
         standard_input("audio", "cat a")
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False))
     assert standard_input("audio", "cat a") is sys.stdin
+
+
+def lying(path, numbers):
+    """A file of weights whose one record has other many numbers than its pickle says."""
+    torch.save({"weight": torch.zeros(4)}, path)
+    with zipfile.ZipFile(path) as whole:
+        parts = {name: whole.read(name) for name in whole.namelist()}
+    for count in (b"K\x04tq", b"K\x04\x85"):  # of the storage, and of the tensor
+        written = b"\x8a\x08" + struct.pack("<q", numbers) + count[2:]
+        parts = {name: part.replace(count, written) if name.endswith("data.pkl") else part
+                 for name, part in parts.items()}
+    with zipfile.ZipFile(path, "w") as out:
+        for name, part in parts.items():
+            out.writestr(name, part)
+
+
+@pytest.mark.parametrize("numbers", [2**40, 2**61, 10_000, -4])
+def test_tensors_that_are_larger_than_their_record_are_one_plain_error(tmp_path, numbers):
+    lying(tmp_path / "model.ckpt", numbers)
+    for read in (load_file, plain_state, tensors_in):
+        with pytest.raises(SbkitError, match=r"model\.ckpt is damaged or not a file of tensors"):
+            read(tmp_path / "model.ckpt")
+    with pytest.raises(SbkitError, match=r"model\.ckpt is incomplete or not a file of torch\.save"):
+        TensorFiles([tmp_path / "model.ckpt"], ())
+
+
+def test_nothing_is_unpickled_by_a_torch_that_a_file_could_corrupt(tmp_path, monkeypatch):
+    torch.save({"weight": torch.zeros(4)}, tmp_path / "model.ckpt")
+    monkeypatch.setattr(torch, "load", None)
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    readers = (load_file, plain_state, tensors_in, lambda path: TensorFiles([path], ()),
+               lambda path: load_batches(path, "cpu"))
+    for read in readers:
+        with pytest.raises(SbkitError, match=r"torch 2\.9\.1\+cpu is too old: before 2\.10"):
+            read(tmp_path / "model.ckpt")

@@ -92,7 +92,6 @@ def test_a_gradient_that_ends_leaves_finite_weights():
     assert weight.isfinite().all() and torch.allclose(weight, before, rtol=1e-3)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 and later have one")
 def test_matrices_are_updated_as_with_torchs_muon():
     shapes = [(16, 16), (16, 40), (40, 16)]
     ours, theirs = parameters(*shapes), parameters(*shapes)

@@ -2,7 +2,7 @@
 
     python -m tools.bench.speedrun                                  the unchanged hparams/ctc.yaml
     python -m tools.bench.speedrun --recipe mine.yaml --lr 0.004    another recipe, or other values
-    sbkit reproduce tools/bench/speedrun.json --full                the record's run again
+    sbkit reproduce tools/bench/speedrun.json --full --trust-code   the record's run again
 
 The minutes of the whole command count, from its start to its tested model: preparation, training, validations and test,
 but not synthesising the demo corpus (one hour of English). The test's WER, greedy and without a language model, has to

@@ -40,7 +40,7 @@ class Conformer(Network):
                              persistent=False)
         exact = fourier(_SIZE, _BINS, torch.float64)
         self.register_buffer("fourier", torch.stack([exact.float(), (exact - exact.float()).float()]), persistent=False)
-        encoder = make("AutoModel", config)
+        encoder = make(self.auto, config)
         for name, part in encoder.named_children():
             self.add_module(name, part)
         self.layers = lowest(encoder.layers, options.layers)

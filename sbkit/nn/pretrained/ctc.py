@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,15 +14,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sbkit.errors import SbkitError, first_line
+from sbkit.errors import SbkitError, first_line, shown, summary
 from sbkit.nn.pretrained import source
 from sbkit.nn.pretrained.encoder import network_class
+from sbkit.nn.pretrained.networks import ENCODER_VALUES, EncoderOptions, make_config, plain_values
 from sbkit.nn.pretrained.source import Settings
 from sbkit.nn.pretrained.tensors import TensorFiles
 
 #: Possible files of tokenizers in a repository.
 _TOKENIZER_FILES = ("tokenizer_config.json", "vocab.json", "tokenizer.json", "special_tokens_map.json",
                     "added_tokens.json", "spiece.model")
+_EXTRACTOR = {
+    "feature_extractor_type": {"Wav2Vec2FeatureExtractor", "SeamlessM4TFeatureExtractor", "ParakeetFeatureExtractor",
+                               "LasrFeatureExtractor"},
+    "do_normalize": bool, "return_attention_mask": bool, "feature_size": (1, 1024), "num_mel_bins": (1, 1024),
+    "sampling_rate": (1, 192_000), "padding_side": {"left", "right"}, "padding_value": (-1e3, 1e3), "stride": (1, 16),
+    "hop_length": (1, 1 << 14), "n_fft": (1, 1 << 14), "win_length": (1, 1 << 14), "preemphasis": (0.0, 1.0)}
+#: Of tokenizer_config.json; the classes of tokenizers that a CTC model can have, also with "Fast" behind.
+_CLASSES = ("Wav2Vec2CTCTokenizer", "Wav2Vec2PhonemeCTCTokenizer", "Wav2Vec2Tokenizer", "ParakeetTokenizer",
+            "LasrTokenizer", "PreTrainedTokenizer", "TokenizersBackend")
+_TOKENIZER = {
+    "tokenizer_class": {*_CLASSES, *(f"{name}Fast" for name in _CLASSES)}, "backend": str, "extra_ids": (0, 1000),
+    **dict.fromkeys(("do_lower_case", "do_phonemize", "clean_up_tokenization_spaces", "legacy"), bool),
+    **dict.fromkeys(("word_delimiter_token", "replace_word_delimiter_char", "phone_delimiter_token", "phonemizer_lang",
+                     "phonemizer_backend", "target_lang", *(f"{name}_token" for name in (
+                         "bos", "eos", "unk", "pad", "mask", "cls", "sep"))), object),
+    **dict.fromkeys(("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"), object)}
+_MORE_TOKENS = 5000  # MMS names its languages beside the tokens of each
 _SPACE = "▁"  # in SentencePiece's pieces
 #: The names of special tokens in SentencePiece, and in a search with a language model.
 _NAMES = {"unk": "<unk>", "bos": "<s>", "eos": "</s>"}
@@ -78,29 +97,80 @@ class CTCModel:
         return source.find(self.source, source.CONFIG).parent
 
     @cached_property
-    def tokenizer(self) -> Any:  # each family has a class for it
-        """Its own tokenizer."""
+    def _room(self) -> tempfile.TemporaryDirectory[str]:
+        """A folder that transformers may open: links to its files, but of settings only plain values in ranges.
+
+        The files may be a stranger's: a key such as ``_attn_implementation`` fetches code, and numbers take memory.
+        """
+        room, folder, rows = tempfile.TemporaryDirectory(), self.folder, self.files.shapes[self.head()["weight"]][0]
+        make_config(self.settings, EncoderOptions())  # refuses what sbkit doesn't know
+        kind, where = self.settings.config["model_type"], f"the config.json of {self.source}"
+        config = {"model_type": kind, **plain_values(self.settings.config, ENCODER_VALUES, where)}
+        if kind.endswith("_encoder"):  # its head has a config around the encoder's
+            config = {"model_type": kind.replace("_encoder", "_ctc"), "encoder_config": config}
+        config |= {"vocab_size": rows, "pad_token_id": 0}  # that one is only for a loss
+        extractor = plain_values(self.settings.preprocessor, _EXTRACTOR, f"the feature extractor of {self.source}")
+        written = {source.CONFIG: config, source.PREPROCESSOR: extractor}
+        for name in _TOKENIZER_FILES:
+            if not (folder / name).is_file() or name.endswith(".model"):
+                continue
+            values = source.read_object(folder / name)
+            most, waiting = 4 * rows + _MORE_TOKENS, [values]
+            while waiting:
+                each = waiting.pop()
+                if isinstance(each, (dict, list)):
+                    if len(each) > most:
+                        raise SbkitError(f"{folder / name} has {len(each):,} entries for a model of {rows:,} tokens",
+                                         hint="are its tokenizer and its weights of the same model?")
+                    waiting += each if isinstance(each, list) else [
+                        inside for key, inside in each.items() if key != "merges"]
+            if name == _TOKENIZER_FILES[0]:
+                written[name] = plain_values(values, _TOKENIZER, str(folder / name))
+        for name, values in written.items():
+            if values:
+                Path(room.name, name).write_text(json.dumps(values), encoding="utf-8")
+        for path in (*source.weights(self.source), *(folder / name for name in (*source.WEIGHTS, *_TOKENIZER_FILES))):
+            if path.is_file() and not Path(room.name, path.name).exists():
+                Path(room.name, path.name).symlink_to(path.absolute())
+        return room
+
+    def _opened(self, auto: str, fails: str, hint: str, **options: Any) -> Any:  # each family has a class for it
+        """Open its files by one of transformers' auto classes."""
         import transformers
 
+        room = self._room.name
         try:
-            return transformers.AutoTokenizer.from_pretrained(str(self.folder), trust_remote_code=False,
-                                                              local_files_only=True)
+            return getattr(transformers, auto).from_pretrained(room, trust_remote_code=False, local_files_only=True,
+                                                               **options)
         except Exception as error:  # of any kind, depending on the files
-            raise SbkitError(f"{self.source} has no tokenizer that transformers can open: {first_line(error)}",
-                             hint=f"fetch its files too: some of {', '.join(_TOKENIZER_FILES)}") from error
+            raise SbkitError(f"{fails}: {first_line(error).replace(room, str(self.folder))}", hint=hint) from error
+
+    @cached_property
+    def tokenizer(self) -> Any:  # each family has a class for it
+        """Its own tokenizer."""
+        return self._opened("AutoTokenizer", f"{self.source} has no tokenizer that transformers can open",
+                            f"fetch its files too: some of {', '.join(_TOKENIZER_FILES)}")
 
     @cached_property
     def tokens(self) -> Tokens:
         """The tokens of the head's rows; raises unless its tokenizer has exactly these."""
-        own, size = self.tokenizer, self.files.shapes[self.head()["weight"]][0]
+        try:
+            return self._tokens(self.tokenizer, self.files.shapes[self.head()["weight"]][0])
+        except SbkitError:
+            raise
+        except Exception as error:  # of any kind, by what its files hold instead of texts and numbers
+            raise SbkitError(f"the tokenizer of {self.source} can't be used: {summary(error)}",
+                             hint="fetch its files again") from error
+
+    def _tokens(self, own: Any, size: int) -> Tokens:  # each family has a class for it
         known = {index for index in own.get_vocab().values() if isinstance(index, int)}
         missing = [index for index in range(size) if index not in known]
         beyond = sorted(index for index in known - set(own.all_special_ids) if index >= size)
         blank = own.pad_token_id
         if missing or beyond or blank is None or blank >= size:
             what = f"none for {len(missing)}, such as row {missing[0]}" if missing else \
-                f"{len(beyond)} more, such as {own.convert_ids_to_tokens(beyond[0])!r}" if beyond else \
-                f"{own.pad_token!r} for the blank, which is none of them"
+                f"{len(beyond)} more, such as {shown(own.convert_ids_to_tokens(beyond[0]))}" if beyond else \
+                f"{shown(own.pad_token)} for the blank, which is none of them"
             raise SbkitError(f"the tokenizer of {self.source} doesn't fit its head: that has {size} rows, but the "
                              f"tokenizer has {what}", hint="are its tokenizer and its weights of the same model?")
         delimiter = getattr(own, "word_delimiter_token_id", None)
@@ -120,22 +190,21 @@ class CTCModel:
 
         frames : the number of frames for a number of samples; transformers' outputs may have more, of padding
         """
-        import transformers
-
-        folder = str(self.folder)
-        try:
-            extractor = transformers.AutoFeatureExtractor.from_pretrained(  # type: ignore[no-untyped-call]
-                folder, trust_remote_code=False)
-            model = transformers.AutoModelForCTC.from_pretrained(folder, dtype=torch.float32,
-                                                                 trust_remote_code=False).eval()
-        except Exception as error:  # of any kind, depending on the files
-            raise SbkitError(f"transformers itself can't open {self.source}: {first_line(error)}",
-                             hint="is the folder complete?") from error
+        refused = f"transformers itself can't open {self.source}", "is the folder complete?"
+        extractor = self._opened("AutoFeatureExtractor", *refused)
+        model = self._opened("AutoModelForCTC", *refused, dtype=torch.float32).eval()
         adapted = self.settings.config.get("add_adapter")
         own, silent = self.tokenizer, [self.tokenizer.convert_ids_to_tokens(index) for index in self.tokens.silent]
 
         @torch.no_grad()
         def run(signal: np.ndarray) -> tuple[np.ndarray, str]:
+            try:
+                return compute(signal)
+            except Exception as error:  # of any kind, if its files don't fit each other
+                raise SbkitError(f"transformers itself can't run {self.source}: {summary(error)}",
+                                 hint="are its config.json and preprocessor_config.json of one model?") from error
+
+        def compute(signal: np.ndarray) -> tuple[np.ndarray, str]:
             inputs = extractor(signal, sampling_rate=self.settings.sample_rate, return_tensors="pt")
             if adapted and "input_features" in inputs:  # without padding, which an adapter would see
                 inputs = {name: value[:, :int(inputs["attention_mask"].sum())] for name, value in inputs.items()}

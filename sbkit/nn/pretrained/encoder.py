@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from sbkit.nn.lengths import N, lengths_to_mask
 from sbkit.nn.pretrained import source, tensors
 from sbkit.nn.pretrained.conformers import Lasr, Parakeet
 from sbkit.nn.pretrained.layers import replace_layers
-from sbkit.nn.pretrained.networks import EncoderOptions, Network, W2vBert, Wav2Vec2, make_config
-from sbkit.nn.pretrained.source import Settings, check_language, is_folder, names_model
+from sbkit.nn.pretrained.networks import EncoderOptions, Network, W2vBert, Wav2Vec2, check_size, make_config
+from sbkit.nn.pretrained.source import Settings, check_language, is_folder, names_model, weights
 from sbkit.nn.pretrained.whisper import Whisper
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,10 @@ class Encoder(nn.Module):
         if there != add_adapter and (add_adapter or headed):
             raise SbkitError(f"{self.source} has {'' if there else 'no '}layers between encoder and head (add_adapter)",
                              hint=f"--encoder.add_adapter {str(there).lower()}")
-        self.network = build_network(self.settings, self.options)
+        shapes = None
+        if copy is None and (here or (source is None and headed)):
+            shapes = tensors.TensorFiles(weights(self.source), network_class(self.settings).prefixes).shapes
+        self.network = build_network(self.settings, self.options, shapes)
         self.width = self.network.width
         self.longest_seconds = self.network.longest_seconds
         self.normalizes_loudness = self.network.normalizes
@@ -117,7 +121,7 @@ class Encoder(nn.Module):
 
     def check_source(self) -> tuple[tensors.TensorFiles, list[str]]:
         """Return the source's tensors, after checking that they fit, and lines to log about them."""
-        paths, language = source.weights(self.source), self.adapter_language
+        paths, language = weights(self.source), self.adapter_language
         if language is not None:
             paths.append(source.adapter(self.source, language))
             own = tensors.TensorFiles(paths[-1:], self.network.prefixes)
@@ -221,14 +225,19 @@ def network_class(settings: Settings) -> type[Network]:
     """Return the class of a family's networks."""
     classes: dict[str, type[Network]] = {"wav2vec2-bert": W2vBert, "whisper": Whisper, "parakeet_encoder": Parakeet,
                                          "lasr_encoder": Lasr}
-    return classes.get(settings.config.get("model_type", ""), Wav2Vec2)
+    return classes.get(str(settings.config.get("model_type")), Wav2Vec2)
 
 
-def build_network(settings: Settings, options: EncoderOptions) -> Network:
-    """Build the encoder that the settings describe, with random weights."""
-    config = make_config(settings, options)
+def build_network(settings: Settings, options: EncoderOptions,
+                  shapes: Mapping[str, tuple[int, ...]] | None = None) -> Network:
+    """Build the encoder that the settings describe, with random weights.
+
+    shapes : of the weights that it will get, if they are here, which the settings must fit
+    """
+    kind, config = network_class(settings), make_config(settings, options)
     try:
-        network = network_class(settings)(settings, options, config)
+        check_size(kind, config, settings.source, shapes)
+        network = kind(settings, options, config)
     except SbkitError:
         raise
     except Exception as error:  # transformers checks some values of a config only when it builds the layers

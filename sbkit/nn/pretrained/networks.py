@@ -8,8 +8,9 @@ that their calls are the same in all versions that setup.cfg allows.
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sbkit.errors import SbkitError, first_line
+from sbkit.errors import SbkitError, first_line, shown
 from sbkit.nn.kaldi import FilterBank
 from sbkit.nn.lengths import N, centred, lengths_to_mask
 from sbkit.nn.pretrained.source import Settings
@@ -82,19 +83,34 @@ def mask(states: Tensor, counts: Tensor, time: MaskSpans, feature: MaskSpans, fi
 
 _DROPOUTS = ("dropout", "hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout",
              "conformer_conv_dropout", "dropout_positions")
-_LEFT_OUT = ("dtype", "torch_dtype", "architectures", "attn_implementation", "_attn_implementation")
-#: The keys of the families' configs that define the function of the weights.
-_DEFINING = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "feat_extract_norm",
-             "do_stable_layer_norm", "hidden_act", "feat_extract_activation", "conv_dim", "conv_kernel", "conv_stride",
-             "conv_bias", "num_conv_pos_embeddings", "num_conv_pos_embedding_groups", "layer_norm_eps",
-             "adapter_attn_dim", "conv_pos_batch_norm", "feat_proj_layer_norm", "num_buckets", "max_bucket_distance",
-             "feature_projection_input_dim", "position_embeddings_type", "left_max_position_embeddings",
-             "right_max_position_embeddings", "conv_depthwise_kernel_size", "d_model", "encoder_layers",
-             "encoder_attention_heads", "encoder_ffn_dim", "activation_function", "num_mel_bins",
-             "max_source_positions", "scale_embedding", "conv_kernel_size", "subsampling_factor",
-             "subsampling_conv_channels", "subsampling_conv_kernel_size", "subsampling_conv_stride", "scale_input",
-             "attention_bias", "convolution_bias", "feed_forward_residual_weights", "conv_residual_weights",
-             "rope_parameters")
+_WIDTH, _COUNT, _REACH, _FACTOR = (1, 1 << 14), (1, 256), (1, 1 << 16), (0.0, 100.0)
+_ACTIVATIONS = {"gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2",
+                "silu", "swish", "tanh", "sigmoid", "mish", "leaky_relu"}
+#: What of a config.json reaches transformers: the keys that define the function of the weights, and the values that
+#: each may have: numbers from and to, texts, or a list of them. It may be a stranger's, so all else is left out.
+_DEFINING: dict[str, Any] = {
+    "hidden_size": _WIDTH, "num_hidden_layers": _COUNT, "num_attention_heads": _COUNT, "intermediate_size": _REACH,
+    "feat_extract_norm": {"group", "layer"}, "do_stable_layer_norm": bool, "hidden_act": _ACTIVATIONS,
+    "feat_extract_activation": _ACTIVATIONS, "conv_dim": [_WIDTH], "conv_kernel": [_COUNT], "conv_stride": [(1, 64)],
+    "conv_bias": bool, "num_conv_pos_embeddings": (1, 1024), "num_conv_pos_embedding_groups": (1, 1024),
+    "layer_norm_eps": (0.0, 1.0), "adapter_attn_dim": _WIDTH, "conv_pos_batch_norm": bool, "feat_proj_layer_norm": bool,
+    "num_buckets": (2, 1 << 14), "max_bucket_distance": _REACH, "feature_projection_input_dim": _WIDTH,
+    "position_embeddings_type": {"relative_key", "relative", "rotary"}, "left_max_position_embeddings": _REACH,
+    "right_max_position_embeddings": (0, 1 << 16), "conv_depthwise_kernel_size": (1, 1024), "d_model": _WIDTH,
+    "encoder_layers": _COUNT, "encoder_attention_heads": _COUNT, "encoder_ffn_dim": _REACH,
+    "activation_function": _ACTIVATIONS, "num_mel_bins": (1, 1024), "max_source_positions": _REACH,
+    "scale_embedding": bool, "conv_kernel_size": (1, 1024), "subsampling_factor": (1, 64),
+    "subsampling_conv_channels": _WIDTH, "subsampling_conv_kernel_size": (1, 64), "subsampling_conv_stride": (1, 16),
+    "scale_input": bool, "attention_bias": bool, "convolution_bias": bool, "feed_forward_residual_weights": [_FACTOR],
+    "conv_residual_weights": [_FACTOR], "rope_parameters": {"rope_theta": (1.0, 1e9), "rope_type": {"default"}}}
+#: The others that do: of training, of the layers above the transformer, or a limit.
+ENCODER_VALUES: dict[str, Any] = {
+    **_DEFINING, **dict.fromkeys(_DROPOUTS, (0.0, 1.0)), "add_adapter": bool,
+    "use_intermediate_ffn_before_adapter": bool, "adapter_kernel_size": (1, 64), "adapter_stride": (1, 16),
+    "num_adapter_layers": (1, 32), "output_hidden_size": _WIDTH, "adapter_act": _ACTIVATIONS,
+    "max_position_embeddings": (1, 1 << 24), "num_key_value_heads": _COUNT}
+_LONGEST = 32  # values in a list
+_MAX_NUMBERS, _MAX_UNKNOWN = 1 << 32, 1 << 24  # in a model, and in tensors that its weights lack
 _RATE = 16_000
 _BANDS, _STACKED = 80, 2  # of w2v-BERT's features
 _EPSILON = 1e-7  # of transformers' feature extractors
@@ -119,6 +135,8 @@ class EncoderOptions:
 class Network(nn.Module, ABC):
     """Waveforms [B, S] and sample counts [B] to states [B, T, D], a frame every 20 ms; base of all families."""
 
+    auto, inside = "AutoModel", ""
+    """Transformers' class that makes its layers, and the prefix of their names in it."""
     prefixes: tuple[str, ...] = ()
     """Possible prefixes of its tensors' names in a larger model."""
     reinitialised: tuple[str, ...] = ("masked_spec_embed",)
@@ -183,15 +201,19 @@ class Wav2Vec2(Network):
 
     def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
         super().__init__(settings, options, config)
-        model = make("AutoModel", config)
-        self.feature_extractor, self.feature_projection = model.feature_extractor, model.feature_projection
-        self.encoder = model.encoder
-        self.encoder.layers = lowest(self.encoder.layers, options.layers)
         self.strides = list(zip(config.conv_kernel, config.conv_stride, strict=True))
         self.min_samples = 1
         """The smallest number of samples with a state."""
         for kernel, stride in reversed(self.strides):
             self.min_samples = (self.min_samples - 1) * stride + kernel
+        frame = max(self.min_samples, math.prod(config.conv_stride))
+        if frame > _RATE:
+            raise SbkitError(f"{settings.source}: its config.json has conv_kernel and conv_stride that make a frame of "
+                             f"{frame / _RATE:,.0f} seconds", hint="fetch it again, or take another model")
+        model = make(self.auto, config)
+        self.feature_extractor, self.feature_projection = model.feature_extractor, model.feature_projection
+        self.encoder = model.encoder
+        self.encoder.layers = lowest(self.encoder.layers, options.layers)
         self.normalizes = _normalizes(settings, config.feat_extract_norm)
         self.norm_first: bool = config.do_stable_layer_norm
         self._add_mask()
@@ -253,7 +275,7 @@ class W2vBert(Network):
             raise SbkitError(f"{settings.source} is another w2v-BERT than 2.0 (position_embeddings_type "
                              f"{config.position_embeddings_type}, {config.feature_projection_input_dim} features)",
                              hint="use facebook/w2v-bert-2.0 or a model trained from it")
-        model = make("AutoModel", config)
+        model = make(self.auto, config)
         self.features = FilterBank(n_mels=_BANDS, scale=_KALDI)
         self.feature_projection, self.encoder = model.feature_projection, model.encoder
         self.encoder.layers = lowest(self.encoder.layers, options.layers)
@@ -393,7 +415,8 @@ def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each fam
     except ImportError as error:
         raise SbkitError(f"a pretrained encoder needs transformers ({error})",
                          hint="pip install 'sbkit[ssl]'") from error
-    values = {name: value for name, value in settings.config.items() if name not in _LEFT_OUT}
+    where = f"the config.json of {settings.source}"
+    values = {"model_type": kind, **plain_values(settings.config, ENCODER_VALUES, where)}
     values |= {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0,
                **({} if options.add_adapter else {"add_adapter": False, "use_intermediate_ffn_before_adapter": False})}
     if options.dropout is not None:
@@ -403,6 +426,64 @@ def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each fam
     except Exception as error:  # of any kind: its checks differ by family
         raise SbkitError(f"{settings.source}: transformers refuses its config.json: {first_line(error)}",
                          hint="is the file complete and unchanged?") from error
+
+
+def plain_values(found: Mapping[str, Any], ranges: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the values of a stranger's JSON that may reach transformers; raises if one of them is out of its range.
+
+    ranges : the keys that may, as in ``ENCODER_VALUES``
+    where : the file, for the error
+    """
+    values = {name: value for name, value in found.items() if name in ranges and value is not None}
+    for name, value in values.items():
+        if not _fits(value, ranges[name]):
+            raise SbkitError(f"{where} has {name}: {shown(value)}, but that must be {_described(ranges[name])}",
+                             hint="fetch it again, or take another model")
+    return values
+
+
+def _fits(value: object, what: Any) -> bool:  # as in _DEFINING
+    if isinstance(what, dict):
+        return isinstance(value, dict) and value.keys() <= what.keys() and \
+            all(_fits(each, what[name]) for name, each in value.items())
+    if isinstance(what, list):
+        return isinstance(value, (list, tuple)) and len(value) <= _LONGEST and all(_fits(one, what[0]) for one in value)
+    if isinstance(what, set):
+        return isinstance(value, str) and value in what
+    if isinstance(what, type):
+        return isinstance(value, what)
+    low, high = what
+    return type(value) in (int, type(low)) and low <= value <= high
+
+
+def _described(what: Any) -> str:  # as in _DEFINING
+    if isinstance(what, dict):
+        return "an object with " + " and ".join(f"{name}, {_described(each)}" for name, each in what.items())
+    if isinstance(what, list):
+        return f"a list of up to {_LONGEST}, each {_described(what[0])}"
+    if isinstance(what, set):
+        return " or ".join(sorted(what))
+    if isinstance(what, type):
+        return "true or false" if what is bool else "a text"
+    return f"a {'whole ' if isinstance(what[0], int) else ''}number from {what[0]} to {what[1]}"
+
+
+def check_size(kind: type[Network], config: Any, source: str, shapes: Mapping[str, tuple[int, ...]] | None) -> None:
+    """Raise if a config describes a larger model than its weights, before that takes memory.
+
+    shapes : of the weights, by their names in the encoder; None: unknown
+    """
+    with torch.device("meta"):
+        model = make(kind.auto, config)
+    described = {name.removeprefix(kind.inside): tuple(value.shape) for name, value in model.state_dict().items()}
+    unlike = {name: math.prod(shape) for name, shape in described.items()
+              if shapes is None or shapes.get(name) != shape}
+    if sum(unlike.values()) > (_MAX_NUMBERS if shapes is None else _MAX_UNKNOWN):
+        name = max(unlike, key=lambda each: unlike[each])
+        raise SbkitError(f"{source}: its config.json describes {sum(unlike.values()):,} numbers"
+                         f"{'' if shapes is None else ' that its weights lack'}, such as {name}: "
+                         f"{list(described[name])}",
+                         hint="are its config.json and its weights of the same model?")
 
 
 def _normalizes(settings: Settings, norm: str) -> bool:

@@ -43,12 +43,12 @@ class Settings:
     @classmethod
     def of(cls, source: str) -> Settings:
         """Read the settings of a folder or a repository."""
-        config = _object(find(source, CONFIG))
+        config = read_object(find(source, CONFIG))
         if isinstance(config.get(_ENCODER), dict):  # of a model whose encoder has its own config
             config = config[_ENCODER]
-        preprocessor: Any = _object(path) if (path := present(source, PREPROCESSOR)) else None  # of JSON
+        preprocessor: Any = read_object(path) if (path := present(source, PREPROCESSOR)) else None  # of JSON
         if path is None and (path := present(source, PROCESSOR)):  # transformers 5 writes it into a processor's file
-            preprocessor = _object(path).get("feature_extractor")
+            preprocessor = read_object(path).get("feature_extractor")
         with contextlib.suppress(SbkitError):
             find(source, CARD)  # into the cache, for the licence in a run's model card
         return cls(source, config, preprocessor if isinstance(preprocessor, dict) else {})
@@ -65,7 +65,7 @@ class Settings:
         path = None if folder is None else Path(folder) / _KEPT
         if path is None or not path.is_file():
             return None
-        values = {"adapter_language": None, **_object(path)}
+        values = {"adapter_language": None, **read_object(path)}
         if values.keys() != _FIELDS.keys() or not all(isinstance(values[name], _FIELDS[name]) for name in _FIELDS):
             return None  # a tokenizer's file may have the same name
         settings = cls(**values)
@@ -112,7 +112,7 @@ def names_model(source: str) -> bool:
 def describes_model(source: str) -> bool:
     """Whether the source has the config of a model of transformers."""
     path = present(source, CONFIG)
-    return path is not None and "model_type" in _object(path)
+    return path is not None and "model_type" in read_object(path)
 
 
 def local(source: str) -> Path | None:
@@ -156,7 +156,7 @@ def weights(source: str) -> list[Path]:
             continue
         if not several:
             return [path]
-        files = _object(path).get("weight_map")
+        files = read_object(path).get("weight_map")
         shards = list(files.values()) if isinstance(files, dict) else []
         if not shards or not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
             raise SbkitError(f"{path} names no files of weights", hint="download it again")
@@ -203,7 +203,8 @@ def _shard(source: str, name: str, index: Path) -> Path:
                          hint="the download is incomplete: download it again") from None
 
 
-def _object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file of one JSON object, of limited size."""
     try:
         values = untrusted.read_json(path, _MAX_JSON_BYTES)
     except (OSError, ValueError) as error:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn.adapters import is_added
+from sbkit.system import untrusted
 
 #: The names of weight_norm's two tensors in old versions of torch, and now.
 _OLD_NAMES = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
@@ -58,16 +59,11 @@ def _safetensors(path: Path) -> dict[str, tuple[Any, tuple[int, ...]]]:
 def _saved(path: Path) -> dict[str, tuple[Any, tuple[int, ...]]]:
     """Open a file of torch.save without running code from it."""
     try:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            state = torch.load(path, map_location="cpu", weights_only=True)  # written by an old torch
+        state = untrusted.load_tensors(path, mmap=True)
     except pickle.UnpicklingError as error:
         raise SbkitError(f"{path} holds more than tensors, so loading it could run code",
                          hint="save the model again with transformers: save_pretrained writes safetensors") from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise SbkitError(f"{path} is incomplete or not a file of torch.save: {first_line(error)}",
                          hint=_AGAIN) from error
     if not isinstance(state, Mapping) or not all(isinstance(each, Tensor) for each in state.values()):

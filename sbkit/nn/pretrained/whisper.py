@@ -30,14 +30,14 @@ class Whisper(Network):
     utterances of more than 30 seconds.
     """
 
+    auto, inside = "AutoModelForAudioClassification", "encoder."  # the auto class of a model without a decoder
     prefixes = ("model.encoder.", "encoder.")
     reinitialised = ()
 
     def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
         masking = settings.config if config.apply_spec_augment else {}
         super().__init__(Settings(settings.source, masking, {}), options, config)
-        # The auto class of a model without a decoder.
-        encoder = make("AutoModelForAudioClassification", config).encoder
+        encoder = make(self.auto, config).encoder
         self.features = WhisperLogMel(config.num_mel_bins)
         self.conv1, self.conv2, self.embed_positions = encoder.conv1, encoder.conv2, encoder.embed_positions
         self.layers, self.layer_norm = lowest(encoder.layers, options.layers), encoder.layer_norm

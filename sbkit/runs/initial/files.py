@@ -36,10 +36,7 @@ def tensors_in(path: Path, lazily: bool = False) -> dict[str, Any] | None:
     lazily : read values on first use
     """
     if _is_safetensors(path):
-        try:
-            return load_safetensors(path)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise SbkitError(f"init_from: {path} is damaged or incomplete: {error}", hint=_AGAIN) from error
+        return _safetensors(path)
     try:
         if not _is_torchs(path):
             raise ValueError("its format is unknown")
@@ -51,6 +48,13 @@ def tensors_in(path: Path, lazily: bool = False) -> dict[str, Any] | None:
         raise SbkitError(f"init_from: {path} is damaged, incomplete, or not a file of weights: {first_line(error)}",
                          hint=_AGAIN) from error
     return _plain(state)
+
+
+def _safetensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_safetensors(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise SbkitError(f"init_from: {path} is damaged or incomplete: {error}", hint=_AGAIN) from error
 
 
 def by_parts(path: Path, state: Mapping[str, V]) -> dict[str, V]:
@@ -75,7 +79,7 @@ def plain_state(path: Path, lazily: bool = False) -> dict[str, Any] | None:
     """The tensors of a checkpoint's file, or a moving average of them; None for anything else."""
     if not _is_safetensors(path) and not zipfile.is_zipfile(path):
         return None  # a counter or the like
-    state = load_safetensors(path) if _is_safetensors(path) else load_file(path, lazily=lazily)
+    state = _safetensors(path) if _is_safetensors(path) else load_file(path, lazily=lazily)
     if isinstance(state, Mapping) and weights_in(state) is not state:
         return dict(state)
     return _plain(state)

@@ -65,13 +65,14 @@ class PublishedSource(WeightSource):
 
 
 def recipe_folder(name: str) -> Path | None:
-    """Return the folder of a path or a repository with a SpeechBrain recipe; None without one.
+    """Return the folder of a path or a repository with a SpeechBrain recipe; None without one, or if its config.json
+    is of a model of transformers, which is data.
 
     From a repository, all files that the recipe's pretrainer loads are downloaded.
     """
     if pretrained.is_folder(name):
         folder = Path(name).expanduser()
-        return folder if (folder / RECIPE).is_file() else None
+        return folder if (folder / RECIPE).is_file() and not names_model(name) else None
     if not names_model(name) or pretrained.describes_model(name):
         return None
     recipe = pretrained.present(name, RECIPE)

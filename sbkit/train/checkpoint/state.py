@@ -7,7 +7,6 @@ import copy
 import os
 import pickle
 import re
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from speechbrain.utils.checkpoints import (
 
 from sbkit.errors import SbkitError, summary
 from sbkit.recipe.report import listed
+from sbkit.system import untrusted
 from sbkit.train.checkpoint.files import CheckpointError
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:  # 
     """
     try:
         with plain_numbers():
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily and zipfile.is_zipfile(path))
+            return untrusted.load_tensors(path, mmap=lazily)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))  # the rest is torch's advice to load it all the same
         such = f", such as {named[1]}" if named else ""
@@ -152,6 +152,9 @@ def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:  # 
             f"{path} holds more than tensors and numbers{such}, so loading it could run code",
             hint="save it again as a state dict, or give the recoverable its own load hook",
         ) from error
+    except ValueError as error:
+        raise NotLoaded(f"{path} is damaged or not a file of tensors ({error})",
+                        hint="copy or download it again") from error
 
 
 class OtherModel(CheckpointError):

@@ -23,7 +23,7 @@ from sbkit.data.publish import publish, temporary_folder
 from sbkit.errors import SbkitError, first_line
 from sbkit.recipe.report import listed
 from sbkit.score.run_files import CULPRITS
-from sbkit.system import disk
+from sbkit.system import disk, untrusted
 from sbkit.system.console import table
 from sbkit.train.checkpoint.files import write_state
 from sbkit.train.diagnose.inspection import KeptBatch, Layer, examine, run_utterances_alone
@@ -230,7 +230,7 @@ def load_batches(path: Path, device: torch.device | str) -> list[dict[str, Any]]
     """Read the micro-batches: the file can make nothing but tensors, plain values and batches of known classes."""
     try:
         with torch.serialization.safe_globals([*map(_class, get_unsafe_globals_in_checkpoint(path))]):
-            found: list[dict[str, Any]] = torch.load(path, map_location=device, weights_only=True)
+            found: list[dict[str, Any]] = untrusted.load_tensors(path, device)
             return found
     except SbkitError:
         raise

@@ -463,9 +463,8 @@ def _watch_peers(over: threading.Event) -> None:
 
 
 def _connection() -> Store:
-    """Return a second connection to the store (torch 2.8 on): the setup of NCCL blocks the main thread's."""
-    store = _store()
-    return store.clone() if hasattr(store, "clone") else store
+    """Return a second connection to the store: the setup of NCCL blocks the main thread's."""
+    return _store().clone()
 
 
 def _key(what: str) -> str:

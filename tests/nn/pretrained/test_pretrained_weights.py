@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from sbkit.errors import SbkitError
 from sbkit.nn.pretrained import Encoder, Weights
+from sbkit.nn.pretrained.networks import EncoderOptions, make_config
+from sbkit.nn.pretrained.source import Settings
 
 KIND = "wav2vec2-layer"
 
@@ -186,6 +188,18 @@ def without_a_layer(folder):
     (changed(conv_stride=[5, 2]), r"transformers refuses its config.json"),
     (changed(num_attention_heads=3), r"its config\.json describes no encoder: .*divisible"),
     (config("{}"), r"has no model_type in its config.json"),
+    (changed(model_type=["wav2vec2"]), "is of an unknown kind"),
+    *((changed(**{name: value}), rf"the config\.json of .* has {name}: .*, but that must be {what}")
+      for name, value, what in (
+          ("num_hidden_layers", 10**9, "a whole number from 1 to 256"), ("num_hidden_layers", True, "a whole number"),
+          ("num_hidden_layers", 2.5, "a whole number"), ("layer_norm_eps", float("nan"), r"a number from 0\.0 to 1\.0"),
+          ("hidden_act", "evil/kernel", "gelu or "), ("conv_dim", [2**28], "a list of up to 32, each a whole"),
+          ("conv_dim", [32] * 40, "a list"), ("conv_stride", [0, 2, 2], "a list"), ("conv_bias", "yes", "true or"),
+          ("do_stable_layer_norm", {"a": 1}, "true or false"))),
+    (changed(conv_stride=[64, 64, 64]), "conv_kernel and conv_stride that make a frame of 16 seconds"),
+    *((changed(**more), rf"its config\.json describes [\d,]+ numbers that its weights lack, such as {name}")
+      for more, name in (({"num_hidden_layers": 256, "intermediate_size": 65_536}, r"encoder\.layers\.\d+\.feed_f"),
+                         ({"hidden_size": 16_384}, "encoder"), ({"conv_dim": [32, 16_384, 16_384]}, "feature_ex"))),
     *((config(text), r"config.json can't be read") for text in ("{", "[" * 100_000)),
     *((index(files), "names no files of weights") for files in ({}, [], None, {"a": 1}, {"a": "../b"})),
 ])
@@ -320,6 +334,27 @@ def test_the_hubs_paragraph_of_advice_gives_way_to_what_happened(cache, monkeypa
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lost)
     with pytest.raises(SbkitError, match=r"can't be downloaded from \S+: lost; with a network"):
         Encoder("someone/encoder")
+
+
+def test_a_model_of_the_hub_of_a_hundred_billion_numbers_is_refused_before_it_is_built(cache, folder):
+    encoders.change(folder, num_hidden_layers=256, hidden_size=16_384, intermediate_size=65_536)
+    cached(cache, folder, "someone/encoder")
+    with pytest.raises(SbkitError, match=r"describes [\d,]{15,} numbers, such as"):
+        Encoder("someone/encoder")
+
+
+@pytest.mark.parametrize("kind", encoders.KINDS)
+def test_what_a_config_says_beyond_a_network_never_reaches_transformers(kind, tmp_path):
+    """The ranges take what transformers itself writes, and of what it doesn't know nothing comes through."""
+    folder = encoders.make(tmp_path / kind, kind)
+    hostile = {"_attn_implementation": "evil/kernel@main", "attn_implementation": "evil/kernel@main", "dtype": "evil",
+               "auto_map": {"AutoConfig": "evil.Evil"}, "quantization_config": {"quant_method": "evil"},
+               "torch_dtype": "evil", "experts_implementation": "evil/kernel", "vocab_size": 2**40, "num_labels": 10**9,
+               "id2label": {"0": 1}, "use_weighted_layer_sum": True, "classifier_proj_size": 2**40}
+    settings = Settings.of(str(folder))
+    known = make_config(settings, EncoderOptions()).to_dict()
+    told = make_config(Settings(settings.source, settings.config | hostile, {}), EncoderOptions()).to_dict()
+    assert told == known
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
