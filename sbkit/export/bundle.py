@@ -193,9 +193,9 @@ def _write_and_compare(folder: Path, trained: Trained, request: ExportRequest
             with attempt(name):
                 if name not in layout.TRACED:
                     exported.write(name, folder, config, request.to.name)
-                for model, traced, files in graphs:
-                    if name in files:
-                        _write(name, folder, files, traced, model, config)
+                for model, traced, models in graphs:
+                    if name in models:
+                        _write(name, folder, models, traced, model, config)
         if not kept:
             raise SbkitError("no format of the model can be written, so nothing was published:"
                              + "".join(f"\n  {name}: {reason}" for name, reason in left_out.items()))

@@ -262,6 +262,24 @@ def test_a_failed_export_leaves_the_old_bundle(made, run, tmp_path, monkeypatch)
     assert Config.read(to).models.keys() == Config.read(made).models.keys()
 
 
+def test_an_encoder_under_its_own_key_goes_into_speechbrains_folder(run, tmp_path):
+    """As in a recipe based on one that has a Transformer, whose initial weights are SpeechBrain's."""
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(f"""recipe: !include:{run_folders.RECIPE}
+    Transformer: null
+    encoder: !new:torch.nn.Linear
+        in_features: !ref <n_mels> // 4 * <cnn_channels>
+        out_features: !ref <d_model>
+    model: !new:torch.nn.ModuleList [[!ref <CNN>, !ref <encoder>, !ref <seq_lin>, !ref <ctc_lin>]]
+    opt_class: {{modules: [!ref <encoder>]}}
+    intermediate_ctc: 0
+""")
+    own = run_folders.run_with_model(tmp_path / "own", Path(Manifest.read(run / "manifests" / "test.csv").wavs[0]
+                                                            ).parents[1], recipe=recipe)
+    assert export(ExportRequest(own, tmp_path / "b", formats=["speechbrain"], clips=2)) == 0
+    assert "!new:torch.nn.Linear" in (tmp_path / "b" / "hyperparams.yaml").read_text()
+
+
 # ---------------------------------------------------------------- formats that are left out
 
 
