@@ -62,8 +62,8 @@ print(model.run("clip.mp3"){result})
 ```
 """]
     if isinstance(config, LabelsConfig):
-        parts.append(f"A label is a result if its value in {config.outputs[0]} is at least its number in `thresholds` of "
-                     "`config.json`.\n")
+        parts.append(f"A label is a result if its value in {config.outputs[0]} is at least its number in `thresholds` "
+                     "of `config.json`.\n")
     parts += [*(_USE[each].format(**values) for each in _USE if each in config.models), *of_targets]
     parts.append(compared(comparison))
     return "\n".join(parts)
