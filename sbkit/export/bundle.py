@@ -153,7 +153,7 @@ def _write_and_compare(folder: Path, trained: Trained, request: ExportRequest
             told, named = isinstance(error, SbkitError), request.formats is not None
             if isinstance(error, OSError) or is_out_of_memory(error) or (told and named):
                 raise
-            failure = str(error) if told else summary(error)
+            failure = (str(error) if told else summary(error)).replace(str(folder), request.to.name)
             if named:
                 raise SbkitError(f"the format {name} can't be made or run: {failure}",
                                  hint="leave it out of --formats") from error
@@ -228,13 +228,16 @@ def _write_and_compare(folder: Path, trained: Trained, request: ExportRequest
             if name in kept and wrong:
                 leave_out(name, "; ".join(each.removeprefix(f"{name}: ") for each in wrong))
     if not kept:
-        comparison.raise_if_any([f"{name}: {reason}" for name, reason in left_out.items()])
+        judged = {name: comparison.failures(request.tolerance, batching=False, of=name) for name in formats}
+        comparison.raise_if_any([*comparison.failures(request.tolerance, batching=False),
+                                 *(f"{name}: {reason}" for name, reason in left_out.items() if not judged[name])])
     if left_out:
-        comparison.leave_out(left_out)
         of_targets = {name: file for name, file in config.models.items() if name not in formats}
         config = configure(kept)
         config.models |= of_targets
-        config.left_out = left_out
+    if left_out := left_out | exported.left_out:
+        comparison.leave_out(left_out)
+        config.left_out = dict(left_out)
     config.batching = comparison.batchable(request.tolerance)
     comparison.raise_if_any(comparison.failures(request.tolerance, config.batching))
     if not config.batching:

@@ -59,6 +59,9 @@ class Exported:
     original: tuple[str, Runner] | None = field(default=None, init=False)
     """For an imported model: the name of its original library, and a function that runs it, to compare formats with."""
 
+    left_out: dict[str, str] = field(default_factory=dict, init=False)
+    """Models that the task can't make, such as one of a target's, with the reason."""
+
     #: Values that ``--target`` takes for this task.
     targets: ClassVar[tuple[str, ...]] = ()
 

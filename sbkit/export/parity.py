@@ -201,7 +201,7 @@ class Comparison:
         """Return, for each format that may not be published, the reason.
 
         batching : whether the graph is run in batches, as all further graphs are
-        of : the format to judge; None: all
+        of : the format to judge, without naming a clip, which the reason may be published without; None: all
         """
         wrong = [f"{name}, {mode}, {failure}" for name, modes in self.companions.items()
                  for mode, comparison in modes.items() for failure in comparison.failures(tolerance, of=of)]
@@ -225,7 +225,7 @@ class Comparison:
             worst = max(result.difference, result.batch_difference or 0.0) if batching else result.difference
             if not worst <= (limit := self.threshold(tolerance)):  # also true for NaN
                 wrong.append(f"{result.format}: {self.what} differ by {self.shown(worst)}, but only "
-                             f"{self.shown(limit)} is allowed ({result.where})")
+                             f"{self.shown(limit)} is allowed{f' ({result.where})' if of is None else ''}")
             if result.words_changed > self.max_changed_clips:
                 wrong.append(self._changed(result))
         return wrong
