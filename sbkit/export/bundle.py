@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,9 +15,8 @@ import torch
 
 import sbkit
 from sbkit.data import publish
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, is_out_of_memory, summary
 from sbkit.export import graph, layout, parity, source
-from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
 from sbkit.export.source import Trained
@@ -38,7 +38,7 @@ class ExportRequest:
     run : the output folder of a training
     to, force : the bundle's folder, and whether it replaces an existing one
     checkpoint, average, mean, accept_worse : which weights, as ``source.open_run`` takes them
-    formats : which of the task's formats to write, by default all; int8 is made from onnx
+    formats : which of the task's formats to write; None: all that pass the comparison. int8 is made from onnx
     tolerance : largest allowed difference from the checkpoint's outputs, unless the task sets a bound
     clips : number of test utterances to compare on
     target : ``sherpa`` adds models for sherpa-onnx
@@ -79,6 +79,10 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
         print(f"{layout.INT8} has 8-bit weights, so some of its outputs differ: its {comparison.rate} may be "
               f"{parity.POINTS:g} point or {100 * parity.SHARE:.0f} % above that of {comparison.compared_with}, "
               "whichever is more")
+    for name, reason in config.left_out.items():
+        print(f"left out: {name}, because {reason}")
+    if config.left_out and comparison.hint:
+        print(comparison.hint)
     print(f"\n{request.to}  ({config.use.format(request.to)})")
     return 0
 
@@ -119,47 +123,121 @@ def _formats(request: ExportRequest, exported: Exported) -> list[str]:
 
 def _write_and_compare(folder: Path, trained: Trained, request: ExportRequest
                        ) -> tuple[parity.Comparison, layout.Bundle]:
-    """Write all files of the bundle, compare each format with the checkpoint, and refuse one that differs."""
+    """Write all files of the bundle, and compare each format with the checkpoint.
+
+    A format that can't be written, run or published is left out, with its reason. It refuses the whole bundle if the
+    user named it, or if no other is left.
+    """
     exported = trained.exported
     formats = _formats(request, exported)
     targets = [] if request.target is None else exported.target(request.target, request.chunk)
     companions = [(each, files) for each in exported.companions
                   if (files := {name: each.files[name] for name in formats if name in each.files})]
-    steps = 3 + 2 * (len(formats) + len(targets)) + sum(2 + 2 * len(files) for _, files in companions)
+    kept, left_out, written = list(formats), dict[str, str](), {name: set[Path]() for name in formats}
+
+    def leave_out(name: str, reason: str) -> None:
+        kept.remove(name)
+        left_out[name] = reason
+        for path in written[name]:
+            path.unlink()
+        if name == layout.ONNX and layout.INT8 in kept:  # its own gate, of words, is wider than onnx's
+            leave_out(layout.INT8, f"it is made from {layout.ONNX}, which is left out")
+
+    @contextlib.contextmanager
+    def attempt(name: str) -> Iterator[None]:
+        before, failure = set(folder.iterdir()), None
+        try:
+            yield
+        except Exception as error:  # of torch, ONNX Runtime, SpeechBrain or the recipe's own classes
+            # A full disk or memory is no property of the format.
+            told, named = isinstance(error, SbkitError), request.formats is not None
+            if isinstance(error, OSError) or is_out_of_memory(error) or (told and named):
+                raise
+            failure = (str(error) if told else summary(error)).replace(str(folder), request.to.name)
+            if named:
+                raise SbkitError(f"the format {name} can't be made or run: {failure}",
+                                 hint="leave it out of --formats") from error
+        written[name] |= set(folder.iterdir()) - before
+        if failure is not None:
+            leave_out(name, failure)
+
+    steps = 3 + 2 * (len(formats) + len(targets) + len(companions))
     with progress(what="exporting", total=steps, unit="step") as bar:
         def step(what: str) -> None:
             bar.set_postfix_str(what)
             bar.update()
 
+        def configure(kept: Sequence[str]) -> layout.Bundle:
+            config = complete(exported.config(program, clips), trained)
+            config.models = {name: layout.MODELS[name] for name in kept}
+            for companion, files in companions:
+                if present := {name: file for name, file in files.items() if name in kept}:
+                    companion.describe(config, present)
+            return config
+
         step("reading test clips")
         clips = exported.clips(trained.keys.corpus, request.clips)
         step("tracing")
         program = exported.trace()
-        config = complete(exported.config(program, clips), trained)
+        graphs: list[tuple[Exported | Companion, torch.export.ExportedProgram, Mapping[str, str]]]
+        graphs = [(exported, program, {name: layout.MODELS[name] for name in formats if name in layout.TRACED})]
+        for companion, files in companions:
+            step(f"tracing {companion.name}")
+            graphs.append((companion, companion.trace(), files))
+        config = configure(formats)
         exported.write_beside(folder, config)
         for name in formats:
             step(f"writing {name}")
-            if name in layout.TRACED:
-                _write(name, folder, layout.MODELS, program, exported, config)
-            else:
-                exported.write(name, folder, config, request.to.name)
-            config.models[name] = layout.MODELS[name]
+            if name in left_out:
+                continue
+            with attempt(name):
+                if name not in layout.TRACED:
+                    exported.write(name, folder, config, request.to.name)
+                for model, traced, models in graphs:
+                    if name in models:
+                        _write(name, folder, models, traced, model, config)
+        if not kept:
+            raise SbkitError("no format of the model can be written, so nothing was published:"
+                             + "".join(f"\n  {name}: {reason}" for name, reason in left_out.items()))
         for target in targets:
             step(f"writing {target.name}")
             target.write(folder, config)
-        for companion, files in companions:
-            _write_companion(companion, files, folder, config, step)
         step("running the checkpoint")
         comparison = exported.comparison(clips, config, folder)
+        for companion, _ in companions:
+            step(f"running the checkpoint for {companion.name}")
+            comparison.companions[companion.name] = companion.comparisons(clips, config, folder)
         for name in formats:
             step(f"comparing {name}")
-            comparison.add(name, exported.runner(name, folder, config), _size(folder, name),
-                           batches=name != layout.SPEECHBRAIN)
-        for companion, files in companions:
-            comparison.companions[companion.name] = _compare_companion(companion, files, folder, config, clips, step)
+            if name in left_out:
+                continue
+            with attempt(name):
+                comparison.add(name, exported.runner(name, folder, config), _size(folder, name),
+                               batches=name != layout.SPEECHBRAIN)
+                for companion, files in companions:
+                    if name in files:
+                        for mode, run in companion.runners(name, folder / files[name], config).items():
+                            comparison.companions[companion.name][mode].add(name, run, layout.size(folder, files[name]))
         for target in targets:
             step(f"comparing {target.name}")
             target.compare(folder, config, comparison)
+    if request.formats is None:
+        for name in formats:
+            # Alone, because outputs that depend on the batch are the model's, and not the format's.
+            wrong = comparison.failures(request.tolerance, batching=False, of=name)
+            if name in kept and wrong:
+                leave_out(name, "; ".join(each.removeprefix(f"{name}: ") for each in wrong))
+    if not kept:
+        judged = {name: comparison.failures(request.tolerance, batching=False, of=name) for name in formats}
+        comparison.raise_if_any([*comparison.failures(request.tolerance, batching=False),
+                                 *(f"{name}: {reason}" for name, reason in left_out.items() if not judged[name])])
+    if left_out:
+        of_targets = {name: file for name, file in config.models.items() if name not in formats}
+        config = configure(kept)
+        config.models |= of_targets
+    if left_out := left_out | exported.left_out:
+        comparison.leave_out(left_out)
+        config.left_out = dict(left_out)
     config.batching = comparison.batchable(request.tolerance)
     comparison.raise_if_any(comparison.failures(request.tolerance, config.batching))
     if not config.batching:
@@ -170,29 +248,6 @@ def _write_and_compare(folder: Path, trained: Trained, request: ExportRequest
                                   request.mean, trained.facts)
     _write_description(folder, config, comparison, request.tolerance, readme)
     return comparison, config
-
-
-def _write_companion(companion: Companion, files: Mapping[str, str], folder: Path, config: layout.Bundle,
-                     step: Callable[[str], None]) -> None:
-    """Write a further graph, and describe it in the configuration."""
-    step(f"tracing {companion.name}")
-    program = companion.trace()
-    companion.describe(config, files)
-    for name in files:
-        step(f"writing {companion.name}, {name}")
-        _write(name, folder, files, program, companion, config)
-
-
-def _compare_companion(companion: Companion, files: Mapping[str, str], folder: Path, config: layout.Bundle,
-                       clips: ComparisonClips, step: Callable[[str], None]) -> Mapping[str, parity.Comparison]:
-    """Compare the formats of a further graph with the checkpoint, in each mode of running it."""
-    step(f"running the checkpoint for {companion.name}")
-    comparisons = companion.comparisons(clips, config, folder)
-    for name, file in files.items():
-        step(f"comparing {companion.name}, {name}")
-        for mode, run in companion.runners(name, folder / file, config).items():
-            comparisons[mode].add(name, run, layout.size(folder, file))
-    return comparisons
 
 
 def complete(config: layout.Bundle, trained: Trained) -> layout.Bundle:

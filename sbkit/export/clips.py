@@ -45,11 +45,12 @@ class ComparisonClips:
         return [order[i] for i in dict.fromkeys((0, len(order) // 3, 2 * len(order) // 3, len(order) - 1))]
 
 
-def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_seconds: float | None = None
-                 ) -> ComparisonClips:
+def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_seconds: float | None = None,
+                 column: str | None = None) -> ComparisonClips:
     """Choose ``count`` utterances of the run's test split, or noise of several lengths if its audio is missing.
 
     max_seconds : the longest audio that the model takes at once, if limited: no clip is longer
+    column : the column with their texts, if these aren't transcripts
     """
     manifests = {split: Path(corpus.manifest_path(split)) for split in ("train", "test")} if corpus else {}
     longest = 0.0
@@ -60,7 +61,8 @@ def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_second
     if corpus and manifests["test"].is_file():
         found = corpus.manifest("test")
         clips = _utterances(found if max_seconds is None
-                            else found.select(np.flatnonzero(found.durations <= max_seconds)), sample_rate, count)
+                            else found.select(np.flatnonzero(found.durations <= max_seconds)), sample_rate, count,
+                            column)
     origin = f"{len(clips)} utterances of the test split" if clips else "noise, because there is no test audio"
     hint = None if clips else "a comparison on noise means little: restore the run's audio, or import with --corpus"
     if not clips:
@@ -71,7 +73,8 @@ def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_second
     return ComparisonClips(clips, origin, longest, hint)
 
 
-def _utterances(manifest: Manifest, sample_rate: int, count: int) -> list[Clip]:
+def _utterances(manifest: Manifest, sample_rate: int, count: int, column: str | None) -> list[Clip]:
+    texts = manifest.column(column or "text")
     order = np.argsort(manifest.durations, kind="stable")
     positions = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))
     clips = []
@@ -82,7 +85,7 @@ def _utterances(manifest: Manifest, sample_rate: int, count: int) -> list[Clip]:
                                     remote=manifest.remote)
         except AudioError:  # moved or damaged since training; the other clips are enough
             continue
-        clips.append(Clip(signal, row.text, row.id))
+        clips.append(Clip(signal, texts[int(i)], row.id))
     return clips
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout, readme
-from sbkit.export.clips import ComparisonClips, choose_clips
+from sbkit.export.clips import Clip, ComparisonClips, choose_clips
 from sbkit.export.companion import Companion, OwnBundle, Target
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import Output, Runner, main_outputs, on_waveforms, open_runner, split_batch
@@ -44,6 +45,11 @@ class Exported:
     """If it differs from the recipe's ``language``."""
     labels: Sequence[str] = field(default_factory=list)
     """Names for the entries of the first output's last dimension; the one with the largest value is the result."""
+    thresholds: Sequence[float] | None = None
+    """For several labels of a recording: the value of each entry from which its label is a result."""
+    label_column: str | None = None
+    """The corpus's column with the label of each recording. None: the ``LabelColumn`` whose classes are ``labels``, and
+    without one the texts."""
     examples: tuple[Tensor, ...] | None = None
     """A batch to trace with, for models that can't be traced with the default (1.5 s of noise)."""
     from_forward: Callable[[Any], Any] | None = None
@@ -52,6 +58,9 @@ class Exported:
     """Runs the checkpoint's ``compute_forward`` on one padded waveform [S] and its length; set by the export."""
     original: tuple[str, Runner] | None = field(default=None, init=False)
     """For an imported model: the name of its original library, and a function that runs it, to compare formats with."""
+
+    left_out: dict[str, str] = field(default_factory=dict, init=False)
+    """Models that the task can't make, such as one of a target's, with the reason."""
 
     #: Values that ``--target`` takes for this task.
     targets: ClassVar[tuple[str, ...]] = ()
@@ -78,7 +87,7 @@ class Exported:
 
     def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:
         """Choose the clips for the comparison: ``count`` utterances of the run's test split."""
-        return choose_clips(corpus, self.sample_rate, count)
+        return choose_clips(corpus, self.sample_rate, count, column=self.label_column)
 
     def trace(self) -> torch.export.ExportedProgram:
         """Trace the graph with dynamic batch and time dimensions."""
@@ -92,11 +101,15 @@ class Exported:
 
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.Bundle:
         """Make the contents of config.json, without files, training and versions, which the export adds."""
-        return layout.GraphConfig(
+        lengths = {name: dimensions[1] for name in main_outputs(self.outputs)
+                   if len(dimensions := self.outputs[name]) > 1 and dimensions[1] in self.outputs}
+        config = layout.GraphConfig(
             sample_rate=self.sample_rate, language=self.language, min_samples=graph.min_samples(program),
-            outputs=list(self.outputs), labels=list(self.labels),
-            lengths={name: self.outputs[name][1] for name in main_outputs(self.outputs) if len(self.outputs[name]) > 1
-                     and self.outputs[name][1] in self.outputs})
+            outputs=list(self.outputs), labels=list(self.labels), lengths=lengths)
+        if self.thresholds is not None:
+            config = layout.LabelsConfig(**vars(config), thresholds=[float(each) for each in self.thresholds])
+            config.check(Path(layout.CONFIG))
+        return config
 
     def write_beside(self, folder: Path, config: OwnBundle) -> None:
         """Write files that all formats share, such as a vocabulary."""
@@ -139,10 +152,20 @@ class Exported:
         names = main_outputs(self.outputs)
 
         def text(output: Output) -> str:
-            return str(self.labels[int((output[0] if len(names) > 1 else output).argmax())])
+            scores = output[0] if len(names) > 1 else output
+            if isinstance(config, layout.LabelsConfig):
+                return " ".join(sorted(numbers[label] for label in config.found(scores.tolist()))) or "none"
+            return str(scores.argmax())
 
-        return Comparison(clips, self.reference(config), config.sample_rate, text if self.labels else None,
-                          outputs=names if len(names) > 1 else (), rate="label errors")
+        if self.labels:  # by numbers, because a label of several words is one, and a text that is no label isn't wrong
+            numbers = {str(label): str(number) for number, label in enumerate(self.labels)}
+            clips = dataclasses.replace(clips, alone=[
+                Clip(clip.signal, None if clip.text is None or self.thresholds is not None else numbers.get(clip.text),
+                     clip.name) for clip in clips.alone])
+        comparison = Comparison(clips, self.reference(config), config.sample_rate, text if self.labels else None,
+                                outputs=names if len(names) > 1 else (), rate="label errors")
+        comparison.thresholds = self.thresholds
+        return comparison
 
     def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
         """Return the models for the programs of one of ``targets``; those that can't be made are refused.

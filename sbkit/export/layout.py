@@ -6,6 +6,7 @@ import json
 import math
 import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -23,6 +24,7 @@ from sbkit.system.schema import (
     Enumerated,
     Integer,
     Nullable,
+    Number,
     Object,
     Positive,
     Record,
@@ -66,7 +68,8 @@ CODES = ("codes", "frames")
 
 FORMAT, VERSION = "sbkit bundle", 1
 #: Kinds of bundles, by how they are run.
-CTC, TRANSDUCER, GRAPH, VOICE, CODEC, ENHANCER = "ctc", "transducer", "graph", "voice", "codec", "enhancer"
+CTC, TRANSDUCER, GRAPH, LABELS = "ctc", "transducer", "graph", "labels"
+VOICE, CODEC, ENHANCER = "voice", "codec", "enhancer"
 #: Types of the tensors of a stream's state.
 TYPES = ("float32", "int64")
 #: Bounds on values that determine the sizes of buffers: bytes of a configuration (10,000 symbols have 200 kB) and of
@@ -120,6 +123,8 @@ class Bundle:
     trained: dict[str, Any] = value(Object(), default_factory=dict)
     """The recipe, the checkpoint and its scores."""
     made_by: dict[str, str] = value(Object(), default_factory=dict)
+    left_out: dict[str, str] = value(Object(String(0, 100_000)), default_factory=dict)
+    """Formats that the export left out, with the reason."""
 
     def __init_subclass__(cls) -> None:
         if "kind" in vars(cls):
@@ -138,7 +143,7 @@ class Bundle:
                           ensure_ascii=False) + "\n"
 
     def _values(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value or name != "left_out"}
 
     @classmethod
     def read(cls: type[B], folder: str | Path) -> B:
@@ -177,6 +182,30 @@ class GraphConfig(Bundle):
         _check_unique(path, "outputs", self.outputs)
         of_outputs = Enumerated(tuple(self.outputs))
         _refuse(str(path), "lengths", self.lengths, Object(of_outputs, of_outputs))
+
+
+@dataclass(kw_only=True)
+class LabelsConfig(GraphConfig):
+    """The configuration of a model that gives a recording any number of ``labels``: those with a high enough score."""
+
+    kind, what = LABELS, "a model that outputs labels"
+    thresholds: list[float] = value(Array(Number()))
+    """The least value of each entry of the first output with which its label is a result."""
+
+    def found(self, scores: Sequence[float]) -> dict[str, float]:
+        """Return a recording's labels with their scores, the highest first."""
+        rows = sorted(zip(scores, self.labels, self.thresholds, strict=True), key=lambda row: -row[0])
+        return {label: score for score, label, threshold in rows if score >= threshold}
+
+    def check(self, path: Path) -> None:
+        super().check(path)
+        _check_unique(path, "labels", self.labels)
+        if not len(self.thresholds) == len(self.labels) > 0:
+            raise SbkitError(f"{path}: there are {len(self.labels)} labels and {len(self.thresholds)} thresholds, but "
+                             "each label needs one")
+        if self.outputs[0] in self.lengths:
+            raise SbkitError(f"{path}: {self.outputs[0]} has values for each frame, but labels are a recording's",
+                             hint="let the first output have one value for each label")
 
 
 @dataclass(kw_only=True)

@@ -80,6 +80,13 @@ class Comparison:
     """Share of the clips, at least one, whose words may change in a program that outputs only words. 0: only those of
     clips with a tie that rounding decides."""
 
+    thresholds: Sequence[float] | None = None
+    """The scores from which labels are results, of a model that gives a recording several."""
+    left_out: Mapping[str, str] = {}
+    """The reason of each format that isn't published."""
+    hint: str | None = None
+    """What to do about them."""
+
     max_changed_clips = 0
     """Number of clips whose words may differ from the checkpoint's, not counting ties."""
 
@@ -109,9 +116,16 @@ class Comparison:
         return bool((best[:, 1] - best[:, 0] <= TOLERANCE).any())
 
     def tied(self, expected: np.ndarray, found: np.ndarray) -> bool:
-        """Whether the best labels [T] of these outputs differ only where the checkpoint scores them almost equally."""
+        """Whether the best labels [T] of these outputs differ only where the checkpoint scores them almost equally.
+
+        With thresholds: whether labels [N] differ only where the checkpoint's score is almost the threshold.
+        """
+        expected, found = _parts(expected)[0], _parts(found)[0]
         if expected.shape != found.shape:
             return False
+        if self.thresholds is not None:
+            changed = (expected >= self.thresholds) != (found >= self.thresholds)
+            return bool((np.abs(expected - self.thresholds)[changed] <= _TIE).all())
         reference, output = (np.take_along_axis(expected, each.argmax(-1)[..., None], -1) for each in (expected, found))
         return bool((reference - output <= _TIE).all())
 
@@ -183,15 +197,18 @@ class Comparison:
         return all(each.batch_difference is None or each.batch_difference <= self.threshold(tolerance)
                    for each in self.results if each.format != layout.INT8)
 
-    def failures(self, tolerance: float = TOLERANCE, batching: bool = True) -> list[str]:
+    def failures(self, tolerance: float = TOLERANCE, batching: bool = True, of: str | None = None) -> list[str]:
         """Return, for each format that may not be published, the reason.
 
         batching : whether the graph is run in batches, as all further graphs are
+        of : the format to judge, without naming a clip, which the reason may be published without; None: all
         """
         wrong = [f"{name}, {mode}, {failure}" for name, modes in self.companions.items()
-                 for mode, comparison in modes.items() for failure in comparison.failures(tolerance)]
+                 for mode, comparison in modes.items() for failure in comparison.failures(tolerance, of=of)]
         reference = self.results[0]
         for result in self.results[1:]:
+            if of not in (None, result.format):
+                continue
             if result.format == layout.INT8:
                 base_wer, wer = reference.wer, result.wer
                 if base_wer is None or wer is None:
@@ -208,7 +225,7 @@ class Comparison:
             worst = max(result.difference, result.batch_difference or 0.0) if batching else result.difference
             if not worst <= (limit := self.threshold(tolerance)):  # also true for NaN
                 wrong.append(f"{result.format}: {self.what} differ by {self.shown(worst)}, but only "
-                             f"{self.shown(limit)} is allowed ({result.where})")
+                             f"{self.shown(limit)} is allowed{f' ({result.where})' if of is None else ''}")
             if result.words_changed > self.max_changed_clips:
                 wrong.append(self._changed(result))
         return wrong
@@ -216,14 +233,23 @@ class Comparison:
     def _changed(self, result: ParityResult) -> str:
         return f"{result.format}: {result.words_changed} of {len(self.texts)} clips have different words"
 
+    def leave_out(self, reasons: Mapping[str, str]) -> None:
+        """Drop the results of formats that aren't published."""
+        self.hint = self._hint()
+        for comparison in (self, *(each for modes in self.companions.values() for each in modes.values())):
+            comparison.results = [each for each in comparison.results if each.format not in reasons]
+        self.left_out = reasons
+
     def raise_if_any(self, failures: list[str]) -> None:
         """Raise ``SbkitError`` with the failures and the table, if there are failures."""
         if failures:
             raise SbkitError(f"the bundle does not match {self.compared_with}, so nothing was published:\n  "
-                             + "\n  ".join(failures) + "\n" + self.table(), hint=self.clips.hint or self._hint())
+                             + "\n  ".join(failures) + "\n" + self.table(), hint=self._hint())
 
     def _hint(self) -> str | None:
-        """Suggest a tolerance if the words are the same and outputs differ a little."""
+        """Suggest better clips than noise, or a tolerance if the words are the same and outputs differ a little."""
+        if self.clips.hint:
+            return self.clips.hint
         differences = [max(each.difference or 0.0, each.batch_difference or 0.0) for each in self.results
                  if each.format != layout.INT8]
         same = not any(each.words_changed for each in self.results if each.format != layout.INT8)

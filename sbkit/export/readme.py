@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sbkit.export import layout
-from sbkit.export.layout import Bundle, Config
+from sbkit.export.layout import Bundle, Config, LabelsConfig
 from sbkit.export.parity import Comparison
 
 #: The warning about a program of torch, in READMEs of all kinds of bundles.
@@ -45,6 +45,7 @@ def heading(name: str, config: Bundle) -> str:
 def text(name: str, config: Bundle, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
     outputs = ", ".join(getattr(config, "outputs", []))
     labels = getattr(config, "labels", [])
+    result = ".labels" if isinstance(config, LabelsConfig) else ".label" if labels else ".outputs"
     values = {"rate": config.sample_rate, "outputs": outputs}
     parts = [f"""{heading(name, config)}
 
@@ -57,9 +58,12 @@ sbkit run {name} clip.mp3
 ```python
 import sbkit.infer
 model = sbkit.infer.load("{name}")
-print(model.run("clip.mp3"){".label" if labels else ".outputs"})
+print(model.run("clip.mp3"){result})
 ```
 """]
+    if isinstance(config, LabelsConfig):
+        parts.append(f"A label is a result if its value in {config.outputs[0]} is at least its number in `thresholds` "
+                     "of `config.json`.\n")
     parts += [*(_USE[each].format(**values) for each in _USE if each in config.models), *of_targets]
     parts.append(compared(comparison))
     return "\n".join(parts)
@@ -98,6 +102,9 @@ def joined(config: Config) -> str:
 
 def compared(comparison: Comparison) -> str:
     """Make the section on the comparison, the last in READMEs of all kinds of bundles."""
+    left_out = "".join(f"- {name}: {reason}\n" for name, reason in comparison.left_out.items())
+    if left_out:
+        left_out = f"\nFormats that could not be made or differ too much are left out:\n\n{left_out}"
     return f"""## What was compared
 
 On {comparison.clips.origin}, and one clip longer than any in training. The first row is {comparison.compared_with}.
@@ -105,6 +112,6 @@ On {comparison.clips.origin}, and one clip longer than any in training. The firs
 ```
 {comparison.table()}
 ```
-
+{left_out}
 `config.json` has what a program needs to run the model, `parity.json` these numbers.
 """

@@ -13,6 +13,7 @@ from speechbrain.core import Stage
 from speechbrain.utils.checkpoints import Checkpoint
 from torch import Tensor, nn
 
+from sbkit.data.columns import BatchColumns
 from sbkit.errors import SbkitError, summary
 from sbkit.export.exported import Exported
 from sbkit.nn import adapters
@@ -68,6 +69,10 @@ def of_brain(brain: Task, run: Path, facts: dict[str, Any], bundles: Bundles | N
     if exported is None:
         raise SbkitError(f"{type(brain).__name__} does not say what to export",
                          hint="define its method exported(run), as docs/extend.md shows")
+    if exported.label_column is None:
+        listed = BatchColumns(brain.columns, brain.keys).classes
+        exported.label_column = next((name for name, labels in listed.items() if set(labels) == set(exported.labels)),
+                                     None)
     exported.forward = functools.partial(_forward, brain)
     parameters = sum(each.numel() for each in brain.modules.parameters())
     return Trained(exported, brain.keys, {**facts, "parameters": parameters})

@@ -33,15 +33,19 @@ class Output:
     """The label of the largest value of the first output, if the bundle has labels."""
     lengths: Mapping[str, str] = field(default_factory=dict)
     """For each output of variable length, the output that has its lengths."""
+    labels: dict[str, float] | None = None
+    """The labels of a recording that can have several, with their scores, the highest first."""
 
     @property
     def size(self) -> int:
         return sum(each.size for each in self.outputs.values())
 
     def facts(self) -> dict[str, Any]:
-        """The label and all outputs, for JSON."""
-        label = {} if self.label is None else {"label": self.label}
-        return label | {name: _rounded(value) for name, value in self.outputs.items()}
+        """The label or labels and all outputs, for JSON."""
+        found: dict[str, Any] = {} if self.label is None else {"label": self.label}
+        if self.labels is not None:
+            found["labels"] = {label: _rounded(np.float32(score)) for label, score in self.labels.items()}
+        return found | {name: _rounded(value) for name, value in self.outputs.items()}
 
     def wav(self, rate: int, samples: float) -> bytes:
         """The first output as a WAV file, if it is as long as the recording's ``samples``, within 10 %."""
@@ -67,9 +71,11 @@ class GraphEngine(Engine):
     config: layout.GraphConfig  # type: ignore[assignment]  # another kind of bundle
 
     def output(self, outputs: dict[str, np.ndarray]) -> Output:
-        """Add the label of the first output's largest value."""
+        """Add the label of the first output's largest value, or those that reach their thresholds."""
         labels = self.config.labels
         first = outputs[self.config.outputs[0]]
+        if isinstance(self.config, layout.LabelsConfig):
+            return Output(outputs, None, self.config.lengths, self.config.found(first.tolist()))
         return Output(outputs, labels[int(first.argmax())] if labels else None, self.config.lengths)
 
     def _read(self) -> None:

@@ -307,13 +307,15 @@ class _PlannedFailure(Exception):
 
 def export(job: Mapping[str, Any], diary: Diary) -> int:
     """Export the run, and open the exported program on the card."""
-    from sbkit.export import bundle, clips, parity
+    from sbkit.export import bundle, clips, layout, parity
 
     diary.begin_stage("export")
     parity.POINTS = float("inf")  # in int8, hypotheses of untrained weights differ at random
     clips.LONGER = 0.0  # large graphs would run for minutes on this machine's CPU
     run, to = Path(job["folder"], "run"), Path(job["folder"], "bundle")
     bundle.export(bundle.ExportRequest(run, to, clips=2), BundleLoader())
+    for name, reason in layout.read(to).left_out.items():
+        diary.write("skip", f"{name} is left out of the bundle: {reason}")
     if (to / "model.pt2").is_file():
         from sbkit.infer import load as open_bundle
 

@@ -36,6 +36,19 @@ class Positive(NamedTuple):
         return f"a number above 0, {self.maximum:,} at most"
 
 
+class Number(NamedTuple):
+    """Numbers of either sign."""
+
+    maximum: float = 1e9
+
+    def __contains__(self, value: object) -> bool:
+        return (isinstance(value, (int, float)) and not isinstance(value, bool)
+                and -self.maximum <= value <= self.maximum)
+
+    def __str__(self) -> str:
+        return f"a number from {-self.maximum:g} to {self.maximum:g}"
+
+
 class Boolean:
     """True or false."""
 

@@ -1,16 +1,19 @@
 """From a run to a bundle: all formats agree or nothing is published; stock clients run what is."""
 
 import copy
+import errno
 import functools
 import json
 import pickle
 import pickletools
+import re
 import shutil
 import warnings
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import graph_bundles
 import numpy as np
 import onnx
 import pytest
@@ -257,6 +260,107 @@ def test_a_failed_export_leaves_the_old_bundle(made, run, tmp_path, monkeypatch)
         export(ExportRequest(run, to, formats=["torch"], clips=2, force=True))
     assert {path.name for path in tmp_path.iterdir()} == {"b"}
     assert Config.read(to).models.keys() == Config.read(made).models.keys()
+
+
+def test_an_encoder_under_its_own_key_goes_into_speechbrains_folder(run, tmp_path):
+    """As in a recipe based on one that has a Transformer, whose initial weights are SpeechBrain's."""
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(f"""recipe: !include:{run_folders.RECIPE}
+    Transformer: null
+    encoder: !new:torch.nn.Linear
+        in_features: !ref <n_mels> // 4 * <cnn_channels>
+        out_features: !ref <d_model>
+    model: !new:torch.nn.ModuleList [[!ref <CNN>, !ref <encoder>, !ref <seq_lin>, !ref <ctc_lin>]]
+    opt_class: {{modules: [!ref <encoder>]}}
+    intermediate_ctc: 0
+""")
+    own = run_folders.run_with_model(tmp_path / "own", Path(Manifest.read(run / "manifests" / "test.csv").wavs[0]
+                                                            ).parents[1], recipe=recipe)
+    assert export(ExportRequest(own, tmp_path / "b", formats=["speechbrain"], clips=2)) == 0
+    assert "!new:torch.nn.Linear" in (tmp_path / "b" / "hyperparams.yaml").read_text()
+
+
+# ---------------------------------------------------------------- formats that are left out
+
+
+class Faulty(exported.Exported):
+    """A model of two labels, of which some formats can't be run, or say something else."""
+
+    fault, change = (), None
+
+    def runner(self, name, folder, config):
+        run = super().runner(name, folder, config)
+        if name in self.fault and self.change is None:
+            raise ValueError("no such kernel")
+        return (lambda signals: [self.change(each) for each in run(signals)]) if name in self.fault else run
+
+
+def faulty(to, *fault, change=None, formats=None):
+    model = Faulty(graph_bundles.Level(), {"level": ("batch",)}, graph_bundles.RATE, labels=["quiet", "loud"])
+    model.fault, model.change = fault, change
+    model.forward = lambda signal, samples: model.graph(signal[None], torch.tensor([samples]))
+    keys = SimpleNamespace(corpus=None, language="")
+    return export(ExportRequest(to.parent / "run", to, formats=formats),
+                  open_model=lambda: source.Trained(model, keys, {}))
+
+
+FAULTS = {
+    "int8 that says other words on noise": (
+        "int8", np.negative, {"int8": r"label errors 100\.00 % where the checkpoint has 0\.00 %"}),
+    "a program that can't be run": ("torch", None, {"torch": "ValueError: no such kernel"}),
+    "a graph with other outputs": (
+        "onnx", lambda found: found + 0.01, {"onnx": r"^outputs differ by 0\.01, but only 0\.001 is allowed$",
+                                             "int8": "it is made from onnx, which is left out"}),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_format_that_fails_is_left_out_with_its_reason(tmp_path, capsys, case):
+    fault, change, reasons = FAULTS[case]
+    to = tmp_path / "b"
+    assert faulty(to, fault, change=change) == 0
+    config, shown, card = layout.read(to), capsys.readouterr().out, (to / "README.md").read_text()
+    assert set(config.models) == {"onnx", "int8", "torch"} - set(reasons) and config.left_out.keys() == reasons.keys()
+    for name, reason in config.left_out.items():
+        assert re.search(reasons[name], reason)
+        assert f"left out: {name}, because {reason}" in shown and f"- {name}: {reason}" in card
+        assert not (to / layout.MODELS[name]).exists()
+    assert "restore the run's audio, or import with --corpus" in shown
+    assert set(json.loads((to / "parity.json").read_text())["formats"]) == {"checkpoint", *config.models}
+    assert set(config.files) == {path.name for path in to.iterdir()} - {"config.json"}
+    with sbkit.infer.load(to, model=next(iter(config.models)), device="cpu") as model:
+        assert model.run(np.full(900, 0.5, np.float32)).label == "loud"
+    refusal = "nothing was published" if change else "the format torch can't be made or run: ValueError: no such kernel"
+    with pytest.raises(SbkitError, match=refusal):
+        faulty(tmp_path / "named", fault, change=change, formats=[fault])
+    assert {path.name for path in tmp_path.iterdir()} == {"b"}, "a format asked for by name refuses the whole"
+
+
+def test_where_no_format_passes_nothing_is_published(tmp_path):
+    reasons = r"published:\n  onnx: .* by 0\.01, .* of noise.*\n  torch: .* of noise.*\n  int8: it is made from onnx"
+    with pytest.raises(SbkitError, match=reasons):
+        faulty(tmp_path / "b", "onnx", "torch", change=lambda found: found + 0.01)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_cannot_be_written_is_left_out_and_a_full_disk_is_no_format_s_fault(tmp_path, monkeypatch):
+    def write(error):
+        def raising(program, path):
+            path.write_bytes(b"half of it")
+            raise error
+        monkeypatch.setattr(graph, "write_torch", raising)
+
+    write(RuntimeError("no such operator"))
+    assert faulty(tmp_path / "b") == 0
+    assert layout.read(tmp_path / "b").left_out == {"torch": "RuntimeError: no such operator"}
+    assert not (tmp_path / "b" / "model.pt2").exists()
+    monkeypatch.setattr(graph, "to_onnx", lambda *a: (_ for _ in ()).throw(SbkitError("no such node")))
+    with pytest.raises(SbkitError, match="nothing was published:\n  onnx: no such node\n  int8: it is made from onnx"):
+        faulty(tmp_path / "none")
+    write(OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises((OSError, SbkitError), match=r"[Ss]pace"):
+        faulty(tmp_path / "full")
+    assert {path.name for path in tmp_path.iterdir()} == {"b"}
 
 
 # ---------------------------------------------------------------- choices

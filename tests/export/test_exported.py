@@ -10,17 +10,20 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import run_folders
 import runtimes
 import torch
 from onnx import TensorProto
 from onnx_text import write
 
+from sbkit.data.columns import LabelColumn
+from sbkit.data.corpus import Corpus
 from sbkit.errors import SbkitError
-from sbkit.export import graph
+from sbkit.export import graph, source
 from sbkit.export.bundle import complete
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.exported import Exported
-from sbkit.export.layout import GraphConfig
+from sbkit.export.layout import GraphConfig, LabelsConfig
 
 CONFIG = GraphConfig(sample_rate=16_000, min_samples=4, outputs=["scores"])
 EXAMPLE = torch.randn(2, 2400), torch.tensor([2400, 1600])
@@ -137,3 +140,49 @@ def test_a_checkpoint_that_gives_nan_is_no_reference():
     comparison = exported.comparison(clips, SHORT, None)
     comparison.add("onnx", lambda signals: list(signals), 1)
     assert "the checkpoint's is not a number" in comparison.failures()[0]
+
+
+@pytest.mark.parametrize("wrong, rate", [(0, 0.0), (1, 25.0)])
+def test_a_classifier_is_compared_with_its_own_column_and_not_with_transcripts(tmp_path, wrong, rate):
+    data = run_folders.corpus(tmp_path / "data", train=2, dev=2, test=4)
+    corpus = Corpus(str(data), folder=tmp_path / "manifests")
+    columns, accents = {"accent": LabelColumn("accents")}, list(run_folders.ACCENTS[::-1])
+    corpus.prepare(show_progress=False, columns=columns)
+    task = SimpleNamespace(
+        columns=columns, keys=SimpleNamespace(accents=accents, corpus=corpus), modules=torch.nn.ModuleDict(),
+        hparams=SimpleNamespace(), recogniser=None, exported=lambda run: made(labels=accents))
+    exported = source.of_brain(task, tmp_path, {}).exported
+    clips = exported.clips(corpus, 4)
+    right = {clip.signal.tobytes(): clip.text for clip in clips.alone}
+    assert set(right.values()) == {*run_folders.ACCENTS, None}
+
+    mistaken = [sound for sound, text in right.items() if text is not None][:wrong]
+
+    def forward(signal, samples):
+        sound = signal.numpy().tobytes()
+        return torch.tensor([[float((label == right.get(sound)) != (sound in mistaken)) for label in accents]])
+
+    exported.forward = forward
+    comparison = exported.comparison(clips, SHORT, None)
+    assert comparison.results[0].wer == rate and "label errors %" in comparison.table()
+
+
+def test_a_transcript_that_is_no_label_is_no_reference():
+    exported = made(labels=["low", "high"])
+    exported.forward = lambda signal, samples: torch.tensor([[0.0, 1.0]])
+    clips = ComparisonClips([Clip(SIGNALS[0], "high", "one"), Clip(SIGNALS[1], "a word", "other")], "x", 1.0)
+    assert exported.comparison(clips, SHORT, None).results[0].wer == 0.0
+
+
+def test_several_labels_are_compared_by_those_that_reach_their_thresholds():
+    exported = made(labels=["a", "b", "c"], thresholds=[0.5, 0.2, -1.0])
+    exported.forward = lambda signal, samples: torch.tensor([[0.6, 0.2, -2.0 if samples < 4 else 0.0]])
+    config = LabelsConfig(sample_rate=16_000, outputs=["scores"], labels=["a", "b", "c"], thresholds=[0.5, 0.2, -1.0])
+    clips = ComparisonClips([Clip(signal, "a text", str(i)) for i, signal in enumerate(SIGNALS)], "x", 1.0)
+    comparison = exported.comparison(clips, config, None)
+    assert comparison.texts == ["0 1", "0 1 2"] and comparison.results[0].wer is None
+    said = dict(zip(map(len, SIGNALS), comparison.expected, strict=True))
+    tie = comparison.add("onnx", lambda signals: [said[len(signals[0])] - np.float32(5e-5)], 1, False)
+    assert tie.words_changed == 0 and comparison.failures() == [], "rounding decides whether b has its 0.2"
+    comparison.add("int8", lambda signals: [np.array([0.6, 0.1, -2.0])], 1, False)
+    assert comparison.failures() == ["int8: label errors 60.00 % where the checkpoint has 0.00 %"]

@@ -43,7 +43,7 @@ def imported(bundle, monkeypatch):
 
 
 def test_it_is_unknown_until_its_module_is_imported(bundle):
-    with pytest.raises(SbkitError, match="is of kind 'backwards', but this sbkit reads graph, enhancer, ctc, "
+    with pytest.raises(SbkitError, match="is of kind 'backwards', but this sbkit reads graph, labels, enhancer, ctc, "
                                          "transducer, voice, codec"):
         sbkit.infer.load(bundle)
 

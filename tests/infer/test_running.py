@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import soundfile
 
+import sbkit.infer
 from sbkit.cli import main
 from sbkit.errors import SbkitError
 from sbkit.export.exported import Exported
+from sbkit.export.layout import LabelsConfig
 from sbkit.infer.graph_model import GraphEngine, Output
 
 
@@ -47,6 +49,30 @@ def test_each_recording_is_a_line_of_json_in_the_order_given(bundle, clips, caps
     assert [(line["id"], line["label"]) for line in lines] == [("quiet", "quiet"), ("loud", "loud")]
     assert lines[1]["level"] == pytest.approx([-0.4, 0.4]) and lines[0]["level"] == pytest.approx([0.05, -0.05])
     assert "model.onnx on cpu" in captured.err and "2 of 2 recordings" in captured.err
+
+
+@pytest.mark.slow
+def test_a_model_of_several_labels_gives_those_that_reach_their_thresholds(clips, tmp_path, capsys):
+    bundle = graph_bundles.make(tmp_path / "bundle", thresholds=[-0.5, 0.3])
+    assert run(bundle, clips) == 0
+    lines = {line["id"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert lines["quiet"]["labels"] == pytest.approx({"quiet": 0.05})
+    assert list(lines["deep/loud"]["labels"].items()) == [("loud", pytest.approx(0.4)), ("quiet", pytest.approx(-0.4))]
+    assert "label" not in lines["quiet"] and lines["quiet"]["level"] == pytest.approx([0.05, -0.05])
+    with sbkit.infer.load(bundle, device="cpu") as model:
+        assert model.run(np.zeros(700, np.float32)).labels == pytest.approx({"quiet": 0.1})
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"thresholds": [0.5]}, "there are 2 labels and 1 thresholds, but each label needs one"),
+    ({"thresholds": [0.5, float("nan")]}, r"thresholds is \[0.5, nan\], but must be"),
+    ({"labels": ["quiet", "quiet"]}, "labels has 'quiet' twice"),
+    ({"lengths": {"level": "level"}}, "level has values for each frame, but labels are a recording's"),
+])
+def test_labels_and_thresholds_that_do_not_fit_are_refused(tmp_path, changes, message):
+    config = {"sample_rate": 8000, "outputs": ["level"], "labels": ["quiet", "loud"], "thresholds": [0.5, 0.5]}
+    with pytest.raises(SbkitError, match=message):
+        LabelsConfig.of(config | changes, tmp_path)
 
 
 def test_a_folder_has_arrays_by_the_recordings_ids(bundle, clips, tmp_path, capsys):

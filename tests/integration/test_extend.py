@@ -15,15 +15,16 @@ from trained_runs import ROOT, TONES, different, go_on, kill_after, metrics, ton
 from sbkit import infer
 from sbkit.data.columns import BatchColumns
 from sbkit.data.corpus import Corpus
+from sbkit.export import layout
 from sbkit.recipe import load
 from sbkit.rehearsal.corpus import write
 
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 
 
-def files():
+def files(page=PAGE):
     """The files that the page writes out, by name."""
-    blocks = re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.S)
+    blocks = re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", page, re.S)
     return dict(blocks)
 
 
@@ -253,3 +254,20 @@ def test_an_encoder_on_waveforms_is_trained_and_exported(parts):
     assert report["sections"]["shapes"]["values"]["frames_per_second"] == pytest.approx(50)
     sbkit(parts, "train", "waves.yaml", *TINY, "--output_folder", "results/waves")
     assert "onnx" in sbkit(parts, "export", "results/waves", "--to", "waves", "--formats", "onnx,torch")
+
+
+@pytest.mark.slow
+def test_the_encoder_that_the_page_on_models_writes_out_is_trained_exported_and_transcribes(tmp_path):
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    flagship = (ROOT / "hparams" / "ctc.yaml").read_text(encoding="utf-8")
+    for name, text in {**files(page), "hparams/ctc.yaml": flagship}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    tones(tmp_path / "data", 12, 3)
+    smaller = {"train": [*TINY[:-1], "--data_folder", "data"], "export": ["--clips", "3"], "transcribe": []}
+    [block] = re.findall(r"```\n(sbkit train my/encoder.yaml .*?)```", page, re.S)
+    for line, (command, more) in zip(block.splitlines(), smaller.items(), strict=True):
+        said = sbkit(tmp_path, *line.replace("talk.mp3", "data/wavs/test0.wav").split()[1:], *more)
+        assert line.split()[1] == command and "left out" not in said
+    config = layout.read(tmp_path / "results" / "mine" / "bundle")
+    assert {"onnx", "torch", "speechbrain"} <= config.models.keys() and config.batching

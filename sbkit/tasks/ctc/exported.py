@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +23,6 @@ from sbkit.tasks.recognise import sherpa_stream
 from sbkit.tasks.recognise.exported import ExportedRecognizer
 from sbkit.tasks.recognise.graph import OUTPUTS, Graph
 from sbkit.tasks.recognise.recognizer import Recognizer
-
-logger = logging.getLogger(__name__)
 
 
 def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Callable[[np.ndarray], np.ndarray],
@@ -119,7 +116,7 @@ class ExportedCTC(ExportedRecognizer):
         if "streams" not in errors:
             sherpa_stream.check_version()
         for what, reason in errors.items():
-            logger.warning("sherpa-onnx gets no model for %s: %s", what, reason.message)
+            self.left_out[f"{layout.SHERPA} for {what}"] = reason.message
         return targets
 
     def readme(self, name: str, config: Config, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:

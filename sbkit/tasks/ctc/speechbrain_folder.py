@@ -34,6 +34,7 @@ from sbkit.recipe import load, writing
 from sbkit.recipe.overrides import from_python
 from sbkit.recipe.source import Node, Place
 from sbkit.runs.initial.files import PARTS
+from sbkit.tasks.recognise.keys import ENCODERS
 from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
 
 _HEAD = """# For stock SpeechBrain; the weights are in model.ckpt, which is a safetensors file (never a pickle).
@@ -103,7 +104,7 @@ def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Tokenizer,
 
 
 def _parts(recognizer: Recognizer, nodes: dict[str, Node]) -> list[Part]:
-    encoder = "Transformer" if "Transformer" in nodes else "encoder"
+    encoder = next(key for key in ENCODERS if key in nodes and nodes[key].value is not None)
     modules = [("compute_features", recognizer.compute_features), ("normalize", recognizer.normalize),
                ("CNN", recognizer.frontend), (encoder, recognizer.encoder), ("ctc_lin", recognizer.head)]
     parts = [Part(key, module, nodes[key]) for key, module in modules if module is not None]

@@ -1,14 +1,18 @@
 """What a codec's bundle says of it: a hash of all that its codes depend on, and how far it looks; and the gate."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from sbkit.export import graph
+from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.layout import CodecConfig as Config
+from sbkit.export.source import Trained
 from sbkit.nn.codec import CodecDecoder, CodecEncoder, Coder, FiniteScalars, LogMel, ResidualVectors, WaveHead
 from sbkit.tasks.codec.exported import OTHER_CODES, CodesComparison, ExportedCodec, fingerprint, reach
 
@@ -140,3 +144,24 @@ def test_a_decoder_is_compared_on_the_checkpoints_own_codes(tmp_path, monkeypatc
     [failure] = compared.failures()
     assert re.fullmatch(r"torch: samples differ by 0\.01, but only 0\.001 is allowed "
                         r"\(.+, frame \d+ of \d+: \S+ where the checkpoint has \S+, in a batch\)", failure)
+
+
+@pytest.mark.slow
+def test_a_format_whose_decoder_fails_is_left_out_with_its_encoder(tmp_path, monkeypatch):
+    made, write = coder(), graph.write_torch
+
+    def without_decoder(program, path):
+        if path.name.startswith("decoder"):
+            raise RuntimeError("no such operator")
+        write(program, path)
+
+    monkeypatch.setattr(graph, "write_torch", without_decoder)
+    exported = ExportedCodec.of(made)
+    exported.forward = lambda signal, samples: made(signal[None], torch.tensor([samples]))
+    keys = SimpleNamespace(corpus=None, language="")
+    assert export(ExportRequest(tmp_path / "run", tmp_path / "b"),
+                  open_model=lambda: Trained(exported, keys, {})) == 0
+    config = Config.read(tmp_path / "b")
+    assert (config.models, config.decoders) == ({"onnx": "model.onnx"}, {"onnx": "decoder.onnx"})
+    assert config.left_out == {"torch": "RuntimeError: no such operator"}
+    assert not [*(tmp_path / "b").glob("*.pt2")]
