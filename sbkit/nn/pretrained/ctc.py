@@ -93,7 +93,7 @@ class CTCModel:
     def tokens(self) -> Tokens:
         """The tokens of the head's rows; raises unless its tokenizer has exactly these."""
         own, size = self.tokenizer, self.files.shapes[self.head()["weight"]][0]
-        known = {index for index in own.get_vocab().values() if isinstance(index, int)}
+        known = set(own.get_vocab().values())
         missing = [index for index in range(size) if index not in known]
         beyond = sorted(index for index in known - set(own.all_special_ids) if index >= size)
         blank = own.pad_token_id
