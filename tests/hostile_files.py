@@ -459,7 +459,7 @@ def main(kind: str, count: int, seed: int, folder: Path) -> None:
             values = json.loads((work / "config.json").read_text())  # whoever spoils it says nothing of its size
             (work / "config.json").write_text(json.dumps(values | {"files": {}}))
         for sums in work.glob("CKPT+*/*.sums.json"):  # as do those who make up a checkpoint
-            if target.parent == sums.parent and rng.random() < 0.8:
+            if target != sums and target.parent == sums.parent and rng.random() < 0.8:
                 sums.unlink(missing_ok=True)
         fault = {"seed": seed + number, "file": target.name}
         print(fault, file=sys.stderr, flush=True)  # which ended the process, if one does

@@ -12,7 +12,7 @@ from speechbrain.utils.distributed import if_main_process
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sbkit.errors import SbkitError, first_line
+from sbkit.errors import SbkitError, first_line, shown
 from sbkit.nn.lengths import N, lengths_to_mask
 from sbkit.nn.pretrained import source, tensors
 from sbkit.nn.pretrained.conformers import Lasr, Parakeet
@@ -140,7 +140,7 @@ class Encoder(nn.Module):
     def notes(self, trains: bool = True) -> list[str]:
         """Return lines to log about options that differ from the source's config, or that were chosen."""
         dropped, language = trains and self.settings.config.get("layerdrop"), self.adapter_language
-        lines = [f"layerdrop is 0 instead of the config's {dropped:g}: no layer is skipped"] if dropped else []
+        lines = [f"layerdrop is 0 instead of the config's {shown(dropped)}: no layer is skipped"] if dropped else []
         if self._adapters():
             lines.append(f"adapters of {language}" if language else "the model's own adapters, of no language")
         return lines
