@@ -44,8 +44,8 @@ class Replay(Mixture):
                          weights={NEW: 1 - share, OLD: share}, best_by=NEW, once=NEW)
         self.language, self.text = corpus.language, corpus.text
 
-    def _check_splits(self, found: Mapping[str, Mapping[str, Manifest]], needed: Sequence[str]) -> None:
-        super()._check_splits(found, needed)
+    def check_splits(self, found: Mapping[str, Collection[str]], needed: Sequence[str]) -> None:
+        super().check_splits(found, needed)
         if "test" in needed and "test" not in found[OLD]:
             raise SbkitError(f"replay: {self.parts[OLD].source} has no test split to measure forgetting on",
                              hint="name a run, or a corpus that has one: replay_from")
