@@ -208,7 +208,7 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise SbkitError(f"{path}: {error.strerror or error}", hint=f"a finished run has a {REPRODUCE}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise SbkitError(f"{path} is not what a run records ({first_line(error)})",
+        raise SbkitError(f"{path} is not what a run records ({first_line(error)[:200]})",
                          hint=f"a finished run has a {REPRODUCE} in its output_folder") from None
     for number, (line, recorded) in enumerate(zip(lines, sums, strict=False), start=1):
         if _checksums([line]) != recorded:

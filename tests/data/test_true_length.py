@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sounds import encoded, speechlike
 
+from sbkit.data import mp3
 from sbkit.data.audio import AudioError, audio_info, read_audio
 
 RATE = 16_000
@@ -92,3 +93,20 @@ def test_a_damaged_file_has_a_length_or_a_cause(data, draw):
     except AudioError:
         return
     assert seconds > 0
+
+
+FRAME = bytes.fromhex("fffb9000").ljust(417, b"\0")  # MPEG 1, 128 kbit/s, 44.1 kHz, stereo: 1152 samples
+
+
+@pytest.mark.parametrize("data, found", [
+    (b"\0" * 500, None), (b"\xff" * 500, None), (b"", None), (b"ID3" + FRAME * 2, (1, False)),
+    (FRAME * 4, (4, False)), (FRAME * 4 + FRAME[:100], (4, False)), (FRAME * 2 + b"TAG" + b"x" * 125, (2, False)),
+    (FRAME * 3 + b"\xff\xf1" * 50 + FRAME * 2, (5, False)), (FRAME * 3 + b"x" * 5000 + FRAME * 2, (3, False)),
+    (FRAME[:36] + b"VBRI" + bytes(10) + (77).to_bytes(4, "big") + FRAME[54:] + FRAME, (77, True)),
+    *((bytes((0xff, second, third, 0)).ljust(417, b"\0") * 2, None) for second, third in (
+        (0xeb, 0x90), (0xfb, 0x00), (0xfb, 0xf0), (0xfb, 0x9c), (0xfd, 0x90))),  # of no version, rate, layer III
+    (bytes.fromhex("fff39000").ljust(261, b"\0") * 3, (3, False)),
+])
+def test_frames_of_an_mp3_are_counted_whatever_lies_between(data, found):
+    mp3_ = mp3.inspect(lambda count, offset: data[offset:offset + count])
+    assert found == (mp3_ and (mp3_.frames, mp3_.tagged))

@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +21,7 @@ from speechbrain.utils.checkpoints import CKPT_PREFIX, METAFNAME, PARAMFILE_EXT,
 from speechbrain.utils.distributed import get_rank
 
 from sbkit.data.lock import Lock, remove_unheld
-from sbkit.errors import SbkitError, first_line
+from sbkit.errors import SbkitError, first_line, shown
 from sbkit.system import disk
 
 logger = logging.getLogger(__name__)
@@ -219,7 +220,7 @@ def damage(path: Path) -> str | None:
             if not file.is_file():  # or it is a pipe, which would be waited for
                 return f"{name} is missing"
             if file.stat().st_size != expected["bytes"]:
-                return f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}"
+                return f"{name} has {file.stat().st_size} bytes, not {shown(expected['bytes'])}"
             with open(file, "rb") as handle:
                 if _digest(handle) != expected["blake2b"]:
                     return f"{name} does not match its checksum"
@@ -255,6 +256,6 @@ def _archive_damage(file: Path) -> str | None:
     try:
         with zipfile.ZipFile(file) as archive:
             broken = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, OSError) as error:
+    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error) as error:
         return f"{file.name} is cut off or damaged ({error})"
     return f"{file.name} is damaged (at {broken})" if broken else None

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import threading
+import zipfile
 
 import pytest
 from hypothesis import given
@@ -70,6 +71,24 @@ def test_a_pipe_in_place_of_a_file_is_damage_and_not_waited_for(tmp_path):
     (path / "model.ckpt").unlink()
     os.mkfifo(path / "model.ckpt")
     assert files.damage(path) == "model.ckpt is missing"
+
+
+@pytest.mark.parametrize("method", [8, 12, 99], ids=["deflated", "bzip2", "unknown"])
+def test_an_archive_that_lies_about_its_compression_is_damage(tmp_path, method):
+    path = written(tmp_path)
+    (path / files.SUMS_NAME).unlink()
+    with zipfile.ZipFile(path / "model.ckpt", "w") as archive:
+        archive.writestr("data", b"weights" * 100)
+    data = bytearray((path / "model.ckpt").read_bytes())
+    data[8] = data[data.index(b"PK\1\2") + 10] = method
+    (path / "model.ckpt").write_bytes(data)
+    assert files.damage(path).startswith("model.ckpt is cut off or damaged")
+
+
+def test_a_size_that_is_no_number_is_told_in_one_short_line(tmp_path):
+    path = published(tmp_path)
+    (path / files.SUMS_NAME).write_text(json.dumps({"files": {"model.ckpt": {"bytes": ["x\n" * 50] * 500}}}))
+    assert len(files.damage(path)) < 200 and "\n" not in files.damage(path)
 
 
 def writes(pipe, folder):
