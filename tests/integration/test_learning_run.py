@@ -1,4 +1,4 @@
-"""What a run has learnt: without anything, it says so as it ends and first of all in its report; and killed while
+"""What a run has learnt: without anything, it says so as it ends and first of all in its report; and stopped while
 masks and rate grow with it, it ends as the run that was never stopped.
 """
 
@@ -6,7 +6,7 @@ import re
 
 import pytest
 from processes import sbkit
-from trained_runs import different, go_on, kill_after, latest, metrics, saved_step, weights
+from trained_runs import copied, different, go_on, here, latest, metrics, saved_step, weights
 
 from sbkit.runs.restore import read_run
 from sbkit.score.report import write_report
@@ -77,10 +77,10 @@ def learnt(out):
     return progress.score_at(saved_step(out) + 1)
 
 
-def test_killed_while_the_masks_grow_it_ends_as_the_run_that_was_never_stopped(tones, tmp_path):
+def test_stopped_while_the_masks_grow_it_ends_as_the_run_that_was_never_stopped(tones, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    sbkit(*words(whole, tones, *RAMP))
-    kill_after(STOP, cut, *words(cut, tones, *RAMP))
+    with copied(whole, STOP, cut):
+        here(*words(whole, tones, *RAMP))
     assert STOP <= saved_step(cut) < STEPS and BEGIN < learnt(cut) < WHOLE
     go_on(cut, *words(cut, tones, *RAMP))
     assert saved_step(cut) == STEPS and different(weights(cut), weights(whole)) == []
