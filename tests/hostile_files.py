@@ -274,8 +274,10 @@ def ring(*_: object) -> None:
     raise TooLong
 
 
-def main(kind: str, count: int, seed: int, folder: Path) -> None:
-    whole, work = folder / "whole", folder / "work"
+def main(kind: str, *more: str) -> None:
+    """Spoil it ``COUNT SEED FOLDER``."""
+    count, seed, folder = int(more[0]), int(more[1]), Path(more[2])
+    whole, work, before = folder / "whole", folder / "work", peak()
     make = KINDS[kind]
     make(whole)
     use = make(work)
@@ -320,7 +322,7 @@ def main(kind: str, count: int, seed: int, folder: Path) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
         slowest = max(slowest, time.process_time() - began)
     print(json.dumps({"kind": kind, "count": count, "refused": refused, "slowest": round(slowest, 2),
-                      "megabytes": peak(), "found": found}))
+                      "megabytes": peak() - before, "found": found}))
 
 
 def peak() -> int:
@@ -332,4 +334,4 @@ def peak() -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(*sys.argv[1:])
