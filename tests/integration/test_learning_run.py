@@ -57,6 +57,7 @@ def test_one_that_can_learn_nothing_is_warned_at_its_end(tones, tmp_path):
     assert page.index(first.headline) < page.index("Training</h2>")
 
 
+@pytest.mark.long
 def test_one_that_learns_gets_no_notice_and_a_longer_plan_makes_good_for_a_shorter_one(tones, tmp_path):
     out = tmp_path / "run"
     said, lines = train(out, tones, "--number_of_epochs", "2")
