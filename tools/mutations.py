@@ -15,6 +15,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -26,6 +27,8 @@ from typing import NamedTuple
 
 OTHER = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in",
          ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is"}
+#: How long a process may last that waits for others, in times of the processor seconds that it may use.
+PATIENCE = 20
 #: Tiers of tests, the quick ones first: each is run where the one before has caught nothing.
 TIERS = "not slow and not long", "slow and not long"
 
@@ -49,7 +52,7 @@ def mutations(file: str, source: str) -> list[Mutation]:
     """All that there are of a source of Python."""
     lines = source.splitlines(keepends=True)
     begins = [sum(map(len, lines[:i])) for i in range(len(lines) + 1)]
-    found = []
+    found: list[Mutation] = []
 
     def place(line: int | None, column: int | None) -> int:  # columns count bytes
         return begins[(line or 1) - 1] + len(lines[(line or 1) - 1].encode()[:column].decode())
@@ -97,7 +100,7 @@ def _parses(source: str) -> bool:
 
 def drawn(tree: Path, count: int, seed: int) -> list[Mutation]:
     """As many of each kind, at places drawn at random."""
-    kinds = defaultdict(list)
+    kinds: defaultdict[str, list[Mutation]] = defaultdict(list)
     for path in sorted((tree / "sbkit").rglob("*.py")):
         for each in mutations(str(path.relative_to(tree)), path.read_text(encoding="utf-8")):
             kinds[each.kind].append(each)
@@ -115,7 +118,7 @@ def tests_of(tree: Path, file: str) -> list[str]:
     asks = re.compile(rf"{re.escape(package.removesuffix('.__init__'))}\b"
                       rf"|from {re.escape(above)} import [^#\n]*\b{re.escape(last)}\b")
     room = Path("tests", *Path(file).parts[1:-1])
-    found = {}
+    found: dict[str, tuple[bool, bool, bool, int]] = {}
     for path in sorted((tree / "tests").rglob("test_*.py")):
         text, place = path.read_text(encoding="utf-8"), path.relative_to(tree)
         own, near = place == room / f"test_{name}.py", place.parent == room
@@ -133,29 +136,38 @@ def caught(tree: Path, files: list[str], tier: str, seconds: float) -> str:
         os.chdir(tree)
         os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
         sys.path[:] = [str(tree), *(each for each in sys.path if each and not (Path(each) / "sbkit").is_dir())]
+        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 60))
         out = os.open(tree / "mutation.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1), os.dup2(out, 2)
         import pytest
 
         os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", tier, *files])))
-    until = time.monotonic() + seconds
+    until = time.monotonic() + PATIENCE * seconds
     while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
         time.sleep(0.1)
     if done == (0, 0):
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
         return "out of time"
-    return {0: "survived", 5: "none"}.get(os.waitstatus_to_exitcode(done[1]), "caught")
+    if (code := os.waitstatus_to_exitcode(done[1])) == -signal.SIGXCPU:
+        return "out of time"
+    return {0: "survived", 5: "none"}.get(code, "caught")
+
+
+def used() -> float:
+    """Processor seconds of all processes that have ended."""
+    ended = os.times()
+    return ended.children_user + ended.children_system
 
 
 def tried(tree: Path, mutation: Mutation, seconds: float) -> dict[str, object]:
-    """What becomes of a mutation, by which tests, in how many seconds."""
-    path, files, began = tree / mutation.file, tests_of(tree, mutation.file), time.monotonic()
+    """What becomes of a mutation, by which tests, in how many processor seconds."""
+    path, files, began = tree / mutation.file, tests_of(tree, mutation.file), used()
     source, verdict, tier = path.read_text(encoding="utf-8"), "none", ""
     path.write_text(mutation.applied(source), encoding="utf-8")
     try:
         for tier in TIERS:
-            left = seconds - (time.monotonic() - began)
+            left = seconds - (used() - began)
             now = caught(tree, files, tier, left) if files and left > 0 else "none"
             verdict = now if now != "none" else verdict
             if now in ("caught", "out of time"):
@@ -164,7 +176,7 @@ def tried(tree: Path, mutation: Mutation, seconds: float) -> dict[str, object]:
         path.write_text(source, encoding="utf-8")
     log = tree / "mutation.log"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", log.read_text(errors="replace"), re.M) if log.exists() else None
-    return {"verdict": verdict, "tier": tier, "seconds": round(time.monotonic() - began, 1),
+    return {"verdict": verdict, "tier": tier, "seconds": round(used() - began, 1),
             "by": failed[1] if failed and verdict == "caught" else None}
 
 
@@ -175,7 +187,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="whose sbkit/ and tests/")
     parser.add_argument("--count", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=300.0, help="at most, for one mutation")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of a processor, at most, for one mutation")
     given = parser.parse_args(words)
     lines = given.results.read_text().splitlines() if given.results.exists() else []
     known = [json.loads(line) for line in lines]
