@@ -49,6 +49,7 @@ def test_each_recording_is_a_line_of_json_in_the_order_given(bundle, clips, caps
     assert "model.onnx on cpu" in captured.err and "2 of 2 recordings" in captured.err
 
 
+@pytest.mark.slow
 def test_a_folder_has_arrays_by_the_recordings_ids(bundle, clips, tmp_path, capsys):
     assert run(bundle, clips, "--output", tmp_path / "out", "--format", "npz,json") == 0
     assert capsys.readouterr().out == ""
@@ -83,6 +84,7 @@ def test_formats_that_do_not_fit_are_refused(bundle, clips, words, message, caps
     assert message in capsys.readouterr().err and not [*tmp_path.glob("out/**/*.*")]
 
 
+@pytest.mark.slow
 def test_more_numbers_than_a_screen_takes_need_files(sound, tmp_path, capsys):
     soundfile.write(tmp_path / "long.wav", np.zeros(11_000, np.float32), graph_bundles.RATE)
     assert run(sound, tmp_path / "long.wav") == 2
