@@ -12,13 +12,14 @@ TESTERS ?= $(shell $(PYTHON) -c 'import os; n = os.cpu_count() or 1; print(min(2
 # Python keeps what it compiles, whatever the shell says: tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo demo-speech test test-fast tried lint format docs bench gpu clean
+.PHONY: help install demo demo-speech test test-fast test-long tried lint format docs bench gpu clean
 
 help:
 	@echo "make demo       synthesise speech, train a recogniser on it, score it, use it (minutes, no GPU)"
 	@echo "make demo-speech  the same, and a voice: a codec, a voice that speaks through it, a server, and transcripts"
-	@echo "make test       every test, the slow ones too (make test-fast leaves them out)"
-	@echo "make tried      tries hours of hostile files, kills and faults, and counts them in SECURITY.md"
+	@echo "make test       all that protects, in minutes (make test-fast: without training, kills, several processes)"
+	@echo "make test-long  endurance: sieges, thousands of mutations, kills at every disk operation, the image's build"
+	@echo "make tried      tries thousands of hostile files, kills and faults, and counts them in SECURITY.md"
 	@echo "make lint       ruff, and mypy: the types of all of sbkit/ and tools/"
 	@echo "make docs       docs/keys.md from what the classes declare"
 	@echo "make bench      speed against stock SpeechBrain in the same run"
@@ -53,11 +54,12 @@ demo-speech: $(STAMP) $(OUT)/bundle/config.json
 	$(BIN)/sbkit export $(SPEECH)/voice --to $(SPEECH)/voice/bundle --force
 	$(BIN)/python tools/demo_speech_end.py $(SPEECH)/voice $(SPEECH)/voice/bundle $(OUT)/bundle
 
-test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(TESTERS)
+test test-fast test-long: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(TESTERS) -m '$(TESTS)'
 
-test-fast: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(TESTERS) -m 'not slow'
+test: TESTS = not long
+test-fast: TESTS = not slow and not long
+test-long: TESTS = long
 
 tried: $(STAMP)
 	rm -f tried.jsonl

@@ -429,13 +429,14 @@ def ring(*_: object) -> None:
     raise TooLong
 
 
-def main(kind: str, count: int, seed: int, folder: Path) -> None:
-    whole, work = folder / "whole", folder / "work"
+def main(kind: str, *more: str) -> None:
+    """Spoil it ``COUNT SEED FOLDER``."""
+    count, seed, folder = int(more[0]), int(more[1]), Path(more[2])
+    whole, work, before = folder / "whole", folder / "work", peak()
     make = KINDS[kind]
     make(whole)
     use = make(work)
     use()
-    loaded = peak()
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + BYTES, size + BYTES))
     signal.signal(signal.SIGPROF, ring)  # after seconds of work, which other programs' work doesn't use up
@@ -480,7 +481,7 @@ def main(kind: str, count: int, seed: int, folder: Path) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
         slowest = max(slowest, time.process_time() - began)
     print(json.dumps({"kind": kind, "count": count, "refused": refused, "slowest": round(slowest, 2),
-                      "loaded": loaded, "megabytes": peak(), "found": found}))
+                      "megabytes": peak() - before, "found": found}))
 
 
 def peak() -> int:
@@ -492,4 +493,4 @@ def peak() -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(*sys.argv[1:])

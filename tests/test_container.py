@@ -16,7 +16,7 @@ DOCKER = ROOT / "docker"
 CHROOT = os.environ.get("SBKIT_CHROOT", "")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("device", "code", "said"), [
     ("cpu", 0, "asked for cpu, computed on cpu: well"), ("cuda", 1, "the server doesn't start")])
 def test_the_last_step_fails_where_the_server_has_not_the_images_device(device, code, said):
@@ -27,7 +27,7 @@ def test_the_last_step_fails_where_the_server_has_not_the_images_device(device, 
     assert (done.returncode, said in done.stdout) == (code, True), done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_answer_from_another_device_fails(monkeypatch):
     """As of a server that was told cuda and went on without it."""
     sys.path.insert(0, str(DOCKER))
@@ -87,7 +87,7 @@ def test_all_commands_that_compute_do_so_on_the_images_device(capsys):
     assert named == with_device - {"check", "prepare"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not CHROOT, reason="makes a Debian to install into, as root: SBKIT_CHROOT names its folder")
 def test_the_steps_of_an_image_in_a_debian(tmp_path):

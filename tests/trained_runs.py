@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import yaml
 from processes import ON_A_CPU, ROOT
 
 from sbkit.cli import main
+from sbkit.train.checkpoint import Checkpointer
 
 
 def options(**keys: object) -> list[str]:
@@ -89,6 +91,26 @@ def assert_close(found: dict[str, Any], wanted: dict[str, Any], weights: float, 
 def kill_after(step: int, out: Path, *words: object, **how: Any) -> None:  # what `processes.killed` takes
     """Start a command and kill it as soon as its run has saved this step or a later one."""
     processes.killed(lambda: saved_step(out) >= step, *words, **how)
+
+
+@contextlib.contextmanager
+def copied(out: Path, step: int, to: Path) -> Iterator[None]:
+    """What is trained here to ``out`` is copied right after it has saved this step or a later one: as a kill leaves it.
+
+    Task by task this shows that all of a run's state is saved and taken up again; test_kill_resume.py kills, anywhere.
+    """
+    save = Checkpointer.save_and_keep_only
+
+    def save_and_copy(self: Checkpointer, *args: Any, **kwargs: Any) -> None:  # as SpeechBrain's
+        save(self, *args, **kwargs)
+        self.wait()
+        if saved_step(out) >= step and not to.exists():
+            shutil.copytree(out, to)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpointer, "save_and_keep_only", save_and_copy)
+        yield
+    assert 0 < saved_step(to) < saved_step(out)
 
 
 def go_on(out: Path, *words: object, **how: Any) -> str:  # what `processes.sbkit` takes

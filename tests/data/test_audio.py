@@ -135,6 +135,7 @@ def test_a_segment_is_what_the_whole_has_there(kind):
 
 
 @pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE", "AVERAGE"])
+@pytest.mark.slow
 def test_mp3_lengths_and_places_are_exact_with_and_without_a_tag(mode):
     rate = 48000
     time = np.arange(40 * rate) / rate

@@ -207,6 +207,7 @@ def test_what_cannot_be_compared_is_no_copy():
     assert find(spoken(2, 1)) == 5, "others are found as before"
 
 
+@pytest.mark.slow
 def test_a_sound_that_many_recordings_have_is_still_found():
     assert find(spoken(0), index_of(*[spoken(0)] * 200)) is not None
 

@@ -205,6 +205,7 @@ def test_the_first_epoch_can_be_sorted(sort, direction):
 @settings(max_examples=200, deadline=None)
 @given(durations, st.floats(1, 600), st.integers(1, 9), st.integers(1, 4), st.integers(2, 5), st.integers(0, 9),
        st.one_of(st.none(), st.integers(9, 12)), st.sampled_from([0, 0.32]))
+@pytest.mark.slow
 def test_no_micro_batch_has_fewer_utterances_than_asked_for(seconds, step, world, min_micros, least, room, utts,
                                                             rounded):
     most = (2 * least - 1) * max(seconds) + room

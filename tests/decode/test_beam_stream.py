@@ -113,7 +113,8 @@ NOISE = {"babble": 0.3, "mumbling": 2.0}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*LONG, *NOISE])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind not in ("speech", "babble")))
+                                  for kind in [*LONG, *NOISE]])
 def test_memory_is_constant(kind, searches):
     seconds, frames = 300 if kind in ("speech", "lines") else 120, int(10 / FRAME)
     if kind in LONG:

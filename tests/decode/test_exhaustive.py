@@ -98,6 +98,7 @@ def test_without_a_language_model_it_finds_the_most_likely_texts(kind, seed, fra
 @KINDS
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), frames=st.integers(1, 4), hot=st.booleans())
+@pytest.mark.slow
 def test_with_a_language_model_over_words_it_finds_the_best_of_all_texts(kind, seed, frames, hot, models):
     (model, path), boosts = models[kind, "word"], {kind.hot_word: 1.5, "a b": 2.5} if hot else {}
     for case in cases(kind, seed, frames):
@@ -124,6 +125,7 @@ def test_with_a_language_model_over_pieces_it_finds_the_best_of_all_spellings(ki
 @KINDS
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 100), lengths=st.lists(st.integers(0, 30), min_size=1, max_size=6), with_model=st.booleans())
+@pytest.mark.slow
 def test_an_utterance_is_transcribed_alike_alone_and_in_any_company(kind, seed, lengths, with_model, models):
     case = kind(seed, *lengths)
     search = case.search(beam=8, nbest=3, lm=models[kind, "word"][1] if with_model else None)

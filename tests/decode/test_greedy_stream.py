@@ -89,7 +89,7 @@ LONG = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", LONG)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind != "speech")) for kind in LONG])
 def test_twenty_minutes_take_constant_memory(kind):
     pattern = LONG[kind]
     labels = np.resize(pattern, int(1200 / FRAME))

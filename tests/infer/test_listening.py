@@ -67,6 +67,7 @@ def facts(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_lines_come_as_text_once_they_are_over(bundle, monkeypatch, tmp_path, capsys):
     assert listen(bundle, monkeypatch, tmp_path, pcm("she sells", "the end")) == 0
     captured = capsys.readouterr()

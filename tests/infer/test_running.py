@@ -109,6 +109,7 @@ def test_formats_that_do_not_fit_are_refused(bundle, clips, words, message, caps
     assert message in capsys.readouterr().err and not [*tmp_path.glob("out/**/*.*")]
 
 
+@pytest.mark.slow
 def test_more_numbers_than_a_screen_takes_need_files(sound, tmp_path, capsys):
     soundfile.write(tmp_path / "long.wav", np.zeros(11_000, np.float32), graph_bundles.RATE)
     assert run(sound, tmp_path / "long.wav") == 2

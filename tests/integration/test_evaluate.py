@@ -16,6 +16,8 @@ from sbkit.runs.evaluation import EvaluateRequest, prepare
 from sbkit.runs.restore import load_run
 from sbkit.score import utterances
 
+pytestmark = pytest.mark.slow  # each takes a fraction of a second, and there are many
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
@@ -37,7 +39,6 @@ def result(run, name):
     return json.loads((run / "evaluations" / name / "result.json").read_text())
 
 
-@pytest.mark.slow
 def test_each_checkpoint_is_a_row_and_a_folder(run, capsys):
     assert evaluate(run, "--checkpoint", "best", "last", "epoch1") == 0
     table = capsys.readouterr().out
@@ -80,7 +81,6 @@ def test_two_evaluations_can_be_compared(run, capsys):
     assert "points of WER" in page and "evaluations/test-last" in page and "CKPT+epoch1</dd>" in page
 
 
-@pytest.mark.slow
 def test_any_corpus_by_the_rules_of_the_run(run, home, capsys):
     other = run_folders.corpus(home / "other", test=4, validated=6)
     lines = (other / "test.csv").read_text().splitlines()
@@ -133,7 +133,6 @@ def test_results_can_go_elsewhere(run, tmp_path):
     assert (tmp_path / "here" / "test-best" / "result.json").is_file()
 
 
-@pytest.mark.slow
 def test_too_many_errors_are_an_exit_code(run, capsys):
     wer = (evaluate(run), result(run, "test-best")["WER"])[1]
     assert evaluate(run, "--max-wer", wer + 0.01) == 0
@@ -220,7 +219,6 @@ def test_a_folder_that_is_no_run_is_told_so(home, capsys):
     assert "is not a run: it has no hyperparams.yaml" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_language_model_is_weighed_on_dev_and_used_on_test(run, tmp_path, capsys):
 
     model = tmp_path / "three.arpa"
@@ -268,7 +266,6 @@ def test_a_run_with_a_decoder_is_searched_jointly(home, capsys):
     assert result(joint, "test-best-joint-beam4-nbest2")["decoder"] == {"joint": True, "ctc_weight": 0.4, "beam": 4}
 
 
-@pytest.mark.slow
 def test_a_result_keeps_others_and_says_which_it_replaces(run, tmp_path, capsys):
     out = ("--out", tmp_path)
     assert evaluate(run, "--beam", 5, *out) == evaluate(run, "--beam", 6, *out) == evaluate(run, *out) == 0
@@ -289,7 +286,6 @@ def score_on_a_rank(run, name):
     return main(["evaluate", str(run), "--device", "cpu", "--workers", "0", "--name", name])
 
 
-@pytest.mark.slow
 def test_two_devices_score_the_same_as_one(run):
     assert evaluate(run, "--name", "one") == 0
     assert results(score_on_a_rank, run, "two") == [0, 0]

@@ -15,7 +15,7 @@ SMALL = ("--language none --no-check --noprogressbar --least_steps 250 --step_se
          "--schedule.max_lr_at_chance 0.01").split()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_labels_what_the_next_one_learns_from(tmp_path):
     tones(tmp_path / "data", 60, 48, shortest=0.6)
     said = {}

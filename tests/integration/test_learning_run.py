@@ -1,4 +1,4 @@
-"""What a run has learnt: without anything, it says so as it ends and first of all in its report; and killed while
+"""What a run has learnt: without anything, it says so as it ends and first of all in its report; and stopped while
 masks and rate grow with it, it ends as the run that was never stopped.
 """
 
@@ -6,7 +6,7 @@ import re
 
 import pytest
 from processes import sbkit
-from trained_runs import different, go_on, kill_after, latest, metrics, saved_step, weights
+from trained_runs import copied, different, go_on, here, latest, metrics, saved_step, weights
 
 from sbkit.runs.restore import read_run
 from sbkit.score.report import write_report
@@ -57,6 +57,7 @@ def test_one_that_can_learn_nothing_is_warned_at_its_end(tones, tmp_path):
     assert page.index(first.headline) < page.index("Training</h2>")
 
 
+@pytest.mark.long
 def test_one_that_learns_gets_no_notice_and_a_longer_plan_makes_good_for_a_shorter_one(tones, tmp_path):
     out = tmp_path / "run"
     said, lines = train(out, tones, "--number_of_epochs", "2")
@@ -77,10 +78,10 @@ def learnt(out):
     return progress.score_at(saved_step(out) + 1)
 
 
-def test_killed_while_the_masks_grow_it_ends_as_the_run_that_was_never_stopped(tones, tmp_path):
+def test_stopped_while_the_masks_grow_it_ends_as_the_run_that_was_never_stopped(tones, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    sbkit(*words(whole, tones, *RAMP))
-    kill_after(STOP, cut, *words(cut, tones, *RAMP))
+    with copied(whole, STOP, cut):
+        here(*words(whole, tones, *RAMP))
     assert STOP <= saved_step(cut) < STEPS and BEGIN < learnt(cut) < WHOLE
     go_on(cut, *words(cut, tones, *RAMP))
     assert saved_step(cut) == STEPS and different(weights(cut), weights(whole)) == []

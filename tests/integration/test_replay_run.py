@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import ROOT, sbkit
 from run_folders import TINY
-from trained_runs import different, go_on, here, kill_after, metrics, options, outcome, tones
+from trained_runs import copied, different, go_on, here, metrics, options, outcome, tones
 
 from sbkit.runs.replay import NEW
 from sbkit.score.old_set import OLD, OldSet
@@ -87,10 +87,10 @@ def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(folder):
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_to_the_bit_though_its_source_is_gone(folder):
     source = shutil.copytree(folder / "source", folder / "lent")
-    whole, killed = (replaying(folder, name, init_from=source, replay=0.3, least_steps=120, ckpt_interval_steps=7)
+    whole, killed = (replaying(folder, name, init_from=source, replay=0.3, least_steps=60, ckpt_interval_steps=7)
                      for name in ("whole", "killed"))
-    here(*whole)
-    kill_after(20, folder / "killed", *killed)
+    with copied(folder / "whole", 20, folder / "killed"):
+        here(*whole)
     assert not (folder / "killed" / "tested.json").exists()
     shutil.rmtree(source)
     said = go_on(folder / "killed", *killed)
@@ -103,8 +103,6 @@ def test_a_run_that_is_killed_goes_on_to_the_bit_though_its_source_is_gone(folde
 
 @pytest.mark.slow
 def test_two_ranks_score_the_old_test_as_one_does(folder):
-    known = []
-    for ranks in (1, 2):
-        sbkit(*replaying(folder, f"{ranks} ranks", replay=0.5, least_steps=20), ranks=ranks, cards=True)
-        known.append(OldSet.read(folder / f"{ranks} ranks"))
-    assert known[0].before == known[1].before < 50 and known[0].interval == known[1].interval
+    sbkit(*replaying(folder, "two ranks", replay=0.5, least_steps=4), ranks=2, cards=True)
+    one, two = (OldSet.read(folder / name) for name in ("whole", "two ranks"))
+    assert one.before == two.before < 50 and one.interval == two.interval

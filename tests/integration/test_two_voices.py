@@ -10,7 +10,7 @@ from sbkit import infer
 from sbkit.cli import main
 from sbkit.export.layout import VoiceConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 RATE = bundles.RATE
 FAST = ("--step_seconds 8 --least_steps 0 --max_batch_seconds 16 --precision fp32 --noprogressbar "

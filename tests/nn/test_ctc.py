@@ -153,6 +153,7 @@ def test_kernels_are_rehearsed_for_the_block_that_is_about_to_be_used(labels, bl
 
 
 @pytest.mark.parametrize("generation", [75, 80, 90, 100])
+@pytest.mark.slow
 def test_the_gpu_kernels_compile_for_cards_that_are_not_here(generation):
     triton = pytest.importorskip("triton", minversion="3.6", reason="older ones compile for the card that is there")
     from triton.backends.compiler import GPUTarget

@@ -476,6 +476,7 @@ def test_without_them_training_goes_on_and_the_log_says_why(trouble, fresh, monk
 @pytest.mark.parametrize("spoil", [
     lambda path: os.truncate(path, path.stat().st_size // 2), lambda path: os.truncate(path, 0),
     lambda path: path.write_bytes(path.read_bytes()[:-4096] + bytes(4096)), lambda path: path.chmod(0o666)])
+@pytest.mark.slow
 def test_what_was_cut_off_or_may_be_anothers_is_compiled_anew(spoil, fresh):
     assert library.load() is None
     (built,) = (fresh / "kernels").iterdir()
@@ -505,6 +506,7 @@ def loads():
     sys.exit(library.load() and 1)
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_all_get_them(fresh):
     assert [each.returncode for each in processes.programs(2, loads, SBKIT_CACHE=str(fresh))] == [0, 0]
     assert len(list((fresh / "kernels").iterdir())) == 1

@@ -16,7 +16,7 @@ from sbkit.recipe.check import check
 from sbkit.recipe.load import load
 from sbkit.recipe.source import Findings
 
-pytestmark = pytest.mark.usefixtures("without_cost")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cost")]
 
 FOLDER = Path(__file__).parent / "broken"
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
@@ -71,7 +71,6 @@ def test_how_deep_a_recipe_may_be_is_counted_whatever_python_allows(tmp_path, re
         assert [finding.line for finding in findings] == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("written", "instead", "expected"), [
     (", !ref <ctc_lin>]", "]", [("not-owned", "ctc_lin")]),
     ("model: !new:torch.nn.ModuleList\n    - [", "model:\n    - [", [("no-module", "modules.model")]),
@@ -82,7 +81,6 @@ def test_one_mistake_is_reported_once(tmp_path, written, instead, expected):
     assert [(f.code, f.key) for f in [*report.errors, *report.warnings]] == expected
 
 
-@pytest.mark.slow
 def test_what_no_run_on_several_devices_can_do_stops_one_before_it_prepares(monkeypatch):
     monkeypatch.chdir(FOLDER)
     monkeypatch.setenv("WORLD_SIZE", "2")

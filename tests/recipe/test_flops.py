@@ -75,6 +75,7 @@ def test_an_lstm_is_counted_on_a_card_as_on_a_cpu(hparams):
 
 
 @pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.slow
 def test_what_a_forward_gives_is_held_until_backward_ends_as_in_training(gpu, hparams, monkeypatch):
     computed, given, held = hparams["brain"].compute_forward, [], []
 
@@ -93,6 +94,7 @@ def test_what_a_forward_gives_is_held_until_backward_ends_as_in_training(gpu, hp
     assert len(held) > 100 and all(held) and not any(each() for each in given)
 
 
+@pytest.mark.slow
 def test_what_a_task_keeps_of_a_forward_is_not_kept(hparams, monkeypatch):
     brain, computed = brain_of(hparams), hparams["brain"].compute_forward
 

@@ -88,6 +88,7 @@ PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(
 
 
 @given(PLAIN)
+@pytest.mark.slow
 def test_a_value_is_kept_as_it_is_or_refused_with_its_key(value):
     """As Python sees kinds: truth is no number, and a whole number is one."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -34,6 +34,7 @@ def finished(gflop, seconds, setting=CPU, predicted=None, audio=12.0, task=""):
 
 
 @given(st.floats(1e-3, 1.0), st.lists(st.tuples(st.floats(1, 1000), st.floats(1, 100)), min_size=4, max_size=12))
+@pytest.mark.slow
 def test_seconds_as_the_flops_are_found_from_any_runs(speed, sizes):
     kinds = [[finished(gflop, speed * gflop, audio=audio)] for gflop, audio in sizes]
     for run in (finished(gflop, speed * gflop, audio=audio) for gflop, audio in [*sizes, (5000, 3)]):
@@ -41,6 +42,7 @@ def test_seconds_as_the_flops_are_found_from_any_runs(speed, sizes):
 
 
 @given(st.floats(0.2, 0.9), st.floats(0.0, 0.3))
+@pytest.mark.slow
 def test_larger_matrices_at_a_higher_speed_are_found(a, b):
     def run(gflop, audio):
         return finished(gflop, 0.02 * gflop**a * audio**b, audio=audio)

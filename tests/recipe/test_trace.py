@@ -132,6 +132,7 @@ def test_what_needs_a_driver_is_a_note_where_there_is_none(tmp_path, name, call)
     ("Transducing", [], "the loss from torchaudio::rnnt_loss_forward on"),
     ("Mistaken", [("forward", "brain", "RuntimeError: no such loss")], "")])
 @pytest.mark.usefixtures("without_cost")
+@pytest.mark.slow
 def test_a_loss_without_a_kernel_for_fake_tensors_is_a_note_and_one_that_fails_is_its(tmp_path, name, error, note):
     report = check(changed(tmp_path, {"!name:sbkit.tasks.ctc.CTC": f"!name:test_trace.{name}"}),
                    {"output_folder": str(tmp_path)})

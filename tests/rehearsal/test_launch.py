@@ -148,7 +148,7 @@ def test_collectives_are_counted_in_all_launches(tmp_path, monkeypatch):
     assert figures.values["collectives"] == 8 and ["collectives", "8, the same on all ranks"] in figures.rows
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_whose_children_compute_does_not_hang(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "IDLE", 2.5)
     work = "import os, time\nwhile time.process_time() < 3: pass"
@@ -160,7 +160,7 @@ def test_a_rank_whose_children_compute_does_not_hang(tmp_path, monkeypatch):
     assert well and errors_of(lines)[0].code == "not-reached"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_to_which_others_leave_no_core_does_not_hang(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "IDLE", 2.5)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # others have only just begun

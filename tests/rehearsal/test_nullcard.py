@@ -307,6 +307,7 @@ def test_an_allocator_that_maps_memory_piece_by_piece_is_not_used():
     assert json.loads(done.stdout) == [1 << 20, []]
 
 
+@pytest.mark.long
 def test_it_is_compiled_once_by_processes_that_start_together(tmp_path):
     code = "from sbkit.rehearsal.nullcard import build; print(build())"
     home = {**os.environ, "SBKIT_CACHE": str(tmp_path)}

@@ -189,6 +189,7 @@ def test_waits_growth_and_an_operation_that_cannot_be_exported_are_named(rehears
     assert stages(report)["test"] == stages(report)["kill and resume"] == "ok"
 
 
+@pytest.mark.long
 def test_a_collective_on_one_rank_alone_is_named(rehearse):
     report = rehearse("spotter.yaml", "--brain", "!name:faults.Alone", code=1)
     assert ("collectives", "alone") in places(report)
@@ -200,6 +201,7 @@ def test_a_tensor_left_on_the_cpu_by_one_rank_is_named_with_its_stage_and_nothin
     assert stages(report)["test"] == "failed" and stages(report)["export"] == "not reached"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task, lines, failed, said", [
     ("Early", {"starts"}, {"start", "count of FLOPs"}, "leaves some in Kept.scores"),
     ("Late", {"resumes", "parts"}, {"kill and resume", "a batch that doesn't fit"}, "")])
@@ -219,6 +221,7 @@ def test_a_task_that_knows_its_words_is_refused_without_a_corpus(rehearse):
     assert stages(report)["corpus"] == "failed" and stages(report)["check"] == "ok"
 
 
+@pytest.mark.long
 def test_a_sharded_run_succeeds_and_does_not_repeat_a_step(rehearse):
     report = rehearse("spotter.yaml", "--fsdp", "true", "--brain", "!name:faults.Ending", code=0)
     found = stages(report)
@@ -226,6 +229,7 @@ def test_a_sharded_run_succeeds_and_does_not_repeat_a_step(rehearse):
     assert set(found.values()) == {"ok"}
 
 
+@pytest.mark.long
 def test_a_signal_ends_what_a_rehearsal_has_started_too(home, tmp_path):
     process = subprocess.Popen([sys.executable, "-m", "sbkit", "check", "spotter.yaml", "--as", "H100"], cwd=home,
                                env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
@@ -242,6 +246,7 @@ def test_a_signal_ends_what_a_rehearsal_has_started_too(home, tmp_path):
     assert not process_group.lives(int(group)) and not list(tmp_path.glob("sbkit-rehearsal-*"))
 
 
+@pytest.mark.long
 def test_checkpoints_that_cannot_be_written_are_named(rehearse):
     report = rehearse("spotter.yaml", "--checkpointer.checkpoints_dir", "/dev/null/save", code=1, cards="H100")
     assert any("/dev/null" in error["message"] for error in report["errors"])

@@ -12,7 +12,7 @@ import torch
 TESTS = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)  # a minute on a core that is free
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch is a build for CPUs here, without its CUDA code")
 def test_what_is_marked_gpu_passes_on_two_cards_that_compute_nothing(tmp_path):

@@ -29,6 +29,7 @@ def test_a_run_with_mistakes_does_not_start(capsys):
     assert capsys.readouterr().err == ""  # told once, by the command
 
 
+@pytest.mark.slow
 def test_a_good_run_says_one_line(capsys):
     training.before_run(request(SMALL))
     assert capsys.readouterr().err.count("\n") == 1

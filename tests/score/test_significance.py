@@ -86,6 +86,7 @@ def test_runs_on_other_corpora_are_refused():
         compare(run([1]), ErrorRates("character"))
 
 
+@pytest.mark.slow
 def test_many_utterances_have_the_interval_that_drawing_them_would_give(monkeypatch):
     drawn = np.random.default_rng(0)
     lengths = drawn.integers(3, 15, 12_000)

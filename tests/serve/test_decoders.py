@@ -23,6 +23,8 @@ from sbkit.serve.errors import ApiError
 from sbkit.serve.job import Cancelled, Job
 from sbkit.serve.limits import Limits
 
+pytestmark = pytest.mark.slow  # each takes a fraction of a second, and there are many
+
 
 def upload(data):
     file = tempfile.TemporaryFile()  # noqa: SIM115
@@ -81,7 +83,6 @@ def test_samples_are_those_that_transcribe_hears(decoders, rate):
     np.testing.assert_array_equal(decode(decoders, data), np.concatenate(list(Recording(data).blocks(bundles.RATE))))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("code, words", [
     ("os._exit(1)", "the decoder ended"), ("os.kill(os.getpid(), 11)", "the decoder ended"),
     ("time.sleep(60)", "took too long"), ("while True: pass", "the decoder ended|took too long"),

@@ -64,7 +64,7 @@ def started(words):
     return process, url, lines
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_few_files_a_full_disk_and_trickling_clients_then_a_right_answer(bundle, small):
     folder, command = small
     process, url, lines = started(command([*SERVE, f"level={bundle}", "--upload-grace-seconds", 3]))
@@ -116,7 +116,7 @@ def test_few_files_a_full_disk_and_trickling_clients_then_a_right_answer(bundle,
             process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_while_one_address_does_all_that_it_can_another_has_right_answers_soon(bundle):
     process, url, lines = started([*SERVE, f"level={bundle}"])

@@ -325,6 +325,7 @@ def test_a_text_that_can_not_be_spoken_in_time_is_refused_at_once(voice, monkeyp
 
 @pytest.mark.parametrize("why", ["deadline", "failure"])
 @pytest.mark.parametrize("streamed", ["audio", "sse"])
+@pytest.mark.slow
 def test_what_fails_in_the_middle_is_cut_off_or_an_event_and_never_ends_well(voice, why, streamed):
     with serving.serving({"tts": voice}, limits=Limits(decoders=1, request_seconds=1.0)) as server:
         runs = itertools.count()

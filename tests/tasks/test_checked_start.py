@@ -12,6 +12,8 @@ from starts import RECIPE
 
 from sbkit.recipe.check import check
 
+pytestmark = pytest.mark.slow  # each takes a fraction of a second, and there are many
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -25,13 +27,11 @@ def errors(folder, **keys):
     return check(RECIPE, given, starting=True).errors
 
 
-@pytest.mark.slow
 def test_a_start_that_fits_passes_with_another_vocabulary(run, tmp_path):
     assert not errors(tmp_path, init_from=str(run), init_leave=["Transformer.decoder"])
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.slow
 def test_the_report_says_what_will_be_taken(run, tmp_path):
     given = {**TINY, "output_folder": str(tmp_path / "new"), "init_from": str(run), "init_average": 5,
              "init_leave": ["Transformer.decoder"]}
@@ -51,7 +51,6 @@ def test_a_source_that_is_not_there(tmp_path):
     assert (error.code, error.key) == ("start", "init_from") and error.message.endswith("nowhere doesn't exist")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("key, value, words", [
     ("init_leave", ["ctc_line"], "nothing is named 'ctc_line'"),
     ("init_checkpoint", "epoch9", "there is no checkpoint 'epoch9'"),
@@ -62,7 +61,6 @@ def test_what_does_not_fit_the_source(run, tmp_path, key, value, words):
     assert words in error.message and error.key == (key if key == "init_leave" else "init_from")
 
 
-@pytest.mark.slow
 def test_rows_of_tokens_are_of_the_models_width(run, tmp_path):
     state = {name: value.contiguous() for name, value in
              torch.load(next(run.glob("save/*epoch1*/model.ckpt")), weights_only=True).items()}

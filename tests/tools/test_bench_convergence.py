@@ -92,7 +92,7 @@ def test_a_run_that_was_warned_fails_the_benchmark(monkeypatch, tmp_path, capsys
     assert "-3ep-" not in str(ended.value) and "warnings" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_thirty_clips_are_learnt_by_two_processes_in_a_hurry(tmp_path, monkeypatch):
     """As the benchmark's recordings, but each letter is a tone, and in steps of 5 s."""
     def call(name, command, log, threads):

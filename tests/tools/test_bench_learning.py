@@ -276,7 +276,7 @@ def module(*words):
     runpy.run_module(words[0], run_name="__main__")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sbkit_and_stock_are_trained_and_scored(tmp_path, monkeypatch, capsys):
     """The real programs, with a model of one small layer; NeMo isn't there."""
     def call(name, command, log, threads):

@@ -70,7 +70,7 @@ def test_a_bundle_without_its_graph_for_streams_is_otherwise_the_same(bundle, tm
         assert next(iter(server.state.registry)).streams is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_both_ways_are_measured_in_one_run(bundle, capfd):
     asked = live.Live(bundle, None, [2], 2.0, 20.0, None, ["--device", "cpu", "--threads", "1"], 2)
     assert live.bench(asked) == 0

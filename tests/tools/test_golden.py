@@ -10,7 +10,7 @@ import pytest
 
 from tools import golden
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def program(folder, *words):

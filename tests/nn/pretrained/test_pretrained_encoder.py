@@ -11,6 +11,8 @@ from sbkit.errors import SbkitError
 from sbkit.nn.pretrained import Encoder, Head, networks
 from sbkit.nn.pretrained.source import Settings
 
+pytestmark = pytest.mark.slow  # each takes a fraction of a second, and there are many
+
 SAMPLES = (16_000, 400, 12_345, 7_999, 721, 16_001)
 
 

@@ -66,6 +66,7 @@ def test_a_plain_recipe_takes_the_merged_weights(run, english, tmp_path, caplog)
     assert "Transformer.encoder" in rows and len(rows) == 9  # whole modules, of which some layers have a LoRA
 
 
+@pytest.mark.slow
 def test_a_recipe_with_the_same_lora_goes_on_with_base_and_adapters(run, english, tmp_path, caplog):
     brain, _, told = started(tmp_path / "new", english, caplog, recipe=overlay(tmp_path), init_from=str(run))
     assert same(state(brain), state(load_run(run, "cpu")[1]))
@@ -84,6 +85,7 @@ def test_another_lora_begins_as_nothing_on_top_of_what_was_trained(run, english,
 
 
 @pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.slow
 def test_the_mean_of_several(run, english, tmp_path, caplog, rank):
     lora = {} if rank is None else {"recipe": overlay(tmp_path, rank)}
     brain, _, told = started(tmp_path / "new", english, caplog, init_from=str(run), init_average=2, **lora)
@@ -91,6 +93,7 @@ def test_the_mean_of_several(run, english, tmp_path, caplog, rank):
     assert same(state(brain), merged(run, mean_of=2)) and "the mean of 2 checkpoints" in told
 
 
+@pytest.mark.slow
 def test_a_mean_with_a_source_that_lacks_the_lora_has_as_much_less_of_it(run, english, tmp_path):
     plain = run_with_model(tmp_path / "plain", english)
     brain = target(tmp_path / "new", english, recipe=overlay(tmp_path), init_from=str(plain))

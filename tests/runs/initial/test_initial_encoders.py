@@ -20,6 +20,8 @@ from sbkit.recipe.load import Recipe
 from sbkit.runs import initial, pretrained
 from sbkit.runs.restore import load_run
 
+pytestmark = pytest.mark.slow  # each takes a fraction of a second, and there are many
+
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "hparams" / "ssl.yaml"
 LORA = ROOT / "recipes" / "CommonVoice" / "ASR" / "CTC" / "hparams" / "lora.yaml"
@@ -69,7 +71,6 @@ def is_all_of(brain, run):
     return all(torch.equal(value, mine[f"model.{name}"]) for name, value in weights(run).items())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
 def test_a_run_begins_without_the_source_of_the_one_before(home, english, tmp_path, named):
     brain = begun(tmp_path, english, home / "run", encoder_source=str(home / "source") if named else None)
@@ -100,7 +101,6 @@ def test_a_run_without_masking_lends_its_encoder_to_one_with(home, english, tmp_
     assert brain.hparams.encoder.network.masked_spec_embed.requires_grad
 
 
-@pytest.mark.slow
 def test_lora_begins_on_a_run_and_a_run_on_lora(home, english, tmp_path):
     more = {"language": "en", "precision": "fp32", "encoder_source": None}
     assert is_all_of(begun(tmp_path / "lora", english, home / "run", LORA, **more), home / "run")
@@ -109,7 +109,6 @@ def test_lora_begins_on_a_run_and_a_run_on_lora(home, english, tmp_path):
     begun(tmp_path / "whole", english, home / "lora")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run, keys, why, first", [
     ("run", {"init_leave": ["encoder"]}, "init_leave", "feature_extractor.conv_layers.0.conv.weight"),
     ("half", {}, "the run .* lacks them", "encoder.layers.1.attention.k_proj.weight")])
@@ -160,7 +159,6 @@ def adapters_of(brain):
     return {float(value.unique()) for name, value in state(brain).items() if ".adapter_layer." in name}
 
 
-@pytest.mark.slow
 def test_adapters_of_another_language_are_not_taken_in_its_place(english, tmp_path):
     source = str(encoders.make(tmp_path / "mms", "mms-adapters"))
     language_adapter(source, "fra", 7.0)
@@ -223,7 +221,6 @@ def errors(tmp_path, run, **keys):
                           "init_from": str(run), **keys}, starting=True).errors
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind, fields", [
     ("whisper", "model_type: wav2vec2 there, whisper here"),
     ("hubert-group", "model_type: wav2vec2 there, hubert here, feat_extract_norm: layer there, group here, "
@@ -238,7 +235,6 @@ def test_another_encoder_is_refused_in_the_check_and_at_the_start(english, run, 
     assert (error.code, error.key) == ("start", "init_from") and fields in error.message
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whisper", "hubert-group"])
 def test_another_encoder_that_is_left_out_is_kept_as_pretrained(english, run, tmp_path, caplog, kind):
     before, after, rows = begun_other(tmp_path, english, kind, run, caplog, init_leave=["encoder"], mask_time_prob=0)
@@ -269,7 +265,6 @@ def test_what_pretraining_did_not_have_is_reinitialised(english, lone_head, tmp_
     assert told["encoder.network.encoder.layer_norm.weight"] == ("kept", "as pretrained: not in the source")
 
 
-@pytest.mark.slow
 def test_an_encoder_that_differs_in_nothing_but_training_is_the_same(english, run, tmp_path, caplog):
     more = {"hidden_dropout": 0.3, "attention_dropout": 0.2, "mask_time_prob": 0.4, "layerdrop": 0.0, "vocab_size": 77,
             "num_negatives": 3, "initializer_range": 0.5}

@@ -22,6 +22,8 @@ from sbkit.export import layout
 from sbkit.runs import initial
 from sbkit.runs.restore import load_run, read_run
 
+pytestmark = pytest.mark.slow  # each takes a fraction of a second, and there are many
+
 
 def begun(tmp_path, data, caplog, **keys):
     """The weights of a Brain before and after it took those of a source, and the table."""
@@ -77,7 +79,6 @@ def test_a_damaged_checkpoint_is_not_counted_in_the_mean(run, english, tmp_path,
     assert "the mean of 2 checkpoints instead of 3: there are no more" in table
 
 
-@pytest.mark.slow
 def test_moving_averages_and_their_mean_take_the_place_of_the_weights(english, tmp_path, caplog):
     averaged = run_with_model(tmp_path / "averaged", english, rates=(70.0, 40.0), ema_decay=0.9)
     for epoch in (1, 2):
@@ -184,7 +185,6 @@ def test_a_file_may_call_its_tensors_by_key_by_path_or_as_a_part_does(run, engli
         assert torch.equal(before["model.3.w.weight"], after["model.3.w.weight"])
 
 
-@pytest.mark.slow
 def test_recipes_that_order_their_lists_otherwise_understand_each_other(run, english, tmp_path, caplog):
     other = run_with_model(tmp_path / "other", english, rates=(50.0,))
     text = (other / "hyperparams.yaml").read_text()
@@ -207,7 +207,6 @@ def test_recipes_that_order_their_lists_otherwise_understand_each_other(run, eng
 # ------------------------------------------------------------------ another vocabulary
 
 
-@pytest.mark.slow
 def test_rows_of_equal_tokens_are_taken_and_others_reinitialised(run, tmp_path, caplog):
     data = spanish(tmp_path / "es", train=5, dev=1, test=1)
     before, after, table = begun(tmp_path, data, caplog, init_from=str(run))
@@ -226,7 +225,6 @@ def test_rows_of_equal_tokens_are_taken_and_others_reinitialised(run, tmp_path, 
                        theirs["0.convblock_0.convs.conv_0.conv.weight"])
 
 
-@pytest.mark.slow
 def test_labels_of_a_ctc_text_encoder_are_tokens_and_can_be_kept(bundle, run, english, tmp_path, caplog):
     folder = Path(shutil.copytree(bundle, tmp_path / "asr"))
     (folder / "config.json").unlink()
@@ -346,7 +344,6 @@ def test_a_file_that_is_damaged_or_half_written(run, english, tmp_path, name):
     assert str(path) in error.message and "incomplete" in error.message and error.hint
 
 
-@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_one_that_was_named_is_not(run, english, tmp_path, caplog):
     copied = with_a_damaged(run, "epoch2", tmp_path)
     assert "is damaged: model.ckpt has" in refusal(english, tmp_path, copied, init_checkpoint="epoch2").message
@@ -362,7 +359,6 @@ def test_a_model_of_another_shape_is_told_whole(run, english, tmp_path):
     assert "--init_leave" in error.hint
 
 
-@pytest.mark.slow
 def test_one_layer_of_another_shape_is_an_error_that_says_how_to_leave_it(run, english, tmp_path, caplog):
     error = refusal(english, tmp_path, run, n_mels=40, **{"Transformer": {"input_size": 40}})
     assert "Transformer.custom_src_module" in error.message

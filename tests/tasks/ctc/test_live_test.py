@@ -172,6 +172,7 @@ def result(run, name):
     return json.loads((run / "evaluations" / name / "result.json").read_text())
 
 
+@pytest.mark.slow
 def test_one_table_has_all_sizes_and_so_do_the_files_and_the_page(run, capsys):
     assert evaluate(run, "--chunk", "320,1280,whole") == 0
     table = capsys.readouterr().out

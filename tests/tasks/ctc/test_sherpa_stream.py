@@ -52,6 +52,7 @@ sizes = st.integers(1, 4)
 
 
 @given(st.tuples(sizes, sizes, sizes, sizes, sizes), st.integers(0, 3), st.randoms(use_true_random=False))
+@pytest.mark.slow
 def test_a_state_is_packed_into_caches_and_back(shape, around, drawn):
     """Rows stay rows, which sherpa-onnx stacks and takes apart again."""
     rows, layers, left, width, front = shape

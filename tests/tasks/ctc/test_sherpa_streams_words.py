@@ -152,6 +152,7 @@ def tried(run, made, folder, chunk=None):
     return comparison
 
 
+@pytest.mark.long
 def test_another_chunk_of_those_that_it_learnt_can_be_asked_for(run, made, sherpa_onnx, tmp_path):
     comparison = tried(run, made, tmp_path, 320)
     assert comparison.failures() == [] and "sherpa stream, 320 ms, sherpa" in comparison.table()

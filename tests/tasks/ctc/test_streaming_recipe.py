@@ -20,6 +20,8 @@ from sbkit.tasks.ctc.exported import ExportedCTC
 from sbkit.tasks.recognise import chunk_check
 from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 
+pytestmark = pytest.mark.slow  # each takes a fraction of a second, and there are many
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
@@ -102,7 +104,6 @@ def test_the_check_tries_the_front_end_whatever_its_weights_are(data, tmp_path):
     assert "depend on features of later frames" in findings[0].message
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     {}, {"Transformer": {"attention_type": "RelPosMHAXL"}, "chunks": {"ahead": 0}},
     {"compute_features": {"frame_length": 8.0}}])

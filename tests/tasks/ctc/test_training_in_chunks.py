@@ -123,6 +123,7 @@ def test_a_frame_hears_nothing_behind_its_chunk():
 @torch.no_grad()
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(1, 35), min_size=1, max_size=5), st.integers(1, 9), st.integers(0, 4))
+@pytest.mark.slow
 def test_an_utterance_scores_the_same_alone_and_in_any_batch(lengths, size, left):
     torch.manual_seed(0)
     net = encoder().eval()

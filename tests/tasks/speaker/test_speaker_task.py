@@ -12,7 +12,7 @@ from batches import noise
 from host_syncs import HostSyncs
 from speechbrain.core import Stage
 from speechbrain.nnet.losses import AdditiveAngularMargin, LogSoftmaxWrapper
-from trained_runs import metrics, options
+from trained_runs import options
 
 import sbkit.infer
 from sbkit.data.batch import stand_in
@@ -172,19 +172,6 @@ def test_the_recipe_is_checked_before_there_is_a_corpus(tmp_path, kind):
     recipe.write_text(XVECTOR)
     report = check(recipe if kind == "xvector" else RECIPE, {"channels": 16, "output_folder": str(tmp_path)})
     assert not report.errors and not report.warnings, [str(each) for each in (*report.errors, *report.warnings)]
-
-
-@pytest.mark.slow
-def test_two_processes_learn_what_one_learns_with_batch_norm(tmp_path):
-    small = {"corpus.demo_hours": 0.1, "channels": 16, "embedding_size": 8, "crop_seconds": 1, "step_seconds": 24,
-             "least_steps": 0, "number_of_epochs": 1, "precision": "fp32", "spec_augment": "null", "log_interval": 0.0}
-    losses = []
-    for ranks in (1, 2):
-        run = tmp_path / f"run{ranks}"
-        processes.sbkit("train", RECIPE, *options(**small, output_folder=run), "--noprogressbar", "--no-check",
-                        cwd=tmp_path, ranks=ranks, cards=True)
-        losses.append([line["loss"] for line in metrics(run, "step")])
-    assert len(losses[0]) == 5 and losses[1] == pytest.approx(losses[0], rel=2e-3)
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def dry_run(*words):
     sys.exit(gpu.main(words))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1600)  # two minutes on a core that is free
 def test_every_check_runs_on_a_cpu_but_the_slow_twin_of_large(tmp_path):
     out, asked = tmp_path / "report", [check.name for check in CHECKS if check.name != "flagship"]
@@ -61,7 +61,7 @@ def test_every_check_runs_on_a_cpu_but_the_slow_twin_of_large(tmp_path):
     assert len(ended) == len(asked) and told["verdict"] in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_comparison_of_the_flagship_reports_each_of_its_lines(tmp_path):
     class Canned(Bench):
         def call(self, function, words):
@@ -76,7 +76,7 @@ def test_the_comparison_of_the_flagship_reports_each_of_its_lines(tmp_path):
     assert [(line["key"], line["verdict"]) for line in seen] == [(each.key, OK) for each in expected]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_signal_ends_the_check_that_runs_too(tmp_path):
     out, told = tmp_path / "report", tmp_path / "told"
     # A folder with a short name, as the path of a socket below it has 107 characters at most.

@@ -48,7 +48,7 @@ def test_kernels_are_tried_for_each_number_of_labels(monkeypatch):
     assert [call.args[1] for call in asked.call_args_list] == [32, 1024, 32, 2048]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gradients_of_many_labels_may_be_as_far_off_as_fp32_makes_torchs_own():
     _, apart = values.ctc_apart("cpu", 1023)
     assert values.GRADIENTS < apart < values.max_apart(1023)
@@ -125,7 +125,7 @@ def test_a_resumed_run_may_be_off_by_some_times_what_two_runs_are_that_were_not_
         ["as expected", verdict]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_that_forks_never_asks_the_driver():
     """CUDA would work in none of the processes that are forked from one that has asked."""
     code = ("import torch, sys; asked = []; torch._C._cuda_getDeviceCount = lambda: asked.append(1) or 0\n"

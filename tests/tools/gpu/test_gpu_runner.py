@@ -10,7 +10,7 @@ from sbkit.rehearsal import nullcard
 from tools.gpu.bench import Bench, CheckProcess
 from tools.gpu.check import DRY_RUN, FAILED, NOT_RUN, NOT_SHOWN, OK, SHORT, Check, Expect
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 EXPECTS = Expect("one", "the first", "good", on_null=True), Expect("two", "the second", "good")
 
@@ -55,7 +55,7 @@ def test_a_crash_and_an_error_are_told_and_what_was_found_before_stays(run):
     assert raised.verdict == FAILED and "Traceback" in Path(raised.log).read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_check_that_hangs_is_cut_off_with_all_that_it_started(run, tmp_path):
     started = time.monotonic()
     done = run("hangs", limit=3.0)
