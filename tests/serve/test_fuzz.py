@@ -177,7 +177,7 @@ def test_whatever_comes_is_refused_with_a_reason_and_the_next_good_request_is_ri
         assert client.get(f"{server.url}/health").json()["status"] == "ok"
         serving.until(lambda: server.counted("sbkit_requests_inside") == 0)
         assert server.state.disk.reserved == 0
-        tried.record("damaged recordings and hostile requests that a server refuses", INPUTS)
+        tried.record("damaged recordings and hostile requests that a server refuses", inputs, long=2000)
         print(f"{refused} of {sent} refused, {server.counted('sbkit_decoder_restarts_total'):.0f} decoders replaced")
 
 
