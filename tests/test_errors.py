@@ -8,7 +8,7 @@ import pytest
 
 from sbkit.errors import SbkitError, first_line, shown_names, summary
 from sbkit.infer.recordings import Recording
-from sbkit.system.console import TerminalHandler
+from sbkit.system.console import TerminalHandler, table
 
 
 @pytest.mark.parametrize("message, line, described", [
@@ -37,3 +37,4 @@ def test_control_characters_of_a_stranger_never_reach_the_terminal():
     stream = io.StringIO()
     TerminalHandler(stream).emit(logging.LogRecord("sbkit", logging.WARNING, "", 0, "left out: %s", ("\x1b[2J",), None))
     assert stream.getvalue() == "left out: \\x1b[2J\n"
+    assert table(["example"], [["a\x1b[2J"]]).splitlines()[-1] == r"a\x1b[2J"

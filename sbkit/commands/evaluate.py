@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sbkit.commands.options import RUNS_CODE, add_search, chunk_sizes, request_of
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, printable
 from sbkit.system.console import counted, table
 from sbkit.system.environment import check_torch
 
@@ -143,7 +143,8 @@ def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest
         for what, ids in (("that could not be read", list(scored.facts["damaged"])),
                           ("without a reference", scored.facts.get("without_reference"))):
             if ids:
-                print(f"  not scored: {counted(len(ids), 'utterance')} {what}: {', '.join(ids[:5])}")
+                print(f"  not scored: {counted(len(ids), 'utterance')} {what}: "
+                      f"{printable(', '.join(ids[:5]))}")
     bounds = [(name, 1, "more", bound) for name, bound in request.max_values]
     bounds += [(name, -1, "less", bound) for name, bound in request.min_values]
     if request.max_wer is not None:

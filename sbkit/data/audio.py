@@ -42,6 +42,8 @@ TRUNCATED_SECONDS, TRUNCATED_SHARE = 0.1, 0.1
 LONGER_SECONDS, LONGER_SHARE = 0.2, 0.02
 #: A recording has been cut off if it is shorter than its row says by more than both of these.
 MISSING_SECONDS, MISSING_SHARE = 0.5, 0.1
+#: How the cause begins if a file has less audio than its header says.
+CUT_OFF = "cut off"
 #: libsndfile's names for WAV.
 WAV_FORMATS = ("WAV", "WAVEX")
 #: A number of frames above this means that it is unknown (libsndfile gives 2^63-1).
@@ -154,7 +156,7 @@ def length_mismatch(declared: int, actual: int, rate: int) -> str | None:
     if abs(declared - actual) <= length_tolerance(declared / rate) * rate:
         return None
     if actual < declared:
-        return f"cut off: {actual / rate:.2f} of {declared / rate:.2f} s can be read"
+        return f"{CUT_OFF}: {actual / rate:.2f} of {declared / rate:.2f} s can be read"
     return f"its header says {declared / rate:.2f} s, but it goes on to {actual / rate:.2f} s: the rest isn't read"
 
 

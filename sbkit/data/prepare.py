@@ -30,6 +30,7 @@ from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.data.sources.base import Rows, unique_ids
 from sbkit.data.suspects import Exclusions
 from sbkit.data.text import TextRules, count_words
+from sbkit.errors import printable
 from sbkit.system.console import counted, progress, table
 
 logger = logging.getLogger(__name__)
@@ -362,7 +363,7 @@ def summarize(report: Mapping[str, Any], with_leaks: bool = True) -> str:
         lines.append(table(leaks.COLUMNS, leaks.rows(entries)))
     if entries is not None and len(splits) > 1:
         lines += leaks.remarks(entries)
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def _first_of_each(column: Column) -> np.ndarray:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sbkit.data.audio import CUT_OFF
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
 from sbkit.data.text import TextRules
@@ -235,8 +236,9 @@ def _transcribe(pipeline: Pipeline, recordings: Mapping[str, Recording], path: P
             file.write(b"\n")  # ends a line that was interrupted
         for result in _run(pipeline, [each for _, each in todo], "labelling"):
             (key, recording), transcript = todo[result.index], result.transcript
-            if transcript is None or transcript.warning is not None:
-                errors[key] = str(result.error.cause if result.error else transcript and transcript.warning)
+            warning = "" if transcript is None else transcript.warning or ""
+            if transcript is None or warning.startswith(CUT_OFF):  # one longer than its header is read as by training
+                errors[key] = str(result.error.cause) if result.error else warning
                 continue
             seconds += transcript.duration
             pieces = cut_at_pauses(transcript.words, transcript.duration, pipeline.engine.config.chunk_seconds)

@@ -14,7 +14,7 @@ from typing import Any
 
 from sbkit.data.text import TextRules
 from sbkit.decode.search_options import SearchRequest
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, printable
 from sbkit.export.layout import CONFIG
 from sbkit.infer.engine import Engine
 from sbkit.infer.formats import ModelRequest
@@ -127,7 +127,7 @@ def summarise(count: int, left_out: int, audio: float, seconds: float, output: P
 def print_first(what: str, lines: Sequence[str]) -> None:
     """Print the first ``_SHOWN`` of some lines to stderr, and the number of others."""
     for line in lines[:_SHOWN]:
-        print(f"{what}: {line}", file=sys.stderr)
+        print(f"{what}: {printable(line)}", file=sys.stderr)
     if len(lines) > _SHOWN:
         print(f"{what}: {len(lines) - _SHOWN} more", file=sys.stderr)
 
@@ -137,8 +137,8 @@ def _score(transcribed: list[tuple[Recording, Transcript]], rules: TextRules) ->
     rows = [(each.id, each.reference, transcript.text) for each, transcript in transcribed if each.reference]
     unscored = [each.id for each, _ in transcribed if not each.reference]
     if unscored:
-        print(f"not scored: {counted(len(unscored), 'recording')} without a reference: {', '.join(unscored[:5])}"
-              f"{', ...' if len(unscored) > 5 else ''}", file=sys.stderr)
+        print(f"not scored: {counted(len(unscored), 'recording')} without a reference: "
+              f"{printable(', '.join(unscored[:5]))}{', ...' if len(unscored) > 5 else ''}", file=sys.stderr)
     rates = _rates(rows)
     print(f"{rates}, {len(rows)} with a reference", file=sys.stderr)
     rows = [(name, words, rules(text)) for name, reference, text in rows if (words := rules(reference))]
@@ -164,7 +164,7 @@ def _text(transcript: Transcript, format: str, alone: bool) -> str:
     if format == "json" and not alone:  # a line each
         return json.dumps(transcript.facts(), ensure_ascii=False) + "\n"
     if format == "txt" and not alone:
-        return f"{transcript.id}\t{transcript.text}\n"
+        return f"{printable(transcript.id)}\t{transcript.text}\n"
     return FORMATS[format](transcript)
 
 

@@ -26,7 +26,7 @@ LINE_SECONDS = 30.0  # between plain lines, outside of a terminal
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], indent: str = "") -> str:
-    """Format a table: numbers aligned right, words left.
+    """Format a table: numbers aligned right, words left, control characters escaped.
 
     >>> print(table(["split", "rows"], [["train", 1200], ["dev", 80]]))
     split  rows
@@ -50,7 +50,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], indent: str = "
 def _cell(value: object) -> str:
     if value is None:
         return ""
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{value:.2f}" if isinstance(value, float) else printable(str(value))
 
 
 def time_span(seconds: float) -> str:

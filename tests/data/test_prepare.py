@@ -164,6 +164,9 @@ def test_texts_that_are_probably_wrong_are_told_with_a_row(clips):
     assert report.notices == expected
     facts = {"splits": {"train": report.facts()}, "source": {"kind": "", "where": "", "splits": {"train": ["train"]}}}
     assert all(f"train: {notice}" in summarize(facts).splitlines() for notice in expected)
+    source.ids = Column(["u\x1b[2J", "u1", "u2", "u3", "u4"])
+    facts["splits"]["train"] = prepare(source, rules=TextRules())[1].facts()
+    assert r"(u\x1b[2J)" in summarize(facts) and "\x1b" not in summarize(facts)
     source.ids = Column(["same"] * 5)
     assert prepare(source, rules=TextRules())[1].notices[0].endswith("'one word' (same) and 'two words' (same)")
     apart = rows(clips, ("long.wav", "one two"), ("long.wav", "one"), durations=[2.0, 1.0], starts=[0.5, 0.5])

@@ -161,6 +161,14 @@ def test_a_recording_that_was_repaired_is_transcribed(home, tmp_path):
     assert [each["text"] for each in rows(tmp_path / "labels/train.jsonl")] == ["alpha beta"]
 
 
+def test_a_recording_longer_than_its_header_says_is_read_as_that_says(home, tmp_path):
+    clip(tmp_path / "audio" / "a.wav", np.random.default_rng(1), 0.05)
+    with open(tmp_path / "audio" / "a.wav", "ab") as file:
+        file.write(np.full(2 * bundles.RATE, 0.1, np.float32).tobytes())
+    assert label(home, tmp_path / "labels", audio=[tmp_path / "audio"]) == 0
+    assert [each["id"] for each in rows(tmp_path / "labels/train.jsonl")] == ["a"]
+
+
 @pytest.mark.skipif(sys.platform == "darwin", reason="its disks take names in UTF-8 alone")
 def test_a_recording_whose_name_is_no_utf8_is_left_out_by_name_and_the_others_are_kept(home, tmp_path, capsys):
     clip(tmp_path / "audio" / "a.wav", np.random.default_rng(1), 0.05)

@@ -105,6 +105,9 @@ def test_a_length_that_no_recording_has_is_not_believed(bundle, clips, tmp_path,
     (tmp_path / "clips.jsonl").write_text(f"{line}\n{line}\n")
     assert run(bundle, tmp_path / "clips.jsonl") == 0
     assert capsys.readouterr().out.count("first words") == 2
+    (tmp_path / "clips.jsonl").write_text(line.replace("duration", "offset"))
+    assert run(bundle, tmp_path / "clips.jsonl") == 2
+    assert "clips.jsonl line 1: start 1e+308" in capsys.readouterr().err
 
 
 def test_clips_of_one_name_get_files_of_their_own(bundle, clips, tmp_path):

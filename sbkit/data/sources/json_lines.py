@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sbkit.data.manifest import Column
+from sbkit.data.manifest import MAX_SECONDS, Column
 from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, names_of, no_column, unique_ids
 from sbkit.data.sources.files import FileSource, lines, stripped
 from sbkit.errors import SbkitError
@@ -82,7 +82,7 @@ def _utterance(values: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("no audio path")
     start = float(values["start"] or 0.0)
     duration = float(values["duration"] or "nan")
-    if not 0 <= start < float("inf") or duration < 0:
+    if not 0 <= start <= MAX_SECONDS or duration < 0:
         raise ValueError(f"start {start}, duration {duration}")
     texts = {role: _text(value) for role, value in values.items()}
     return {**texts, "id": None if values["id"] is None else texts["id"], "start": start, "duration": duration}
