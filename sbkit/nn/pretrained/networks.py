@@ -468,7 +468,8 @@ def _described(what: Any) -> str:  # as in _DEFINING
     return f"a {'whole ' if isinstance(what[0], int) else ''}number from {what[0]} to {what[1]}"
 
 
-def check_size(kind: type[Network], config: Any, source: str, shapes: Mapping[str, tuple[int, ...]] | None) -> None:
+def check_size(kind: type[Network], config: Any, source: str,  # each family has a class for it
+               shapes: Mapping[str, tuple[int, ...]] | None) -> None:
     """Raise if a config describes a larger model than its weights, before that takes memory.
 
     shapes : of the weights, by their names in the encoder; None: unknown
