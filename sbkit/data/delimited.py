@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import itertools
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ _BLOCK_BYTES = 16 << 20
 _ROWS_AT_ONCE = 65_536
 # Limits of a header.
 _MAX_HEADER_BYTES, _MAX_COLUMNS = 1 << 20, 10_000
+_SAID = re.compile(r'"?sep=([,;\t|])"?')
 # Appended as a last line: it becomes a separate row unless a quotation mark is still open. No UTF-8 decodes to it.
 _END = "\udcff"
 
@@ -60,14 +62,15 @@ def read_delimited(path: str | Path, *, delimiter: str | None = None, quoted: bo
                    only: Collection[str] | None = None) -> Delimited:
     """Read all columns of a file, or those in ``only``.
 
-    The delimiter is a comma, or a semicolon if the header has more columns by it, as some spreadsheets write it.
+    The delimiter is a comma, or a semicolon if the header has more of these outside of quotation marks, as some
+    spreadsheets write it; a first line such as ``sep=;``, which Excel writes and reads, says it.
     With ``quoted=False`` a quotation mark is an ordinary character.
     A byte order mark, Windows line ends and blank lines are allowed; column names are stripped.
     """
     path = Path(path)
     with _plain_errors(path):
-        skip, header_line = _first_line(path)
-        delimiter = delimiter or _delimiter(path, header_line)
+        skip, header_line, said = _first_line(path)
+        delimiter = delimiter or said
         names = _header(path, header_line, delimiter, quoted)
         wanted = [name for name in names if only is None or name in only]
         if not wanted:
@@ -82,8 +85,8 @@ def header(path: str | Path, *, delimiter: str | None = None, quoted: bool = Tru
     """Read the names of a file's columns alone."""
     path = Path(path)
     with _plain_errors(path):
-        line = _first_line(path)[1]
-        return _header(path, line, delimiter or _delimiter(path, line), quoted)
+        _, line, said = _first_line(path)
+        return _header(path, line, delimiter or said, quoted)
 
 
 @contextlib.contextmanager
@@ -98,20 +101,20 @@ def _plain_errors(path: Path) -> Iterator[None]:
         raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-def _first_line(path: Path) -> tuple[int, str]:
-    """(number, content) of the first line that isn't blank."""
+def _first_line(path: Path) -> tuple[int, str, str]:
+    """(number, content, probable delimiter) of the header: the first line that isn't blank, nor Excel's ``sep=;``."""
+    said = None
     with untrusted.open_regular(path) as file:
         for number, raw in enumerate(iter(lambda: file.readline(_MAX_HEADER_BYTES), b""), 1):
             line = raw.decode("utf-8-sig").strip("\r\n")
             if line.strip():
                 if len(raw) == _MAX_HEADER_BYTES:
                     raise SbkitError(f"{path}, line {number}: the header is too long", hint="is it a CSV or TSV file?")
-                return number, line
+                if said is None and (said := _SAID.fullmatch(line)):
+                    continue
+                unquoted = re.sub('"[^"]*"', "", line)
+                return number, line, said[1] if said else ";" if unquoted.count(";") > unquoted.count(",") else ","
     raise SbkitError(f"{path} is empty", hint="expected a header line with column names")
-
-
-def _delimiter(path: Path, line: str) -> str:
-    return ";" if ";" in line and len(_header(path, line, ";", True)) > len(_header(path, line, ",", True)) else ","
 
 
 def _header(path: Path, line: str, delimiter: str, quoted: bool) -> list[str]:

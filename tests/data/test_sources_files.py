@@ -113,6 +113,12 @@ def test_semicolons_separate_what_a_spreadsheet_wrote(tmp_path):
     assert open_source({"train": path}, cache=tmp_path).header("train") == ["ID", "wav", "wrd"]
     write(path, "ID,wav,wrd,first;last\na,a.wav,one,two\n")
     assert list(read(path).meta) == ["first;last"]
+    write(path, 'ID,"a;b;""c;d;e",wav,wrd\na,x,a.wav,one\n')
+    assert list(read(path).meta) == ['a;b;"c;d;e']
+    for said, more in ((";", "a,b,c,d,e"), (",", '"a;b;c;d;e"'), ("\t", "a;b,c")):
+        write(path, said.join([f"\ufeffsep={said}\r\nID", "wav", "wrd", f"{more}\r\na", "a.wav", "one", "two\r\nb\r\n"]))
+        assert list(read(path).texts) == ["one"] and list(read(path).meta) == [more.strip('"')]
+        assert read(path).malformed == [("x.csv line 4", "1 fields instead of 4")]
 
 
 def test_a_csv_without_a_header_is_told_so(tmp_path):
