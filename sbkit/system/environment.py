@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, shown
 from sbkit.system.cores import usable_cores
 
 #: What pip installs; setup.cfg has the same range.
@@ -41,15 +42,15 @@ def onnxruntimes() -> dict[str, str]:
 
 def check_torch(torch: str | None = None, torchaudio: str | None = None) -> None:
     """Raise if torch is too old to read files from others, or torchaudio of another minor release, whose binaries do
-    not load together."""
-    torch = torch or version_of("torch")
-    torchaudio = torchaudio or version_of("torchaudio")
-    if torch is None or torchaudio is None:
-        raise _not_installed("torch" if torch is None else "torchaudio")
+    not load together. Without versions, those installed are checked; with torch's alone, only torch."""
+    if torch is None:
+        torch, torchaudio = version_of("torch"), version_of("torchaudio")
+        if torch is None or torchaudio is None:
+            raise _not_installed("torch" if torch is None else "torchaudio")
     if _minor(torch) < _OLDEST_TORCH:
         raise SbkitError(f"torch {torch} is too old: before 2.10, a file of weights can corrupt memory",
                          hint=f"pip install {TORCH}: checkpoints stay valid")
-    if _minor(torch) != _minor(torchaudio):
+    if torchaudio is not None and _minor(torch) != _minor(torchaudio):
         wanted = ".".join(map(str, _minor(torch)))
         raise SbkitError(
             f"torch {torch} and torchaudio {torchaudio} are of different releases and cannot be loaded together",
@@ -62,8 +63,11 @@ def _not_installed(package: str) -> SbkitError:
 
 
 def _minor(version: str) -> tuple[int, int]:
-    major, minor = version.split("+")[0].split(".")[:2]
-    return int(major), int(minor)
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None:
+        raise SbkitError(f"the version {shown(version)} of torch or torchaudio doesn't begin with two numbers",
+                         hint=f"pip install {TORCH}, or give your build a version such as 2.11.0+own")
+    return int(numbers[1]), int(numbers[2])
 
 
 def describe() -> dict[str, str]:

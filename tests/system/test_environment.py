@@ -4,8 +4,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from sbkit.errors import SbkitError
+from sbkit.system import untrusted
 from sbkit.system.environment import TORCH, check_torch, describe, inventory
 
 
@@ -36,6 +38,20 @@ def test_a_torch_that_a_file_of_weights_could_corrupt_is_an_error_and_the_range_
     wanted = [line.strip().replace(" ", "") for line in (Path(__file__).parents[2] / "setup.cfg").open()
               if line.strip().startswith("torch")]
     assert " ".join(f"'{each}'" for each in wanted[:2]) == TORCH and TORCH in error.value.hint
+
+
+@pytest.mark.parametrize("versions", [("nightly", "2.11.0"), ("2.11.0", "main"), ("2", "2")])
+def test_a_version_without_a_release_is_named(versions):
+    with pytest.raises(SbkitError, match="the version '(nightly|main|2)' of torch or torchaudio doesn't begin with"):
+        check_torch(*versions)
+
+
+def test_weights_are_read_whatever_torchaudio_is_installed(tmp_path, monkeypatch):
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+    monkeypatch.setattr(metadata, "version", lambda name: "2.3.0")
+    with pytest.raises(SbkitError, match="too old"):
+        check_torch()
+    assert untrusted.load_tensors(tmp_path / "a.pt")["a"].sum() == 2
 
 
 def test_the_inventory_is_of_this_interpreters_packages_whatever_a_shell_would_find(monkeypatch):
