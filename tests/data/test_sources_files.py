@@ -116,7 +116,8 @@ def test_semicolons_separate_what_a_spreadsheet_wrote(tmp_path):
     write(path, 'ID,"a;b;""c;d;e",wav,wrd\na,x,a.wav,one\n')
     assert list(read(path).meta) == ['a;b;"c;d;e']
     for said, more in ((";", "a,b,c,d,e"), (",", '"a;b;c;d;e"'), ("\t", "a;b,c")):
-        write(path, said.join([f"\ufeffsep={said}\r\nID", "wav", "wrd", f"{more}\r\na", "a.wav", "one", "two\r\nb\r\n"]))
+        rows = [f"\ufeffsep={said}\r\nID", "wav", "wrd", f"{more}\r\na", "a.wav", "one", "two\r\nb\r\n"]
+        write(path, said.join(rows))
         assert list(read(path).texts) == ["one"] and list(read(path).meta) == [more.strip('"')]
         assert read(path).malformed == [("x.csv line 4", "1 fields instead of 4")]
 

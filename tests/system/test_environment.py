@@ -42,7 +42,7 @@ def test_a_torch_that_a_file_of_weights_could_corrupt_is_an_error_and_the_range_
 
 @pytest.mark.parametrize("versions", [("nightly", "2.11.0"), ("2.11.0", "main"), ("2", "2")])
 def test_a_version_without_a_release_is_named(versions):
-    with pytest.raises(SbkitError, match="the version '(nightly|main|2)' of torch or torchaudio doesn't begin with"):
+    with pytest.raises(SbkitError, match=r"the version '(nightly|main|2)' of torch or torchaudio doesn't begin with"):
         check_torch(*versions)
 
 
