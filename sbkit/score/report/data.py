@@ -132,8 +132,12 @@ class RunData:
             *self.run.glob(f"{MANIFESTS}/**/{name}"), *around.glob(f"{CORPORA}/*/**/{name}"))]
         sources = [report.get("source", {}) for report in reports]
         # Earlier versions recorded the source alone.
+        folders = [folder for each in sources for folder in each.get("folders", [each.get("where", "")])]
+        # Whoever made the run wrote them. All private files lie in the home folder, so it and what is above it,
+        # such as /, is no corpus.
+        home = Path(os.path.expanduser("~")).resolve()
         return [replace_data_root(wavs, folder) for folder, wavs in columns if wavs is not None], \
-            [folder for each in sources for folder in each.get("folders", [each.get("where", "")])]
+            [folder for folder in folders if not home.is_relative_to(Path(folder).resolve())]
 
     @cached_property
     def parts(self) -> dict[str, ScoredRun]:

@@ -182,6 +182,19 @@ def test_a_recording_that_a_strangers_list_names_outside_of_the_corpus_is_not_in
         assert bool(Page(write_report(heard)).all("audio")) == embedded
 
 
+@pytest.mark.parametrize("folder, embedded", [
+    ("/", False), ("/data/..", False), ("{tmp}", False), ("{tmp}/me", False), ("{tmp}/me/corpus", True)])
+def test_a_strangers_run_cannot_say_that_its_corpus_is_all_of_the_disk_or_of_the_home_folder(
+        tmp_path, monkeypatch, folder, embedded):
+    wav = run_folders.sound(tmp_path / "me" / "corpus" / "sound.wav")
+    heard = run_folders.finished_run(tmp_path / "me" / "run", run_folders.scored(wav=wav))
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    prepared = heard / "manifests" / "prepare_report.json"
+    source = {"kind": "SpeechBrain CSV", "where": "/data/cv", "folders": [folder.format(tmp=tmp_path)]}
+    prepared.write_text(json.dumps(json.loads(prepared.read_text()) | {"source": source}))
+    assert bool(Page(write_report(heard)).all("audio")) == embedded
+
+
 def test_the_page_of_suspects_embeds_only_what_lies_in_the_corpus(tmp_path, wav):
     train = Manifest(ids=["a"], durations=[0.8], wavs=[wav], texts=["yes"])
     row = Suspect("a", "drop", "other words", 9.0, 0.01, "yes", "no", "", wav, "/data/mine")
