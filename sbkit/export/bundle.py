@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,7 +142,10 @@ def _write_and_compare(folder: Path, trained: Trained, request: ExportRequest
         kept.remove(name)
         left_out[name] = reason
         for path in written[name]:
-            path.unlink()
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         if name == layout.ONNX and layout.INT8 in kept:  # its own gate, of words, is wider than onnx's
             leave_out(layout.INT8, f"it is made from {layout.ONNX}, which is left out")
 
@@ -235,7 +241,12 @@ def _write_and_compare(folder: Path, trained: Trained, request: ExportRequest
         of_targets = {name: file for name, file in config.models.items() if name not in formats}
         config = configure(kept)
         config.models |= of_targets
+    # The reasons are published: a path in them, which may name people or projects, is cut to its last part.
+    home = os.path.expanduser("~")
     if left_out := left_out | exported.left_out:
+        for name, reason in left_out.items():
+            known = reason if home == "/" else reason.replace(home, "~")
+            left_out[name] = re.sub(r"(?<![\w.])(?<!:/)~?/(?:[^\s/'\"]+/)+", "", known)
         comparison.leave_out(left_out)
         config.left_out = dict(left_out)
     config.batching = comparison.batchable(request.tolerance)

@@ -354,6 +354,15 @@ def test_what_cannot_be_written_is_left_out_and_a_full_disk_is_no_format_s_fault
     assert faulty(tmp_path / "b") == 0
     assert layout.read(tmp_path / "b").left_out == {"torch": "RuntimeError: no such operator"}
     assert not (tmp_path / "b" / "model.pt2").exists()
+    def write_folder(program, path):
+        (path / "parts").mkdir(parents=True)
+        raise RuntimeError(f"bad {Path.home()}, '{tmp_path}/run/a b.py', file://{path} by https://torch.org/docs/x")
+    monkeypatch.setattr(graph, "write_torch", write_folder)
+    assert faulty(tmp_path / "c") == 0
+    assert layout.read(tmp_path / "c").left_out["torch"] == (
+        "RuntimeError: bad ~, 'a b.py', file://c/model.pt2 by https://torch.org/docs/x")
+    assert not (tmp_path / "c" / "model.pt2").exists()
+    shutil.rmtree(tmp_path / "c")
     monkeypatch.setattr(graph, "to_onnx", lambda *a: (_ for _ in ()).throw(SbkitError("no such node")))
     with pytest.raises(SbkitError, match="nothing was published:\n  onnx: no such node\n  int8: it is made from onnx"):
         faulty(tmp_path / "none")
