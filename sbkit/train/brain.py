@@ -116,8 +116,7 @@ class Brain(sb.core.Brain):
         self.utilisation: Utilisation | None = None
         """If set before ``fit``, each epoch reports the share of the device's peak FLOPs that it used."""
         self.metrics_log = None if self.debug else MetricsLog.of(self.keys, vars(self.hparams))
-        self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device,
-                                 lambda: (*vars(self).values(), vars(self.hparams)))
+        self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device)
         self._overrides = Overrides.of(type(self), Brain)
         parts = (self, self.train_state, self.keys.average, self._freezing(), self._rng,
                  lambda: self._save_intra_epoch_ckpt())
