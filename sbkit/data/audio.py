@@ -42,8 +42,8 @@ TRUNCATED_SECONDS, TRUNCATED_SHARE = 0.1, 0.1
 LONGER_SECONDS, LONGER_SHARE = 0.2, 0.02
 #: A recording has been cut off if it is shorter than its row says by more than both of these.
 MISSING_SECONDS, MISSING_SHARE = 0.5, 0.1
-#: How the cause begins if a file has less audio than its header says.
-CUT_OFF = "cut off"
+#: How the cause begins if a file has less audio than its header says, and if it has more, except a WAV's.
+CUT_OFF, DAMAGED = "cut off", "damaged"
 #: libsndfile's names for WAV.
 WAV_FORMATS = ("WAV", "WAVEX")
 #: A number of frames above this means that it is unknown (libsndfile gives 2^63-1).
@@ -151,13 +151,16 @@ def audio_info(wav: str | os.PathLike[str] | bytes | BinaryIO, remote: Remote = 
         return file.frames / file.samplerate, file.samplerate, file.channels
 
 
-def length_mismatch(declared: int, actual: int, rate: int) -> str | None:
+def length_mismatch(declared: int, actual: int, file: soundfile.SoundFile) -> str | None:
     """Describe how the frames in a recording's file differ from its header; None if only by rounding."""
+    rate = file.samplerate
     if abs(declared - actual) <= length_tolerance(declared / rate) * rate:
         return None
     if actual < declared:
         return f"{CUT_OFF}: {actual / rate:.2f} of {declared / rate:.2f} s can be read"
-    return f"its header says {declared / rate:.2f} s, but it goes on to {actual / rate:.2f} s: the rest isn't read"
+    cause = f"its header says {declared / rate:.2f} s, but it goes on to {actual / rate:.2f} s: the rest isn't read"
+    # Behind a WAV's audio may be the rest of an older file.
+    return cause if file.format in WAV_FORMATS else f"{DAMAGED}: {cause}"
 
 
 def describe(wav: str | os.PathLike[str] | bytes | BinaryIO) -> str:
@@ -207,10 +210,9 @@ class OpenRecording(NamedTuple):
 
     def check_length(self) -> str | None:
         """Raise ``AudioError`` if its file was cut off or damaged; return a notice if a WAV's is longer than its header
-        says, where what follows may be the rest of an older file."""
-        declared, actual = self.frames()
-        cause = length_mismatch(declared, actual, self.file.samplerate)
-        if cause is not None and (actual < declared or self.file.format not in WAV_FORMATS):
+        says."""
+        cause = length_mismatch(*self.frames(), self.file)
+        if cause is not None and cause.startswith((CUT_OFF, DAMAGED)):
             raise AudioError(self.name, cause)
         return cause
 

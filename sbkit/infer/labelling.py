@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sbkit.data.audio import CUT_OFF
+from sbkit.data.audio import CUT_OFF, DAMAGED
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
 from sbkit.data.text import TextRules
@@ -237,7 +237,8 @@ def _transcribe(pipeline: Pipeline, recordings: Mapping[str, Recording], path: P
         for result in _run(pipeline, [each for _, each in todo], "labelling"):
             (key, recording), transcript = todo[result.index], result.transcript
             warning = "" if transcript is None else transcript.warning or ""
-            if transcript is None or warning.startswith(CUT_OFF):  # one longer than its header is read as by training
+            # A WAV that is longer than its header says is kept, as in training.
+            if transcript is None or warning.startswith((CUT_OFF, DAMAGED)):
                 errors[key] = str(result.error.cause) if result.error else warning
                 continue
             seconds += transcript.duration

@@ -104,7 +104,7 @@ def _decoded(recording: Recording, source: str | os.PathLike[str] | bytes | Bina
         if duration is not None:
             expected = first + round(duration * own)
             available = min(available, opened.file.frames, expected)
-        recording.warning = audio.length_mismatch(expected - first, available - first, own)
+        recording.warning = audio.length_mismatch(expected - first, available - first, opened.file)
         resampler = soxr.ResampleStream(own, rate, 1, dtype="float32", quality="MQ") if own != rate else None
         read = 0
         for signal in opened.blocks(start, duration, whole=False, block_seconds=BLOCK_SECONDS):
@@ -117,4 +117,4 @@ def _decoded(recording: Recording, source: str | os.PathLike[str] | bytes | Bina
         if resampler is not None and len(rest := resampler.resample_chunk(np.zeros(0, np.float32), last=True)):
             yield rest
         if read < min(expected, available) - first:  # an MP3 has less than its header says, or its end is damaged
-            recording.warning = audio.length_mismatch(expected - first, read, own)
+            recording.warning = audio.length_mismatch(expected - first, read, opened.file)

@@ -165,8 +165,15 @@ def test_a_recording_longer_than_its_header_says_is_read_as_that_says(home, tmp_
     clip(tmp_path / "audio" / "a.wav", np.random.default_rng(1), 0.05)
     with open(tmp_path / "audio" / "a.wav", "ab") as file:
         file.write(np.full(2 * bundles.RATE, 0.1, np.float32).tobytes())
-    assert label(home, tmp_path / "labels", audio=[tmp_path / "audio"]) == 0
+    # A FLAC's frames are counted, so a header of half of them is damaged, for training, too.
+    flac = tmp_path / "audio" / "b.flac"
+    soundfile.write(flac, *soundfile.read(tmp_path / "audio" / "a.wav"))
+    data, samples = bytearray(flac.read_bytes()), soundfile.info(flac).frames
+    data[22:26] = (samples // 2).to_bytes(4, "big")
+    flac.write_bytes(data)
+    assert label(home, tmp_path / "labels", audio=[tmp_path / "audio"]) == 1
     assert [each["id"] for each in rows(tmp_path / "labels/train.jsonl")] == ["a"]
+    assert "damaged: its header says" in (tmp_path / "labels/labelling/left_out-train.jsonl").read_text()
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="its disks take names in UTF-8 alone")
