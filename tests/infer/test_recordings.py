@@ -117,7 +117,7 @@ def test_a_flac_longer_than_its_header_says_is_read_with_a_warning():
     short = (int.from_bytes(data[18:26], "big") >> 36 << 36 | 16_000).to_bytes(8, "big")
     recording = Recording(data[:18] + short + data[26:])
     assert len(joined(recording)) == 16_000
-    assert recording.warning.startswith("its header says 1.00 s, but it goes on to 10.00 s")
+    assert recording.warning.startswith("damaged: its header says 1.00 s, but it goes on to 10.00 s")
 
 
 def test_a_wav_is_read_as_far_as_its_header_says_and_to_its_end_without_a_length():
