@@ -9,7 +9,7 @@ import torch
 from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, DEFAULT_SAVE_HOOKS, get_default_hook
 
 import sbkit
-from sbkit.train.step import Loss, StepAccumulator
+from sbkit.train.step import Loss
 
 SIZE = 6
 
@@ -37,7 +37,6 @@ class ToyBatch:
     weight: float = 1.0
     seconds: float = 1.0
     padded_seconds: float = 1.25
-    largest_micro_batch: float = 0.0
 
     @property
     def last(self) -> bool:
@@ -114,22 +113,6 @@ def layers(seed=0) -> torch.nn.ModuleList:
     return torch.nn.ModuleList(
         [torch.nn.Linear(SIZE, 8), Block(8, 8), torch.nn.Linear(8, 1), torch.nn.Linear(8, 3)]
     )
-
-
-class BehindSteps(StepAccumulator):
-    """Gives what it knows of a step when the next one is done, as where a device runs behind."""
-
-    kept = ()
-
-    def results(self, wait=False):
-        found = [*self.kept, *super().results(wait)]
-        self.kept = [] if wait else found[-1:]
-        for result in found:
-            result.late = self.number - result.number
-        return found[:len(found) - len(self.kept)]
-
-    def peek(self):
-        return [*self.kept, *super().peek()]
 
 
 class ToyBrain(sbkit.Brain):

@@ -129,7 +129,7 @@ class Place:
 
     def __init__(self, folder: Path, tree: Path):
         self.folder, self.tree = folder, tree.resolve()
-        _corpus(folder / "data")
+        corpus(folder / "data")
         self._made: dict[str, Path] = {}
 
     def command(self, *words: object, cwd: Path | None = None, **more: Any) -> subprocess.Popen[bytes]:
@@ -202,7 +202,7 @@ class Place:
         return self.once("codec", make)
 
 
-def _corpus(folder: Path) -> None:
+def corpus(folder: Path) -> None:
     """Words as chords and noise, in SpeechBrain's CSVs."""
     import numpy as np
     import soundfile

@@ -16,10 +16,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from sbkit.runs import restore
-    from sbkit.train.diagnose.culprit import find_culprit, read_culprit, replay
+    from sbkit.train.bad_batch import find_saved, replay
 
-    culprit = find_culprit(args.folder)
-    saved = read_culprit(culprit)
+    culprit, saved = find_saved(args.folder)
     brain = restore.build(restore.read_run(culprit.parent.parent), args.device, precision=saved["precision"])
     if brain.checkpointer.list_checkpoints():  # overwritten by the culprit's weights, if they were kept
         restore.take_weights(brain, restore.LAST)

@@ -47,8 +47,6 @@ class Batch:
     samples: int = 0
     """Sum of ``signal_lengths``, known on the CPU; 0 for a stand-in."""
     sample_rate: int = SAMPLE_RATE
-    largest_micro_batch: float = 0.0
-    """Planned seconds, padding included, of the largest micro-batch of this step on any rank; equal on all ranks."""
 
     def __len__(self) -> int:
         return len(self.ids)

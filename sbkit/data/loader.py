@@ -222,14 +222,20 @@ class TrainLoader(_Loader):
             self._epoch = epoch, self.plan.epoch(epoch)
         return self._epoch[1]
 
+    def largest(self, epoch: int) -> list[Batch]:
+        """Read the micro-batches of an epoch, of any rank, that may need the most memory."""
+        plan, manifest = self.epoch_plan(epoch), self.reader.manifest
+        lengths = np.fromiter(map(len, manifest.texts), np.int64, len(manifest))
+        read = (self.reader[ReadRequest(epoch, 0, 0, 1, plan.members[places], plan.pass_numbers(places))]
+                for places in plan.largest(lengths, self.world, self.min_micros))
+        return [batch for batch in read if isinstance(batch, Batch)]
+
     def _from(self, epoch: int, first: int) -> Iterator[ReadRequest]:
         plan = self.epoch_plan(epoch)
         for step in range(first, len(plan)):
             share = plan.places(step, self.rank, self.world, self.min_micros)
-            largest = plan.largest_micro_batch(step, self.world, self.min_micros)
             for micro, places in enumerate(share):
-                yield ReadRequest(epoch, step, micro, len(share), plan.members[places], largest,
-                                  plan.pass_numbers(places))
+                yield ReadRequest(epoch, step, micro, len(share), plan.members[places], plan.pass_numbers(places))
 
 
 class EvalLoader(_Loader):

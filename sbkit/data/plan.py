@@ -244,10 +244,24 @@ class EpochPlan:
         places = range(rank, micros * world, world)
         return [parts[place] if place < len(parts) else empty for place in places]
 
-    def largest_micro_batch(self, i: int, world: int = 1, min_micros: int = 1) -> float:
-        """Seconds, padding included, of the largest micro-batch of step ``i`` on any rank."""
-        parts, _ = self._parts(i, world, min_micros)
-        return max(len(part) * float(self.durations[self.members[part]].max()) for part in parts)
+    def largest(self, lengths: np.ndarray, world: int = 1, min_micros: int = 1) -> list[np.ndarray]:
+        """The micro-batches of an epoch, on any rank, that may need the most memory, as places in ``members``.
+
+        These are the one with the most seconds, padding included, that with the longest utterance, with the most rows,
+        and with the most tokens, padding included.
+
+        lengths : the number of tokens of each utterance, or what grows with it
+        """
+        best: dict[int, tuple[float, np.ndarray]] = {}
+        for step in range(len(self)):
+            for places in self._parts(step, world, min_micros)[0]:
+                rows = self.members[places]
+                longest = float(self.durations[rows].max())
+                sizes = len(rows) * longest, longest, len(rows), len(rows) * float(lengths[rows].max())
+                for measure, size in enumerate(sizes):
+                    if size > best.get(measure, (0.0,))[0]:
+                        best[measure] = size, places
+        return list({places.tobytes(): places for _, places in best.values()}.values())
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 (keeps one step, and this object lives for an epoch)
     def _parts(self, i: int, world: int, min_micros: int) -> tuple[list[np.ndarray], int]:

@@ -44,7 +44,6 @@ class ReadRequest(NamedTuple):
     micro: int
     micros: int
     rows: np.ndarray
-    largest_micro_batch: float = 0.0
     pass_numbers: np.ndarray | int = 0
     """Which time the run uses each row; each time it is augmented differently."""
 
@@ -89,8 +88,7 @@ class Reader(Dataset[Any]):
 
     def read(self, request: ReadRequest) -> Batch:
         """Read the batch of a request; recordings that can't be read are left out and named in ``batch.damaged``."""
-        place: dict[str, Any] = {"step": request.step, "micro": request.micro, "micros": request.micros,
-                                 "largest_micro_batch": request.largest_micro_batch}
+        place: dict[str, Any] = {"step": request.step, "micro": request.micro, "micros": request.micros}
         ids, texts, read, damaged = [], [], [], []
         columns: dict[str, Any] = {name: [] for name in self.columns.texts}
         rows = request.rows.tolist()

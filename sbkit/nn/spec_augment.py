@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from sbkit.nn.device_numbers import DeviceNumbers
 from sbkit.nn.lengths import lengths_to_mask
 
 
@@ -49,14 +50,20 @@ class SpecAugment(nn.Module):
         if ramp is not None and not _is_ramp(ramp):
             raise ValueError(f"ramp is {ramp!r}, not two shares between 0 and 1, the smaller one first")
         self.time_warp, self.fill, self.ramp = time_warp, fill, ramp
-        self.strength = 1.0
+        # What limits a time mask, a band and the warp. Products are rounded once, by the host.
+        self._limits = DeviceNumbers([time_share, 1.0, time_warp])
+
+    @property
+    def strength(self) -> float:
         """Share of the full width that masks have now; 1 unless ``set_score`` changes it."""
+        return self._limits.numbers[1]
 
     def set_score(self, score: float) -> None:
         """Set the strength for a model's score, between 0 (chance) and 1 (no loss)."""
         if self.ramp is not None:
             begin, whole = self.ramp
-            self.strength = min(1.0, max(0.0, (score - begin) / (whole - begin))) if score < whole else 1.0
+            strength = min(1.0, max(0.0, (score - begin) / (whole - begin))) if score < whole else 1.0
+            self._limits.write([self.time_share * strength, strength, self.time_warp * strength])
 
     def forward(self, features: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Features ``[B, T, F]`` and frame counts ``[B]`` (None: all T) to ``[B, T, F]``; padding is unchanged."""
@@ -67,13 +74,14 @@ class SpecAugment(nn.Module):
         if lengths is None:
             lengths = torch.full((batch,), time, device=device)
         real = lengths_to_mask(lengths, time)
+        longest, strength, reach = self._limits.on(device)
         if self.time_warp:
-            features = torch.where(real[..., None], self._warped(features, lengths), features)
+            features = torch.where(real[..., None], self._warped(features, lengths, reach), features)
         counts = lengths[:, None].expand(batch, self.time_masks)
-        masked = _spans(counts, counts * (self.time_share * self.strength), time)[:, :, None] & real[..., None]
+        masked = _spans(counts, counts * longest, time)[:, :, None] & real[..., None]
         if self.frequency_masks:
             widths = torch.full((batch, self.frequency_masks), bands, device=device)
-            widest = widths.clamp(max=self.frequency_width) * self.strength
+            widest = widths.clamp(max=self.frequency_width) * strength
             masked = masked | _spans(widths, widest, bands)[:, None, :] & real[..., None]
         if self.fill == "zero":
             return features.masked_fill(masked, 0.0)
@@ -81,11 +89,11 @@ class SpecAugment(nn.Module):
         mean = total / (lengths.clamp(min=1) * bands)
         return torch.where(masked, mean[:, None, None].to(features.dtype), features)
 
-    def _warped(self, features: Tensor, lengths: Tensor) -> Tensor:
+    def _warped(self, features: Tensor, lengths: Tensor, reach: Tensor) -> Tensor:
         """Warp each utterance's time, piecewise linearly with two pieces that meet at a random frame."""
         last = (lengths - 1).float()[:, None]
         # Limits the warp so that the joint and its new place are inside the utterance, however short it is.
-        reach = torch.minimum(torch.full_like(last, self.time_warp * self.strength), (last - 1).clamp(min=0) / 2)
+        reach = torch.minimum(reach, (last - 1).clamp(min=0) / 2)
         draw = torch.rand(2, len(lengths), 1, device=features.device)
         joint = reach + draw[0] * (last - 2 * reach)
         moved = joint + (2 * draw[1] - 1) * reach * 0.999

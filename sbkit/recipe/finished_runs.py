@@ -19,8 +19,6 @@ from sbkit.system.disk import cache_folder
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-#: Runs whose training waited for a core for more than this share of the time are left out.
-MAX_WAIT_SHARE = 0.45
 #: Seconds of the shortest run that counts: most of a shorter one is start and end.
 MIN_SECONDS = 10.0
 #: Relative difference of operations and audio within which steps of two runs count as the same: torch's counts vary.
@@ -65,7 +63,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A line of the file: a run that was not resumed and did not share its cores.
+    """A line of the file: a run that was not resumed.
 
     step_seconds : of a step, without waiting for a core
     hours : from the first step to the end of the test, without waiting for a core
@@ -189,7 +187,7 @@ def setting_of(run: Mapping[str, Any], threads: int) -> Setting:
 
 def record(log: Iterable[Mapping[str, Any]], brain: type, threads: int, max_batch_seconds: float, dev_seconds: float,
            test_seconds: float) -> bool:
-    """Add a finished run to the file unless it was resumed, short or shared its cores; return whether it was added.
+    """Add a finished run to the file unless it was resumed or short; return whether it was added.
 
     log : the lines of its metrics.jsonl
     brain : the class that trained
@@ -203,14 +201,8 @@ def record(log: Iterable[Mapping[str, Any]], brain: type, threads: int, max_batc
     tests = [line for line in log if line["kind"] == "test"]
     if len(starts) != 1 or len(tests) != 1 or not epochs or not all(line.get("flops_per_s") for line in epochs):
         return False
-    trained = sum(line["train_seconds"] for line in epochs)
-    waited = sum(line.get("core_wait_share", 0.0) * line["train_seconds"] for line in epochs)
-    seconds = tests[0]["time"] - starts[0]["time"] - waited
+    seconds = tests[0]["time"] - starts[0]["time"]
     if seconds < MIN_SECONDS:
-        return False
-    if waited > MAX_WAIT_SHARE * trained:
-        logger.info("Predictions of cost don't use this run: its training waited for a core %.0f %% of the time",
-                    100 * waited / trained)
         return False
     setting, count = setting_of(starts[0], threads), epochs[-1]["step"]
     padded = sum(line["audio_s_per_s"] * line["train_seconds"] / (1 - (line["padding_share"] or 0.0))
@@ -218,7 +210,7 @@ def record(log: Iterable[Mapping[str, Any]], brain: type, threads: int, max_batc
     operations = epochs[-1]["flops_per_s"] / epochs[-1]["audio_s_per_s"]
     steps = steps_of(brain, operations, padded / count / setting.processes, max_batch_seconds, count,
                      (len(epochs) * dev_seconds + test_seconds) / setting.processes)
-    _append("run", setting, steps, step_seconds=(trained - waited) / count,
+    _append("run", setting, steps, step_seconds=sum(line["train_seconds"] for line in epochs) / count,
             hours=seconds / 3600, predicted=_predicted(setting, steps))
     return True
 

@@ -150,11 +150,17 @@ def run(brain: Task, utterances: int, seconds: float, counts: type[A], gpu: bool
             _move(brain)
         weights = [mode.from_tensor(tensor) for tensor in (*brain.modules.parameters(), *brain.modules.buffers())]
         batch = brain.stand_in(utterances, seconds).to(brain.device)
-        with brain.trainer.keeping_computed(), torch.enable_grad(), counts(weights) as counter:
-            if gpu:  # either way outputs are held until the end, as in training
-                backward(lambda: brain.trainer.loss_of(batch))
+        with torch.enable_grad(), counts(weights) as counter:
+            computed: list[Any] = []  # outputs are held until the end, as in training
+
+            def total() -> Tensor:
+                computed.append(brain.trainer.loss_of(batch))
+                return computed[0].loss.total
+
+            if gpu:
+                backward(total)
             else:
-                brain.trainer.loss_of(batch).backward()
+                total().backward()
         return counter
 
     with without_driver() if gpu else without_fused_layers():

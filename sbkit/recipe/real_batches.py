@@ -67,7 +67,7 @@ def try_batches(traced: Trace, findings: Findings) -> str:
             what, line = "a validation of one recording of noise", own_line(error)
             columns = brain.columns.values()
             unknown = [column.classes for column in columns if isinstance(column, LabelColumn) and column.classes
-                       and getattr(brain.keys, column.classes, None) is None]
+                       and vars(brain.keys).get(column.classes) is None]
             if unknown:  # the run fills them before the first batch
                 return f"{what}: {unknown[0]} is null, so its labels are those of the corpus, which is not prepared yet"
             if not line:

@@ -3,6 +3,7 @@ training reaches (MFU: model FLOPs utilisation), and its best precision."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import time
@@ -78,6 +79,7 @@ def usable_speed(device: torch.device, precision: str) -> float | None:
     return speed_of(device, "fp32" if device.type == "cpu" else precision)
 
 
+@functools.cache
 def native_precision(device: torch.device) -> str:
     """The precision that ``auto`` means: bf16 if the device supports it without emulation, else fp32."""
     if device.type == "cuda":

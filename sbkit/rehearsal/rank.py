@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.infer.bundles import BundleLoader
@@ -26,14 +25,15 @@ from sbkit.recipe.source import Findings
 from sbkit.recipe.speed import peak_of
 from sbkit.rehearsal import corpus, nullcard
 from sbkit.rehearsal.cards import runs_on
-from sbkit.rehearsal.watch import Diary, Watch, call_around, dump_collectives, keep_collectives, memory_timeline
+from sbkit.rehearsal.watch import Diary, Watch, dump_collectives, keep_collectives, memory_timeline
 from sbkit.runs import start
 from sbkit.tasks.task import Task
 from sbkit.train import device as devices
-from sbkit.train.batches import MicroBatch, length
+from sbkit.train.batches import MicroBatch
 from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.parallel import communicates_in_forward
+from sbkit.train.trainer import Trainer
 
 #: Epochs of a run, and the step of the second epoch after which it is killed.
 EPOCHS, KILLED_AT = 2, 2
@@ -253,46 +253,41 @@ def resume(job: Mapping[str, Any], diary: Diary) -> int:
 
 
 def fail(job: Mapping[str, Any], diary: Diary) -> int:
-    """Train on a batch that doesn't fit; then the last rank fails, and the others must end, too."""
+    """Try a batch that doesn't fit, which must leave nothing behind; then the last rank fails, and all must end."""
     diary.begin_stage("start")
     device, figures, world = torch.device("cuda", ranks.rank()), job["figures"], ranks.world_size()
-    steps, limited = 0, False
+    fits, tried, steps = Trainer.fits, False, 0
 
-    def limit(brain: Brain, batch: MicroBatch, *args: object, **kwargs: object) -> None:
-        nonlocal limited
-        if diary.stage == "a batch that doesn't fit" and torch.cuda.memory_stats(device)["num_ooms"]:
-            lift()  # its parts fit
-        elif diary.stage == "steps" and not steps and length(batch) > 1:
-            diary.begin_stage("a batch that doesn't fit")
-            if world > 1 and (brain.keys.fsdp or any(map(communicates_in_forward, brain.modules.modules()))):
-                return
-            share = min(1.0, getattr(batch, "padded_seconds", figures["batch_seconds"]) / figures["batch_seconds"])
-            limited = True
-            torch.cuda.empty_cache()
-            allowed = torch.cuda.memory_reserved(device) \
-                + TOO_LITTLE * share * (figures["peak_bytes"] - figures["held_bytes"])
-            torch.cuda.set_per_process_memory_fraction(
-                min(1.0, allowed / torch.cuda.get_device_properties(device).total_memory), device)
-
-    def lift(*given: object) -> None:
+    def in_little_memory(trainer: Trainer, batch: MicroBatch) -> bool:
+        nonlocal tried
+        if tried:
+            return fits(trainer, batch)
+        tried = True
+        diary.begin_stage("a batch that doesn't fit")
+        if world > 1 and (trainer.brain.keys.fsdp or any(map(communicates_in_forward, trainer.modules.modules()))):
+            diary.write("skip", "layers communicate between ranks, so none can end alone")
+            return fits(trainer, batch)
+        share = min(1.0, batch.padded_seconds / figures["batch_seconds"])
+        torch.cuda.empty_cache()
+        allowed = torch.cuda.memory_reserved(device) + TOO_LITTLE * share * (
+            figures["peak_bytes"] - figures["held_bytes"])
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
+        if fits(trainer, batch):
+            diary.write("skip", f"it fits into {TOO_LITTLE:.0%} of its memory")
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+        return fits(trainer, batch)
 
     def failing(epoch: int, step: int) -> None:
         nonlocal steps
         steps += 1
-        if steps == 1:
-            if not torch.cuda.memory_stats(device)["num_ooms"]:
-                why = f"it fits into {TOO_LITTLE:.0%} of its memory" if limited else "no rank can repeat a step alone"
-                diary.write("skip", why)
-        elif world > 1:
+        if steps > 1 and world > 1:
             diary.begin_stage("a rank that fails")
             diary.write("ready", "to fail")
             if ranks.rank() == world - 1:
                 raise _PlannedFailure("the rehearsal ends this rank")
 
-    call_around(Brain, "__init__",
-                after=lambda brain, *args, **kwargs: call_around(type(brain), "compute_forward", limit))
-    register_optimizer_step_pre_hook(lift)  # the first step creates states, and can't be split
+    Trainer.fits = in_little_memory  # type: ignore[method-assign,assignment]  # in this process alone
     step_seconds = str(world * figures["max_batch_seconds"])
     try:
         _run(job, diary, "--batching.step_seconds", step_seconds, folder="fails", on_step=failing)

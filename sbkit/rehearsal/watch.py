@@ -31,8 +31,8 @@ from sbkit.recipe.report import ERROR, Finding
 from sbkit.train.batches import MicroBatch
 from sbkit.train.brain import Brain
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.compiling import is_compiling
 from sbkit.train.distributed import ranks
-from sbkit.train.monitor.waits import is_compiling
 
 #: The report's names of stages.
 NAMES = {Stage.TRAIN: "steps", Stage.VALID: "validation", Stage.TEST: "test"}

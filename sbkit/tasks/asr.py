@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -28,7 +28,7 @@ from sbkit.score.results import Results
 from sbkit.score.significance import interval
 from sbkit.system.console import atomic_write, counted
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
-from sbkit.tasks.learning_notices import LearningNotices, Notice, Setup
+from sbkit.tasks.learning_notices import EVERY, LearningNotices, Setup
 from sbkit.tasks.learning_progress import LearningProgress
 from sbkit.tasks.task import Metric, OwnKeys, Task
 from sbkit.train.distributed import ranks
@@ -169,7 +169,7 @@ class ASR(Task):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.progress = LearningProgress()
-        self.notices = LearningNotices(self.loss_of_tokens)
+        self.notices = LearningNotices()
         if self.checkpointer is not None:
             self.checkpointer.add_recoverable("hearing", self.progress, optional_load=True)
             self.checkpointer.add_recoverable("alarm", self.notices, optional_load=True)
@@ -247,10 +247,11 @@ class ASR(Task):
             fastest=max([1.0, *flattened(keys.learning_rates or {}).values()]), keys=frozenset(vars(self.hparams)))
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
-        """Train, and repeat warnings that still hold at the end."""
+        """Train, and warn at the end if the loss is still at chance."""
         super().fit(*args, **kwargs)
         if not self.test_only:
-            self._log_notices(self.notices.end())
+            self.progress.score_at(self.optimizer_step + 1)
+            self._log_notices(self.optimizer_step + 1, ended=True)
 
     def close_step(self, result: StepResult) -> None:
         """Record a step's loss, for masks, learning rate and warnings."""
@@ -265,22 +266,20 @@ class ASR(Task):
 
     def open_step(self, number: int) -> None:
         """Set the learning rate and the strength of masks, which depend on the learning progress."""
-        score = self.progress.score_at(number)
+        score = self.progress.score_at(number)  # full strength if it is unknown
         dependents: tuple[object, ...] = (self.keys.spec_augment, self.keys.schedule)
         for each in dependents:
             if hasattr(each, "set_score"):
-                each.set_score(score if self.progress.known else 1.0)  # full strength if it is unknown
+                each.set_score(score)
         super().open_step(number)
-        self._log_notices(self.notices.begin_step(number, self.progress, self._host_rate()))
+        if number % EVERY == 0:
+            self._log_notices(number)
 
-    def _host_rate(self) -> float | None:
-        """Return the step's learning rate, also one that a recipe's own hooks set; None if it is on a device."""
-        rate = self.trainer.learning_rate if self.learning_rate is None else self.learning_rate
-        return None if isinstance(rate, torch.Tensor) else rate
-
-    def _log_notices(self, notices: Iterable[Notice]) -> None:
+    def _log_notices(self, number: int, ended: bool = False) -> None:
         """Log notices on the main rank; they are the same on all ranks."""
-        for notice in notices:
+        rate = self.trainer.learning_rate if self.learning_rate is None else self.learning_rate
+        rate = None if isinstance(rate, torch.Tensor) else rate  # a recipe's own, on a device
+        for notice in self.notices.look(number, self.progress, rate, ended):
             if ranks.is_main():
                 logger.log(logging.WARNING if notice.holds else logging.INFO, "%s", notice.text())
             if self.metrics_log is not None:
@@ -291,12 +290,6 @@ class ASR(Task):
     def stats(self, rows: Sequence[TranscribedUtterance]) -> dict[str, float]:
         words, characters = score(rows)
         return {"WER": words.rate, "CER": characters.rate}
-
-    def close_validation(self, rows: Sequence[TranscribedUtterance], stats: Mapping[str, float]) -> None:
-        """Record the number of empty transcripts and the CER for the notices."""
-        empty = sum(not row.hypothesis.strip() for row in rows)
-        self.notices.validated(self.optimizer_step, empty, len(rows), stats["CER"])
-        super().close_validation(rows, stats)
 
     def estimate(self, rows: Sequence[Any]) -> None:
         """None: the intervals of its rates are bootstrapped over words."""

@@ -57,7 +57,7 @@ class Statistics(NamedTuple):
     deviation: np.ndarray
     frames: int
     left_out: int
-    """Utterances that could not be read."""
+    """Utterances that could not be read, or whose features are not finite."""
 
 
 def path_of(norm: GlobalNorm) -> Path:
@@ -114,10 +114,10 @@ def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None =
             frames += each[0]
             sums = sums + each[1]
     if frames == 0:
-        raise SbkitError("no frame of the training split could be read for its statistics",
+        raise SbkitError("no frame of the training split could be used for its statistics",
                          hint="is its audio still where the manifest says?")
     if unread > _MAX_LOGGED:
-        logger.warning("%d of %d utterances could not be read, and are left out of the statistics", unread,
+        logger.warning("%d of %d utterances could not be used, and are left out of the statistics", unread,
                        len(manifest))
     mean = sums[0] / frames
     deviation = np.sqrt(np.maximum(sums[1] / frames - np.square(mean), 0.0))
@@ -127,7 +127,7 @@ def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None =
 
 class _Sums(Dataset[Any]):
     """Each utterance's number of frames, and the sums of its features and of their squares, [2, F] float64; a message
-    if it can't be read."""
+    if it can't be read, or if they are not finite."""
 
     def __init__(self, settings: FeatureSettings, manifest: Manifest):
         self.features, self.hop = copy.deepcopy(settings.features).cpu().eval(), settings.hop
@@ -150,7 +150,8 @@ class _Sums(Dataset[Any]):
         signals, lengths = torch.from_numpy(signal)[None], torch.tensor([len(signal)])
         feats = self.features(signals, lengths) if self.takes_lengths else self.features(signals)
         wide = feats[0, :count].double()
-        return len(wide), torch.stack([wide.sum(0), wide.square().sum(0)]).numpy()
+        sums = torch.stack([wide.sum(0), wide.square().sum(0)]).numpy()
+        return (len(wide), sums) if np.isfinite(sums).all() else f"{name}: its features are not finite"
 
 
 def _stored(norm: GlobalNorm) -> dict[str, Any]:

@@ -55,14 +55,17 @@ class LearningProgress:
         return self.chance > 0 and self._comparable
 
     def score_at(self, step: int) -> float:
-        """Return the progress when ``step`` begins: from 0 (the loss is at chance or above) to 1 (a loss of 0)."""
+        """Return the progress when ``step`` begins: from 0 (the loss is at chance or above) to 1 (a loss of 0); 1 if
+        the loss can't be compared with chance."""
         while self._recent and self._recent[0][0] <= step - LAG:
             _, loss, comparable = self._recent.pop(0)
             if self.loss is None or comparable > self._comparable:
                 self.loss, self._comparable = loss, comparable
             elif comparable == self._comparable:
                 self.loss += NEWEST * (loss - self.loss)
-        if self.loss is None or not self.known:
+        if not (self.chance > 0 and self._comparable):
+            return 1.0
+        if self.loss is None:
             return 0.0
         return min(1.0, max(0.0, 1 - self.loss / self.chance))
 

@@ -241,7 +241,8 @@ class Task(Brain):
         return super().peak_rate if self.keys.schedule is None else self.keys.schedule.warmup_end()[1]
 
     def open_step(self, number: int) -> None:
-        """Set the learning rate of an optimizer step, and call ``begin_step``."""
+        """Set the learning rate of an optimizer step and the numbers of its kernels, and call ``begin_step``."""
+        self.write_numbers(number)
         if self.keys.schedule is not None and self.opt_class is not None:
             self.learning_rate = self.keys.schedule.apply(self.optimizer, number)
         self.begin_step(number)

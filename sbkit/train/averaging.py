@@ -18,6 +18,7 @@ from speechbrain.utils.checkpoints import (
 )
 
 from sbkit.errors import SbkitError
+from sbkit.nn.device_numbers import DeviceNumbers
 from sbkit.train.checkpoint.files import damage
 from sbkit.train.checkpoint.state import TENSORS, differences, load_file
 from sbkit.train.distributed import sharding
@@ -135,13 +136,19 @@ class EMA:
             raise SbkitError(f"the decay of an average must be in [0, 1), not {decay}", hint="0.999 is usual")
         self.module, self.decay, self.updates = module, decay, 0
         self._averages: dict[str, torch.Tensor] = {}  # empty until the first update
+        self._weight = DeviceNumbers([1.0])  # of the present parameters
         self._swapped = False
+
+    def count_update(self) -> None:
+        """Count an update, and write its weight to the device; called before an ``update`` with ``skipped``."""
+        self._weight.write([1.0 - min(self.decay, (1 + self.updates) / (10 + self.updates))])
+        self.updates += 1
 
     @torch.no_grad()
     def update(self, skipped: torch.Tensor | None = None) -> None:
         """Move the averages towards the present parameters.
 
-        skipped : a scalar on the device; if it is 1, the averages don't change
+        skipped : a scalar on the device; if it is 1, the averages don't change. ``count_update`` must come before.
         """
         if self._swapped:
             raise RuntimeError("EMA.update() inside EMA.swapped(): training must use its own weights")
@@ -150,16 +157,16 @@ class EMA:
             self._averages = {name: _in_fp32(param) for name, param in params.items()}
         elif len(self._averages) > len(params):  # some were frozen since
             self._averages = {name: self._averages[name] for name in params}
-        weight = 1.0 - min(self.decay, (1 + self.updates) / (10 + self.updates))
         averages = [self._averages[name] for name in params]
         targets = [param.to(mean.dtype) for param, mean in zip(params.values(), averages, strict=True)]
         if skipped is None:
-            torch._foreach_lerp_(averages, targets, weight)
+            self.count_update()
+            torch._foreach_lerp_(averages, targets, self._weight.numbers[0])
         else:  # lerp takes no list with a weight on a device
+            weight, = self._weight.on(skipped.device)
             deltas = torch._foreach_sub(targets, averages)
             torch._foreach_mul_(deltas, weight * (1.0 - skipped))
             torch._foreach_add_(averages, deltas)
-        self.updates += 1
 
     def track_trainable(self) -> None:
         """Also average parameters that were unfrozen since the last update."""

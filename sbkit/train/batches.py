@@ -55,11 +55,6 @@ def length(batch: object) -> int:
     return found[0] if found and all(n == found[0] for n in found) else 1
 
 
-def largest(batch: object) -> int:
-    """Return the number of values in a batch's largest tensor, which memory is proportional to."""
-    return max((tensor.numel() for tensor in _tensors(batch)), default=0)
-
-
 def rows(batch: object, start: int, stop: int) -> object:
     """Return utterances ``start`` to ``stop`` of a batch, with its padding."""
     size = length(batch)

@@ -21,6 +21,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn import attention_kernel
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.nn.fast.norm import flatten_norms
+from sbkit.nn.finite import keep_finite
 from sbkit.nn.tf32 import allow_tf32
 from sbkit.recipe.parts import ParameterGroups, trained_parts
 from sbkit.recipe.speed import Utilisation
@@ -31,7 +32,8 @@ from sbkit.train import compiling, loaders, options, precision, rates, rng
 from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import Adapted
-from sbkit.train.distributed import ranks, sharding
+from sbkit.train.distributed import parallel, ranks, sharding
+from sbkit.train.distributed.exchange import GradientExchange
 from sbkit.train.evaluation import EvaluationLoop
 from sbkit.train.forward_state import restoring
 from sbkit.train.freezing import Freezing
@@ -39,10 +41,9 @@ from sbkit.train.keys import ScriptKeys, TrainKeys
 from sbkit.train.memory.oom import oom_as_user_error
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.timing import profiler
-from sbkit.train.optim import fused, skips_itself
-from sbkit.train.plain_loop import PlainLoop
-from sbkit.train.state import Overrides, TrainState, state_view
-from sbkit.train.step import Loss, StepResult
+from sbkit.train.optim import fused
+from sbkit.train.state import TrainState, state_view
+from sbkit.train.step import Loss, StepResult, losses_in_fp32, skips_itself, update, write_rates
 from sbkit.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -99,15 +100,11 @@ class Brain(sb.core.Brain):
             self.profiler = profiler(self.profile_warmup, self.profile_steps, self.hparams.output_folder)
         self.keys = type(self).Keys.read(vars(self.hparams))
         allow_tf32(self.keys.tf32)
-        # Features have no weights, so they aren't among the modules.
-        beside = (value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module))
-        for module in (self.modules, *beside):
+        for module in self.layer_roots:
             flatten_norms(module)
             if self.keys.accelerate:
                 accelerate(module)
         self.rank, self.device_type = ranks.rank(), device.type
-        given = options.is_given(run_opts, hparams, "find_unused_parameters")
-        self._unused = {"search": self.find_unused_parameters or not given, "search_once": not given}
         self.precision, self.eval_precision = precision.chosen(run_opts, hparams)
         self.training_ctx = precision.autocast(device.type, self.precision)
         self.evaluation_ctx = precision.autocast(device.type, self.eval_precision)
@@ -117,13 +114,18 @@ class Brain(sb.core.Brain):
         """If set before ``fit``, each epoch reports the share of the device's peak FLOPs that it used."""
         self.metrics_log = None if self.debug else MetricsLog.of(self.keys, vars(self.hparams))
         self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device)
-        self._overrides = Overrides.of(type(self), Brain)
-        parts = (self, self.train_state, self.keys.average, self._freezing(), self._rng,
-                 lambda: self._save_intra_epoch_ckpt())
-        self.trainer = PlainLoop(*parts, overrides=self._overrides) if self._overrides.any else Trainer(*parts)
-        self._evaluation = EvaluationLoop(self, self.trainer, self._overrides.update_average)
+        self._overridden = [name for name in ("fit_batch", "optimizers_step", "update_average", "_fit_train")
+                            if getattr(type(self), name) is not getattr(Brain, name)]
+        self.trainer = Trainer(self, self.train_state, self.keys.average, self._freezing(), self._rng,
+                               lambda: self._save_intra_epoch_ckpt(), recipe_steps=bool(self._overridden))
+        self._evaluation = EvaluationLoop(self, self.trainer, "update_average" in self._overridden)
         self._factors: dict[str, float] = {}
         self._add_recoverables()
+
+    @property
+    def layer_roots(self) -> list[torch.nn.Module]:
+        """The modules, and what lies beside them: features have no weights, so they aren't among the modules."""
+        return [self.modules, *(value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module))]
 
     def _add_recoverables(self) -> None:
         if self.checkpointer is None:
@@ -203,21 +205,40 @@ class Brain(sb.core.Brain):
             self.trainer.graphs.detect(self.device, self.compile_mode)
 
     def _wrap_distributed(self) -> None:
-        """Wrap all modules as one (see ``parallel`` and ``sharding``)."""
+        """Give all ranks the same weights, and the trainer what keeps them the same.
+
+        One exchange or FSDP is around all modules, so ``self.modules.x`` stays the module itself.
+        """
         if self.data_parallel_backend:
             super()._wrap_distributed()
-        trainer = self.trainer
-        trainer.wrap.close()  # from an earlier fit
-        trainer.use(sharding.wrap(trainer.loss_module(), trainer.device, self.keys, self._overrides,
-                                  unshardable=self._unshardable(), **self._unused))
+        trainer, keys = self.trainer, self.keys
+        if trainer.exchange is not None:  # of an earlier fit
+            trainer.exchange.close()
+        trainer.use()
+        parallel.convert_batch_norm(self.modules)
+        for module in self.layer_roots:  # before FSDP, which derives classes too
+            keep_finite(module)
+        if keys.activation_checkpointing:
+            sharding.checkpoint_activations(self.modules, keys.activation_checkpointing)
+        trained = [(name, parameter) for name, parameter in self.modules.named_parameters() if parameter.requires_grad]
+        if ranks.world_size() > 1 and trained:
+            if keys.fsdp and (others := self._unshardable()):
+                raise SbkitError(f"fsdp can't be used together with {others[0]}", hint="remove one of them")
+            ranks.take_from_main([*self.modules.parameters(), *self.modules.buffers()])
+            if keys.fsdp:
+                trainer.use(sharded=sharding.ShardedModules(self.modules, trainer.compute, trainer.device, keys.fsdp))
+            else:
+                own = bool(self._overridden)  # with several backwards in a step, perhaps, each of other parameters
+                trainer.use(exchange=GradientExchange(self.modules.named_parameters(), mean=own,
+                                                      agree_each_time=own or self.find_unused_parameters))
         self._rng.part()  # only now: all ranks have rank 0's weights
-        trainer.memory.begin(self.precision, bool(self.compile), self.keys.activation_checkpointing)
 
     def _unshardable(self) -> list[str]:
         """Return what in this run can't work with sharded parameters."""
         saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
         optimizer = unwrapped(self.opt_class)[0]
-        found = {"ema": self.averages_weights, "freeze with a number of steps": self.trainer.freezing.unfreezes,
+        found = {"a recipe's own fit_batch": "fit_batch" in self._overridden,
+                 "ema": self.averages_weights, "freeze with a number of steps": self.trainer.freezing.unfreezes,
                  "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
                  f"the optimizer {getattr(optimizer, '__name__', optimizer)} (AdamW can)":
                      getattr(optimizer, "needs_whole_parameters", False)}
@@ -251,52 +272,80 @@ class Brain(sb.core.Brain):
     # ------------------------------------------------------------ one batch
 
     def fit_batch(self, batch: MicroBatch) -> torch.Tensor:
-        """Train on one micro-batch, update after the last of a step, and return the detached loss on the device."""
-        return self.trainer.fit_batch(batch)
+        """Train on one batch as SpeechBrain does, and return its detached loss.
+
+        ``fit`` calls it only if a recipe overrides it, ``optimizers_step`` or ``update_average``; otherwise it takes
+        whole steps (see ``Trainer.train_step``).
+        """
+        planned = self.train_state.plan_driven
+        should_step = batch.last if planned else self.step % self.grad_accumulation_factor == 0
+        self.on_fit_batch_start(batch, should_step)
+        with self.no_sync(not should_step):
+            outputs, objectives, loss = self.trainer.loss_of(batch)
+            count = torch.as_tensor(loss.count, device=loss.total.device)
+            mean = loss.total / count.where(count > 0, 1)  # a stand-in has no units, and its gradient is 0
+            scaled = self.scaler.scale(mean / (batch.micros if planned else self.grad_accumulation_factor))
+            self.check_loss_isfinite(scaled)
+            scaled.backward()
+        if should_step:
+            self.optimizers_step()
+        self.on_fit_batch_end(batch, outputs, objectives, should_step)
+        return loss.mean.detach()
 
     def optimizers_step(self) -> None:
-        """Normalise and clip all gradients together and update, unless something is not finite."""
-        self.trainer.apply()
+        """Clip all gradients together and update, unless something is not finite; called by ``fit_batch``."""
+        trainer, optimizers = self.trainer, self.trainer.optimizers()
+        if not optimizers:
+            return
+        scale = self.scaler.factor()
+        factor = torch.ones((), device=trainer.device) if scale is None else 1 / scale
+        rates = write_rates(optimizers, trainer.device)
+        if trainer.ema is not None:
+            trainer.ema.count_update()
+        _, skipped = update(optimizers, factor, self.max_grad_norm, rates=rates)
+        if scale is not None:
+            self.scaler.adjust(skipped)
+        if trainer.ema is not None:
+            trainer.ema.update(skipped)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self.optimizer_step += 1
 
     @contextlib.contextmanager
     def no_sync(self, use: bool = True) -> Iterator[None]:
         """Accumulate gradients on each rank inside this context, without averaging them over ranks."""
-        with self.trainer.wrap.no_sync() if use else contextlib.nullcontext():
+        with self.trainer.accumulating() if use else contextlib.nullcontext():
             yield
 
     @torch.no_grad()
     def evaluate_batch(self, batch: MicroBatch, stage: Stage) -> torch.Tensor | Loss:
         """Return the detached result of ``compute_objectives`` for a batch, on the device."""
         with self.evaluation_ctx:
-            outputs = precision.losses_in_fp32(self.compute_forward(batch, stage=stage), self.evaluation_ctx)
+            outputs = losses_in_fp32(self.compute_forward(batch, stage=stage), self.evaluation_ctx)
             return self.compute_objectives(outputs, batch, stage=stage).detach()
 
     def loss_of(self, batch: MicroBatch) -> Loss:
         """Return the loss of a training batch, without backward or update, and without changing the Brain."""
-        with self.trainer.keeping_computed():
-            self.trainer.loss_of(batch)
-            return self.trainer.computed.loss
+        return self.trainer.loss_of(batch).loss
 
     def try_batch(self, batch: MicroBatch) -> bool:
-        """Take a step on this micro-batch alone; return False if it did not fit into memory in one piece."""
+        """Take a step on this micro-batch alone; return False if it did not fit into memory."""
         return self.trainer.try_step(batch)
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Undo on exit all changes by computing losses and gradients on fake tensors.
+        """Undo on exit all changes by computing losses and gradients.
 
         These are gradients, state that layers update in forward, a task's attributes, such as a running mean, and
         random number generators.
         """
         own = self.__dict__.copy()
-        beside = [value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)]
         try:
-            with restoring([self.modules, *beside], self.device):
+            with restoring(self.layer_roots, self.device):
                 yield
         finally:
             self.__dict__.clear()
             self.__dict__.update(own)
-            self.modules.zero_grad(set_to_none=True)
 
     # ------------------------------------------------------------ training
 
@@ -322,7 +371,7 @@ class Brain(sb.core.Brain):
             for epoch in epoch_counter:
                 self._fit_train(train_set=train_set, epoch=epoch, enable=enable)
                 self._fit_valid(valid_set=valid_set, epoch=epoch, enable=enable)
-                if state.reached(self.optimizer_step_limit) or (self.debug and epoch == self.debug_epochs):
+                if self._optimizer_step_limit_exceeded or (self.debug and epoch == self.debug_epochs):
                     break
             if self.checkpointer is not None:
                 self.checkpointer.wait()
@@ -340,6 +389,9 @@ class Brain(sb.core.Brain):
     def open_step(self, number: int) -> None:
         """Prepare the optimizer step of this number, counted from 1; called before the first and after each."""
 
+    def write_numbers(self, number: int) -> None:
+        """Write the numbers that kernels of this optimizer step read, and that depend on it (``DeviceNumbers``)."""
+
     def close_step(self, result: StepResult) -> None:
         """Process the result of a step."""
         self.on_step_known(result)
@@ -349,7 +401,7 @@ class Brain(sb.core.Brain):
         self.on_stage_start(stage, epoch)
 
     def close_batch(self, batch: MicroBatch, stage: Stage) -> None:
-        """Process an evaluated batch, once even if it was computed in parts."""
+        """Process an evaluated batch."""
 
     def close_stage(self, stage: Stage, loss: float, epoch: int | None = None) -> None:
         """End a stage, with its average loss."""
@@ -408,13 +460,11 @@ class Brain(sb.core.Brain):
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
-        state = {**self.train_state.state_dict(self.avg_train_loss), **self.trainer.memory.state_dict()}
         with open(path, "w", encoding="utf-8") as out:
-            yaml.safe_dump(state, out)
+            yaml.safe_dump(self.train_state.state_dict(self.avg_train_loss), out)
 
     @mark_as_loader
     def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         with open(path, encoding="utf-8") as file:
             state = yaml.safe_load(file)
         self.train_state.load_state_dict(state, end_of_epoch)
-        self.trainer.memory.load_state_dict(state)

@@ -48,9 +48,6 @@ def compile_blocks(modules: nn.ModuleDict, keys: Iterable[str] | None, device: t
         logger.warning("--compile: this machine can't compile for %s, so the run continues without it: %s", device,
                        reason)
         return 0
-    # With DDP, dynamo splits graphs at the borders of DDP's buckets to send gradients early. Layers are smaller than
-    # a bucket: they would lose fusions and gain nothing.
-    torch._dynamo.config.optimize_ddp = False
     for module in found.values():
         if not isinstance(module, Compiled):
             kind = type(module)
@@ -131,3 +128,8 @@ def graphs() -> int:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
+
+
+def is_compiling() -> bool:
+    """Return whether torch.compile is at work in this thread, which reads values for itself, once a graph."""
+    return torch._guards.CompileContext.current_compile_id() is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Iterator
 
 import speechbrain as sb
@@ -12,13 +14,11 @@ from torch import nn
 
 from sbkit.nn import guard
 from sbkit.train import loaders
-from sbkit.train.batches import DataSource, Objectives, length
+from sbkit.train.batches import DataSource
 from sbkit.train.distributed import ranks
 from sbkit.train.memory import host
-from sbkit.train.memory.oom import joined, parts_of, too_long
 from sbkit.train.monitor.display import StageDisplay
-from sbkit.train.monitor.tally import DeviceMean, one_number
-from sbkit.train.step import Loss
+from sbkit.train.step import Loss, one_number
 from sbkit.train.trainer import Trainer
 
 
@@ -44,21 +44,24 @@ class EvaluationLoop:
         mean, share = DeviceMean(brain.device), loaders.is_share(loader)
         colour = brain.tqdm_barcolor[stage.name.lower()] or None
         display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
+        sharded = contextlib.nullcontext() if trainer.sharded is None else trainer.sharded.gathered()
         averaged = contextlib.nullcontext() if trainer.ema is None else trainer.ema.swapped()
-        with self._eval_mode(), trainer.wrap.gathered(), averaged, display:
+        with self._eval_mode(), sharded, averaged, display:
             for batch in loaders.iterator_of(loaders.on_device(loader, loader, brain.device) if share else loader):
                 if trainer.asked_to_stop:
                     break
                 state.step += 1
                 trainer.graphs.next_batch()
-                loss = self._evaluate(batch, stage)
+                loss = brain.evaluate_batch(batch, stage=stage)
                 brain.close_batch(batch, stage)
                 if self.own_average:
                     average = brain.update_average(one_number(loss), average)
                 else:
                     mean.add(loss)
                 guard.poll()
-                display.update(seconds=getattr(batch, "seconds", 0.0))
+                display.count(batch)
+                if time.monotonic() >= display.draw_at:
+                    display.draw()
                 if brain.debug and state.step == brain.debug_batches:
                     break
             guard.poll(wait=True)  # raises now if a label was invalid
@@ -66,29 +69,6 @@ class EvaluationLoop:
         if over_ranks:
             ranks.barrier(name)
         return average if self.own_average else mean.value(over_ranks)
-
-    def _evaluate(self, batch: object, stage: Stage) -> Objectives:
-        """Call ``evaluate_batch`` for a batch, in halves if it does not fit into memory.
-
-        Only what failed is split, so that no utterance is transcribed twice.
-        """
-        memory = self.trainer.memory
-        if memory.may_fit(batch):
-            try:
-                return memory.threads.call(self.brain.evaluate_batch, batch, stage=stage)
-            except Exception as error:
-                if not memory.ran_out(error):
-                    raise
-                if length(batch) == 1:
-                    raise too_long(memory.device, batch) from error
-            memory.halve_from_now_on(batch)
-        losses, shares = [], []
-        for half, of_whole, _ in parts_of(batch, 2):
-            losses.append(self._evaluate(half, stage))
-            shares.append(of_whole)
-        if all(isinstance(loss, Loss) for loss in losses):
-            return joined(losses)
-        return sum(loss * of_whole for loss, of_whole in zip(losses, shares, strict=True))
 
     @torch.no_grad()
     def validate(self, loader: DataSource, epoch: int, show: bool) -> None:
@@ -99,7 +79,7 @@ class EvaluationLoop:
             loss = self.run(loader, Stage.VALID, f"valid {epoch}", show)
             trainer.state.step = 0
             ranks.barrier("validated")
-            if ranks.any_of(trainer.flags())["stop"]:
+            if ranks.any_of({"stop": trainer.asked_to_stop})["stop"]:
                 trainer.state.back_to_training()
                 trainer.save_and_stop()
         finally:
@@ -124,3 +104,22 @@ class EvaluationLoop:
         finally:
             for layer in beside:
                 layer.training = True
+
+
+class DeviceMean:
+    """A mean of losses that stays on the device until ``value`` is called."""
+
+    def __init__(self, device: torch.device | str):
+        self._sums = torch.zeros(2, device=device)  # sum and count
+
+    def add(self, loss: Loss | torch.Tensor | float) -> None:
+        """Add a ``Loss`` or one number, unless it is not finite."""
+        loss = loss if isinstance(loss, Loss) else Loss(one_number(loss), 1.0)
+        total = loss.total.detach().to(self._sums).reshape(())
+        count = loss.count if isinstance(loss.count, torch.Tensor) else torch.full_like(total, loss.count)
+        self._sums += torch.where(torch.isfinite(total), torch.stack([total, count.to(total).reshape(())]), 0.0)
+
+    def value(self, over_ranks: bool = False) -> float:
+        """Return the mean of this rank, or of all; nan if nothing was counted, such as clips too short for a loss."""
+        total, count = (ranks.sum_across(self._sums) if over_ranks else self._sums).tolist()
+        return total / count if count else math.nan

@@ -38,6 +38,8 @@ class Freezing:
                        if frozen_until(value) > 0 and path not in own}
         self._unfreeze_steps = sorted({step for step in self._until.values() if step < float("inf")})
         self._stage = -1
+        self.next_change: float | None = None
+        """The number of steps after which ``update`` changes something next; None: nothing changes any more."""
         self.update(int(self._unfreeze_steps[-1]) if self._unfreeze_steps else 0)
 
     @property
@@ -47,6 +49,7 @@ class Freezing:
 
     def update(self, step: int) -> bool:
         """Freeze and unfreeze parameters for what follows this many steps; return whether that changed anything."""
+        self.next_change = min((turn for turn in self._unfreeze_steps if turn > step), default=None)
         stage = sum(turn <= step for turn in self._unfreeze_steps)
         if stage == self._stage:
             return False
@@ -66,10 +69,6 @@ class Freezing:
     def until(self) -> dict[str, float]:
         """The optimizer steps in which parameters don't train, by path; infinite for those that never do."""
         return {**self._until, **dict.fromkeys(self._own, float("inf"))}
-
-    def unfreezes_after(self, step: int) -> bool:
-        """Return whether something is unfrozen right after this many steps."""
-        return step in self._unfreeze_steps
 
     def train(self) -> None:
         """Put all modules into training mode, except those with only frozen parameters."""

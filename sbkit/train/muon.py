@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
@@ -119,8 +120,10 @@ class Muon(Optimizer):
         if updates:
             torch._foreach_lerp_(updates, now, group["momentum"])
             orthogonalise(updates, due_directions, keep)
-        torch._foreach_mul_(weights, 1 - keep * (group["lr"] * group["weight_decay"]))
-        step = keep * (-group["lr"] * group["strength"])
+        # A rate in a tensor has fp64 on a CPU, so that its products are rounded as those of a number.
+        decay, step = ((keep * (group["lr"] * share)).to(keep.dtype)
+                       for share in (group["weight_decay"], -group["strength"]))
+        torch._foreach_mul_(weights, 1 - decay)
         if step.device.type == "cpu":  # rounds once
             torch._foreach_addcmul_(weights, directions, [step] * len(weights))
         else:  # a list of factors would launch a kernel for each weight
@@ -191,7 +194,7 @@ def orthogonalise(weights: Sequence[torch.Tensor], results: Sequence[torch.Tenso
     sizes: dict[tuple[int, ...], list[torch.Size]] = {}
     for shape in shapes:
         sizes.setdefault(tuple(sorted((shape[0], shape[1:].numel()))), []).append(shape)
-    rank, world = (0, 1) if ranks.is_alone() else (ranks.rank(), ranks.world_size())
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     before, new = 0, list(results)
     for (low, width), alike in sizes.items():
         matrices, previous = (_as_wide([torch.stack([tensors[index] for index in shapes[shape]]) for shape in alike])

@@ -73,11 +73,6 @@ def _one_interval(run_opts: RunOptions, hparams: dict[str, Any] | None) -> dict[
     return hparams
 
 
-def is_given(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> bool:
-    """Return whether the recipe or the command line sets this option."""
-    return name in run_opts.overridden_args or (hparams is not None and name in hparams)
-
-
 def pick(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> Any:  # each option's own
     """Return the option's value; ``run_opts`` takes precedence over ``hparams``, and both over the default."""
     if name not in run_opts.overridden_args and hparams is not None and name in hparams:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from speechbrain.utils.autocast import AMPConfig, TorchAutocast
 from speechbrain.utils.run_opts import RunOptions
 from torch.amp.grad_scaler import GradScaler
-from torch.utils._pytree import tree_map_only
 
+from sbkit.train.distributed import ranks
 from sbkit.train.options import pick
-
-T = TypeVar("T")
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Scaler(GradScaler):
@@ -34,6 +32,16 @@ class Scaler(GradScaler):
         scale = mean / (2 * torch.frexp(mean).mantissa)  # the power of two below
         before = torch.ones_like(scale) if self.sum_scale is None else self.sum_scale
         self.sum_scale = torch.where((count > 0) & torch.isfinite(count), scale, before)
+
+    def scale_of_sums(self, count: torch.Tensor) -> torch.Tensor:
+        """Return ``sum_scale`` for a step, the same on all ranks; the first step exchanges its ``count`` for it."""
+        if self.sum_scale is None:
+            count = count.clone()
+            if ranks.world_size() > 1:
+                dist.all_reduce(count)
+            self.follow_count(count / ranks.world_size())
+        assert self.sum_scale is not None
+        return self.sum_scale
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state and ``sum_scale``."""
@@ -78,13 +86,3 @@ def hide_fp16(run_opts: RunOptions, hparams: Mapping[str, Any] | None, device_ty
 def autocast(device_type: str, precision: str) -> TorchAutocast:
     """Return the autocast context for a precision; it does nothing for fp32."""
     return TorchAutocast(device_type=device_type, dtype=AMPConfig.from_name(precision).dtype)
-
-
-def losses_in_fp32(outputs: T, context: TorchAutocast) -> T:
-    """Convert half-precision outputs of ``compute_forward`` to fp32, also in lists, tuples and dicts, under autocast.
-
-    Layers that are called in ``compute_objectives`` still run in half precision, because autocast is on there too.
-    """
-    if not isinstance(context.context, torch.autocast):
-        return outputs
-    return tree_map_only(torch.Tensor, lambda each: each.float() if each.dtype in _HALF else each, outputs)

@@ -84,7 +84,7 @@ class Schedule:
 
     def warmup_end(self) -> tuple[float, float]:
         """Return the steps of the warm-up, and the rate at its end."""
-        warmup = self._warmup()
+        warmup = max(1.0, self.warmup if self.warmup >= 1 else self.warmup * self.total_steps)
         if self.max_rise_per_step is None or self.warmup >= 1 or self.peak <= self.max_rise_per_step * warmup:
             return warmup, self.peak
         longest = max(warmup, self.total_steps / 2)
@@ -93,14 +93,12 @@ class Schedule:
     @property
     def limits_warmup(self) -> bool:
         """Whether ``max_rise_per_step`` makes the warm-up longer or its end lower than ``warmup`` and ``peak`` say."""
-        return self.warmup_end() != (self._warmup(), self.peak)
-
-    def _warmup(self) -> float:
-        return max(1.0, self.warmup if self.warmup >= 1 else self.warmup * self.total_steps)
+        warmup, peak = self.warmup_end()
+        return peak < self.peak or (self.warmup < 1 and warmup > max(1.0, self.warmup * self.total_steps))
 
     def set_score(self, score: float) -> None:
         """Set the limit for a model's score, between 0 (chance) and 1 (no loss)."""
-        self.limit = self.limit_at(score)
+        self.limit = math.inf if self.max_lr_at_chance is None else self.limit_at(score)
 
     def limit_at(self, score: float) -> float:
         """Return the highest rate for a model of this score."""

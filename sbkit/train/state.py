@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from sbkit.train.batches import MicroBatch
-from sbkit.train.monitor.tally import Mean
+from sbkit.train.step import Mean
 
 
 @dataclass
@@ -42,18 +41,8 @@ class TrainState:
     first_step_checked: bool = False
     """Whether the checks after the first step of a ``fit`` are done."""
     graph_changes: bool = False
-    """Whether backward reaches different parameters in different steps, so each step searches for unused ones."""
+    """Whether backward reaches different parameters in different steps, so that ranks agree on them in each."""
     _trained: tuple[int, int, Mean, int] | None = field(default=None, repr=False)
-
-    def closes_step(self, batch: MicroBatch, accumulated: int) -> bool:
-        """Return whether this micro-batch ends its step, after ``accumulated`` micro-batches if there is no plan."""
-        if self.step == self.last_batch:
-            return True
-        return batch.last if self.plan_driven else self.step % accumulated == 0
-
-    def reached(self, limit: int | None) -> bool:
-        """Return whether this many updates are done."""
-        return limit is not None and self.optimizer_step >= limit
 
     def end_training(self) -> None:
         """Set the counters to 0 for the validation that follows an epoch's training."""
@@ -94,26 +83,3 @@ class TrainState:
 def state_view(name: str) -> property:
     """Return an attribute of a Brain, documented by SpeechBrain, that is stored in its ``TrainState``."""
     return property(attrgetter(f"train_state.{name}"), lambda brain, value: setattr(brain.train_state, name, value))
-
-
-@dataclass(frozen=True)
-class Overrides:
-    """The methods of the Brain contract that a recipe overrides."""
-
-    fit_batch: bool
-    optimizers_step: bool
-    update_average: bool
-
-    @classmethod
-    def of(cls, kind: type, base: type) -> Overrides:
-        return cls(*(getattr(kind, each.name) is not getattr(base, each.name) for each in fields(cls)))
-
-    @property
-    def any(self) -> bool:
-        """Whether the recipe overrides one of them."""
-        return self.fit_batch or self.optimizers_step or self.update_average
-
-    @property
-    def averages_batches(self) -> bool:
-        """Whether the training loss averages the results of ``fit_batch``, as in SpeechBrain, and not exact sums."""
-        return self.fit_batch or self.update_average

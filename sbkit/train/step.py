@@ -1,35 +1,29 @@
-"""One optimizer step: the exact mean over its micro-batches, clipped once, applied in one update.
+"""What a step is made of: the loss of a micro-batch as sum and count, the update, and what the host learns of it.
 
 Backward runs on sums. Their divisor is known only on the device, and only after every rank has contributed,
-so the gradients are multiplied once, right before the update, by one factor
+so the gradients are multiplied once, right before the update, by one factor (see ``Trainer.train_step``)
 
-    world / (count over all ranks and micro-batches)  x  1 / loss scale (fp16)  x  clip factor
-
-(``world`` because gradients arrive averaged over ranks). In fp16 the gradients of a sum would overflow where those
-of a mean do not. So sums are first scaled by a power of two near the count of the previous step; the factor undoes
-this exactly. The check for values that are not finite also runs on the device, and its result goes to the fused
-optimizer, which then leaves parameters and states unchanged. Values that the log or the training loop needs are
-copied to the host in the background and read one step later, so the host never waits for the device.
+    1 / count over all ranks and micro-batches  x  1 / loss scale (fp16)  x  clip factor
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
+from speechbrain.utils.autocast import TorchAutocast
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from sbkit.errors import SbkitError
-from sbkit.nn.peek import Peek
+from sbkit.nn.device_numbers import DeviceNumbers
 from sbkit.train.batches import Objectives
-from sbkit.train.optim import apply, gradients, total_norm
-from sbkit.train.precision import Scaler
 
 V = TypeVar("V", torch.Tensor, torch.Tensor | float)
+T = TypeVar("T")
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class Loss(NamedTuple):
@@ -68,7 +62,7 @@ def as_loss(value: Objectives, weight: float = 1.0) -> Loss:
         shape = tuple(loss.total.shape) if isinstance(loss.total, torch.Tensor) else type(loss.total).__name__
         raise SbkitError(f"compute_objectives returned a loss of {shape}, not one number",
                          hint="return a scalar tensor or sbkit.Loss(total, count)")
-    total = loss.total.float() if loss.total.dtype in (torch.float16, torch.bfloat16) else loss.total
+    total = loss.total.float() if loss.total.dtype in _HALF else loss.total
     loss = loss._replace(total=total.reshape(()))
     if weight == 0:
         extras = {name: (torch.zeros_like(loss.total), 0.0) for name in loss.extras or {}}
@@ -76,20 +70,114 @@ def as_loss(value: Objectives, weight: float = 1.0) -> Loss:
     return loss
 
 
-@dataclass
-class StepResult:
+def losses_in_fp32(outputs: T, context: TorchAutocast) -> T:
+    """Convert half-precision outputs of ``compute_forward`` to fp32, also in lists, tuples and dicts, under autocast.
+
+    Layers that are called in ``compute_objectives`` still run in half precision, because autocast is on there too.
+    """
+    if not isinstance(context.context, torch.autocast):
+        return outputs
+    return tree_map_only(torch.Tensor, lambda each: each.float() if each.dtype in _HALF else each, outputs)
+
+
+def update(optimizers: Sequence[Optimizer], factor: torch.Tensor, max_norm: float | None,
+           finite: torch.Tensor | None = None, rates: Sequence[Sequence[torch.Tensor] | None] = (),
+           ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiply all gradients by ``factor``, clip them together, and step, unless something is not finite.
+
+    factor, finite : scalars on the device; ``finite`` is False if the step is to be skipped in any case
+    rates : what ``write_rates`` returned
+
+    Returns the norm of the gradients before clipping, and 1 if the step was skipped, else 0; both on the device. Fused
+    optimizers skip a step on the device. For others the host reads once whether to: this costs nothing on the CPU, and
+    is the step's only wait on a GPU.
+    """
+    grads = gradients(optimizers)
+    norm = torch.zeros((), device=factor.device)
+    if grads:
+        norm = torch.nn.utils.get_total_norm(grads, norm_type=2.0, error_if_nonfinite=False)
+        if hasattr(norm, "full_tensor"):  # sharded parameters: the norm over all shards
+            norm = norm.full_tensor()
+        norm = norm.to(device=factor.device, dtype=torch.float32)
+    norm = norm * factor
+    finite = torch.isfinite(norm) if finite is None else torch.isfinite(norm) & finite
+    if max_norm is not None and max_norm > 0:
+        factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    skipped = (~finite).float()
+    alone = len(optimizers) == 1 and skips_itself(optimizers[0])  # it multiplies while it reads the gradients
+    if not alone and grads:
+        torch._foreach_mul_(grads, factor)
+    stop: bool | None = None
+    for optimizer, on_device in zip(optimizers, rates or [None] * len(optimizers), strict=True):
+        if not skips_itself(optimizer):
+            stop = bool(skipped > 0) if stop is None else stop
+            if not stop:
+                optimizer.step()
+            continue
+        itself: Any = optimizer  # two attributes that only fused optimizers read
+        itself.grad_scale, itself.found_inf = 1 / factor if alone else None, skipped
+        # The rates of its groups are numbers for hooks and schedules, and tensors on the device for its kernels.
+        own = [group["lr"] for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, on_device or own, strict=True):
+            group["lr"] = rate
+        try:
+            optimizer.step()
+        finally:
+            del itself.grad_scale, itself.found_inf
+            for group, rate in zip(optimizer.param_groups, own, strict=True):
+                group["lr"] = rate
+    return norm, skipped
+
+
+def write_rates(optimizers: Sequence[Optimizer], device: torch.device) -> list[Sequence[torch.Tensor] | None]:
+    """Write the learning rates of groups to the device; return each optimizer's tensors, None if it has its own.
+
+    Called after all hooks that may change a rate, and outside of what can be captured.
+    """
+    found: list[Sequence[torch.Tensor] | None] = []
+    for optimizer in optimizers:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if not skips_itself(optimizer) or any(isinstance(rate, torch.Tensor) for rate in rates):
+            found.append(None)
+            continue
+        numbers: DeviceNumbers | None = vars(optimizer).get("device_rates")
+        if numbers is None or len(numbers.numbers) != len(rates):  # a recipe may add groups
+            numbers = DeviceNumbers(rates, torch.float64 if device.type == "cpu" else torch.float32)
+            vars(optimizer)["device_rates"] = numbers
+        numbers.write(rates)
+        found.append(numbers.on(device))
+    return found
+
+
+def skips_itself(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer checks ``found_inf`` on the device."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        group.get("fused") for group in optimizer.param_groups)
+
+
+def gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """Return every gradient once, in a fixed order."""
+    found: dict[int, torch.Tensor] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    found[id(parameter)] = parameter.grad
+    return list(found.values())
+
+
+class StepResult(NamedTuple):
     """The values of one optimizer step, after their copy from the device."""
 
     total: float  # loss, summed over ranks and micro-batches
-    count: float
+    count: float  # type: ignore[assignment]  # as above
     norm: float  # gradient norm of the mean loss, before clipping
     skipped: bool  # not updated, because something was not finite
     scale: float  # loss scale of a mean (1 unless fp16)
     sum_scale: float  # additional factor of sums (1 unless fp16)
-    flags: dict[str, float]  # how many ranks raised each flag
     extras: dict[str, tuple[float, float]]
-    batches: list[Any] = field(repr=False, default_factory=list)  # this rank's micro-batches
-    number: int = 0  # of the optimizer step, from 1
+    batches: list[Any]  # this rank's micro-batches
+    number: int  # of the optimizer step, from 1
     late: int = 0  # number of steps taken before its values arrived
 
     @property
@@ -102,183 +190,40 @@ class StepResult:
         return not math.isfinite(self.total) or (self.skipped and self.scale <= 1.0)
 
 
-class StepAccumulator:
-    """Gathers micro-batches into optimizer steps.
+class Mean:
+    """A mean as sum and count, or a value set by a recipe."""
 
-        step.add(loss)                  # each micro-batch, before its backward
-        step.announce(flags)            # for the last one: sums are exchanged while backward runs
-        step.scaled(loss).backward()
-        step.update(optimizers, max_norm)
-        for result in step.results(): ...  # of previous steps
+    def __init__(self) -> None:
+        self.total = self.count = self._set = 0.0
 
-    flags : names of flags that any rank may raise, and all ranks receive
-    """
+    def add(self, total: float, count: float) -> None:
+        """Add a sum and its count, unless the sum is not finite."""
+        if math.isfinite(total):
+            self.total += total
+            self.count += count
 
-    def __init__(self, device: torch.device, world: int = 1, scaler: Scaler | None = None,
-                 flags: Sequence[str] = ()):
-        self.device, self.world, self.scaler, self.flag_names = device, world, scaler, list(flags)
-        self.batches: list[Any] = []
-        self._sums: torch.Tensor | None = None
-        self._sum_scale: torch.Tensor | None = None
-        self._extras: list[str] = []
-        self._work: dist.Work | None = None
-        self.announced = False
-        """Whether the sums of the step are on their way to the other ranks."""
-        self._pending: list[tuple[Peek, list[str], list[Any], int]] = []
-        self._normalised = False
-        self.number = 0
+    def set(self, value: float) -> None:
+        """Discard sums and set a value, which sums added later replace."""
+        self.total = self.count = 0.0
+        self._set = value
 
-    @property
-    def started(self) -> bool:
-        """Whether micro-batches are waiting for their update."""
-        return self._sums is not None
+    def known(self) -> float | None:
+        """Return the mean; None before there is one."""
+        return self.value() if self.count or self._set else None
 
-    def reset(self) -> None:
-        """Discard the micro-batches added so far."""
-        self._sums, self._work, self.announced, self._normalised, self.batches = None, None, False, False, []
-        self._sum_scale, self._extras = None, []
+    def value(self, more: Iterable[tuple[float, float]] = ()) -> float:
+        """Return the mean, including further sums that are not added permanently."""
+        whole = Mean()
+        for total, count in [(self.total, self.count), *more]:
+            whole.add(total, count)
+        return whole.total / whole.count if whole.count else self._set
 
-    def add(self, loss: Loss, batch: object = None) -> None:
-        """Add the loss of one micro-batch to the step."""
-        extras = loss.extras or {}
-        if self._sums is None:
-            self._extras = sorted(extras)
-        elif sorted(extras) != self._extras:
-            raise SbkitError(f"the micro-batches of one step return different extras: {sorted(extras)} "
-                             f"and {self._extras}", hint="return the same names each time")
-        values = [loss.total, loss.count]
-        for name in self._extras:
-            values += extras[name]
-        row = torch.stack([self._scalar(v) for v in values])
-        if self._sums is None:
-            self._sum_scale = self._sum_scale_of(row[1])
-        self._sums = row if self._sums is None else self._sums + row
-        if batch is not None:
-            self.batches.append(batch)
 
-    def _scalar(self, value: torch.Tensor | float) -> torch.Tensor:
-        if isinstance(value, torch.Tensor):
-            return value.detach().reshape(()).to(device=self.device, dtype=torch.float32)
-        # full() runs on the device; tensor() would copy from the host
-        return torch.full((), float(value), dtype=torch.float32, device=self.device)
-
-    def announce(self, flags: dict[str, bool] | None = None) -> None:
-        """Start exchanging sums and flags between ranks, and return at once; ``update`` waits on the device."""
-        if self.announced or self._sums is None:
-            return
-        raised = torch.zeros(len(self.flag_names), device=self.device)
-        for i, name in enumerate(self.flag_names):
-            if flags and flags.get(name):
-                raised[i].fill_(1.0)
-        self._sums = torch.cat([self._sums, raised])
-        if self.world > 1:
-            self._work = dist.all_reduce(self._sums, async_op=True)
-        self.announced = True
-
-    def _sum_scale_of(self, count: torch.Tensor) -> torch.Tensor | None:
-        """Return the factor of this step's sums in fp16, the same on all ranks; the first step exchanges counts."""
-        if self.scaler is None or not self.scaler.is_enabled():
-            return None
-        if self.scaler.sum_scale is None:
-            count = count.clone()
-            if self.world > 1:
-                dist.all_reduce(count)
-            self.scaler.follow_count(count / self.world)
-        return self.scaler.sum_scale
-
-    def scaled(self, loss: Loss) -> torch.Tensor:
-        """Return the tensor to call ``backward`` on."""
-        if self._sum_scale is None or self.scaler is None:
-            return loss.total
-        return self.scaler.scale(loss.total * self._sum_scale)
-
-    def _factor(self) -> torch.Tensor | None:
-        """Return the factor from gradients of the sum to those of the mean; None if there is nothing to normalise."""
-        if self._sums is None or self._normalised:
-            return None
-        self.announce()
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        count = self._sums[1]
-        # A step with only placeholder batches has count 0 and gradient 0.
-        factor = torch.where(count > 0, self.world / count, torch.zeros_like(count))
-        if self._sum_scale is None or self.scaler is None:
-            return factor
-        self.scaler.follow_count(count / self.world)
-        return factor / self._sum_scale
-
-    def normalise(self, optimizers: Iterable[Optimizer]) -> None:
-        """Turn the gradients into those of the mean, for a recipe that overrides ``optimizers_step``."""
-        factor, grads = self._factor(), gradients(optimizers)
-        if factor is not None and grads:
-            torch._foreach_mul_(grads, factor)
-        self._normalised = self._sums is not None
-
-    def update(self, optimizers: Iterable[Optimizer], max_norm: float | None, *,
-               number: int | None = None) -> torch.Tensor:
-        """Normalise and clip the gradients of all optimizers together, and update unless something is not finite.
-
-        number : of the step in the whole run; None: the one after the last
-
-        Returns a scalar on the device: 1 if the step was skipped, else 0.
-        """
-        optimizers = list(optimizers)
-        grads = gradients(optimizers)
-        factor = self._factor()
-        scale = self.scaler.factor() if self.scaler is not None else None
-        multiplier = torch.ones((), device=self.device) if factor is None else factor
-        if scale is not None:
-            multiplier = multiplier / scale
-        norm = total_norm(grads, self.device) * multiplier
-        finite = torch.isfinite(norm)
-        if self._sums is not None:
-            finite = finite & torch.isfinite(self._sums[0])
-        if max_norm is not None and max_norm > 0:
-            multiplier = multiplier * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        found_inf = (~finite).float()
-        apply(optimizers, multiplier, found_inf)
-        self._keep_result(norm, found_inf, scale, number)
-        if self.scaler is not None and scale is not None:
-            self.scaler.adjust(found_inf)
-        return found_inf
-
-    def end_without_update(self) -> None:
-        """End a step whose update the recipe made itself, keeping its losses."""
-        unknown = torch.zeros((), device=self.device)
-        self._keep_result(unknown, unknown, None)
-
-    def _keep_result(self, norm: torch.Tensor, found_inf: torch.Tensor, scale: torch.Tensor | None,
-                     number: int | None = None) -> None:
-        self.number = self.number + 1 if number is None else number
-        ones = torch.ones((), device=self.device)
-        tail = torch.stack([norm.float(), found_inf, ones if scale is None else scale.float(),
-                            ones if self._sum_scale is None else self._sum_scale])
-        values = tail if self._sums is None else torch.cat([tail, self._sums])
-        self._pending.append((Peek(values), self._extras, self.batches, self.number))
-        self.reset()
-
-    def results(self, wait: bool = False) -> list[StepResult]:
-        """Return the steps whose values have arrived, and forget them: all but the newest, or all with ``wait``.
-
-        This depends only on the number of steps, so all ranks get the same steps at the same point. On the CPU
-        nothing runs in the background, so the newest step is included.
-        """
-        ready = len(self._pending) - (0 if wait or self.device.type == "cpu" else 1)
-        taken, self._pending = self._pending[:max(ready, 0)], self._pending[max(ready, 0):]
-        return [self._read(*entry) for entry in taken]
-
-    def peek(self) -> list[StepResult]:
-        """Return the steps that ``results`` has not returned yet, without forgetting them; waits for the device."""
-        return [self._read(*entry) for entry in self._pending]
-
-    def _read(self, arrived: Peek, names: list[str], batches: list[Any], number: int) -> StepResult:
-        norm, skipped, scale, sum_scale, *sums = arrived.numpy().tolist()
-        total, count, *rest = sums or [0.0, 0.0]  # a recipe's own fit_batch did not add its losses
-        extras = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(names)}
-        flags = dict(zip(self.flag_names, rest[2 * len(names):], strict=True)) if sums else {}
-        return StepResult(total, count, norm, skipped > 0, scale, sum_scale, flags, extras, batches, number,
-                          late=self.number - number)
+def one_number(loss: Loss | torch.Tensor | float) -> torch.Tensor:
+    """Convert a loss of any kind to a tensor with one element."""
+    if isinstance(loss, Loss):
+        loss = loss.mean
+    return loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
 
 
 def _detached(value: V) -> V:

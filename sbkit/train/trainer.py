@@ -1,61 +1,53 @@
-"""The training loop: epochs of optimizer steps, each of micro-batches, and what all ranks decide between two steps.
+"""The training loop: an optimizer step, an epoch of them, and what all ranks decide between two steps.
 
-``Trainer.train_epoch`` reads from top to bottom. For each micro-batch it goes through
-
-    fit_batch             one micro-batch: on_fit_batch_start, the two below, on_fit_batch_end
-        _compute          forward, loss and backward; in parts if memory runs out
-        _update           with the last micro-batch of a step: normalise, clip, update
-    _between_steps        read the values of previous steps; stop, save, or examine a step that failed
-
-Nothing in it waits for the device: the values that the host needs arrive one step later.
+``Trainer.train_step`` is one step, read from top to bottom. ``Trainer.train_epoch`` is the loop around it: the epoch's
+micro-batches, the step, and what is due after it. Nothing in a step waits for the device: the values that the host
+needs, a step's loss among them, are copied in the background and read one step later.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import speechbrain as sb
 import torch
+import torch.distributed as dist
 from speechbrain.core import INTRA_EPOCH_CKPT_FLAG, Stage
 
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
-from sbkit.recipe.report import listed
-from sbkit.train import loaders, rng
+from sbkit.nn.peek import Peek
+from sbkit.train import bad_batch, loaders, rng
 from sbkit.train.averaging import EMA
-from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs, length
+from sbkit.train.bad_batch import KeptBatch
+from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs, rows
 from sbkit.train.checkpoint.files import locked_for_training
 from sbkit.train.compiling import CudaGraphs
-from sbkit.train.diagnose import culprit
-from sbkit.train.diagnose.inspection import KeptBatch
 from sbkit.train.distributed import parallel, ranks
-from sbkit.train.distributed.parallel import Buffers, LossModule, ModuleWrapper
-from sbkit.train.distributed.sharding import is_sharded
-from sbkit.train.forward_state import ForwardState
+from sbkit.train.distributed.exchange import GradientExchange
+from sbkit.train.distributed.parallel import Buffers
+from sbkit.train.distributed.sharding import ShardedModules
 from sbkit.train.freezing import Freezing
 from sbkit.train.keys import ScriptKeys
-from sbkit.train.memory.oom import MemoryLimits, joined, parts_of
-from sbkit.train.monitor.display import Progress, StageDisplay
-from sbkit.train.monitor.timing import StepBudget
-from sbkit.train.precision import losses_in_fp32
+from sbkit.train.memory import host
+from sbkit.train.memory.oom import is_out_of_memory, release
+from sbkit.train.monitor.display import Progress
+from sbkit.train.monitor.timing import EVERY, FIRST, StepTimes
 from sbkit.train.rates import Rate, base_lr
 from sbkit.train.signals import Stopped, StopSignals
 from sbkit.train.state import TrainState
-from sbkit.train.step import Loss, StepAccumulator, StepResult, as_loss
+from sbkit.train.step import Loss, StepResult, as_loss, gradients, losses_in_fp32, one_number, update, write_rates
 
 logger = logging.getLogger(__name__)
 
-#: What any rank may ask for with a step, so that all ranks do it at the same step: to stop, to save, to find the
-#: buffers that change, to search for unused parameters.
-FLAGS = ("stop", "save", "buffers", "graph")
-_END = object()
+#: What any rank may ask for with a step, so that all ranks do it at the same step: to stop, to save, and to agree anew
+#: on the parameters whose gradients are exchanged.
+FLAGS = ("stop", "save", "parameters")
 
 
 class NotFinite(SbkitError, ValueError):
@@ -67,9 +59,9 @@ class NotFinite(SbkitError, ValueError):
 class Computed(NamedTuple):
     """What a recipe's Brain computed from a batch, and its loss as sums."""
 
-    outputs: Outputs = None
-    objectives: Objectives = None
-    loss: Loss = Loss(torch.zeros(()), 0.0)
+    outputs: Outputs
+    objectives: Objectives
+    loss: Loss
 
 
 class Trainer:
@@ -78,44 +70,36 @@ class Trainer:
     brain : its hooks and options, as SpeechBrain documents them
     generators : the random number generators, as restored from a checkpoint
     write : saves a checkpoint in the middle of an epoch
+    recipe_steps : whether the recipe overrides a method of SpeechBrain's step, so that its loop is followed
     """
 
     def __init__(self, brain: sb.Brain, state: TrainState, ema: EMA | None, freezing: Freezing,
-                 generators: rng.RngState, write: Callable[[], None]):
+                 generators: rng.RngState, write: Callable[[], None], recipe_steps: bool = False):
         self.brain, self.state, self.ema, self.freezing = brain, state, ema, freezing
-        self.memory = MemoryLimits(self.device)
-        self.budget, self.graphs = StepBudget(self.device), CudaGraphs()
+        self.modules: torch.nn.ModuleDict = brain.modules
+        self.device = torch.device(brain.device)
+        self.times, self.graphs = StepTimes(self.device), CudaGraphs()
         self.buffers = Buffers(self.modules)
         self.signals: StopSignals | None = None
-        self.computed = Computed()
-        """Of the last batch, or of its last part."""
-        self._generators, self._write = generators, write
+        self._generators, self._write, self._recipe_steps = generators, write, recipe_steps
         self._progress: Progress | None = None
         self._saved_at, self._batches_since = time.monotonic(), 0
         self._unreached: set[str] = set()  # parameters that a warning has named
-        # The micro-batches of this step, with the number of parts and the random state that each was computed with.
-        self._done: list[tuple[MicroBatch, int, dict[str, torch.Tensor]]] = []
-        self.use(ModuleWrapper(self.loss_module()))
-
-    @property
-    def modules(self) -> torch.nn.ModuleDict:
-        return self.brain.modules
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.brain.device)
+        # Of steps that the host doesn't know yet: what is being copied, the names of extras, the micro-batches.
+        self._pending: list[tuple[Peek, list[str], list[KeptBatch]]] = []
+        self._timed: StepTimes | None = None  # while a step is timed
+        self._no_flags = torch.zeros(len(FLAGS), device=self.device)
+        self.lag = 0 if self.device.type == "cpu" else 1
+        """Steps whose values are still being copied when the next one is done; on the CPU nothing runs behind."""
+        self._tried = False  # whether the largest micro-batch has been tried
+        self.use()
 
     # ------------------------------------------------------------ setting up
 
-    def loss_module(self) -> LossModule:
-        """Return one module that holds all modules, whose forward is the loss of a batch."""
-        return LossModule(self.modules, self.loss_of)
-
-    def use(self, wrap: ModuleWrapper) -> None:
-        """Use these wrapped modules for the steps that follow."""
-        self.wrap = wrap
-        self.steps = StepAccumulator(self.device, wrap.world, self.brain.scaler, FLAGS)
-        self.forward_state = ForwardState(self.modules)
+    def use(self, sharded: ShardedModules | None = None, exchange: GradientExchange | None = None) -> None:
+        """Train on several ranks by one of the two from now on; on one process by neither."""
+        self.sharded, self.exchange, self.world = sharded, exchange, ranks.world_size()
+        self.loss_of: Callable[[MicroBatch], Computed] = self.compute if sharded is None else sharded.loss_of
 
     @contextlib.contextmanager
     def fitting(self) -> Iterator[None]:
@@ -141,15 +125,6 @@ class Trainer:
         finally:
             self.signals = signals
 
-    @contextlib.contextmanager
-    def keeping_computed(self) -> Iterator[None]:
-        """Put ``computed`` back on exit."""
-        computed = self.computed
-        try:
-            yield
-        finally:
-            self.computed = computed
-
     @property
     def _is_script(self) -> bool:
         return isinstance(self.brain.keys, ScriptKeys)
@@ -170,6 +145,146 @@ class Trainer:
             return list(self.brain.freeze_optimizers(self.brain.optimizers_dict).values())
         return [self.brain.optimizer] if self.brain.opt_class is not None else []
 
+    # ------------------------------------------------------------ a step
+
+    def compute(self, batch: MicroBatch) -> Computed:
+        """Run forward and loss of a training batch."""
+        brain, timed = self.brain, self._timed
+        with brain.training_ctx:
+            outputs = brain.compute_forward(batch, Stage.TRAIN)
+            if timed:
+                timed.mark("forward")
+            outputs = losses_in_fp32(outputs, brain.training_ctx)
+            objectives = brain.compute_objectives(outputs, batch, Stage.TRAIN)
+        return Computed(outputs, objectives, as_loss(objectives, getattr(batch, "weight", 1.0)))
+
+    def train_step(self, micro_batches: Iterable[tuple[MicroBatch, bool]]) -> bool:
+        """Take one optimizer step; return False if there was no micro-batch left.
+
+        micro_batches : each with whether it is the last of its step; those of later steps are not taken
+        """
+        brain, state, device, exchange = self.brain, self.state, self.device, self.exchange
+        scaler = brain.scaler if brain.scaler.is_enabled() else None  # fp16
+        sums: torch.Tensor | None = None
+        sum_scale: torch.Tensor | None = None
+        work: dist.Work | None = None
+        names: list[str] = []
+        kept: list[KeptBatch] = []
+        timed = self._timed = self.times if state.optimizer_step % EVERY == FIRST else None
+        if timed:
+            timed.begin()
+        batch: MicroBatch = None
+        last = False
+        for batch, last in micro_batches:
+            if timed:
+                timed.mark("data")
+            brain.on_fit_batch_start(batch, last)
+            if self.graphs.on:
+                self.graphs.next_batch()
+            kept.append(KeptBatch(batch, rng.capture(device)))  # for `sbkit replay`, if something is not finite
+            if exchange is not None:
+                exchange.armed = last  # gradients of earlier micro-batches accumulate on this rank
+            outputs, objectives, loss = self.loss_of(batch)
+            if not loss.total.requires_grad:
+                raise SbkitError("the loss depends on no trainable parameter", hint="freeze less of the model")
+            if timed:
+                timed.mark("loss")
+
+            # The loss, its count, then sum and count of each extra: summed over micro-batches and ranks without leaving
+            # the device. ``take_results`` reads them in this order, behind the four values of the update.
+            extras = loss.extras or {}
+            if sums is not None and sorted(extras) != names:
+                raise SbkitError(f"the micro-batches of one step return different extras: {sorted(extras)} and {names}",
+                                 hint="return the same names each time")
+            names = sorted(extras)
+            row = torch.stack([
+                value.detach().reshape(()).to(device=device, dtype=torch.float32) if isinstance(value, torch.Tensor)
+                else torch.full((), float(value), dtype=torch.float32, device=device)  # tensor() copies from the host
+                for pair in ((loss.total, loss.count), *(extras[name] for name in names)) for value in pair])
+            if scaler is not None and sum_scale is None:  # of the step before; the first step exchanges its counts
+                sum_scale = scaler.scale_of_sums(row[1])
+            sums = row if sums is None else sums + row
+            if last:  # their exchange overlaps with backward
+                sums = torch.cat([sums, self._flags()])
+                work = dist.all_reduce(sums, async_op=True) if self.world > 1 else None
+
+            total = loss.total if scaler is None or sum_scale is None else scaler.scale(loss.total * sum_scale)
+            if loss.weightless:  # a stand-in, on a rank without data for this step
+                with parallel.zeroed(self.modules):
+                    total.backward()
+            else:
+                total.backward()
+            if timed:
+                timed.mark("backward")
+            if last:
+                break
+            if self.graphs.on:
+                self.graphs.keep_gradients(self.modules)
+            brain.on_fit_batch_end(batch, outputs, objectives, last)
+            outputs = objectives = None  # the next micro-batch needs their memory
+            del loss, total
+        if sums is None:
+            return False
+        if not last:  # the epoch ended within an accumulation of which nobody knew the length
+            sums = torch.cat([sums, self._flags()])
+            if self.world > 1:
+                dist.all_reduce(sums)
+            if exchange is not None:
+                exchange.finish()
+        optimizers = self.optimizers()  # now: freeze_optimizers may depend on what hooks and the forward did
+        if not optimizers:  # a recipe that only reads gradients
+            if last:
+                brain.on_fit_batch_end(batch, outputs, objectives, last)
+            return True
+        if not state.first_step_checked:
+            parallel.warn_unreached(self.modules, vars(brain.hparams), self._unreached)
+
+        # One factor for all gradients: the mean over the whole step, without the loss scale, clipped.
+        if work is not None:
+            work.wait()
+        count, divided = sums[1], 1 if self.sharded is None else self.world  # FSDP's gradients are means
+        factor = torch.where(count > 0, divided / count, torch.zeros_like(count))  # 0: stand-ins alone
+        scale = None
+        if scaler is not None and sum_scale is not None:
+            scale = scaler.factor()
+            scaler.follow_count(count / self.world)
+            factor = factor / sum_scale / scale
+        rates = write_rates(optimizers, device)  # now, after all hooks
+        if self.ema is not None:
+            self.ema.count_update()
+        norm, skipped = update(optimizers, factor, brain.max_grad_norm, torch.isfinite(sums[0]), rates)
+        ones = torch.ones((), device=device)
+        values = torch.stack([norm.float(), skipped, ones if scale is None else scale.float(),
+                              ones if sum_scale is None else sum_scale])
+        if scaler is not None:
+            scaler.adjust(skipped)
+        if self.ema is not None:
+            self.ema.update(skipped)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        if exchange is not None and len(optimizers) < len(brain.optimizers_dict or ()):
+            # Gradients of frozen optimizers stay, as in SpeechBrain, and the next step's sum over ranks includes them.
+            torch._foreach_div_(gradients(brain.optimizers_dict.values()), self.world)
+        state.optimizer_step += 1
+        state.epoch_step += 1
+        self._pending.append((Peek(torch.cat([values, sums])), names, kept))
+        if timed:
+            timed.mark("optimizer")
+            self._timed = None
+        if last:
+            brain.on_fit_batch_end(batch, outputs, objectives, last)
+        return True
+
+    def _flags(self) -> torch.Tensor:
+        """Return what this rank asks for with a step: a 1 on the device for each of ``FLAGS`` that it raises."""
+        minutes = self.brain.ckpt_interval_minutes if self.brain.checkpointer is not None else 0
+        stop = self.signals is not None and self.signals.signum is not None
+        save = minutes > 0 and time.monotonic() - self._saved_at > 60 * minutes and ranks.is_main()
+        changed = self.exchange is not None and bool(self.exchange.changed or self.exchange.missed)
+        if not (stop or save or changed):
+            return self._no_flags
+        return torch.tensor([stop, save, changed], dtype=torch.float32, device=self.device)
+
     # ------------------------------------------------------------ an epoch
 
     def begin_fit(self, validates: bool) -> None:
@@ -177,6 +292,9 @@ class Trainer:
         self.brain.open_step(self.state.optimizer_step + 1)
         self.buffers = Buffers(self.modules)
         self.state.first_step_checked, self.state.validates = False, validates
+        self._tried = False
+        if self.exchange is not None and self.state.graph_changes:
+            self.exchange.reset(agree_each_time=True)
 
     def train_epoch(self, train_set: DataSource, epoch: int, show: bool) -> None:
         """Train the rest of an epoch; ``show``: whether to show a progress bar."""
@@ -186,39 +304,119 @@ class Trainer:
         self.freezing.train()
         brain.zero_grad()
         batches, steps = self._batches(train_set, epoch)
+        if not self._tried:
+            self._tried = True
+            self._try_largest(train_set, epoch)
         self._begin_interval()
         if brain.profiler is not None:
             brain.profiler.start()
-        display = StageDisplay(
+        self.times.reset()
+        progress = self._progress = Progress(
             f"train {epoch}", steps, initial=state.epoch_step if state.plan_driven else state.step, show=show,
-            budget=self.budget, scale=ranks.world_size(), colour=brain.tqdm_barcolor["train"] or None,
-            utilisation=brain.utilisation)
-        self.budget.reset()
-        progress = self._progress = Progress(display, brain.metrics_log, self.budget, epoch, brain.keys.log_interval,
-                                             compiled=brain.compiled)
+            times=self.times, metrics=brain.metrics_log, epoch=epoch, interval=brain.keys.log_interval,
+            colour=brain.tqdm_barcolor["train"] or None, utilisation=brain.utilisation, compiled=brain.compiled)
         if not state.step:
             state.began = time.monotonic()
-        updated = True
-        with self.budget.active(), display:
-            for batch in self._read(batches):
-                state.step += 1
-                self._batches_since += 1
-                before = state.optimizer_step
-                if updated:
-                    self._begin_step()
-                self.graphs.next_batch()
-                self._fit(batch)
-                updated = state.optimizer_step > before
-                if updated:
-                    brain.open_step(state.optimizer_step + 1)
-                progress.batch(batch, int(updated) if state.plan_driven else 1, state.average.known,
-                               self.learning_rate)
-                self._profile()
-                if self._ends_step(updated):
-                    self._between_steps()
-                if brain.debug and state.step == brain.debug_batches:
-                    break
-        self._end_epoch(epoch, updated, progress)
+        with progress:
+            train = self._follow_recipe if self._recipe_steps else self._train
+            train(self._micro_batches(batches, progress), progress, train_set, epoch)
+            self.take_results(wait=True)
+            progress.show(state.average.known(), self.learning_rate)
+        guard.poll(wait=True)  # before a model that learnt from an invalid label is saved
+        brain.zero_grad(set_to_none=True)
+        self.buffers.detect_changes()
+        parallel.assert_ranks_equal(self.modules, f"after epoch {epoch}")
+        if state.validates:
+            self._hold_state()
+        loss = self.average_loss()
+        progress.close(loss, state.optimizer_step, state.began)
+        brain.close_stage(Stage.TRAIN, loss, epoch)
+        state.end_training()
+
+    def _train(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress, train_set: DataSource,
+               epoch: int) -> None:
+        """Take the epoch's steps, and do what is due after each."""
+        brain, state = self.brain, self.state
+        while not self._begin_step(train_set, epoch):
+            before = state.optimizer_step
+            if not self.train_step(micro_batches):
+                return
+            if state.optimizer_step > before:  # there is an optimizer
+                brain.open_step(state.optimizer_step + 1)
+                self._between_steps(self.take_results(), progress)
+
+    def _micro_batches(self, batches: Iterable[Any], progress: Progress) -> Iterator[tuple[MicroBatch, bool]]:
+        """Yield the epoch's micro-batches, each with whether its step ends with it."""
+        brain, state = self.brain, self.state
+        iterator = loaders.iterator_of(batches)
+        self._generators.restore()  # after that: starting workers draws random numbers
+        for batch in iterator:
+            state.step += 1
+            self._batches_since += 1
+            last = batch.last if state.plan_driven else state.step % brain.grad_accumulation_factor == 0
+            last = last or state.step == state.last_batch
+            progress.count(batch, int(last) if state.plan_driven else 1)
+            yield batch, last
+            if brain.debug and state.step == brain.debug_batches:
+                return
+
+    def _follow_recipe(self, micro_batches: Iterator[tuple[MicroBatch, bool]], progress: Progress,
+                       train_set: DataSource, epoch: int) -> None:
+        """Go through the epoch as SpeechBrain's own loop does, for a recipe that overrides a method of the step.
+
+        The recipe decides when a step ends and how losses are divided. Ranks agree where one ends by
+        ``grad_accumulation_factor`` or the plan: gradients of half a step are in no checkpoint.
+        """
+        brain, state = self.brain, self.state
+        while not self._begin_step(train_set, epoch):
+            batch, last = next(micro_batches, (None, False))
+            if batch is None:
+                return
+            before = state.optimizer_step
+            loss = brain.fit_batch(batch)
+            brain.avg_train_loss = brain.update_average(one_number(loss), brain.avg_train_loss)
+            state.epoch_step += last
+            if state.optimizer_step > before:
+                brain.open_step(state.optimizer_step + 1)
+            if last:
+                raised = ranks.any_of(dict(zip(FLAGS, self._flags().tolist(), strict=True)))
+                self._between_steps({name for name, number in raised.items() if number}, progress)
+
+    def _begin_step(self, train_set: DataSource, epoch: int) -> bool:
+        """Thaw what trains from this step on; return True if the run has taken as many steps as it may."""
+        state, limit, thaws_at = self.state, self.brain.optimizer_step_limit, self.freezing.next_change
+        if limit is not None and state.optimizer_step >= limit:
+            logger.info("Train iteration limit exceeded")
+            return True
+        if thaws_at is not None and state.optimizer_step >= thaws_at:
+            self.freezing.update(state.optimizer_step)
+            self.freezing.train()
+            if self.ema is not None:
+                self.ema.track_trainable()
+            if self.exchange is not None:
+                self.exchange.reset()
+            state.first_step_checked = False
+            self._try_largest(train_set, epoch)
+        return False
+
+    def _between_steps(self, asked: set[str], progress: Progress) -> None:
+        """Do what is due between two steps, and what any rank has asked for with a step before."""
+        brain, state = self.brain, self.state
+        if not state.first_step_checked:
+            state.first_step_checked = True
+            self.buffers.detect_changes()
+            parallel.assert_ranks_equal(self.modules, "after the first step")
+        elif self.buffers.changing:
+            self.buffers.sync()
+        guard.poll()
+        if time.monotonic() >= progress.due:
+            progress.show(state.average.known(), self.learning_rate)
+        if asked or 0 < brain.ckpt_interval_steps <= self._batches_since:
+            self._act_on(asked)
+        if brain.checkpointer is not None and brain.checkpointer.writer.failed:
+            brain.checkpointer.writer.wait()  # raises now, and not an epoch later
+        if brain.profiler is not None:
+            self._profile()
 
     def _batches(self, train_set: DataSource, epoch: int) -> tuple[Iterable[Any], int | None]:
         """Return the epoch's remaining batches, and the total for the progress bar."""
@@ -241,293 +439,114 @@ class Trainer:
             state.last_batch = min(length, state.last_batch or length)
         return train_set, length
 
-    def _read(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches up to the limit of steps, and count the time spent waiting for them as "data"."""
-        iterator = loaders.iterator_of(batches)
-        self._generators.restore()  # after that: starting workers draws random numbers
-        while True:
-            if self.state.reached(self.brain.optimizer_step_limit):
-                logger.info("Train iteration limit exceeded")
-                return
-            with self.budget("data"):
-                batch = next(iterator, _END)
-            if batch is _END:
-                return
-            yield batch
-
-    def _begin_step(self) -> None:
-        """Unfreeze parameters that train from this step on, and expect them to need more memory."""
-        step = self.state.optimizer_step
-        if self.freezing.update(step):
-            self.freezing.train()
-            if self.ema is not None:
-                self.ema.track_trainable()
-            self.wrap.reset()
-            self.state.first_step_checked = False
-        if self.freezing.unfreezes_after(step):
-            self.memory.expect_more()
-
-    def _fit(self, batch: MicroBatch) -> None:
-        self.fit_batch(batch)
-
-    def _ends_step(self, updated: bool) -> bool:
-        return updated
-
-    def _end_epoch(self, epoch: int, updated: bool, progress: Progress) -> None:
-        brain, state = self.brain, self.state
-        if self.steps.started:  # the end of the epoch cut an accumulation short
-            self.wrap.finish()
-            self._update()
-            brain.open_step(state.optimizer_step + 1)
-        elif not updated:
-            self._warn_dropped()
-        self._record(self.steps.results(wait=True))
-        guard.poll(wait=True)  # before a model that learnt from an invalid label is saved
-        brain.zero_grad(set_to_none=True)
-        self.buffers.detect_changes()
-        parallel.assert_ranks_equal(self.modules, f"after epoch {epoch}")
-        if state.validates:
-            self._hold_state()
-        loss = self.average_loss()
-        progress.close(loss, state.optimizer_step, state.began)
-        self.memory.report()
-        brain.close_stage(Stage.TRAIN, loss, epoch)
-        state.end_training()
-
-    def _warn_dropped(self) -> None:
-        """Warn of gradients that no update used; here each step ends with one."""
-
     def _profile(self) -> None:
         profiler = self.brain.profiler
-        if profiler is None:
-            return
         profiler.step()
         if profiler.step_num > self.brain.tot_prof_steps:
             logger.info("The profiler finished, training is stopped.")
             profiler.stop()
             ranks.end_together()  # another rank may still be writing its trace
 
-    # ------------------------------------------------------------ a micro-batch
+    # ------------------------------------------------------------ what fits into memory
 
-    def fit_batch(self, batch: MicroBatch) -> torch.Tensor:
-        """Train on one micro-batch, update after the last of a step, and return the detached loss on the device."""
-        last = self.state.closes_step(batch, self.brain.grad_accumulation_factor)
-        self.brain.on_fit_batch_start(batch, last)
-        loss = self._compute(batch, last)
-        computed = self.computed
-        if last:
-            self._update()
-        self.brain.on_fit_batch_end(batch, computed.outputs, computed.objectives, last)
-        return loss.detach().mean
+    def _try_largest(self, train_set: DataSource, epoch: int) -> None:
+        """End the run with one message if a micro-batch of its plan doesn't fit into memory, hours before it comes.
 
-    def _compute(self, batch: MicroBatch, last: bool) -> Loss:
-        """Run forward and backward of a micro-batch, in parts if it does not fit, and return its whole loss.
-
-        A failed backward leaves incomplete gradients, so the step starts again from its first micro-batch. On several
-        ranks DDP averages gradients during the backward of the last micro-batch, when no rank can start again. So if a
-        step is larger than all that fit on all ranks so far, gradients are averaged only after all ranks have computed
-        it. All ranks know the planned size, so they decide alike.
+        All ranks try the largest of any rank, so they decide alike. Nothing that training depends on is changed. On a
+        CPU there is nothing to find out, unless the memory of this process is limited.
         """
-        if not self.steps.started:
-            self._done = []
-        generators = rng.capture(self.device)
-        planned = getattr(batch, "largest_micro_batch", 0.0)
-        untried = last and planned > self.memory.largest_step_that_fit and self.wrap.can_wait
-        while True:
-            count = self.memory.parts(batch)
-            try:
-                loss = self._in_parts(batch, last and not untried, count, generators)
-                break
-            except Exception as error:
-                if not self.memory.ran_out(error):
-                    raise
-                self.memory.refuse_to_retry(error, batch, count, self.modules, self.wrap,
-                                            exchanging=last and self.steps.announced)
-            # Outside of the handler, so that the error and its frames no longer hold the step's tensors.
-            self.memory.split_from_now_on(batch, count, self.state.optimizer_step + 1)
-            self._restart_step(generators)
-        if untried:
-            self.exchange()
-        self.memory.computed(planned if untried else None, in_parts=count > 1)
-        self._done = [] if last else [*self._done, (batch, count, generators)]
-        return loss
+        if not hasattr(train_set, "largest") or not (self.device.type == "cuda" or host.bounded()):
+            return
+        for batch in train_set.largest(epoch):
+            if not ranks.any_of({"failed": not self.fits(batch)})["failed"]:
+                continue
+            size = len(batch) // 2
+            while size > 1 and ranks.any_of({"failed": not self.fits(rows(batch, 0, size))})["failed"]:
+                size //= 2
+            hint = f"set max_batch_seconds to {size * batch.padded_seconds / len(batch):.0f} (sbkit tune finds the " \
+                   "exact limit), or try activation_checkpointing"
+            if size < 2:
+                hint = "set max_batch_seconds to less: a single utterance fits at most, so leave out long ones " \
+                       "(max_duration), or try activation_checkpointing"
+            ranks.raise_on_main(SbkitError(
+                f"out of memory on {self.device} with the run's largest micro-batch: {len(batch)} utterances, "
+                f"{batch.padded_seconds:.0f} s with padding ({batch.ids[0]} and others)", hint=hint, exit_code=1))
 
-    def _in_parts(self, batch: MicroBatch, last: bool, count: int, generators: dict[str, torch.Tensor]) -> Loss:
-        compute = functools.partial(self.memory.threads.call, self._forward_and_backward)
-        if count == 1:
-            return compute(batch, last, generators=generators)
-        losses = []
-        for part, share, final in parts_of(batch, count):
-            losses.append(compute(part, last and final, share=share).detach())
-        return joined(losses)
-
-    def _forward_and_backward(self, batch: MicroBatch, last: bool, *, share: float = 1.0,
-                              generators: dict[str, torch.Tensor] | None = None) -> Loss:
-        """Compute the loss and the gradients of a micro-batch, or of a share of one.
-
-        last : whether it is the last of its step, with which gradients, sums and flags are exchanged between ranks
-        """
-        if not self.steps.started:
-            self.forward_state.save()
-        with self.wrap.no_sync() if not last else contextlib.nullcontext():
-            generators = rng.capture(self.device) if generators is None else generators  # to examine it again
-            total = self.wrap.module(batch)  # calls loss_of, which keeps the rest of the loss in self.computed
-            if not total.requires_grad:
-                raise SbkitError("the loss depends on no trainable parameter", hint="freeze less of the model")
-            loss = self.computed.loss._replace(total=total)  # as DDP returns it: its backward exchanges gradients
-            if share != 1.0 and not isinstance(self.computed.objectives, Loss):  # a mean over the batch
-                loss = loss._replace(total=total * share, count=loss.count * share)
-            self.steps.add(loss, KeptBatch(batch, generators))
-            if last:
-                self.steps.announce(self.flags())
-            with self.budget("backward"), parallel.zeroed_if(loss.weightless, self.modules):
-                if last:
-                    self.budget.exposed_all_reduce(loss.total)
-                scaled = self.steps.scaled(loss)
-                scaled.backward()
-                self.wrap.complete(scaled)
-                if not last:
-                    self.graphs.keep_gradients(self.modules)
-        return loss
-
-    def loss_of(self, batch: MicroBatch) -> torch.Tensor:
-        """Compute the forward and the loss of a batch, keep them in ``computed``, and return the sum to call
-        ``backward`` on."""
-        context = self.brain.training_ctx
-        with context:
-            with self.budget("forward"):
-                outputs = self.brain.compute_forward(batch, Stage.TRAIN)
-            with self.budget("loss"):
-                outputs = losses_in_fp32(outputs, context)
-                objectives = self.brain.compute_objectives(outputs, batch, Stage.TRAIN)
-        loss = as_loss(objectives, getattr(batch, "weight", 1.0))
-        self.computed = Computed(outputs, objectives, loss)
-        return loss.total
-
-    def exchange(self) -> None:
-        """Exchange sums and gradients between ranks, for a step that ended without doing so."""
-        self.steps.announce(self.flags())
-        self.wrap.finish()
-
-    def _restart_step(self, generators: dict[str, torch.Tensor]) -> None:
-        """Discard the failed attempt, and compute the step's earlier micro-batches again."""
-        place = 0
-        while True:
-            self._discard_step()
-            try:
-                for place, (batch, count, before) in enumerate(self._done):  # noqa: B007 (needed below)
-                    rng.restore(before, self.device)
-                    self._in_parts(batch, False, count, before)
-                break
-            except Exception as error:
-                batch, count, before = self._done[place]
-                if not self.memory.ran_out(error) or count >= length(batch):
-                    raise
-                self._done[place] = batch, min(2 * count, length(batch)), before
-        rng.restore(generators, self.device)
-
-    def _discard_step(self) -> None:
-        """Discard the unfinished step: its gradients, its sums, the state that its forwards changed, unused memory."""
-        self.brain.zero_grad(set_to_none=True)
-        self.steps.reset()
-        self.forward_state.restore()
-        self.computed = Computed()
-        self.memory.free()
-
-    def try_step(self, batch: MicroBatch) -> bool:
-        """Take a step on a whole micro-batch; undo it and return False if memory runs out."""
+    def fits(self, batch: MicroBatch) -> bool:
+        """Return whether forward and backward of a micro-batch fit into memory, beside the optimizer's states."""
         try:
-            self.memory.threads.call(self._forward_and_backward, batch, True)
-            self._update()
+            with self.brain.restoring(), self.accumulating():
+                known = set().union(*(optimizer.state for optimizer in self.optimizers()))
+                # Two tensors for each parameter, as Adam has them.
+                held = [torch.empty_like(p) for p in self.modules.parameters()
+                        if p.requires_grad and p not in known for _ in range(2)]
+                batch = batch.to(self.device)
+                self.brain.on_fit_batch_start(batch, True)  # in which a recipe may prepare what its forward needs
+                self.loss_of(batch).loss.total.backward()
+                del held
             return True
         except Exception as error:
-            if not self.memory.ran_out(error):
+            if not is_out_of_memory(error):
                 raise
-        self._discard_step()
+        release(self.device)  # outside of the handler, whose frames hold the step's tensors
         return False
 
-    # ------------------------------------------------------------ the update
+    def try_step(self, batch: MicroBatch) -> bool:
+        """Take a step on a whole micro-batch; return False, without an update, if memory runs out."""
+        try:
+            self.train_step(iter([(batch, True)]))
+            self.take_results()
+            return True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        self.brain.zero_grad(set_to_none=True)
+        release(self.device)
+        return False
 
-    def _update(self) -> None:
-        with self.budget("optimizer"):
-            self.apply()
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Keep gradients of backwards inside this context on this rank."""
+        before = self.exchange.armed if self.exchange is not None else False
+        if self.exchange is not None:
+            self.exchange.armed = False
+        try:
+            yield
+        finally:
+            if self.exchange is not None:
+                self.exchange.armed = before
 
-    def apply(self) -> None:
-        """Normalise and clip all gradients together and update, unless something is not finite."""
-        optimizers, state = self.optimizers(), self.state
-        if not optimizers:
-            self.steps.reset()
-            return
-        if not state.first_step_checked:
-            parallel.warn_unreached(self.modules, vars(self.brain.hparams), self._unreached)
-            if not state.graph_changes:
-                self.wrap.note_unreached()
-        skipped = self.steps.update(optimizers, self.brain.max_grad_norm, number=state.optimizer_step + 1)
-        self.forward_state.restore(skipped)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        self.wrap.exclude_unreached()
-        if self.ema is not None:
-            self.ema.update(skipped)
-        state.optimizer_step += 1
-        state.epoch_step += 1
+    # ------------------------------------------------------------ what the host learns of steps
 
-    # ------------------------------------------------------------ between two steps
+    def take_results(self, wait: bool = False) -> set[str]:
+        """Take in the steps whose values have arrived, all but the newest or all with ``wait``.
 
-    def flags(self) -> dict[str, bool]:
-        """Return what this rank asks for with this step."""
-        minutes = (time.monotonic() - self._saved_at) / 60
-        due = ranks.is_main() and 0 < self.brain.ckpt_interval_minutes < minutes
-        return {"stop": self.asked_to_stop, "save": due, "buffers": self.forward_state.found_new_buffers,
-                "graph": bool(self.wrap.changed)}
-
-    def _between_steps(self) -> None:
-        """Do what all ranks do together between two optimizer steps."""
-        if not self.state.first_step_checked:
-            self.state.first_step_checked = True
-            self.buffers.detect_changes()
-            parallel.assert_ranks_equal(self.modules, "after the first step")
-        else:
-            self.buffers.sync()
-        self.budget.step()
-        asked = self._requested()
-        guard.poll()
-        if asked["buffers"]:
-            self.buffers.detect_changes()
-        if asked["graph"] and not self.wrap.searches:  # on a GPU, the previous step asks for it again
-            self._search_unused()
-        if asked["stop"]:
-            self.save_and_stop()
-        due = 0 < self.brain.ckpt_interval_steps <= self._batches_since
-        if self.brain.checkpointer is not None:
-            self.brain.checkpointer.raise_pending_error()  # raises now if a save has failed, not an epoch later
-            if due or asked["save"]:
-                self._save()
-
-    def _requested(self) -> dict[str, bool]:
-        """Take in the steps whose values have arrived, and return what any rank asked for with them."""
-        return self._record(self.steps.results())
-
-    def _record(self, results: list[StepResult]) -> dict[str, bool]:
-        """Record steps, examine those that were not finite, and return what any rank asked for with them."""
-        asked = dict.fromkeys(FLAGS, False)
-        for result in results:
-            self._average(result)
+        This depends only on the number of steps, so all ranks get the same steps at the same point. Returns what any
+        rank asked for with them.
+        """
+        state, brain = self.state, self.brain
+        asked: set[str] = set()
+        while len(self._pending) > (0 if wait else self.lag):
+            late = len(self._pending) - 1
+            arrived, names, kept = self._pending.pop(0)
+            norm, skipped, scale, sum_scale, total, count, *rest = arrived.numpy().tolist()
+            extras = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(names)}
+            flags = rest[2 * len(names):]
+            result = StepResult(total, count, norm, skipped > 0, scale, sum_scale, extras, kept,
+                                number=state.optimizer_step - late, late=late)
+            state.average.add(result.total, result.count)
             if self._progress is not None:
-                self._progress.step(result, self.learning_rate)
-            self.brain.close_step(result)
+                self._progress.step(result)
+            brain.close_step(result)
             if result.failed:
                 self._report_not_finite(result)
-            for name, number in result.flags.items():
-                asked[name] |= number > 0
+            if any(flags):
+                asked.update(name for name, raised in zip(FLAGS, flags, strict=True) if raised)
         return asked
-
-    def _average(self, result: StepResult) -> None:
-        self.state.average.add(result.total, result.count)
 
     def average_loss(self) -> float:
         """Return the mean training loss of the epoch so far, over all ranks; waits for the device."""
-        return self.state.average.value((fact.total, fact.count) for fact in self.steps.peek())
+        return self.state.average.value(arrived.numpy().tolist()[4:6] for arrived, *_ in self._pending)
 
     def _report_not_finite(self, result: StepResult) -> None:
         """Report the cause of a step that was not finite, and end the run if there were too many."""
@@ -535,11 +554,8 @@ class Trainer:
         state.nonfinite_count += 1
         what = "gradient" if math.isfinite(result.total) else "loss"
         report = f"its {what} is not finite (with fsdp, a rank can't examine it alone)"
-        if not any(map(is_sharded, self.modules.values())):
-            with self.budget.pause(), self.wrap.no_sync():
-                report = culprit.report(
-                    brain, Path(brain.keys.output_folder or "."), result.batches, step=result.number, epoch=state.epoch,
-                    what=what, scale=result.scale, sum_scale=result.sum_scale, lr=self.learning_rate, late=result.late)
+        if self.sharded is None:
+            report = bad_batch.report(brain, brain.keys.output_folder or ".", result, state.epoch)
         if ranks.is_main():
             logger.warning("Step %d was skipped, number %d in this epoch (nonfinite_patience allows %d):\n%s",
                            result.number, state.nonfinite_count, brain.nonfinite_patience, report)
@@ -548,17 +564,20 @@ class Trainer:
                 f"the {what} of {state.nonfinite_count} steps of this epoch was not finite",
                 hint="see the reports above; nonfinite_patience sets how many are allowed"))
 
-    def _search_unused(self) -> None:
-        """Search for unused parameters in each backward from now on, since they differ from those of the first step."""
-        names = sorted({name for part in ranks.gather_objects(sorted(self.wrap.changed)) for name in part})
-        self.state.graph_changes = True
-        self.wrap.search()
-        if ranks.is_main():
-            logger.warning(
-                "The loss uses other parameters than in the first step (%s). From now on each backward searches for "
-                "unused parameters, which makes it wait for the device; with --find_unused_parameters it does so from "
-                "the first step",
-                listed((name.removeprefix("owned.") for name in names), 3))
+    def _act_on(self, asked: set[str]) -> None:
+        """Do what any rank asked for with a step; save if that is due."""
+        if "parameters" in asked and self.exchange is not None and not self.exchange.agree_each_time:
+            self.exchange.reset(agree_each_time=True)
+            self.state.graph_changes = True
+            if ranks.is_main():
+                logger.warning("The loss uses other parameters than in the first step. From now on ranks agree in each "
+                               "step on those that have gradients, which makes it wait for the device; with "
+                               "--find_unused_parameters they do so from the first step")
+        if "stop" in asked:
+            self.save_and_stop()
+        due = 0 < self.brain.ckpt_interval_steps <= self._batches_since
+        if self.brain.checkpointer is not None and (due or "save" in asked):
+            self._save()
 
     # ------------------------------------------------------------ saving and leaving
 
@@ -568,11 +587,12 @@ class Trainer:
 
     def _save(self) -> None:
         """Save a checkpoint in the middle of the epoch, after recording all steps so far."""
-        with self.budget.pause():
-            self._record(self.steps.results(wait=True))
-            guard.poll(wait=True)  # raises now if a label was invalid, so that nothing learnt from it is saved
-            self.buffers.detect_changes()
-            self._write()
+        self.take_results(wait=True)
+        if self._progress is not None:
+            self._progress.show(self.state.average.known(), self.learning_rate)
+        guard.poll(wait=True)  # raises now if a label was invalid, so that nothing learnt from it is saved
+        self.buffers.detect_changes()
+        self._write()
         self._begin_interval()
 
     def _hold_state(self) -> None:
@@ -582,7 +602,7 @@ class Trainer:
         a sharded model nothing is held, as that would take a complete save.
         """
         checkpointer = self.brain.checkpointer
-        if checkpointer is not None and not any(map(is_sharded, checkpointer.recoverables.values())):
+        if checkpointer is not None and self.sharded is None:
             checkpointer.hold({INTRA_EPOCH_CKPT_FLAG: True})
 
     def save_and_stop(self) -> None:

@@ -301,8 +301,8 @@ def test_two_devices_score_the_same_as_one(run):
 def test_a_step_that_was_not_finite_is_replayed_from_the_run_alone(run, capsys):
     from sbkit.data.loader import TrainLoader
     from sbkit.data.plan import Plan
-    from sbkit.train.diagnose.culprit import report
-    from sbkit.train.diagnose.inspection import KeptBatch
+    from sbkit.train.bad_batch import KeptBatch, report
+    from sbkit.train.step import StepResult
 
     recipe, brain = load_run(run, "cpu", precision="fp32")
     manifest = recipe.keys.corpus.load()["train"]
@@ -311,7 +311,7 @@ def test_a_step_that_was_not_finite_is_replayed_from_the_run_alone(run, capsys):
         batch = next(loader.at(1))
     batch.signals[1] = float("nan")
     brain.modules.train()
-    report(brain, run, [KeptBatch(batch)], step=7)
+    report(brain, run, StepResult(float("nan"), 1, 1.0, True, 1.0, 1.0, {}, [KeptBatch(batch)], number=7))
     assert main(["replay", str(run), "--device", "cpu"]) == 0
     told = capsys.readouterr().out
     assert batch.ids[1] in told and "Step 7 of rank 0" in told and "those of that step" in told

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 import re
 import sys
 import tempfile
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pytest
 import run_folders
 import torch
+import toys
 from corpora import archive, common_voice
 from disks import REFUSED, small_disk
 from safetensors.torch import save_file
@@ -37,10 +39,11 @@ from sbkit.score.report import write_report
 from sbkit.system import disk
 from sbkit.system.console import LogFile
 from sbkit.tasks.asr import write_nbest
+from sbkit.train import bad_batch
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.diagnose import culprit
 from sbkit.train.monitor.loggers import Run, TensorBoard
 from sbkit.train.monitor.metrics import MetricsLog
+from sbkit.train.step import StepResult
 from sbkit.train.train_log import TrainLog
 
 LINES = 300
@@ -228,9 +231,10 @@ def test_the_log_says_once_that_it_lacks_lines(room, capfd):
 
 
 def test_a_culprit_that_is_not_kept_ends_no_training(room, caplog):
-    context = {"step": 3, "rank": 0}
+    kept = bad_batch.KeptBatch(toys.batch_of(range(3000)))
+    result = StepResult(math.nan, 1, 1.0, True, 1.0, 1.0, {}, [kept], number=3)
     with room.full():
-        culprit._save(room.path / "culprits", torch.nn.Linear(300, 300), [], [], context)
+        bad_batch.report(toys.brain(), room.path, result)
     assert re.search(rf"The culprit of step 3 is not saved: .* could not be written: {REFUSED}", caplog.text)
     assert list((room.path / "culprits").iterdir()) == []
 

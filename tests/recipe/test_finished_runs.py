@@ -40,26 +40,17 @@ def test_a_finished_run_adds_a_line():
     assert "epoch" not in finished_runs.table_file().read_text()
 
 
-def test_what_a_run_waited_for_a_core_is_not_counted():
-    assert recorded(log(core_wait_share=0.25))
-    (run,) = finished_runs.read()
-    assert run.step_seconds == pytest.approx(0.15) and run.hours == pytest.approx((28 - 5) / 3600)
-
-
 @pytest.mark.parametrize("lines", [
     [log()[0], *log()],  # resumed: it started twice
     log()[:-1],  # not tested
     [*log(), log()[-1]],
-    log(core_wait_share=0.6),
     log(flops_per_s=None),
     [*log()[:-1], {"kind": "test", "time": 1009.0}],
     [line for line in log() if line["kind"] != "epoch"],
-], ids=["resumed", "killed", "tested twice", "shared", "uncounted", "short", "untrained"])
-def test_other_runs_spoil_nothing(lines, caplog):
-    caplog.set_level("INFO")
+], ids=["resumed", "killed", "tested twice", "uncounted", "short", "untrained"])
+def test_other_runs_spoil_nothing(lines):
     assert not recorded(lines)
     assert finished_runs.read() == []
-    assert bool(caplog.messages) is any(line.get("core_wait_share") for line in lines), "what nobody knows else is said"
 
 
 def test_a_run_is_joined_with_the_last_prediction_for_it():

@@ -111,7 +111,7 @@ class Early(Spotter):
 
 
 class Late(Spotter):
-    """Mixes devices in a run that is resumed, and in the parts of a batch that didn't fit."""
+    """Mixes devices in a run that is resumed, and after a batch that didn't fit."""
 
     def on_fit_start(self):
         super().on_fit_start()
@@ -222,10 +222,10 @@ def test_a_task_that_knows_its_words_is_refused_without_a_corpus(rehearse):
 
 
 @pytest.mark.long
-def test_a_sharded_run_succeeds_and_does_not_repeat_a_step(rehearse):
+def test_a_sharded_run_succeeds_and_no_rank_ends_alone(rehearse):
     report = rehearse("spotter.yaml", "--fsdp", "true", "--brain", "!name:faults.Ending", code=0)
     found = stages(report)
-    assert found.pop("a batch that doesn't fit") == "skipped: no rank can repeat a step alone"
+    assert found.pop("a batch that doesn't fit") == "skipped: layers communicate between ranks, so none can end alone"
     assert set(found.values()) == {"ok"}
 
 

@@ -135,7 +135,7 @@ def test_the_list_begins_with_the_worst_and_says_what_is_expected_of_it():
 
 def test_the_page_says_what_the_list_lacks(tmp_path):
     rows = corpus(bad=("seven quiet horses sleep near green river", "brave teacher finds old ladder after dinner"))
-    suspect_page.write(tmp_path / "page.html", suspects(rows, manifest(rows), "x"), manifest(rows))
+    suspect_page.write(tmp_path / "page.html", suspects(rows, manifest(rows), "x"), manifest(rows), [])
     assert UNSEEN in (tmp_path / "page.html").read_text() and "single wrong words" in UNSEEN
 
 

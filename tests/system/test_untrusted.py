@@ -22,8 +22,8 @@ from sbkit.nn.pretrained.tensors import TensorFiles
 from sbkit.runs.initial.files import plain_state, tensors_in
 from sbkit.system import untrusted
 from sbkit.system.untrusted import standard_input
+from sbkit.train.bad_batch import load_batches
 from sbkit.train.checkpoint.state import load_file
-from sbkit.train.diagnose.culprit import load_batches
 
 
 def test_a_file_is_read_up_to_its_bound(tmp_path):

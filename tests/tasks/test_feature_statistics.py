@@ -101,6 +101,20 @@ def test_damaged_recordings_are_named_and_left_out(manifest, tmp_path, caplog):
         statistics.compute(front(), manifest.replace(wavs=[wavs[3]] * COUNT))
 
 
+class Logarithms(torch.nn.Module):
+    """Infinite where a recording is silent."""
+
+    def forward(self, signals):
+        return signals.unfold(1, 160, 160)[..., :8].square().log()
+
+
+def test_features_that_are_not_finite_are_left_out(manifest, tmp_path, caplog):
+    soundfile.write(tmp_path / "silent.wav", np.zeros(16_000, np.float32), 16_000)
+    found = statistics.compute(front(Logarithms()), manifest.replace(wavs=[str(tmp_path / "silent.wav"),
+                                                                             *manifest.wavs[1:]]))
+    assert np.isfinite(found.mean).all() and found.left_out == 1 and "features are not finite" in caplog.text
+
+
 class WithConstant(torch.nn.Module):
     """A feature that is always the same beside one that isn't."""
 

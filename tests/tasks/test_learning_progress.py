@@ -64,7 +64,7 @@ def test_a_loss_that_cannot_be_compared_is_followed_until_there_is_one_that_can(
     assert progress.known and progress.score_at(1) == 0.0
     for step, (loss, comparable) in enumerate([(9.0, False), (9.0, False), (1.5, True), (9.0, False)], start=1):
         progress.count(step, loss, 1.0, comparable)
-    assert progress.score_at(2 + LAG) == 0.0 and progress.loss == 9.0 and not progress.known
+    assert progress.score_at(2 + LAG) == 1.0 and progress.loss == 9.0 and not progress.known
     progress.save(tmp_path / "progress")
     again = LearningProgress(3.0)
     again.load(tmp_path / "progress", True)

@@ -19,14 +19,15 @@ from speechbrain.core import Stage
 from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.run_opts import RunOptions
 from torch.utils.data import DataLoader
-from toys import BehindSteps, ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furthest, layers, state
+from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furthest, layers, state
 
 import sbkit
 from sbkit.errors import SbkitError
 from sbkit.train import options
 from sbkit.train.averaging import EMA
+from sbkit.train.bad_batch import replay
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.diagnose.culprit import replay
+from sbkit.train.memory import host
 from sbkit.train.step import Loss
 from sbkit.train.trainer import NotFinite
 
@@ -109,7 +110,7 @@ def test_losses_are_fp32_in_every_precision_and_layers_are_not(precision):
     for stage in (Stage.TRAIN, Stage.VALID):
         assert seen[stage, "forward"] == seen[stage, "late"] == half
         assert seen[stage, "given"] == {torch.float32}
-    assert toy.trainer.computed.loss.total.dtype == torch.float32
+    assert toy.loss_of(next(ToyTrainLoader().at(1))).total.dtype == torch.float32
 
 
 def test_the_scaler_is_saved_and_continues(tmp_path):
@@ -145,25 +146,25 @@ class Weights(ToyBrain):
         self.after = [*getattr(self, "after", []), self.modules.model[0].weight.detach().clone()]
 
 
-def bad_third_step(folder, **options):
+def bad_third_step(folder, lag=None, **options):
     """A run whose third step is not finite, what it told, and what it saved."""
     toy = brain(Weights, hparams={"output_folder": str(folder)}, nonfinite_patience=3, **options)
+    toy.trainer.lag = toy.trainer.lag if lag is None else lag
     toy.fit([1], ToyTrainLoader(6, touch=lambda batch: batch.x.fill_(math.nan if batch.step == 2 else 1.0)))
     (culprit,) = folder.glob("culprits/*")
     kept = load_file(culprit / "model.safetensors")["model.0.weight"]
     return toy, json.loads((culprit / "culprit.json").read_text()), kept, replay(toy, culprit)
 
 
-def test_a_report_says_which_weights_it_was_made_with(tmp_path, caplog, monkeypatch):
+def test_a_report_says_which_weights_it_was_made_with(tmp_path, caplog):
     toy, told, kept, again = bad_third_step(tmp_path / "at-once")
     assert told["late"] == 0 and torch.equal(kept, toy.after[2]) and "Weights: those of that step." in again
-    assert "It is examined with" not in caplog.text
-    monkeypatch.setattr("sbkit.train.trainer.StepAccumulator", BehindSteps)
-    toy, told, kept, again = bad_third_step(tmp_path / "late")
+    assert "It was run again with" not in caplog.text
+    toy, told, kept, again = bad_third_step(tmp_path / "late", lag=1)
     assert told["late"] == 1 and torch.equal(kept, toy.after[3]) and not torch.equal(kept, toy.after[2])
-    assert "Step 3 of epoch 1: the loss is not finite; the step was skipped. It is examined with the weights after " \
-           "step 4, 1 step later" in caplog.text
-    assert "Weights: those after step 4, 1 step later" in again
+    assert "Step 3 of epoch 1: the loss is not finite; the step was skipped. It was run again with the weights " \
+           "after step 4." in caplog.text
+    assert "Weights: those after step 4." in again
 
 
 @pytest.mark.gpu(values=True)
@@ -204,12 +205,10 @@ def test_a_training_step_never_waits_for_the_device(device, micros, precision):
     toy = brain(precision=precision, device=device)
     loader = ToyTrainLoader(4, 6, micros=micros)
     toy.fit(range(1, 2), loader)  # the first step names unreached parameters and so on
-    toy.train_state.plan_driven, toy.train_state.last_batch = True, None
-    batches = [batch.to(toy.device) for batch in loader.at(2)]
+    batches = iter([(batch, batch.last) for batch in (each.to(toy.device) for each in loader.at(2))])
     with HostSyncs() as syncs:
-        for batch in batches:
-            toy.step += 1
-            toy.fit_batch(batch)
+        while toy.trainer.train_step(batches):
+            pass
     assert syncs.found == []
 
 
@@ -223,10 +222,10 @@ def test_what_counts_host_syncs_finds_them():
     toy = brain(Item, opt_class=partial(torch.optim.RMSprop, lr=0.1))
     with HostSyncs() as syncs:
         toy.on_fit_start()
-        toy.fit_batch(next(ToyTrainLoader().at(1)))
+        toy.trainer.train_step(iter([(next(ToyTrainLoader().at(1)), True)]))
     text = "\n".join(syncs.found)
     assert "Tensor.item" in text and "aten.index" in text and "__float__" in text
-    assert "optim.py" in text  # an optimizer that can't skip by itself is the one wait there is
+    assert "train/step.py" in text  # an optimizer that can't skip by itself is the one wait there is
 
 
 def test_an_epoch_s_last_accumulation_is_a_step_weighted_by_its_size():
@@ -260,7 +259,7 @@ def test_a_recipe_s_own_optimizers_step_gets_mean_gradients():
     expected = brain(max_grad_norm=0)
     expected.fit(range(1, 2), ToyTrainLoader(3))
     own = brain(Own, max_grad_norm=0)
-    own.fit(range(1, 2), ToyTrainLoader(3, micros=3))
+    own.fit(range(1, 2), ToyTrainLoader(3))
     assert furthest(state(expected), state(own)) < 1e-6
     x, tokens = zip(*[(b.x, b.tokens) for b in ToyTrainLoader(3).at(1)], strict=True)
     reference = brain()
@@ -286,12 +285,87 @@ def test_frozen_optimizers_stay_frozen():
     assert not torch.equal(toy.modules.model[2].weight, layers()[2].weight)
 
 
+def test_optimizers_are_asked_for_when_a_step_ends():
+    asked = []
+
+    class Asked(ToyBrain):
+        def freeze_optimizers(self, optimizers):
+            asked.append(self.step)
+            return optimizers
+
+    brain(Asked).fit([1], ToyTrainLoader(2, micros=2))
+    assert asked == [0, 2, 4, 4]  # the first and the last are zero_grad's
+
+
+def test_trying_the_largest_batch_leaves_nothing_behind(monkeypatch):
+    class Counting(ToyBrain):
+        computed, known = 0, []
+
+        def compute_objectives(self, predictions, batch, stage):
+            self.known.append(batch.step)
+            self.computed += 1
+            return super().compute_objectives(predictions, batch, stage)
+
+    class Planned(ToyTrainLoader):
+        def largest(self, epoch):
+            return list(self.at(epoch, 2))
+
+    monkeypatch.setattr(host, "bounded", lambda: True)
+    plain, tried = brain(Counting), brain(Counting)
+    plain.fit([1], ToyTrainLoader(3))
+    tried.fit([1], Planned(3))
+    assert tried.known == [0, 1, 2, 2, 0, 1, 2] and tried.computed == 3
+    assert all(torch.equal(value, state(tried)[name]) for name, value in state(plain).items())
+
+
+def test_a_stand_in_changes_nothing_in_a_recipe_s_own_steps():
+    class Own(ToyBrain):
+        def optimizers_step(self):
+            super().optimizers_step()
+
+    def touch(batch):
+        batch.weight = 1.0 - batch.micro
+
+    toy = brain(Own, partial(torch.optim.SGD, lr=0.1), nonfinite_patience=0)
+    toy.fit([1], ToyTrainLoader(3, 6, micros=2, touch=touch))
+    assert furthest(state(brain()), state(toy)) > 0 and math.isfinite(toy.ends[0][1])
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_without_an_optimizer_hooks_are_called_once_a_batch(rows):
+    ended = []
+
+    class Counting(ToyBrain):
+        def compute_forward(self, batch, stage):
+            return self.modules.model[0](batch).sum(-1)
+
+        def compute_objectives(self, predictions, batch, stage):
+            return predictions.mean()
+
+        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+            ended.append(should_step)
+
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.ones(rows, 6))
+
+    toy = Counting({"model": layers()}, None, {}, {"device": "cpu", "noprogressbar": True,
+                                                   "grad_accumulation_factor": 2})
+    toy.fit([1], Endless(), train_loader_kwargs={"batch_size": 1})
+    assert ended == [False, True, False, True, False][:rows]
+
+
+def test_the_last_line_of_an_epoch_has_its_loss_however_short_it_is(capsys):
+    toy = brain()
+    toy.fit([1], ToyTrainLoader(2), progressbar=True)
+    assert f"took 0:00, loss {toy.ends[0][1]:.3f}" in capsys.readouterr().err
+
+
 def test_without_an_optimizer_gradients_can_be_read():
     model = layers()
     toy = ToyBrain({"model": model}, None, {"model": model}, {"device": "cpu", "noprogressbar": True})
     toy.on_fit_start()
-    toy.step = 1
-    toy.fit_batch(batch_of([1, 2]))
+    assert toy.try_batch(batch_of([1, 2])) and toy.optimizer_step == 0
     assert model[0].weight.grad is not None
 
 
@@ -378,7 +452,7 @@ def test_a_fit_batch_that_calls_ours_averages_what_it_returns():
     for toy in (around, plain):
         toy.fit(range(1, 2), ToyTrainLoader(4))
     assert around.ends == [("TRAIN", pytest.approx(sum(around.returned) / 4))]
-    assert all(torch.equal(value, state(plain)[name]) for name, value in state(around).items())
+    assert furthest(state(plain), state(around)) < 1e-5
 
 
 def test_evaluation_weighs_by_count_and_leaves_out_what_is_not_finite():
@@ -405,6 +479,18 @@ def test_a_normaliser_beside_the_modules_learns_nothing_from_dev_data():
     assert toy.hparams.normalize.count == 10
     toy.fit(range(2, 3), ToyTrainLoader(1, 5), ToyEvalLoader(4))
     assert toy.hparams.normalize.count == 15
+
+
+class NanOnce(Normalised):
+    def compute_objectives(self, predictions, batch, stage):
+        loss = super().compute_objectives(predictions, batch, stage)
+        return loss._replace(total=loss.total * (math.nan if batch.step == 1 else 1.0))
+
+
+def test_the_search_for_a_culprit_counts_its_features_only_once(tmp_path, caplog):
+    toy = brain(NanOnce, hparams={"normalize": InputNormalization(), "output_folder": str(tmp_path)})
+    toy.fit([1], ToyTrainLoader(3, 5))
+    assert "Step 2 was skipped" in caplog.text and toy.hparams.normalize.count == 15
 
 
 def test_moving_averages_are_used_in_evaluation_only():

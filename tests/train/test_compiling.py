@@ -19,8 +19,6 @@ from sbkit.nn.fast.attention import rotary_table
 from sbkit.nn.native import library
 from sbkit.recipe.trace import fake_tensors
 from sbkit.train import compiling
-from sbkit.train.distributed.ddp import DDPWrapper
-from sbkit.train.distributed.parallel import LossModule
 
 COMPILE = torch.compile
 
@@ -146,45 +144,6 @@ def test_rotary_tables_are_speechbrains(length, size, dtype):
     for ours, theirs in zip(rotary_table(length, size, dtype, torch.device("cpu")), (table.cosines, table.sines),
                             strict=True):
         torch.testing.assert_close(ours, theirs[:length], rtol=0, atol=1e-6)
-
-
-class Wide(nn.Module):
-    """Its parameters are more than DDP's first bucket holds."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(600, 600), nn.Linear(600, 600)
-
-    def forward(self, x):
-        return self.other(self.one(x).relu())
-
-
-@pytest.fixture
-def one_rank():
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_layers_are_compiled_whole_within_ddp(monkeypatch, one_rank, device):
-    pieces = []
-
-    def counted(graph, inputs):
-        pieces.append(graph)
-        return graph
-
-    monkeypatch.setattr(compiling.torch, "compile", lambda f, options=None, _compile=COMPILE, **kwargs: _compile(
-        f, backend=counted, **kwargs))
-    modules = nn.ModuleDict({"model": nn.ModuleList([Wide(), Wide()])}).to(device)
-    with torch._dynamo.config.patch(optimize_ddp=True):  # monkeypatch would take the setting itself away
-        assert compiling.compile_blocks(modules, None, device) == 2
-        pieces.clear()  # of the trial whether there is a compiler
-        wrapped = DDPWrapper(LossModule(modules, lambda x: modules["model"][1](modules["model"][0](x)).sum()))
-        wrapped.module(torch.ones(3, 600, device=device)).backward()
-        assert len(pieces) == 2  # the first layer's input needs no gradient, the second's does
-    wrapped.close()
 
 
 @pytest.mark.gpu(values=True)

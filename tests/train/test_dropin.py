@@ -200,13 +200,13 @@ def test_a_recipe_s_own_fit_batch_and_evaluate_batch():
     assert all(isinstance(loss, float) for loss in ours.losses)
 
 
-def accumulated(folder, die_at, loader):
+def accumulated(folder, die_at, loader, die_in=None, average=sbkit.Brain.update_average):
     """Batches of one row whose gradients say which they are: what each step was made of, after a stop or not."""
     steps = []
 
     class Counting(sbkit.Brain):
         def compute_forward(self, batch, stage):
-            if self.optimizer_step == die_at:
+            if self.optimizer_step == die_at and die_in in (None, int(batch)):
                 raise Killed
             return self.modules.lin(torch.ones(1, 1)) * batch.flatten()[0]
 
@@ -219,6 +219,7 @@ def accumulated(folder, die_at, loader):
                 steps.append(self.part)
                 self.part = []
 
+    Counting.update_average = average
     counter = EpochCounter(1)
     checkpointer = StockCheckpointer(folder, {"counter": counter})
     brain = Counting({"lin": torch.nn.Linear(1, 1)}, partial(torch.optim.SGD, lr=0.0), {}, {
@@ -250,32 +251,10 @@ def test_a_resumed_epoch_closes_its_steps_where_the_loader_ends(tmp_path, loader
     assert ("can't resume in the middle" in caplog.text) is (left is None)
 
 
-def test_a_fit_batch_that_leaves_gradients_unused_is_reported_once(caplog):
-    """Only the recipe knows by what its losses were divided, so what it left can't be stepped for it."""
-
-    class Own(recipe(sbkit.Brain, [])):
-        def fit_batch(self, batch):
-            should_step = self.step % self.grad_accumulation_factor == 0
-            with self.no_sync(not should_step):
-                loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-                (loss / self.grad_accumulation_factor).backward()
-            if should_step:
-                self.optimizers_step()
-            return loss.detach()
-
-        def on_stage_end(self, stage, stage_loss, epoch=None):
-            pass
-
-    def told(factor):
-        caplog.clear()
-        brain = Own({"lin": torch.nn.Linear(5, 5)}, torch.optim.SGD, {}, {
-            "device": "cpu", "noprogressbar": True, "grad_accumulation_factor": factor})
-        brain.fit(range(1, 3), dataset(8), train_loader_kwargs={"batch_size": 1})
-        return [record.message for record in caplog.records if "are dropped" in record.message]
-
-    assert told(4) == []
-    (line,) = told(3)
-    assert "Own updates after every 3 batches, and an epoch has 8: the gradients of the last 2 are dropped" in line
+def test_a_script_s_step_that_was_cut_by_the_end_of_a_process_is_repeated_whole(tmp_path):
+    script = {"loader": lambda rows, brain: rows, "average": lambda brain, loss, mean: mean}  # runs SpeechBrain's loop
+    assert accumulated(tmp_path, 1, die_in=5, **script) == [[0, 1, 2]]
+    assert accumulated(tmp_path, None, **script) == [[3, 4, 5]]
 
 
 def test_a_command_line_with_every_flag_still_works(tmp_path):

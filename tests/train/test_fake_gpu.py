@@ -21,7 +21,8 @@ from sbkit.nn import ctc
 from sbkit.recipe import load
 from sbkit.recipe.trace import fake_tensors
 from sbkit.tasks.ctc import CTC
-from sbkit.train import precision, step
+from sbkit.train import precision, rng, trainer
+from sbkit.train.trainer import Trainer
 
 CUDA = torch.device("cuda:0")
 
@@ -35,7 +36,7 @@ def losses_on_the_device(log_probs, targets, input_lengths, target_lengths, blan
 def peeked(monkeypatch):
     """Tensors that are copied aside for the host."""
     found = []
-    monkeypatch.setattr(step, "Peek", found.append)
+    monkeypatch.setattr(trainer, "Peek", found.append)
     monkeypatch.setattr(ctc, "kernels_work", lambda device, block: True)
     monkeypatch.setattr(ctc, "by_kernels", losses_on_the_device)
     return found
@@ -75,17 +76,24 @@ def step_on_fake_tensors(*args, **overrides):
         brain.scaler = precision.Scaler(CUDA.type, enabled=brain.precision == "fp16")
         brain.init_optimizers()
         brain.modules.train()
-        brain.trainer.steps = step.StepAccumulator(CUDA, scaler=brain.scaler)
-        for batch in batches:
-            batch = batch.to(CUDA)
-            loss = brain.compute_objectives(brain.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-            brain.trainer.steps.add(loss)
-            assert brain.trainer.steps.scaled(loss).device == CUDA
-        for parameter in brain.modules.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        brain.trainer.steps.update([brain.optimizer], 5.0)
-        if brain.trainer.ema is not None:
-            brain.trainer.ema.update()
+        parameters = list(brain.modules.parameters())
+
+        def backward(total):
+            assert total.device == CUDA
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+
+        def updated(parameters, *states, lr, grad_scale, found_inf, **options):
+            assert {lr.device, grad_scale.device, found_inf.device, parameters[0].device} == {CUDA}
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(torch.Tensor, "backward", backward)
+            patched.setattr(rng, "capture", lambda device: {})
+            patched.setattr(torch, "_fused_adamw_", updated)  # which torch lacks for fake tensors
+            loop = Trainer(brain, brain.train_state, brain.trainer.ema, brain.trainer.freezing, rng.RngState(),
+                              lambda: None)
+            brain.max_grad_norm = 5.0
+            assert loop.train_step((batch.to(CUDA), batch.last) for batch in batches)
 
 
 @pytest.mark.slow

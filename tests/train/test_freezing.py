@@ -147,7 +147,7 @@ def run(folder, die_at=None, average=True):
             shelf.wait()
     held = made.optimizer.state_dict()["state"]
     return state(made), {i: {k: v.clone() for k, v in one.items()} for i, one in held.items()}, \
-        (ema.state_dict()["weights"] if ema else {}), getattr(made.trainer.wrap, "searches", False)
+        (ema.state_dict()["weights"] if ema else {}), getattr(made.trainer.exchange, "agree_each_time", False)
 
 
 def same(one, other):
@@ -198,7 +198,7 @@ def test_unfreezing_works_on_two_ranks(tmp_path):
 def as_a_rank(cls, freeze):
     made = brain(cls, modules=layers(), hparams={"freeze": freeze})
     made.fit([1, 2], ToyTrainLoader(4, 8, ranks.rank(), ranks.world_size()))
-    return state(made), made.trainer.wrap.searches
+    return state(made), made.trainer.exchange.agree_each_time
 
 
 @pytest.mark.slow
@@ -241,15 +241,6 @@ def divided(folder):
 @pytest.mark.slow
 def test_sharded_parameters_are_neither_unfrozen_nor_saved_as_adapters(tmp_path):
     results(divided, tmp_path)
-
-
-def test_the_size_that_fits_is_found_again_when_more_parameters_train():
-    made = toy({"first": 2})
-    seen = []
-    made.on_fit_batch_start = lambda batch, should_step: seen.append(made.trainer.memory.largest_step_that_fit)
-    made.trainer.memory.largest_step_that_fit = 5.0
-    made.fit([1], ToyTrainLoader(4))
-    assert seen == [5.0, 5.0, 0.0, 0.0]
 
 
 def test_parameters_that_a_model_itself_keeps_frozen_are_never_unfrozen():

@@ -136,6 +136,18 @@ def test_a_step_is_that_of_each_matrix_by_itself(shapes, skips):
             torch.testing.assert_close(weight.grad, grad, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype, within", [(torch.float64, 0.0), (torch.float32, 1e-6)])
+def test_a_rate_in_a_tensor_does_what_the_number_does(dtype, within):
+    rate = 0.01286  # whose weight decay is another one if it is rounded once less
+    ours, theirs = parameters((20, 8), (16,)), parameters((20, 8), (16,))
+    one, other = (Muon(each, modules=[holder(each[0])], lr=rate, weight_decay=0.1) for each in (ours, theirs))
+    other.param_groups[0]["lr"] = torch.tensor(rate, dtype=dtype)
+    descend(one, ours, 5)
+    descend(other, theirs, 5)
+    for mine, its in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(its, mine, rtol=within, atol=within)
+
+
 def test_other_parameters_are_updated_as_with_adamw():
     shapes = [(16,), (28, 16), (3, 16, 16)]
     ours, theirs = parameters(*shapes), parameters(*shapes)

@@ -1,8 +1,11 @@
-"""The whole training loop of the flagship never waits for the device between two lines of its log; kernels are few."""
+"""The whole training loop of the flagship never waits for the device between two lines of its log; kernels are few, and
+none gets a number that changes from step to step from the host."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
 
 import pytest
 import torch
@@ -15,6 +18,10 @@ from sbkit.data.batch import Batch
 from sbkit.nn import ctc
 from sbkit.recipe import load
 from sbkit.tasks.ctc import CTC
+from sbkit.train import trainer
+from sbkit.train.averaging import EMA
+from sbkit.train.precision import Scaler
+from sbkit.train.trainer import Trainer
 
 RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
 STEPS, MICROS = 6, 2
@@ -57,8 +64,8 @@ def lengths_on_the_host(log_probs, targets, input_lengths, target_lengths, blank
     return losses
 
 
-def found_by(noted, brain_class, folder, monkeypatch, **overrides):
-    """What is noted of steps within ``fit``, with the recipe as it is but for sizes and epochs."""
+def trained(noted, brain_class, folder, monkeypatch, **overrides):
+    """The brain after ``fit``, with the recipe as it is but for sizes and epochs."""
     monkeypatch.setattr(ctc, "by_torch", lengths_on_the_host)
     hparams = load.load(RECIPE, {**TINY, "output_folder": str(folder), "number_of_epochs": 1, **overrides})
     hparams["log_interval"] = 1e9
@@ -67,6 +74,12 @@ def found_by(noted, brain_class, folder, monkeypatch, **overrides):
                         hparams["checkpointer"])
     brain.fit(hparams["epoch_counter"], Plan(noted))
     assert brain.optimizer_step == STEPS and brain.train_stats["loss"] > 0
+    return brain
+
+
+def found_by(noted, *args, **overrides):
+    """What is noted of steps within ``fit``."""
+    trained(noted, *args, **overrides)
     return noted.found
 
 
@@ -123,3 +136,93 @@ def test_a_step_starts_no_more_kernels_than_it_did(tmp_path, monkeypatch, precis
     count = len(found) / (TO - FROM)
     most = sorted({(found.count(name) // (TO - FROM), name) for name in found}, reverse=True)[:12]
     assert 0.8 * MOST[precision] < count <= MOST[precision], f"{count:.0f} kernels a step, most of them {most}"
+
+
+# ------------------------------------------------------------ numbers, which a captured step would not see change
+
+_OPAQUE = (str, bytes, torch.Tensor, type, ModuleType, FunctionType, BuiltinFunctionType)
+#: What a step consists of: forward, loss, loss scale and update.
+PARTS = [(Trainer, "compute"), (trainer, "update"), (EMA, "update"),
+         *((Scaler, name) for name in ("scale", "factor", "adjust", "scale_of_sums", "follow_count"))]
+FLAGSHIP = {"consistency": 0.2, "consistency_warmup": 0.9, "ema_decay": 0.9, "learning_rates": {"ctc_lin": 10},
+            "spec_augment": {"time_warp": 9, "ramp": [0, 1]}, "opt_class": {"orthogonalize_every": 1}}
+
+
+def is_number(value):
+    return type(value) in (int, float) or (type(value) is tuple and value and all(map(is_number, value)))
+
+
+def numbers_below(root):
+    """All numbers in attributes, dicts and lists that can be reached from an object, by place: holder, key, number."""
+    found, seen, left = {}, set(), [root]
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, _OPAQUE):
+            continue
+        seen.add(id(each))
+        left += [each.__self__] if hasattr(each, "__self__") else []
+        left += each if isinstance(each, (tuple, set)) else []
+        for holder in (each if isinstance(each, (dict, list)) else None, getattr(each, "__dict__", None)):
+            for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder or [])):
+                if is_number(value):
+                    found[id(holder), key] = holder, key, value
+                else:
+                    left.append(value)
+    return found
+
+
+class Frozen:
+    """Within it, each number that Python holds in a brain is what it was when it was first met; counters go on."""
+
+    def __init__(self):
+        self.brain, self.first, self.changed = None, {}, set()
+
+    def of(self, function):
+        @functools.wraps(function)
+        def inside(*args, **kwargs):
+            if isinstance(args[0], Trainer):
+                self.brain = args[0].brain
+            now = numbers_below(self.brain)
+            self.first = {**now, **self.first}
+            changed = {place for place, (*_, value) in now.items() if self.first[place][2] != value}
+            self.changed |= {now[place][1] for place in changed}
+            for place in changed:
+                holder, key, _ = now[place]
+                holder[key] = self.first[place][2]
+            try:
+                return function(*args, **kwargs)
+            finally:
+                for place in changed:
+                    holder, key, value = now[place]
+                    frozen = self.first[place][2]
+                    holder[key] = value if holder[key] == frozen else value + holder[key] - frozen
+
+        return inside
+
+
+class Rising(CTC):
+    """Its masks widen with each step."""
+
+    def begin_step(self, number):
+        self.keys.spec_augment.set_score(number / STEPS)
+
+
+class ReadsItsStep(Rising):
+    def compute_objectives(self, scores, batch, stage):
+        loss = super().compute_objectives(scores, batch, stage)
+        return loss._replace(total=loss.total * (1 + self.optimizer_step))
+
+
+@pytest.mark.parametrize("brain_class, precision", [(Rising, "fp32"), (Rising, "fp16"), (ReadsItsStep, "fp32")])
+def test_a_step_reads_no_number_that_changes_from_the_host(tmp_path, monkeypatch, brain_class, precision):
+    frozen, ends = Frozen(), []
+    for run in ("free", "frozen"):
+        with monkeypatch.context() as patch:
+            for holder, name in PARTS if run == "frozen" else ():
+                patch.setattr(holder, name, frozen.of(getattr(holder, name)))
+            brain = trained(HostSyncs(), brain_class, tmp_path / run, patch, precision=precision, **FLAGSHIP)
+        ends.append({**brain.modules.state_dict(),
+                     **{f"ema {name}": value for name, value in brain.trainer.ema.state_dict()["weights"].items()}})
+    assert {"optimizer_step", "numbers", "lr", "updates", "turn"} <= frozen.changed
+    unlike = [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
+    assert bool(unlike) == (brain_class is ReadsItsStep), unlike

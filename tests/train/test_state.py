@@ -1,7 +1,6 @@
-"""Where a run stands: which micro-batch closes a step, and what of the counters outlives the process."""
+"""Where a run stands: what of the counters outlives the process."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,14 +10,6 @@ from sbkit.train.state import TrainState
 @pytest.fixture(autouse=True)
 def _clock_that_stands(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
-
-
-def test_a_step_is_closed_by_the_plan_by_the_count_or_by_the_epochs_end():
-    last, more = SimpleNamespace(last=True), SimpleNamespace(last=False)
-    planned = TrainState(step=1, plan_driven=True)
-    assert planned.closes_step(last, 1) and not planned.closes_step(more, 1)
-    counted = [step for step in range(1, 8) if TrainState(step=step, last_batch=7).closes_step(None, 3)]
-    assert counted == [3, 6, 7]
 
 
 def state(**more):

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import sys
 from functools import partial
 
 import pytest
 import torch
+import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import ToyBrain, ToyTrainLoader, brain
 
+import sbkit
 from sbkit.errors import SbkitError
 from sbkit.train.muon import Muon
-from sbkit.train.optim import fused, skips_itself, total_norm
+from sbkit.train.optim import fused
 from sbkit.train.precision import Scaler
-from sbkit.train.step import Loss, StepAccumulator, as_loss
-
-CPU = torch.device("cpu")
+from sbkit.train.step import Loss, as_loss, skips_itself, update, write_rates
 
 
 def model():
@@ -37,18 +40,33 @@ def muon(parameters):
     return Muon(parameters, lr=0.1, modules=[layer])
 
 
-def take(net, optimizer, parts, max_norm=None, scaler=None, spoil=None):
-    """One optimizer step over micro-batches."""
-    step = StepAccumulator(CPU, scaler=scaler)
-    for part in parts:
-        loss = as_loss(Loss(losses(net, part).sum(), len(part)))
-        step.add(loss)
-        step.scaled(loss).backward()
-    if spoil is not None:
-        next(net.parameters()).grad[0, 0] = spoil
-    step.update([optimizer], max_norm)
-    (fact,) = step.results()
-    return fact
+@pytest.fixture(autouse=True, scope="module")
+def _working_directory(tmp_path_factory):
+    """A step that isn't finite is saved there, since these Brains have no output folder."""
+    with contextlib.chdir(tmp_path_factory.mktemp("here")) if sys.version_info >= (3, 11) else contextlib.nullcontext():
+        yield
+
+
+class Net(sbkit.Brain):
+    """Sums losses over rows."""
+
+    def compute_forward(self, batch, stage):
+        return losses(self.modules.net, batch)
+
+    def compute_objectives(self, predictions, batch, stage):
+        return Loss(predictions.sum(), len(batch))
+
+
+def take(net, optimizer, parts, max_norm=None, scaler=None, spoil=None, kind=Net):
+    """One optimizer step over micro-batches, and what the host learns of it."""
+    toy = kind({"net": net}, None, {}, {"device": "cpu", "max_grad_norm": -1.0 if max_norm is None else max_norm})
+    toy.optimizers_dict, toy.scaler, facts = {"all": optimizer}, toy.scaler if scaler is None else scaler, []
+    toy.on_step_known, toy.nonfinite_patience = facts.append, 9
+    handle = next(net.parameters()).register_hook(lambda grad: grad if spoil is None else torch.full_like(grad, spoil))
+    assert toy.trainer.train_step((part, place == len(parts)) for place, part in enumerate(parts, start=1))
+    handle.remove()
+    assert toy.trainer.take_results(wait=True) == set()
+    return facts[-1]
 
 
 @settings(max_examples=25, deadline=None)
@@ -107,15 +125,17 @@ def test_a_step_that_is_not_finite_changes_neither_parameters_nor_states(opt_cla
 
 
 def test_extras_are_summed_and_must_not_change_within_a_step():
-    step = StepAccumulator(CPU)
-    for n in (1.0, 2.0):
-        step.add(as_loss(Loss(torch.tensor(4.0 * n), n, {"ctc": (torch.tensor(n), n), "att": (3.0, n)})))
-    step.update([], None)
-    (fact,) = step.results()
-    assert (fact.total, fact.count) == (12.0, 3.0) and fact.extras == {"att": (6.0, 3.0), "ctc": (3.0, 3.0)}
-    step.add(as_loss(Loss(torch.tensor(1.0), 1.0, {"ctc": (1.0, 1.0)})))
+    class Extras(Net):
+        def compute_objectives(self, predictions, batch, stage):
+            n, more = float(len(batch)), {"att": (3.0, float(len(batch)))} if len(batch) < 3 else {}
+            return Loss(predictions.sum(), n, {"ctc": (torch.tensor(n), n), **more})
+
+    net = model()
+    optimizer, rows = torch.optim.SGD(net.parameters(), 0.1), torch.ones(4, 4)
+    fact = take(net, optimizer, [rows[:1], rows[:2]], kind=Extras)
+    assert fact.count == 3.0 and fact.extras == {"att": (6.0, 3.0), "ctc": (3.0, 3.0)}
     with pytest.raises(SbkitError, match="extras"):
-        step.add(as_loss(torch.tensor(1.0)))
+        take(net, optimizer, [rows[:1], rows[:3]], kind=Extras)
 
 
 def test_a_placeholder_does_not_count_even_if_its_loss_is_nan():
@@ -125,14 +145,11 @@ def test_a_placeholder_does_not_count_even_if_its_loss_is_nan():
 
 
 def test_a_step_of_placeholders_only_changes_nothing():
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    step, before = StepAccumulator(CPU), net[0].weight.detach().clone()
-    loss = as_loss(losses(net, torch.ones(2, 4)).sum(), weight=0.0)
-    step.add(loss)
-    loss.total.backward()
-    step.update([optimizer], 1.0)
-    assert torch.equal(before, net[0].weight) and not step.results()[0].skipped
+    toy = brain(opt_class=partial(torch.optim.SGD, lr=0.1))
+    before = toys.state(toy)
+    toy.fit([1], ToyTrainLoader(1, touch=lambda batch: setattr(batch, "weight", 0.0)))
+    after = toys.state(toy)
+    assert toy.optimizer_step == 1 and all(torch.equal(after[name], before[name]) for name in before)
 
 
 @pytest.mark.parametrize("value, says", [(torch.ones(3), r"\(3,\)"), (0.5, "float"), (None, "NoneType")])
@@ -203,27 +220,48 @@ def test_parameters_that_a_fused_kernel_does_not_take_get_the_plain_optimizer():
     assert not skips_itself(fused(partial(torch.optim.AdamW, lr=0.1))([parameter]))
 
 
-def test_results_arrive_a_step_later_on_an_asynchronous_device():
-    step = StepAccumulator(CPU)
-    step.device = torch.device("cuda")  # only decides how many are held back
-    sums = []
-    for n in range(3):
-        step._sums = torch.tensor([float(n), 1.0])
-        step.announced = True
-        _keep(step)
-        sums.append([fact.total for fact in step.results()])
-    assert sums == [[], [0.0], [1.0]]
-    assert [fact.total for fact in step.peek()] == [2.0] == [fact.total for fact in step.results(wait=True)]
+def test_values_of_a_step_arrive_one_step_later_where_a_device_runs_behind():
+    known = []
 
+    class Noting(ToyBrain):
+        def on_step_known(self, result):
+            known.append((result.number, self.optimizer_step, result.late))
 
-def _keep(step):
-    device, step.device = step.device, CPU
-    step._keep_result(torch.ones(()), torch.zeros(()), None)
-    step.device = device
+    toy = brain(Noting)
+    toy.trainer.lag = 1
+    toy.fit([1], ToyTrainLoader(3))
+    assert known == [(1, 2, 1), (2, 3, 1), (3, 3, 0)]
 
 
 def test_the_norm_is_that_of_all_gradients_as_one_vector():
-    grads = [torch.randn(3, 2), torch.randn(4).double(), torch.randn(2, dtype=torch.bfloat16)]
-    expected = torch.cat([g.double().flatten() for g in grads]).norm().item()
-    assert total_norm(grads, CPU).item() == pytest.approx(expected, rel=1e-2)
-    assert total_norm([], CPU).item() == 0
+    parameters = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in (torch.randn(3, 2), torch.randn(4).double())]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    expected = torch.cat([parameter.grad.double().flatten() for parameter in parameters]).norm().item()
+    norm, skipped = update([torch.optim.SGD(parameters, 0.1)], torch.tensor(0.5), None)
+    assert norm.item() == pytest.approx(0.5 * expected, rel=1e-5) and skipped == 0
+    norm, skipped = update([torch.optim.SGD(model().parameters(), 0.1)], torch.tensor(1.0), None)
+    assert norm == 0 and skipped == 0
+
+
+def test_rates_are_numbers_for_hooks_and_the_same_tensors_for_kernels():
+    weights = [torch.nn.Parameter(torch.zeros(())) for _ in range(3)]
+    optimizer, seen = torch.optim.SGD([{"params": [weights[0]], "lr": 0.5}], 0.25, fused=True), []
+    optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append([each["lr"] for each in optimizer.param_groups]))
+
+    def step():
+        for weight in weights:
+            weight.grad = -torch.ones(())
+        update([optimizer], torch.ones(()), None, rates=write_rates([optimizer], torch.device("cpu")))
+
+    step()
+    optimizer.param_groups[0]["lr"] *= 2  # as a hook does
+    step()
+    assert weights[0] == 1.5 and seen[0][0] is seen[1][0] and type(optimizer.param_groups[0]["lr"]) is float
+    optimizer.add_param_group({"params": [weights[1]]})
+    own = torch.tensor(4.0)
+    step()
+    assert [weight.item() for weight in weights] == [2.5, 0.25, 0.0]
+    optimizer.add_param_group({"params": [weights[2]], "lr": own})
+    step()
+    assert [weight.item() for weight in weights] == [3.5, 0.5, 4.0] and seen[-1][2] is own

@@ -231,18 +231,18 @@ def ours(hparams: dict[str, Any], request: CommandLine, batches: int = STEP_BATC
     brain.hparams.train_logger.log_stats = lambda *_, **__: None
     brain.train_state.plan_driven = True
     brain.on_fit_start()
-    brain.open_step(brain.optimizer_step + 1)
+    brain.trainer.begin_fit(validates=True)
     brain.train_state.first_step_checked = True  # checks that a run does once are not part of a step
     kept = [batch.to(brain.device) for batch in kept]
     epochs = itertools.count(1)
 
     def step() -> float:
         brain.modules.train()
-        for batch in kept:
-            brain.step += 1
-            brain.fit_batch(batch)
+        micro_batches = ((batch, batch.last) for batch in kept)
+        while brain.trainer.train_step(micro_batches):
             brain.open_step(brain.optimizer_step + 1)
-        brain.trainer.steps.results(wait=True)
+            brain.trainer.take_results()
+        brain.trainer.take_results(wait=True)
         return seconds_of(kept)
 
     def epoch() -> float:

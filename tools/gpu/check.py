@@ -62,7 +62,6 @@ _STOCK = (
 )
 _TRAINED = (
     Expect("learns", "training loss", "finite and falling, no step skipped"),
-    Expect("waits", "the host waits for the card", "in no step", on_null=True),
     Expect("data", "share of a step that waits for data", f"below {100 * MAX_DATA_WAIT:.0f} %"),
 )
 

@@ -75,8 +75,6 @@ def _judge(bench: Bench, found: list[dict[str, Any]]) -> None:
     last = found[-1]
     good, words = learns(found)
     bench.found("learns", words, good)
-    waits = last.get("host_waits_per_step")
-    bench.measured("waits", "not counted" if waits is None else f"{waits:g} per step", waits == 0)
     share = last["time_shares"]["data"]
     figures = {name: last[name] for name in ("audio_s_per_s", "padding_share", "mfu") if last.get(name) is not None}
     bench.measured("data", f"{100 * share:.1f} %", share < MAX_DATA_WAIT, **last["time_shares"], **figures)

@@ -21,6 +21,7 @@ from sbkit.nn.fast import fused
 from sbkit.nn.fast.autocast import Context
 from sbkit.nn.fast.dropout import Dropout
 from sbkit.nn.fast.fused import Layer
+from sbkit.nn.finite import all_finite
 
 
 class _ReflectPad(torch.autograd.Function):
@@ -205,10 +206,11 @@ class InputNormalization(features.InputNormalization):
         before, spread = self.glob_mean, self.glob_std
         count = self.count + number.double()
         share = (number / count.clamp(min=1)).float()
-        self.glob_mean = torch.lerp(before, mean, share)
         between = share * (1 - share) * (mean - before).square()
-        self.glob_std = (torch.lerp(spread.square(), variance, share) + between).sqrt()
-        self.count = count
+        new = torch.lerp(before, mean, share), (torch.lerp(spread.square(), variance, share) + between).sqrt()
+        finite = all_finite(*new)
+        self.glob_mean, self.glob_std = torch.where(finite, new[0], before), torch.where(finite, new[1], spread)
+        self.count = torch.where(finite, count, self.count)
 
     def _statistics_dict(self) -> dict[str, Any]:
         return {**super()._statistics_dict(), "count": int(self.count)}

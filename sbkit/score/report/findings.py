@@ -289,14 +289,6 @@ def _waiting(run: RunData) -> Iterator[RunFinding]:
                   "num_workers help only if cores are free." if on_cpu else
                   "More num_workers, a faster disk or shards (sbkit shard) give that time back.")
         yield RunFinding(data, f"The device waited for data during {percent(data)} of a step", advice, "curves")
-    core = _waited([(epoch["core_wait_share"], epoch.get("train_seconds") or 0.0) for epoch in run.epochs
-                    if epoch.get("core_wait_share") is not None])
-    if core:
-        several = bool(run.starts) and run.starts[-1].get("threads", 2) > 1
-        advice = ": set OMP_NUM_THREADS to the number of free ones." if several else "."
-        yield RunFinding(
-            core, f"Training waited for a core during {percent(core)} of the time",
-            f"Other programs or data workers use the cores{advice}", "curves")
 
 
 def _waited(epochs: Sequence[tuple[float, float]]) -> float:

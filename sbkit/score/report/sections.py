@@ -104,8 +104,6 @@ def _speed_details(epoch: Mapping[str, Any]) -> str:
         found.append(f"MFU {percent(epoch['mfu'])}")
     elif epoch.get("flops_per_s"):
         found.append(f"{epoch['flops_per_s'] / 1e12:.3g} TFLOP/s")
-    if epoch.get("host_waits_per_step") is not None:
-        found.append(f"host waits {epoch['host_waits_per_step']:.3g} per step")
     return ", ".join(found)
 
 

@@ -18,6 +18,7 @@ from sbkit.decode.joint import JointSearch, Step
 from sbkit.decode.spans import TokenSpans
 from sbkit.errors import SbkitError
 from sbkit.nn.ctc import CTCLoss, consistency, ctc_loss
+from sbkit.nn.device_numbers import DeviceNumbers
 from sbkit.nn.pretrained import Encoder
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings
@@ -28,7 +29,6 @@ from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.recognise.parts import parts_fit
 from sbkit.tasks.recognise.search import options
 from sbkit.tasks.recognise.task import RecognitionTask
-from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class CTC(RecognitionTask):
         if isinstance(self.decoder, JointSearch) and not self.joint:
             raise SbkitError("the recipe's decoder is a JointSearch, but ctc_weight: 1.0 trains no attention decoder",
                              hint="set ctc_weight below 1, such as 0.3, or use another decoder")
+        self._consistency_weight = DeviceNumbers([self.keys.consistency])
 
     def head(self) -> nn.Module:
         return self.keys.ctc_lin
@@ -92,16 +93,16 @@ class CTC(RecognitionTask):
         """Compute scores [B, T, V] of waveforms [B, S]."""
         model, training = self.recognizer, stage == Stage.TRAIN
         views = self.views if training else 1
-        with section("features"):
-            feats, feat_frames = model.features(batch.signals, batch.signal_lengths, training=training, views=views,
-                                                counted=batch.weight != 0)
+        feats, feat_frames = model.features(batch.signals, batch.signal_lengths, training=training, views=views,
+                                            counted=batch.weight != 0)
         with layer_outputs(model.encoder, self._intermediate_layers() if training else []) as states:
             if self.joint:
                 tokens = functional.pad(self.safe_tokens(batch), (1, 0), value=self.keys.ends[0])
                 encoded, frames, decoded = model.encode_and_decode(feats, feat_frames, tokens.repeat(views, 1))
                 attention = self.keys.seq_lin(decoded)
             else:
-                encoded, frames = model.encode(feats, feat_frames, self.visible_context(stage, batch))
+                chunks = None if model.chunks is None else self.visible_context(stage, batch)
+                encoded, frames = model.encode(feats, feat_frames, chunks)
                 attention = None
         joint_search = stage == Stage.TEST and isinstance(self.decoder, JointSearch)
         ctc = model.head(encoded)
@@ -121,10 +122,11 @@ class CTC(RecognitionTask):
             total = torch.lerp(total, torch.stack(inner).mean(), self.keys.intermediate_ctc)
         if stage == Stage.TRAIN and self.views > 1:
             log_probs = scores.ctc.log_softmax(-1, dtype=torch.float32)
-            total = total + self._consistency_weight() * consistency(log_probs, scores.frames * ctc.feasible)
+            weight, = self._consistency_weight.on(log_probs.device)
+            total = total + weight * consistency(log_probs, scores.frames * ctc.feasible)
         if scores.attention is not None:
-            weight = self.keys.ctc_weight
-            total = weight * total + (1 - weight) * self._cross_entropy(scores.attention, batch, ctc.feasible)
+            share = self.keys.ctc_weight
+            total = share * total + (1 - share) * self._cross_entropy(scores.attention, batch, ctc.feasible)
         if stage == Stage.TRAIN:
             return Loss(total, tokens, {self.loss_of_tokens: (ctc.total, tokens)})
         more = () if scores.encoded is None else (self.next_token(scores),)
@@ -136,10 +138,10 @@ class CTC(RecognitionTask):
         """How many augmented versions of each utterance a training step uses."""
         return 2 if self.keys.consistency else 1
 
-    def _consistency_weight(self) -> float:
+    def write_numbers(self, number: int) -> None:
         schedule = self.keys.schedule
         steps = self.keys.consistency_warmup * (schedule.total_steps if schedule else 0)
-        return self.keys.consistency * min(1.0, (self.optimizer_step + 1) / max(1.0, steps))
+        self._consistency_weight.write([self.keys.consistency * min(1.0, number / max(1.0, steps))])
 
     def stacked_layers(self) -> Sequence[nn.Module] | None:
         encoder = self.recognizer.encoder

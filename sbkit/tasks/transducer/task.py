@@ -28,7 +28,6 @@ from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.task import RecognitionTask
 from sbkit.tasks.transducer.keys import TransducerKeys
 from sbkit.tasks.transducer.search import TorchJoint
-from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
 
 if TYPE_CHECKING:
@@ -85,9 +84,8 @@ class Transducer(RecognitionTask):
     def compute_forward(self, batch: Batch, stage: Stage) -> TransducerScores:
         """Compute scores [B, T, U + 1, V] of waveforms [B, S] and the tokens of their texts [B, U]."""
         model, head = self.recognizer, self.keys.transducer
-        with section("features"):
-            feats, feat_frames = model.features(batch.signals, batch.signal_lengths, training=stage == Stage.TRAIN,
-                                                counted=batch.weight != 0)
+        feats, feat_frames = model.features(batch.signals, batch.signal_lengths, training=stage == Stage.TRAIN,
+                                            counted=batch.weight != 0)
         encoded, frames = model.encode(feats, feat_frames, self.visible_context(stage, batch))
         states, ctc = self.compute_scores(encoded)
         predicted = head.predict(head.with_start(self.safe_tokens(batch)))

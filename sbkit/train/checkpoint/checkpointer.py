@@ -88,7 +88,7 @@ class Checkpointer(stock.Checkpointer):
 
     def _set_up(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
-        self._writer = BackgroundWriter()
+        self.writer = BackgroundWriter()
         self._failures = 0
         self._saved: Checkpoint | None = None
         self._held: PendingCheckpoint | None = None
@@ -151,7 +151,7 @@ class Checkpointer(stock.Checkpointer):
 
         def begin() -> tuple[Path | None, CheckpointError | None]:
             nonlocal pending
-            self._writer.wait()
+            self.writer.wait()
             for message in unsaved_state(self.recoverables):
                 self._warn_once(message)
             key_error = self._unknown_key(keys, [meta, *(ckpt.meta for ckpt in self._readable())])
@@ -184,9 +184,9 @@ class Checkpointer(stock.Checkpointer):
             if not self.asynchronous:
                 saved = ranks.run_on_main(finish)
             elif pending is not None:
-                self._writer.start(finish)
+                self.writer.start(finish)
             if key_error is not None:  # the epoch is saved, and nothing was deleted by a wrong key
-                ranks.run_on_main(self._writer.wait)
+                ranks.run_on_main(self.writer.wait)
                 ranks.raise_on_main(key_error)
         return pending.result if pending is not None and saved else None
 
@@ -219,7 +219,7 @@ class Checkpointer(stock.Checkpointer):
         """Write and publish the held state, and return the checkpoint; None if nothing is held."""
 
         def write() -> Checkpoint | None:
-            self._writer.wait()
+            self.writer.wait()
             pending, self._held = self._held, None
             if pending is None:
                 return None
@@ -241,14 +241,10 @@ class Checkpointer(stock.Checkpointer):
         Raises an error that occurred in the background.
         """
         def last() -> Checkpoint | None:
-            self._writer.wait()
+            self.writer.wait()
             return self._saved
 
         return ranks.run_on_main(last)
-
-    def raise_pending_error(self) -> None:
-        """Raise an error that occurred in the background, on the rank that writes, without waiting."""
-        self._writer.raise_pending_error()
 
     def _path(self, name: str | None) -> Path:
         return self._new_checkpoint_dirpath() if name is None else self._custom_checkpoint_dirpath(name)
@@ -339,7 +335,7 @@ class Checkpointer(stock.Checkpointer):
         """Delete the least important checkpoints, with SpeechBrain's arguments and rules."""
 
         def delete() -> None:
-            self._writer.wait()
+            self.writer.wait()
             self._delete(num_to_keep, min_keys or (), max_keys or (), importance_keys, ckpt_predicate, verbosity)
 
         ranks.run_on_main(delete)
@@ -374,7 +370,7 @@ class Checkpointer(stock.Checkpointer):
 
     def list_checkpoints(self) -> list[Checkpoint]:
         """Return all checkpoints, in no order."""
-        self._writer.wait()
+        self.writer.wait()
         return self._readable()
 
     def find_checkpoints(
@@ -385,7 +381,7 @@ class Checkpointer(stock.Checkpointer):
 
         A metric that no checkpoint has is an error that lists the existing ones.
         """
-        self._writer.wait()
+        self.writer.wait()
         found = self._rank(importance_key, max_key, min_key, ckpt_predicate)
         metas = [ckpt.meta for ckpt in filter(ckpt_predicate, self._readable())]
         key_error = self._unknown_key([max_key, min_key], metas)
@@ -453,7 +449,7 @@ class Checkpointer(stock.Checkpointer):
                 logger.warning("Skipping the checkpoint %s: %s", ckpt.path, reason)
 
         def choose() -> Checkpoint | None:
-            self._writer.wait()
+            self.writer.wait()
             metas = [ckpt.meta for ckpt in filter(ckpt_predicate, self._readable())]
             if (unknown := self._unknown_key([max_key, min_key], metas)) is not None:
                 logger.warning("%s. So no checkpoint is loaded, as in SpeechBrain, and the weights stay those at hand: "

@@ -82,12 +82,13 @@ class PendingCheckpoint:
 class BackgroundWriter:
     """Runs one job at a time in a background thread; the interpreter waits for it at exit.
 
-    An error of a job is raised by the next ``raise_pending_error`` or ``wait``, or else printed at exit.
+    An error of a job sets ``failed`` and is raised by the next ``wait``, or else printed at exit.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.failed = False
         atexit.register(_report, weakref.ref(self))
 
     def start(self, job: Callable[[], Any]) -> None:
@@ -108,19 +109,14 @@ class BackgroundWriter:
             self._thread.join()
             self._thread = None
         if self._error is not None:
-            error, self._error = self._error, None
+            error, self._error, self.failed = self._error, None, False
             raise error
-
-    def raise_pending_error(self) -> None:
-        """Raise the error of a job that has failed, without waiting."""
-        if self._error is not None:
-            self.wait()
 
     def _run(self, job: Callable[[], Any]) -> None:
         try:
             job()
         except BaseException as error:
-            self._error = error
+            self._error, self.failed = error, True
 
 
 def _report(reference: weakref.ref[BackgroundWriter]) -> None:

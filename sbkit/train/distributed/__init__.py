@@ -1,1 +1,1 @@
-"""Training on many devices: processes, the wrapper around the model, and the end of a run."""
+"""Training on many devices: processes, the exchange of gradients, and the end of a run."""

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
@@ -56,7 +55,6 @@ _cpu_group: dist.ProcessGroup | None = None
 _started_here = False
 _failed_here = False
 _peer_exit_code: int | None = None  # the exit code of the rank that failed first
-_holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _watched: threading.Event | None = None
 
 
@@ -169,11 +167,6 @@ def _wait_for_ranks(missing: Callable[[], list[int]], describe: bool) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def close_before_shutdown(holder: Any) -> None:  # anything that can be closed
-    """Call ``holder.close()``, which releases the process group, before the group is left, if it still exists then."""
-    _holders.add(holder)
-
-
 def shutdown() -> None:
     """Leave the process group that ``init`` joined; if a rank has failed, only at the end of the process."""
     global _started_here, _failed_here
@@ -199,9 +192,6 @@ def _leave_group() -> None:
         _watched = None
         with suppress(RuntimeError):  # the store is gone
             Heartbeats.end(_store(), rank())
-    for holder in list(_holders):
-        holder.close()
-    _holders.clear()
     gc.collect()
     if connected():
         dist.destroy_process_group()
@@ -213,7 +203,7 @@ def _at_exit(process: int, joined: bool = False) -> None:
 
     joined : whether ``init`` was called; the group of a script that only imports sbkit is left if gloo could abort it
     """
-    if os.getpid() != process or not (connected() or _holders) or ending.exit_is_scheduled():
+    if os.getpid() != process or not (connected() or _cpu_group is not None) or ending.exit_is_scheduled():
         return
     error = getattr(sys, "last_value", None)
     if error is not None and joined:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
@@ -19,41 +19,16 @@ from speechbrain.utils.checkpoints import Checkpointer, hook_on_loading_state_di
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sbkit.errors import SbkitError
 from sbkit.nn.adapters import derived
 from sbkit.recipe.parts import LayerNames, layers_called, repeated_layers
 from sbkit.train.checkpoint.files import write_state
 from sbkit.train.checkpoint.state import load_file, load_optimizer
-from sbkit.train.distributed import parallel, ranks
-from sbkit.train.distributed.ddp import DDPWrapper
-from sbkit.train.distributed.parallel import LossModule, ModuleWrapper
-from sbkit.train.keys import TrainKeys
-from sbkit.train.state import Overrides
+from sbkit.train.distributed import ranks
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
-
-
-def wrap(loss_module: LossModule, device: torch.device, keys: TrainKeys, overrides: Overrides, *,
-         unshardable: Sequence[str], search: bool, search_once: bool) -> ModuleWrapper:
-    """Wrap all modules of a Brain as the recipe and the number of ranks require.
-
-    unshardable : what else in the recipe can't work with sharded parameters, for the message
-    search, search_once : see ``DDPWrapper``
-    """
-    parallel.convert_batch_norm(loss_module.owned)
-    if keys.activation_checkpointing:
-        checkpoint_activations(loss_module.owned, keys.activation_checkpointing)
-    if ranks.world_size() == 1 or not any(p.requires_grad for p in loss_module.parameters()):
-        return ModuleWrapper(loss_module)
-    if not keys.fsdp:
-        return parallel.HookWrapper(loss_module) if overrides.fit_batch else DDPWrapper(loss_module, search,
-                                                                                        search_once)
-    if others := [*(["a recipe's own fit_batch"] if overrides.fit_batch else []), *unshardable]:
-        raise SbkitError(f"fsdp can't be used together with {others[0]}", hint="remove one of them")
-    return Sharded(loss_module, device, keys.fsdp)
 
 
 # ------------------------------------------------------------ activations
@@ -79,35 +54,49 @@ class _Recomputed(nn.Module):
 # ------------------------------------------------------------ parameters
 
 
-class Sharded(ModuleWrapper):
-    """FSDP2 around the ``LossModule``: each rank holds a part of every parameter, gradient and optimizer state.
+class ShardedModules(nn.Module):
+    """FSDP2 around all modules of a Brain: each rank holds a part of every parameter, gradient and optimizer state.
 
     The parameters of a block are gathered while it computes, so a block must be called (``layer(x)``). Parameters
-    outside of blocks can be used in any way, since it gathers them for the whole forward. Gradients are sharded in each
-    backward, also within ``no_sync``: keeping full ones until the last micro-batch would need too much memory.
+    outside of blocks can be used in any way, since they are gathered for the whole forward. Gradients are sharded in
+    each backward, also of micro-batches that are not the last of their step: keeping full ones until then would need
+    too much memory.
+
+    compute : runs forward and loss of a batch
     """
 
-    def __init__(self, loss_module: LossModule, device: torch.device, wanted: LayerNames | Literal[True] = True):
-        super().__init__(loss_module)
+    def __init__(self, modules: nn.ModuleDict, compute: Callable[[Any], Any], device: torch.device,
+                 wanted: LayerNames | Literal[True] = True):
+        super().__init__()
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard  # here, because it imports much that few runs need
 
-        self.world = ranks.world_size()
-        ranks.take_from_main([*loss_module.parameters(), *loss_module.buffers()])
-        mesh = init_device_mesh(device.type, (self.world,))
-        units = repeated_layers(loss_module) if wanted is True else layers_called(loss_module.owned, wanted, "fsdp")
+        self.owned, self.compute = modules, compute
+        self.computed: Any = None  # what ``compute`` returned last
+        mesh = init_device_mesh(device.type, (ranks.world_size(),))
+        units = repeated_layers(self) if wanted is True else layers_called(modules, wanted, "fsdp")
         if not units:
             logger.warning("fsdp: there are no repeated layers, so all parameters are gathered as one unit")
         for unit in reversed(units):  # inner ones first
             fully_shard(unit, mesh=mesh)
-        fully_shard(loss_module, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+    def forward(self, batch: Any) -> torch.Tensor:  # of the recipe's class
+        self.computed = self.compute(batch)
+        return self.computed.loss.total
+
+    def loss_of(self, batch: Any) -> Any:  # what ``compute`` returns
+        """Compute as ``compute`` does, with a total whose backward shards the gradients."""
+        total = self(batch)
+        computed, self.computed = self.computed, None
+        return computed._replace(loss=computed.loss._replace(total=total))
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Gather all parameters on every rank inside this context, so that ranks can evaluate independently."""
         from torch.distributed.fsdp import FSDPModule
 
-        units = [module for module in self.loss_module.modules() if isinstance(module, FSDPModule)]
+        units = [module for module in self.modules() if isinstance(module, FSDPModule)]
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
@@ -116,8 +105,7 @@ class Sharded(ModuleWrapper):
         finally:
             for unit in units:
                 unit.reshard()
-                unit.set_reshard_after_forward(unit is not self.module, recurse=False)
-
+                unit.set_reshard_after_forward(not isinstance(unit, ShardedModules), recurse=False)
 
 def is_sharded(obj: object) -> bool:
     """Return whether the parameters of a module or optimizer are sharded over ranks."""

@@ -34,7 +34,6 @@ from sbkit.system import helper_process
 from sbkit.train import device as devices
 from sbkit.train.memory import host
 from sbkit.train.memory.oom import is_out_of_memory
-from sbkit.train.monitor.waits import Contention
 
 #: Maximum number of buckets to try.
 MAX_BUCKETS = 6
@@ -70,7 +69,7 @@ class Trial:
 
     def fits(self, utterances: int, seconds: float) -> bool:
         """Return whether a step on such a batch fits into memory."""
-        return self.brain.try_batch(self.batch(utterances, seconds))
+        return self.brain.trainer.fits(self.batch(utterances, seconds))
 
 
 @contextlib.contextmanager
@@ -229,22 +228,21 @@ def measure(request: arguments.CommandLine, planned: bool = False) -> StepMeasur
 def _time_planned(trial: Trial) -> tuple[float, float]:
     """Return the seconds per second of audio for a micro-batch of the run's size, and its audio in seconds.
 
-    The fastest cycle counts, without the time spent waiting for a core.
+    The fastest cycle counts.
     """
     batching = trial.batching
     audio = min(batching.update_seconds, batching.max_batch_seconds)
     utterances = max(batching.min_batch_utterances, round(audio / trial.typical))
     batch = trial.batch(utterances, audio / utterances)
     wait = torch.get_device_module(trial.device).synchronize
-    times, contention = [], Contention(trial.device)
+    times = []
     for _ in range(CYCLES + 1):  # the first warms up
         wait()
-        contention.reset()
         started = time.perf_counter()
         for _ in range(CYCLE):
             trial.brain.try_batch(batch)
         wait()
-        times.append((time.perf_counter() - started) * (1 - (contention.share() or 0.0)))
+        times.append(time.perf_counter() - started)
     return min(times[1:]) / CYCLE / batch.padded_seconds, batch.padded_seconds
 
 

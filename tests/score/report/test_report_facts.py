@@ -158,14 +158,9 @@ def test_training_that_should_go_on_or_waited_or_lost_data_stands_out(tmp_path):
     assert "10.0\N{NO-BREAK SPACE}% of the training rows were left out" in found
     waits = {"data": 0.3, "forward": 0.4, "backward": 0.3}
     run_folders.log(run, *({"kind": "epoch", "epoch": epoch, "time_shares": waits, "train_seconds": 125,
-                            "skipped_steps": 2, "core_wait_share": 0.4} for epoch in range(1, 7)))
+                            "skipped_steps": 2} for epoch in range(1, 7)))
     found = headlines(run)
     assert "waited for data during 30" in found and "12 steps were skipped" in found
-    assert "Training waited for a core during 40" in found
-    advice = "set OMP_NUM_THREADS to the number of free ones"
-    assert advice in str(findings(read(run)))
-    run_folders.log(run, {"kind": "run", "threads": 1})
-    assert advice not in str(findings(read(run)))
 
 
 def test_non_words_are_for_a_language_model(tmp_path):

@@ -228,12 +228,13 @@ def test_an_error_in_the_background_is_raised_without_waiting(
     monkeypatch.setattr(files, "write_state", lambda *args: go_on.wait(60) and refuse(*args))
     assert disk.full
     ckpt.save_checkpoint()
-    ckpt.raise_pending_error()
+    assert not ckpt.writer.failed
     go_on.set()
     written()
+    assert ckpt.writer.failed
     with pytest.raises(SbkitError, match="No space left"):
-        ckpt.raise_pending_error()
-    ckpt.raise_pending_error()
+        ckpt.writer.wait()
+    assert not ckpt.writer.failed
 
 
 class Saving(ToyBrain):

@@ -1,4 +1,4 @@
-"""DDP looks for what a backward does not reach in the first step only, and goes on right where that changes."""
+"""Ranks agree in the first step on what a backward reaches, and go on right where that changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from processes import results
-from toys import BehindSteps, ToyBrain, ToyTrainLoader, brain, furthest, layers, state
+from toys import ToyBrain, ToyTrainLoader, brain, furthest, layers, state
 
 from sbkit.train.distributed import ranks
 
@@ -16,7 +16,7 @@ SEARCHING = {"find_unused_parameters": True}
 
 
 def trained(cls, options, micros=1, epochs=2):
-    """Weights, what DDP tells of its last step, what it searches, and warnings."""
+    """Weights, whether ranks agree in each step, warnings, and what the optimizer holds."""
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -24,27 +24,18 @@ def trained(cls, options, micros=1, epochs=2):
     toy = brain(cls, modules=layers(), **options)
     rank, world = ranks.rank(), ranks.world_size()
     toy.fit(range(1, epochs + 1), ToyTrainLoader(6, 8, rank, world, micros))
-    facts = toy.trainer.wrap.ddp._get_ddp_logging_data()
     kept = {name: tensor.cpu() for name, tensor in state(toy).items()}
-    order = {name: facts.get(name) for name in
-             ("find_unused_parameters", "has_rebuilt_buckets", "rebuilt_per_bucket_param_indices",
-              "prev_iteration_grad_ready_order_indices")}
     left = toy.optimizer.state_dict()
-    return kept, order, toy.trainer.wrap.searches, [line for line in said if "uses other" in line], \
+    return kept, toy.trainer.exchange.agree_each_time, [line for line in said if "uses other" in line], \
         (sorted(left["state"]), left["param_groups"][0]["params"])
 
 
 @pytest.mark.parametrize("micros", [1, 3])
-def test_after_the_first_step_nothing_is_searched_and_buckets_follow_readiness(micros):
-    (first, order, searches, said, left), (second, *_) = results(trained, ToyBrain, {}, micros)
-    (expected, before, searched, _, kept), _ = results(trained, ToyBrain, SEARCHING, micros)
+def test_after_the_first_step_nothing_is_agreed_on_and_weights_are_the_same(micros):
+    (first, agrees, said, left), (second, *_) = results(trained, ToyBrain, {}, micros)
+    (expected, always, _, kept), _ = results(trained, ToyBrain, SEARCHING, micros)
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert furthest(first, expected) == 0.0 and left == kept and not said
-    assert searched and before["find_unused_parameters"] and not before["has_rebuilt_buckets"]
-    assert not searches and not order["find_unused_parameters"] and order["has_rebuilt_buckets"]
-    ready = order["prev_iteration_grad_ready_order_indices"].split(", ")
-    assert len(ready) == 5  # weight and bias of two layers, and a weight; not those of the fourth
-    assert order["rebuilt_per_bucket_param_indices"].replace(",", " ").split() == [each.strip() for each in ready]
+    assert furthest(first, expected) == 0.0 and left == kept and not said and always and not agrees
     assert torch.equal(first["model.3.weight"], layers()[3].weight)
 
 
@@ -71,10 +62,10 @@ class Late(ToyBrain):
 
 
 def test_a_layer_that_one_rank_leaves_out_now_and_then_is_trained_as_with_the_search():
-    (first, _, searches, said, _), (second, _, _, unsaid, _) = results(trained, Drops, {})
+    (first, agrees, said, _), (second, _, unsaid, _) = results(trained, Drops, {})
     (expected, *_), _ = results(trained, Drops, SEARCHING)
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert searches and len(said) == 1 and "model.1.weight" in said[0] and not unsaid
+    assert agrees and len(said) == 1 and not unsaid
     assert furthest(first, expected) < 1e-6
 
 
@@ -84,14 +75,14 @@ class LateOnACard(Late):
     since = 2
 
     def on_stage_start(self, stage, epoch=None):
-        self.trainer.steps.__class__ = BehindSteps
+        self.trainer.lag = 1
 
 
 @pytest.mark.parametrize("cls", [Late, LateOnACard])
 def test_a_layer_that_is_reached_later_is_noticed_and_trained_from_then_on(cls):
-    (first, _, searches, said, _), (second, *_) = results(trained, cls, {})
+    (first, agrees, said, _), (second, *_) = results(trained, cls, {})
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert searches and len(said) == 1 and "model.3.weight" in said[0]
+    assert agrees and len(said) == 1
     assert not torch.equal(first["model.3.weight"], layers()[3].weight)
 
 
@@ -105,15 +96,13 @@ class TwoNames(ToyBrain):
 
 
 def test_what_two_unreached_layers_share_is_not_waited_for():
-    (first, order, searches, said, _), (second, *_) = results(trained, TwoNames, {})
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not searches and order["has_rebuilt_buckets"] and not said
+    (first, agrees, said, _), (second, *_) = results(trained, TwoNames, {})
+    assert all(torch.equal(first[name], second[name]) for name in first) and not agrees and not said
 
 
 @pytest.mark.gpu(cards=2)
 def test_the_same_on_two_gpus():
-    """No search: no host wait for the map of used parameters, and the same weights."""
-    (first, order, searches, *_), (second, *_) = results(trained, ToyBrain, {"device": "cuda"})
+    (first, agrees, *_), (second, *_) = results(trained, ToyBrain, {"device": "cuda"})
     (expected, *_), _ = results(trained, ToyBrain, {"device": "cuda", **SEARCHING})
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert furthest(first, expected) < 1e-5 and not searches and order["has_rebuilt_buckets"]
+    assert furthest(first, expected) < 1e-5 and not agrees

@@ -8,6 +8,7 @@ import os
 import re
 import struct
 import termios
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from host_syncs import CountsHostSyncs
 
 from sbkit.train.monitor import display as display_module
 from sbkit.train.monitor.display import StageDisplay
-from sbkit.train.monitor.timing import StepBudget
+from sbkit.train.monitor.timing import StepTimes
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -36,18 +37,22 @@ def clock(monkeypatch):
     return Time(monkeypatch)
 
 
-class Budget(StepBudget):
+class Times(StepTimes):
     waited = 0.01
 
-    def share(self, name):
-        assert name == "data"
+    def data_share(self):
         return self.waited
 
 
-def train(display, clock, steps, **values):
+BATCH = SimpleNamespace(seconds=400.0, padded_seconds=420.0)
+
+
+def train(display, clock, steps, loss=1.234, rate=3e-4):
     for _ in range(steps):
         clock.pass_(0.5)
-        display.update(**{"loss": 1.234, "lr": 3e-4, "seconds": 400.0, "padded_seconds": 420.0, **values})
+        display.count(BATCH)
+        if clock.now >= display.draw_at:
+            display.draw(loss, rate)
 
 
 class Terminal:
@@ -73,9 +78,10 @@ class Terminal:
         return [part.rstrip() for part in re.split(r"[\r\n]+", plain) if part.strip()]
 
 
-def test_the_words_of_a_line(clock):
+def test_the_words_of_a_line(clock, monkeypatch):
     out = io.StringIO()
-    with StageDisplay("train 12", 2800, initial=1200, budget=Budget(), out=out, scale=2) as shown:
+    monkeypatch.setattr(display_module.ranks, "world_size", lambda: 2)
+    with StageDisplay("train 12", 2800, initial=1200, times=Times(), out=out) as shown:
         train(shown, clock, 59)
         assert out.getvalue() == "", "a cluster's log gets a line each 30 seconds, not more"
         train(shown, clock, 1)
@@ -98,10 +104,9 @@ def test_the_words_of_a_line(clock):
 ])
 def test_it_fits_the_terminal_and_drops_the_least_important_first(clock, columns, words):
     terminal = Terminal(columns)
-    shown = StageDisplay("train 12", 2800, initial=1200, budget=Budget(), out=terminal.out, colour="green")
+    shown = StageDisplay("train 12", 2800, initial=1200, times=Times(), out=terminal.out, colour="green")
     train(shown, clock, 10)
     screens = terminal.screens()
-    assert not [each for each in screens if "wait" in each and "1210/2800" not in each], "the first ones always wait"
     assert all(len(screen) <= columns for screen in screens)
     assert screens[-1].startswith("train 12  43%|"[:columns - 1])
     for word in words:
@@ -118,9 +123,9 @@ def test_the_last_state_stays(clock):
 
 def test_colour_only_where_it_says_something(clock, monkeypatch):
     def raw(**values):
-        terminal, budget = Terminal(140), Budget()
-        budget.waited = values.pop("waits", 0.01)
-        shown = StageDisplay("train", 10, out=terminal.out, budget=budget)
+        terminal, times = Terminal(140), Times()
+        times.waited = values.pop("waits", 0.01)
+        shown = StageDisplay("train", 10, out=terminal.out, times=times)
         train(shown, clock, 10, **values)
         return terminal.text()
 
@@ -142,61 +147,25 @@ def test_speeds_are_those_of_the_last_minute(clock):
     out = io.StringIO()
     shown = StageDisplay("train", 1000, out=out)
     clock.pass_(600)  # the first step compiles
-    shown.update(seconds=400.0)
+    shown.count(BATCH)
+    shown.draw()
     train(shown, clock, 300)
     assert "audio 800 s/s" in out.getvalue().splitlines()[-1]
 
 
 def test_hidden_shows_nothing(capsys, clock):
     with StageDisplay("train", 10, show=False) as shown:
-        train(shown, clock, 100, loss=lambda: pytest.fail("nobody looks, so nothing may be computed"))
+        train(shown, clock, 100)
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
 
 
-def test_tensors_are_read_when_the_bar_is_drawn_without_waiting(clock):
-    looked = []
-
-    def loss():
-        looked.append(clock.now)
-        return torch.tensor(2.5)
-
+def test_a_rate_on_a_device_is_not_read(clock):
     out = io.StringIO()
     shown = StageDisplay("train", 10, out=out)
     with CountsHostSyncs() as syncs:
-        train(shown, clock, 59, loss=loss, lr=torch.tensor(0.5))
-        assert not looked
-        train(shown, clock, 1, loss=loss, lr=torch.tensor(0.5))
-    assert looked == [clock.now] and syncs.count == 0
-    assert "loss 2.500, " in out.getvalue() and "lr 5.0e-01, " in out.getvalue()
-
-
-def test_a_value_still_on_its_way_is_shown_when_it_has_come(clock, monkeypatch):
-    class Slow(display_module.Peek):
-        ready = property(lambda self: clock.now > 1050)
-
-    monkeypatch.setattr(display_module, "Peek", Slow)
-    out = io.StringIO()
-    shown = StageDisplay("train", 1000, out=out)
-    train(shown, clock, 60, loss=torch.tensor(1.0))
-    assert "loss" not in out.getvalue()
-    train(shown, clock, 60, loss=torch.tensor(2.0))
-    assert "loss 2.000" in out.getvalue() or "loss 1.000" in out.getvalue()
-
-
-def test_after_an_error_nothing_is_waited_for(clock, monkeypatch):
-    class Never(display_module.Peek):
-        ready = False
-
-        def item(self):
-            raise AssertionError("the device never gets there")
-
-    monkeypatch.setattr(display_module, "Peek", Never)
-    out = io.StringIO()
-    with pytest.raises(KeyError), StageDisplay("train", 1000, out=out) as shown:
-        train(shown, clock, 60, loss=torch.tensor(1.0))
-        raise KeyError
-    assert "train: 60/1000" in out.getvalue()
+        train(shown, clock, 60, rate=torch.tensor(0.5))
+    assert syncs.count == 0 and "loss 1.234, " in out.getvalue() and "lr" not in out.getvalue()
 
 
 @pytest.mark.parametrize(("value", "text"), [(1.23456, "1.235"), (0.0, "0.000"), (1234.5, "1.23e+03"),

@@ -1,11 +1,11 @@
-"""Means of losses: what counts how much, and what is left out."""
+"""Passes over a set: the mean of its losses, what counts how much and what is left out."""
 
 import math
 
 import pytest
 import torch
 
-from sbkit.train.monitor.tally import DeviceMean
+from sbkit.train.evaluation import DeviceMean
 from sbkit.train.step import Loss
 
 BAD = [math.nan, math.inf, -math.inf]

@@ -1,4 +1,4 @@
-"""A step that is not finite: the report names utterance, layer and value, and a replay shows the same."""
+"""A step that is not finite: the report names the first bad layer and the utterances; a replay shows all layers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from torch import nn
 import sbkit
 from sbkit.errors import SbkitError
 from sbkit.train import rng
+from sbkit.train.bad_batch import LIMIT, KeptBatch, examine, find_saved, load_batches, measure, replay, report
 from sbkit.train.batches import tensors_in, utterance_ids
-from sbkit.train.diagnose.culprit import find_culprit, load_batches, replay, report
-from sbkit.train.diagnose.inspection import KeptBatch, examine, measure
 from sbkit.train.distributed import ranks
-from sbkit.train.step import Loss
+from sbkit.train.step import Loss, StepResult
 
 
 @dataclasses.dataclass
@@ -87,8 +86,10 @@ def clips() -> Clips:
                  torch.tensor([5, 9, 3]), ["a", "b", "c"])
 
 
-def told(recipe: Recipe, batch, folder, **kwargs) -> str:
-    return report(recipe, folder, [KeptBatch(batch, rng.capture())], step=12, epoch=3, **kwargs)
+def told(recipe: Recipe, *batches, folder, step: int = 12, total: float = math.nan, late: int = 0) -> str:
+    """The report of a step whose generators are as they are now."""
+    kept = [KeptBatch(batch, rng.capture()) for batch in batches]
+    return report(recipe, folder, StepResult(total, 3, 1.0, True, 1.0, 1.0, {}, kept, number=step, late=late), epoch=3)
 
 
 class Half(nn.Module):
@@ -108,209 +109,194 @@ def silent(recipe, batch):
     batch.signals[0] = 0
 
 
-def broken(recipe, batch):
-    recipe.modules.model[0].ff.bias[3] = math.inf
-
-
 def in_half(recipe, batch):
     recipe.modules.model.insert(2, Half())  # the layer after it won't take fp16, and ends the run
     recipe.modules.model[0].ff.weight.fill_(4e4)
 
 
+def too_short(recipe, batch):
+    batch.signals = batch.signals[:, :3]
+
+
+ALL = "utterances of the batch: clip-0, clip-1, clip-2\n"
+#: What breaks, what a report says of it, and rows of the replay's tables.
 CASES = {
-    "too few frames for CTC": ("", without_frames, "loss", [
-        "Step 12 of epoch 3: the loss is not finite; the step was skipped.",
-        "every layer's output is finite, but the loss is inf", "affected utterances: clip-1\n",
-        "utterances of the batch: clip-0, clip-1, clip-2", "too few frames for the labels"]),
-    "a recording with nan": ("", with_nan, "loss", [
-        "the batch itself is damaged: 'signals' holds values that are not finite", "affected utterances: clip-2\n",
-        "first layer whose output is not finite is front (Linear, call 1): 8 nan of 480 values"]),
-    "a layer that overflows": ("layer", None, "loss", [
-        "is model.0.norm (BatchNorm1d, call 1)",  # the inner layer, not the one that holds it
-        "activations have grown to", "e+38"]),
-    "an operation between layers": ("between", silent, "loss", [
-        "its input is not finite either, although the output of front is", "an operation outside of layers"]),
-    "a gradient without a slope": ("gradient", None, "gradient", [
-        "the gradient is not finite", "the output of model.2 goes into a square root",
-        "but the gradients of 8 parameters are not finite (front.weight, front.bias, "]),
-    "weights that are already broken": ("", broken, "loss", [
-        "parameters are already not finite (model.0.ff.bias)"]),
-    "fp16": ("", in_half, "loss", [
-        "is model.2 (Half, call 1)", "float16, from an input float32 of at most", "fp16 overflow",
-        "use --precision bf16"]),
+    "too few frames for CTC": ("", without_frames, math.inf, [
+        "Step 12 of epoch 3: the loss is not finite; the step was skipped.\n",
+        "every layer's output is finite, but the loss is inf", ALL], ["  clip-0 ", "> clip-1 inf", "  clip-2 "]),
+    "a recording with nan": ("", with_nan, math.nan, [
+        "the first that is not finite is signals (batch): 1 nan of 960 values, float32",
+        "affected utterances: clip-2\n", "likely cause: damaged recordings"], ["> signals batch", "> clip-2 nan"]),
+    "a layer that overflows": ("layer", None, math.nan, [
+        "the first that is not finite is model.0.norm (BatchNorm1d): "],  # the inner layer, not the one that holds it
+        ["  front Linear float32 3x20x8 ", "> model.0.norm BatchNorm1d float32 3x8x20 ", "> model.0 Model "]),
+    "an operation between layers": ("between", silent, math.nan, [
+        "is input of model.0.norm (BatchNorm1d): ", "affected utterances: clip-0\n"], ["  front ", "> clip-0 nan"]),
+    "a gradient without a slope": ("gradient", None, 8.0, [
+        "the gradient is not finite", "but in backward the gradient of the output of model.2 is not finite", ALL],
+        ["> clip-0 ", "  model.2 Linear"]),
+    "fp16": ("", in_half, math.nan, [
+        "is model.2 (Half): ", ", float16\n", "likely cause: more than 65504, the largest fp16", "--precision bf16"],
+        ["> model.2 Half float16"]),
+    "a batch that raises": ("", too_short, math.nan, ["running the batch again ended with RuntimeError", ALL],
+                            ["> clip-0 RuntimeError: "]),
+    "nothing, when run again": ("", None, math.nan, ["when run again, everything was finite (loss ", ALL],
+                                ["  model.2 Linear float32 3x20x6"]),
 }
 
 
-def test_one_utterance_does_not_spoil_the_statistics_of_the_others(tmp_path):
-    class Normalised(Recipe):
-        """A running mean that an utterance without labels makes infinite."""
-
-        def __init__(self):
-            super().__init__()
-            self.modules["norm"] = nn.BatchNorm1d(1, affine=False)
-
-        def compute_objectives(self, predictions, batch, stage):
-            self.modules.norm.running_mean += torch.where((batch.token_lengths == 0).any(), math.inf, 0.0)
-            return Loss(predictions.sum() * 0 + self.modules.norm.running_mean.sum(), 1)
-
-    batch = clips()
-    batch.token_lengths[0] = 0
-    assert "affected utterances: clip-0\n" in told(Normalised(), batch, tmp_path)
-
-
-@pytest.mark.parametrize("breaks, spoil, what, parts", CASES.values(), ids=CASES)
-def test_what_a_report_says(tmp_path, breaks, spoil, what, parts):
+@pytest.mark.parametrize("breaks, spoil, total, parts, rows", CASES.values(), ids=CASES)
+def test_what_a_report_says_and_a_replay_shows(tmp_path, breaks, spoil, total, parts, rows):
     recipe, batch = Recipe(breaks), clips()
     with torch.no_grad():
         if spoil is not None:
             spoil(recipe, batch)
-    text = told(recipe, batch, tmp_path, what=what)
+    text = told(recipe, batch, folder=tmp_path, total=total)
     for part in [*parts, f"sbkit replay {tmp_path}/culprits/step-12-rank-0"]:
         assert part in text
-
-
-def test_a_failure_that_cannot_be_reproduced_is_reported_and_saved(tmp_path):
-    text = told(Recipe(), clips(), tmp_path)
-    assert "run again, everything was finite (loss " in text and "could not be reproduced" in text
-    assert find_culprit(tmp_path).name == "step-12-rank-0"
-
-
-def test_a_batch_that_raises_is_a_finding(tmp_path):
-    batch = clips()
-    batch.signals = batch.signals[:, :3]
-    text = told(Recipe(), batch, tmp_path)
-    assert "running the batch again ended with RuntimeError" in text and "affected utterances" not in text
-    assert "ended with RuntimeError" in replay(Recipe(), tmp_path)
+    torch.manual_seed(99)
+    again = replay(recipe, tmp_path)
+    assert re.search(r"rank 0, micro-batch 0: (.*)", text)[1] in again, "the same loss, so the same dropout"
+    shown = [line[:2] + " ".join(line[2:].split()) for line in again.splitlines()]
+    for row in rows:
+        assert any(line.startswith(row.rstrip()) for line in shown), (row, again)
 
 
 def test_nothing_is_changed_by_the_report(tmp_path):
     recipe, batch = Recipe("gradient"), clips()
-    recipe.modules.front.weight.grad = torch.ones_like(recipe.modules.front.weight)
+    recipe.hparams.beside = recipe.modules.pop("front")  # a layer that is not the Brain's
+    recipe.modules["front"] = nn.Sequential(recipe.hparams.beside, nn.Identity())
+    recipe.modules.front[0].weight.grad = torch.ones_like(recipe.modules.front[0].weight)
     before = {name: value.clone() for name, value in recipe.modules.state_dict().items()}
     generators = rng.capture()
-    told(recipe, batch, tmp_path)
+    told(recipe, batch, folder=tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in recipe.modules.state_dict().items())
-    assert recipe.modules.front.weight.grad.eq(1).all() and recipe.modules.front.bias.grad is None
+    assert recipe.modules.front[0].weight.grad.eq(1).all() and recipe.modules.front[0].bias.grad is None
     assert all(torch.equal(value, generators[name]) for name, value in rng.capture().items())
     assert all(not module._forward_hooks for module in recipe.modules.modules())
 
 
-def test_a_replay_shows_the_same_layer_by_layer(tmp_path):
-    batch = clips()
-    batch.token_lengths[1] = 30
-    recipe = Recipe("layer", seed=7)
-    state = rng.capture()
-    report(recipe, tmp_path, [KeptBatch(batch, state)], step=5)
-    torch.manual_seed(99)
-    other = Recipe("layer", seed=8)  # other weights: those of the step are in the folder
-    text = replay(other, tmp_path)
-    assert "Weights: those of that step." in text
-    for name, value in other.modules.named_parameters():
-        assert torch.equal(value, recipe.modules.get_parameter(name))
-    table = [line for line in text.splitlines() if "Linear" in line or "Norm" in line or "Dropout" in line]
-    assert [line.split()[:2] for line in table[:2]] == [["front", "Linear"], [">", "model.0.norm"]]
-    assert "3x8x20" in text and "clip-1" in text
-    assert "first layer whose output is not finite is model.0.norm" in text
+def test_one_utterance_does_not_spoil_the_statistics_of_the_others(tmp_path):
+    class Normalised(Recipe):
+        """A running mean, of a layer beside the Brain's, that an utterance without labels makes infinite."""
 
+        def compute_objectives(self, predictions, batch, stage):
+            self.hparams.norm.running_mean += torch.where((batch.token_lengths == 0).any(), math.inf, 0.0)
+            return Loss(predictions.sum() * 0 + self.hparams.norm.running_mean.sum(), 1)
 
-def test_a_replay_repeats_the_dropout(tmp_path):
-    recipe, batch = Recipe(), clips()
-    kept = KeptBatch(batch, rng.capture())
-    told_loss = examine(recipe, kept, step=5).loss
-    report(recipe, tmp_path, [kept], step=5)
-    torch.manual_seed(3)
-    assert f"(loss {told_loss:.4g})" in replay(Recipe(), tmp_path)
+    recipe, batch = Normalised(), clips()
+    recipe.hparams.norm = nn.BatchNorm1d(1, affine=False)
+    batch.token_lengths[0] = 0
+    told(recipe, batch, folder=tmp_path)
+    assert recipe.hparams.norm.running_mean.isfinite().all()
+    assert re.findall(r"clip-\d +\S+", replay(recipe, tmp_path)) == [
+        "clip-0     inf", "clip-1     0", "clip-2     0"]
 
 
 def test_a_report_and_a_replay_are_of_the_step_that_failed(tmp_path):
     """On which what a forward computes may depend, and which is over."""
     class Stepwise(Recipe):
         def compute_forward(self, batch, stage):
-            self.seen = self.optimizer_step
+            self.seen = self.optimizer_step, self.written
             return super().compute_forward(batch, stage)
 
+        def write_numbers(self, number):
+            self.written = number
+
     recipe, again = Stepwise("layer"), Stepwise("layer")
-    told(recipe, clips(), tmp_path)
+    told(recipe, clips(), folder=tmp_path)
     replay(again, tmp_path)
-    assert recipe.seen == again.seen == 12 - 1
-    assert recipe.optimizer_step == again.optimizer_step == 1000
+    assert recipe.seen == again.seen == (12 - 1, 12)
+    assert recipe.optimizer_step == again.optimizer_step == 1000 and recipe.written == again.written == 1001
 
 
-def test_the_weights_of_a_step_after_others_that_were_skipped_are_those_of_the_first(tmp_path):
+def test_a_replay_uses_the_weights_of_the_step_if_they_were_kept(tmp_path):
+    """They are large, and kept once; steps that were skipped right after that one have the same."""
     recipe = Recipe("layer", seed=7)
     for step in (5, 6, 7, 9):
-        report(recipe, tmp_path, [KeptBatch(clips())], step=step)
+        told(recipe, clips(), folder=tmp_path, step=step)
+    assert [path.parent.name for path in tmp_path.glob("culprits/*/model.safetensors")] == ["step-5-rank-0"]
     other = Recipe("layer", seed=8)
     assert "Weights: those of that step." in replay(other, tmp_path / "culprits" / "step-7-rank-0")
-    assert torch.equal(other.modules.front.weight, recipe.modules.front.weight)
+    for name, value in other.modules.named_parameters():
+        assert torch.equal(value, recipe.modules.get_parameter(name))
     assert "Weights: the checkpoint's, not those of that step." in replay(Recipe(seed=8), tmp_path), "8 was taken"
-
-
-def test_a_replay_with_another_model_is_refused(tmp_path):
-    report(Recipe(), tmp_path, [KeptBatch(clips())], step=5)
-    other = Recipe()
     other.modules["extra"] = nn.Linear(2, 2)
     with pytest.raises(SbkitError, match=r"another model: extra\.bias, extra\.weight differ"):
-        replay(other, tmp_path)
+        replay(other, tmp_path / "culprits" / "step-5-rank-0")
+
+
+def test_the_number_of_culprits_is_limited_and_the_newest_is_found(tmp_path):
+    for step in range(1, LIMIT):
+        (tmp_path / f"culprits/step-{step}-rank-0").mkdir(parents=True)
+    told(Recipe("layer"), clips(), folder=tmp_path, step=50)
+    text = told(Recipe("layer"), clips(), folder=tmp_path, step=51)
+    assert f"already has reports of {LIMIT} such steps" in text
+    assert len(list((tmp_path / "culprits").iterdir())) == LIMIT
+    for given in (tmp_path, tmp_path / "culprits", tmp_path / "culprits/step-50-rank-0"):
+        assert find_saved(given)[0].name == "step-50-rank-0"
 
 
 def test_a_run_without_culprits_and_a_damaged_one(tmp_path):
     with pytest.raises(SbkitError, match="holds no culprit"):
-        find_culprit(tmp_path)
+        find_saved(tmp_path)
     with pytest.raises(SbkitError, match="nowhere does not exist; name the output_folder of a run"):
-        find_culprit(tmp_path / "nowhere")
-    report(Recipe(), tmp_path, [KeptBatch(clips())], step=5)
+        find_saved(tmp_path / "nowhere")
+    told(Recipe(), clips(), folder=tmp_path, step=5)
     (tmp_path / "culprits/step-5-rank-0/culprit.json").write_text("{", encoding="utf-8")
     with pytest.raises(SbkitError, match="is damaged"):
         replay(Recipe(), tmp_path)
 
 
-def test_the_number_of_culprits_is_limited_and_the_newest_is_found(tmp_path):
-    for step in range(1, 5):
-        text = report(Recipe("layer"), tmp_path, [KeptBatch(clips())], step=step, limit=3)
-    assert sorted(path.name for path in (tmp_path / "culprits").iterdir()) == [
-        "step-1-rank-0", "step-2-rank-0", "step-3-rank-0"]
-    assert "already has reports of 3 such steps" in text
-    assert find_culprit(tmp_path).name == "step-3-rank-0"
-    assert find_culprit(tmp_path / "culprits").name == "step-3-rank-0"
-    kept = [path.parent.name for path in tmp_path.glob("culprits/*/model.safetensors")]
-    assert kept == ["step-1-rank-0"], "weights are large: once per run"
-
-
 def test_the_folder_is_json_for_readers_and_batches_for_a_replay(tmp_path):
     batch = clips()
     batch.signals[0, 0] = math.inf
-    told(Recipe(), batch, tmp_path, lr=torch.tensor(0.25))
+    told(Recipe(), batch, folder=tmp_path)
     folder = tmp_path / "culprits/step-12-rank-0"
     assert sorted(path.name for path in folder.iterdir()) == ["batches.pt", "culprit.json", "model.safetensors"]
     content = json.loads((folder / "culprit.json").read_text(), parse_constant=pytest.fail)
-    assert content["accounts"][0]["bad_ids"] == ["clip-0"] and content["lr"] == 0.25
+    assert content["accounts"][0]["bad_ids"] == ["clip-0"] and content["step"] == 12
 
 
-def test_a_disk_that_cannot_be_written_costs_the_report_not_the_run(tmp_path, caplog):
-    (tmp_path / "culprits").write_text("a file where the folder should be", encoding="utf-8")
-    assert "first layer" in told(Recipe("layer"), clips(), tmp_path)
-    assert "could not be written" in caplog.text
+def test_a_folder_of_an_earlier_version_is_replayed(tmp_path):
+    """Its batches are the same, and its JSON has fewer names."""
+    told(Recipe("layer"), clips(), folder=tmp_path)
+    saved = tmp_path / "culprits/step-12-rank-0/culprit.json"
+    saved.write_text(json.dumps({"step": 12, "epoch": 3, "rank": 0, "what": "loss", "scale": 1.0, "lr": 0.25,
+                                 "precision": "fp32", "device": "cpu", "accounts": []}), encoding="utf-8")
+    assert "is model.0.norm (BatchNorm1d)" in replay(Recipe("layer"), tmp_path)
 
 
 def test_a_placeholder_batch_is_never_a_culprit(tmp_path):
     good, stand_in = clips(), dataclasses.replace(clips(), weight=0.0)
     stand_in.signals = stand_in.signals * math.nan
     good.token_lengths[0] = 30
-    text = report(Recipe(), tmp_path, [KeptBatch(good), KeptBatch(stand_in)], step=1)
+    text = told(Recipe(), good, stand_in, folder=tmp_path)
     assert "micro-batch 0" in text and "micro-batch 1" not in text
+
+
+@pytest.mark.parametrize("batch, said", [
+    (None, "could not be written|cannot write into"),  # a file where the folder should be
+    (PaddedBatch([{"id": "a", "file": sys.stdout}]), "TextIO|EncodedFile|pickle"),
+], ids=["a disk", "a batch that can't be pickled"])
+def test_what_cannot_be_saved_costs_the_replay_and_not_the_run(tmp_path, caplog, batch, said):
+    if batch is None:
+        (tmp_path / "culprits").write_text("", encoding="utf-8")
+    assert "sbkit replay" not in told(Recipe("layer"), batch or clips(), folder=tmp_path)
+    assert re.search(f"The culprit of step 12 is not saved: .*({said})", caplog.text)
+    assert batch is None or not list((tmp_path / "culprits").iterdir())
 
 
 # ------------------------------------------------------------------ the pieces
 
 
 def test_measure_tells_nan_inf_and_rows():
-    values = measure(torch.tensor([[1.0, math.nan], [-5.0, 2.0], [math.inf, -math.inf]]))
+    values = measure(torch.tensor([[1.0, math.nan], [-5.0, 2.0], [math.inf, -math.inf]]), "x", "batch")
     assert (values.nan, values.inf, values.minus_inf, values.rows) == (1, 1, 1, [0, 2])
     assert (values.low, values.high) == (-5, 2)
-    assert measure(torch.tensor([True, False])).high == 1
-    assert measure(torch.zeros(0)).low is None
-    assert measure(torch.full((2,), math.nan)).low is None
+    assert measure(torch.tensor([True, False]), "x", "batch").high == 1
+    assert measure(torch.zeros(0), "x", "batch").low is None
+    assert measure(torch.full((2,), math.nan), "x", "batch").low is None
 
 
 class Bare(Recipe):
@@ -332,12 +318,10 @@ def test_a_mask_of_minus_infinity_is_no_culprit():
 
     recipe = Masked(mask=Mask(), bad=nn.Linear(3, 3))
     kept = KeptBatch(torch.ones(2, 3))
-    found = examine(recipe, kept, step=1)
-    assert found.what == "loss" and found.layers[found.first].name == "mask"  # nothing else explains it
+    assert "is mask (Mask): 6 -inf of 6" in examine(recipe, kept, step=1)[0]["where"]  # nothing else explains it
     with torch.no_grad():
         recipe.modules.bad.bias[0] = math.nan
-    found = examine(recipe, kept, step=1)
-    assert found.layers[found.first].name == "bad"
+    assert "is bad (Linear): 2 nan of 6" in examine(recipe, kept, step=1)[0]["where"]
 
 
 def test_checkpointed_layers_are_seen_once():
@@ -345,8 +329,9 @@ def test_checkpointed_layers_are_seen_once():
         def compute_forward(self, batch, stage):
             return torch.utils.checkpoint.checkpoint(self.modules.layer, batch, use_reentrant=False)
 
-    found = examine(Checkpointed(layer=nn.Linear(3, 3)), KeptBatch(torch.ones(2, 3)), step=1)
-    assert [one.name for one in found.layers] == ["layer"] and found.what == "nothing" and not found.error
+    recipe = Checkpointed(layer=nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    account, layers = examine(recipe, KeptBatch(torch.ones(2, 3)), step=1)
+    assert [one.name for one in layers] == ["tensor", "layer.0", "layer.1", "layer"] and not account["bad"]
 
 
 class Pair(NamedTuple):
@@ -365,7 +350,7 @@ BATCHES = [
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: type(batch).__name__)
 def test_batches_of_any_kind_are_read_back(batch, tmp_path):
-    told(Recipe(), batch, tmp_path)
+    told(Recipe(), batch, folder=tmp_path)
     [saved] = load_batches(tmp_path / "culprits/step-12-rank-0/batches.pt", "cpu")
     again = saved["batch"]
     assert type(again) is type(batch) and utterance_ids(again) == utterance_ids(batch)
@@ -373,12 +358,6 @@ def test_batches_of_any_kind_are_read_back(batch, tmp_path):
         assert name == of and torch.equal(one, other)
     if isinstance(batch, PaddedBatch):
         assert torch.equal(again.to("cpu").sig.lengths, batch.sig.lengths) and len(again) == 2
-
-
-def test_what_cannot_be_saved_costs_the_replay_and_not_the_run(tmp_path, caplog):
-    told(Recipe("layer"), PaddedBatch([{"id": "a", "file": open(os.devnull)}]), tmp_path)  # noqa: SIM115
-    assert "The culprit of step 12 is not saved: " in caplog.text and "TextIOWrapper" in caplog.text
-    assert not list((tmp_path / "culprits").iterdir())
 
 
 class Thief:
@@ -406,7 +385,7 @@ def test_a_file_that_would_make_a_process_is_refused(tmp_path):
 
 def test_a_file_that_would_run_something_is_refused(tmp_path, monkeypatch):
     recipe, folder = Recipe("layer"), tmp_path / "culprits/step-12-rank-0"
-    told(recipe, clips(), tmp_path)
+    told(recipe, clips(), folder=tmp_path)
     Thief.folder = tmp_path / "taken"
     torch.save([Thief()], folder / "batches.pt")
     with pytest.raises(SbkitError, match=r"posix\.mkdir, which is not a batch class"):
@@ -427,13 +406,13 @@ def report_of_two(folder):
     batches = [clips(), clips()]
     if ranks.rank() == 1:
         batches[1].token_lengths[2] = 30  # of 20 frames
-    return report(Recipe(), folder, [KeptBatch(batch, rng.capture()) for batch in batches], step=3)
+    return told(Recipe(), *batches, folder=folder, step=3)
 
 
 @pytest.mark.slow
 def test_every_rank_gets_the_report_of_the_rank_that_failed(tmp_path):
     for text in processes.results(report_of_two, str(tmp_path / "run")):
         assert "rank 1, micro-batch 1" in text and "rank 0" not in text.replace("step-3-rank-0", ""), text
-        assert "affected utterances: clip-2" in text
+        assert "every layer's output is finite, but the loss is inf" in text and "clip-2" in text
     assert [path.name for path in (tmp_path / "run/culprits").iterdir()] == ["step-3-rank-1"]
     assert (tmp_path / "run/culprits/step-3-rank-1/model.safetensors").exists()

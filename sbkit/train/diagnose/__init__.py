@@ -1,1 +1,0 @@
-"""Diagnosis of steps that are not finite: the cause, and a copy of the batch to replay."""

@@ -1,0 +1,197 @@
+"""Gradients are summed over ranks by flat all-reduces while backward computes.
+
+In the first backward nothing is known. At its end the ranks agree on the parameters that have a gradient on any rank,
+and on an order: that in which these became ready on the rank that was last. Those parameters are put into buckets, one
+flat tensor each. From then on a bucket is sent as soon as all its gradients are there, one after the other, so that all
+ranks send the same. Each ``grad`` then is a view into its bucket, as with DDP's ``gradient_as_bucket_view``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from sbkit.errors import SbkitError
+from sbkit.train.distributed import ranks
+
+#: The least size of a bucket, as in DDP, and that of the first one, which is sent while most of the model is to come.
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 << 20, 1 << 20
+# Each view begins at a multiple of so many elements, so that kernels can read it 16 bytes at a time.
+_ALIGNMENT = 16
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Gradients of one type on one device that are exchanged together."""
+
+    flat: torch.Tensor
+    parameters: list[Parameter]
+    views: list[torch.Tensor]  # of the parameters' gradients into ``flat``
+    members: frozenset[int]  # the parameters' positions
+    waiting: set[int]  # those without a gradient from this backward yet
+    work: dist.Work | None = field(default=None, repr=False)
+
+
+class GradientExchange:
+    """Sums gradients over ranks at the end of each backward, or takes their mean.
+
+    named_parameters : each parameter once, with its name
+    agree_each_time : agree after every backward on the parameters that it reached on any rank, for scripts whose
+        backwards reach different ones (a GAN), and models that change; the others keep their ``grad``
+    mean : divide by the number of ranks. A second backward on top of exchanged gradients is right with the mean only
+
+    All ranks must run the same armed backwards, and call ``reset`` and ``finish`` together.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, Parameter]], agree_each_time: bool = False,
+                 mean: bool = False):
+        self.world, self.mean, self.agree_each_time = ranks.world_size(), mean, agree_each_time
+        self.armed = True
+        """Whether the next backward exchanges; otherwise it accumulates on this rank."""
+        self._named = list(named_parameters)
+        self._queued = False  # an exchanging backward is running
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        ranks.cpu_group()
+        self.reset()
+
+    def reset(self, agree_each_time: bool | None = None) -> None:
+        """Agree anew in the next backward: other parameters train from now on, or a backward was left by an error."""
+        if self._queued:  # other ranks may be waiting for what the failed backward has not sent
+            self.finish()
+        self.close()
+        if agree_each_time is not None:
+            self.agree_each_time = agree_each_time
+        self.changed: set[str] = set()
+        """Names of parameters that this rank reached, but no rank when all agreed; their gradients were dropped."""
+        self.missed = False
+        """Whether this rank did not reach an agreed parameter in the last exchange, and gave zeros for its gradient."""
+        # In the order in which this rank reached them since the last exchange; not kept once all have agreed for good.
+        self._reached: dict[int, None] = {}
+        self._names = [name for name, p in self._named if p.requires_grad]
+        self._parameters = [p for _, p in self._named if p.requires_grad]
+        self._bucket_of: list[_Bucket | None] = [None] * len(self._names)  # while all agree for good
+        if self.world > 1:
+            self._handles = [p.register_post_accumulate_grad_hook(functools.partial(self._ready, i))
+                             for i, p in enumerate(self._parameters)]
+
+    def close(self) -> None:
+        """Remove the hooks and the buckets."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._buckets: list[_Bucket] = []
+        self._sent, self._queued = 0, False
+
+    def _ready(self, i: int, parameter: torch.Tensor) -> None:
+        """Send what is complete with the gradient of this parameter; autograd calls it once in a backward."""
+        bucket = self._bucket_of[i]
+        if bucket is None:
+            if self._buckets and not self.agree_each_time:  # other ranks don't expect it
+                self.changed.add(self._names[i])
+                parameter.grad = None
+            else:
+                self._reached.setdefault(i)
+        if not self.armed:
+            return
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        if bucket is None:
+            return
+        if bucket.work is not None:
+            raise _reentrant(self._names[i])
+        bucket.waiting.discard(i)
+        while self._sent < len(self._buckets) and not self._buckets[self._sent].waiting:
+            self._send()
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        """Bring the gradients of the next bucket into it, and start its sum over ranks."""
+        bucket = self._buckets[self._sent]
+        self._sent += 1
+        empty, moved, grads = [], [], []
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            grad = parameter.grad
+            if grad is view:  # zeroed in place, and accumulated into
+                continue
+            if grad is None:
+                empty.append(view)
+            else:
+                moved.append(view)
+                grads.append(grad)
+            parameter.grad = view
+        if moved:
+            torch._foreach_copy_(moved, grads)
+        if empty:
+            torch._foreach_zero_(empty)
+            self.missed = True
+        bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Exchange all gradients that were not sent yet.
+
+        A backward that exchanges calls it at its end. Call it outside of a backward for gradients that were accumulated
+        while not armed, or that a CUDA graph has added to the views that ``grad`` holds since the first exchange (zero
+        those in place, as a graph writes to fixed addresses). NCCL lets the stream wait, and not the host.
+        """
+        if self.world == 1:
+            return
+        if self._queued and not self.mean and torch._C._current_autograd_node() is not None:
+            raise _reentrant("the model")
+        self.missed = False
+        if self.agree_each_time or not self._buckets:
+            self._agree()
+        while self._sent < len(self._buckets):
+            self._send()
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+            bucket.work, bucket.waiting = None, set(bucket.members)
+            if self.mean:
+                bucket.flat.div_(self.world)
+        self._sent, self._queued, self._reached = 0, False, {}
+
+    def _agree(self) -> None:
+        """Make buckets of the parameters that any rank reached since the last exchange."""
+        arrival = torch.zeros(len(self._parameters), dtype=torch.int32)
+        reached = [i for i in self._reached if self._parameters[i].grad is not None]
+        arrival[reached] = torch.arange(1, len(reached) + 1, dtype=torch.int32)
+        dist.all_reduce(arrival, op=dist.ReduceOp.MAX, group=ranks.cpu_group())  # on the host: no wait for the device
+        order = [i for i in arrival.argsort(stable=True).tolist() if arrival[i]]
+        if set(order) == {i for bucket in self._buckets for i in bucket.members}:
+            return
+        self._buckets = []
+        complete: list[list[int]] = []
+        begun: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        size: Counter[tuple[torch.dtype, torch.device]] = Counter()
+        for i in order:
+            key = self._parameters[i].dtype, self._parameters[i].device
+            begun.setdefault(key, []).append(i)
+            size[key] += self._parameters[i].nbytes
+            if size[key] >= (BUCKET_BYTES if complete else FIRST_BUCKET_BYTES):
+                complete.append(begun.pop(key))
+                del size[key]
+        for members in [*complete, *begun.values()]:
+            parameters = [self._parameters[i] for i in members]
+            ends = list(accumulate(-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in parameters))
+            flat = torch.zeros(ends[-1], dtype=parameters[0].dtype, device=parameters[0].device)
+            # With the parameters' strides, as fused optimizers want them.
+            views = [flat.as_strided(p.shape, torch.empty_like(p, device="meta").stride(), start)
+                     for p, start in zip(parameters, [0, *ends[:-1]], strict=True)]
+            bucket = _Bucket(flat, parameters, views, frozenset(members), set(members))
+            self._buckets.append(bucket)
+            for i in () if self.agree_each_time else members:
+                self._bucket_of[i] = bucket
+
+
+def _reentrant(what: str) -> SbkitError:
+    return SbkitError(f"a backward ran inside of another one and reached {what}, whose gradients were sent already",
+                      hint="pass use_reentrant=False to torch.utils.checkpoint")
