@@ -11,8 +11,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# ONNX Runtime from 1.32 on reports to its maker as soon as it is imported. Nobody has asked for that, and a process that
-# is forked while its thread looks a name up can't look up any.
+# ONNX Runtime from 1.32 on reports to its maker as soon as it is imported. Nobody has asked for that, and a process
+# that is forked while its thread looks a name up can't look up any.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 # Resolved on first use, so that `import sbkit` costs nothing, and inference never imports training code.
