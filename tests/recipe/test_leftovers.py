@@ -1,6 +1,5 @@
 """No fake tensor outlives its forward, wherever a layer or a Brain keeps it."""
 
-import contextlib
 import functools
 import gc
 from collections import OrderedDict
@@ -113,7 +112,7 @@ class Model:
 
     def __init__(self, keep):
         self.modules, self.keep = nn.ModuleDict({"layer": Caching()}).to("meta"), keep
-        self.trainer, self.keeping_computed = self, contextlib.nullcontext
+        self.trainer = self
         self.objects = SimpleNamespace(rule=LengthRule.identity())
 
     def stand_in(self, utterances, seconds):
@@ -123,7 +122,7 @@ class Model:
         y = self.modules["layer"].linear(batch)
         self.objects.rule(torch.ones(2, dtype=torch.long, device=batch.device))
         self.keep(self.modules["layer"], y)
-        return y.sum()
+        return SimpleNamespace(loss=SimpleNamespace(total=y.sum()))
 
 
 def fake_tensors():
