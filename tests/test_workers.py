@@ -88,12 +88,14 @@ def test_every_test_is_told_of_once_and_the_session_ends_once_in_each_process(tm
     assert {pid for _, pid in used} == {pid for _, pid in ended} and len(ended) == sum(w == "end" for w, _ in lines)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_test_that_takes_too_long_is_stopped_even_where_errors_are_ignored(tmp_path):
     done = session(tmp_path, "--workers", "1", "--timeout", "1", long=LONG)
     assert "Failed: Timeout" in done.stdout and "1 failed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_at_the_first_failure_all_processes_end(tmp_path):
     done = session(tmp_path, "--workers", "2", "-x", failing=FAILS, waiting=WAITS)
@@ -102,12 +104,14 @@ def test_at_the_first_failure_all_processes_end(tmp_path):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_session_whose_processes_cannot_start_ends(tmp_path):
     done = session(tmp_path, "--workers", "2", "-p", "no:capture", one=ONE)
     assert done.returncode == 4 and "before it took a test" in done.stderr, done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_fixture_of_the_session_that_fails_in_the_end_fails_it(tmp_path):
     done = session(tmp_path, "--workers", "1", one="import os\ndef test_of_a_log(log): os.mkdir(log)")
@@ -115,6 +119,7 @@ def test_a_fixture_of_the_session_that_fails_in_the_end_fails_it(tmp_path):
     assert "IsADirectoryError" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_nothing_runs_where_a_file_cannot_be_imported(tmp_path):
     done = session(tmp_path, "--workers", "2", one=ONE, broken="import nothing_of_this_name")

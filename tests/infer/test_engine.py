@@ -239,6 +239,7 @@ def test_a_compiled_model_is_warmed_up_in_every_bucket_and_batches_are_padded_to
             engine.run([bundles.voiced([5] * 100)])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_compiled_model_answers_many_threads(bundle):
     with Engine(bundle, model="torch", device="cpu", compile="default", buckets=[(2, 1.0)], threads=1) as engine:

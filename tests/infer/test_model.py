@@ -85,6 +85,7 @@ def test_long_recordings_say_what_short_ones_say_wherever_they_are_cut(model, sa
     assert found.duration == pytest.approx(len(ids) * 0.04)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_hour_is_transcribed_without_errors(model, tmp_path):
     """And in little memory: its samples alone are 230 MB."""

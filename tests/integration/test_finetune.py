@@ -112,6 +112,7 @@ def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transform
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_whisper_hears_recordings_that_are_longer_than_its_window(home):
     encoders.make(home / "whisper", "whisper", encoder_layers=1)
     command = [{"encoder": "whisper"}.get(word, word) for word in words("whisper", *STILL)]

@@ -24,7 +24,7 @@ from sbkit.cli import main
 from sbkit.export.layout import Config
 from sbkit.runs.restore import load_run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 RATE, OTHERS = 8_000, (16_000, 44_100)
 HERTZ = {"low": 300, "mid": 600, "top": 1200}
 SAID = ["top", "low", "mid", "top"]

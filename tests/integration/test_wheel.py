@@ -90,6 +90,7 @@ def test_the_wheel_says_what_it_is(wheel):
     assert any(name.endswith("/LICENSE") for name in archive.namelist())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_starter_is_checked_trained_exported_transcribed_and_served(installed, tmp_path):
     pytest.importorskip("espeakng_loader", reason="the clips are synthesised with the extra 'demo'")

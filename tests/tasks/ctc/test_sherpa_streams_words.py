@@ -21,7 +21,7 @@ from sbkit.export.runners import open_runner
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.tasks.recognise import sherpa_stream, streaming_graph
 
-pytestmark = pytest.mark.slow  # an export takes some seconds
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # an export takes some seconds; test_sherpa_stream.py is its twin
 
 TAIL = 10_240  # samples of silence that README.md gives, 640 ms
 MOVES = 7_680  # from one window to the next
@@ -152,7 +152,6 @@ def tried(run, made, folder, chunk=None):
     return comparison
 
 
-@pytest.mark.long
 def test_another_chunk_of_those_that_it_learnt_can_be_asked_for(run, made, sherpa_onnx, tmp_path):
     comparison = tried(run, made, tmp_path, 320)
     assert comparison.failures() == [] and "sherpa stream, 320 ms, sherpa" in comparison.table()

@@ -116,6 +116,7 @@ def test_a_killed_process_comes_back_with_all_others_at_the_last_checkpoint(tmp_
         assert later and all(20 <= start["first"] < steps and start["world"] == 2 for start in later)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_range_of_machines_goes_on_without_a_lost_one_and_takes_a_new_one_in(tmp_path):
     with Cluster(tmp_path, "1:2", SCRIPT, [str(tmp_path), "100000"]) as cluster:
