@@ -1,5 +1,6 @@
 """sbkit clean: what it refuses, and a whole one, which the same command takes up again."""
 
+import contextlib
 import csv
 import os
 import sys
@@ -41,13 +42,14 @@ def words(tmp_path):
 @pytest.fixture
 def forked(monkeypatch):
     """Each fold's run is a process whose imports are done."""
-    def start(command, env):
+    @contextlib.contextmanager
+    def child(command):
         ended = processes.program(processes.command, os.getcwd(), *command[command.index("sbkit") + 1:])
         print(ended.stdout, end="", flush=True)
         print(ended.stderr, end="", file=sys.stderr, flush=True)
-        return SimpleNamespace(wait=lambda: ended.returncode, poll=lambda: ended.returncode)
+        yield SimpleNamespace(wait=lambda: ended.returncode, poll=lambda: ended.returncode)
 
-    monkeypatch.setattr(folds, "subprocess", SimpleNamespace(Popen=start))
+    monkeypatch.setattr(folds.processes, "child", child)
 
 
 @pytest.mark.parametrize("given, message", [

@@ -233,7 +233,7 @@ def test_leaving_the_group_waits_for_its_threads():
 CASES = [(INIT := 'ranks.init(torch.device("cpu"))', ""), (f"dist.init_process_group('gloo'); {INIT}", ""),
          (INIT, "dist.destroy_process_group()"), ("dist.init_process_group('gloo')", "")]
 ENDS_AT_ONCE = """
-import atexit, gc, os, pathlib, speechbrain, torch._dynamo, torch.distributed as dist
+import atexit, gc, os, pathlib, speechbrain, time, torch._dynamo, torch.distributed as dist
 gc.freeze()
 names = lambda: [task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]
 atexit.register(lambda: print("at the end", sum("gloo" in name for name in names())))  # runs after all others
@@ -248,7 +248,11 @@ exec(joins)
 layer = torch.nn.Linear(4, 4)
 exchanged = exchange.GradientExchange(layer.named_parameters())
 layer(torch.ones(2, 4)).sum().backward()
-print("before", sum("gloo" in name for name in names()))
+for _ in range(500):  # until both threads have their names
+    if (count := sum("gloo" in name for name in names())) > 1:
+        break
+    time.sleep(0.01)
+print("before", count)
 exec(leaves)
 """
 
