@@ -130,7 +130,9 @@ def _with_mean(known: OldSet, folder: Path, device: torch.device, tested: Brain)
         rates[share] = [_score(recipe, brain, part, "dev").stats[known.metric] for part in (OLD, NEW)]
     logger.info("Means with the initial weights, %s on the dev sets: %s", known.metric, "; ".join(
         f"{share:g} of the new weights: old {old:.2f}, new {new:.2f}" for share, (old, new) in rates.items()))
-    best = (min if known.lower_is_better else max)(rates, key=lambda share: sum(rates[share]))
+    # Of those that haven't forgotten on dev, if there are any: a mean that learnt more by forgetting helps nobody.
+    kept = [share for share, (old, _) in rates.items() if not known.is_worse(old)] or list(rates)
+    best = (min if known.lower_is_better else max)(kept, key=lambda share: sum(rates[share]))
     mean.take(best)
     old, new = (_score(recipe, brain, part, "test").stats[known.metric] for part in (OLD, NEW))
     return dataclasses.replace(known, **(dict.fromkeys(("share", "old", "new")) if known.is_worse(old) else
