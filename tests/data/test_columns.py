@@ -298,4 +298,3 @@ def test_all_that_handles_batches_handles_their_columns(utterances, samples, tim
     assert isinstance(part.columns["clean"], Padded) and len(part.columns["mood"]) == utterances
     for a, b in zip(part.tensors(), batch.tensors(), strict=True):
         assert torch.equal(a, b)
-    assert batches.largest(batch) == utterances * samples
