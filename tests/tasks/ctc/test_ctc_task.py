@@ -98,6 +98,7 @@ def test_views_that_differ_are_drawn_together_more_and_more(tmp_path, batch):
     made.keys.schedule.total_steps = 100  # 10 steps of warming up
     for step, share in ((0, 0.1), (4, 0.5), (50, 1.0)):
         made.optimizer_step = step
+        made.write_numbers(step + 1)
         scores, found = loss(made, batch)
         apart = consistency(scores.ctc.log_softmax(-1), scores.frames)
         assert apart > 0
