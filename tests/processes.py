@@ -184,15 +184,18 @@ def sbkit(*words: object, cwd: Path = ROOT, ranks: int = 1, code: int = 0, timeo
 
 
 def killed(when: Callable[[], bool], *words: object, cwd: Path = ROOT, timeout: float = 200,
-           **environment: str) -> None:
-    """Start the same and kill it, and nothing that it started, as soon as something holds."""
+           **environment: str) -> bool:
+    """Start the same and kill it, and nothing that it started, as soon as something holds; False if it ended before."""
     words = str(cwd), *map(str, words)
     process = _started(_program, os.devnull, os.devnull, ON_A_CPU | environment, command, words)
     until = time.monotonic() + timeout
     try:
         while not when():
+            if process.exitcode == 0:
+                return False
             assert process.exitcode is None and time.monotonic() < until, f"{words}: {process.exitcode}"
             time.sleep(0.02)
+        return True
     finally:
         process.kill()
         process.join()

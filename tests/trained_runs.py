@@ -90,7 +90,7 @@ def assert_close(found: dict[str, Any], wanted: dict[str, Any], weights: float, 
 
 def kill_after(step: int, out: Path, *words: object, **how: Any) -> None:  # what `processes.killed` takes
     """Start a command and kill it as soon as its run has saved this step or a later one."""
-    processes.killed(lambda: saved_step(out) >= step, *words, **how)
+    assert processes.killed(lambda: saved_step(out) >= step, *words, **how), f"it ended before it saved step {step}"
 
 
 @contextlib.contextmanager

@@ -1,0 +1,109 @@
+"""Commands that are killed at random moments, again and again: the next start goes on to the same result.
+
+Training is killed at chosen places by test_kill_resume.py. ``make tried`` kills each command twenty times.
+"""
+
+import json
+import os
+import random
+import time
+
+import bundles
+import numpy as np
+import processes
+import pytest
+import soundfile
+import tried
+from processes import ROOT
+from test_label_run import SMALL as LEARNS
+from trained_runs import different, outcome, tones
+
+KILLS = int(os.environ.get("SBKIT_KILLS", "2"))
+SMALL = ("--no-check --noprogressbar --language none --step_seconds 4 --max_batch_seconds 20 --number_of_epochs 2 "
+         "--d_model 16 --nhead 2 --d_ffn 16 --num_encoder_layers 1 --cnn_channels 4 --lr 0.01 --num_workers 0 "
+         "--precision fp32 --ckpt_interval_minutes 0 --ckpt_interval_steps 4 --log_interval 0 "
+         "--spec_augment null").split()
+
+
+def label(home):
+    """Labels of recordings, in the order in which they are written down, and what was left out."""
+    drawn = np.random.default_rng(3)
+    bundles.make(home / "bundle")
+    lines = []
+    for name, count, noise in (("dev", 60, 0.5), ("audio", 300, 0.4)):
+        (home / name).mkdir()
+        for i in range(count):
+            text = " ".join(drawn.choice(["good", "people", "hear", "birds"], 4))
+            heard = np.array(bundles.spell(text)) + drawn.normal(0, drawn.uniform(0, noise), len(bundles.spell(text)))
+            soundfile.write(home / name / f"{i}.wav", bundles.voiced(list(heard)), bundles.RATE, subtype="FLOAT")
+            if name == "dev":
+                lines.append(json.dumps({"audio_filepath": f"dev/{i}.wav", "text": text}))
+    (home / "dev.jsonl").write_text("\n".join(lines) + "\n")
+    words = ["label", "bundle", "audio", "--calibrate", "dev.jsonl", "--batch-seconds", 4, "--to"]
+    return words, lambda out: {path: sorted((out / path).read_text().replace(str(out), "OUT").splitlines())
+                               for path in ("train.jsonl", "labelling/left_out-train.jsonl")}
+
+
+def prepare(home):
+    """Manifests and tokenizer of a corpus."""
+    tones(home / "data", 1000, 40)
+    words = ["prepare", ROOT / "hparams" / "ctc.yaml", "--data_folder", "data", "--language", "none", "--output_folder"]
+    return words, lambda out: {path.name: path.read_bytes().replace(str(out).encode(), b"OUT")
+                               for path in [*out.glob("manifests/*.csv"), *out.rglob("*.model"), *out.rglob("*.vocab")]}
+
+
+def clean(home):
+    """The list of rows whose labels are wrong, of which three were made so."""
+    tones(home / "data", 60, 12, shortest=0.6)
+    path = home / "data" / "train.csv"
+    lines = path.read_text().splitlines()
+    for i in (3, 10, 20):
+        row, _, word = lines[i].rpartition(",")
+        lines[i] = f"{row},{'low' if word == 'high' else 'high'}"
+    path.write_text("\n".join(lines) + "\n")
+    words = ["clean", ROOT / "hparams" / "ctc.yaml", *LEARNS, "--ckpt_interval_steps", 25, "--data_folder", "data",
+             "--output_folder"]
+    return words, lambda out: {"suspects": (out / "clean" / "suspects.csv").read_text()} | {
+        f"fold {i}": outcome(fold) for i, fold in enumerate(sorted(out.glob("clean/*/fold-*")))}
+
+
+def replay(home):
+    """A run that goes on from another one, and trains on the data of both."""
+    for name in ("old", "new"):
+        tones(home / name, 60, 12)
+    for path in (home / "new").glob("*.csv"):
+        text = path.read_text()
+        for english, other in (("low", "tief"), ("high", "hoch"), ("both", "mu")):
+            text = text.replace(f",{english}\n", f",{other}\n")
+        path.write_text(text)
+    words = ["train", ROOT / "hparams" / "ctc.yaml", *SMALL, "--cnn_first_channels", 4, "--schedule.max_rise_per_step",
+             "null", "--schedule.max_lr_at_chance", "null"]
+    processes.sbkit(*words, "--data_folder", "old", "--output_folder", "source", "--least_steps", 60, cwd=home)
+    return [*words, "--data_folder", "new", "--language", "de", "--init_from", "source", "--replay", 0.3,
+            "--least_steps", 120, "--output_folder"], outcome
+
+
+def transducer(home):
+    tones(home / "data", 60, 12)
+    return ["train", ROOT / "hparams" / "transducer.yaml", *SMALL, "--data_folder", "data", "--least_steps", 60,
+            "--output_folder"], outcome
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", [label, prepare, clean, replay, transducer])
+def test_a_command_that_is_killed_at_random_goes_on_to_the_same_result(command, tmp_path):
+    words, result = command(tmp_path)
+    began = time.monotonic()
+    processes.sbkit(*words, tmp_path / "whole", cwd=tmp_path)
+    seconds, wanted = time.monotonic() - began, result(tmp_path / "whole")
+    drawn, kills, rounds = random.Random(1), 0, 0
+    while kills < KILLS:
+        out, rounds, here = tmp_path / f"killed{rounds}", rounds + 1, 0
+        while kills < KILLS and here < 4:
+            until = time.monotonic() + drawn.uniform(0.05, 0.8) * seconds
+            if not processes.killed(lambda until=until: time.monotonic() > until, *words, out, cwd=tmp_path):
+                break
+            kills, here = kills + 1, here + 1
+        processes.sbkit(*words, out, cwd=tmp_path)
+        assert different(result(out), wanted) == [], f"after {kills} kills"
+    tried.record("kill -9 at random moments of label, prepare, clean, a run with old data, a transducer", kills)
