@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from sbkit.errors import SbkitError, first_line, shown
 
 #: Far more than any codec has: limits what a damaged file can make us allocate.
-MAX_BOOKS, MAX_ENTRIES = 256, 1 << 24
+MAX_BOOKS, MAX_ENTRIES, MAX_RATE = 256, 1 << 24, 1 << 20
 
 
 class InvalidCode(SbkitError):
@@ -52,8 +52,8 @@ class Books:
                              f"not {shown(self.sizes)}")
         object.__setattr__(self, "sizes", tuple(map(int, self.sizes)))
         rate = self.frame_rate
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not math.isfinite(rate) or rate <= 0:
-            raise SbkitError(f"frame_rate must be a number above 0, not {shown(rate)}")
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate <= MAX_RATE:
+            raise SbkitError(f"frame_rate must be a number above 0 and at most {MAX_RATE}, not {shown(rate)}")
         if not _whole(self.sample_rate, 1 << 31):
             raise SbkitError(f"sample_rate must be a whole number above 0, not {shown(self.sample_rate)}")
         if not isinstance(self.codec, str) or not re.fullmatch(r"[0-9a-f]{64}", self.codec):

@@ -78,7 +78,8 @@ def test_the_error_comes_out_of_another_process_whole():
 @pytest.mark.parametrize("changed, words", [
     ({"sizes": ()}, "sizes"), ({"sizes": (0,)}, "sizes"), ({"sizes": (4.0,)}, "sizes"), ({"sizes": (True,)}, "sizes"),
     ({"sizes": (1 << 40,)}, "sizes"), ({"frame_rate": 0}, "frame_rate"), ({"frame_rate": float("nan")}, "frame_rate"),
-    ({"frame_rate": "50"}, "frame_rate"), ({"sample_rate": 16000.0}, "sample_rate"), ({"codec": "me"}, "codec"),
+    ({"frame_rate": "50"}, "frame_rate"), ({"frame_rate": 10**400}, "frame_rate"),
+    ({"sample_rate": 16000.0}, "sample_rate"), ({"codec": "me"}, "codec"),
     ({"codec": None}, "codec"),
 ])
 def test_codebooks_that_cannot_be_are_refused(changed, words):
