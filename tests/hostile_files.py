@@ -38,7 +38,7 @@ from sbkit.codes import Books, Codes, writing
 from sbkit.data import audio, measure, mp3, suspects
 from sbkit.data.manifest import Manifest
 from sbkit.data.sources import open_source
-from sbkit.decode import arpa, kenlm_binary, kneser_ney, lm
+from sbkit.decode import arpa, kneser_ney
 from sbkit.decode.hotwords import phrase_boosts
 from sbkit.errors import SbkitError
 from sbkit.export.layout import Config
@@ -188,14 +188,14 @@ def language_model(folder: Path, name: str) -> Callable[[], None]:
     corpus = kneser_ney.read(TEXTS, 1)
     model, _, _ = kneser_ney.estimate(corpus, 3, ())
     path = folder / name
-    (kenlm_binary if name.endswith(".bin") else arpa).write(model, path)
+    arpa.write(model, path)
     bundle = bundles.make(folder.with_name(f"bundle of {folder.name}"))
     vocabulary = Vocabulary.read(bundle, Config.read(bundle))
     rng = np.random.default_rng(0)
     scores = -rng.exponential(3, (30, len(bundles.PIECES))).astype(np.float32)
 
     def use() -> None:
-        found = lm.load(path)
+        found = arpa.read(path)
         found.quality(TEXTS[:6])
         search = decoder(vocabulary, {"lm": str(path), "beam": 4, "hot_words": phrase_boosts(["ab"])})
         search.tokens([[search.keep(scores)]])
@@ -414,7 +414,7 @@ def imported(folder: Path) -> Callable[[], None]:
 
 KINDS = {each.__name__: each for each in (recogniser, voice, codec, manifest, spaced, json_lines, codes, tables,
                                           recordings, archive, reproduction, initial, imported)} | {
-    "transducer": partial(recogniser, make=bundles.make_transducer), "kenlm": partial(language_model, name="lm.bin"),
+    "transducer": partial(recogniser, make=bundles.make_transducer),
     "arpa_text": partial(language_model, name="lm.arpa"), "arpa_packed": partial(language_model, name="lm.arpa.gz")}
 
 

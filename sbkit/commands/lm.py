@@ -18,7 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", metavar="TEXT", nargs="+",
                         help="text files (.gz too), - for stdin, manifests, or runs (their training transcripts)")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True,
-                        help="output: ARPA (.gz: compressed), or .bin for KenLM's binary")
+                        help="output: an ARPA file (.gz: compressed)")
     parser.add_argument("--order", type=int, default=3, metavar="N", help="words in the longest n-gram (3)")
     parser.add_argument("--prune", type=_prune, metavar="P",
                         help="1e-7: drop n-grams that change the perplexity by less; "
@@ -30,7 +30,6 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="the run that the model is for: texts are normalised by its rules")
     parser.add_argument("--evaluate", metavar="TEXT", nargs="+", default=[],
                         help="text to report perplexity and unknown words on (default: the run's dev transcripts)")
-    parser.add_argument("--binary", action="store_true", help="write KenLM's binary next to the ARPA file")
 
 
 def _prune(text: str) -> list[int] | int | float:
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         report = lm.build(
             _texts(sources, rules), args.out, order=args.order, prune=args.prune, unit=args.unit,
             tokenizer=None if run is None else run.tokenizer, min_count=args.min_count,
-            evaluate=_texts(held_out, rules) if held_out else None, binary=args.binary,
+            evaluate=_texts(held_out, rules) if held_out else None,
             held_out=", ".join("stdin" if name == "-" else name for name in held_out))
     except OSError as error:
         raise disk.unwritable(args.out, "--out", error) from error

@@ -40,7 +40,7 @@ def add_model(parser: argparse.ArgumentParser, formats: str = "onnx, int8 (on a 
 
 def add_search(parser: argparse.ArgumentParser) -> None:
     """Add the options of a search with a language model and hot words."""
-    parser.add_argument("--lm", metavar="FILE", help="a language model: ARPA, or KenLM's binary")
+    parser.add_argument("--lm", metavar="FILE", help="a language model: an ARPA file")
     parser.add_argument("--lm-weight", type=float, metavar="W", help="factor for the language model's scores")
     parser.add_argument("--word-score", type=float, metavar="W", help="score added for each word of a transcript")
     parser.add_argument("--beam", type=int, help="number of hypotheses kept at each step")

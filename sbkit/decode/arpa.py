@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from sbkit.decode.language_model import MAX_ORDER
-from sbkit.decode.ngram import Level, NGram
+from sbkit.decode.ngram import MAX_ORDER, Level, NGram
 from sbkit.errors import SbkitError, shown
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write
 
 _BLOCK_BYTES = 1 << 22
-#: Maximum size of the text; larger models should be KenLM binaries, which are memory-mapped.
+#: Maximum size of the text.
 _MAX_BYTES = 1 << 33
 _COUNT = re.compile(rb"ngram[ \t]+(\d{1,18})[ \t]*=[ \t]*(\d{1,18})(?!\d)")
 
@@ -63,7 +62,10 @@ def read(path: str | Path) -> NGram:
     data = _bytes(path)
     begin = data.find(b"\\data\\")
     if begin < 0:
-        raise SbkitError(f"{path} is not an ARPA language model", hint="such a file has a section \\data\\")
+        binary = data.startswith(b"mmap lm http://kheafield.com/code")
+        raise SbkitError(f"{path} is not an ARPA language model",
+                         hint="it is KenLM's binary: use the ARPA file that it was made from" if binary
+                         else "such a file has a section \\data\\")
     first = _section(data, 1, begin)
     header = data[begin:first if first >= 0 else len(data)]
     counts = [(int(order), int(count)) for order, count in _COUNT.findall(header)]

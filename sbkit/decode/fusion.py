@@ -9,7 +9,7 @@ import numpy as np
 
 from sbkit.decode import hashing
 from sbkit.decode.hotwords import HotWords
-from sbkit.decode.language_model import SPECIAL, LanguageModel
+from sbkit.decode.ngram import SPECIAL, NGram
 from sbkit.decode.pieces import Pieces
 
 # The score of a word outside the lexicon: lower than any other path's, but without another the search still has a
@@ -34,7 +34,7 @@ class Fusion:
     per_piece : the model is over pieces
     """
 
-    def __init__(self, pieces: Pieces, model: LanguageModel | None, lexicon: Collection[str] | None, hot: HotWords,
+    def __init__(self, pieces: Pieces, model: NGram | None, lexicon: Collection[str] | None, hot: HotWords,
                  per_piece: bool = False):
         self.pieces, self.model, self.hot, self.per_piece = pieces, model, hot, per_piece
         self.closed = lexicon is not None

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sbkit.decode.language_model import BEGIN, END, SPECIAL
-from sbkit.decode.ngram import NEVER, Level, NGram
+from sbkit.decode.ngram import BEGIN, END, NEVER, SPECIAL, Level, NGram
 from sbkit.errors import SbkitError
 
 # Discounts for texts too small to estimate them from.

@@ -1,4 +1,4 @@
-"""Language models for a beam search: estimated, loaded from ARPA or KenLM's binary, checked against the tokens."""
+"""Language models for a beam search: estimated, loaded from ARPA, checked against the tokens."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from sbkit.decode import arpa, kenlm_binary, kneser_ney
-from sbkit.decode.language_model import BEGIN, END, LN10, SPECIAL, LanguageModel, Quality
-from sbkit.decode.ngram import Level, NGram
+from sbkit.decode import arpa, kneser_ney
+from sbkit.decode.ngram import BEGIN, END, LN10, SPECIAL, Level, NGram, Quality
 from sbkit.decode.pieces import Pieces
 from sbkit.decode.spans import WORD_START
 from sbkit.errors import SbkitError
@@ -39,7 +38,7 @@ _CHECKED_WORDS = 10_000  # words that are checked against the tokens
 class LMReport:
     """An estimated language model, and how well it predicts a text."""
 
-    files: list[Path]
+    file: Path
     unit: str
     counts: list[int]  # n-grams of each order
     counted: list[int]  # before pruning
@@ -64,18 +63,17 @@ class LMReport:
             table(["order", "n-grams", "before pruning", "discounts"], rows),
             f"perplexity {quality.perplexity:.2f} on {text} ({quality.perplexity_with_unknown:.2f} with unknown "
             f"{self.unit}s), {quality.unknown} of {quality.words} {self.unit}s unknown ({quality.unknown_share:.2f} %)",
-            f"written in {time_span(self.seconds)}: {', '.join(map(str, self.files))}",
+            f"written in {time_span(self.seconds)}: {self.file}",
         ])
 
 
 def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence[int] | float | None = None,
           unit: str = "word", tokenizer: Tokenizer | None = None, min_count: int = 1,
-          evaluate: Iterable[str] | None = None, binary: bool = False,
-          held_out: str = "the text given for it") -> LMReport:
+          evaluate: Iterable[str] | None = None, held_out: str = "the text given for it") -> LMReport:
     """Estimate a Kneser-Ney language model from text and write it.
 
     texts : sentences, with words separated by spaces
-    out : an ARPA file, compressed if it ends in ``.gz``, or KenLM's binary if it ends in ``.bin``
+    out : an ARPA file, compressed if it ends in ``.gz``
     order : words in the longest n-gram
     prune : counts leave out n-grams that occur this often or less, one per order, such as [0, 0, 1] (the last
         holds for all higher orders, and a single number for all but words); a threshold such as 1e-7 leaves out n-grams
@@ -84,7 +82,6 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
     tokenizer : a ``sbkit.data.tokens.Tokenizer``, for pieces
     min_count : words that occur less often become the unknown word
     evaluate : text to report perplexity and unknown words on; by default ``texts``
-    binary : write KenLM's binary next to the ARPA file
     held_out : the name of that text in the report
     """
     began = time.perf_counter()
@@ -107,16 +104,8 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
         logger.info("The text is too small to estimate the discounts of order %s; using %s.", ", ".join(fallback),
                     kneser_ney.FALLBACK)
     quality = model.quality(corpus.texts() if evaluate is None else map(spell, evaluate))
-    files = [out]
-    if out.suffix == ".bin":
-        kenlm_binary.write(model, out)
-    else:
-        arpa.write(model, out)
-        if binary:
-            name = out.name.removesuffix(".gz").removesuffix(".arpa")
-            files.append(out.with_name(f"{name}.bin"))
-            kenlm_binary.write(model, files[-1])
-    return LMReport(files, unit, model.counts, counted, discounts, corpus.sentences, corpus.tokens,
+    arpa.write(model, out)
+    return LMReport(out, unit, model.counts, counted, discounts, corpus.sentences, corpus.tokens,
                     len(corpus.words) - len(SPECIAL), quality, "" if evaluate is None else held_out,
                     time.perf_counter() - began)
 
@@ -166,19 +155,7 @@ def _open(path: Path) -> IO[str]:
     return (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8")
 
 
-def load(path: str | Path) -> LanguageModel:
-    """Load a model from an ARPA file, or from KenLM's binary, which is memory-mapped."""
-    path = Path(path)
-    try:
-        binary = kenlm_binary.is_kenlm_binary(path)
-    except FileNotFoundError:
-        raise SbkitError(f"{path}: there is no such language model", hint="sbkit lm estimates one from text") from None
-    except OSError as error:
-        raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
-    return kenlm_binary.KenLM(path) if binary else arpa.read(path)
-
-
-def unit_of(model: LanguageModel, pieces: Pieces, unit: str | None = None, name: str = "the language model") -> str:
+def unit_of(model: NGram, pieces: Pieces, unit: str | None = None, name: str = "the language model") -> str:
     """Return whether a model is over words or over these pieces; raises if neither.
 
     unit : the required unit; None detects it

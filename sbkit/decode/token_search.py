@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from sbkit.decode import arpa
 from sbkit.decode import lm as language_models
 from sbkit.decode.fusion import Fusion, FusionWeights
 from sbkit.decode.hotwords import DEFAULT_BOOST, HotWords, phrase_boosts
@@ -54,7 +55,7 @@ class TokenSearch(ABC):
     (``workers``); its speed depends on how many tokens are likely per frame, not on the size of the vocabulary.
 
     tokenizer : the model's ``sbkit.data.tokens.Tokenizer``, or its pieces in order of their ids; can be set later
-    lm : a language model over words or over the tokenizer's pieces: ARPA (``.gz`` too) or KenLM's binary
+    lm : a language model over words or over the tokenizer's pieces: an ARPA file, ``.gz`` too
     lexicon : the only words that may be transcribed, or a file whose lines begin with them
     beam : hypotheses kept per utterance; None: 64 for CTC, 16 for a transducer
     token_beam : tokens considered per frame
@@ -179,7 +180,7 @@ class TokenSearch(ABC):
         """Language model, lexicon and hot words, checked against the tokens."""
         pieces, model, per_piece = self.pieces, None, False
         if self.lm is not None:
-            model = language_models.load(self.lm)
+            model = arpa.read(self.lm)
             per_piece = language_models.unit_of(model, pieces, self.unit, str(self.lm)) == "piece"
         for word in self.hot_words.words:
             if not pieces.spells(word):

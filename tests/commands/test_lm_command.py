@@ -9,7 +9,7 @@ import pytest
 import run_folders
 
 from sbkit.cli import main
-from sbkit.decode import lm
+from sbkit.decode import arpa, lm
 
 TEXT = ["the cat sat on the mat", "the dog sat on the cat", "a cat and a dog", "the mat"]
 
@@ -33,15 +33,14 @@ def estimate(home, *words):
 
 
 def test_a_model_of_text_files_and_its_report(home, tmp_path, capsys):
-    assert estimate(home, "{home}/text.txt", "--out", tmp_path / "lm.arpa", "--evaluate", "{home}/held.txt",
-                    "--binary") == 0
+    assert estimate(home, "{home}/text.txt", "--out", tmp_path / "lm.arpa", "--evaluate", "{home}/held.txt") == 0
     output = capsys.readouterr().out
     assert "19 words in 4 sentences, 8 different" in output
     assert f" on {home}/held.txt (" in output and "1 of 5 words unknown (20.00 %)" in output
     expected = lm.build(TEXT, tmp_path / "same.arpa", evaluate=["the cat sat", "the bird"])
     assert f"perplexity {expected.quality.perplexity:.2f} " in output
     assert (tmp_path / "lm.arpa").read_bytes() == (tmp_path / "same.arpa").read_bytes()
-    assert lm.load(tmp_path / "lm.bin").counts == expected.counts
+    assert arpa.read(tmp_path / "lm.arpa").counts == expected.counts
 
 
 def test_packed_files_stdin_and_manifests_are_the_same_text(home, tmp_path, monkeypatch):
@@ -66,7 +65,7 @@ def test_packed_files_stdin_and_manifests_are_the_same_text(home, tmp_path, monk
 def test_pruning_order_and_rare_words(home, tmp_path, capsys, prune):
     assert estimate(home, "{home}/text.txt", "--out", tmp_path / "lm.arpa.gz", "--order", 4, "--prune", prune,
                     "--min-count", 2) == 0
-    model = lm.load(tmp_path / "lm.arpa.gz")
+    model = arpa.read(tmp_path / "lm.arpa.gz")
     assert "and" not in model.ids and "cat" in model.ids and all(model.counts)
     assert len(capsys.readouterr().out.split("fallback)")) == 5  # a row for each order, whatever is left of it
     assert sum(model.counts) < sum(lm.build(TEXT, tmp_path / "whole.arpa", order=4, min_count=2).counts)
@@ -84,10 +83,10 @@ def test_a_run_gives_its_transcripts_its_rules_and_its_pieces(home, tmp_path, ca
     # Text that is written otherwise becomes like the transcripts.
     (home / "shout.txt").write_text("THE BRAVE Teacher, finds; an old ladder!\n")
     assert estimate(home, "{home}/shout.txt", "--like", run, "--out", tmp_path / "like.arpa", "--order", 2) == 0
-    written = set(lm.load(tmp_path / "like.arpa").words) - {"<unk>", "<s>", "</s>"}
+    written = set(arpa.read(tmp_path / "like.arpa").words) - {"<unk>", "<s>", "</s>"}
     assert written == set("the brave teacher finds an old ladder".split())
     assert estimate(home, "{home}/shout.txt", "--like", run, "--unit", "piece", "--out", tmp_path / "pieces.arpa") == 0
-    assert {"▁", "b"} < set(lm.load(tmp_path / "pieces.arpa").words)
+    assert {"▁", "b"} < set(arpa.read(tmp_path / "pieces.arpa").words)
 
 
 @pytest.mark.parametrize("words, message", [

@@ -6,9 +6,8 @@ import gzip
 
 import pytest
 
-from sbkit.decode import kenlm_binary, kneser_ney, lm
+from sbkit.decode import arpa, kneser_ney, lm
 from sbkit.decode.beam import BeamSearch
-from sbkit.decode.ngram import NGram
 from sbkit.decode.pieces import Pieces
 from sbkit.errors import SbkitError
 
@@ -31,8 +30,8 @@ class Tokenizer:
 
 
 def test_a_model_is_written_and_reported(tmp_path):
-    report = lm.build(iter(TEXT), tmp_path / "lm.arpa", order=3, evaluate=["the cat sat", "the bird"], binary=True)
-    assert report.files == [tmp_path / "lm.arpa", tmp_path / "lm.bin"]
+    report = lm.build(iter(TEXT), tmp_path / "lm.arpa", order=3, evaluate=["the cat sat", "the bird"])
+    assert report.file == tmp_path / "lm.arpa"
     assert (report.sentences, report.tokens, report.vocabulary) == (4, 19, 8)
     assert report.held_out
     assert (report.quality.words, report.quality.unknown) == (5, 1)
@@ -40,17 +39,13 @@ def test_a_model_is_written_and_reported(tmp_path):
     assert "19 words in 4 sentences, 8 different" in text
     assert "1 of 5 words unknown (20.00 %)" in text
     assert "on the text given for it" in text
-    for path, kind in zip(report.files, (NGram, kenlm_binary.KenLM), strict=True):
-        model = lm.load(path)
-        assert isinstance(model, kind)
-        assert model.counts == report.counts
-        quality = model.quality(["the cat sat", "the bird"])
-        assert quality.perplexity == pytest.approx(report.quality.perplexity, rel=1e-4)
+    model = arpa.read(report.file)
+    assert model.counts == report.counts
+    assert model.quality(["the cat sat", "the bird"]).perplexity == pytest.approx(report.quality.perplexity, rel=1e-4)
 
 
 def test_without_other_text_the_report_is_of_the_text_itself(tmp_path):
-    report = lm.build(iter(TEXT), tmp_path / "lm.bin", min_count=2)
-    assert report.files == [tmp_path / "lm.bin"]
+    report = lm.build(iter(TEXT), tmp_path / "lm.arpa", min_count=2)
     assert not report.held_out
     assert (report.quality.words, report.quality.unknown) == (19, 1)  # "and"
     assert "on the text it was estimated from" in str(report)
@@ -70,8 +65,8 @@ def test_a_model_over_pieces_serves_a_search_over_them(tmp_path):
     assert report.unit == "piece"
     search = BeamSearch(Tokenizer(), lm=tmp_path / "pieces.arpa")
     assert search.fusion.per_piece
-    assert lm.unit_of(lm.load(tmp_path / "pieces.arpa"), Pieces(LETTERS)) == "piece"
-    assert not BeamSearch(Tokenizer(), lm=lm.build(TEXT, tmp_path / "words.arpa").files[0]).fusion.per_piece
+    assert lm.unit_of(arpa.read(tmp_path / "pieces.arpa"), Pieces(LETTERS)) == "piece"
+    assert not BeamSearch(Tokenizer(), lm=lm.build(TEXT, tmp_path / "words.arpa").file).fusion.per_piece
 
 
 def test_files_are_read_line_by_line(tmp_path):

@@ -38,6 +38,7 @@ import sentencepiece
 import torch
 
 from sbkit.decode import lm
+from sbkit.decode.arpa import read
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.fusion import FusionWeights
 from sbkit.score.edits import count
@@ -113,7 +114,7 @@ def make_task(size: int, utterances: int, folder: Path, seed: int = 0) -> Task:
             input=str(text), model_prefix=str(folder / str(size)), minloglevel=2, unk_id=0, bos_id=-1, eos_id=-1,
             character_coverage=1.0, **kind)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / f"{size}.model"))
-    lm.build(train, arpa, order=3, prune=[0, 0, 1], binary=True)
+    lm.build(train, arpa, order=3, prune=[0, 0, 1])
     pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
     rng = np.random.default_rng(seed)
     sounds = rng.normal(size=(len(pieces), SOUNDS)) / math.sqrt(SOUNDS)
@@ -170,7 +171,7 @@ def speechbrain(task: Task, beam: int, name: str, weights: Pair = UNTUNED) -> De
 def flashlight(task: Task, beam: int, tokens: int | None) -> Decode:
     from torchaudio.models.decoder import ctc_decoder
 
-    words = [word for word in lm.load(task.arpa).words if word not in ("<unk>", "<s>", "</s>")]
+    words = [word for word in read(task.arpa).words if word not in ("<unk>", "<s>", "</s>")]
     lexicon = task.arpa.with_suffix(".lexicon")
     lexicon.write_text("".join(f"{word} {' '.join(task.spell(word))}\n" for word in words))
     search = ctc_decoder(

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
-from sbkit.decode import kenlm_binary
 from sbkit.decode.fusion import FusionWeights
 from sbkit.decode.joint import JointSearch
 from sbkit.decode.search_options import hot_words
@@ -242,7 +241,7 @@ def _normalised(phrases: Mapping[str, float], rules: Callable[[str], str]) -> di
 def search_processes(search: TokenSearch, utterances: int) -> Iterator[None]:
     """Context in which a search uses as many processes as pay off."""
     before = search.workers
-    small = search.lm is None or kenlm_binary.is_kenlm_binary(search.lm) or os.path.getsize(search.lm) < LARGE
+    small = search.lm is None or os.path.getsize(search.lm) < LARGE
     if small and search.keeps_events:
         search.workers = max(before, min(usable_cores() // ranks.world_size(), utterances // _PER_PROCESS) - 1)
     try:
