@@ -122,7 +122,10 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
         if not near and (not hasattr(cls, "stand_in") or root.value[key].value is None):
             continue  # a user's script may read any key, and null leaves out what an included recipe has
         longer = sorted(each for each in options if each.startswith(f"{key}_"))
+        holder = next((name for name, node in root.value.items()
+                       if isinstance(node.value, dict) and key in node.value), "")
         findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it",
+                         f"{holder} has a {key} of its own: write `{key}: !ref <{key}>` there" if holder else
                          f"did you mean {' or '.join(longer if near in longer else [near])}?"
                          if near and not re.search(r"\d", key) else "leave it out: it has no effect")
 
