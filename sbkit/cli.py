@@ -115,6 +115,9 @@ def dispatch(argv: list[str]) -> int:
     if "-h" in rest or "--help" in rest:
         print(RECIPE_HELP.format(command=command, what=module.HELP))
         return 0
+    from sbkit.recipe import arguments
+
+    arguments.refuse_early(rest, module.OPTIONS)
     return module.run(rest)
 
 

@@ -1,5 +1,7 @@
 """The command line says what it can do, and finds each command."""
 
+import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -9,6 +11,8 @@ import pytest
 
 from sbkit import cli, commands
 from sbkit.cli import COMMANDS, RECIPE_COMMANDS, main
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_help_lists_every_command(capsys):
@@ -100,3 +104,26 @@ def test_shard_packs_a_manifest(tmp_path, capsys):
     assert "1 utterance, " in capsys.readouterr().out
     packed = Manifest.read(tmp_path / "out" / "train.csv")
     assert ".tar?offset=" in packed.wavs[0] and packed.texts[0] == "hello"
+
+
+def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_path):
+    wrong = {
+        "train": "no recipe given", "train nowhere.yaml": "there is no recipe nowhere.yaml",
+        "train {root}/hparams/ctc.yaml --nonsense 3": "has no key nonsense; define that key in the YAML first",
+        "train {root}/hparams/ctc.yaml --learning_rate 3": "did you mean --lr?",
+        "train {root}/hparams/ctc.yaml --nproc_per_node 2": "it is an option of torchrun",
+        "tune {root}/hparams/ctc.yaml --frehs": "did you mean --fresh?", "check nowhere.yaml": "there is no recipe",
+        "new": "required: FOLDER", "trian": "did you mean train?", "export nowhere --to x": "nowhere does not exist",
+        "evaluate nowhere": "nowhere does not exist; name the output_folder of a run",
+        "replay nowhere": "nowhere does not exist", "report nowhere": "nowhere does not exist",
+        "transcribe nowhere a.wav": "a.wav: no such file",
+        "speak nowhere hello --to a.wav": "nowhere does not exist", "reproduce nowhere.json": "No such file",
+        "tokenize nowhere corpus --to x": "nowhere does not exist", "new mine": ""}
+    script = ("import sys\nfrom sbkit.cli import main\nfor words in sys.argv[1:]:\n    code = main(words.split())\n"
+              "    print('ended', code, 'torch' in sys.modules, file=sys.stderr)\n")
+    words = [each.format(root=ROOT) for each in wrong]
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    told = re.split(r"ended (\d) (\w+)\n", done.stderr)[:-1]
+    for each, message, code, torch in zip(wrong, told[::3], told[1::3], told[2::3], strict=True):
+        assert (wrong[each] in message, code, torch) == (True, "2" if wrong[each] else "0", "False"), (each, message)

@@ -22,6 +22,8 @@ HELP = (
     "and lists what it could not check."
 )
 FLAGS = ("json", "measure", "no-run")
+OPTIONS: tuple[str, ...] | None = None
+"""The check reports all that is wrong at once."""
 
 
 def run(argv: list[str]) -> int:

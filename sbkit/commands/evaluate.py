@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sbkit.commands.options import RUNS_CODE, add_search, chunk_sizes, request_of
+from sbkit.commands.options import RUNS_CODE, add_search, chunk_sizes, request_of, require_run
 from sbkit.errors import SbkitError, printable
 from sbkit.system.console import counted, table
 from sbkit.system.environment import check_torch
@@ -64,6 +64,7 @@ def _bound(text: str) -> tuple[str, float]:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_run(args.run)
     check_torch()
     from sbkit.runs.evaluation import EvaluateRequest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import RUNS_CODE, above, count, request_of, several_of, share
+from sbkit.commands.options import RUNS_CODE, above, count, request_of, require_run, several_of, share
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_run(args.run)
     from sbkit.system.environment import check_torch
 
     check_torch()

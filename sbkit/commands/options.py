@@ -7,8 +7,10 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
+from sbkit.errors import SbkitError
 from sbkit.score.chunk_size import WHOLE
 
 _Number = TypeVar("_Number", int, float)
@@ -46,6 +48,12 @@ def add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beam", type=int, help="number of hypotheses kept at each step")
     parser.add_argument("--hot-word", dest="hot_words", action="append", default=[], metavar="PHRASE[=BOOST]",
                         help="a phrase to expect (repeatable; @FILE has one per line)")
+
+
+def require_run(folder: Path) -> None:
+    """Refuse a run that isn't there, before torch is imported, which takes seconds."""
+    if not folder.exists():
+        raise SbkitError(f"{folder} does not exist", hint="name the output_folder of a run")
 
 
 def chunk_sizes(text: str) -> tuple[int | None, ...]:

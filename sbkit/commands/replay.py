@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import RUNS_CODE
+from sbkit.commands.options import RUNS_CODE, require_run
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = RUNS_CODE
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="RUN/culprits/step-N-rank-R, or RUN for the newest")
+    parser.add_argument("folder", metavar="FOLDER", type=Path,
+                        help="RUN/culprits/step-N-rank-R, or RUN for the newest")
     parser.add_argument("--device")
 
 
 def run(args: argparse.Namespace) -> int:
+    require_run(args.folder)
     from sbkit.runs import restore
     from sbkit.train.bad_batch import find_saved, replay
 

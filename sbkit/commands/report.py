@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import add_schemes
+from sbkit.commands.options import add_schemes, require_run
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a run, or RUN/evaluations/...")
+    parser.add_argument("run", metavar="RUN", type=Path,
+                        help="the output folder of a run, or RUN/evaluations/...")
     parser.add_argument("--against", metavar="OTHER", type=Path,
                         help="another run on the same test set, to compare with")
     parser.add_argument("--out", metavar="FILE", type=Path,
@@ -22,6 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_run(args.run)
     from sbkit.data.remote import Remote, check_schemes
     from sbkit.score.report import write_report
 

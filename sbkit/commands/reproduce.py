@@ -28,6 +28,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.file.exists():  # before torch is imported
+        raise SbkitError(f"{args.file}: No such file or directory", hint="a finished run has a reproduce.json")
     from sbkit.runs import reproduction
     from sbkit.runs.lock import RunLock
     from sbkit.score.run_files import RECIPE

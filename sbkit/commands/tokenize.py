@@ -23,6 +23,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from sbkit.export import layout
+
+    layout.read(args.bundle)  # refused before torch is imported
     from sbkit.infer.tokenizing import TokenizeRequest, tokenize
     from sbkit.train.signals import EndSignals
 

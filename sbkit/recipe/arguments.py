@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import os
 import re
@@ -10,17 +11,22 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from speechbrain.utils.run_opts import RunOptions
-
+import sbkit
 from sbkit.errors import SbkitError
-from sbkit.recipe import names
-from sbkit.recipe.overrides import NoValue
+from sbkit.recipe import files
+from sbkit.recipe.overrides import NoValue, unknown_key
 from sbkit.recipe.report import did_you_mean
+from sbkit.recipe.source import Findings
+
+if TYPE_CHECKING:
+    from speechbrain.utils.run_opts import RunOptions
 
 #: Beginnings of values that may continue in the next word, as in ``--betas [0.9, 0.98]``.
 _OPENS = "[", "{", "(", "!", "'", '"'
+#: A key that a class declares, or one of SpeechBrain's run options, in the source.
+_DECLARED = re.compile(r"^    (\w+): [^\n]+ = ", re.M)
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -34,11 +40,42 @@ class CommandLine:
     check: bool = True
 
 
+def refuse_early(words: Sequence[str], options: Sequence[str] | None) -> None:
+    """Refuse a recipe that isn't there, and keys that no task has, before torch is imported, which takes seconds.
+
+    options : the names of the command's own options; None for the check, which reports such keys with all else
+    """
+    if all(word.startswith("-") for word in words):
+        _raise("required: param_file")
+    if words[0].startswith("-"):  # a word after it may be its value
+        return
+    found = files.chain(locate(words[0]), Findings())
+    brain = next((str(level.value["brain"].tag) for _, level in files.levels(found) if "brain" in level.value), "")
+    if options is None:
+        return
+    given = {word[2:].partition("=")[0].partition(".")[0] for word in words if re.match(r"--\w", word)}
+    given -= {*files.keys(found), "no-check", "no_check", *options, *(option.replace("-", "_") for option in options)}
+    if not given or not brain.startswith("!name:sbkit.") or "brain" in given:  # others declare keys of their own
+        return
+    home, stock = Path(sbkit.__file__).parent, importlib.util.find_spec("speechbrain")
+    sources = [home / "runs/keys.py", home / "train/keys.py", *home.glob("tasks/**/*.py")]
+    if stock is not None and stock.origin:
+        sources.append(Path(stock.origin).parent / "utils/run_opts.py")
+    declared = {name for path in sources for name in _DECLARED.findall(path.read_text(encoding="utf-8"))}
+    if unknown := sorted(given - declared):
+        known = [*map(str, files.keys(found)), *declared, *options]
+        told = [(f"--{key}: {message}", hint) for key in unknown for message, hint in [
+            unknown_key(words[0], key, None, known)]]
+        raise SbkitError("; ".join(message for message, _ in told), hint="; ".join(hint for _, hint in told))
+
+
 def parse(argv: list[str], importable: bool = True) -> CommandLine:
     """Split ``argv`` into the recipe, the run options and the overrides of the recipe's keys.
 
     importable : make modules beside the recipe importable from now on
     """
+    from speechbrain.utils.run_opts import RunOptions
+
     parser = RunOptions._create_parser()
     parser.allow_abbrev = False  # --debug_b is a typo, not --debug_batches
     parser.error = _raise
@@ -80,6 +117,8 @@ def command_options(argv: list[str], hint: str, flags: Sequence[str] = (),
         parser.add_argument(*(f"--{each}" for each in spelled[name]), dest=name, type=read)
     for flag in flags:
         parser.add_argument(f"--{flag}", action="store_true")
+    from sbkit.recipe import names
+
     names.COMMAND_OPTIONS[1:] = [*itertools.chain(*spelled.values()), *flags]
     return parser.parse_known_args(argv)
 

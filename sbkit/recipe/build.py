@@ -72,6 +72,8 @@ class Built:
         self.hparams: dict[str, Any] = {}
         self.nodes: dict[str, Node] = {}
         """Nodes by top-level key."""
+        self.root = Node({}, Place(), "")
+        """The mapping of these."""
         self.missing: set[str] = set()
         """Top-level keys that could not be built."""
         self._objects: dict[Node, object] = {}
@@ -95,6 +97,7 @@ class Built:
         return found[1] if found is not None and found[0] is obj else None
 
     def build_all(self, root: Node) -> None:
+        self.root = root
         init = _SkipInit(self._skipped)
         functions: dict[str, Any] = {
             name: functools.partial(init.skip, getattr(nn.init, name)) for name in _INIT_FUNCTIONS}

@@ -162,8 +162,8 @@ def _learning(traced: trace.Trace, modules: torch.nn.ModuleDict, findings: Findi
         key = "layer_decay"  # learning_rates has been checked
         findings.error("setting", built.place(key), key, error.message.removeprefix(f"{key}: "), error.hint or "")
         return None
-    schedule = traced.keys.schedule
-    return parts.trained_parts(known, until, factors, None if schedule is None else schedule.peak)
+    peak = getattr(traced.keys.schedule, "peak", None)  # SpeechBrain's schedulers have none
+    return parts.trained_parts(known, until, factors, peak)
 
 
 def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, report: Report,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import collections.abc
 import dataclasses
 import functools
+import importlib
 import inspect
 import sys
 import types
@@ -21,6 +23,8 @@ Task = Any  # an object of that class
 TaskKeys = Any  # an object of its Keys
 #: A hint for a missing key that a run needs.
 COMPLETE = "hparams/ has a complete recipe for each task"
+#: What to do with a recipe that names no task.
+SCRIPT = "if a SpeechBrain script trains it, replace sb.Brain by sbkit.Brain there and start that (docs/train.md)"
 #: The problem of a needed key that is null, as the end of a sentence.
 NULL = "is null, and a run needs it"
 #: Types of scalars: one, and several.
@@ -63,6 +67,8 @@ class Declared(NamedTuple):
     """Whether a recipe must have it, because it has no default."""
     by: str
     """The name of the class that declares it."""
+    module: str
+    """The module of that class."""
 
     def problem(self, value: object) -> str:
         """The problem of a value, as the end of a sentence; empty if it is allowed."""
@@ -131,6 +137,31 @@ class Keys:
                 for name, problem in problems if problem]
 
     @classmethod
+    def misfits(cls, hparams: Mapping[str, Any]) -> list[Problem]:
+        """Return a problem for each object that a recipe built of another class than declared.
+
+        An object with all public methods of the declared class does as well.
+        """
+        found = []
+        for name, known in cls.declared().items():
+            value = hparams.get(name)
+            declared = _options(_checked_type(known.hint, known.kind, known.module))
+            kinds = [typing.get_origin(kind) or kind for kind in declared if kind is not type(None)]
+            if value is None or not known.built or any(
+                    kind in (Any, object) or not isinstance(kind, type) for kind in kinds):
+                continue
+            plain = isinstance(value, (Mapping, list, tuple, str, int, float))
+            if any(isinstance(value, kind) or (not plain and all(
+                    hasattr(value, each) for each in vars(kind) if not each.startswith("_"))) for kind in kinds):
+                continue
+            given = "a mapping" if isinstance(value, Mapping) else _shown(value) if plain else (
+                f"of {type(value).__module__}.{type(value).__qualname__}")
+            found.append(Problem(name, f"it is {given}, and must be {known.what}",
+                                 "write !new: and that class after the key, with its arguments below it" if plain else
+                                 "docs/keys.md says what each key may be"))
+        return found
+
+    @classmethod
     def null(cls, hparams: Mapping[str, Any]) -> list[Problem]:
         """Return a problem for each needed key that the recipe sets to null.
 
@@ -170,7 +201,7 @@ def _declared(cls: type[Keys], field: dataclasses.Field[Any]) -> Declared:
     return Declared(
         name=field.name, what=field.metadata.get("what", ""), kind=_written(field.type), hint=_evaluated(field, by),
         allowed=field.metadata.get("allowed"), default=None if needed else field.default, needed=needed,
-        by=by.__name__)
+        by=by.__name__, module=by.__module__)
 
 
 def _written(kind: object) -> str:
@@ -189,6 +220,24 @@ def _evaluated(field: dataclasses.Field[Any], by: type) -> object:
     scope = vars(sys.modules[by.__module__]) if by.__module__ in sys.modules else {}
     try:
         return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": field.type}), scope)["it"]
+    except Exception:  # an annotation can raise anything when it is evaluated
+        return Any
+
+
+@functools.cache
+def _checked_type(hint: object, kind: str, module: str) -> Any:  # a type
+    """An annotation as a type, with the names that its module imports for type checkers; ``Any`` if it has none."""
+    if hint is not Any:
+        return hint
+    scope = dict(vars(sys.modules[module]))
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            for each in node.body:
+                if isinstance(each, ast.ImportFrom) and each.module:
+                    source = importlib.import_module(each.module)
+                    scope |= {name.asname or name.name: getattr(source, name.name) for name in each.names}
+    try:
+        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": kind}), scope)["it"]
     except Exception:  # an annotation can raise anything when it is evaluated
         return Any
 

@@ -20,7 +20,7 @@ from hyperpyyaml import load_hyperpyyaml
 from sbkit.errors import SbkitError, summary
 from sbkit.recipe import files, names, writing
 from sbkit.recipe.files import Files, written
-from sbkit.recipe.keys import COMPLETE, Task, TaskClass, TaskKeys
+from sbkit.recipe.keys import COMPLETE, SCRIPT, Task, TaskClass, TaskKeys
 from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.source import Findings, Node
 
@@ -114,7 +114,7 @@ def open_recipe(hparams: dict[str, Any], path: Path) -> Recipe:
     """
     task = hparams.get("brain")
     if task is None:
-        raise SbkitError(f"{path} lacks brain", hint=f"{COMPLETE}; one with a script of its own is started by that")
+        raise SbkitError(f"{path} lacks brain", hint=f"{SCRIPT}; otherwise, {COMPLETE}")
     declared = getattr(task, "Keys", None)
     if declared is None or not hasattr(task, "stand_in"):
         raise SbkitError(f"{path}: brain is {getattr(task, '__name__', task)!s}, which is not a task of sbkit",
@@ -122,7 +122,8 @@ def open_recipe(hparams: dict[str, Any], path: Path) -> Recipe:
     missing = [key for key in declared.needed() if key not in hparams]
     if missing:
         raise SbkitError(f"{path} lacks {', '.join(missing)}", hint=COMPLETE)
-    problems = [*declared.wrong(hparams), *declared.null(hparams)] or list(declared.read(hparams).clashes())
+    problems = [*declared.wrong(hparams), *declared.null(hparams), *declared.misfits(hparams)]
+    problems = problems or list(declared.read(hparams).clashes())
     if problems:
         found = chain(path)
         raise SbkitError("; ".join(f"{written(problem.key, found)}: {problem.message}" for problem in problems),

@@ -14,7 +14,7 @@ from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.recipe.files import Files, keys
 from sbkit.recipe.keys import Declared
-from sbkit.recipe.overrides import named
+from sbkit.recipe.overrides import named, unknown_key
 from sbkit.recipe.report import did_you_mean
 from sbkit.recipe.signatures import ForbiddenImport, locate
 from sbkit.recipe.source import Findings, Node, Place
@@ -25,10 +25,6 @@ EVERY_TASK = "sbkit.runs.keys.TaskKeys"
 RUN_OPTIONS = tuple(name for name in RunOptions.__dataclass_fields__ if name != "overridden_args")
 #: Options of the running command, by ``arguments.command_options``, so that a misspelt one gets a suggestion.
 COMMAND_OPTIONS = ["no-check"]
-#: Keys by their names in other libraries, to which another key of ours is more similar.
-_NAMED_ELSEWHERE = {"learning_rate": "lr", "batch_size": "max_batch_seconds", "epochs": "number_of_epochs",
-                    "max_epochs": "number_of_epochs"}
-_OF_TORCHRUN = {"nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "standalone", "rdzv_endpoint"}
 
 
 def brain_class(root: Node) -> type | None:
@@ -79,15 +75,8 @@ def check_overrides(files: Files, overrides: Mapping[str, Any], findings: Findin
     unknown = [key for key in new if key not in declared or type(overrides[key]) is dict]
     options = *(key for key in there if isinstance(key, str)), *declared, *RUN_OPTIONS, *COMMAND_OPTIONS
     for key in unknown:
-        known = [name for name in options if name not in unknown]
-        ours = _NAMED_ELSEWHERE.get(key)
-        near = ours if ours in known else (
-            did_you_mean(key, known) or did_you_mean(f"--{key}", [f"--{name}" for name in known], cutoff=0.75))
-        if key in _OF_TORCHRUN:
-            hint = f"it is an option of torchrun: torchrun --{key}={overrides[key]} train.py RECIPE ..."
-        else:
-            hint = f"did you mean --{near.removeprefix('--')}?" if near else "define that key in the YAML first"
-        findings.error("unknown-override", Place(), f"--{key}", f"{files[0][0]} has no key {key}", hint)
+        message, hint = unknown_key(files[0][0], key, overrides[key], [name for name in options if name not in unknown])
+        findings.error("unknown-override", Place(), f"--{key}", message, hint)
     return unknown
 
 
@@ -122,7 +111,10 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
         if not near and (not hasattr(cls, "stand_in") or root.value[key].value is None):
             continue  # a user's script may read any key, and null leaves out what an included recipe has
         longer = sorted(each for each in options if each.startswith(f"{key}_"))
+        holder = next((name for name, node in root.value.items()
+                       if isinstance(node.value, dict) and key in node.value), "")
         findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it",
+                         f"{holder} has a {key} of its own: write `{key}: !ref <{key}>` there" if holder else
                          f"did you mean {' or '.join(longer if near in longer else [near])}?"
                          if near and not re.search(r"\d", key) else "leave it out: it has no effect")
 

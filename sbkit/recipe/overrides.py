@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from sbkit.recipe.files import Files, levels
@@ -13,6 +14,26 @@ from sbkit.recipe.source import BASE, INCLUDE, Findings, Node, Place
 #: Tags that may have no value, or a mapping of arguments (for an include, of overrides).
 TAKES_PARTS = ("!new:", "!name:", "!apply:", "!applyref:", INCLUDE)
 _COMMAND_LINE, _NO_VALUE = Place(), Place(column=-1)
+
+
+#: Keys by their names in other libraries, to which another key of ours is more similar.
+_NAMED_ELSEWHERE = {"learning_rate": "lr", "batch_size": "max_batch_seconds", "epochs": "number_of_epochs",
+                    "max_epochs": "number_of_epochs"}
+_OF_TORCHRUN = {"nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "standalone", "rdzv_endpoint"}
+
+
+def unknown_key(recipe: Path | str, key: str, value: object, known: Collection[str]) -> tuple[str, str]:
+    """A message about a key on the command line that doesn't exist, and a hint.
+
+    known : the keys and options that do
+    """
+    ours = _NAMED_ELSEWHERE.get(key)
+    near = ours if ours in known else (
+        did_you_mean(key, known) or did_you_mean(f"--{key}", [f"--{name}" for name in known], cutoff=0.75))
+    hint = f"did you mean --{near.removeprefix('--')}?" if near else "define that key in the YAML first"
+    if key in _OF_TORCHRUN:
+        hint = f"it is an option of torchrun: torchrun --{key}{f'={value}' if value else ''} train.py RECIPE ..."
+    return f"{recipe} has no key {key}", hint
 
 
 class NoValue(int):

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from speechbrain.augment.time_domain import SpeedPerturb
+from speechbrain.processing.features import Deltas
 from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, Checkpointer, get_default_hook
 from torch import nn
 
@@ -28,7 +30,7 @@ from sbkit.recipe.values import unwrapped
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType,
            torch.dtype, torch.device, torch.Size, torch.Generator)
 #: Keys that sbkit's Brain itself adds to checkpoints.
-_SAVED_BY_BRAIN = ("ema",)
+_SAVED_BY_BRAIN, _SAVED_BY_TASK = ("ema",), ("ema", "schedule", "normalize")
 #: A limit of objects to visit, more than any recipe has, for a data set in a list.
 _MAX_OBJECTS = 500_000
 
@@ -222,12 +224,16 @@ def _fixes(key: str, owned: Owned) -> str:
 def left_behind(built: Built, before: Owned) -> list[Tensor]:
     """Constants that are still on the CPU after ``modules`` were moved; ``check_ownership`` is for parameters.
 
-    Attributes of SpeechBrain's own layers don't count: their forward moves them, such as the window of its STFT.
+    Attributes of SpeechBrain's own layers don't count, nor the buffers of its Deltas and SpeedPerturb: their forward
+    moves them, such as the window of its STFT, or works on the CPU.
 
     before: what was owned before the move; parameters are moved in place, wherever else they are referred to
     """
+    moving = {id(layer) for obj in built.hparams.values() if isinstance(obj, SpeedPerturb)
+              for each in obj.resamplers for layer in each.modules()}
     return [t for t in tensors(built)
             if t.value.device.type == "cpu" and t.value.dim() and t.value.numel()  # scalars work on any device
+            and id(t.module) not in moving and not isinstance(t.module, Deltas)
             and not isinstance(t.value, nn.Parameter) and id(t.value) not in before.parameters
             and (t.registered or not type(t.module).__module__.startswith("speechbrain."))]
 
@@ -281,7 +287,8 @@ def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
         return
     holders = {name: saved_by(obj) for name, obj in saved.items()}
     pretrained = _pretrained(built)
-    not_saved = {id(p) for p in owned.parameters.values() if id(p) in pretrained and not p.requires_grad}
+    not_saved = {id(p) for p in owned.parameters.values()  # a script may not train what it doesn't save
+                 if id(p) in pretrained and not (p.requires_grad and "brain" in built.hparams)}
     for root_name, root in owned.roots.items():
         by_holders: dict[tuple[str, ...], list[str]] = {}
         owned_by = dict(root.named_parameters())
@@ -306,8 +313,9 @@ def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
                            f"there is no way to save {type(obj).__name__}, so the first checkpoint would fail",
                            "remove it, or give the checkpointer a custom_save_hooks for it")
     kept = {id(obj) for obj in saved.values()}
+    by_brain = _SAVED_BY_TASK if hasattr(built.hparams.get("brain"), "stand_in") else _SAVED_BY_BRAIN
     for key, obj in built.hparams.items():
-        if id(obj) in kept or key in _SAVED_BY_BRAIN or isinstance(obj, (Checkpointer, type)):
+        if id(obj) in kept or key in by_brain or isinstance(obj, (Checkpointer, type)):
             continue
         saves = not isinstance(obj, nn.Module) and get_default_hook(obj, DEFAULT_SAVE_HOOKS) is not None
         if saves or _keeps_statistics(obj):

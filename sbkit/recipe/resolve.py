@@ -230,7 +230,7 @@ class _Resolver:
             self._error("bad-ref", node, f"{match} is {target.tag or kind}, which can't be part of a text",
                         f"refer to one of its values, or write {node.tag} {match} alone")
             return None
-        if target.value is None:
+        if target.value is None and not {"brain", BASE}.isdisjoint(self.root.value):  # a script may not read the text
             self.findings.warning("null-in-text", node.place, node.key, f"{match} is null, so this becomes "
                                   f"{str(node.value).replace(match, 'None')!r}", f"give {match.strip('<>')} a value")
         return str(target.value)

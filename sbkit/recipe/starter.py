@@ -11,8 +11,9 @@ from pathlib import Path
 
 import sbkit
 from sbkit.errors import SbkitError
-from sbkit.recipe.load import chain
+from sbkit.recipe.files import chain
 from sbkit.recipe.report import did_you_mean
+from sbkit.recipe.source import Findings
 
 HOME = Path(sbkit.__file__).parent / "starter"
 RECIPES = "hparams"
@@ -38,7 +39,7 @@ def files(task: str) -> dict[Path, Path]:
         return {path.relative_to(own): path for path in places}
     flagship = HOME / RECIPES / f"{task}.yaml"
     based = [path.relative_to(HOME) for path in sorted((HOME / "recipes").rglob(f"{RECIPES}/*.yaml"))
-             if chain(path)[-1][0].samefile(flagship)]
+             if chain(path, Findings())[-1][0].samefile(flagship)]
     return {place: HOME / place for place in (README, Path("train.py"), flagship.relative_to(HOME), *based)}
 
 

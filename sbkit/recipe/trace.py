@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import (
 import sbkit
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
-from sbkit.recipe.keys import Keys, Task, TaskClass, TaskKeys
+from sbkit.recipe.keys import SCRIPT, Keys, Task, TaskClass, TaskKeys
 from sbkit.recipe.leftovers import FakeTensors, HeldObjects
 from sbkit.recipe.parts import permanently_frozen
 from sbkit.recipe.report import Section, listed
@@ -167,12 +167,17 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
     task = found.task
     if task is None:
         found.note = "the forward: " + ("its brain is not a task of sbkit" if "brain" in built.nodes else
-                                        "the recipe has no brain, so only its script knows what its parts compute")
+                                        "the recipe has no brain, so only its script knows what its parts "
+                                        f"compute; {SCRIPT}")
         return found
+    misfits = task.Keys.misfits(built.hparams)
+    for key, message, hint in misfits:
+        findings.error("wrong-class", built.root.place_of(key), key, message, hint)
     needed = dict.fromkeys((*task.parts, *(key for key in task.Keys.declared() if key in built.missing)))
-    missing = [key for key in needed if built.hparams.get(key) is None]
+    missing = [key for key in needed if built.hparams.get(key) is None] or [key for key, *_ in misfits]
     if missing:
-        found.note = f"the forward: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing or not built"
+        what = "of the wrong class" if misfits else "missing or not built"
+        found.note = f"the forward: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} {what}"
         return found
     with _reporting(found, findings), torch.no_grad():
         found.keys = task.Keys.read(built.hparams)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sbkit.data.plan import Batching
     from sbkit.train.brain import Brain
     from sbkit.train.checkpoint.checkpointer import Checkpointer
-    from sbkit.train.schedule import Schedule
+    from sbkit.train.schedule import Schedule, SpeechBrainScheduler
 
 #: Types of sbkit.infer, which this package can't import.
 Bundles = Any  # BundleLoader, which opens bundles of other models to label a corpus and to transcribe tests
@@ -43,7 +43,9 @@ class TaskKeys(TrainKeys):
     epoch_counter: EpochCounter = key("SpeechBrain's EpochCounter, whose limit is the number of epochs")
     checkpointer: Checkpointer = key("a sbkit.train.checkpoint.Checkpointer: saves what is needed to resume and export")
     opt_class: Callable[..., Optimizer] | None = key("the optimizer, `!name:` with its options", None)
-    schedule: Schedule | None = key("a sbkit.train.schedule.Schedule of the learning rate", None)
+    schedule: Schedule | SpeechBrainScheduler | None = key(
+        "a sbkit.train.schedule.Schedule of the learning rate, or one of speechbrain.nnet.schedulers, which is called "
+        "after each step, or with the loss after each validation", None)
     pretrainer: Pretrainer | None = key("SpeechBrain's Pretrainer, which fetches and loads existing weights", None)
     init_from: str | None = key("weights to start from, matched by the recipe's names: a run, a checkpoint, a bundle, "
                                 "a folder for EncoderASR, a CTC model of transformers, or a .safetensors file", None)

@@ -241,7 +241,7 @@ class ASR(Task):
         self.notices.setup = Setup(
             max_norm=self.max_grad_norm, planned=steps,
             masks=masks is not None and getattr(masks, "ramp", None) is None,
-            schedule=keys.schedule if self.opt_class is not None else None,
+            schedule=self.schedule if self.opt_class is not None else None,
             thaw=int(max((step for step in thaws if math.isfinite(step)), default=0)),
             trained=keys.pretrainer is not None or keys.init_from is not None,
             fastest=max([1.0, *flattened(keys.learning_rates or {}).values()]), keys=frozenset(vars(self.hparams)))
@@ -267,7 +267,7 @@ class ASR(Task):
     def open_step(self, number: int) -> None:
         """Set the learning rate and the strength of masks, which depend on the learning progress."""
         score = self.progress.score_at(number)  # full strength if it is unknown
-        dependents: tuple[object, ...] = (self.keys.spec_augment, self.keys.schedule)
+        dependents: tuple[object, ...] = (self.keys.spec_augment, self.schedule)
         for each in dependents:
             if hasattr(each, "set_score"):
                 each.set_score(score)

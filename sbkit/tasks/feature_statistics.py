@@ -1,4 +1,6 @@
-"""Mean and standard deviation of the features of a training split, for ``sbkit.nn.global_norm.GlobalNorm``.
+"""Mean and standard deviation of the features of a training split, for ``sbkit.nn.global_norm.GlobalNorm``, and for
+SpeechBrain's ``InputNormalization`` with ``norm_type: global``, whose own running estimate would depend on how many
+micro-batches and ranks a step has.
 
 Each utterance is summed separately in float64, and the sums are added in the manifest's order, so the result doesn't
 depend on the number of processes.
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from speechbrain.processing.features import InputNormalization
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -25,6 +28,7 @@ from sbkit.data.loader import QuietDataLoader, plain_worker_errors
 from sbkit.data.manifest import Manifest
 from sbkit.data.reader import Reader, init_worker, starting_workers
 from sbkit.errors import SbkitError
+from sbkit.nn.fast import front_end
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.lengths import feature_frames, takes_lengths
 from sbkit.system.console import atomic_write, progress
@@ -60,34 +64,65 @@ class Statistics(NamedTuple):
     """Utterances that could not be read, or whose features are not finite."""
 
 
-def path_of(norm: GlobalNorm) -> Path:
-    """Return the path of a normalisation's statistics."""
-    return norm.folder / FILE
+def is_global(norm: object) -> bool:
+    """Return whether a normalisation uses statistics of the training split."""
+    return isinstance(norm, GlobalNorm) or (isinstance(norm, InputNormalization) and norm.norm_type == "global")
 
 
-def prepare(norm: GlobalNorm, settings: FeatureSettings, manifest: Manifest) -> None:
-    """Compute the statistics of a training split, unless the file already has them."""
-    fingerprint = _fingerprint(settings, manifest)
-    if _stored(norm).get("fingerprint") == fingerprint:
-        logger.info("%s: already computed from this corpus", path_of(norm))
+def path_of(norm: nn.Module, folder: str | None = None) -> Path:
+    """Return the path of a normalisation's statistics: in its own folder if it has one, otherwise in the run's."""
+    return Path(norm.folder if isinstance(norm, GlobalNorm) else folder or ".") / FILE
+
+
+def prepare(norm: nn.Module, settings: FeatureSettings, manifest: Manifest, folder: str | None = None) -> None:
+    """Compute the statistics of a training split, unless the file already has them; ``folder``: of the run."""
+    fingerprint, path = _fingerprint(settings, manifest), path_of(norm, folder)
+    if _stored(path).get("fingerprint") == fingerprint:
+        logger.info("%s: already computed from this corpus", path)
         return
     found = compute(settings, manifest)
     facts = {"fingerprint": fingerprint, "utterances": len(manifest) - found.left_out, "left_out": found.left_out,
              "frames": found.frames, "mean": found.mean.tolist(), "deviation": found.deviation.tolist()}
-    with atomic_write(path_of(norm)) as file:
+    with atomic_write(path) as file:
         json.dump(facts, file, indent=1)
 
 
-def load(norm: GlobalNorm) -> None:
-    """Load a normalisation's statistics from its folder, if they are there."""
-    facts = _stored(norm)
+def load(norm: nn.Module, folder: str | None = None) -> None:
+    """Give a normalisation its statistics, if they are there; they don't change in training."""
+    path = path_of(norm, folder)
+    facts = _stored(path)
     if not facts:
         return
     mean, deviation = (torch.tensor(facts[name], dtype=torch.float64) for name in ("mean", "deviation"))
+    if isinstance(norm, InputNormalization):
+        _set_fixed(norm, mean.float(), deviation.float())
+        norm.count = int(facts["frames"])
+        return
     if len(mean) != len(norm.mean):
-        raise SbkitError(f"{path_of(norm)} has statistics of {len(mean)} features, but the recipe's normalize has "
+        raise SbkitError(f"{path} has statistics of {len(mean)} features, but the recipe's normalize has "
                          f"{len(norm.mean)}", hint="write n_features: !ref <n_mels>, as many as compute_features makes")
     norm.set_statistics(mean, deviation)
+
+
+def allow_missing(norm: nn.Module) -> None:
+    """Leave the features of stand-in batches unchanged until there are statistics."""
+    if isinstance(norm, GlobalNorm):
+        norm.allow_missing()
+    elif not norm.glob_mean.numel():
+        _set_fixed(norm, torch.zeros(1), torch.ones(1))
+
+
+def _set_fixed(norm: InputNormalization, mean: torch.Tensor, deviation: torch.Tensor) -> None:
+    """Set statistics that no forward changes."""
+    norm.glob_mean, norm.glob_std = mean, deviation
+    vars(norm)["_should_update"] = _never
+    if type(norm) is InputNormalization:  # whose forward leaves them on the CPU if it doesn't update them
+        norm.__class__ = front_end.InputNormalization
+
+
+def _never(epoch: int | None) -> bool:
+    """Replaces a method of ``InputNormalization``, which updates its estimate in training."""
+    return False
 
 
 def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None = None) -> Statistics:
@@ -154,10 +189,10 @@ class _Sums(Dataset[Any]):
         return (len(wide), sums) if np.isfinite(sums).all() else f"{name}: its features are not finite"
 
 
-def _stored(norm: GlobalNorm) -> dict[str, Any]:
+def _stored(path: Path) -> dict[str, Any]:
     """Return the contents of the file; empty if it is missing or damaged."""
     try:
-        facts = json.loads(path_of(norm).read_text(encoding="utf-8"))
+        facts = json.loads(path.read_text(encoding="utf-8"))
         return facts if {"fingerprint", "mean", "deviation"} <= set(facts) else {}
     except (OSError, ValueError, TypeError):
         return {}

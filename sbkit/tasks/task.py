@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 from speechbrain.core import Stage
+from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, get_default_hook
 
 from sbkit.data.batch import Batch
 from sbkit.data.columns import BatchColumns, Declared
@@ -40,6 +41,7 @@ from sbkit.tasks.mixture_parts import ALL, MixtureParts
 from sbkit.train.averaging import load_mean
 from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
+from sbkit.train.schedule import Annealing, Schedule
 
 if TYPE_CHECKING:
     from sbkit.export.exported import Exported
@@ -88,12 +90,25 @@ class Task(Brain):
         self.learning_rate: float | None = None
         """The current step's learning rate as the schedule set it; None without a schedule."""
         self._unreadable: dict[str, str] = {}
+        self._opened = 0  # the step that open_step prepared last
+        given = self.keys.schedule
+        self.schedule: Schedule | None = given if isinstance(given, Schedule) else None
+        """The recipe's schedule; None if it has none, or one of SpeechBrain's."""
+        self.annealing = None if given is None or self.schedule is not None else Annealing(given)
+        if self.annealing is not None:
+            self.save_too("schedule", given)
         self.mixture_parts = MixtureParts(vars(self.keys).get("corpus"), self.checkpointer)
         for clash in self.keys.clashes():
             raise SbkitError(clash.message, hint=clash.hint)
         if self.averages_weights and self.keys.average_checkpoints > 1:
             raise SbkitError("ema and average_checkpoints both average weights",
                              hint="use one of them: ema_decay: 0, or average_checkpoints: 1")
+
+    def save_too(self, name: str, obj: object) -> None:
+        """Have checkpoints hold an object of the recipe that has a state, unless the recipe's recoverables do."""
+        saved = self.checkpointer is None or any(each is obj for each in self.checkpointer.recoverables.values())
+        if not saved and get_default_hook(obj, DEFAULT_SAVE_HOOKS) is not None:
+            self.checkpointer.add_recoverable(name, obj, optional_load=True)
 
     # ------------------------------------------------------------ before there is a model
 
@@ -207,7 +222,7 @@ class Task(Brain):
 
     def open_run(self, texts: Sequence[str], steps: int) -> None:
         """Give the schedule the number of optimizer steps, log where it is limited, and call ``begin_run``."""
-        schedule = self.keys.schedule
+        schedule = self.schedule
         if schedule is not None and not self.test_only:
             schedule.total_steps = steps
             warmup, rate = schedule.warmup_end()
@@ -238,13 +253,16 @@ class Task(Brain):
     @property
     def peak_rate(self) -> float | None:
         """The peak of the schedule, if there is one."""
-        return super().peak_rate if self.keys.schedule is None else self.keys.schedule.warmup_end()[1]
+        return super().peak_rate if self.schedule is None else self.schedule.warmup_end()[1]
 
     def open_step(self, number: int) -> None:
         """Set the learning rate of an optimizer step and the numbers of its kernels, and call ``begin_step``."""
         self.write_numbers(number)
-        if self.keys.schedule is not None and self.opt_class is not None:
-            self.learning_rate = self.keys.schedule.apply(self.optimizer, number)
+        if self.schedule is not None and self.opt_class is not None:
+            self.learning_rate = self.schedule.apply(self.optimizer, number)
+        elif self.annealing is not None and 1 < number == self._opened + 1:  # a checkpoint has the next rate
+            self.annealing.after_step(self.optimizer, number - 1)
+        self._opened = number
         self.begin_step(number)
 
     # ------------------------------------------------------------ validation and test
@@ -314,6 +332,8 @@ class Task(Brain):
             stats["unread"] = len(unread)
             logger.warning("%s", describe_unread("valid", unread, len(rows)))
         self.close_validation(rows, stats)
+        if self.annealing is not None and self.opt_class is not None and epoch is not None:
+            self.annealing.after_validation(self.optimizer, epoch, loss)
         super().close_stage(stage, loss, epoch)
         self._end_epoch(epoch, stats)
 

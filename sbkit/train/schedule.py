@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Literal, get_args
+from types import SimpleNamespace
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -110,10 +112,68 @@ class Schedule:
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set the rate for optimizer step ``step``, times ``lr_scale`` for groups that have one, and return it."""
         lr = min(self(step), self.limit)
-        for group in optimizer.param_groups:
-            scaled = lr * group.get("lr_scale", 1.0)
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(scaled)
-            else:
-                group["lr"] = scaled
+        _set_rate(optimizer, lr)
         return lr
+
+
+#: The arguments of a call of SpeechBrain's schedulers: of those that its recipes call after each optimizer step, and of
+#: those that they call after each validation.
+_PER_STEP = (("opt",), ("opt", "num_updates"))
+_PER_EPOCH = (("metric_value",), ("current_epoch",), ("optim_list", "current_epoch", "current_loss"))
+
+
+class _CalledAsSpeechBrains(type):
+    def __instancecheck__(cls, other: object) -> bool:
+        return hasattr(type(other), "on_batch_end") or _called_with(type(other)) in (*_PER_STEP, *_PER_EPOCH)
+
+
+class SpeechBrainScheduler(metaclass=_CalledAsSpeechBrains):
+    """The class of all schedulers of ``speechbrain.nnet.schedulers``, and of others that are called in the same way."""
+
+
+def _called_with(kind: type) -> tuple[str, ...]:
+    """The names of the arguments with which an object of a class is called; empty if it can't be."""
+    call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
+    return tuple(inspect.signature(call).parameters)[1:] if inspect.isfunction(call) else ()
+
+
+class Annealing:
+    """Calls a scheduler of SpeechBrain as its recipes do, and gives its rate to all groups, times their ``lr_scale``.
+
+    Its state is the scheduler's own, which checkpoints hold.
+    """
+
+    def __init__(self, scheduler: Any):  # a SpeechBrainScheduler
+        self.scheduler, self.called_with = scheduler, _called_with(type(scheduler))
+        self.per_step = hasattr(scheduler, "on_batch_end") or self.called_with in _PER_STEP
+
+    def after_step(self, optimizer: torch.optim.Optimizer, updates: int) -> None:
+        """Set the rate of the next step; ``updates``: the steps so far."""
+        if self.per_step:
+            call = getattr(self.scheduler, "on_batch_end", self.scheduler)
+            stand_in = _with_one_rate(optimizer)
+            call(stand_in, *([updates] if "num_updates" in self.called_with else []))
+            _set_rate(optimizer, stand_in.param_groups[0]["lr"])
+
+    def after_validation(self, optimizer: torch.optim.Optimizer, epoch: int, loss: float) -> None:
+        """Set the rate of the next epoch."""
+        if not self.per_step:
+            values = {"metric_value": loss, "current_loss": loss, "current_epoch": epoch,
+                      "optim_list": [_with_one_rate(optimizer)]}
+            _set_rate(optimizer, self.scheduler(*(values[name] for name in self.called_with))[1])
+
+
+def _with_one_rate(optimizer: torch.optim.Optimizer) -> SimpleNamespace:
+    """A stand-in for an optimizer, with one group at the rate before ``lr_scale``."""
+    first = optimizer.param_groups[0]
+    return SimpleNamespace(param_groups=[{"lr": float(first["lr"]) / first.get("lr_scale", 1.0)}])
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the rate, times ``lr_scale`` for groups that have one."""
+    for group in optimizer.param_groups:
+        scaled = lr * group.get("lr_scale", 1.0)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(scaled)
+        else:
+            group["lr"] = scaled

@@ -7,6 +7,7 @@ import pytest
 import soundfile
 import torch
 from speechbrain.lobes.features import Fbank
+from speechbrain.processing.features import InputNormalization
 
 from sbkit.data.audio import read_audio
 from sbkit.data.manifest import Manifest
@@ -135,3 +136,15 @@ def test_statistics_of_another_width_are_refused(manifest, tmp_path):
     statistics.prepare(GlobalNorm(8, tmp_path), front(), manifest)
     with pytest.raises(SbkitError, match="8 features, but the recipe's normalize has 80"):
         statistics.load(GlobalNorm(80, tmp_path))
+
+
+def test_speechbrains_global_normalisation_gets_them_and_keeps_them_in_training(manifest, tmp_path):
+    norm = InputNormalization(norm_type="global")
+    statistics.prepare(norm, front(), manifest, str(tmp_path))
+    statistics.load(norm, str(tmp_path))
+    found = statistics.compute(front(), manifest)
+    features = torch.randn(2, 30, 8)
+    normed = norm.train()(features, torch.ones(2))
+    np.testing.assert_allclose(normed, (features.numpy() - found.mean) / found.deviation, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(norm(features, torch.ones(2)), normed)
+    np.testing.assert_allclose(norm.glob_mean, found.mean, rtol=1e-6)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from speechbrain.core import Stage
+from speechbrain.nnet.schedulers import NoamScheduler
 from torch.utils.data import IterableDataset
 
 from sbkit.errors import SbkitError
@@ -100,6 +101,24 @@ def test_a_hook_that_does_not_call_super_loses_nothing(tmp_path):
         rates[0], "begin TRAIN", *rates[1:3], "end TRAIN, 0 saved", "begin VALID", (3, 3), "end VALID, 0 saved",
         "begin TRAIN", *rates[3:], "end TRAIN, 1 saved", "begin VALID", (3, 3), "end VALID, 1 saved"]
     assert len(brain.checkpointer.list_checkpoints()) >= 1
+
+
+def test_a_scheduler_of_speechbrain_sets_the_rate_of_the_next_step_and_is_saved(tmp_path):
+    def brain():
+        net, noam = torch.nn.Linear(1, 1), NoamScheduler(0.1, 3)
+        return Counts({"head": net}, partial(torch.optim.SGD, lr=9.0), {"schedule": noam},
+                      {"device": "cpu", "noprogressbar": True}, Checkpointer(tmp_path, {"head": net}))
+
+    seen = []
+    for epochs in ([1], [2, 3]):  # stopped after the first, and resumed
+        made = brain()
+        made.fit(epochs, torch.tensor([1.0, 2.0]), torch.tensor([3.0]))
+        seen += [each for each in made.seen if isinstance(each, tuple) and isinstance(each[1], float)]
+    noam, by_hand = NoamScheduler(0.1, 3), torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=9.0)
+    rates = [9.0, *(noam(by_hand)[1] for _ in range(6))]
+    assert [rate for _, rate in seen[:3]] == pytest.approx(rates[:3])
+    assert [step for step, _ in seen[3:]] == [3, 4, 5, 6, 7]
+    assert [rate for _, rate in seen[4:]] == pytest.approx(rates[3:])  # the first is set when the checkpoint is loaded
 
 
 @pytest.mark.parametrize(("warmup", "told"), [(8, True), (4, False), (0.9, False)])

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from speechbrain.nnet import schedulers
 
 from sbkit.errors import SbkitError
-from sbkit.train.schedule import LIFTED, Schedule
+from sbkit.train.schedule import LIFTED, Annealing, Schedule, SpeechBrainScheduler
 
 
 @pytest.mark.parametrize("shape, slow", [("cosine", 0.5 ** 0.5), ("linear", 0.5)])
@@ -107,3 +108,61 @@ def test_groups_keep_their_ratio():
     optimizer = torch.optim.SGD([{"params": [slow], "lr_scale": 0.1}, {"params": [fast]}], lr=1.0)
     Schedule(peak=0.5, warmup=1, shape="constant").apply(optimizer, 7)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.5])
+
+
+def optimizer(*factors):
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr_scale": factor} for factor in factors]
+    made = torch.optim.SGD(groups, lr=0.5)
+    for group, factor in zip(made.param_groups, factors, strict=True):
+        group["lr"] *= factor
+    return made
+
+
+@pytest.mark.parametrize(("kind", "given", "call"), [
+    ("NoamScheduler", {"lr_initial": 0.5, "n_warmup_steps": 3}, lambda made, opt, step: made(opt)),
+    ("LinearWarmupScheduler", {"initial_value": 0.5, "num_warmup_steps": 2, "num_training_steps": 9},
+     lambda made, opt, step: made(opt)),
+    ("CyclicCosineScheduler", {"n_warmup_steps": 2, "lr_initial": 0.5, "total_steps": 9},
+     lambda made, opt, step: made(opt)),
+    ("InverseSquareRootScheduler", {"warmup_steps": 2}, lambda made, opt, step: made(opt)),
+    ("CyclicLRScheduler", {"base_lr": 0.1, "max_lr": 0.5, "step_size": 3},
+     lambda made, opt, step: made.on_batch_end(opt)),
+    ("WarmCoolDecayLRSchedule", {"lr": 0.5, "warmup": 2, "cooldown": 3, "total_steps": 9},
+     lambda made, opt, step: made(opt, step)),
+    ("TriStageLRSchedule", {"lr": 0.5, "warmup_steps": 2, "hold_steps": 3, "decay_steps": 4, "total_steps": 9},
+     lambda made, opt, step: made(opt, step)),
+])
+def test_a_scheduler_of_speechbrain_is_called_as_its_recipes_do_after_a_step(kind, given, call):
+    theirs, ours = (getattr(schedulers, kind)(**given) for _ in range(2))
+    assert isinstance(ours, SpeechBrainScheduler)
+    by_hand, by_us, annealing = optimizer(1.0), optimizer(1.0, 0.1), Annealing(ours)
+    for step in range(1, 10):
+        call(theirs, by_hand, step)
+        annealing.after_step(by_us, step)
+        annealing.after_validation(by_us, 1, 2.0)  # changes nothing
+        (expected,) = (group["lr"] for group in by_hand.param_groups)
+        assert [group["lr"] for group in by_us.param_groups] == pytest.approx([expected, 0.1 * expected])
+
+
+@pytest.mark.parametrize(("kind", "given", "call"), [
+    ("NewBobScheduler", {"initial_value": 0.5}, lambda made, opt, epoch, loss: made(loss)),
+    ("LinearScheduler", {"initial_value": 0.5, "final_value": 0.1, "epoch_count": 4},
+     lambda made, opt, epoch, loss: made(epoch)),
+    ("StepScheduler", {"initial_value": 0.5, "decay_drop": 2}, lambda made, opt, epoch, loss: made(epoch)),
+    ("ReduceLROnPlateau", {"patience": 0, "dont_halve_until_epoch": 1},
+     lambda made, opt, epoch, loss: made([opt], epoch, loss)),
+])
+def test_one_of_epochs_is_called_after_a_validation(kind, given, call):
+    theirs, ours = (getattr(schedulers, kind)(**given) for _ in range(2))
+    by_hand, by_us, annealing = optimizer(1.0), optimizer(1.0, 0.1), Annealing(ours)
+    for epoch, loss in enumerate((3.0, 2.0, 2.5, 2.5), 1):
+        schedulers.update_learning_rate(by_hand, call(theirs, by_hand, epoch, loss)[1])
+        annealing.after_step(by_us, epoch)  # changes nothing
+        annealing.after_validation(by_us, epoch, loss)
+        (expected,) = (group["lr"] for group in by_hand.param_groups)
+        assert [group["lr"] for group in by_us.param_groups] == pytest.approx([expected, 0.1 * expected])
+
+
+@pytest.mark.parametrize("other", [torch.nn.Identity(), torch.optim.lr_scheduler.StepLR, 3.0, {}])
+def test_what_is_called_otherwise_is_no_scheduler(other):
+    assert not isinstance(other, SpeechBrainScheduler)

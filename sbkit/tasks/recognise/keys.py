@@ -68,6 +68,3 @@ class EncoderKeys(RecogniserKeys):
             if getattr(self, name) is not None:
                 yield Problem(name, f"the encoder takes waveforms (compute_features: null), but {name} takes features",
                               f"write {name}: null")
-        if self.chunks is not None and not hasattr(self.chunks, "at"):
-            yield Problem("chunks", f"chunks is {self.chunks!r}, not a sbkit.nn.chunks.Chunks",
-                          "write chunks: !new:sbkit.nn.chunks.Chunks, with its sizes below it")

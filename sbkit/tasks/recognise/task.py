@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import is_fake
 from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
-from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.guard import guard_indices
 from sbkit.nn.streaming import requirements
 from sbkit.recipe.report import Section
@@ -48,8 +47,9 @@ class RecognitionTask(SearchingTask):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if isinstance(self.keys.normalize, GlobalNorm):
-            feature_statistics.load(self.keys.normalize)
+        if feature_statistics.is_global(norm := self.keys.normalize):
+            feature_statistics.load(norm, self.keys.output_folder)
+            self.save_too("normalize", norm)
         # Built now, since it probes the layers, which must not happen while a failing step is diagnosed.
         self.recognizer = Recognizer.of(self.keys, self.head(), self.scores_tokens)
         if self.keys.chunks is not None and self.keys.chunks.ahead:
@@ -67,13 +67,13 @@ class RecognitionTask(SearchingTask):
 
     @classmethod
     def prepare(cls, keys: EncoderKeys, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Train the tokenizer, and compute the statistics of a ``GlobalNorm`` unless checkpoints hold them."""
+        """Train the tokenizer, and compute the statistics of a global normalisation unless checkpoints hold them."""
         refuse_longer(keys, manifests)
         follows = super().prepare(keys, manifests, given)
         norm, features = keys.normalize, keys.compute_features
-        if isinstance(norm, GlobalNorm) and features is not None and initial.fresh(keys):
+        if feature_statistics.is_global(norm) and features is not None and initial.fresh(keys):
             settings = feature_statistics.FeatureSettings(features, keys.hop_samples, keys.sample_rate)
-            feature_statistics.prepare(norm, settings, manifests["train"])
+            feature_statistics.prepare(norm, settings, manifests["train"], keys.output_folder)
         return follows
 
     @classmethod
@@ -83,13 +83,14 @@ class RecognitionTask(SearchingTask):
 
     @classmethod
     def is_prepared(cls, keys: EncoderKeys) -> bool:
-        known = not isinstance(keys.normalize, GlobalNorm) or feature_statistics.path_of(keys.normalize).exists()
+        norm = keys.normalize
+        known = not feature_statistics.is_global(norm) or feature_statistics.path_of(norm, keys.output_folder).exists()
         return known and super().is_prepared(keys)
 
     def stand_in(self, utterances: int, seconds: float, *, noise: bool = False) -> Batch:
-        """Make a batch, for which ``GlobalNorm`` needs no statistics."""
-        if isinstance(self.keys.normalize, GlobalNorm):
-            self.keys.normalize.allow_missing()
+        """Make a batch, for which a global normalisation needs no statistics."""
+        if feature_statistics.is_global(self.keys.normalize):
+            feature_statistics.allow_missing(self.keys.normalize)
         return super().stand_in(utterances, seconds, noise=noise)
 
     # ------------------------------------------------------------ the check
