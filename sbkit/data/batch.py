@@ -41,14 +41,23 @@ class Batch:
     micro: int = 0
     micros: int = 1
     weight: float = 1.0
-    """0.0 for a stand-in, which a rank without data for this step computes to take part in it."""
+    """0.0 for a stand-in, which a rank without data for this step computes to take part in it; 1.0 for any batch that is
+    padded to a shape."""
+    real: Tensor = None  # type: ignore[assignment]  # set below
+    """``[B]`` bool, True for utterances, False for rows that fill a shape or stand in: a loss must count none of these.
+    """
     damaged: list[tuple[str, str]] = field(default_factory=list)
     """(id, reason) of every utterance that belongs here and could not be read."""
     samples: int = 0
     """Sum of ``signal_lengths``, known on the CPU; 0 for a stand-in."""
     sample_rate: int = SAMPLE_RATE
 
+    def __post_init__(self) -> None:
+        if self.real is None:
+            self.real = self.signals.new_full((len(self.ids),), self.weight != 0, dtype=torch.bool)
+
     def __len__(self) -> int:
+        """The number of rows."""
         return len(self.ids)
 
     @property
@@ -91,13 +100,13 @@ class Batch:
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch."""
-        return [self.signals, self.signal_lengths, self.tokens, self.token_lengths, *self.labels.values(),
+        return [self.signals, self.signal_lengths, self.tokens, self.token_lengths, self.real, *self.labels.values(),
                 *(tensor for column in self.columns.values() if isinstance(column, tuple) for tensor in column)]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         return dataclasses.replace(
             self, signals=change(self.signals), signal_lengths=change(self.signal_lengths),
-            tokens=change(self.tokens), token_lengths=change(self.token_lengths),
+            tokens=change(self.tokens), token_lengths=change(self.token_lengths), real=change(self.real),
             columns={name: type(column)(*map(change, column)) if isinstance(column, tuple) else column
                      for name, column in self.columns.items()},
             labels={name: change(numbers) for name, numbers in self.labels.items()})

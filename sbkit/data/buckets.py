@@ -39,10 +39,11 @@ class Buckets:
     def __init__(self, durations: np.ndarray, step_seconds: float, buckets: int | None = None, least: int = 1,
                  parts: Parts | None = None, seed: int = 0):
         self.edges = bucket_edges(durations, step_seconds, buckets, least)
-        # The bucket of each utterance; small integers sort in linear time.
-        self._bucket = np.searchsorted(self.edges, durations, side="left").astype(np.uint16)
-        self.parts = None if parts is None else PartSampler(parts, durations, self._bucket, least, seed)
-        sizes = np.bincount(self._bucket, minlength=len(self.edges)) if self.parts is None else self.parts.sizes
+        # Small integers sort in linear time.
+        self.of_utterance = np.searchsorted(self.edges, durations, side="left").astype(np.uint16)
+        """The bucket of each utterance."""
+        self.parts = None if parts is None else PartSampler(parts, durations, self.of_utterance, least, seed)
+        sizes = np.bincount(self.of_utterance, minlength=len(self.edges)) if self.parts is None else self.parts.sizes
         lengths = [np.zeros(0, np.int64)]
         for size, longest in zip(sizes.tolist(), self.edges.tolist(), strict=True):
             fits = max(least, int(step_seconds / longest + 1e-6))
@@ -51,13 +52,15 @@ class Buckets:
             lengths.append(np.diff(np.arange(steps + 1) * size // steps) if steps else lengths[0])
         self.lengths = np.concatenate(lengths)
         """How many utterances each step has, bucket by bucket."""
+        self.of_step = np.repeat(np.arange(len(self.edges)), [len(each) for each in lengths[1:]])
+        """The bucket of each step."""
 
     def draw(self, rng: np.random.Generator, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Draw the utterances of one pass, bucket by bucket, and the pass number of each."""
         if self.parts is not None:
             return self.parts.draw(number)
-        members = rng.permutation(len(self._bucket))
-        return members[np.argsort(self._bucket[members], kind="stable")], np.broadcast_to(number, len(members))
+        members = rng.permutation(len(self.of_utterance))
+        return members[np.argsort(self.of_utterance[members], kind="stable")], np.broadcast_to(number, len(members))
 
 
 def bucket_edges(durations: np.ndarray, step_seconds: float, buckets: int | None = None, least: int = 1) -> np.ndarray:

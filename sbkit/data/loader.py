@@ -124,7 +124,7 @@ class _Loader:
 
     def _account(self, batch: Batch) -> None:
         self._failed += len(batch.damaged)
-        self._read += len(batch.damaged) + (len(batch.ids) if batch.weight else 0)
+        self._read += len(batch.damaged) + int(batch.real.sum())
         for name, reason in batch.damaged:
             if name not in self.damaged and len(self.damaged) < 10 * NAMED:
                 logger.warning("left out: %s: %s", name, reason)
@@ -226,16 +226,18 @@ class TrainLoader(_Loader):
         """Read the micro-batches of an epoch, of any rank, that may need the most memory."""
         plan, manifest = self.epoch_plan(epoch), self.reader.manifest
         lengths = np.fromiter(map(len, manifest.texts), np.int64, len(manifest))
-        read = (self.reader[ReadRequest(epoch, 0, 0, 1, plan.members[places], plan.pass_numbers(places))]
-                for places in plan.largest(lengths, self.world, self.min_micros))
+        read = (self.reader[ReadRequest(epoch, 0, 0, 1, plan.members[places], plan.pass_numbers(places), shape)]
+                for places, shape in plan.largest(lengths, self.world, self.min_micros))
         return [batch for batch in read if isinstance(batch, Batch)]
 
     def _from(self, epoch: int, first: int) -> Iterator[ReadRequest]:
         plan = self.epoch_plan(epoch)
         for step in range(first, len(plan)):
             share = plan.places(step, self.rank, self.world, self.min_micros)
+            shape = plan.shape(step, self.world, self.min_micros)
             for micro, places in enumerate(share):
-                yield ReadRequest(epoch, step, micro, len(share), plan.members[places], plan.pass_numbers(places))
+                yield ReadRequest(epoch, step, micro, len(share), plan.members[places], plan.pass_numbers(places),
+                                  shape)
 
 
 class EvalLoader(_Loader):

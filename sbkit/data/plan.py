@@ -8,7 +8,7 @@ optimizer steps as a run on one. Step N is found without going through the steps
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +18,7 @@ from sbkit.data.buckets import Buckets
 from sbkit.data.label_sampler import LabelSampler
 from sbkit.data.options import check_number
 from sbkit.data.part_sampler import Parts
+from sbkit.data.shapes import Shape, Shapes, choose_shapes
 from sbkit.errors import SbkitError
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ class Batching:
         the corpus several times. A recogniser needs a few hundred before it recognises anything; 0: no minimum.
     round_seconds: batches are padded to a multiple of it, as far as ``max_batch_seconds`` allows, so that shapes recur;
         0: no rounding; ``null``: 0.32 on a CPU and with ``--compile``, else 0.16.
+    pad_to_shapes: whether a micro-batch is padded to one of at most 32 shapes (rows, samples, tokens), with rows that
+        count nowhere; it may then have 5 % more than ``max_batch_seconds``. ``null``: on a GPU, if the task and its
+        layers allow it.
     """
 
     max_batch_seconds: float
@@ -70,6 +74,7 @@ class Batching:
     sort: str | None = None
     round_seconds: float | None = None
     least_steps: int = 0
+    pad_to_shapes: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
@@ -84,6 +89,11 @@ class Batching:
         if self.sort not in (None, "random", "ascending", "descending"):
             raise SbkitError(f"batching: sort is {self.sort!r}",
                              hint="it is one of ascending, descending, random")
+        if not (self.pad_to_shapes is None or isinstance(self.pad_to_shapes, bool)):
+            raise SbkitError(f"batching: pad_to_shapes is {self.pad_to_shapes!r}", hint="it is true, false or null")
+        if self.pad_to_shapes and self.clips_per is not None:
+            raise SbkitError("batching: pad_to_shapes pads buckets, but clips_per has none",
+                             hint="leave one out; clips that are cropped have one shape anyway")
         if self.step_seconds is None:
             self.step_seconds = self.max_batch_seconds
 
@@ -168,6 +178,8 @@ class Plan:
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])
         self.passes = max(1, -(-batching.least_steps // (len(lengths) * epochs))) if epochs else 1
         """How often an epoch goes through the corpus."""
+        self._tokens: np.ndarray | None = None  # of each utterance, if micro-batches are padded to shapes
+        self._shapes: dict[tuple[int, int], Shapes] = {}
 
     @classmethod
     def of(cls, train: Manifest, batching: Batching, augment: Augment | None, epochs: int,
@@ -181,6 +193,35 @@ class Plan:
         return cls(durations, batching, ids=train.ids, round_seconds=round_seconds, epochs=epochs, labels=labels,
                    parts=Parts.of(train))
 
+    def pad_to_shapes(self, tokens: np.ndarray | None = None) -> None:
+        """Let micro-batches have few shapes from now on; steps stay as they are.
+
+        tokens: ``[N]``, the number of tokens of each utterance; None: batches have none.
+        """
+        self._tokens = np.zeros(len(self.durations), np.int64) if tokens is None else tokens
+
+    def shapes(self, world: int, min_micros: int) -> Shapes | None:
+        """The shapes of micro-batches on this many ranks; None if they aren't padded to shapes."""
+        if self._tokens is None or not isinstance(self.sampler, Buckets):
+            return None
+        if (world, min_micros) not in self._shapes:
+            buckets = self.sampler
+            tokens, largest = np.zeros((2, len(buckets.edges)), np.int64)
+            np.maximum.at(tokens, buckets.of_utterance, self._tokens)
+            np.maximum.at(largest, buckets.of_step, buckets.lengths)
+            steps = np.bincount(buckets.of_step, minlength=len(largest))
+            self._shapes[world, min_micros] = choose_shapes(
+                buckets.edges.astype(np.float64), steps, largest, tokens, self.batching, world, min_micros)
+        return self._shapes[world, min_micros]
+
+    def _shape_of(self, place: int, world: int, min_micros: int) -> tuple[Shape, int] | None:
+        """The shape of the micro-batches of the step at a place of a pass, and their number on each rank."""
+        found = self.shapes(world, min_micros)
+        if found is None or not isinstance(self.sampler, Buckets):
+            return None
+        bucket = int(self.sampler.of_step[place % (len(self._bounds) - 1)])
+        return found.of_bucket[bucket], found.micros[bucket]
+
     def __len__(self) -> int:
         """The number of steps in an epoch."""
         return self.passes * (len(self._bounds) - 1)
@@ -193,7 +234,7 @@ class Plan:
         members, pass_numbers, order = zip(*map(self._pass, numbers), strict=True)
         return EpochPlan(
             self.durations, self.batching, np.concatenate(members), np.concatenate(bounds),
-            np.concatenate([each + i * steps for i, each in enumerate(order)]), pass_numbers)
+            np.concatenate([each + i * steps for i, each in enumerate(order)]), pass_numbers, self._shape_of)
 
     def _pass(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Draw the utterances of one pass over the corpus, bucket by bucket, the pass number of each, and the order of
@@ -211,9 +252,10 @@ class EpochPlan:
     """One epoch: an ordered list of optimizer steps, each a set of utterances of similar duration."""
 
     def __init__(self, durations: np.ndarray, batching: Batching, members: np.ndarray, bounds: np.ndarray,
-                 order: np.ndarray, pass_numbers: Sequence[np.ndarray]):
+                 order: np.ndarray, pass_numbers: Sequence[np.ndarray],
+                 shape_of: Callable[[int, int, int], tuple[Shape, int] | None]):
         self.durations, self.batching, self.members = durations, batching, members
-        self._bounds, self._order, self._pass_numbers = bounds, order, pass_numbers
+        self._bounds, self._order, self._pass_numbers, self._shape_of = bounds, order, pass_numbers, shape_of
 
     def __len__(self) -> int:
         return len(self._order)
@@ -244,24 +286,32 @@ class EpochPlan:
         places = range(rank, micros * world, world)
         return [parts[place] if place < len(parts) else empty for place in places]
 
-    def largest(self, lengths: np.ndarray, world: int = 1, min_micros: int = 1) -> list[np.ndarray]:
-        """The micro-batches of an epoch, on any rank, that may need the most memory, as places in ``members``.
+    def shape(self, i: int, world: int = 1, min_micros: int = 1) -> Shape | None:
+        """The shape that the micro-batches of step ``i`` are padded to; None: each has that of its utterances."""
+        found = self._shape_of(int(self._order[i]), world, min_micros)
+        return None if found is None else found[0]
+
+    def largest(self, lengths: np.ndarray, world: int = 1,
+                min_micros: int = 1) -> list[tuple[np.ndarray, Shape | None]]:
+        """The micro-batches of an epoch, on any rank, that may need the most memory, as places in ``members``, and the
+        shape that each is padded to.
 
         These are the one with the most seconds, padding included, that with the longest utterance, with the most rows,
-        and with the most tokens, padding included.
+        with the most tokens, padding included, and with the most pairs of a second and a token.
 
         lengths : the number of tokens of each utterance, or what grows with it
         """
-        best: dict[int, tuple[float, np.ndarray]] = {}
+        best: dict[int, tuple[float, np.ndarray, Shape | None]] = {}
         for step in range(len(self)):
-            for places in self._parts(step, world, min_micros)[0]:
+            shape = self.shape(step, world, min_micros)
+            for places in self._parts(step, world, min_micros)[0][:1 if shape else None]:
                 rows = self.members[places]
-                longest = float(self.durations[rows].max())
-                sizes = len(rows) * longest, longest, len(rows), len(rows) * float(lengths[rows].max())
+                count, longest, tokens = shape or (len(rows), float(self.durations[rows].max()), lengths[rows].max())
+                sizes = count * longest, longest, count, count * tokens, count * longest * tokens
                 for measure, size in enumerate(sizes):
                     if size > best.get(measure, (0.0,))[0]:
-                        best[measure] = size, places
-        return list({places.tobytes(): places for _, places in best.values()}.values())
+                        best[measure] = size, places, shape
+        return list({places.tobytes(): (places, shape) for _, places, shape in best.values()}.values())
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 (keeps one step, and this object lives for an epoch)
     def _parts(self, i: int, world: int, min_micros: int) -> tuple[list[np.ndarray], int]:
@@ -270,6 +320,11 @@ class EpochPlan:
         places = np.arange(start, stop).reshape(-1, clips)  # what stays together
         longest = self.durations[self.members[places]].max(1)
         order = np.argsort(-longest, kind="stable")
+        if (padded := self._shape_of(int(self._order[i]), world, min_micros)) is not None:
+            # All micro-batches get one shape, so they are even if they have as many utterances.
+            places, micros = places[order].ravel(), padded[1]
+            parts = min(micros * world, max(1, len(places) // batching.min_batch_utterances), len(places))
+            return np.array_split(places, parts), micros
         places, seconds = places[order], (clips * longest[order]).tolist()
         largest = (batching.max_batch_utterances or places.size) // clips
         smallest = -(-batching.min_batch_utterances // clips)

@@ -20,10 +20,11 @@ from torch.utils.data import Dataset
 
 from sbkit.data.audio import AudioError, prefetch, read_utterance
 from sbkit.data.augment import Augment
-from sbkit.data.batch import SAMPLE_RATE, Batch, stand_in
+from sbkit.data.batch import SAMPLE_RATE, STAND_IN, Batch, stand_in
 from sbkit.data.columns import BatchColumns, Padded
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import unit_of
+from sbkit.data.shapes import Shape
 from sbkit.errors import SbkitError, shown
 
 #: Seconds that a worker continues after SIGTERM, so that its run can stop in an orderly way.
@@ -46,6 +47,8 @@ class ReadRequest(NamedTuple):
     rows: np.ndarray
     pass_numbers: np.ndarray | int = 0
     """Which time the run uses each row; each time it is augmented differently."""
+    shape: Shape | None = None
+    """What the batch is padded to; None: its own shape, rounded."""
 
 
 class Reader(Dataset[Any]):
@@ -53,7 +56,8 @@ class Reader(Dataset[Any]):
 
     round_to: batches are padded to a multiple of this many samples (short ones to a half of it and so on), unless they
         would then have more than ``max_samples`` samples in total; 0: no rounding
-    least: minimum number of utterances in a batch; if fewer can be read, it becomes a stand-in
+    least: minimum number of utterances in a batch; if fewer can be read, it becomes a stand-in, and one that is padded
+        to a shape has only rows that aren't real
     columns: further columns of a batch
     """
 
@@ -105,22 +109,37 @@ class Reader(Dataset[Any]):
             texts.append(self.manifest.texts[row])
             for column in self.columns.texts:
                 columns[column].append(self.columns.text(self.manifest, column, row))
-        if len(ids) < self.least:
+        count, shape = len(ids), request.shape
+        if count < self.least:
+            count = 0
+        if count == 0 or shape is not None:
             empty = stand_in(utterances=self.least, tokens=self.tokenizer is not None, sample_rate=self.sample_rate,
                              **place)
-            further = self.columns.stand_in(empty.signals, empty.signal_lengths)
-            return dataclasses.replace(empty, damaged=damaged, **further)
+            if shape is None:
+                further = self.columns.stand_in(empty.signals, empty.signal_lengths)
+                return dataclasses.replace(empty, damaged=damaged, **further)
+            fill = max(0, shape.rows - count)
+            ids, texts = [*ids[:count], *[STAND_IN] * fill], [*texts[:count], *[""] * fill]
+            read = read[:count] + [[empty.signals[0, :shape.samples(self.sample_rate)].numpy()]
+                                   * (1 + len(self.columns.signals))] * fill
+            for name, text in self.columns.stand_in(empty.signals[:1], empty.signal_lengths[:1])["columns"].items():
+                if name in columns:
+                    columns[name] = columns[name][:count] + text * fill
         signals, *others = zip(*read, strict=True)
         lengths = [len(signal) for signal in signals]
         labels = self.columns.labels(columns)
+        for numbers in labels.values():
+            numbers[count:] = 0  # as any class
         for name, several in zip(self.columns.signals, others, strict=True):
             sizes = [len(signal) for signal in several]
-            columns[name] = Padded(_pad(several, torch.float32, self._width(sizes)), torch.tensor(sizes))
-        tokens = [self._encoded(*pair) for pair in zip(ids, texts, strict=True)]
+            columns[name] = Padded(_pad(several, torch.float32, self._width(sizes, shape)), torch.tensor(sizes))
+        tokens = [self._encoded(*pair) for pair in zip(ids[:count], texts, strict=False)]
+        tokens += [[1] if self.tokenizer is not None else [] for _ in ids[count:]]
         return Batch(
-            ids=ids, signals=_pad(signals, torch.float32, self._width(lengths)), signal_lengths=torch.tensor(lengths),
-            tokens=_pad(tokens, torch.int64), token_lengths=torch.tensor([len(line) for line in tokens]),
-            texts=texts, columns=columns, labels=labels, damaged=damaged, samples=sum(lengths),
+            ids=ids, signals=_pad(signals, torch.float32, self._width(lengths, shape)),
+            signal_lengths=torch.tensor(lengths), tokens=_pad(tokens, torch.int64, shape.tokens if shape else 0),
+            token_lengths=torch.tensor([len(line) for line in tokens]), real=torch.arange(len(ids)) < count,
+            texts=texts, columns=columns, labels=labels, damaged=damaged, samples=sum(lengths[:count]),
             sample_rate=self.sample_rate, **place,
         )
 
@@ -133,8 +152,10 @@ class Reader(Dataset[Any]):
             raise SbkitError(f"{type(self.tokenizer).__name__}.encode can't take the text of {name}, {shown(text)}: "
                              f"{type(error).__name__}: {error}") from error
 
-    def _width(self, lengths: list[int]) -> int:
+    def _width(self, lengths: list[int], shape: Shape | None) -> int:
         """The number of samples to which each row of the batch is padded."""
+        if shape is not None:
+            return shape.samples(self.sample_rate)
         longest = max(lengths)
         unit = max(1, int(unit_of(longest, self.round_to))) if self.round_to else 1
         rounded = -(-longest // unit) * unit

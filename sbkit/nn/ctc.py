@@ -59,6 +59,7 @@ def ctc_loss(
     blank: int = 0,
     from_logits: bool = True,
     ids: Sequence[str] | None = None,
+    real: torch.Tensor | None = None,
 ) -> CTCLoss:
     """Compute the negative log-likelihood of ``targets`` under CTC.
 
@@ -76,6 +77,7 @@ def ctc_loss(
     input_lengths, target_lengths: [B] int64, numbers of frames and of labels. Impossible ones raise if both are on the
         CPU; on a device they make the loss NaN
     ids: the utterances, for the guard's messages
+    real: [B] bool, False for rows that are no utterances, which are not ``feasible`` either
     """
     width, depth = log_probs.shape[1], targets.shape[1]
     if input_lengths.device.type == target_lengths.device.type == "cpu" and has_values(input_lengths):
@@ -98,6 +100,7 @@ def ctc_loss(
         else:
             losses = by_torch(log_probs, targets, input_lengths, target_lengths, blank)
         feasible = ctc_frames_needed(targets, labels) <= frames
+        feasible = feasible if real is None else feasible & real
         return CTCLoss(torch.where(feasible, losses, torch.zeros_like(losses)), feasible)
 
 

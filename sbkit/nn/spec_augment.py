@@ -15,7 +15,8 @@ class SpecAugment(nn.Module):
     """Masks spans of frames and bands of features in training; does nothing in evaluation mode.
 
     It has no parameters, does not loop over utterances and never syncs with the device. Random numbers come from the
-    device's generator, so a resumed run repeats them.
+    device's generator, so a resumed run repeats them. Rows without frames get none, so that the masks of the others are
+    the same as without these rows.
 
     time_masks: spans per utterance.
     time_share: the longest span, as a share of the utterance (with 0.05, at most 0.5 s of 10 s).
@@ -75,28 +76,33 @@ class SpecAugment(nn.Module):
             lengths = torch.full((batch,), time, device=device)
         real = lengths_to_mask(lengths, time)
         longest, strength, reach = self._limits.on(device)
+        sizes = [1 if self.time_warp else 0, self.time_masks, self.frequency_masks]
+        draw = torch.rand(batch, sum(sizes), 2, device=device)
+        draw = draw[((lengths > 0).cumsum(0) - 1).clamp(min=0)]  # the first numbers are those of the rows with frames
+        of_warp, of_time, of_frequency = draw.split(sizes, 1)
         if self.time_warp:
-            features = torch.where(real[..., None], self._warped(features, lengths, reach), features)
+            warped = self._warped(features, lengths, reach, of_warp[:, 0])
+            features = torch.where(real[..., None], warped, features)
         counts = lengths[:, None].expand(batch, self.time_masks)
-        masked = _spans(counts, counts * longest, time)[:, :, None] & real[..., None]
+        masked = _spans(of_time, counts, counts * longest, time)[:, :, None] & real[..., None]
         if self.frequency_masks:
             widths = torch.full((batch, self.frequency_masks), bands, device=device)
             widest = widths.clamp(max=self.frequency_width) * strength
-            masked = masked | _spans(widths, widest, bands)[:, None, :] & real[..., None]
+            masked = masked | _spans(of_frequency, widths, widest, bands)[:, None, :] & real[..., None]
         if self.fill == "zero":
             return features.masked_fill(masked, 0.0)
         total = features.masked_fill(~real[..., None], 0.0).sum((1, 2), dtype=torch.float32)
         mean = total / (lengths.clamp(min=1) * bands)
         return torch.where(masked, mean[:, None, None].to(features.dtype), features)
 
-    def _warped(self, features: Tensor, lengths: Tensor, reach: Tensor) -> Tensor:
-        """Warp each utterance's time, piecewise linearly with two pieces that meet at a random frame."""
+    def _warped(self, features: Tensor, lengths: Tensor, reach: Tensor, draw: Tensor) -> Tensor:
+        """Warp each utterance's time, piecewise linearly with two pieces that meet at a frame; both this and its new
+        place follow from ``draw`` [B, 2]."""
         last = (lengths - 1).float()[:, None]
         # Limits the warp so that the joint and its new place are inside the utterance, however short it is.
         reach = torch.minimum(reach, (last - 1).clamp(min=0) / 2)
-        draw = torch.rand(2, len(lengths), 1, device=features.device)
-        joint = reach + draw[0] * (last - 2 * reach)
-        moved = joint + (2 * draw[1] - 1) * reach * 0.999
+        joint = reach + draw[:, :1] * (last - 2 * reach)
+        moved = joint + (2 * draw[:, 1:] - 1) * reach * 0.999
         at = torch.arange(features.shape[1], device=features.device)[None, :].float()
         before = at * joint / moved.clamp(min=1e-3)
         after = joint + (at - moved) * (last - joint) / (last - moved).clamp(min=1e-3)
@@ -122,10 +128,10 @@ def _is_ramp(ramp: object) -> bool:
             and 0 <= ramp[0] <= ramp[1] <= 1)
 
 
-def _spans(sizes: Tensor, widest: Tensor, size: int) -> Tensor:
-    """Draw N random spans per row, at most ``widest`` long and within ``sizes`` (``[B, N]``): a mask ``[B, size]``."""
-    draw = torch.rand(2, *sizes.shape, device=sizes.device)
-    width = (draw[0] * (widest.floor() + 1)).floor()
-    start = (draw[1] * (sizes - width + 1)).floor()
+def _spans(draw: Tensor, sizes: Tensor, widest: Tensor, size: int) -> Tensor:
+    """Mask N spans per row, at most ``widest`` long and within ``sizes`` ([B, N]), by random numbers [B, N, 2]: [B, size].
+    """
+    width = (draw[..., 0] * (widest.floor() + 1)).floor()
+    start = (draw[..., 1] * (sizes - width + 1)).floor()
     at = torch.arange(size, device=sizes.device)
     return ((at >= start[..., None]) & (at < (start + width)[..., None])).any(1)

@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from speechbrain.utils.epoch_loop import EpochCounter
 
@@ -15,6 +17,7 @@ from sbkit.data.columns import BatchColumns
 from sbkit.data.loader import EvalLoader, TrainLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Plan
+from sbkit.data.reader import SupportsEncode
 from sbkit.errors import SbkitError
 from sbkit.recipe import flops
 from sbkit.recipe.arguments import CommandLine
@@ -56,6 +59,7 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     progress = ranks.run_on_main(read_progress, brain.checkpointer, keys.epoch_counter)
     plan = Plan.of(train, batching, keys.augment, progress.epochs, batching.rounding(device.type, brain.compile),
                    columns)
+    _pad_to_shapes(brain, plan, device, train, encoder)
     if plan.sampler.left_out and logs:
         logger.warning("%d of %d utterances are in no step: fewer than %d have their label (clips_per)",
                        plan.sampler.left_out, len(train), batching.clips)
@@ -97,6 +101,29 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         raise SbkitError(f"the checkpoints in {keys.folder} are of another model; what has changed: "
                          f"{'; '.join(changes)}", hint=error.hint) from error
     return brain
+
+
+def _pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,  # brain: a task, a room above
+                   encoder: SupportsEncode | None) -> None:
+    """Let the plan pad micro-batches to few shapes, if the recipe or by default the device asks for it."""
+    asked = plan.batching.pad_to_shapes
+    if asked is False or (asked is None and (device.type != "cuda" or plan.batching.clips_per)):
+        return
+    reason = brain.why_not_padded()
+    if reason is not None and asked:
+        raise SbkitError(f"batching: pad_to_shapes: {reason}", hint="leave it out")
+    if reason is not None:
+        if ranks.is_main():
+            logger.info("Micro-batches aren't padded to few shapes: %s", reason)
+        return
+    # All ranks must find the same, however an encoder counts.
+    plan.pad_to_shapes(encoder and ranks.run_on_main(
+        lambda: np.fromiter((len(encoder.encode(text)) for text in train.texts), np.int64, len(train))))
+    if ranks.is_main():
+        found = plan.shapes(ranks.world_size(), brain.grad_accumulation_factor)
+        assert found is not None, "it was just switched on"
+        logger.info("Micro-batches are padded to %d shapes, of up to %d utterances, %.1f s and %d tokens each",
+                    len(set(found.of_bucket)), *map(max, zip(*found.of_bucket, strict=True)))
 
 
 def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool, last: int) -> Iterator[int]:

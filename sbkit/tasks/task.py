@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 from speechbrain.core import Stage
+from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, get_default_hook
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from sbkit.data.batch import Batch
 from sbkit.data.columns import BatchColumns, Declared
@@ -76,6 +78,9 @@ class Task(Brain):
     """Columns of the corpus that batches hold besides recordings and texts, by name: ``LabelColumn`` or
     ``SignalColumn``."""
     metric: ClassVar[Metric] = Metric("loss")
+    counts_real_rows: ClassVar[bool] = False
+    """Whether loss, count and extras leave out the rows of a training batch that aren't in ``batch.real``; then batches
+    can be padded to few shapes (``batching: pad_to_shapes``)."""
     keys: TaskKeys
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -213,6 +218,19 @@ class Task(Brain):
     def stand_in_labels(self, shape: tuple[int, int], noise: bool) -> torch.Tensor:
         """Return valid labels of this shape for a stand-in batch."""
         return torch.ones(shape, dtype=torch.long)
+
+    def why_not_padded(self) -> str | None:
+        """Return why micro-batches can't be padded with rows that aren't utterances; None if they can."""
+        if not self.counts_real_rows:
+            return f"{type(self).__name__} doesn't have counts_real_rows = True: its loss may count such rows"
+        self.modules.train()
+        for name, layer in self.modules.named_modules():
+            norm = getattr(layer, "norm_type", None)
+            counted = norm == "sentence" or (norm == "global" and hasattr(layer, "counting"))
+            if (isinstance(layer, _BatchNorm) and layer.training) or (
+                    isinstance(layer, InputNormalization) and not counted):
+                return f"{name} ({type(layer).__name__}) normalises over the rows of a batch"
+        return None
 
     def begin_run(self, texts: Sequence[str], steps: int) -> None:
         """Called before ``fit`` with the training texts and the number of optimizer steps."""

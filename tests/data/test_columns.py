@@ -292,7 +292,7 @@ def test_all_that_handles_batches_handles_their_columns(utterances, samples, tim
                   tokens=torch.zeros(utterances, 0, dtype=torch.long), token_lengths=torch.zeros(utterances),
                   texts=[""] * utterances, **columns.stand_in(signals, lengths, noise=True))
     assert batch.labels["speaker"].max() < 3 and batch.columns["mood"] == [""] * utterances
-    assert len(batch.tensors()) == 9 and {each.device.type for each in batch.to("meta").tensors()} == {"meta"}
+    assert len(batch.tensors()) == 10 and {each.device.type for each in batch.to("meta").tensors()} == {"meta"}
     longer = batch.repeated(times)
     part = batches.rows(longer, utterances * (times - 1), utterances * times)
     assert isinstance(part.columns["clean"], Padded) and len(part.columns["mood"]) == utterances

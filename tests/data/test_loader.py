@@ -121,6 +121,34 @@ def test_batches_are_padded_to_a_multiple_as_far_as_the_limit_allows(manifest):
     assert at_limit > 0 and len(shapes[1]) < len(shapes[0])
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_batches_are_padded_to_the_shapes_of_the_plan(manifest, world, tmp_path):
+    broken = damage(manifest, [3, 4], tmp_path)
+    tokens = [len(LETTERS.encode(text)) for text in manifest.texts]
+    plain = {name: signal[:size] for batch in make(manifest).at(1)
+             for name, signal, size in zip(batch.ids, batch.signals, batch.signal_lengths, strict=True)}
+    seen, shapes = [], set()
+    for rank in range(world):
+        loader = make(broken, rank=rank, world=world, damaged_floor=9)
+        loader.plan.pad_to_shapes(np.array(tokens))
+        for batch in loader.at(1):
+            shape = loader.epoch_plan(1).shape(batch.step, world)
+            assert batch.signals.shape == (shape.rows, shape.samples(16000)) and batch.weight == 1
+            assert batch.tokens.shape == (shape.rows, shape.tokens) and len(batch.ids) == shape.rows
+            assert batch.samples == int(batch.signal_lengths[batch.real].sum())
+            for row, name in enumerate(batch.ids):
+                size = int(batch.signal_lengths[row])
+                assert bool(batch.real[row]) == (name in plain) and not batch.signals[row, size:].any()
+                assert torch.equal(batch.signals[row, :size], plain[name]) if batch.real[row] else size and not \
+                    batch.texts[row]
+            seen += [name for name in batch.ids if name in plain]
+            shapes.add(tuple(each.shape for each in batch.tensors()))
+        assert {shape for _, shape in loader.epoch_plan(1).largest(np.array(tokens), world)} <= set(
+            loader.plan.shapes(world, 1).of_bucket)
+    assert sorted(seen) == sorted(name for name in manifest.ids if name not in ("u3", "u4"))
+    assert len(shapes) <= len(set(loader.plan.shapes(world, 1).of_bucket))
+
+
 def test_batches_have_the_rate_that_was_asked_for(manifest):
     class Heard:
         sample_rate = None

@@ -203,11 +203,13 @@ def test_what_is_not_counted_enters_no_statistics():
         accelerate(norm)
     x, lengths = 5 + torch.randn(3, 40, 5), torch.tensor([1.0, 0.5, 0.8])
     noise = torch.randn(1, 30, 5)
-    assert one.uncounted(noise).isfinite().all()  # even where nothing was counted yet
+    nothing, first = torch.tensor([False]), torch.tensor([True, False, False])
+    assert one.counting(noise, None, nothing).isfinite().all()  # even where nothing was counted yet
     for norm in (one, other):
         norm(x, lengths)
-    torch.testing.assert_close(one.uncounted(noise), (noise - other.glob_mean) / other.glob_std)
+    torch.testing.assert_close(one.counting(noise, None, nothing), (noise - other.glob_mean) / other.glob_std)
     torch.testing.assert_close(one(x, lengths), other(x, lengths))
+    torch.testing.assert_close(one.counting(x, lengths, first)[:1], other(x[:1], lengths[:1]))
     assert one.count == other.count and torch.equal(one.glob_std, other.glob_std)
 
 
@@ -234,7 +236,8 @@ def test_evaluation_without_statistics_is_told():
     norm, x = InputNormalization(), torch.randn(2, 30, 4)
     accelerate(norm)
     norm.eval()
-    for evaluate in (norm, norm.uncounted, lambda x: norm.train()(x, epoch=norm.update_until_epoch)):
+    for evaluate in (norm, lambda x: norm.counting(x, None, torch.tensor([True, False])),
+                     lambda x: norm.train()(x, epoch=norm.update_until_epoch)):
         with pytest.raises(SbkitError, match="no statistics: it wasn't trained"):
             evaluate(x)
     norm.train()(x)

@@ -1,5 +1,6 @@
 """A step's arithmetic: counted right, on a copy, and set against what the device's data sheet says."""
 
+import math
 import types
 import weakref
 from pathlib import Path
@@ -19,6 +20,7 @@ from sbkit.recipe import flops, load, speed, trace
 from sbkit.recipe.speed import Utilisation
 
 RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
+LARGE = RECIPE.parents[1] / "recipes/CommonVoice/ASR/CTC/hparams/large.yaml"
 SECONDS = 4.0
 
 
@@ -27,17 +29,19 @@ def hparams(tmp_path_factory):
     return load.load(RECIPE, {**TINY, "dropout": 0.0, "output_folder": str(tmp_path_factory.mktemp("run"))})
 
 
-def by_hand(width=16, bins=80, channels=4):
-    """Products of the flagship's layers for 401 feature frames, by their formulas, and of three times as much where
-    gradients of weights and inputs follow; the first convolution has no gradient of its input to compute."""
-    filterbank = 2 * 401 * 201 * bins
-    frames = 401 + 16  # and the guard that the front end pads with
-    first = 2 * 9 * channels * (frames // 2) * (bins // 2)
-    second = 2 * 9 * channels**2 * (frames // 4) * (bins // 4)
-    projection, attention = bins // 4 * channels * width, (3 + 1) * width**2
-    feed_forward, convolution = 4 * width**2, (2 + 1) * width**2 + 15 * width
-    linear = 2 * 101 * (projection + attention + feed_forward + convolution + width * 28)
-    scores = 2 * 2 * 101**2 * width
+def by_hand(width=16, ffn=16, channels=(4, 4), layers=1, kernel=15, vocabulary=28, heads=1, seconds=SECONDS):
+    """Products of the flagship's layers by their formulas, and of three times as much where gradients of weights and
+    inputs follow; the first convolution has no gradient of its input to compute."""
+    bins, frames = 80, round(100 * seconds) + 1
+    filterbank = 2 * frames * 201 * bins
+    padded = frames + 16  # the guard that the front end pads with
+    first = 2 * 9 * channels[0] * (padded // 2) * (bins // 2)
+    second = 2 * 9 * channels[0] * channels[1] * (padded // 4) * (bins // 4)
+    encoded = -(-frames // 4)
+    projection, attention = bins // 4 * channels[1] * width, (3 + 1) * width**2
+    feed_forward, convolution = 4 * width * ffn, (2 + 1) * width**2 + kernel * width
+    linear = 2 * encoded * (projection + layers * (attention + feed_forward + convolution) + heads * width * vocabulary)
+    scores = layers * 2 * 2 * encoded**2 * width
     return filterbank + 2 * first + 3 * (second + linear + scores)
 
 
@@ -51,10 +55,44 @@ def test_it_is_what_the_formulas_say(hparams):
     assert found == pytest.approx(by_hand(), rel=0.05)
 
 
+@pytest.mark.parametrize("recipe, given, sizes, billions", [
+    (RECIPE, {}, {"width": 144, "ffn": 576, "channels": (32, 32), "layers": 6, "heads": 2}, 0.52),
+    (LARGE, {"language": "en", "ctc_weight": 1.0},
+     {"width": 512, "ffn": 2048, "channels": (64, 32), "layers": 12, "kernel": 31, "vocabulary": 1024, "heads": 2},
+     11.5)])
 @pytest.mark.slow
-def test_it_is_what_torch_counts(tmp_path):
+def test_a_second_of_audio_costs_a_shipped_recipe_this_much(recipe, given, sizes, billions, tmp_path):
+    brain = brain_of(load.load(recipe, {**given, "data_folder": "none", "output_folder": str(tmp_path)}))
+    found = flops.operations_per_second(brain, 5.52)
+    assert found == pytest.approx(by_hand(**sizes, seconds=5.52) / 5.52, rel=0.01)
+    assert found / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+GROUPED = [(nn.Conv1d(512, 512, 31, padding=15, groups=512), 2 * 512 * 31),
+           (nn.Conv1d(8, 12, 3, padding=1, groups=4), 2 * 12 * 2 * 3),
+           (nn.ConvTranspose1d(8, 12, 3, padding=1, groups=4), 2 * 8 * 3 * 3),
+           (nn.ConvTranspose1d(8, 8, 3, padding=1, groups=8), 2 * 8 * 3)]
+
+
+@pytest.mark.parametrize("layer, per_frame", GROUPED)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_grouped_convolution_costs_its_forward_again_for_each_gradient(layer, per_frame, frozen):
+    layer.requires_grad_(not frozen)
+    x = torch.zeros(3, layer.in_channels, 40, requires_grad=True)
+    with flops.FlopCounter() as counter:
+        layer(x).sum().backward()
+    assert counter.operations == (2 if frozen else 3) * 3 * 40 * per_frame
+
+
+@pytest.mark.slow
+def test_it_is_what_torch_counts_besides_gradients_of_convolutions(tmp_path):
+    aten = torch.ops.aten
     brain = brain_of(load.load(RECIPE, {**TINY, "ctc_weight": 0.3, "output_folder": str(tmp_path)}))
-    with FlopCounterMode(display=False) as theirs:
+
+    def three_forwards(grad, x, weight, _bias, _stride, _padding, _dilation, _transposed, _more, _groups, wanted, **_):
+        return sum(wanted[:2]) * 2 * grad[0] * math.prod(grad[2:]) * math.prod(weight)
+
+    with FlopCounterMode(display=False, custom_mapping={aten.convolution_backward: three_forwards}) as theirs:
         ours = flops.run(brain, 2, SECONDS, flops.FlopCounter)
     assert ours.operations == theirs.get_total_flops() > 0
 

@@ -174,7 +174,7 @@ class InputNormalization(features.InputNormalization):
     glob_mean: Tensor
     glob_std: Tensor
     count: int | Tensor
-    _counting = True
+    _counting: Tensor | None = None
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, epoch: int | None = None) -> Tensor:
         if self.norm_type == "global":
@@ -186,16 +186,18 @@ class InputNormalization(features.InputNormalization):
                                  hint="add it to the checkpointer's recoverables and train, or use norm_type: sentence")
         return super().forward(x, lengths, epoch)
 
-    def uncounted(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Normalise ``x`` without adding it to the statistics; takes part in the ranks' all-reduce."""
-        self._counting = False
+    def counting(self, x: Tensor, lengths: Tensor | None, rows: Tensor) -> Tensor:
+        """Normalise ``x`` and add only ``rows`` [B] bool to the statistics; takes part in the ranks' all-reduce."""
+        self._counting = rows
         try:
             return self(x, lengths)
         finally:
-            self._counting = True
+            self._counting = None
 
     def _update_global_stats(self, x: Tensor, mask: Tensor) -> None:
-        dims, wide, mask = (0, self.length_dim), x.float(), mask & self._counting
+        dims, wide = (0, self.length_dim), x.float()
+        if self._counting is not None:
+            mask = mask & self._counting.view(-1, *[1] * (mask.dim() - 1))
         number = _over_ranks(mask.sum().float())
         divisor = number.clamp(min=1)  # possibly no rank counts anything
         mean = _over_ranks((wide * mask).sum(dims)) / divisor

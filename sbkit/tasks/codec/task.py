@@ -79,6 +79,7 @@ class Codec(SpeechTask):
     Keys: ClassVar[type[TaskKeys]] = CodecKeys
     parts = ("compute_features", "encoder", "quantiser", "decoder", "head", "spectral_loss", "modules")
     metric = Metric("mel_distance")
+    counts_real_rows: ClassVar[bool] = True
     keys: CodecKeys
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -124,7 +125,8 @@ class Codec(SpeechTask):
 
     def compute_objectives(self, outputs: CodecOutput, batch: Batch, stage: Stage) -> Loss:
         """Compute the loss, a sum over code frames, and their number."""
-        frames, count = outputs.frames, outputs.frames.sum()
+        frames = outputs.frames * batch.real
+        count = frames.sum()
         sound = trimmed(outputs.sound, batch)
         spectral = (self.keys.spectral_loss(sound, batch.signals, batch.signal_lengths) * frames).sum()
         inside = lengths_to_mask(frames, outputs.quantised.penalty.shape[1])

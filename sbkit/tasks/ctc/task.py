@@ -65,6 +65,7 @@ class CTC(RecognitionTask):
     heads = ("ctc_lin", "seq_lin")
     Search = BeamSearch
     loss_of_tokens: ClassVar[str] = "ctc"
+    counts_real_rows: ClassVar[bool] = True
     keys: CTCKeys
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -94,7 +95,7 @@ class CTC(RecognitionTask):
         model, training = self.recognizer, stage == Stage.TRAIN
         views = self.views if training else 1
         feats, feat_frames = model.features(batch.signals, batch.signal_lengths, training=training, views=views,
-                                            counted=batch.weight != 0)
+                                            real=batch.real)
         with layer_outputs(model.encoder, self._intermediate_layers() if training else []) as states:
             if self.joint:
                 tokens = functional.pad(self.safe_tokens(batch), (1, 0), value=self.keys.ends[0])
@@ -161,7 +162,8 @@ class CTC(RecognitionTask):
 
     def _ctc(self, scores: Tensor, frames: Tensor, batch: Batch) -> CTCLoss:
         return ctc_loss(
-            scores, batch.tokens, frames, batch.token_lengths, blank=self.keys.blank_index, ids=batch.ids
+            scores, batch.tokens, frames, batch.token_lengths, blank=self.keys.blank_index, ids=batch.ids,
+            real=batch.real
         )
 
     def _cross_entropy(self, scores: Tensor, batch: Batch, counted: Tensor) -> Tensor:

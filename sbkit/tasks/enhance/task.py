@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 from speechbrain.core import Stage
 from torch import Tensor
 
@@ -120,6 +121,7 @@ class Enhancement(Task):
     parts = ("enhancer", "modules")
     columns: ClassVar[Declared] = {"clean": SignalColumn(or_recording=True)}
     metric = Metric("SI_SNRi", lower_is_better=False)
+    counts_real_rows: ClassVar[bool] = True
     keys: EnhancementKeys
 
     def describe(self) -> tuple[list[str], dict[str, Any]]:
@@ -137,8 +139,10 @@ class Enhancement(Task):
         clean, lengths, maximum = batch.columns["clean"].data, batch.signal_lengths, self.keys.most_decibels
         if stage != Stage.TRAIN and batch.weight:
             self.rows += self._rows(sound, clean, batch, stage)
-        ratios = si_snr(sound, clean, lengths, maximum), snr(sound, clean, lengths, maximum)
-        return Loss(-(ratios[0] + ratios[1]).sum() / 2, len(batch), {"si_snr": (ratios[0].sum(), len(batch))})
+        by_shape, by_level = (torch.where(batch.real, ratio(sound, clean, lengths, maximum), 0.0).sum()
+                              for ratio in (si_snr, snr))
+        count = batch.real.sum()
+        return Loss(-(by_shape + by_level) / 2, count, {"si_snr": (by_shape, count)})
 
     # ------------------------------------------------------------ validation and test
 

@@ -15,6 +15,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn import recurrent
 from sbkit.nn.chunks import ChunkConfig, Chunks, mask_last_chunk_padding
 from sbkit.nn.lengths import LengthRule, N, feature_frames, lengths_to_mask, takes_lengths
+from sbkit.nn.spec_augment import SpecAugment
 from sbkit.nn.streaming.layers import encode_in_chunks
 from sbkit.nn.tf32 import without_tf32
 from sbkit.tasks.recognise.keys import EncoderKeys
@@ -109,12 +110,13 @@ class Recognizer:
         return frames if self.encoder_rule is None else self.encoder_rule(frames)
 
     def features(
-        self, signals: Tensor, samples: Tensor, training: bool = False, views: int = 1, counted: bool = True
+        self, signals: Tensor, samples: Tensor, training: bool = False, views: int = 1, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Compute normalised features [B, T, F] and frame counts [B] from waveforms [B, S] and sample counts [B].
 
         views : augmented versions of each utterance: [views B, T, F], the first versions of all utterances first
-        counted : whether the batch may update running statistics; False for stand-ins, if ``normalize`` is sbkit's
+        real : [B] bool, False for rows that are no utterances: running statistics leave them out, if ``normalize`` is
+            sbkit's, and ``SpecAugment`` draws no masks for them; None: all are
         """
         if self.compute_features is None:
             keep = lengths_to_mask(samples, signals.shape[1])
@@ -125,11 +127,13 @@ class Recognizer:
         frames = self._feature_frames(samples)
         if self.normalize is not None:
             # Half a frame less, since rounding a relative length times T in fp32 may otherwise add a frame.
-            normalize = self.normalize if counted else getattr(self.normalize, "uncounted", self.normalize)
-            feats = normalize(feats, (frames - 0.5) / feats.shape[1])
+            relative = (frames - 0.5) / feats.shape[1]
+            counting = getattr(self.normalize, "counting", None) if training and real is not None else None
+            feats = self.normalize(feats, relative) if counting is None else counting(feats, relative, real)
         feats, frames = feats.repeat(views, 1, 1), frames.repeat(views)
         if training and self.augment is not None:
-            feats = self.augment(feats, frames)
+            masks_rows = real is not None and isinstance(self.augment, SpecAugment)
+            feats = self.augment(feats, frames * real.repeat(views) if masks_rows else frames)
         keep = lengths_to_mask(frames, feats.shape[1])
         return feats.masked_fill(~keep[..., None], 0.0), frames
 

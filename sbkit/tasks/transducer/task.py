@@ -56,6 +56,7 @@ class Transducer(RecognitionTask):
     heads, scores_tokens = ("ctc_lin",), False
     Search = TransducerBeam
     loss_of_tokens: ClassVar[str] = "ctc"
+    counts_real_rows: ClassVar[bool] = True
     keys: TransducerKeys
 
     @classmethod
@@ -85,7 +86,7 @@ class Transducer(RecognitionTask):
         """Compute scores [B, T, U + 1, V] of waveforms [B, S] and the tokens of their texts [B, U]."""
         model, head = self.recognizer, self.keys.transducer
         feats, feat_frames = model.features(batch.signals, batch.signal_lengths, training=stage == Stage.TRAIN,
-                                            counted=batch.weight != 0)
+                                            real=batch.real)
         encoded, frames = model.encode(feats, feat_frames, self.visible_context(stage, batch))
         states, ctc = self.compute_scores(encoded)
         predicted = head.predict(head.with_start(self.safe_tokens(batch)))
@@ -100,12 +101,13 @@ class Transducer(RecognitionTask):
 
     def compute_objectives(self, scores: TransducerScores, batch: Batch, stage: Stage) -> Loss:
         """Compute the loss, summed over the batch, and the number of its tokens."""
-        total = transducer_loss(scores.joined, batch.tokens, scores.frames, batch.token_lengths,
-                                self.keys.blank_index, batch.ids).sum()
-        tokens, extras = batch.token_lengths.sum(), None
+        losses = transducer_loss(scores.joined, batch.tokens, scores.frames, batch.token_lengths,
+                                 self.keys.blank_index, batch.ids)
+        total = torch.where(batch.real, losses, 0.0).sum()
+        tokens, extras = (batch.token_lengths * batch.real).sum(), None
         if scores.ctc is not None:
             ctc = ctc_loss(scores.ctc, batch.tokens, scores.frames, batch.token_lengths, self.keys.blank_index,
-                           ids=batch.ids)
+                           ids=batch.ids, real=batch.real)
             total = torch.lerp(total, ctc.total, self.keys.ctc_weight)
             extras = {self.loss_of_tokens: (ctc.total, (batch.token_lengths * ctc.feasible).sum())}
         if stage == Stage.TRAIN:

@@ -1,0 +1,92 @@
+"""The few shapes to which micro-batches are padded on a GPU, where a graph is captured once for each shape.
+
+Steps hold the same utterances with and without: neighbouring buckets, from which the plan draws its steps, share a
+shape, and rows, samples and tokens are added to a micro-batch up to it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from sbkit.data.plan import Batching
+
+MAX_SHAPES = 32
+#: A micro-batch has at most this many times ``max_batch_seconds``. Steps of two neighbouring buckets, with as many rows
+#: as fit into ``max_batch_seconds`` each, would otherwise never have the same shape.
+EXCESS = 1.05
+#: More shapes must save at least this share of the padded seconds, since each is captured and has memory of its own.
+WORTH = 0.001
+
+
+class Shape(NamedTuple):
+    """The size of a micro-batch: ``rows`` utterances of ``seconds`` with ``tokens`` tokens each."""
+
+    rows: int
+    seconds: float
+    tokens: int
+
+    def samples(self, sample_rate: int) -> int:
+        """The samples of a row, with room for a sample that resampling may add."""
+        return 16 * math.ceil((self.seconds * sample_rate + 1) / 16)
+
+
+class Shapes(NamedTuple):
+    """The shape of each bucket's micro-batches, and how many of them a rank computes in a step."""
+
+    of_bucket: list[Shape]
+    micros: list[int]
+
+
+def choose_shapes(seconds: np.ndarray, steps: np.ndarray, largest: np.ndarray, tokens: np.ndarray, batching: Batching,
+                  world: int = 1, min_micros: int = 1, max_shapes: int = MAX_SHAPES) -> Shapes:
+    """Group buckets so that at most ``max_shapes`` shapes need the least padded seconds.
+
+    seconds, steps, largest, tokens: ``[K]`` each, of the buckets: length of the longest utterance, ascending, number of
+        steps, utterances in the largest of them, and most tokens of an utterance.
+    world, min_micros: ranks that share a step, and the least micro-batches of each.
+    """
+    count, least = len(seconds), batching.min_batch_utterances
+    limit, most = EXCESS * batching.max_batch_seconds, batching.max_batch_utterances or int(largest.max())
+
+    def micro_batches(buckets: slice, capacity: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
+        """Micro-batches of a rank in a step of each bucket, and rows of a micro-batch."""
+        utterances = largest[buckets]
+        micros = np.maximum(min_micros, -(-utterances // (np.minimum(capacity, most) * world)))
+        return micros, np.maximum(-(-utterances // (micros * world)), np.minimum(utterances, 2 * least - 1))
+
+    # By themselves, as many as needed for max_batch_seconds.
+    own = np.maximum((batching.max_batch_seconds * (1 + 1e-6) / seconds).astype(int), batching.min_capacity)
+    cost, rows_of, micros_of = np.full((count, count), math.inf), {}, {}  # [first, last] bucket of a group
+    for last in range(count):
+        buckets = slice(0, last + 1)
+        micros, rows = micro_batches(buckets, own[buckets])
+        fewer = micro_batches(buckets, max(batching.min_capacity, int(limit / seconds[last])))
+        split = rows * seconds[last] > limit  # too many rows for the seconds of this group
+        split[last] = False
+        micros, rows = np.where(split, fewer[0], micros), np.where(split, fewer[1], rows)
+        rows = np.maximum.accumulate(rows[::-1])[::-1]  # of the groups that begin with each bucket
+        cost[buckets, last] = np.cumsum((steps[buckets] * micros)[::-1])[::-1] * world * rows * seconds[last]
+        rows_of[last], micros_of[last] = rows, micros
+
+    # Dynamic programming: totals[j], buckets 0..j in k + 1 groups; back[k][j], the last bucket before the last of them.
+    totals, back, ends = cost[0], [np.full(count, -1)], [float(cost[0, -1])]
+    for _ in range(min(max_shapes, count) - 1):
+        options = totals[:-1, None] + cost[1:]  # [last bucket of the groups before, last bucket]
+        before = options.argmin(0)
+        fewest = options[before, np.arange(count)]
+        back.append(np.where(fewest < totals, before, back[-1]))
+        totals = np.minimum(totals, fewest)
+        ends.append(float(totals[-1]))
+    number = next(k for k, end in enumerate(ends) if end <= (1 + WORTH) * ends[-1])
+    found, last = Shapes([Shape(0, 0.0, 0)] * count, [0] * count), count - 1
+    while last >= 0:
+        first = int(back[number][last]) + 1
+        shape = Shape(int(rows_of[last][first]), float(seconds[last]), int(tokens[first:last + 1].max(initial=0)))
+        for bucket in range(first, last + 1):
+            found.of_bucket[bucket], found.micros[bucket] = shape, int(micros_of[last][bucket])
+        last, number = first - 1, max(0, number - 1)
+    return found
