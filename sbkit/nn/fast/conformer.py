@@ -16,6 +16,41 @@ from sbkit.nn.fast.fused import Layer
 from sbkit.nn.native.library import WIDEST
 
 
+def convolve(module: Layer, x: Tensor, mask: Tensor | None = None, chunk: int | None = None,
+             before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Compute SpeechBrain's ``ConvolutionModule``, and the inputs of its depthwise convolution: [B, T, D] -> [B, T, D].
+
+    mask : [B, T, 1], True for padding
+    chunk : frames of a chunk, which see nothing beyond its end, as on a stream; None: the whole utterance
+    before : on a stream, the inputs [B, D, around] of the frames before, which are returned in front of this chunk's
+    """
+    pointwise, conv, around = module.bottleneck[0], module.conv, module.padding
+    x = functional.linear(module.layer_norm(x), pointwise.weight.squeeze(-1), pointwise.bias)
+    x = functional.glu(x, dim=-1)
+    if mask is not None:
+        x = x.masked_fill(mask, 0.0)
+    (b, t, columns), inputs = x.shape, x.transpose(1, 2)
+    if before is not None:
+        inputs = torch.cat([before, inputs], 2)
+        out = functional.conv1d(functional.pad(inputs, (0, around)), conv.weight, conv.bias, groups=conv.groups)
+    elif chunk is not None:
+        assert not module.causal and module.dilation == 1, "SpeechBrain's chunks need a centred convolution"
+        # A compiled graph always pads, since one without padding would be another graph.
+        rest = chunk - t % chunk if torch.compiler.is_compiling() else -t % chunk
+        pieces = functional.pad(x, (0, 0, around, rest)).unfold(1, around + chunk, chunk)  # [B, N, D, around + chunk]
+        out = functional.conv1d(functional.pad(pieces, (0, around)).flatten(0, 1), conv.weight, conv.bias,
+                                groups=conv.groups)
+        out = out.transpose(1, 2).reshape(b, t + rest, columns)[:, :t].transpose(1, 2)
+    elif x.device.type == "cpu" and not torch.compiler.is_compiling():
+        # oneDNN's depthwise kernels for images with channels last take a third of the time.
+        out = functional.conv2d(inputs[..., None], conv.weight[..., None], conv.bias, 1, (*conv.padding, 0),
+                                (*conv.dilation, 1), conv.groups)[..., 0]
+    else:
+        out = conv(inputs)
+    out = module.after_conv((out[..., : -around] if module.causal else out).transpose(1, 2))
+    return (out if mask is None else out.masked_fill(mask, 0.0)), inputs
+
+
 class ConvolutionModule(Conformer.ConvolutionModule):
     """``ConvolutionModule``: [B, T, D] to [B, T, D]; sets padding to zero before the depthwise convolution.
 
@@ -25,39 +60,7 @@ class ConvolutionModule(Conformer.ConvolutionModule):
 
     def forward(self, x: Tensor, mask: Tensor | None = None,
                 dynchunktrain_config: DynChunkTrainConfig | None = None) -> Tensor:
-        pointwise = self.bottleneck[0]
-        out = functional.linear(self.layer_norm(x), pointwise.weight.squeeze(-1), pointwise.bias)
-        out = functional.glu(out, dim=-1)
-        if mask is not None:
-            out = out.masked_fill(mask, 0.0)
-        if dynchunktrain_config is None:
-            out = self._depthwise(out)
-        else:
-            out = self._depthwise_in_chunks(out, dynchunktrain_config.chunk_size)
-        out = self.after_conv(out)
-        return out if mask is None else out.masked_fill(mask, 0.0)
-
-    def _depthwise(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            # oneDNN's depthwise kernels for images with channels last take a third of the time.
-            conv = self.conv
-            out = functional.conv2d(x.transpose(1, 2)[..., None], conv.weight[..., None], conv.bias, 1,
-                                    (*conv.padding, 0), (*conv.dilation, 1), conv.groups)[..., 0]
-        else:
-            out = self.conv(x.transpose(1, 2))
-        return (out[..., : -self.padding] if self.causal else out).transpose(1, 2)
-
-    def _depthwise_in_chunks(self, x: Tensor, size: int) -> Tensor:
-        """Convolve [B, T, D] with zeros after the chunk of each frame, as on a stream."""
-        assert not self.causal and self.dilation == 1, "SpeechBrain's chunks need a centred convolution"
-        b, t, columns = x.shape
-        conv, around = self.conv, self.padding
-        # A compiled graph always pads, since one without padding would be another graph.
-        rest = size - t % size if torch.compiler.is_compiling() else -t % size
-        before = functional.pad(x, (0, 0, around, rest)).unfold(1, around + size, size)  # [B, N, D, around + size]
-        chunks = functional.pad(before, (0, around)).flatten(0, 1)
-        out = functional.conv1d(chunks, conv.weight, conv.bias, groups=conv.groups)
-        return out.transpose(1, 2).reshape(b, t + rest, columns)[:, :t]
+        return convolve(self, x, mask, dynchunktrain_config and dynchunktrain_config.chunk_size)[0]
 
 
 class ConformerEncoderLayer(Conformer.ConformerEncoderLayer):
