@@ -1,5 +1,4 @@
-"""Attention against SpeechBrain's in fp64, and with dropout on a CPU against the formula written out, with the same random
-words: values and gradients."""
+"""Attention against SpeechBrain's in fp64; with dropout on a CPU, against the formula with the same random words."""
 
 import pytest
 import torch
