@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from speechbrain.lobes.models.transformer import Conformer
 from speechbrain.nnet import activations, attention, normalization
@@ -14,6 +16,8 @@ from sbkit.nn.fast.attention import RelPosMHAXL, RoPEMHA, rotary_table
 from sbkit.nn.fast.dropout import Dropout
 from sbkit.nn.fast.fused import Layer
 from sbkit.nn.fast.norm import LayerNorm
+from sbkit.nn.guard import has_values
+from sbkit.nn.native import trial
 from sbkit.nn.native.library import WIDEST
 
 
@@ -34,6 +38,10 @@ def convolve(module: Layer, x: Tensor, mask: Tensor | None = None, chunk: int | 
     if before is not None:
         inputs = torch.cat([before, inputs], 2)
         out = functional.conv1d(functional.pad(inputs, (0, around)), conv.weight, conv.bias, groups=conv.groups)
+    elif own_depthwise(module, x):
+        from sbkit.nn.fast.depthwise import Depthwise  # needs Triton
+
+        out = Depthwise.apply(x, conv.weight, conv.bias, around, chunk or t).transpose(1, 2)
     elif chunk is not None:
         assert not module.causal and module.dilation == 1, "SpeechBrain's chunks need a centred convolution"
         # A compiled graph always pads, since one without padding would be another graph.
@@ -48,8 +56,31 @@ def convolve(module: Layer, x: Tensor, mask: Tensor | None = None, chunk: int | 
                                 (*conv.dilation, 1), conv.groups)[..., 0]
     else:
         out = conv(inputs)
-    out = module.after_conv((out[..., : -around] if module.causal else out).transpose(1, 2))
+    out = module.after_conv((out[..., :t] if module.causal else out).transpose(1, 2))
     return (out if mask is None else out.masked_fill(mask, 0.0)), inputs
+
+
+def own_depthwise(module: Layer, x: Tensor) -> bool:
+    """Whether sbkit's kernels convolve ``x`` on a GPU."""
+    conv = module.conv
+    return bool(x.device.type == "cuda" and has_values(x) and x.numel()
+                and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and type(conv) is nn.Conv1d
+                and type(conv.weight) is type(conv.bias) is nn.Parameter and not conv._forward_hooks
+                and not conv._forward_pre_hooks and module.dilation == 1 and conv.groups == x.shape[2]
+                and (conv.kernel_size[0] % 2 or module.causal) and not torch.compiler.is_compiling()
+                and depthwise_works(x.device))
+
+
+@functools.cache
+def depthwise_works(device: torch.device) -> bool:
+    """Whether the kernels of the depthwise convolution compile on a device and agree there with torch on the CPU."""
+    def compare() -> bool:
+        from sbkit.nn.fast import depthwise  # needs Triton
+
+        ours = depthwise.example(depthwise.Depthwise.apply, device, torch.float32)
+        return trial.results_agree(ours, depthwise.example(depthwise.by_torch, "cpu", torch.float64), [1e-4] * 4)
+
+    return trial.kernels_agree(device, compare, "depthwise convolution")
 
 
 class ConvolutionModule(Conformer.ConvolutionModule):
