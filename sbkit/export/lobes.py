@@ -18,11 +18,9 @@ from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from speechbrain.nnet import RNN, attention, pooling
 from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import Tensor, nn
-from torch.nn import functional
 
 from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import FASTER, accelerate, swap
-from sbkit.nn.fast.attention import MultiheadAttention as FastMultiheadAttention
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.nn.recurrent import reverse, with_lengths
 
@@ -240,99 +238,10 @@ class ExportedRelPosEncXL(attention.RelPosEncXL):
         return _interleaved_waves(distance.abs(), self.emb_dim, self.emb_dtype)[None]
 
 
-def _shifted(scores: Tensor) -> Tensor:
-    """Turn scores by distance into scores by key, for any T: [B, H, T, 2T-1] -> [B, H, T, T]."""
-    size = scores.shape[2]
-    padded = functional.pad(scores, (1, 0)).flatten(2).unflatten(2, (2 * size, size))
-    return padded[:, :, 1:].flatten(2).unflatten(2, (size, 2 * size - 1))[..., :size]
-
-
-def _mask(keys: Tensor | None, pairs: Tensor | None) -> Tensor | None:
-    """Combine SpeechBrain's two masks (True: ignore) into one for scores [B, H, T, T]."""
-    masks = [each for each in (None if keys is None else keys[:, None, None], pairs) if each is not None]
-    return masks[0] | masks[1] if len(masks) == 2 else masks[0] if masks else None
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None,
-            ignore: Tensor | None) -> Tensor:
-    """Compute softmax attention of [B, T, H, D] tensors: [B, T, H * D]."""
-    scores = torch.matmul(query.transpose(1, 2) * scale, key.permute(0, 2, 3, 1))
-    scores = scores if bias is None else scores + bias
-    if ignore is not None:
-        scores = scores.masked_fill(ignore, torch.finfo(scores.dtype).min / 2)  # finite: no NaN in rows of padding
-    out = torch.matmul(scores.softmax(-1), value.transpose(1, 2))
-    return out.transpose(1, 2).flatten(2)
-
-
-class ExportedRelPosMHAXL(attention.RelPosMHAXL):
-    """Self-attention with relative positions: [B, T, D] -> [B, T, D]."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, pos_embs: Tensor, key_padding_mask: Tensor | None = None,
-        attn_mask: Tensor | None = None, return_attn_weights: bool = True,
-    ) -> tuple[Tensor, None] | Tensor:
-        heads, size = self.num_heads, self.head_dim
-        q, k, v = functional.linear(query, self.in_proj_weight).unflatten(-1, (heads, 3 * size)).chunk(3, dim=-1)
-        if self.vbias is not None:
-            v = v + self.value_bias_weight.view(heads, size)
-        positions = self.linear_pos(pos_embs).unflatten(-1, (heads, size))  # [1, 2T-1, H, size]
-        with_v = (q + self.pos_bias_v.view(heads, size)).transpose(1, 2) * self.scale
-        bias = _shifted(torch.matmul(with_v, positions.permute(0, 2, 3, 1)))
-        out = self.out_proj(_attend(
-            q + self.pos_bias_u.view(heads, size), k, v, self.scale, bias, _mask(key_padding_mask, attn_mask)))
-        return (out, None) if return_attn_weights else out
-
-
-class ExportedRoPEMHA(attention.RoPEMHA):
-    """Self-attention with rotary positions, whose angles are computed for each length: [B, T, D] -> [B, T, D]."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
-        attn_mask: Tensor | None = None, pos_embs: None = None, return_attn_weights: bool = True,
-    ) -> tuple[Tensor, None] | Tensor:
-        heads, size = self.num_heads, self.head_dim
-        q, k, v = functional.linear(query, self.in_proj_weight).unflatten(-1, (heads, 3 * size)).chunk(3, dim=-1)
-        if self.vbias is not None:
-            v = v + self.value_bias_weight.view(heads, size)
-        time = torch.arange(query.shape[1], device=query.device)
-        waves = _interleaved_waves(time, size, query.dtype).unflatten(-1, (size // 2, 2))
-        sines, cosines = waves[:, None, :, 0], waves[:, None, :, 1]  # [T, 1, size / 2]
-        q, k = _rotated(q, sines, cosines), _rotated(k, sines, cosines)
-        out = self.out_proj(_attend(q, k, v, self.scale, None, _mask(key_padding_mask, attn_mask)))
-        return (out, None) if return_attn_weights else out
-
-
-def _rotated(x: Tensor, sines: Tensor, cosines: Tensor) -> Tensor:
-    """Rotate each pair of adjacent columns by its angle: [B, T, H, size]."""
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([even * cosines - odd * sines, even * sines + odd * cosines], dim=-1).flatten(-2)
-
-
-class ExportedMultiheadAttention(FastMultiheadAttention):
-    """``MultiheadAttention`` as self-attention: [B, T, D] -> [B, T, D]."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None, return_attn_weights: bool = True, pos_embs: Tensor | None = None,
-    ) -> tuple[Tensor, None] | Tensor:
-        att = self.att
-        plain = att._qkv_same_embed_dim and att.bias_k is None and not att.add_zero_attn and pos_embs is None
-        if not plain or query is not key or key is not value:
-            return super().forward(query, key, value, attn_mask, key_padding_mask, return_attn_weights, pos_embs)
-        heads, size = att.num_heads, att.head_dim
-        q, k, v = (x.unflatten(-1, (heads, size))
-                   for x in functional.linear(query, att.in_proj_weight, att.in_proj_bias).chunk(3, dim=-1))
-        out = att.out_proj(_attend(q, k, v, size ** -0.5, None, _mask(key_padding_mask, attn_mask)))
-        return (out, None) if return_attn_weights else out
-
-
 _BY_ORIGINAL: dict[type, type] = {
     TransformerASR: ExportedTransformerASR,
     Transformer.PositionalEncoding: ExportedPositionalEncoding,
     attention.RelPosEncXL: ExportedRelPosEncXL,
-    attention.RelPosMHAXL: ExportedRelPosMHAXL,
-    attention.RoPEMHA: ExportedRoPEMHA,
-    attention.MultiheadAttention: ExportedMultiheadAttention,
     pooling.Pooling1d: ExportedPooling1d, pooling.Pooling2d: ExportedPooling2d,
     **{original: type(f"Exported{original.__name__}", (forward, original), {})
        for original, forward in _RECURRENT.items()},

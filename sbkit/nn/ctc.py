@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from sbkit.nn.guard import guard_indices, has_values
 from sbkit.nn.lengths import lengths_to_mask
-
-logger = logging.getLogger(__name__)
+from sbkit.nn.native import trial
 
 MAX_TOKENS = 1023
 """The most labels per utterance that sbkit's kernels take: 2 x 1023 + 1 states fit into a block of 2048."""
@@ -168,34 +166,15 @@ def kernels_work(device: torch.device, block: int) -> bool:
     """Whether the kernels compile on a device and agree there with torch on the CPU; tested once per block size.
 
     Each block size is compiled to separate kernels that distribute the states differently, so each needs its own test.
-    Compiling is needed anyway, and Triton caches the result on disk; the comparison takes a fraction of a second.
     """
-    mode = torch.cuda.get_sync_debug_mode()
-    if mode:  # only if needed, since torch warns about setting it
-        torch.cuda.set_sync_debug_mode(0)  # this comparison may sync
-    try:
-        with torch.enable_grad():
-            (losses, grad), (mine, my_grad) = (run_example(by_torch, torch.float64, "cpu", block),
-                                               run_example(by_kernels, torch.float32, device, block))
-        if results_agree(losses, mine, grad, my_grad, block):
-            return True
-        reason = "their results differ from torch's"
-    except Exception as error:  # e.g. no Triton, no compiler, an unknown card
-        reason = f"{type(error).__name__}: {error}"
-    finally:
-        if mode:
-            torch.cuda.set_sync_debug_mode(mode)
-    logger.warning("sbkit's CTC kernels for up to %d labels can't be used on %s, so torch's are, which sync with the "
-                   "host: %s", (block - 1) // 2, device, reason)
-    return False
+    def compare() -> bool:
+        (losses, grad), (mine, my_grad) = (run_example(by_torch, torch.float64, "cpu", block),
+                                           run_example(by_kernels, torch.float32, device, block))
+        # A gradient is exp(alpha + beta + loss), with terms in the thousands: fp32's rounding error grows with length.
+        return trial.results_agree((mine, my_grad), (losses, grad), (1e-4, 1e-5 * block))
 
-
-def results_agree(losses: torch.Tensor, mine: torch.Tensor, grad: torch.Tensor, my_grad: torch.Tensor,
-                  block: int) -> bool:
-    """Whether losses and gradients of the kernels equal torch's, except for rounding."""
-    # A gradient is exp(alpha + beta + loss), with terms in the thousands: fp32's rounding error grows with length.
-    return torch.allclose(losses, mine, rtol=1e-4, atol=1e-4) and torch.allclose(grad, my_grad, rtol=0,
-                                                                                 atol=1e-5 * block)
+    return trial.kernels_agree(device, compare, f"CTC kernels for up to {(block - 1) // 2} labels",
+                               "torch's are, which sync with the host")
 
 
 def run_example(

@@ -100,12 +100,13 @@ class Muon(Optimizer):
         if not placed:
             return
         weights = list(placed.values())
-        states = self._states(weights, "momentum", "direction")
+        # A direction is kept only for the steps until a matrix has its turn again.
+        states = self._states(weights, "momentum", *(["direction"] if group["every"] > 1 else []))
         due = [state["turn"] == 0 or (state["turn"] + place) % group["every"] == 0
                for place, state in zip(placed, states, strict=True)]
         for state in states:  # counted by the host, which doesn't know of skipped steps
             state["turn"] += 1
-        momenta, directions = ([state[name] for state in states] for name in ("momentum", "direction"))
+        momenta = [state["momentum"] for state in states]
         found, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         grads = torch.cat([each.flatten() for each in _gradients(weights)])  # a copy, which may be overwritten
         if divisor is not None:
@@ -115,11 +116,20 @@ class Muon(Optimizer):
         updates = _unflatten_dense_tensors(grads, weights)
         torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
         keep = torch.ones((), device=weights[0].device) if found is None else 1 - found
-        updates, now, due_directions = ([each for each, is_due in zip(tensors, due, strict=True) if is_due]
-                                        for tensors in (updates, momenta, directions))
+        updates, now = ([each for each, is_due in zip(tensors, due, strict=True) if is_due]
+                        for tensors in (updates, momenta))
+        directions: Sequence[torch.Tensor] = []
         if updates:
             torch._foreach_lerp_(updates, now, group["momentum"])
-            orthogonalise(updates, due_directions, keep)
+            directions = orthogonalise(updates)
+        if group["every"] > 1:
+            kept = [state["direction"] for state, is_due in zip(states, due, strict=True) if is_due]
+            if kept and found is not None:
+                directions = _unflatten_dense_tensors(torch.where(found > 0, *map(_flatten_dense_tensors, (
+                    kept, directions))), kept)
+            if kept:
+                torch._foreach_copy_(kept, directions)
+            directions = [state["direction"] for state in states]
         # A rate in a tensor has fp64 on a CPU, so that its products are rounded as those of a number.
         decay, step = ((keep * (group["lr"] * share)).to(keep.dtype)
                        for share in (group["weight_decay"], -group["strength"]))
@@ -141,13 +151,18 @@ class Muon(Optimizer):
 
     def _states(self, parameters: Sequence[torch.Tensor], *names: str) -> list[dict[str, Any]]:
         states: list[dict[str, Any]] = [self.state[parameter] for parameter in parameters]
-        needed = set(names)
         for parameter, state in zip(parameters, states, strict=True):
-            if not needed <= state.keys():  # new, or of another optimizer
+            if not set(names) - {"direction"} <= state.keys():  # new, or of another optimizer
                 state.clear()
-                state.update((name, torch.zeros_like(parameter, memory_format=torch.contiguous_format))
-                             for name in names)
-                state.update({"step": torch.zeros((), device=parameter.device)} if "exp_avg" in names else {"turn": 0})
+            if "momentum" in names and ("turn" not in state or ("direction" in names) > ("direction" in state)):
+                state["turn"] = 0  # its turn is now
+            elif "exp_avg" in names and "step" not in state:
+                state["step"] = torch.zeros((), device=parameter.device)
+            if "direction" not in names:
+                state.pop("direction", None)
+            for name in names:
+                if name not in state:
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         return states
 
 
@@ -182,11 +197,11 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def orthogonalise(weights: Sequence[torch.Tensor], results: Sequence[torch.Tensor], keep: torch.Tensor) -> None:
-    """Write each weight, orthogonalised, into its result if ``keep`` is 1.
+def orthogonalise(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return weights orthogonalised, and scaled to a root mean square of 1.
 
-    It is scaled to a root mean square of 1. Matrices of one size, wide or tall, are computed together. Each is computed
-    by one rank, so that all ranks get the same bits even on different processors.
+    Matrices of one size, wide or tall, are computed together. Each is computed by one rank, so that all ranks get the
+    same bits even on different processors.
     """
     shapes: dict[torch.Size, list[int]] = {}
     for index, weight in enumerate(weights):
@@ -195,10 +210,9 @@ def orthogonalise(weights: Sequence[torch.Tensor], results: Sequence[torch.Tenso
     for shape in shapes:
         sizes.setdefault(tuple(sorted((shape[0], shape[1:].numel()))), []).append(shape)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    before, new = 0, list(results)
+    before, results = 0, list(weights)
     for (low, width), alike in sizes.items():
-        matrices, previous = (_as_wide([torch.stack([tensors[index] for index in shapes[shape]]) for shape in alike])
-                              for tensors in (weights, results))
+        matrices = _as_wide([torch.stack([weights[index] for index in shapes[shape]]) for shape in alike])
         own = slice((rank - before) % world, None, world)
         before += len(matrices)
         found = newton_schulz(matrices[own])
@@ -206,12 +220,12 @@ def orthogonalise(weights: Sequence[torch.Tensor], results: Sequence[torch.Tenso
             shared = torch.zeros_like(matrices)
             shared[own] = found
             found = ranks.sum_across(shared)
-        wide = previous.lerp_(found.mul_(math.sqrt(width)), keep)
-        for shape, part in zip(alike, wide.split([len(shapes[shape]) for shape in alike]), strict=True):
+        found.mul_(math.sqrt(width))
+        for shape, part in zip(alike, found.split([len(shapes[shape]) for shape in alike]), strict=True):
             part = part.mT.contiguous() if shape[0] > low else part
             for index, each in zip(shapes[shape], part.view(-1, *shape), strict=True):
-                new[index] = each
-    torch._foreach_copy_(list(results), new)
+                results[index] = each
+    return results
 
 
 def _as_wide(stacks: Iterable[torch.Tensor]) -> torch.Tensor:

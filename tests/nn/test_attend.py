@@ -1,10 +1,10 @@
-"""Attention with dropout on a CPU against the formula written out, with the same random words: values and gradients."""
+"""Attention against SpeechBrain's in fp64; with dropout on a CPU, against the formula with the same random words."""
 
 import pytest
 import torch
 
 from sbkit.nn.fast import dropout
-from sbkit.nn.fast.attention import RelPosMHAXL, RoPEMHA, attend, split_rotary_heads
+from sbkit.nn.fast.attention import MultiheadAttention, RelPosMHAXL, RoPEMHA, attend, relative_shift
 
 P, SCALE = 0.3, 0.25
 
@@ -60,14 +60,44 @@ def test_values_with_a_bias_train_in_bf16(kind):
     assert out.dtype == torch.bfloat16 and layer.value_bias_weight.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize("precision, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_heads_turned_as_complex_numbers_equal_those_turned_pair_by_pair(precision, tolerance):
-    attention = RoPEMHA.__new__(RoPEMHA)  # both ways need the layer's code alone
-    torch.manual_seed(0)
-    qkv = torch.randn(2, 9, 3, 3 * 8).to(precision).requires_grad_()
-    def joined(turn):
-        return gradients(lambda x: torch.cat(turn(x), -1), qkv)
+def masks(kind, b, heads, t):
+    """Of pairs and of keys; True is ignored, numbers are added."""
+    future, keys = torch.ones(t, t, dtype=torch.bool).triu(1), torch.arange(t) >= torch.tensor([t, t - 3])[:, None]
+    return {"none": (None, None), "keys": (None, keys), "pairs": (future, None), "both": (future, keys),
+            "heads": (torch.rand(b * heads, t, t) > 0.6, None),
+            "added": (torch.randn(t, t, dtype=torch.float64), None)}[kind]
 
-    for ours, theirs in zip(joined(attention._turned), joined(attention._rotated), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
-    assert all(part.is_contiguous() for part in split_rotary_heads(qkv, torch.ones(9, 8), torch.zeros(9, 8)))
+
+@pytest.mark.parametrize("kind, mask", [(kind, mask) for kind in (RelPosMHAXL, RoPEMHA, MultiheadAttention) for mask in
+                                        ("none", "keys", "pairs", "both", "heads", "added")
+                                        if kind is not RoPEMHA or mask not in ("heads", "added")])
+def test_layers_equal_speechbrains_in_fp64(kind, mask, monkeypatch):
+    # SpeechBrain's softmax of relative positions is in fp32 whatever it is given.
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: x.softmax(dim))
+    torch.manual_seed(0)
+    layer = kind(nhead=2, d_model=16) if kind is MultiheadAttention else kind(16, 2, vbias=True)
+    x, positions = torch.randn(2, 9, 16).double().requires_grad_(), torch.randn(1, 17, 16).double()
+    pairs, keys = masks(mask, 2, 2, 9)
+    with torch.no_grad():
+        for parameter in layer.double().parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+
+    def run(x):
+        given = {"pos_embs": positions} if kind is RelPosMHAXL else {}
+        return layer(x, x, x, attn_mask=pairs, key_padding_mask=keys, **given)[0]
+
+    ours = [*gradients(run, x), *torch.autograd.grad(run(x).square().sum(), list(layer.parameters()))]
+    layer.__class__ = kind.__base__
+    theirs = [*gradients(run, x), *torch.autograd.grad(run(x).square().sum(), list(layer.parameters()))]
+    for mine, its in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-11, rtol=1e-11)
+
+
+def test_relative_scores_are_shifted_as_for_export(monkeypatch):
+    """Which pads where training views, to be right for any number of frames."""
+    for t in (1, 2, 7):
+        scores = torch.randn(2, 3, t, 2 * t - 1)
+        viewed = relative_shift(scores)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_exporting", lambda: True)
+            assert torch.equal(relative_shift(scores), viewed)

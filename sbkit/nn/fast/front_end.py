@@ -109,7 +109,7 @@ class ConvBlock(convolution.ConvBlock):
 
 
 def _through(layers: Layer, x: Tensor) -> Tensor:
-    if type(layers) is not containers.Sequential or not fused.plain(layers):
+    if type(layers) is not containers.Sequential or not fused.known(layers):
         return layers(x)
     rest = list(layers.values())
     while rest:
@@ -121,7 +121,7 @@ def _through(layers: Layer, x: Tensor) -> Tensor:
 def _normed(x: Tensor, norm: Layer, activation: Layer, drop: Layer) -> Tensor | None:
     """Apply norm, activation and dropout in one pass; None if the kernels don't support them."""
     kinds = type(norm), type(activation), type(drop)
-    supported = kinds in _FUSED and not activation.inplace and fused.plain(norm)
+    supported = kinds in _FUSED and not activation.inplace and fused.known(norm)
     return fused.activated_norm(x, norm.norm, activation, drop) if supported else None
 
 

@@ -88,17 +88,18 @@ def loaded() -> bool:
 
 def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
     """Run a kernel for activations of ``dtype``; tensors among the arguments are passed as addresses."""
-    _functions[name, dtype](*[_address(x, dtype) if isinstance(x, torch.Tensor) else x for x in arguments])
-
-
-def _address(x: torch.Tensor, dtype: torch.dtype) -> int:
-    if x.device.type != "cpu" or not x.is_contiguous() or x.dtype not in (dtype, torch.float32, torch.uint8):
-        raise TypeError(f"no kernel takes a tensor on {x.device} in {x.dtype} with strides {x.stride()}")
-    if isinstance(x, FakeTensor):  # its address would end the process
-        raise SbkitError("a step got a fake tensor, left over from when the run counted its work at the start",
-                         hint="your own code keeps tensors from one forward to the next, in a list or an object; keep "
-                         "them in a registered buffer, or in an attribute of the Brain")
-    return x.data_ptr()
+    addresses = []
+    for x in arguments:
+        if isinstance(x, torch.Tensor):
+            if not x.is_cpu or not x.is_contiguous() or x.dtype not in (dtype, torch.float32, torch.uint8):
+                raise TypeError(f"no kernel takes a tensor on {x.device} in {x.dtype} with strides {x.stride()}")
+            if isinstance(x, FakeTensor):  # its address would end the process
+                raise SbkitError("a step got a fake tensor, left over from when the run counted its work at the start",
+                                 hint="your own code keeps tensors from one forward to the next, in a list or an "
+                                 "object; keep them in a registered buffer, or in an attribute of the Brain")
+            x = x.data_ptr()
+        addresses.append(x)
+    _functions[name, dtype](*addresses)
 
 
 def _built() -> Path:

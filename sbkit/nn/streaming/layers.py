@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sbkit.nn.chunks import ChunkConfig
-from sbkit.nn.fast.attention import rotary_table
+from sbkit.nn.fast.attention import rotary_attention, rotary_table
+from sbkit.nn.fast.conformer import convolve
 from sbkit.nn.fast.fused import Layer
 from sbkit.nn.lengths import lengths_to_mask
 
@@ -51,15 +52,27 @@ def step(encoder: Layer, x: Tensor, counts: Tensor, state: EncoderState, ahead: 
     counts : [B], how many of T' are real
     ahead : lookahead, the last of T' with which the next chunk begins
     """
-    layers, left = encoder.encoder.layers, state.keys.shape[2]
+    layers, left, size = encoder.encoder.layers, state.keys.shape[2], x.shape[1]
+    shift = size - ahead  # frames from this chunk's first to the next one's
     x = encoder.custom_src_module(x)
-    window = _Context(left, ahead, x, counts, state.seen, layers[0].mha_layer.head_dim)
+    padding = ~lengths_to_mask(counts, size)[..., None]
+    table = rotary_table(left + size, layers[0].mha_layer.head_dim, x.dtype, x.device)
+    place = torch.arange(left + size, device=x.device)
+    visible = (place >= left - state.seen[:, None]) & (place < left + counts[:, None])
+    never = torch.finfo(x.dtype).min / 2  # finite: no NaN in rows without visible frames
+    bias = torch.zeros_like(visible, dtype=x.dtype).masked_fill(~visible, never)[:, None, None]
     after = []
-    for number, layer in enumerate(layers):
-        x, *parts = _layer_step(layer, x, window, *(part[:, number] for part in state[:3]))
-        after.append(parts)
+    for layer, keys, values, taps in zip(layers, *(part.unbind(1) for part in state[:3]), strict=True):
+        x = x + 0.5 * layer.ffn_module1(x)
+        attended, window = rotary_attention(layer.mha_layer, layer.norm1(x), bias, table, (keys, values))
+        x = x + attended
+        convolved, inputs = convolve(layer.convolution_module, x, padding, before=taps)
+        x = x + convolved
+        x = layer.norm2(x + 0.5 * layer.ffn_module2(x))
+        assert window is not None, "there is one before"
+        after.append((*(part[:, shift : shift + left] for part in window), inputs[..., shift : shift + taps.shape[2]]))
     keys, values, convolution = (torch.stack(parts, 1) for parts in zip(*after, strict=True))
-    seen = (state.seen + window.shift).clamp(max=left)
+    seen = (state.seen + shift).clamp(max=left)
     return encoder.encoder.norm(x), EncoderState(keys, values, convolution, state.front, seen)
 
 
@@ -84,68 +97,3 @@ def encode_in_chunks(encoder: Layer, source: Tensor, frames: Tensor, subsampling
         remaining = remaining - shift * subsampling
     assert out is not None, "there is at least one step"
     return out[:, :longest]
-
-
-class _Context:
-    """The positions that the frames of a chunk attend to: the left context, then the chunk itself."""
-
-    def __init__(self, left: int, ahead: int, x: Tensor, counts: Tensor, seen: Tensor, head: int):
-        self.left, self.size = left, x.shape[1]
-        self.shift = self.size - ahead
-        """Frames from this chunk's first to the next one's."""
-        self._rotary = [table[:, None] for table in rotary_table(left + self.size, head, x.dtype, x.device)]
-        self.kept = lengths_to_mask(counts, self.size)[..., None]
-        """``[B, T', 1]``, True for real frames of the chunk."""
-        place = torch.arange(left + self.size, device=x.device)
-        visible = (place >= left - seen[:, None]) & (place < left + counts[:, None])
-        never = torch.finfo(x.dtype).min / 2  # finite: no NaN in rows without visible frames
-        self.bias = torch.zeros_like(visible, dtype=x.dtype).masked_fill(~visible, never)[:, None, None]
-        """``[B, 1, 1, left + T']``, added to scores."""
-
-    def rotated(self, x: Tensor) -> Tensor:
-        """Rotate [B, N, H, K] by the last N positions of the window."""
-        cosines, sines = (table[self.left + self.size - x.shape[1]:] for table in self._rotary)
-        return x * cosines + _swapped(x) * sines
-
-
-def _swapped(x: Tensor) -> Tensor:
-    """Swap the values of each pair [..., 2 i] and [..., 2 i + 1]."""
-    if not torch.compiler.is_exporting():
-        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    # Runtimes move one number at a time to swap two; a product with ones and zeros is exact, and ten times as fast.
-    pairs = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).unflatten(-1, (-1, 2))
-    return torch.matmul(x, pairs.flip(-1).flatten(-2))
-
-
-def _layer_step(layer: Layer, x: Tensor, window: _Context, keys: Tensor, values: Tensor,
-                convolution: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute one layer of a chunk [B, T', D], and the states of its attention and its convolution for the next."""
-    x = x + 0.5 * layer.ffn_module1(x)
-    attended, keys, values = _attend(layer.mha_layer, layer.norm1(x), window, keys, values)
-    x = x + attended
-    convolved, convolution = _convolve(layer.convolution_module, x, window, convolution)
-    x = x + convolved
-    return layer.norm2(x + 0.5 * layer.ffn_module2(x)), keys, values, convolution
-
-
-def _attend(mha: Layer, x: Tensor, window: _Context, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute attention of a chunk to its window, and the keys and values [B, left, D] for the next chunk."""
-    heads, size = mha.num_heads, mha.head_dim
-    qkv = functional.linear(x, mha.in_proj_weight).unflatten(-1, (heads, 3 * size))
-    query, key, value = qkv.split(size, -1)
-    keys, values = torch.cat([keys, key.flatten(2)], 1), torch.cat([values, value.flatten(2)], 1)
-    query = window.rotated(query).transpose(1, 2)
-    key = window.rotated(keys.unflatten(-1, (heads, size))).permute(0, 2, 3, 1)
-    weights = (torch.matmul(query * mha.scale, key) + window.bias).softmax(-1)
-    out = torch.matmul(weights, values.unflatten(-1, (heads, size)).transpose(1, 2))
-    places = slice(window.shift, window.shift + window.left)
-    return mha.out_proj(out.transpose(1, 2).flatten(2)), keys[:, places], values[:, places]
-
-
-def _convolve(module: Layer, x: Tensor, window: _Context, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the convolution module of a chunk, and the inputs [B, D, K // 2] for the next chunk."""
-    pointwise, conv = module.bottleneck[0], module.conv
-    gated = functional.glu(functional.linear(module.layer_norm(x), pointwise.weight.squeeze(-1), pointwise.bias))
-    inputs = torch.cat([before, gated.masked_fill(~window.kept, 0.0).transpose(1, 2)], 2)
-    out = functional.conv1d(functional.pad(inputs, (0, module.padding)), conv.weight, conv.bias, groups=conv.groups)
-    return module.after_conv(out.transpose(1, 2)), inputs[..., window.shift : window.shift + before.shape[2]]

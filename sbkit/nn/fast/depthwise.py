@@ -1,0 +1,126 @@
+"""A Conformer's depthwise convolution as two GPU kernels on [B, T, D], where it lies: nothing is transposed or cast.
+
+torch's own kernel takes [B, D, T], is slow in half precision, and needs the weights in the type of the activations.
+Here they stay in fp32, and so do sums. Weights are summed by blocks of frames, in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from sbkit.nn.fast.autocast import Context
+
+#: Frames and columns of a program.
+TIME, WIDE = 32, 64
+_once_differentiable: Any = once_differentiable  # torch's type for it does not fit ``backward``
+
+
+@triton.jit
+def _seen(t, other, frames, chunk):  # type: ignore[no-untyped-def]  # noqa: ANN001  (Triton's, which has other types)
+    """Whether frame t sees the other: not beyond the utterance, nor beyond its own chunk."""
+    return (t >= 0) & (t < frames) & (other >= 0) & (other < frames) & (other < (t // chunk + 1) * chunk)
+
+
+@triton.jit(do_not_specialize=["frames", "chunk"])
+def _convolve(x, kernel, bias, out, frames, columns, chunk, TAPS: tl.constexpr, AROUND: tl.constexpr,  # type: ignore[no-untyped-def]  # noqa: ANN001  (as above)
+              BACK: tl.constexpr, TIME: tl.constexpr, WIDE: tl.constexpr):
+    """Convolve a block of frames and columns; or, backward, compute the gradient of x from that of the outputs."""
+    t, d = tl.program_id(0) * TIME + tl.arange(0, TIME), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    there, begin = d < columns, tl.program_id(2).to(tl.int64) * frames * columns
+    total = tl.zeros((TIME, WIDE), tl.float32)
+    for k in range(TAPS):
+        if BACK:
+            other = t + AROUND - k
+            seen = _seen(other, t, frames, chunk)
+        else:
+            other = t + k - AROUND
+            seen = _seen(t, other, frames, chunk)
+        value = tl.load(x + begin + other[:, None] * columns + d[None, :], mask=seen[:, None] & there[None, :],
+                        other=0.0)
+        tap = tl.load(kernel + d * TAPS + k, mask=there, other=0.0)
+        total += value.to(tl.float32) * tap.to(tl.float32)[None, :]
+    if not BACK:
+        total += tl.load(bias + d, mask=there, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + begin + t[:, None] * columns + d[None, :], total.to(out.dtype.element_ty),
+             mask=(t < frames)[:, None] & there[None, :])
+
+
+@triton.jit(do_not_specialize=["frames", "chunk"])
+def _of_kernel(x, grad, sums, frames, columns, chunk, TAPS: tl.constexpr, AROUND: tl.constexpr,  # type: ignore[no-untyped-def]  # noqa: ANN001  (as above)
+               TIME: tl.constexpr, WIDE: tl.constexpr):
+    """Sum the gradients of the taps, and behind them of the bias, over a block of frames: [TAPS + 1, D]."""
+    t, d = tl.program_id(0) * TIME + tl.arange(0, TIME), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    there, row = d < columns, tl.program_id(2).to(tl.int64)
+    begin = row * frames * columns
+    of_out = tl.load(grad + begin + t[:, None] * columns + d[None, :], mask=(t < frames)[:, None] & there[None, :],
+                     other=0.0).to(tl.float32)
+    sums += (row * tl.num_programs(0) + tl.program_id(0)) * (TAPS + 1) * columns + d
+    for k in range(TAPS):
+        other = t + k - AROUND
+        mask = _seen(t, other, frames, chunk)[:, None] & there[None, :]
+        value = tl.load(x + begin + other[:, None] * columns + d[None, :], mask=mask, other=0.0)
+        tl.store(sums + k * columns, tl.sum(of_out * value.to(tl.float32), 0), mask=there)
+    tl.store(sums + TAPS * columns, tl.sum(of_out, 0), mask=there)
+
+
+class Depthwise(torch.autograd.Function):
+    """A depthwise convolution that keeps the number of frames: [B, T, D] -> [B, T, D].
+
+    kernel, bias : [D, 1, taps] and [D], as of ``Conv1d``
+    around : frames before a frame that it sees; it sees taps - 1 - around behind it
+    chunk : frames of a chunk, which see nothing beyond its end; T or more: the whole utterance
+    """
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, kernel: Tensor, bias: Tensor, around: int, chunk: int) -> Tensor:
+        x, kernel, (b, t, columns) = x.contiguous(), kernel.contiguous(), x.shape
+        ctx.grid = triton.cdiv(t, TIME), triton.cdiv(columns, WIDE), b
+        ctx.given = t, columns, chunk, kernel.shape[2], around
+        out = torch.empty_like(x)
+        _convolve[ctx.grid](x, kernel, bias, out, *ctx.given, BACK=False, TIME=TIME, WIDE=WIDE)
+        ctx.save_for_backward(x, kernel, bias)
+        return out
+
+    @staticmethod
+    @_once_differentiable
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, kernel, bias = ctx.saved_tensors
+        grad, of_x, (blocks, _, b) = grad.contiguous(), None, ctx.grid
+        if ctx.needs_input_grad[0]:
+            of_x = torch.empty_like(x)
+            _convolve[ctx.grid](grad, kernel, bias, of_x, *ctx.given, BACK=True, TIME=TIME, WIDE=WIDE)
+        if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
+            return of_x, None, None, None, None
+        sums = x.new_empty(b * blocks, kernel.shape[2] + 1, x.shape[2], dtype=torch.float32)
+        _of_kernel[ctx.grid](x, grad, sums, *ctx.given, TIME=TIME, WIDE=WIDE)
+        total = sums.sum(0)
+        return of_x, total[:-1].t()[:, None].to(kernel.dtype), total[-1].to(bias.dtype), None, None
+
+
+def by_torch(x: Tensor, kernel: Tensor, bias: Tensor, around: int, chunk: int) -> Tensor:
+    """Compute the same plainly."""
+    found, behind = [], kernel.shape[2] - 1 - around
+    for begin in range(0, x.shape[1], chunk):
+        piece = x[:, max(0, begin - around) : begin + chunk].transpose(1, 2)
+        piece = functional.pad(piece, (max(0, around - begin), behind))
+        found.append(functional.conv1d(piece, kernel, bias, groups=len(kernel)).transpose(1, 2))
+    return torch.cat(found, 1)
+
+
+def example(by: Any, device: torch.device | str, dtype: torch.dtype, around: int = 3, taps: int = 7, chunk: int = 40,
+            frames: int = 75, columns: int = 70) -> list[Tensor]:
+    """Compute outputs and gradients by ``by``: of the same numbers, with few bits, for each device and type."""
+    wide, shapes = torch.promote_types(dtype, torch.float32), ((2, frames, columns), (columns, 1, taps), (columns,))
+    x, kernel, bias, weights = (
+        torch.arange(torch.Size(shape).numel()).add(7 * place).double().sin_().mul_(64).round_().div_(64).view(shape)
+        .to(device, each) for place, (shape, each) in enumerate(zip((*shapes, shapes[0]), (dtype, wide, wide, dtype),
+                                                                    strict=True)))
+    out = by(x.requires_grad_(), kernel.requires_grad_(), bias.requires_grad_(), around, chunk)
+    return [out, *torch.autograd.grad(out, (x, kernel, bias), weights)]
