@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def is_plan_driven(loader: object) -> bool:
-    """Return whether a loader decides where an optimizer step ends, as ``sbkit.data.loader.TrainLoader`` does."""
+def has_plan(loader: object) -> bool:
+    """Return whether a loader begins at any step of an epoch, as ``sbkit.data.loader.TrainLoader`` does."""
     return hasattr(loader, "at") and hasattr(loader, "steps")
 
 
@@ -127,7 +127,7 @@ def on_device(batches: Iterable[Any], loader: object, device: str) -> Iterable[A
 
 def resolve_loader(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: dict[str, Any]) -> DataSource:
     """Return the loader for a stage: the given one, or one for the given dataset."""
-    planned = stage is Stage.TRAIN and is_plan_driven(dataset)
+    planned = stage is Stage.TRAIN and has_plan(dataset)
     if planned and brain.checkpointer is not None and hasattr(dataset, "load_state_dict"):
         brain.checkpointer.add_recoverable("loader", LoaderCounts(dataset), optional_load=True)
     if dataset is None or planned:

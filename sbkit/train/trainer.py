@@ -25,7 +25,7 @@ from sbkit.nn.peek import Peek
 from sbkit.train import bad_batch, loaders, rng
 from sbkit.train.averaging import EMA
 from sbkit.train.bad_batch import KeptBatch
-from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs, rows
+from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs, is_last, rows
 from sbkit.train.checkpoint.files import locked_for_training
 from sbkit.train.compiling import CudaGraphs
 from sbkit.train.distributed import parallel, ranks
@@ -303,7 +303,7 @@ class Trainer:
         brain.open_stage(Stage.TRAIN, epoch)
         self.freezing.train()
         brain.zero_grad()
-        batches, steps = self._batches(train_set, epoch)
+        batches, begun, total = self._batches(train_set, epoch)
         if not self._tried:
             self._tried = True
             self._try_largest(train_set, epoch)
@@ -312,8 +312,8 @@ class Trainer:
             brain.profiler.start()
         self.times.reset()
         progress = self._progress = Progress(
-            f"train {epoch}", steps, initial=state.epoch_step if state.plan_driven else state.step, show=show,
-            times=self.times, metrics=brain.metrics_log, epoch=epoch, interval=brain.keys.log_interval,
+            f"train {epoch}", total, initial=begun, show=show, times=self.times, metrics=brain.metrics_log,
+            epoch=epoch, interval=brain.keys.log_interval,
             colour=brain.tqdm_barcolor["train"] or None, utilisation=brain.utilisation, compiled=brain.compiled)
         if not state.step:
             state.began = time.monotonic()
@@ -353,9 +353,10 @@ class Trainer:
         for batch in iterator:
             state.step += 1
             self._batches_since += 1
-            last = batch.last if state.plan_driven else state.step % brain.grad_accumulation_factor == 0
+            planned = is_last(batch)
+            last = state.step % brain.grad_accumulation_factor == 0 if planned is None else planned
             last = last or state.step == state.last_batch
-            progress.count(batch, int(last) if state.plan_driven else 1)
+            progress.count(batch, 1 if planned is None else int(last))
             yield batch, last
             if brain.debug and state.step == brain.debug_batches:
                 return
@@ -418,11 +419,11 @@ class Trainer:
         if brain.profiler is not None:
             self._profile()
 
-    def _batches(self, train_set: DataSource, epoch: int) -> tuple[Iterable[Any], int | None]:
-        """Return the epoch's remaining batches, and the total for the progress bar."""
+    def _batches(self, train_set: DataSource, epoch: int) -> tuple[Iterable[Any], int, int | None]:
+        """Return the epoch's remaining batches; for the progress bar what is done, and the total if it is known."""
         brain, state = self.brain, self.state
         state.last_batch = brain.debug_batches if brain.debug else None
-        if state.plan_driven:
+        if loaders.has_plan(train_set):
             begun, steps = state.epoch_steps, train_set.steps(epoch)
             if state.epoch_step and begun not in (None, steps):
                 logger.warning(
@@ -431,13 +432,13 @@ class Trainer:
                     epoch, begun, steps)
             state.epoch_steps = steps
             batches = train_set.at(epoch, min(state.epoch_step, steps))
-            return loaders.on_device(batches, train_set, brain.device), steps
+            return loaders.on_device(batches, train_set, brain.device), state.epoch_step, steps
         loaders.set_epoch(epoch, brain.train_sampler, train_set)
         length = loaders.length(train_set)
         if length is not None:
             length += state.step - loaders.first_batch(train_set, state.step)
             state.last_batch = min(length, state.last_batch or length)
-        return train_set, length
+        return train_set, state.step, length
 
     def _profile(self) -> None:
         profiler = self.brain.profiler
