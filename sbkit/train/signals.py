@@ -57,10 +57,10 @@ class Stopped(SbkitError, SystemExit):
         return self.exit_code
 
     @staticmethod
-    def by(signum: int, step: int, checkpoint: Path | None) -> Stopped:
-        """Make the error for a signal after an optimizer step, and for the checkpoint saved then, if any."""
+    def by(signum: int, place: str, checkpoint: Path | None) -> Stopped:
+        """Make the error for a signal after a place such as "step 3", and for the checkpoint saved then, if any."""
         saved = f"checkpoint saved at {checkpoint}" if checkpoint else "no checkpoint could be saved"
-        return _stopped(signum, f" after step {step}, {saved}")
+        return _stopped(signum, f" after {place}, {saved}")
 
 
 class _SignalHandler(abc.ABC):
@@ -126,7 +126,7 @@ class StopSignals(_SignalHandler):
                 ...
                 if stop.signum:
                     save()
-                    raise Stopped.by(stop.signum, step, path)
+                    raise Stopped.by(stop.signum, f"step {step}", path)
 
     A signal that nothing acted on raises ``Stopped`` when the context is left. A separate thread prints a message, and
     ends the process at the second Ctrl-C.

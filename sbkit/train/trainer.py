@@ -232,7 +232,10 @@ class Trainer:
             if exchange is not None:
                 exchange.finish()
         optimizers = self.optimizers()  # now: freeze_optimizers may depend on what hooks and the forward did
-        if not optimizers:  # a recipe that only reads gradients
+        if not optimizers:  # a recipe that only reads gradients, so the host may wait
+            if work is not None:
+                work.wait()
+            state.average.add(*sums[:2].tolist())
             if last:
                 brain.on_fit_batch_end(batch, outputs, objectives, last)
             return True
@@ -458,8 +461,17 @@ class Trainer:
         """
         if not hasattr(train_set, "largest") or not (self.device.type == "cuda" or host.bounded()):
             return
+        # A rank that waits for others within the model can't learn that one of them has failed: that one ends the run.
+        together = self.world > 1 and (self.sharded is not None or any(
+            parallel.communicates_in_forward(layer) for root in self.brain.layer_roots for layer in root.modules()))
         for batch in train_set.largest(epoch):
-            if not ranks.any_of({"failed": not self.fits(batch)})["failed"]:
+            failed = not self.fits(batch)
+            problem = f"out of memory on {self.device} with the run's largest micro-batch: {len(batch)} utterances, " \
+                      f"{batch.padded_seconds:.0f} s with padding ({batch.ids[0]} and others)"
+            if together and failed:
+                raise SbkitError(problem, hint="set max_batch_seconds to less (sbkit tune finds the limit), or try "
+                                               "activation_checkpointing", exit_code=1)
+            if together or not ranks.any_of({"failed": failed})["failed"]:
                 continue
             size = len(batch) // 2
             while size > 1 and ranks.any_of({"failed": not self.fits(rows(batch, 0, size))})["failed"]:
@@ -469,9 +481,7 @@ class Trainer:
             if size < 2:
                 hint = "set max_batch_seconds to less: a single utterance fits at most, so leave out long ones " \
                        "(max_duration), or try activation_checkpointing"
-            ranks.raise_on_main(SbkitError(
-                f"out of memory on {self.device} with the run's largest micro-batch: {len(batch)} utterances, "
-                f"{batch.padded_seconds:.0f} s with padding ({batch.ids[0]} and others)", hint=hint, exit_code=1))
+            ranks.raise_on_main(SbkitError(problem, hint=hint, exit_code=1))
 
     def fits(self, batch: MicroBatch) -> bool:
         """Return whether forward and backward of a micro-batch fit into memory, beside the optimizer's states."""
@@ -619,7 +629,9 @@ class Trainer:
             else:
                 self._save()
                 saved = checkpointer.wait()
-        stopped = Stopped.by(signum, self.state.optimizer_step, saved and saved.path)
+        state = self.state
+        place = f"step {state.optimizer_step}" if state.optimizer_step else f"batch {state.step} of epoch {state.epoch}"
+        stopped = Stopped.by(signum, place, saved and saved.path)  # a recipe's own step may count none
         if self._is_script and ranks.is_main():
             logger.warning("%s", stopped)  # Python prints nothing
         ranks.raise_on_main(stopped)

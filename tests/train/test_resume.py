@@ -69,6 +69,37 @@ def test_a_run_that_died_within_a_step_resumes_exactly(tmp_path, kind, die_at):
     assert again.optimizer_step == whole.optimizer_step == 15
 
 
+class Adversarial(ToyBrain):
+    """Two optimizers and a step that counts nothing, as in a GAN; which of them are saved is ``own.saved``."""
+
+    def init_optimizers(self):
+        self.first = torch.optim.Adam(self.modules.model[0].parameters())
+        self.second = torch.optim.Adam(self.modules.model[2].parameters())
+        self.optimizers_dict = {"first": self.first, "second": self.second}
+        for name in self.hparams.saved:
+            self.checkpointer.add_recoverable(name, self.optimizers_dict[name])
+
+    def fit_batch(self, batch):
+        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN).mean
+        loss.backward()
+        self.first.step()
+        self.second.step()
+        self.zero_grad()
+        if self.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("saved", [(), ("first", "second")])
+def test_a_script_is_told_which_of_its_optimizers_no_checkpoint_has_and_where_it_stopped(tmp_path, caplog, saved):
+    toy = brain(Adversarial, checkpointer=Checkpointer(tmp_path), hparams={"saved": saved})
+    with pytest.raises(Stopped, match="stopped by SIGTERM after batch 2 of epoch 1, checkpoint saved"):
+        toy.fit([1], ToyTrainLoader(3, 6))
+    told = {name: f"self.checkpointer.add_recoverable('{name}', self.{name})" in caplog.text
+            for name in ("first", "second")}
+    assert told == dict.fromkeys(told, not saved)
+
+
 class Noisy(Stopping):
     """Adds noise and reverberation by SpeechBrain's augmenters, which read recordings by loaders of their own."""
 

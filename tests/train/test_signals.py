@@ -118,13 +118,13 @@ def test_in_a_thread_a_warning_says_that_signals_are_not_caught(caplog):
 
 
 def test_what_ends_a_run_is_a_plain_line_and_a_code():
-    error = Stopped.by(signal.SIGTERM, 120, "save/CKPT+x")
+    error = Stopped.by(signal.SIGTERM, "step 120", "save/CKPT+x")
     assert isinstance(error, SbkitError) and isinstance(error, SystemExit)
     assert str(error) == ("stopped by SIGTERM after step 120, checkpoint saved at save/CKPT+x; "
                           "run the same command to resume")
     assert error.code == error.exit_code == 143
-    assert Stopped.by(signal.SIGINT, 1, None).code == 130
-    assert Stopped.by(signal.SIGUSR1, 1, None).code == 138
+    assert Stopped.by(signal.SIGINT, "step 1", None).code == 130
+    assert Stopped.by(signal.SIGUSR1, "step 1", None).code == 138
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) and again.code == 143
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from speechbrain.core import Brain
 from speechbrain.nnet.schedulers import InverseSquareRootScheduler
 from speechbrain.utils.checkpoints import (
     DEFAULT_LOAD_HOOKS,
@@ -23,6 +24,7 @@ from speechbrain.utils.checkpoints import (
     torch_save,
     torch_save_once_per_node,
 )
+from torch.optim import Optimizer
 
 from sbkit.errors import SbkitError, summary
 from sbkit.recipe.report import listed
@@ -50,7 +52,7 @@ def hook_for(obj: object, custom: Hook | None, defaults: Mapping[type, Hook], ve
 
 
 def unsaved_state(recoverables: Mapping[str, Any]) -> list[str]:
-    """Return warnings about modules in recoverables that have state outside of the state dict."""
+    """Return warnings about modules in recoverables with state outside of the state dict, and a Brain's optimizers."""
     known = set(map(id, recoverables.values()))
     found = []
     for name, obj in recoverables.items():
@@ -59,6 +61,14 @@ def unsaved_state(recoverables: Mapping[str, Any]) -> list[str]:
             if path and hook not in TENSORS and id(module) not in known:
                 found.append(f"{name}.{path} ({type(module).__name__}) has state that is not in the state dict of "
                              f"{name!r} and so is not saved: add it to the recoverables")
+        optimizers = {attribute: each for attribute, each in vars(obj).items() if isinstance(each, Optimizer)} \
+            if isinstance(obj, Brain) else {}
+        for attribute, each in optimizers.items():
+            has_state = any(isinstance(value, torch.Tensor) for own in each.state.values() for value in own.values())
+            if has_state and id(each) not in known:
+                found.append(f"{attribute} ({type(each).__name__}) is not among the recoverables, so a run that resumes "
+                             "differs from one that was never stopped: in init_optimizers, call "
+                             f"self.checkpointer.add_recoverable({attribute!r}, self.{attribute})")
     return found
 
 
