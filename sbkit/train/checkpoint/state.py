@@ -66,8 +66,8 @@ def unsaved_state(recoverables: Mapping[str, Any]) -> list[str]:
         for attribute, each in optimizers.items():
             has_state = any(isinstance(value, torch.Tensor) for own in each.state.values() for value in own.values())
             if has_state and id(each) not in known:
-                found.append(f"{attribute} ({type(each).__name__}) is not among the recoverables, so a run that resumes "
-                             "differs from one that was never stopped: in init_optimizers, call "
+                found.append(f"{attribute} ({type(each).__name__}) is not among the recoverables, so a run that "
+                             "resumes differs from one that was never stopped: in init_optimizers, call "
                              f"self.checkpointer.add_recoverable({attribute!r}, self.{attribute})")
     return found
 
