@@ -24,7 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from sbkit.infer.tokenizing import TokenizeRequest, tokenize
-    from sbkit.train.signals import EndSignals
+    from sbkit.train.signals import end_by_signals
 
-    with EndSignals():
+    with end_by_signals():
         return tokenize(request_of(TokenizeRequest, args))
