@@ -71,15 +71,13 @@ class LoaderCounts:
         rank, world = ranks.rank(), ranks.world_size()
         if len(counts) == world:
             self.loader.load_state_dict(counts[rank])
-        else:
-            self.loader.load_state_dict({name: _part([each[name] for each in counts], rank, world)
-                                         for name in counts[0]})
-
-
-def _part(values: list[Any], rank: int, world: int) -> dict[str, Any] | int:
-    if isinstance(values[0], dict):
-        return dict(itertools.chain.from_iterable(each.items() for each in values))
-    return sum(values) // world + (rank < sum(values) % world)
+            return
+        part: dict[str, dict[str, Any] | int] = {}
+        for name in counts[0]:
+            values = [each[name] for each in counts]
+            part[name] = dict(itertools.chain.from_iterable(each.items() for each in values)) \
+                if isinstance(values[0], dict) else sum(values) // world + (rank < sum(values) % world)
+        self.loader.load_state_dict(part)
 
 
 def set_epoch(epoch: int, *holders: Any) -> None:

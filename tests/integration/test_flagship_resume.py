@@ -103,6 +103,7 @@ def dying(seconds, victim, *words):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2400)  # some minutes on cores that are free
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_at_random_twenty_times(cache, tmp_path, ranks):
     draw, began = random.Random(ranks), time.monotonic()

@@ -36,6 +36,8 @@ Hook = Callable[..., Any]  # saves an object to a path, or loads it
 Recoverable = Any  # a module, an optimizer, or another object with a state dict or its own hook
 TENSORS = (torch_save, torch_save_once_per_node)  # hooks that only save a state dict
 _NOT_OPTIONS = ("params", "lr", "initial_lr")  # entries of a parameter group that are not options of the recipe
+# States of Adam, SGD and Muon with the shape of their parameter; factored or flattened ones have other names.
+_LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum", "direction")
 MAX_NAMED = 5  # how many keys of each kind an error lists
 
 
@@ -277,17 +279,10 @@ def _group_differences(optimizer: torch.optim.Optimizer, state: object) -> str:
     shapes = []
     for index, param in zip(order, params, strict=True):
         for key, value in state["state"].get(index, {}).items():
-            if _is_like_param(key, value) and value.shape != param.shape:
+            if key in _LIKE_PARAMETERS and isinstance(value, torch.Tensor) and value.shape != param.shape:
                 shapes.append(f"{key} of tensor {index}: {_shape(value)} saved, {_shape(param)} here")
                 break
     return f"{len(shapes)} of another shape ({listed(shapes, MAX_NAMED)})" if shapes else ""
-
-
-def _is_like_param(key: object, value: object) -> bool:
-    # Adam's moments, SGD's momentum and Muon's states have the shape of the parameter. Step counts don't, and the
-    # factored or flattened states of other optimizers have other names.
-    return isinstance(value, torch.Tensor) and key in (
-        "exp_avg", "exp_avg_sq", "momentum_buffer", "momentum", "direction")
 
 
 def _shape(value: object) -> str:
