@@ -21,7 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from sbkit.infer.enhancing import EnhanceRequest, enhance
-    from sbkit.train.signals import EndSignals
+    from sbkit.train.signals import end_by_signals
 
-    with EndSignals():
+    with end_by_signals():
         return enhance(request_of(EnhanceRequest, args))

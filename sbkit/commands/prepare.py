@@ -21,10 +21,10 @@ def run(argv: list[str]) -> int:
     from sbkit.runs.preparation import prepare_data
     from sbkit.runs.start_guard import restore_previous
     from sbkit.train.memory import oom
-    from sbkit.train.signals import EndSignals
+    from sbkit.train.signals import end_by_signals
 
     request = arguments.parse(argv)
-    with EndSignals(), oom.oom_as_user_error("cpu", hint=host.LIMIT_HINT):
+    with end_by_signals(), oom.oom_as_user_error("cpu", hint=host.LIMIT_HINT):
         recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
         folder = recipe.keys.output_folder
         with RunLock(Path(folder), runs=False) if folder else contextlib.nullcontext():

@@ -19,7 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from sbkit.infer.resynthesis import ResynthesizeRequest, resynthesize
-    from sbkit.train.signals import EndSignals
+    from sbkit.train.signals import end_by_signals
 
-    with EndSignals():
+    with end_by_signals():
         return resynthesize(request_of(ResynthesizeRequest, args))

@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from sbkit.infer.speaking import SpeakRequest, speak
-    from sbkit.train.signals import EndSignals
+    from sbkit.train.signals import end_by_signals
 
-    with EndSignals():
+    with end_by_signals():
         return speak(request_of(SpeakRequest, args))

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
     layout.read(args.bundle)  # refused before torch is imported
     from sbkit.infer.tokenizing import TokenizeRequest, tokenize
-    from sbkit.train.signals import EndSignals
+    from sbkit.train.signals import end_by_signals
 
-    with EndSignals():
+    with end_by_signals():
         return tokenize(request_of(TokenizeRequest, args))

@@ -23,8 +23,8 @@ MEANS = {
     "overlaps": "these rows have audio in common; assign each file to one split",
     "copies": "the same audio twice: remove it from one of the lists",
 }
-COLUMNS = ["split", "shared with", "what", "in both", "out of", "rows", "% of rows", "examples"]
-_EXAMPLES = 3
+COLUMNS = ["split", "shared with", "what", "in both", "out of", "rows", "% of rows"]
+_EXAMPLES, _SHOWN = 3, 40  # examples of an entry, and characters of each that are shown
 #: Seconds by which rows that follow each other may overlap, by the rounding of a list.
 _TOUCHING = 0.1
 
@@ -96,15 +96,17 @@ def _overlapping(one: Manifest, other: Manifest) -> np.ndarray:
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """Return the rows of a table with ``COLUMNS``."""
     return [[entry["split"], entry["with"], entry["what"], entry["count"], entry["of"], entry["rows"],
-             f"{100 * entry['share']:.1f}", ", ".join(_short(each) for each in entry["examples"])] for entry in entries]
+             f"{100 * entry['share']:.1f}"] for entry in entries]
 
 
 def remarks(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Explain the entries; without any, say so."""
+    """Explain the entries, with examples; without any, say so."""
     if not entries:
         return ["no speaker, sentence or file is in two splits; rows that name no speaker are not compared by speaker"]
-    return [f"{what}: {meaning}" for what, meaning in MEANS.items() if any(entry["what"] == what for entry in entries)]
-
-
-def _short(text: str, limit: int = 40) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    lines = []
+    for what, meaning in MEANS.items():
+        first = next((entry["examples"] for entry in entries if entry["what"] == what), None)
+        if first is not None:
+            short = [each if len(each) <= _SHOWN else f"{each[:_SHOWN]}..." for each in first]
+            lines.append(f"{what}, such as {'; '.join(short)}: {meaning}")
+    return lines

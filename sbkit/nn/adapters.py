@@ -30,8 +30,21 @@ _NAMED = 12  # layers that a message lists
 
 @functools.cache
 def derived(added: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    """Derive a class from ``kind`` whose forward is that of ``added``, for existing layers to change to."""
-    return type(kind.__name__, (added, kind), {"__module__": kind.__module__})
+    """Derive a class from ``kind`` whose forward is that of ``added``, for existing layers to change to.
+
+    It can be pickled, although no module holds it: its layers are made by calling this again.
+    """
+    def reduce(layer: nn.Module, protocol: int) -> tuple[object, ...]:
+        del protocol
+        return _new, (added, kind), layer.__getstate__()
+
+    return type(kind.__name__, (added, kind), {"__module__": kind.__module__, "__reduce_ex__": reduce})
+
+
+def _new(added: type[nn.Module], kind: type[nn.Module]) -> nn.Module:
+    """Make an empty layer of a derived class, for pickle."""
+    found = derived(added, kind)
+    return found.__new__(found)
 
 
 class _WithLoRA(nn.Module):

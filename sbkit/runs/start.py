@@ -34,7 +34,7 @@ def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
     host.reserve_little()
     from sbkit.recipe import arguments, load
     from sbkit.train import device as devices
-    from sbkit.train.signals import EndSignals
+    from sbkit.train.signals import end_by_signals
 
     request = arguments.parse(words)
     if not request.check:  # the check reports these, too
@@ -42,7 +42,7 @@ def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
     device = devices.resolve(request.run_opts.device)
     if device.type == "cpu":
         host.keep_freed_memory()
-    with EndSignals():
+    with end_by_signals():
         _run(request, device, open_bundles())
     return 0
 

@@ -96,14 +96,10 @@ def load_mean(
 
 def weight_recoverables(checkpointer: stock.Checkpointer) -> dict[str, torch.nn.Module | EMA]:
     """Return the recoverables whose state is only weights: modules with a plain state dict, and averages."""
+    own = {name for name, hook in checkpointer.custom_load_hooks.items() if hook is not sharding.load_full}
     return {name: obj for name, obj in checkpointer.recoverables.items()
-            if isinstance(obj, EMA) or (isinstance(obj, torch.nn.Module) and _is_plain(checkpointer, name))}
-
-
-def _is_plain(checkpointer: stock.Checkpointer, name: str) -> bool:
-    custom = checkpointer.custom_load_hooks.get(name, sharding.load_full)
-    return custom is sharding.load_full and \
-        get_default_hook(checkpointer.recoverables[name], DEFAULT_SAVE_HOOKS) in TENSORS
+            if isinstance(obj, EMA) or (isinstance(obj, torch.nn.Module) and name not in own
+                                        and get_default_hook(obj, DEFAULT_SAVE_HOOKS) in TENSORS)}
 
 
 def weights_in(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -33,6 +33,7 @@ from sbkit.train.batches import MicroBatch, rows, tensors_in, utterance_ids
 from sbkit.train.checkpoint.files import write_state
 from sbkit.train.distributed import ranks
 from sbkit.train.forward_state import restoring
+from sbkit.train.keys import ScriptKeys
 from sbkit.train.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -216,7 +217,10 @@ def report(brain: sb.Brain, folder: str | os.PathLike[str], result: StepResult, 
         lines += [f"    affected utterances: {listed(account['bad_ids'])}" if account["bad_ids"] else
                   f"    utterances of the batch: {listed(account['ids']) or '(no ids)'}"]
         lines += [f"    likely cause: {account['likely']}"] if account["likely"] else []
-    lines += [f"  saved; every layer, and each utterance's own loss: sbkit replay {place}" for place in places if place]
+    for place in filter(None, places):
+        shown = f"sbkit.train.bad_batch.replay(brain, {place!r}) in your script" if isinstance(brain.keys, ScriptKeys) \
+            else f"sbkit replay {place}"  # which builds the Brain from a recipe
+        lines.append(f"  saved; every layer, and each utterance's own loss: {shown}")
     return "\n".join(lines)
 
 

@@ -29,7 +29,7 @@ from sbkit.recipe.values import unwrapped
 from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import limit_torch_threads
 from sbkit.train import compiling, loaders, options, precision, rates, rng
-from sbkit.train.batches import DataSource, MicroBatch
+from sbkit.train.batches import DataSource, MicroBatch, is_last
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import Adapted
 from sbkit.train.distributed import parallel, ranks, sharding
@@ -277,14 +277,14 @@ class Brain(sb.core.Brain):
         ``fit`` calls it only if a recipe overrides it, ``optimizers_step`` or ``update_average``; otherwise it takes
         whole steps (see ``Trainer.train_step``).
         """
-        planned = self.train_state.plan_driven
-        should_step = batch.last if planned else self.step % self.grad_accumulation_factor == 0
+        last = is_last(batch)
+        should_step = self.step % self.grad_accumulation_factor == 0 if last is None else last
         self.on_fit_batch_start(batch, should_step)
         with self.no_sync(not should_step):
             outputs, objectives, loss = self.trainer.loss_of(batch)
             count = torch.as_tensor(loss.count, device=loss.total.device)
             mean = loss.total / count.where(count > 0, 1)  # a stand-in has no units, and its gradient is 0
-            scaled = self.scaler.scale(mean / (batch.micros if planned else self.grad_accumulation_factor))
+            scaled = self.scaler.scale(mean / (self.grad_accumulation_factor if last is None else batch.micros))
             self.check_loss_isfinite(scaled)
             scaled.backward()
         if should_step:
@@ -360,8 +360,6 @@ class Brain(sb.core.Brain):
             return
         outlast_terminal()
         with ranks.failing_together(), oom_as_user_error(self.device), plain_worker_errors(), self.trainer.fitting():
-            state = self.train_state
-            state.plan_driven = loaders.is_plan_driven(train_set)
             train_set = loaders.resolve_loader(self, train_set, Stage.TRAIN, train_loader_kwargs or {})
             valid_loader_kwargs = {"ckpt_prefix": None, **(valid_loader_kwargs or {})}
             valid_set = loaders.resolve_loader(self, valid_set, Stage.VALID, valid_loader_kwargs)

@@ -32,7 +32,11 @@ class Freezing:
         values = parts.values_by_path(wanted or {}, "freeze")
         own = {path for path, parameter in parts.parameters.items()
                if not parameter.requires_grad and parameter not in _FROZEN}
-        _refuse_pointless(wanted or {}, parts, own)
+        for pattern, value in flattened(wanted or {}).items():
+            if 0 < frozen_until(value) < float("inf") and parts.matching(pattern) <= own:
+                raise SbkitError(
+                    f"freeze: {pattern} is to train after step {value}, but the model itself keeps it frozen",
+                    hint="take it out of freeze; for a pretrained encoder's convolutions see freeze_front")
         self._own = own
         self._until = {path: frozen_until(value) for path, value in values.items()
                        if frozen_until(value) > 0 and path not in own}
@@ -95,11 +99,3 @@ class Freezing:
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
-
-
-def _refuse_pointless(wanted: Mapping[str, bool | int], parts: ParameterGroups, own: set[str]) -> None:
-    """Refuse a pattern with a number of steps that matches only what the model itself keeps frozen."""
-    for pattern, value in flattened(wanted).items():
-        if 0 < frozen_until(value) < float("inf") and parts.matching(pattern) <= own:
-            raise SbkitError(f"freeze: {pattern} is to train after step {value}, but the model itself keeps it frozen",
-                             hint="take it out of freeze; for a pretrained encoder's convolutions see freeze_front")

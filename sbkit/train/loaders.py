@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def is_plan_driven(loader: object) -> bool:
-    """Return whether a loader decides where an optimizer step ends, as ``sbkit.data.loader.TrainLoader`` does."""
+def has_plan(loader: object) -> bool:
+    """Return whether a loader begins at any step of an epoch, as ``sbkit.data.loader.TrainLoader`` does."""
     return hasattr(loader, "at") and hasattr(loader, "steps")
 
 
@@ -71,15 +71,13 @@ class LoaderCounts:
         rank, world = ranks.rank(), ranks.world_size()
         if len(counts) == world:
             self.loader.load_state_dict(counts[rank])
-        else:
-            self.loader.load_state_dict({name: _part([each[name] for each in counts], rank, world)
-                                         for name in counts[0]})
-
-
-def _part(values: list[Any], rank: int, world: int) -> dict[str, Any] | int:
-    if isinstance(values[0], dict):
-        return dict(itertools.chain.from_iterable(each.items() for each in values))
-    return sum(values) // world + (rank < sum(values) % world)
+            return
+        part: dict[str, dict[str, Any] | int] = {}
+        for name in counts[0]:
+            values = [each[name] for each in counts]
+            part[name] = dict(itertools.chain.from_iterable(each.items() for each in values)) \
+                if isinstance(values[0], dict) else sum(values) // world + (rank < sum(values) % world)
+        self.loader.load_state_dict(part)
 
 
 def set_epoch(epoch: int, *holders: Any) -> None:
@@ -127,7 +125,7 @@ def on_device(batches: Iterable[Any], loader: object, device: str) -> Iterable[A
 
 def resolve_loader(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: dict[str, Any]) -> DataSource:
     """Return the loader for a stage: the given one, or one for the given dataset."""
-    planned = stage is Stage.TRAIN and is_plan_driven(dataset)
+    planned = stage is Stage.TRAIN and has_plan(dataset)
     if planned and brain.checkpointer is not None and hasattr(dataset, "load_state_dict"):
         brain.checkpointer.add_recoverable("loader", LoaderCounts(dataset), optional_load=True)
     if dataset is None or planned:

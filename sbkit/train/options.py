@@ -93,7 +93,9 @@ def check_modules(modules: Mapping[str, Any] | None) -> dict[str, torch.nn.Modul
             hint = "it is a class: write !new: instead of !name:"
         elif isinstance(module, functools.partial):
             hint = "it was never built: write !new: instead of !name:"
-        raise SbkitError(f"modules: '{key}' is {_article(type(module).__name__)}, not a module", hint=hint)
+        kind = type(module).__name__
+        raise SbkitError(f"modules: '{key}' is {'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}, not a module",
+                         hint=hint)
     for key in checked:
         if not isinstance(key, str) or not key or "." in key or hasattr(torch.nn.ModuleDict(), key):
             raise SbkitError(f"modules: '{key}' can't be the name of a module",
@@ -113,7 +115,3 @@ def _number(name: str, value: object) -> int | float | None:
         except ValueError:
             pass
     raise SbkitError(f"--{name} is {value!r}, not a number")
-
-
-def _article(word: str) -> str:
-    return f"{'an' if word[0].lower() in 'aeiou' else 'a'} {word}"

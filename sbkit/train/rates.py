@@ -50,7 +50,9 @@ def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], pa
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * group["lr_scale"]
         ours = [{key: group[key] for key in ("lr_scale", "name")} for group in optimizer.param_groups]
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: _with_recipe_factors(state, ours))
+        # The recipe's factors and names replace those of a saved state: it may have changed.
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: {**state, "param_groups": [
+            {**group, **own} for group, own in zip(state["param_groups"], ours, strict=True)]})
         return optimizer
 
     return build
@@ -63,12 +65,6 @@ def _split(group: Mapping[str, Any], by_id: Mapping[int, float]) -> Iterable[dic
         inside.setdefault(by_id.get(id(parameter), 1.0), []).append(parameter)
     return ({**group, "params": inside[factor], "lr_scale": factor}
             for factor in sorted(inside, key=lambda factor: (factor != 1, -factor)))
-
-
-def _with_recipe_factors(state: dict[str, Any], ours: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Replace the factors and names in a saved state by those of the recipe, which may have changed."""
-    groups = [{**group, **own} for group, own in zip(state["param_groups"], ours, strict=True)]
-    return {**state, "param_groups": groups}
 
 
 def base_lr(group: Mapping[str, Any]) -> Rate:

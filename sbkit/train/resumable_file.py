@@ -64,7 +64,9 @@ class ResumableFile:
         try:
             if not self._clean:
                 self._clean = True
-                _drop_broken_line(handle)
+                whole = self.path.read_bytes()
+                if (end := whole.rfind(b"\n") + 1) < len(whole):  # a crash cut the last line off
+                    os.ftruncate(handle, end)
             if not self._trained and self._written_again(line):
                 self._trained = True
                 self._cut(handle)
@@ -128,16 +130,3 @@ class ResumableLog:
     def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         del end_of_epoch
         self._file.load(path)
-
-
-def _drop_broken_line(handle: int) -> None:
-    size = end = os.fstat(handle).st_size
-    while end > 0:
-        start = max(0, end - 65536)
-        newline = os.pread(handle, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(handle, end)

@@ -153,7 +153,10 @@ class RngState:
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
         self._restart_augmenters()
-        saved = ranks.gather_objects(self._captured())
+        state = capture(self.device)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state |= {f"cuda:{device}": each for device, each in enumerate(torch.cuda.get_rng_state_all())}
+        saved = ranks.gather_objects(state)
         if ranks.is_main():
             kind = torch.device(self.device).type
             write_state({"ranks": saved, "step": int(self.step()), "device": kind}, path)
@@ -167,30 +170,21 @@ class RngState:
             mine = saved["ranks"][rank]
             if saved["device"] != torch.device(self.device).type:
                 mine.pop("device", None)  # another kind of generator
-            apply = partial(self._set, mine)
+
+            def apply() -> None:  # the generators of all GPUs by number, then the run's own, which may have another now
+                for device in range(torch.cuda.device_count()):
+                    if f"cuda:{device}" in mine:
+                        torch.cuda.set_rng_state(mine[f"cuda:{device}"], device)
+                restore(mine, self.device)
         else:
             if ranks.is_main():
                 logger.info("The checkpoint was written by %d processes and now there are %d, so random numbers are "
                             "reseeded from seed %d, the rank and step %d",
                             len(saved["ranks"]), world, self.seed, saved["step"])
-            apply = partial(self._reseed, rank, saved["step"])
+
+            def apply() -> None:
+                seed_all(self.seed, saved["step"])
+                part_ranks(rank, saved["step"], self.device)
         apply()
         self._again = None if end_of_epoch else apply
 
-    def _reseed(self, rank: int, step: int) -> None:
-        seed_all(self.seed, step)
-        part_ranks(rank, step, self.device)
-
-    def _captured(self) -> dict[str, torch.Tensor]:
-        state = capture(self.device)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            for device, generator in enumerate(torch.cuda.get_rng_state_all()):
-                state[f"cuda:{device}"] = generator
-        return state
-
-    def _set(self, state: dict[str, torch.Tensor]) -> None:
-        """Set the generators of all GPUs by number, then the run's own, as its GPU may have another number now."""
-        for device in range(torch.cuda.device_count()):
-            if f"cuda:{device}" in state:
-                torch.cuda.set_rng_state(state[f"cuda:{device}"], device)
-        restore(state, self.device)

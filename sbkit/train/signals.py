@@ -18,17 +18,16 @@ of this.
 
 from __future__ import annotations
 
-import abc
+import contextlib
 import logging
 import os
 import signal
 import threading
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.system.console import write_now
@@ -42,6 +41,7 @@ ECHO_SECONDS = 0.5
 LAUNCHER_ECHO_SECONDS = 2.0
 
 _wakeups: set[int] = set()
+_outside: dict[int, Any] = {}  # the former handlers, inside of ``end_by_signals``
 
 
 class Stopped(SbkitError, SystemExit):
@@ -57,29 +57,36 @@ class Stopped(SbkitError, SystemExit):
         return self.exit_code
 
     @staticmethod
-    def by(signum: int, step: int, checkpoint: Path | None) -> Stopped:
-        """Make the error for a signal after an optimizer step, and for the checkpoint saved then, if any."""
+    def by(signum: int, place: str, checkpoint: Path | None) -> Stopped:
+        """Make the error for a signal after a place such as "step 3", and for the checkpoint saved then, if any."""
         saved = f"checkpoint saved at {checkpoint}" if checkpoint else "no checkpoint could be saved"
-        return _stopped(signum, f" after step {step}, {saved}")
+        return _stopped(signum, f" after {place}, {saved}")
 
 
-class _SignalHandler(abc.ABC):
-    """A context that catches signals: calls ``_note`` in the main thread and ``_on_signal`` in a separate thread.
+class StopSignals:
+    """A context that catches stop signals; ``signum`` is the first one that arrived, or None.
 
-    The separate thread runs even while the main thread waits inside a collective or a kernel.
+        with StopSignals() as stop:
+            for batch in batches:
+                ...
+                if stop.signum:
+                    save()
+                    raise Stopped.by(stop.signum, f"step {step}", path)
+
+    A signal that nothing acted on raises ``Stopped`` when the context is left. A thread, which runs even while the main
+    one waits inside a collective or a kernel, prints a message, and ends the process at the second Ctrl-C.
     """
 
-    def __init__(self, signals: tuple[int, ...]):
-        self.signals = signals
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._first: float | None = None
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> _SignalHandler:
+    def __enter__(self) -> StopSignals:
         if threading.current_thread() is not threading.main_thread():
+            logger.warning("Training runs outside the main thread, where stop signals can't be caught")
             return self
-        for signum in self.signals:
-            if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
-                continue
-            self._before[signum] = signal.signal(signum, self._note)
+        self._before = _handle(STOP_SIGNALS, self._note)
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         _wakeups.add(self._writing)
@@ -92,82 +99,38 @@ class _SignalHandler(abc.ABC):
         if not self._before:
             return
         signal.set_wakeup_fd(self._wakeup_before)
-        self._restore_handlers()
+        _restore(self._before)
         _wakeups.discard(self._writing)
         os.write(self._writing, b"\0")  # closing would not end the watcher: a forked process may hold the pipe
         self._watcher.join()
         os.close(self._writing)
-
-    def _restore_handlers(self) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
-        self._before = {}
-
-    @abc.abstractmethod
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        """Record a signal, in the main thread."""
-
-    @abc.abstractmethod
-    def _on_signal(self, signum: int) -> None:
-        """Act on a signal at once, in a separate thread."""
-
-    def _watch(self, reading: int) -> None:
-        while signum := os.read(reading, 1)[0]:
-            if signum in self.signals:
-                self._on_signal(signum)
-        os.close(reading)
-
-
-class StopSignals(_SignalHandler):
-    """A context that catches stop signals; ``signum`` is the first one that arrived, or None.
-
-        with StopSignals() as stop:
-            for batch in batches:
-                ...
-                if stop.signum:
-                    save()
-                    raise Stopped.by(stop.signum, step, path)
-
-    A signal that nothing acted on raises ``Stopped`` when the context is left. A separate thread prints a message, and
-    ends the process at the second Ctrl-C.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(STOP_SIGNALS)
-        self.signum: int | None = None
-        self._first: float | None = None
-
-    def __enter__(self) -> StopSignals:
-        super().__enter__()
-        if not self._before:
-            logger.warning("Training runs outside the main thread, where stop signals can't be caught")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        caught = bool(self._before)
-        super().__exit__(kind, error, *rest)
-        if caught and kind is None and self.signum is not None:
+        if kind is None and self.signum is not None:
             from sbkit.train.distributed import ranks  # imports torch: a signal is to be caught before
 
             ranks.raise_on_main(_stopped(self.signum, " after the end of training"))
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
+        """Record a signal, in the main thread."""
         del frame
-        if self.signum is None:
-            self.signum = signum
+        self.signum = self.signum or signum
 
-    def _on_signal(self, signum: int) -> None:
-        now = time.monotonic()
+    def _watch(self, reading: int) -> None:
+        """Act on signals at once, in the thread; a 0 ends it."""
         echo = LAUNCHER_ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else ECHO_SECONDS
-        if self._first is None:
-            self._first = now
-            ending.allow_time_to_save()
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                sooner = " (press Ctrl-C again to stop at once)" if signum == signal.SIGINT else ""
-                write_now(f"\n{signal.Signals(signum).name}: saving a checkpoint after this step, then "
-                          f"stopping{sooner}\n")
-        elif signum == signal.SIGINT and now - self._first > echo:
-            os._exit(128 + signal.SIGINT)
+        while signum := os.read(reading, 1)[0]:
+            now = time.monotonic()
+            if signum not in STOP_SIGNALS:
+                continue
+            if self._first is None:
+                self._first = now
+                ending.allow_time_to_save()
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    sooner = " (press Ctrl-C again to stop at once)" if signum == signal.SIGINT else ""
+                    write_now(f"\n{signal.Signals(signum).name}: saving a checkpoint after this step, then "
+                              f"stopping{sooner}\n")
+            elif signum == signal.SIGINT and now - self._first > echo:
+                os._exit(128 + signal.SIGINT)
+        os.close(reading)
 
 
 class _Ending(SystemExit):
@@ -176,52 +139,40 @@ class _Ending(SystemExit):
     code: int
 
 
-class EndSignals(_SignalHandler):
-    """A context that turns SIGTERM and SIGUSR1 into ``Stopped`` in the main thread, for all work besides training.
+@contextlib.contextmanager
+def end_by_signals() -> Iterator[None]:
+    """Turn stop signals but Ctrl-C, which needs no such context, into ``Stopped``, for all work besides training."""
+    stopped = False
 
-    Ctrl-C needs no such context. If the main thread stays inside C code for ``PATIENCE`` seconds, the process ends
-    anyway. An exception raised inside a destructor or a callback is lost, so it is raised again.
-    """
-
-    PATIENCE, AGAIN = 10.0, 0.5
-    _entered: ClassVar[set[EndSignals]] = set()
-
-    def __init__(self) -> None:
-        super().__init__(tuple(signum for signum in STOP_SIGNALS if signum != signal.SIGINT))
-        self._raised: Callable[[], _Ending | None] = lambda: None
-        self._left = threading.Event()
-
-    def __enter__(self) -> EndSignals:
-        super().__enter__()
-        EndSignals._entered.add(self)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        EndSignals._entered.discard(self)
-        self._left.set()
-        super().__exit__(kind, error, *rest)
-        if isinstance(error, _Ending):
-            raise _stopped(error.code - 128, goal="continue") from None
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal stopped
         del frame
-        if self._raised() is None:  # otherwise it is already being raised
-            raise self._remembered(_Ending(128 + signum))
+        if not stopped:  # torchrun sends the same signal again
+            stopped = True
+            raise _Ending(128 + signum)
 
-    def _remembered(self, error: _Ending) -> _Ending:
-        """Keep only a weak reference to the error, which is dead once nothing raises or handles the error."""
-        self._raised = weakref.ref(error)
-        return error
+    before = _handle((signum for signum in STOP_SIGNALS if signum != signal.SIGINT), note)
+    _outside.update(before)
+    try:
+        yield
+    except _Ending as error:
+        raise _stopped(error.code - 128, goal="continue") from None
+    finally:
+        _restore(before)
+        _outside.clear()
 
-    def _on_signal(self, signum: int) -> None:
-        until, main = time.monotonic() + self.PATIENCE, threading.main_thread().ident
-        while not self._left.wait(self.AGAIN) and time.monotonic() < until:
-            if self._raised() is None and main is not None:
-                signal.pthread_kill(main, signum)
-        if not self._left.is_set():
-            if os.environ.get("RANK", "0") == "0":
-                write_now(f"error: {_stopped(signum, goal='continue')}\n")
-            os._exit(128 + signum)
+
+def _handle(signums: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Set the handler of signals, except a SIGHUP that ``nohup`` ignores; return the former ones."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {signum: signal.signal(signum, handler) for signum in signums
+            if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN}
+
+
+def _restore(handlers: dict[int, Any]) -> None:
+    for signum, handler in handlers.items():
+        signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
 def _stopped(signum: int, when: str = "", goal: str = "resume") -> Stopped:
@@ -230,14 +181,12 @@ def _stopped(signum: int, when: str = "", goal: str = "resume") -> Stopped:
 
 
 def _forget() -> None:
-    """In a forked process, keep signals from the parent's thread, and restore the default handlers."""
+    """In a forked process, keep signals from the parent's thread, and restore the former handlers."""
+    _restore(_outside)
     if _wakeups:
         before = signal.set_wakeup_fd(-1)
         if before not in _wakeups:
             signal.set_wakeup_fd(before)
-    for caught in EndSignals._entered:
-        caught._restore_handlers()
-    EndSignals._entered.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -34,8 +34,6 @@ class TrainState:
     """The number of the epoch's last micro-batch, if known."""
     average: Mean = field(default_factory=Mean)
     """The mean training loss of this epoch, over the steps whose values the host has."""
-    plan_driven: bool = False
-    """Whether the train set decides where an optimizer step ends."""
     validates: bool = False
     """Whether a validation follows each epoch."""
     first_step_checked: bool = False

@@ -25,7 +25,7 @@ from sbkit.nn.peek import Peek
 from sbkit.train import bad_batch, loaders, rng
 from sbkit.train.averaging import EMA
 from sbkit.train.bad_batch import KeptBatch
-from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs, rows
+from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs, is_last, rows
 from sbkit.train.checkpoint.files import locked_for_training
 from sbkit.train.compiling import CudaGraphs
 from sbkit.train.distributed import parallel, ranks
@@ -232,7 +232,10 @@ class Trainer:
             if exchange is not None:
                 exchange.finish()
         optimizers = self.optimizers()  # now: freeze_optimizers may depend on what hooks and the forward did
-        if not optimizers:  # a recipe that only reads gradients
+        if not optimizers:  # a recipe that only reads gradients, so the host may wait
+            if work is not None:
+                work.wait()
+            state.average.add(*sums[:2].tolist())
             if last:
                 brain.on_fit_batch_end(batch, outputs, objectives, last)
             return True
@@ -303,7 +306,7 @@ class Trainer:
         brain.open_stage(Stage.TRAIN, epoch)
         self.freezing.train()
         brain.zero_grad()
-        batches, steps = self._batches(train_set, epoch)
+        batches, begun, total = self._batches(train_set, epoch)
         if not self._tried:
             self._tried = True
             self._try_largest(train_set, epoch)
@@ -312,8 +315,8 @@ class Trainer:
             brain.profiler.start()
         self.times.reset()
         progress = self._progress = Progress(
-            f"train {epoch}", steps, initial=state.epoch_step if state.plan_driven else state.step, show=show,
-            times=self.times, metrics=brain.metrics_log, epoch=epoch, interval=brain.keys.log_interval,
+            f"train {epoch}", total, initial=begun, show=show, times=self.times, metrics=brain.metrics_log,
+            epoch=epoch, interval=brain.keys.log_interval,
             colour=brain.tqdm_barcolor["train"] or None, utilisation=brain.utilisation, compiled=brain.compiled)
         if not state.step:
             state.began = time.monotonic()
@@ -353,9 +356,10 @@ class Trainer:
         for batch in iterator:
             state.step += 1
             self._batches_since += 1
-            last = batch.last if state.plan_driven else state.step % brain.grad_accumulation_factor == 0
+            planned = is_last(batch)
+            last = state.step % brain.grad_accumulation_factor == 0 if planned is None else planned
             last = last or state.step == state.last_batch
-            progress.count(batch, int(last) if state.plan_driven else 1)
+            progress.count(batch, 1 if planned is None else int(last))
             yield batch, last
             if brain.debug and state.step == brain.debug_batches:
                 return
@@ -418,11 +422,11 @@ class Trainer:
         if brain.profiler is not None:
             self._profile()
 
-    def _batches(self, train_set: DataSource, epoch: int) -> tuple[Iterable[Any], int | None]:
-        """Return the epoch's remaining batches, and the total for the progress bar."""
+    def _batches(self, train_set: DataSource, epoch: int) -> tuple[Iterable[Any], int, int | None]:
+        """Return the epoch's remaining batches; for the progress bar what is done, and the total if it is known."""
         brain, state = self.brain, self.state
         state.last_batch = brain.debug_batches if brain.debug else None
-        if state.plan_driven:
+        if loaders.has_plan(train_set):
             begun, steps = state.epoch_steps, train_set.steps(epoch)
             if state.epoch_step and begun not in (None, steps):
                 logger.warning(
@@ -431,13 +435,13 @@ class Trainer:
                     epoch, begun, steps)
             state.epoch_steps = steps
             batches = train_set.at(epoch, min(state.epoch_step, steps))
-            return loaders.on_device(batches, train_set, brain.device), steps
+            return loaders.on_device(batches, train_set, brain.device), state.epoch_step, steps
         loaders.set_epoch(epoch, brain.train_sampler, train_set)
         length = loaders.length(train_set)
         if length is not None:
             length += state.step - loaders.first_batch(train_set, state.step)
             state.last_batch = min(length, state.last_batch or length)
-        return train_set, length
+        return train_set, state.step, length
 
     def _profile(self) -> None:
         profiler = self.brain.profiler
@@ -457,8 +461,17 @@ class Trainer:
         """
         if not hasattr(train_set, "largest") or not (self.device.type == "cuda" or host.bounded()):
             return
+        # A rank that waits for others within the model can't learn that one of them has failed: that one ends the run.
+        together = self.world > 1 and (self.sharded is not None or any(
+            parallel.communicates_in_forward(layer) for root in self.brain.layer_roots for layer in root.modules()))
         for batch in train_set.largest(epoch):
-            if not ranks.any_of({"failed": not self.fits(batch)})["failed"]:
+            failed = not self.fits(batch)
+            problem = f"out of memory on {self.device} with the run's largest micro-batch: {len(batch)} utterances, " \
+                      f"{batch.padded_seconds:.0f} s with padding ({batch.ids[0]} and others)"
+            if together and failed:
+                raise SbkitError(problem, hint="set max_batch_seconds to less (sbkit tune finds the limit), or try "
+                                               "activation_checkpointing", exit_code=1)
+            if together or not ranks.any_of({"failed": failed})["failed"]:
                 continue
             size = len(batch) // 2
             while size > 1 and ranks.any_of({"failed": not self.fits(rows(batch, 0, size))})["failed"]:
@@ -468,9 +481,7 @@ class Trainer:
             if size < 2:
                 hint = "set max_batch_seconds to less: a single utterance fits at most, so leave out long ones " \
                        "(max_duration), or try activation_checkpointing"
-            ranks.raise_on_main(SbkitError(
-                f"out of memory on {self.device} with the run's largest micro-batch: {len(batch)} utterances, "
-                f"{batch.padded_seconds:.0f} s with padding ({batch.ids[0]} and others)", hint=hint, exit_code=1))
+            ranks.raise_on_main(SbkitError(problem, hint=hint, exit_code=1))
 
     def fits(self, batch: MicroBatch) -> bool:
         """Return whether forward and backward of a micro-batch fit into memory, beside the optimizer's states."""
@@ -618,7 +629,9 @@ class Trainer:
             else:
                 self._save()
                 saved = checkpointer.wait()
-        stopped = Stopped.by(signum, self.state.optimizer_step, saved and saved.path)
+        state = self.state
+        place = f"step {state.optimizer_step}" if state.optimizer_step else f"batch {state.step} of epoch {state.epoch}"
+        stopped = Stopped.by(signum, place, saved and saved.path)  # a recipe's own step may count none
         if self._is_script and ranks.is_main():
             logger.warning("%s", stopped)  # Python prints nothing
         ranks.raise_on_main(stopped)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sbkit.data import leaks
 from sbkit.data.manifest import Manifest
+from sbkit.system.console import table
 
 
 def manifest(split: str, rows: list[tuple[str, str, str, float, float]]) -> Manifest:
@@ -46,12 +47,20 @@ def test_the_table_names_them_and_says_what_follows():
     test = manifest("test", [("ann", "no", "c.wav", 0, 1), ("ann", "so", "a.wav", 2.95, 1),
                              ("eve", "it", "d.wav", 0, 1)])
     entries = leaks.shared({"train": train, "test": test}, {"test": {}, "train": {}})
-    assert leaks.rows(entries) == [["test", "train", "speakers", 1, 2, 2, "66.7", "ann"],
-                                   ["test", "train", "sentences", 1, 3, 1, "33.3", "no"],
-                                   ["test", "train", "recordings", 1, 3, 1, "33.3", "a.wav"]]
-    assert [line.split(":")[0] for line in leaks.remarks(entries)] == ["speakers", "sentences", "recordings"]
+    assert leaks.rows(entries) == [["test", "train", "speakers", 1, 2, 2, "66.7"],
+                                   ["test", "train", "sentences", 1, 3, 1, "33.3"],
+                                   ["test", "train", "recordings", 1, 3, 1, "33.3"]]
+    assert [line.split(":")[0] for line in leaks.remarks(entries)] == [
+        "speakers, such as ann", "sentences, such as no", "recordings, such as a.wav"]
     [entry] = leaks.shared({"dev": test, "test": test.select([])}, {"dev": {"test1": "test: u"}})
     assert (entry["what"], entry["count"], entry["examples"]) == ("copies", 1, ["test1 = test: u"])
+
+
+def test_the_table_fits_into_a_terminal():
+    counts = {"count": 1_234_567, "of": 1_234_567, "rows": 1_234_567, "share": 1.0, "examples": ["word " * 40] * 3}
+    entries = [{"split": "train", "with": "test", "what": what, **counts} for what in leaks.MEANS]
+    assert all(len(line) <= 80 for line in table(leaks.COLUMNS, leaks.rows(entries)).splitlines())
+    assert all(line.count("...;") == 2 for line in leaks.remarks(entries))
 
 
 def test_a_million_rows_would_take_less_than_a_minute():

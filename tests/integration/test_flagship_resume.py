@@ -1,13 +1,14 @@
 """The flagship, stopped by signals: the same command goes on, and ends as the run that was never stopped."""
 
 import os
+import random
 import signal
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from processes import ON_A_CPU, ROOT, command, program
+from processes import ON_A_CPU, ROOT, command, program, programs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from trained_runs import different, go_on, here, outcome, saved_step
 
@@ -90,3 +91,35 @@ def test_two_processes_stopped_through_torchrun(cache, tmp_path):
     returned, _, err = stop("kill", signal.SIGTERM, out, 4, "two", cache)
     assert returned != 0 and err.count("stopped by SIGTERM after step ") == 1, err[-3000:]
     assert finished(out, cache, 2)["wer"].startswith("%WER")
+
+
+def dying(seconds, victim, *words):
+    """Train, and kill the one process at a moment that nothing chose."""
+    if os.environ.get("RANK", "0") == victim:
+        timer = threading.Timer(float(seconds), os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    command(str(ROOT), *words)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)  # some minutes on cores that are free
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_at_random_twenty_times(cache, tmp_path, ranks):
+    draw, began = random.Random(ranks), time.monotonic()
+    expected = finished(tmp_path / "whole", cache, ranks)
+    span, kills, runs = time.monotonic() - began, [], 0
+    while len(kills) < 20:
+        runs += 1
+        out, codes = tmp_path / str(runs), None
+        while len(kills) < 20 and codes != {0}:
+            seconds, victim = draw.uniform(0.0, span), draw.randrange(ranks)
+            given = f"{seconds}", f"{victim}", *map(str, words(out))
+            ended = programs(ranks, dying, *given, timeout=300, **ON_A_CPU, SBKIT_CACHE=str(cache))
+            codes = {each.returncode for each in ended}
+            if codes != {0}:
+                assert ended[victim].returncode == -signal.SIGKILL, ended[victim].stderr[-3000:]
+                kills.append((runs, victim, round(seconds, 1), saved_step(out)))
+        assert different(finished(out, cache, ranks), expected) == []
+    print(f"{ranks} processes, {expected['steps']} steps, {span:.0f} s: {len(kills)} kills in {runs} runs "
+          f"(run, process, seconds, step of its last checkpoint): {kills}")

@@ -1,6 +1,7 @@
 """LoRA and Houlsby's adapters: they start as nothing, train alone, and LoRA goes into the weights."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def step(model, x):
     lambda model: LoRA(model, ["layers.*.first", "layers.1.second"], rank=2, alpha=4),
     lambda model: Houlsby(model, "layers.?", size=3),
 ], ids=["lora", "houlsby"])
-def test_it_starts_as_the_model_and_trains_alone(model, make):
+def test_it_starts_as_the_model_trains_alone_and_can_be_pickled(model, make):
     x, before = torch.randn(4, 6), copy.deepcopy(model)
     adapters = make(model)
     assert torch.equal(model(x), before(x))
@@ -62,6 +63,7 @@ def test_it_starts_as_the_model_and_trains_alone(model, make):
     assert all(p.grad is not None and p.grad.any() for p in trained) and len(trained) >= 2 * len(adapters.layers)
     assert all(torch.equal(p, dict(model.named_parameters())[name]) for name, p in frozen.items())
     assert not torch.allclose(model(x), before(x))
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
 
 
 def test_a_merged_lora_is_plain_layers_that_say_the_same(model):

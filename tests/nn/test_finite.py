@@ -141,6 +141,16 @@ def test_one_value_is_enough(value):
     assert not all_finite(torch.zeros(2), x)
 
 
+def test_what_keeps_finite_can_be_copied_and_pickled(tmp_path):
+    norm = nn.BatchNorm1d(4)
+    keep_finite(norm)
+    torch.save(norm, tmp_path / "norm.pt")
+    for again in (copy.deepcopy(norm), torch.load(tmp_path / "norm.pt", weights_only=False)):
+        assert isinstance(again, nn.BatchNorm1d)
+        again(torch.full((3, 4), math.nan))
+        assert again.running_mean.isfinite().all() and again.running_mean is not norm.running_mean
+
+
 def test_a_failed_forward_leaves_the_layer_its_own_buffers():
     norm = nn.BatchNorm1d(4)
     keep_finite(norm)

@@ -24,6 +24,7 @@ from sbkit.train import rng
 from sbkit.train.bad_batch import LIMIT, KeptBatch, examine, find_saved, load_batches, measure, replay, report
 from sbkit.train.batches import tensors_in, utterance_ids
 from sbkit.train.distributed import ranks
+from sbkit.train.keys import TrainKeys
 from sbkit.train.step import Loss, StepResult
 
 
@@ -152,7 +153,7 @@ def test_what_a_report_says_and_a_replay_shows(tmp_path, breaks, spoil, total, p
         if spoil is not None:
             spoil(recipe, batch)
     text = told(recipe, batch, folder=tmp_path, total=total)
-    for part in [*parts, f"sbkit replay {tmp_path}/culprits/step-12-rank-0"]:
+    for part in [*parts, f"bad_batch.replay(brain, '{tmp_path}/culprits/step-12-rank-0') in your script"]:
         assert part in text
     torch.manual_seed(99)
     again = replay(recipe, tmp_path)
@@ -237,6 +238,12 @@ def test_the_number_of_culprits_is_limited_and_the_newest_is_found(tmp_path):
         assert find_saved(given)[0].name == "step-50-rank-0"
 
 
+def test_with_a_recipe_a_command_shows_more(tmp_path):
+    recipe = Recipe("layer")
+    recipe.keys = TrainKeys()  # as a task's, which has more
+    assert told(recipe, clips(), folder=tmp_path).endswith(f"sbkit replay {tmp_path}/culprits/step-12-rank-0")
+
+
 def test_a_run_without_culprits_and_a_damaged_one(tmp_path):
     with pytest.raises(SbkitError, match="holds no culprit"):
         find_saved(tmp_path)
@@ -282,7 +289,7 @@ def test_a_placeholder_batch_is_never_a_culprit(tmp_path):
 def test_what_cannot_be_saved_costs_the_replay_and_not_the_run(tmp_path, caplog, batch, said):
     if batch is None:
         (tmp_path / "culprits").write_text("", encoding="utf-8")
-    assert "sbkit replay" not in told(Recipe("layer"), batch or clips(), folder=tmp_path)
+    assert "replay" not in told(Recipe("layer"), batch or clips(), folder=tmp_path)
     assert re.search(f"The culprit of step 12 is not saved: .*({said})", caplog.text)
     assert batch is None or not list((tmp_path / "culprits").iterdir())
 

@@ -353,6 +353,9 @@ def test_without_an_optimizer_hooks_are_called_once_a_batch(rows):
                                                    "grad_accumulation_factor": 2})
     toy.fit([1], Endless(), train_loader_kwargs={"batch_size": 1})
     assert ended == [False, True, False, True, False][:rows]
+    [(_, loss)] = toy.ends
+    with torch.no_grad():
+        assert loss == pytest.approx(float(toy.modules.model[0](torch.ones(6)).sum()))
 
 
 def test_the_last_line_of_an_epoch_has_its_loss_however_short_it_is(capsys):

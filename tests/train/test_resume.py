@@ -38,9 +38,16 @@ class Stopping(ToyBrain):
             raise Stop
 
 
-def run(folder, die_at=None, steps=5, output_folder=None, **run_opts):
+class StoppingInItsOwnStep(Stopping):
+    """Trains by SpeechBrain's own loop."""
+
+    def fit_batch(self, batch):
+        return super().fit_batch(batch)
+
+
+def run(folder, die_at=None, steps=5, output_folder=None, kind=Stopping, **run_opts):
     counter = EpochCounter(3)
-    toy = brain(Stopping, checkpointer=Checkpointer(folder, {"counter": counter}), ckpt_interval_steps=4,
+    toy = brain(kind, checkpointer=Checkpointer(folder, {"counter": counter}), ckpt_interval_steps=4,
                 hparams={"die_at": die_at, "output_folder": output_folder}, **run_opts)
     toy.checkpointer.add_recoverable("model", toy.hparams.model)
     try:
@@ -50,15 +57,47 @@ def run(folder, die_at=None, steps=5, output_folder=None, **run_opts):
     return toy
 
 
-@pytest.mark.parametrize("die_at", [3, 5, 7, 12])
-def test_a_run_that_died_within_a_step_resumes_exactly(tmp_path, die_at):
-    whole = run(tmp_path / "whole")
+@pytest.mark.parametrize("kind, die_at", [(Stopping, 3), (Stopping, 5), (Stopping, 7), (Stopping, 12),
+                                          (StoppingInItsOwnStep, 3), (StoppingInItsOwnStep, 7)])
+def test_a_run_that_died_within_a_step_resumes_exactly(tmp_path, kind, die_at):
+    whole = run(tmp_path / "whole", kind=kind)
     with pytest.raises(Stop):
-        run(tmp_path / "cut", die_at)
-    again = run(tmp_path / "cut")
+        run(tmp_path / "cut", die_at, kind=kind)
+    again = run(tmp_path / "cut", kind=kind)
     assert all(torch.equal(value, state(again)[name]) for name, value in state(whole).items())
     assert again.ends == whole.ends[-len(again.ends):]
     assert again.optimizer_step == whole.optimizer_step == 15
+
+
+class Adversarial(ToyBrain):
+    """Two optimizers and a step that counts nothing, as in a GAN; which of them are saved is ``own.saved``."""
+
+    def init_optimizers(self):
+        self.first = torch.optim.Adam(self.modules.model[0].parameters())
+        self.second = torch.optim.Adam(self.modules.model[2].parameters())
+        self.optimizers_dict = {"first": self.first, "second": self.second}
+        for name in self.hparams.saved:
+            self.checkpointer.add_recoverable(name, self.optimizers_dict[name])
+
+    def fit_batch(self, batch):
+        loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN).mean
+        loss.backward()
+        self.first.step()
+        self.second.step()
+        self.zero_grad()
+        if self.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("saved", [(), ("first", "second")])
+def test_a_script_is_told_which_of_its_optimizers_no_checkpoint_has_and_where_it_stopped(tmp_path, caplog, saved):
+    toy = brain(Adversarial, checkpointer=Checkpointer(tmp_path), hparams={"saved": saved})
+    with pytest.raises(Stopped, match="stopped by SIGTERM after batch 2 of epoch 1, checkpoint saved"):
+        toy.fit([1], ToyTrainLoader(3, 6))
+    told = {name: f"self.checkpointer.add_recoverable('{name}', self.{name})" in caplog.text
+            for name in ("first", "second")}
+    assert told == dict.fromkeys(told, not saved)
 
 
 class Noisy(Stopping):

@@ -229,7 +229,6 @@ def ours(hparams: dict[str, Any], request: CommandLine, batches: int = STEP_BATC
     valid = EvalLoader(manifests["dev"], tokenizer, max_batch_seconds=hparams["max_batch_seconds"],
                        workers=hparams["num_workers"])
     brain.hparams.train_logger.log_stats = lambda *_, **__: None
-    brain.train_state.plan_driven = True
     brain.on_fit_start()
     brain.trainer.begin_fit(validates=True)
     brain.train_state.first_step_checked = True  # checks that a run does once are not part of a step

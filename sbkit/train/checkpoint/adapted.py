@@ -133,10 +133,6 @@ def hash_of(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(tensors.items()):
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
-        digest.update(_bytes(parameter))
+        values = parameter.detach().cpu().contiguous().reshape(-1)  # a number has no bytes to view
+        digest.update(values.view(torch.uint8).numpy().data if len(values) else b"")
     return digest.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> memoryview | bytes:
-    values = tensor.detach().cpu().contiguous().reshape(-1)  # a number has no bytes to view
-    return values.view(torch.uint8).numpy().data if len(values) else b""

@@ -125,8 +125,10 @@ def sweep(folder: Path) -> list[str]:
         final, writing = (path.with_name(start + name[len(WRITING):]) for start in ("", WRITING))
         try:
             if name.startswith(REPLACED):
-                if writing.exists() and _in_use(writing):  # another run is between its two renames
-                    continue
+                if writing.exists():
+                    with Lock(writing) as lock:
+                        if lock.acquire(shared=True) is False:  # another run is between its two renames
+                            continue
                 if not final.exists():
                     os.rename(path, final)
                     continue
@@ -135,11 +137,6 @@ def sweep(folder: Path) -> list[str]:
         except OSError as error:  # a read-only folder, or another process was faster
             logger.debug("could not remove %s: %s", path, error)
     return removed
-
-
-def _in_use(path: Path) -> bool:
-    with Lock(path) as lock:
-        return lock.acquire(shared=True) is False
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from speechbrain.core import Brain
 from speechbrain.nnet.schedulers import InverseSquareRootScheduler
 from speechbrain.utils.checkpoints import (
     DEFAULT_LOAD_HOOKS,
@@ -23,6 +24,7 @@ from speechbrain.utils.checkpoints import (
     torch_save,
     torch_save_once_per_node,
 )
+from torch.optim import Optimizer
 
 from sbkit.errors import SbkitError, summary
 from sbkit.recipe.report import listed
@@ -34,6 +36,8 @@ Hook = Callable[..., Any]  # saves an object to a path, or loads it
 Recoverable = Any  # a module, an optimizer, or another object with a state dict or its own hook
 TENSORS = (torch_save, torch_save_once_per_node)  # hooks that only save a state dict
 _NOT_OPTIONS = ("params", "lr", "initial_lr")  # entries of a parameter group that are not options of the recipe
+# States of Adam, SGD and Muon with the shape of their parameter; factored or flattened ones have other names.
+_LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum", "direction")
 MAX_NAMED = 5  # how many keys of each kind an error lists
 
 
@@ -50,7 +54,7 @@ def hook_for(obj: object, custom: Hook | None, defaults: Mapping[type, Hook], ve
 
 
 def unsaved_state(recoverables: Mapping[str, Any]) -> list[str]:
-    """Return warnings about modules in recoverables that have state outside of the state dict."""
+    """Return warnings about modules in recoverables with state outside of the state dict, and a Brain's optimizers."""
     known = set(map(id, recoverables.values()))
     found = []
     for name, obj in recoverables.items():
@@ -59,6 +63,14 @@ def unsaved_state(recoverables: Mapping[str, Any]) -> list[str]:
             if path and hook not in TENSORS and id(module) not in known:
                 found.append(f"{name}.{path} ({type(module).__name__}) has state that is not in the state dict of "
                              f"{name!r} and so is not saved: add it to the recoverables")
+        optimizers = {attribute: each for attribute, each in vars(obj).items() if isinstance(each, Optimizer)} \
+            if isinstance(obj, Brain) else {}
+        for attribute, each in optimizers.items():
+            has_state = any(isinstance(value, torch.Tensor) for own in each.state.values() for value in own.values())
+            if has_state and id(each) not in known:
+                found.append(f"{attribute} ({type(each).__name__}) is not among the recoverables, so a run that "
+                             "resumes differs from one that was never stopped: in init_optimizers, call "
+                             f"self.checkpointer.add_recoverable({attribute!r}, self.{attribute})")
     return found
 
 
@@ -267,17 +279,10 @@ def _group_differences(optimizer: torch.optim.Optimizer, state: object) -> str:
     shapes = []
     for index, param in zip(order, params, strict=True):
         for key, value in state["state"].get(index, {}).items():
-            if _is_like_param(key, value) and value.shape != param.shape:
+            if key in _LIKE_PARAMETERS and isinstance(value, torch.Tensor) and value.shape != param.shape:
                 shapes.append(f"{key} of tensor {index}: {_shape(value)} saved, {_shape(param)} here")
                 break
     return f"{len(shapes)} of another shape ({listed(shapes, MAX_NAMED)})" if shapes else ""
-
-
-def _is_like_param(key: object, value: object) -> bool:
-    # Adam's moments, SGD's momentum and Muon's states have the shape of the parameter. Step counts don't, and the
-    # factored or flattened states of other optimizers have other names.
-    return isinstance(value, torch.Tensor) and key in (
-        "exp_avg", "exp_avg_sq", "momentum_buffer", "momentum", "direction")
 
 
 def _shape(value: object) -> str:

@@ -29,7 +29,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.train.distributed import ending
-from sbkit.train.distributed.ending import SILENT_SECONDS, Heartbeats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,6 +37,8 @@ Store = Any  # torch's stub of dist.Store lets set take no bytes
 # Collectives only wait for ranks that do the same work, so a long wait means a dead rank.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 _POLL_SECONDS = 0.1
+# Time after which those that are still missing are named.
+SILENT_SECONDS = 60.0
 # The first pause while waiting for other ranks, which usually arrive soon; each further one is longer.
 _FIRST_PAUSE_SECONDS = 0.002
 # Time for a failed rank to print its message, before the launcher sees another rank exit and ends it.
@@ -102,7 +103,7 @@ def init(device: torch.device, backend: str | None = None) -> None:
         return
     ending.watch_launcher()
     atexit.unregister(_at_exit)
-    atexit.register(_at_exit, os.getpid(), joined=True)
+    atexit.register(_at_exit, os.getpid())
     if connected():
         _watch()
         return
@@ -190,29 +191,21 @@ def _leave_group() -> None:
     if _watched is not None:
         _watched.set()
         _watched = None
-        with suppress(RuntimeError):  # the store is gone
-            Heartbeats.end(_store(), rank())
     gc.collect()
     if connected():
         dist.destroy_process_group()
     time.sleep(_THREAD_END_SECONDS)  # for threads of a group that something still refers to
 
 
-def _at_exit(process: int, joined: bool = False) -> None:
-    """Leave the group at exit, for scripts that don't call ``shutdown`` or join and leave the group themselves.
-
-    joined : whether ``init`` was called; the group of a script that only imports sbkit is left if gloo could abort it
-    """
+def _at_exit(process: int) -> None:
+    """Leave the group at exit, for scripts that don't call ``shutdown``, or join and leave the group themselves."""
     if os.getpid() != process or not (connected() or _cpu_group is not None) or ending.exit_is_scheduled():
         return
     error = getattr(sys, "last_value", None)
-    if error is not None and joined:
+    if error is not None:
         announce_failure(error)
-    elif error is None and (joined or dist.get_backend() == "gloo"):
+    else:
         _leave_group()
-
-
-atexit.register(_at_exit, os.getpid())
 
 
 def cpu_group() -> dist.ProcessGroup | None:
@@ -301,7 +294,11 @@ def failing_together() -> Iterator[None]:
         raise
     except BaseException as error:
         ending.exit_if_orphaned()
-        if (code := _caused_by_peer(error)) is not None:
+        code = None
+        if isinstance(error, RuntimeError) and connected():  # gloo's collectives fail after another rank
+            with suppress(RuntimeError):  # the store has gone as well
+                code = _peer_failed()
+        if code is not None:
             logger.debug("error after the failure of another rank", exc_info=error)
             _exit_silently(code, grace=0.0)
         if isinstance(error, RuntimeError) and "gloo/transport" in str(error):
@@ -312,14 +309,6 @@ def failing_together() -> Iterator[None]:
             raise lost from error
         announce_failure(error)
         raise
-
-
-def _caused_by_peer(error: BaseException) -> int | None:
-    """Return the exit code of a failed rank if that caused this error: gloo's collectives fail then."""
-    if isinstance(error, RuntimeError) and connected():
-        with suppress(RuntimeError):  # the store has gone as well
-            return _peer_failed()
-    return None
 
 
 def _record_failure(error: BaseException) -> int:
@@ -341,8 +330,12 @@ def announce_failure(error: BaseException) -> None:
         _store().set(f"{_FAILED_KEY}/{rank()}", b"1")
         _store().set(_FAILED_KEY, failure)
         until = time.monotonic() + _ACK_SECONDS
-        if not is_main():
-            _print_unless_main_does(error, until)
+        # A command prints an SbkitError on rank 0 only, so one that only this rank has is logged.
+        while not is_main() and isinstance(error, SbkitError) and not _store().check([f"{_FAILED_KEY}/0"]):
+            if time.monotonic() > until:
+                logger.error("Rank %d failed: %s", rank(), error)
+                break
+            time.sleep(_POLL_SECONDS)
         while is_main() and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and time.monotonic() < until \
                 and _store().add(_ACK_KEY, 0) < world_size() - 1:
             time.sleep(_POLL_SECONDS)
@@ -350,15 +343,6 @@ def announce_failure(error: BaseException) -> None:
         logger.debug("could not notify the other ranks: %s", problem)
         if isinstance(error, SbkitError) and not is_main():
             logger.error("Rank %d failed: %s", rank(), error)
-
-
-def _print_unless_main_does(error: BaseException, until: float) -> None:
-    """Log an error that only this rank has: commands print an ``SbkitError`` on rank 0 only."""
-    while isinstance(error, SbkitError) and not _store().check([f"{_FAILED_KEY}/0"]):
-        if time.monotonic() > until:
-            logger.error("Rank %d failed: %s", rank(), error)
-            return
-        time.sleep(_POLL_SECONDS)
 
 
 def raise_on_main(error: SbkitError) -> None:
@@ -437,24 +421,17 @@ def _watch() -> None:
 
 
 def _watch_peers(over: threading.Event) -> None:
-    store, beats = None, Heartbeats(rank(), world_size(), over)
+    store = None
     while not over.wait(WATCH_SECONDS):
         try:
-            store = store or _connection()
+            store = store or _store().clone()  # another connection: the setup of NCCL blocks the main thread's
             code = _peer_failed(store)
-            beats.beat(store)
         except (RuntimeError, ValueError):  # the store or the group is gone, so the run ends
-            beats.over.set()
             return
         if code is not None:
             if not over.wait(PATIENCE_SECONDS) and not _failed_here:
                 ending.exit_now(code)
             return
-
-
-def _connection() -> Store:
-    """Return a second connection to the store: the setup of NCCL blocks the main thread's."""
-    return _store().clone()
 
 
 def _key(what: str) -> str:

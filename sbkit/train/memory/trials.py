@@ -107,19 +107,14 @@ def _durations(request: arguments.CommandLine, recipe: load.Recipe, folder: Path
     """
     corpus = recipe.keys.corpus
     if hasattr(corpus, "manifest_path"):
-        manifest = _in_output_folder(corpus.manifest_path("train"), folder, request)
+        manifest = corpus.manifest_path("train")
+        if manifest.is_relative_to(folder):  # as one below the recipe's own output folder
+            root = read(request.path, request.overrides, Findings())
+            named = root.value.get("output_folder") if root is not None else None
+            manifest = manifest if named is None else Path(str(named.value)) / manifest.relative_to(folder)
         if manifest.exists():
             return Manifest.open_prepared(manifest).durations
     return np.linspace(1.0, longest_utterance(recipe.hparams), 200, dtype=np.float32)
-
-
-def _in_output_folder(path: Path, folder: Path, request: arguments.CommandLine) -> Path:
-    """Return a path below ``folder`` as one below the recipe's own output folder, and any other unchanged."""
-    if not path.is_relative_to(folder):
-        return path
-    root = read(request.path, request.overrides, Findings())
-    named = root.value.get("output_folder") if root is not None else None
-    return path if named is None else Path(str(named.value)) / path.relative_to(folder)
 
 
 # ---------------------------------------------------------------------------------------- with little memory
@@ -195,17 +190,13 @@ def _serve_trials(pipe: Connection, args: list[str], size: int, slack: float) ->
             except EOFError:
                 return
             try:
-                ahead = _read_ahead(utterances, seconds, workers, rate)
+                # What a run's data workers have read ahead, in bytes.
+                ahead = round(max(0.0, utterances * seconds) * rate) * torch.float32.itemsize * (PREFETCH + 1) * workers
                 with mmap.mmap(-1, max(ahead, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
                     fits, failure = trial.fits(utterances, seconds) and host.peak() + ahead <= size, ""
             except Exception as error:
                 fits, failure = False, "" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             pipe.send((fits, failure))
-
-
-def _read_ahead(utterances: int, seconds: float, workers: int, sample_rate: int) -> int:
-    """Return the size of the batches that a run's data workers have read ahead, in bytes."""
-    return round(max(0.0, utterances * seconds) * sample_rate) * torch.float32.itemsize * (PREFETCH + 1) * workers
 
 
 # ---------------------------------------------------------------------------------------------- measuring

@@ -133,7 +133,8 @@ class StageDisplay:
         elif self.total is not None and steps > steps_then:
             yield f"{_clock((self.total - steps) * span / (steps - steps_then))} left", ""
         if self._loss is not None:
-            yield f"loss {_number(self._loss)}", "" if math.isfinite(self._loss) else _RED
+            usual = self._loss == 0 or 0.001 <= abs(self._loss) < 1000
+            yield f"loss {self._loss:{'.3f' if usual else '.2e'}}", "" if math.isfinite(self._loss) else _RED
         speed = (seconds - seconds_then) / span
         if speed > 0:
             shown = speed * ranks.world_size()
@@ -234,10 +235,6 @@ class Progress(StageDisplay):
 
 def _literal(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
-
-
-def _number(value: float) -> str:
-    return f"{value:.3f}" if value == 0 or 0.001 <= abs(value) < 1000 else f"{value:.2e}"
 
 
 def _clock(seconds: float) -> str:

@@ -79,7 +79,8 @@ class MetricsLog(ResumableLog):
             each.close()
 
     def _write_ready(self, wait: bool = False) -> None:
-        while self._waiting and (wait or _arrived(self._waiting[0])):
+        while self._waiting and (wait or all(value.ready for value in self._waiting[0].values()
+                                             if isinstance(value, Peek))):
             line = {k: _plain(v) for k, v in self._waiting.popleft().items()}
             self._file.append(json.dumps(line, ensure_ascii=False, allow_nan=False))
             self._step = line.get("step", self._step)
@@ -89,10 +90,6 @@ class MetricsLog(ResumableLog):
                        if name not in ("time", "step", "epoch") and type(value) in (int, float)}
             for each in self._loggers:
                 each.log(numbers, self._step, line["time"])
-
-
-def _arrived(line: dict[str, Any]) -> bool:
-    return all(value.ready for value in line.values() if isinstance(value, Peek))
 
 
 def _written_again(line: str) -> bool:

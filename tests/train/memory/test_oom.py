@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from processes import outcomes
-from toys import ToyBatch, ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, state
+from toys import ToyBatch, ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, layers, state
 
 from sbkit.errors import SbkitError
 from sbkit.train.distributed import ranks
@@ -123,17 +123,22 @@ def test_a_step_that_did_not_fit_leaves_nothing_behind():
     assert toy.try_batch(batch_of(range(4))) and toy.optimizer_step == 1
 
 
-def narrow_second():
+def narrow_second(hparams, normalised):
     host.bounded = lambda: True  # in this process alone
-    toy = brain(Narrow)
+    model = layers()
+    if normalised:
+        model[0] = torch.nn.Sequential(model[0], torch.nn.BatchNorm1d(8))
+    toy = brain(Narrow, modules=model, hparams=hparams)
     toy.fits = 1 if ranks.rank() == 1 else 1000
     toy.fit([1], Loader(5, 8, ranks.rank(), ranks.world_size()))
 
 
 @pytest.mark.slow
-def test_if_it_does_not_fit_on_one_rank_all_end():
-    first, second = outcomes(narrow_second, timeout=60)
-    assert "largest micro-batch" in str(first.error) and second.error is not None
+@pytest.mark.parametrize("hparams, normalised", [({}, False), ({"fsdp": True}, False), ({}, True)],
+                         ids=["sums after backward", "fsdp", "statistics of all ranks"])
+def test_if_it_does_not_fit_on_one_rank_all_end(hparams, normalised):
+    first, second = outcomes(narrow_second, hparams, normalised, timeout=60)
+    assert None not in (first.error, second.error) and "largest micro-batch" in f"{first.error} {second.error}"
 
 
 @pytest.mark.parametrize("error, is_one", [
