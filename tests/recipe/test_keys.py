@@ -481,7 +481,7 @@ CASES = {
     "seq_lin": (From(lambda made: made.recipe.hparams["seq_lin"]), From(head), loss, JOINT),
     "decoder": (None, Guess(), heard),
     "n_mels": (80, 40, fits),
-    "hop_length": (10, 20, loss),
+    "hop_length": (10, 20, fits),
     "blank_index": (0, 1, loss),
     "bos_index": (1, 2, loss, JOINT),
     "eos_index": (1, 2, loss, JOINT),
