@@ -74,6 +74,8 @@ class Task(Brain):
     """Columns of the corpus that batches hold besides recordings and texts, by name: ``LabelColumn`` or
     ``SignalColumn``."""
     metric: ClassVar[Metric] = Metric("loss")
+    writes_words: ClassVar[bool] = False
+    """Whether its rows have a ``hypothesis``, which is empty where nobody speaks."""
     keys: TaskKeys
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
