@@ -42,7 +42,8 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     bundles : opens the recogniser for the task's tests
     results_folder : the folder of the test's results
     """
-    keys, train, test_only = recipe.keys, manifests["train"], request.run_opts.test_only
+    keys, test_only = recipe.keys, request.run_opts.test_only
+    train = keys.rows_of_training(manifests["train"])
     logs = ranks.is_main() and not test_only  # about training
     encoder = recipe.task.encoder(keys)
     brain = recipe.brain(request.run_opts)
@@ -54,8 +55,7 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
                "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
     epochs = keys.epoch_counter.limit
     progress = ranks.run_on_main(read_progress, brain.checkpointer, keys.epoch_counter)
-    rows = keys.rows_of_training(train)
-    plan = Plan.of(rows, batching, keys.augment, progress.epochs, batching.rounding(device.type, brain.compile),
+    plan = Plan.of(train, batching, keys.augment, progress.epochs, batching.rounding(device.type, brain.compile),
                    columns)
     if plan.sampler.left_out and logs:
         logger.warning("%d of %d utterances are in no step: fewer than %d have their label (clips_per)",
@@ -66,7 +66,7 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         note = "" if epochs == progress.epochs else f", spread over the {progress.epochs} epochs that it began with"
         logger.info("The corpus has %d steps: an epoch goes through it %d times, and the run has %d (least_steps: "
                     "%d%s)", len(plan) // plan.passes, plan.passes, steps, batching.least_steps, note)
-    train_set = TrainLoader(rows, encoder, plan, min_micros=brain.grad_accumulation_factor, augment=keys.augment,
+    train_set = TrainLoader(train, encoder, plan, min_micros=brain.grad_accumulation_factor, augment=keys.augment,
                             nonspeech=vars(keys).get("nonspeech"), **options)
     valid_set, test_set = (
         EvalLoader(manifests[split], encoder, max_batch_seconds=batching.max_batch_seconds, augment=augment, **options)

@@ -320,7 +320,8 @@ def test_a_step_that_was_not_finite_is_replayed_from_the_run_alone(run, capsys):
 
 
 def test_behaviour_is_tried_shown_and_gated(run, capsys):
-    code = evaluate(run, "--behaviour", "--name", "beyond", "--max", "behaviour.silence=-1", "--max", "behaviour.hum=1e9")
+    code = evaluate(run, "--behaviour", "--name", "beyond", "--max", "behaviour.silence=-1", "--max",
+                    "behaviour.hum=1e9")
     shown, told = capsys.readouterr()
     facts = result(run, "beyond-best")
     figures = facts["behaviour"]

@@ -250,10 +250,10 @@ def read(run: str | Path, utterances_file: str | Path | None = None) -> RunData:
     """
     folder = Path(run)
     if (folder / RESULT).is_file():
-        numbers = _json(folder / TEST_RESULTS.removeprefix("test_")) or {}
-        return replace(read(_run_of(folder), folder / UTTERANCES), folder=folder, scored=_json(folder / RESULT) or {},
-                       **_numbers(numbers | {"tables": [*numbers.get("tables", []), *((_json(folder / RESULT) or {}).get(
-                           "tables", []))]}, folder))
+        numbers, scored = (_json(folder / name) or {} for name in (TEST_RESULTS.removeprefix("test_"), RESULT))
+        numbers["tables"] = [*numbers.get("tables", []), *scored.get("tables", [])]
+        return replace(read(_run_of(folder), folder / UTTERANCES), folder=folder, scored=scored,
+                       **_numbers(numbers, folder))
     if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
         missing = f"is not a run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else "does not exist"
         raise SbkitError(f"{folder} {missing}", hint="name the output_folder of a run")
