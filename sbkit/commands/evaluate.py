@@ -47,6 +47,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk", type=chunk_sizes, default=(), metavar="MS,...",
                         help="score a streaming model on chunks of these milliseconds, or on whole recordings: "
                              "320,640,1280,whole")
+    parser.add_argument("--behaviour", action="store_true",
+                        help="also try a recogniser on what a test set doesn't have: silence of all kinds, noise, "
+                             "telephones, cut and joined speech; --max behaviour.silence=1 limits words a minute")
     parser.add_argument("--recogniser", metavar="BUNDLE",
                         help="a recogniser's bundle, which transcribes the output of a codec or a voice")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU, if there is one)")
@@ -86,6 +89,9 @@ def evaluate(request: EvaluateRequest) -> int:
             ranks.run_on_main(restore.warn_unfinished, recipe)
             brain = restore.build(recipe, request.device, eval_precision=request.precision)
             brain.take_search(request)
+            if request.behaviour and not brain.writes_words:
+                raise SbkitError(f"{type(brain).__name__} is no recogniser, so --behaviour has nothing to try",
+                                 hint="leave it out")
             if request.chunk:
                 brain.take_chunks(request.chunk)
             if bundle := request.recogniser or brain.recogniser:
@@ -114,6 +120,11 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
             if request.tune_lm else {}
         label += request.label()
         scored = evaluation.score(request, recipe, brain, manifest, label)
+        if request.behaviour:
+            behaviour = evaluation.try_behaviour(request, recipe, brain, manifest, recipe.keys.sample_rate)
+            scored.results.tables += behaviour.tables
+            scored.results.stats.update(behaviour.figures)
+            scored.facts.update(behaviour=behaviour.figures, tables=[vars(each) for each in behaviour.tables])
         if search := {**brain.search_facts(), **tuned}:
             scored.facts["decoder"] = search
         scored.facts.update(
@@ -136,6 +147,8 @@ def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest
             shared, factor = [""] * len(shared), ""
     print(table(["checkpoint", "utterances", "hours", *columns, "real-time factor"], rows))
     for scored in results:
+        if request.behaviour:
+            print(f"\n{scored.facts['checkpoint']}\n{scored.results.text()}\n")
         print(f"{scored.facts['folder']}  (its page: {REPORT})")
         for part, each in scored.results.parts.items():
             print(f"  {part}: {each.headline()}")

@@ -231,15 +231,8 @@ class AddNoise(RandomStage):
 
     def change(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         ratio = rng.uniform(self.snr_low, self.snr_high)
-        return add_noise(signal, self.files.draw(rng, lambda path: self._noise_segment(path, len(signal), rng)), ratio)
-
-    def _noise_segment(self, path: str, size: int, rng: np.random.Generator) -> np.ndarray:
-        needed = size / self.rate
-        start = rng.random() * max(audio_info(path)[0] - needed, 0.0)
-        noise = read_audio(path, start=start, duration=needed + 0.01, sample_rate=self.rate)
-        if len(noise) < size:
-            noise = np.tile(np.roll(noise, rng.integers(len(noise))), -(-size // len(noise)))
-        return noise[:size]
+        noise = self.files.draw(rng, lambda path: recorded_noise(path, len(signal), self.rate, rng))
+        return add_noise(signal, noise, ratio)
 
 
 class AddReverb(RandomStage):
@@ -377,6 +370,16 @@ class AudioFiles:
                 last = error
         raise SbkitError(f"{self.owner}: {_TRIES} files in a row cannot be used, the last: {last}",
                          hint=f"check the files in {self.folder}")
+
+
+def recorded_noise(path: str, size: int, rate: int, rng: np.random.Generator) -> np.ndarray:
+    """Read ``[size]`` samples from a random place of a recording, which is repeated if it is too short."""
+    needed = size / rate
+    start = rng.random() * max(audio_info(path)[0] - needed, 0.0)
+    noise = read_audio(path, start=start, duration=needed + 0.01, sample_rate=rate)
+    if len(noise) < size:
+        noise = np.tile(np.roll(noise, rng.integers(len(noise))), -(-size // len(noise)))
+    return noise[:size]
 
 
 def add_noise(signal: np.ndarray, noise: np.ndarray, decibels: float) -> np.ndarray:

@@ -112,7 +112,7 @@ class Corpus:
             raise SbkitError(f"corpus: demo_voices: {wrong[0]!r} is not a voice of espeak-ng", hint="such as en-us+f2")
         self.report: dict[str, Any] | None = None
         self._reused = False
-        self._needs_text = True
+        self._needs_text, self._keeps_silence = True, False
         self._declared: Declared = {}
         self._recordings: set[str] = set()  # columns that are the rows' own recordings
         self._check()
@@ -159,6 +159,10 @@ class Corpus:
         return self.folder / "prepare_report.json"
 
     # ---------------------------------------------------------------- prepare
+
+    def keep_silence(self) -> None:
+        """Keep training rows whose text is empty as rows in which nobody speaks."""
+        self._keeps_silence = True
 
     def prepare(self, show_progress: bool = True, needed: Sequence[str] = (),
                 needs_text: bool = True, columns: Declared | None = None) -> dict[str, Manifest]:
@@ -339,6 +343,7 @@ class Corpus:
             "data_root": None if self.data_root is None else str(self.data_root),
             **({} if self.only == SPLITS else {"only": self.only}),
             **({} if self._needs_text else {"needs_text": False}),
+            **({"silence": True} if self._keeps_silence else {}),
             **({} if self.exclude is None else {"exclude": [str(self.exclude), disk.sha256(self.exclude)]}),
             **({"declared": {name: repr(column) for name, column in self._declared.items()}} if self._declared else {}),
             **({} if self.schemes is None else {"schemes": self.schemes}),
@@ -470,6 +475,7 @@ class Corpus:
             min_duration=self.min_duration if limited else None,
             max_duration=self.max_duration if limited else None,
             alphabet=limited and self._needs_text, text=self._needs_text,
+            silence=self._keeps_silence and split == "train",
             min_words=self.short_text if split in self.skip_short_texts else 0)
 
     @staticmethod

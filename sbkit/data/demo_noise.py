@@ -13,7 +13,7 @@ from sbkit.errors import SbkitError
 _Rng = np.random.Generator
 
 
-def _coloured(rng: _Rng, size: int, shape: Callable[[np.ndarray], np.ndarray], rate: int) -> np.ndarray:
+def coloured(rng: _Rng, size: int, shape: Callable[[np.ndarray], np.ndarray], rate: int) -> np.ndarray:
     """Noise whose spectrum is a function of the frequency in Hz."""
     frequencies = np.fft.rfftfreq(size, 1 / rate)
     spectrum = rng.standard_normal((2, len(frequencies))) * shape(np.maximum(frequencies, 20.0))
@@ -43,7 +43,7 @@ def _hits(rng: _Rng, size: int, at: np.ndarray, hit: np.ndarray, loudness: np.nd
     return np.fft.irfft(np.fft.rfft(train, length) * np.fft.rfft(hit, length), length)[:size]
 
 
-def _ringing(rng: _Rng, rate: int, hertz: float, seconds: float) -> np.ndarray:
+def ringing(rng: _Rng, rate: int, hertz: float, seconds: float) -> np.ndarray:
     """The sound of something that is hit: a decaying tone with noise."""
     time = np.arange(int(5 * seconds * rate)) / rate
     tone = np.sin(2 * np.pi * hertz * time) + 0.5 * rng.standard_normal(len(time))
@@ -52,13 +52,13 @@ def _ringing(rng: _Rng, rate: int, hertz: float, seconds: float) -> np.ndarray:
 
 def _hiss(rng: _Rng, size: int, rate: int) -> np.ndarray:
     slope = rng.uniform(0.0, 1.0)
-    return _coloured(rng, size, lambda hertz: hertz ** -slope, rate)
+    return coloured(rng, size, lambda hertz: hertz ** -slope, rate)
 
 
 def _hum(rng: _Rng, size: int, rate: int) -> np.ndarray:
     phase = _phase(rng.uniform(40, 200) * (1 + 0.02 * _slow(rng, size, rate, 3)), rate)
     harmonics = sum(rng.random() / n * np.sin(n * phase + rng.uniform(0, 6)) for n in range(1, 12))
-    return harmonics + 0.1 * _coloured(rng, size, lambda hertz: hertz ** -0.5 * 20, rate)
+    return harmonics + 0.1 * coloured(rng, size, lambda hertz: hertz ** -0.5 * 20, rate)
 
 
 def _engine(rng: _Rng, size: int, rate: int) -> np.ndarray:
@@ -68,12 +68,12 @@ def _engine(rng: _Rng, size: int, rate: int) -> np.ndarray:
 
 
 def _wind(rng: _Rng, size: int, rate: int) -> np.ndarray:
-    return _coloured(rng, size, lambda hertz: hertz ** -1.2, rate) * (0.1 + _slow(rng, size, rate, 2) ** 2)
+    return coloured(rng, size, lambda hertz: hertz ** -1.2, rate) * (0.1 + _slow(rng, size, rate, 2) ** 2)
 
 
 def _clatter(rng: _Rng, size: int, rate: int) -> np.ndarray:
     count = max(3, int(size / rate * rng.uniform(4, 15)))
-    hit = _ringing(rng, rate, rng.uniform(800, 4000), rng.uniform(0.005, 0.03))
+    hit = ringing(rng, rate, rng.uniform(800, 4000), rng.uniform(0.005, 0.03))
     sound = _hits(rng, size, rng.integers(size, size=count), hit, rng.uniform(0.2, 1, count))
     return sound + 0.01 * rng.standard_normal(size)
 
@@ -90,21 +90,21 @@ def _melody(rng: _Rng, size: int, rate: int) -> np.ndarray:
 def _murmur(rng: _Rng, size: int, rate: int) -> np.ndarray:
     sound = np.zeros(size)
     for _ in range(8):
-        band = _coloured(rng, size, _band(rng.uniform(200, 3000), 0.4), rate)
+        band = coloured(rng, size, _band(rng.uniform(200, 3000), 0.4), rate)
         sound += band * _slow(rng, size, rate, 8) ** 2
     return sound
 
 
 def _rain(rng: _Rng, size: int, rate: int) -> np.ndarray:
     drops = rng.standard_normal(size) * (rng.random(size) < 0.02) * rng.exponential(1, size)
-    hit = _ringing(rng, rate, rng.uniform(2000, 5000), 0.002)
-    return _hits(rng, size, np.arange(size), hit, drops) + 0.3 * _coloured(rng, size, _band(3000, 1.5), rate)
+    hit = ringing(rng, rate, rng.uniform(2000, 5000), 0.002)
+    return _hits(rng, size, np.arange(size), hit, drops) + 0.3 * coloured(rng, size, _band(3000, 1.5), rate)
 
 
 def _printer(rng: _Rng, size: int, rate: int) -> np.ndarray:
     period = int(rate / rng.uniform(8, 25))
     at = np.arange(rng.integers(period), size, period)
-    strokes = _hits(rng, size, at, _ringing(rng, rate, rng.uniform(300, 1500), 0.01), rng.uniform(0.6, 1, len(at)))
+    strokes = _hits(rng, size, at, ringing(rng, rate, rng.uniform(300, 1500), 0.01), rng.uniform(0.6, 1, len(at)))
     return strokes * (_slow(rng, size, rate, 1) > 0.3) + 0.05 * rng.standard_normal(size)
 
 
@@ -115,14 +115,14 @@ def _siren(rng: _Rng, size: int, rate: int) -> np.ndarray:
 
 
 def _vacuum(rng: _Rng, size: int, rate: int) -> np.ndarray:
-    air = sum(_coloured(rng, size, _band(rng.uniform(300, 5000), 0.7), rate) for _ in range(3))
+    air = sum(coloured(rng, size, _band(rng.uniform(300, 5000), 0.7), rate) for _ in range(3))
     whine = sum(np.sin(n * _phase(np.full(size, 230.0 + 60 * rng.random()), rate)) for n in (1, 2, 3))
     return air + 0.1 * np.std(air) * whine
 
 
 def _street(rng: _Rng, size: int, rate: int) -> np.ndarray:
-    rumble = _coloured(rng, size, lambda hertz: np.minimum(1, (150 / hertz)) , rate)
-    passing = _coloured(rng, size, _band(900, 1.0), rate) * _slow(rng, size, rate, 0.7) ** 2
+    rumble = coloured(rng, size, lambda hertz: np.minimum(1, (150 / hertz)) , rate)
+    passing = coloured(rng, size, _band(900, 1.0), rate) * _slow(rng, size, rate, 0.7) ** 2
     return rumble + 2 * passing
 
 
@@ -135,7 +135,7 @@ KINDS: dict[str, Callable[[_Rng, int, int], np.ndarray]] = {
 _OCTAVES, _DECIBELS = np.arange(6.0, 15.0), 12.0
 
 
-def _equalised(rng: _Rng, noise: np.ndarray, rate: int) -> np.ndarray:
+def equalised(rng: _Rng, noise: np.ndarray, rate: int) -> np.ndarray:
     """Weight the bands of a noise at random, as rooms and microphones do, and make its power 1."""
     octaves = np.log2(np.maximum(np.fft.rfftfreq(len(noise), 1 / rate), 20.0))
     decibels = np.interp(octaves, _OCTAVES, rng.uniform(-_DECIBELS, _DECIBELS, len(_OCTAVES)))
@@ -169,4 +169,4 @@ class DemoNoise(RandomStage):
 
     def _random_noise(self, rng: np.random.Generator, size: int) -> np.ndarray:
         make = KINDS[self.kinds[rng.integers(len(self.kinds))]]
-        return _equalised(rng, make(rng, size, self.rate), self.rate)
+        return equalised(rng, make(rng, size, self.rate), self.rate)

@@ -25,6 +25,7 @@ from sbkit.data.augment import Augment, planned_seconds
 from sbkit.data.batch import SAMPLE_RATE, Batch, DevicePrefetcher
 from sbkit.data.columns import BatchColumns
 from sbkit.data.manifest import Manifest
+from sbkit.data.nonspeech import NonSpeech
 from sbkit.data.options import check_number
 from sbkit.data.plan import EpochPlan, Plan
 from sbkit.data.reader import Failure, Reader, ReadRequest, SupportsEncode, init_worker, starting_workers
@@ -175,6 +176,7 @@ class TrainLoader(_Loader):
     min_micros: minimum number of micro-batches per step (gradient accumulation).
     augment: ``sbkit.data.augment.Augment`` or ``None``; seeded by (plan's seed, pass number, utterance).
     columns: further columns of a batch.
+    nonspeech: ``sbkit.data.nonspeech.NonSpeech``, if it has added rows to the manifest.
     reading: ``workers`` (processes; 0: this one), ``pin_memory`` (read into page-locked memory, from which copies to a
         GPU overlap with computation), ``prefetch`` (micro-batches that each worker reads ahead), ``timeout`` (seconds
         without a batch before the run ends; 0: never), ``max_damaged_share`` and ``damaged_floor`` (the run ends when
@@ -187,7 +189,8 @@ class TrainLoader(_Loader):
 
     def __init__(self, manifest: Manifest, tokenizer: SupportsEncode | None, plan: Plan, *, rank: int = 0,
                  world: int = 1, min_micros: int = 1, augment: Augment | None = None,
-                 columns: BatchColumns | None = None, sample_rate: int = SAMPLE_RATE, **reading: Any):
+                 columns: BatchColumns | None = None, nonspeech: NonSpeech | None = None,
+                 sample_rate: int = SAMPLE_RATE, **reading: Any):
         if len(plan.durations) != len(manifest):
             raise ValueError(f"a plan for {len(plan.durations)} utterances, a manifest of {len(manifest)}")
         if columns is not None:
@@ -198,7 +201,7 @@ class TrainLoader(_Loader):
         reader = Reader(manifest, tokenizer, augment=augment, columns=columns, seed=plan.batching.seed,
                         sample_rate=sample_rate, round_to=round(plan.round_seconds * sample_rate),
                         max_samples=int(max_seconds * sample_rate),
-                        least=plan.batching.min_batch_utterances)
+                        least=plan.batching.min_batch_utterances, nonspeech=nonspeech)
         super().__init__(reader, max_seconds, **reading)
 
     def steps(self, epoch: int = 1) -> int:

@@ -221,6 +221,17 @@ class Manifest:
                             "once")}
         return Manifest(**{**own, **columns})
 
+    def joined(self, other: Manifest) -> Manifest:
+        """These rows, then those of another manifest with the same metadata columns."""
+        def both(one: Column, two: Column) -> pa.Array:
+            return pa.concat_arrays([one.arrow, two.arrow])
+
+        return self.replace(
+            **{name: both(getattr(self, name), getattr(other, name)) for name in ("ids", "wavs", "texts", "speakers")},
+            durations=np.concatenate([self.durations, other.durations]),
+            starts=np.concatenate([self.starts, other.starts]),
+            meta={name: both(column, other.meta[name]) for name, column in self.meta.items()})
+
     # ------------------------------------------------------------------ files
 
     @classmethod

@@ -129,6 +129,10 @@ class Mixture(Corpus):
 
     # ---------------------------------------------------------------- prepare
 
+    def keep_silence(self) -> None:
+        for part in self.parts.values():
+            part.keep_silence()
+
     def prepare(self, show_progress: bool = True, needed: Sequence[str] = (), needs_text: bool = True,
                 columns: Declared | None = None) -> dict[str, Manifest]:
         """Prepare all parts, join their manifests, and return these by split; see :meth:`Corpus.prepare`."""

@@ -67,6 +67,8 @@ class RowLimits:
     alphabet: bool = False
     text: bool = True
     """Whether a row needs a text."""
+    silence: bool = False
+    """Whether one whose text is empty as it was read is kept nevertheless: nobody speaks in it."""
     min_words: int = 0
 
 
@@ -145,8 +147,9 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     texts = [rules(text) for text in progress(
         rows.texts, what=f"{split}: text", total=len(rows), unit="row",
         show=show_progress and len(rows) >= WORTH_A_BAR)]
+    silent = np.full(len(rows), limits.silence) & ~np.asarray(pc.match_substring_regex(rows.texts.arrow, r"\S"))
     if limits.text:
-        leave_out("no text", np.array([not text for text in texts], bool))
+        leave_out("no text", np.array([not text for text in texts], bool) & ~silent)
     if exclude is not None:
         leave_out(EXCLUDED, exclude.mask(rows.ids, texts, rows.origin))
 
@@ -169,7 +172,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         if limits.alphabet:
             leave_out("alphabet", mask)
     if limits.min_words:
-        leave_out("few words", np.array([count_words(text) < limits.min_words for text in texts], bool))
+        leave_out("few words", np.array([count_words(text) < limits.min_words for text in texts], bool) & ~silent)
 
     meta = dict(rows.meta)
     def check_recordings(name: str, aligned: bool) -> None:
@@ -218,6 +221,9 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     if limits.text and len(unspoken):
         first = int(unspoken[0])
         report.unspoken = {"count": len(unspoken), "example": [rows.texts[first][:100], texts[first][:100]]}
+    if len(kept_silent := np.flatnonzero((codes == 0) & silent)):
+        report.notices.append(f"{counted(len(kept_silent), 'row')} without a text, trained on as silence (nonspeech), "
+                              f"such as {rows.ids[int(kept_silent[0])]}")
     if longer := [i for i in longer if codes[i] == 0]:
         report.notices.append(f"{counted(len(longer), 'recording')} longer than the header says, such as "
                               f"{rows.ids[longer[0]]}: {details[longer[0]]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,7 @@ from sbkit.data.augment import Augment
 from sbkit.data.batch import SAMPLE_RATE, STAND_IN, Batch, stand_in
 from sbkit.data.columns import BatchColumns, Padded
 from sbkit.data.manifest import Manifest
+from sbkit.data.nonspeech import NonSpeech
 from sbkit.data.plan import unit_of
 from sbkit.data.shapes import Shape
 from sbkit.errors import SbkitError, shown
@@ -59,17 +61,18 @@ class Reader(Dataset[Any]):
     least: minimum number of utterances in a batch; if fewer can be read, it becomes a stand-in, and one that is padded
         to a shape has only rows that aren't real
     columns: further columns of a batch
+    nonspeech: makes the rows that it has added to the manifest
     """
 
     def __init__(self, manifest: Manifest, tokenizer: SupportsEncode | None, *, augment: Augment | None = None,
                  seed: int = 0, sample_rate: int = SAMPLE_RATE, round_to: int = 0, max_samples: int = 0,
-                 columns: BatchColumns | None = None, least: int = 1):
+                 columns: BatchColumns | None = None, least: int = 1, nonspeech: NonSpeech | None = None):
         self.columns = columns or BatchColumns({})
         self._seconds = {name: manifest.seconds(name)
                          for name, column in self.columns.signals.items() if not column.aligned}
         self.manifest, self.tokenizer, self.augment = manifest, tokenizer, augment
         self.seed, self.sample_rate, self.round_to, self.max_samples = seed, sample_rate, round_to, max_samples
-        self.least = least
+        self.least, self.nonspeech = least, nonspeech
         self.reading = torch.full((1,), -1)
         """The row that each worker process read last, in shared memory."""
         if augment is not None:
@@ -174,7 +177,15 @@ class Reader(Dataset[Any]):
             return read_utterance(wav, start, duration, sample_rate=self.sample_rate, speed=speed,
                                   remote=manifest.remote)
 
-        recording = read(manifest.wavs[row], start, duration, speed)
+        if self.nonspeech is not None and (rows := self.nonspeech.rows_of(manifest.wavs[row])):
+            like, *spoken = (functools.partial(
+                read, manifest.wavs[each], float(manifest.starts[each]), float(manifest.durations[each]), speed)
+                for each in rows)
+            recording = self.nonspeech.signal(
+                round(duration / speed * self.sample_rate), self.sample_rate,
+                Augment.rng(self.seed, pass_number, f"{name} silence"), [each() for each in spoken], like)
+        else:
+            recording = read(manifest.wavs[row], start, duration, speed)
         aligned, others = {"": recording}, {}
         for other, column in self.columns.signals.items():
             if not column.aligned:

@@ -71,7 +71,8 @@ def assign_splits(keys: Iterable[str], least: int) -> dict[str, str]:
 
 def hold_out(rows: Rows) -> dict[str, Rows]:
     """Divide a list's rows into train, dev and test: rows with the same sentence stay together, unless it has few."""
-    keys = ["".join(filter(str.isalnum, text)).casefold() for text in rows.texts]
+    keys = ["".join(filter(str.isalnum, text)).casefold() or name
+            for text, name in zip(rows.texts, rows.ids, strict=True)]
     if len(set(keys)) < _LEAST:  # such as commands, which all splits need
         keys = list(rows.ids)
     split = assign_splits(keys, _LEAST)

@@ -282,7 +282,7 @@ def _plan(traced: trace.Trace, device: torch.device) -> tuple[Manifest, Plan] | 
     if not hasattr(keys.corpus, "manifest_path") or not keys.corpus.manifest_path("train").exists():
         return None
     try:
-        train = keys.corpus.manifest("train")
+        train = keys.rows_of_training(keys.corpus.manifest("train"))
         rounding = keys.batching.rounding(device.type, traced.brain.compile)
         return train, Plan.of(train, keys.batching, keys.augment, keys.epoch_counter.limit, rounding)
     except SbkitError:

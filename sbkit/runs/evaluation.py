@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import soundfile
 import torch
 from speechbrain.core import Stage
 
+from sbkit.data.audio import AudioError, read_utterance
 from sbkit.data.columns import BatchColumns, Declared
 from sbkit.data.corpus import Corpus
 from sbkit.data.loader import EvalLoader
@@ -24,6 +27,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
 from sbkit.runs.keys import TaskKeys
 from sbkit.score import chunk_size
+from sbkit.score.behaviour import Behaviour, silences, speeches
 from sbkit.score.report import write_report
 from sbkit.score.results import Results
 from sbkit.score.run_files import CORPORA, EVALUATIONS, RESULT
@@ -35,6 +39,8 @@ from sbkit.train.distributed import ranks
 if TYPE_CHECKING:
     from sbkit.train.brain import Brain
 
+#: Utterances of a test set that the battery of a recogniser's behaviour changes.
+BEHAVIOUR_CLIPS = 20
 _TEST = ("test", "testing")  # names of the split that is scored by default
 _SCORED = ("source", "manifest", "checkpoints", "decoder", "precision")  # keys of result.json that identify a result
 
@@ -74,6 +80,7 @@ class EvaluateRequest:
     precision: str | None = None
     max_batch_seconds: float | None = None
     workers: int | None = None
+    behaviour: bool = False
 
     def search_options(self) -> list[str]:
         """The names of the search options that were given."""
@@ -202,6 +209,29 @@ def transcribe(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest:
         brain.open_stage(Stage.TEST)
         loss = brain.pass_over(loader, Stage.TEST, label, show=ranks.is_main())
     return loader.damaged, loss
+
+
+def try_behaviour(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Manifest, rate: int) -> Behaviour:
+    """Try the battery of ``sbkit.score.behaviour`` on all ranks: silence, and changed utterances of the manifest."""
+    at, clips = 0, []
+    while len(clips) < BEHAVIOUR_CLIPS and at < len(manifest):
+        row = manifest.row(at)
+        at += max(1, len(manifest) // BEHAVIOUR_CLIPS)
+        with contextlib.suppress(AudioError):
+            clips.append((read_utterance(row.wav, row.start, row.duration, sample_rate=rate, remote=manifest.remote),
+                          row.text))
+    trials = [*silences(rate), *speeches([clip for clip in clips if clip[1].split()], rate)]
+    with tempfile.TemporaryDirectory(prefix="sbkit-") as folder:  # of this rank
+        wavs = [f"{folder}/{number:05}.wav" for number in range(len(trials))]
+        for wav, trial in zip(wavs, trials, strict=True):
+            soundfile.write(wav, trial.signal, rate, subtype="FLOAT")
+        battery = Manifest(ids=[Path(wav).stem for wav in wavs], wavs=wavs, texts=[each.reference for each in trials],
+                           durations=[len(each.signal) / rate for each in trials])
+        with brain.searching():
+            transcribe(request, recipe, brain, battery, "behaviour")
+    written = {row.id: row.hypothesis for row in brain.all_rows()}
+    return Behaviour.of(trials, [written[name] for name in battery.ids], rate,
+                        f", with {request.label().strip('-')}" if request.label() else "")
 
 
 def _batch_seconds(keys: TaskKeys) -> float:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from sbkit.data.augment import Augment
     from sbkit.data.corpus import Corpus
+    from sbkit.data.manifest import Manifest
     from sbkit.data.plan import Batching
     from sbkit.train.brain import Brain
     from sbkit.train.checkpoint.checkpointer import Checkpointer
@@ -73,6 +74,10 @@ class TaskKeys(TrainKeys):
         if isinstance(there.get("corpus"), Mixture) and getattr(there.get("batching"), "clips_per", None):
             yield Problem("corpus", "a mixture draws steps by its parts, and batching: clips_per by labels",
                           "leave one of them out")
+
+    def rows_of_training(self, train: Manifest) -> Manifest:
+        """Return what is trained on: the rows of the corpus, and those that the recipe makes."""
+        return train
 
     def numbers_of_the_task(self) -> dict[str, Any]:
         """Values that a step's memory may depend on: the sample rate, and the task's numbers and texts."""

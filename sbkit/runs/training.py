@@ -45,7 +45,8 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     bundles : opens the recogniser for the task's tests
     results_folder : the folder of the test's results
     """
-    keys, train, test_only = recipe.keys, manifests["train"], request.run_opts.test_only
+    keys, test_only = recipe.keys, request.run_opts.test_only
+    train = keys.rows_of_training(manifests["train"])
     logs = ranks.is_main() and not test_only  # about training
     encoder = recipe.task.encoder(keys)
     brain = recipe.brain(request.run_opts)
@@ -70,7 +71,7 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         logger.info("The corpus has %d steps: an epoch goes through it %d times, and the run has %d (least_steps: "
                     "%d%s)", len(plan) // plan.passes, plan.passes, steps, batching.least_steps, note)
     train_set = TrainLoader(train, encoder, plan, min_micros=brain.grad_accumulation_factor, augment=keys.augment,
-                            **options)
+                            nonspeech=vars(keys).get("nonspeech"), **options)
     valid_set, test_set = (
         EvalLoader(manifests[split], encoder, max_batch_seconds=batching.max_batch_seconds, augment=augment, **options)
         for split, augment in (("dev", keys.valid_augment), ("test", keys.test_augment))

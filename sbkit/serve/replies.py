@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import math
+import zlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -53,13 +54,18 @@ def verbose(transcript: Transcript, granularities: Sequence[str]) -> dict[str, A
 
 
 def _segment(number: int, segment: Segment) -> dict[str, Any]:
-    """Make a segment of verbose_json. Fields that a CTC model does not have (sampling, a compression ratio) get neutral
-    values, because clients written for Whisper drop segments by them."""
+    """Make a segment of verbose_json, with what clients written for Whisper drop segments by, computed.
+
+    ``no_speech_prob`` is the probability that the surest of its words was not said: if nobody spoke, none was. What
+    these models don't have (a seek position, ids of tokens, a temperature) is left out.
+    """
     confidences = [max(word.confidence, 1e-6) for word in segment.words]
+    text = segment.text.encode()
     return {
-        "id": number, "seek": 0, "start": round(segment.start, 3), "end": round(segment.end, 3), "text": segment.text,
-        "tokens": [], "temperature": 0.0, "compression_ratio": 1.0, "no_speech_prob": 0.0,
+        "id": number, "start": round(segment.start, 3), "end": round(segment.end, 3), "text": segment.text,
         "avg_logprob": round(sum(map(math.log, confidences)) / len(confidences), 4),
+        "compression_ratio": round(len(text) / len(zlib.compress(text)), 4),
+        "no_speech_prob": round(max(0.0, 1 - max(confidences)), 4),
     }
 
 

@@ -158,6 +158,7 @@ class ASR(Task):
 
     Keys: ClassVar[type[TaskKeys]] = RecogniserKeys
     metric = Metric("WER")
+    writes_words = True
     keys: RecogniserKeys
     loss_of_tokens: ClassVar[str | None] = None
     """The name in ``Loss.extras`` of a part that, per token, equals the tokens' entropy until something is learnt.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sbkit.data.corpus import Corpus
 from sbkit.errors import SbkitError
 from sbkit.recipe.choices import SIZE, Range
 from sbkit.recipe.keys import Problem, key
@@ -17,6 +18,8 @@ from sbkit.system.schema import Enumerated
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sbkit.data.manifest import Manifest
+    from sbkit.data.nonspeech import NonSpeech
     from sbkit.data.tokens import Tokenizer
 
 __all__ = ["RecogniserKeys", "TaskKeys"]
@@ -37,6 +40,12 @@ class RecogniserKeys(TaskKeys):
         "the augmentation of features [B, T, F] in training, called with frame counts [B] too, such as "
         "sbkit.nn.spec_augment.SpecAugment", None)
 
+    nonspeech: NonSpeech | None = key("a sbkit.data.nonspeech.NonSpeech: silence of all kinds in training, with empty "
+                                      "texts; null: none, and rows without a text are left out", None)
+
+    def rows_of_training(self, train: Manifest) -> Manifest:
+        return train if self.nonspeech is None else self.nonspeech.added_to(train, self.batching.seed)
+
     @classmethod
     def read(cls, hparams: Mapping[str, Any]) -> RecogniserKeys:
         """Read the keys, with a mixture as corpus if there is a corpus to replay."""
@@ -44,8 +53,14 @@ class RecogniserKeys(TaskKeys):
         if keys.replay is not None and keys.init_from is not None and "corpus" in vars(keys):
             with contextlib.suppress(SbkitError):  # clashes reports it
                 keys.corpus = replay.with_replay(keys)
+        if keys.nonspeech is not None and isinstance(vars(keys).get("corpus"), Corpus):
+            keys.corpus.keep_silence()
         return keys
 
     def clashes(self) -> Iterator[Problem]:
         yield from super().clashes()
         yield from replay.problems(self)
+        there = vars(self)
+        if there.get("nonspeech") and getattr(there.get("batching"), "clips_per", None):
+            yield Problem("nonspeech", "silence has no speaker or label, and batching: clips_per draws steps by one",
+                          "leave one of them out")

@@ -81,6 +81,8 @@ class Task(Brain):
     counts_real_rows: ClassVar[bool] = False
     """Whether loss, count and extras leave out the rows of a training batch that aren't in ``batch.real``; then batches
     can be padded to few shapes (``batching: pad_to_shapes``)."""
+    writes_words: ClassVar[bool] = False
+    """Whether its rows have a ``hypothesis``, which is empty where nobody speaks."""
     keys: TaskKeys
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -229,3 +229,12 @@ def test_what_exists(clips, tmp_path, monkeypatch, listing):
     (tmp_path / "link.wav").symlink_to(clips / "good.wav")
     (tmp_path / "lost.wav").symlink_to(clips / "gone.wav")
     assert existing(wavs).tolist() == [True, False, False, True, False, False, True, True, False]
+
+
+def test_training_rows_in_which_nobody_speaks_are_kept_and_counted(clips):
+    source = rows(clips, ("good.wav", "one two three"), ("long.wav", " "), ("good.wav", "?!"), ("long.wav", "two"))
+    manifest, report = prepare(source, RowLimits(silence=True, min_words=2))
+    assert list(manifest.texts) == ["one two three", ""]
+    assert counts(report) == {"no text": 1, "few words": 1}, "a text of which the rules leave nothing was spoken"
+    assert report.notices[0] == "1 row without a text, trained on as silence (nonspeech), such as u1"
+    assert list(prepare(source)[0].texts) == ["one two three", "two"]

@@ -79,7 +79,7 @@ def test_a_divided_list_has_all_rows_once_and_no_sentence_in_two_splits(count, s
     assert all(len(found[split]) for split in SPLITS)
     assert [len(found[split].malformed) for split in SPLITS] == [1, 0, 0]
     if len(set(texts)) >= 100:
-        said = [set(found[split].texts) for split in SPLITS]
+        said = [set(found[split].texts) - {""} for split in SPLITS]  # rows in which nobody speaks aren't one sentence
         assert not (said[0] & said[1] or said[0] & said[2] or said[1] & said[2])
 
 

@@ -317,3 +317,23 @@ def test_a_step_that_was_not_finite_is_replayed_from_the_run_alone(run, capsys):
     assert batch.ids[1] in told and "Step 7 of rank 0" in told and "those of that step" in told
     assert main(["replay", str(run / "manifests")]) == 2
     assert "holds no culprit" in capsys.readouterr().err
+
+
+def test_behaviour_is_tried_shown_and_gated(run, capsys):
+    code = evaluate(run, "--behaviour", "--name", "beyond", "--max", "behaviour.silence=-1", "--max",
+                    "behaviour.hum=1e9")
+    shown, told = capsys.readouterr()
+    facts = result(run, "beyond-best")
+    figures = facts["behaviour"]
+    assert code == 1 and f"behaviour.silence is {figures['behaviour.silence']:.4g}, more than -1" in told
+    assert "behaviour.hum is" not in told
+    for title in ("Words a minute where nobody speaks", "The same utterances, changed"):
+        assert title in shown and title in (run / "evaluations" / "beyond-best" / "report.html").read_text()
+    assert {"behaviour.digital_zero", "behaviour.music", "behaviour.telephone"} <= set(figures)
+    assert facts["utterances"] == 9, "the battery is no part of the test"
+
+
+def test_behaviour_is_for_recognisers(run, monkeypatch, capsys):
+    monkeypatch.setattr("sbkit.tasks.asr.ASR.writes_words", False)
+    assert evaluate(run, "--behaviour") == 2
+    assert "CTC is no recogniser, so --behaviour has nothing to try" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from speechbrain.utils.run_opts import RunOptions
 from sbkit.data.augment import Augment, Gain
 from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
+from sbkit.data.nonspeech import NonSpeech
 from sbkit.data.plan import Batching
 from sbkit.errors import SbkitError
 from sbkit.export import bundle, layout, source
@@ -192,6 +193,7 @@ class Guess:
 @pytest.fixture(scope="module")
 def flagship(tmp_path_factory):
     hparams = load.load(RECIPE, {**SMALL, "output_folder": str(tmp_path_factory.mktemp("flagship"))})
+    hparams["normalize"].set_statistics(torch.full((80,), -8.0), torch.full((80,), 3.0))
     return hparams | {"tokenizer": Spelling(), "opt_class": partial(torch.optim.SGD, lr=0.1), "checkpointer": None,
                       "spec_augment": None, "train_logger": None, "schedule": None, "ema": None,
                       "intermediate_ctc": 0.0}
@@ -454,6 +456,7 @@ CASES = {
     "replay_from": (None, "elsewhere", OPENED),
     "train_logger": (None, From(lambda made: TrainLog(str(made.folder / "train_log.txt"))), files),
     "augment": (None, Augment([Gain()]), loaded),
+    "nonspeech": (None, NonSpeech(0.5), loaded),
     "valid_augment": (None, Augment([Gain()]), loaded),
     "test_augment": (None, Augment([Gain()]), loaded),
     "number_of_epochs": (3, 5, epochs),
@@ -478,7 +481,7 @@ CASES = {
     "seq_lin": (From(lambda made: made.recipe.hparams["seq_lin"]), From(head), loss, JOINT),
     "decoder": (None, Guess(), heard),
     "n_mels": (80, 40, fits),
-    "hop_length": (10, 20, loss),
+    "hop_length": (10, 20, fits),
     "blank_index": (0, 1, loss),
     "bos_index": (1, 2, loss, JOINT),
     "eos_index": (1, 2, loss, JOINT),

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import bundles
@@ -12,9 +13,14 @@ import openai
 import pytest
 import serving
 import soundfile
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from sbkit.decode.spans import Word
+from sbkit.infer.transcript import Transcript
 from sbkit.serve import served
+from sbkit.serve.replies import verbose
 
 TEXT = "hello there good people"
 
@@ -77,6 +83,19 @@ def test_verbose_json_has_segments_or_words_or_both(client):
     assert all(0 <= each.start < each.end <= 2.88 for each in found.words)
     found = ask(client, data, response_format="verbose_json", timestamp_granularities=["word", "segment"])
     assert found.segments and found.words
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "the", "yes"]), st.floats(0, 1)), min_size=1, max_size=8))
+def test_figures_of_a_segment_are_computed_from_its_words(words):
+    """Whisper's formulas; a silence that is written as words of low confidence is told from speech."""
+    said = [Word(text, 0.1 * i, 0.1 * i + 0.1, confidence) for i, (text, confidence) in enumerate(words)]
+    text = " ".join(word.text for word in said)
+    [found] = verbose(Transcript("a", text, said, 1.0), ["segment"])["segments"]
+    confidences = np.maximum([word.confidence for word in said], 1e-6)
+    assert found["avg_logprob"] == pytest.approx(np.log(confidences).mean(), abs=1e-4)
+    assert found["no_speech_prob"] == pytest.approx(1 - confidences.max(), abs=1e-4)
+    assert found["compression_ratio"] == pytest.approx(len(text) / len(zlib.compress(text.encode())), abs=1e-4)
+    assert set(found) == {"id", "start", "end", "text", "avg_logprob", "compression_ratio", "no_speech_prob"}
 
 
 def test_a_stream_has_deltas_and_all_of_the_text_exactly_once(client, long):

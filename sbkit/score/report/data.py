@@ -250,8 +250,9 @@ def read(run: str | Path, utterances_file: str | Path | None = None) -> RunData:
     """
     folder = Path(run)
     if (folder / RESULT).is_file():
-        numbers = _json(folder / TEST_RESULTS.removeprefix("test_")) or {}
-        return replace(read(_run_of(folder), folder / UTTERANCES), folder=folder, scored=_json(folder / RESULT) or {},
+        numbers, scored = (_json(folder / name) or {} for name in (TEST_RESULTS.removeprefix("test_"), RESULT))
+        numbers["tables"] = [*numbers.get("tables", []), *scored.get("tables", [])]
+        return replace(read(_run_of(folder), folder / UTTERANCES), folder=folder, scored=scored,
                        **_numbers(numbers, folder))
     if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
         missing = f"is not a run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else "does not exist"

@@ -112,11 +112,15 @@ class CTC(RecognitionTask):
                       encoded if joint_search else None, live)
 
     def compute_objectives(self, scores: Scores, batch: Batch, stage: Stage) -> Loss:
-        """Compute the loss, summed over the batch, and the number of its tokens; two views count as two batches."""
+        """Compute the loss, summed over the batch, and the number of its tokens; two views count as two batches, and a
+        row without words as one token."""
         if stage == Stage.TRAIN and self.views > 1:
             batch = batch.repeated(self.views)
         ctc = self._ctc(scores.ctc, scores.frames, batch)
+        # A row without words counts as one token, so that a step of silence alone has a mean; the loss per token,
+        # which is compared with chance, is of rows with words.
         tokens = (batch.token_lengths * ctc.feasible).sum()
+        count = (batch.token_lengths.clamp(min=1) * ctc.feasible).sum()
         total = ctc.total
         if scores.intermediate:
             inner = [self._ctc(each, scores.frames, batch).total for each in scores.intermediate]
@@ -129,10 +133,11 @@ class CTC(RecognitionTask):
             share = self.keys.ctc_weight
             total = share * total + (1 - share) * self._cross_entropy(scores.attention, batch, ctc.feasible)
         if stage == Stage.TRAIN:
-            return Loss(total, tokens, {self.loss_of_tokens: (ctc.total, tokens)})
+            spoken = (ctc.losses * (batch.token_lengths > 0)).sum()
+            return Loss(total, count, {self.loss_of_tokens: (spoken, tokens)})
         more = () if scores.encoded is None else (self.next_token(scores),)
         self.transcribe(self.search_input(scores.ctc), scores.frames, batch, stage, scores.live, *more)
-        return Loss(total, tokens)
+        return Loss(total, count)
 
     @property
     def views(self) -> int:

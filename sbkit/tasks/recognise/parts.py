@@ -27,7 +27,7 @@ def parts_fit(keys: K, built: Built, findings: Findings, *own: Callable[[K, Buil
     own : further checks of a task
     """
     # each check relies on those before it
-    checks = (_rates_fit, durations_fit, _features_fit, _front_end_fits, *own, chunks_fit)
+    checks = (_rates_fit, durations_fit, _features_fit, _front_end_fits, _levels_kept, *own, chunks_fit)
     return all(check(keys, built, findings) for check in checks)
 
 
@@ -78,6 +78,18 @@ def _features_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
         findings.error("shape-mismatch", place, name, f"compute_features makes {message}",
                        f"write {key} at the top of the recipe, and `{key}: !ref <{key}>` under compute_features")
     return not wrong
+
+
+def _levels_kept(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
+    """Warn of a normalisation of each utterance by itself, which makes silence as loud as speech."""
+    if getattr(keys.normalize, "norm_type", None) in ("sentence", "batch") and not (
+            keys.nonspeech and keys.nonspeech.share):
+        node = built.nodes["normalize"]
+        findings.warning(
+            "loud-silence", node.place, node.key, "each utterance is normalised by itself, so silence is as loud as "
+            "speech, and none is trained on: the model will write words where nobody speaks",
+            "use GlobalNorm and nonspeech, as hparams/ctc.yaml does, or at least nonspeech")
+    return True
 
 
 def _expected_frames(features: nn.Module, samples: int, hop: int) -> int:

@@ -104,16 +104,18 @@ class Transducer(RecognitionTask):
         losses = transducer_loss(scores.joined, batch.tokens, scores.frames, batch.token_lengths,
                                  self.keys.blank_index, batch.ids)
         total = torch.where(batch.real, losses, 0.0).sum()
-        tokens, extras = (batch.token_lengths * batch.real).sum(), None
+        # As for CTC, a row without words counts as one token.
+        count, extras = (batch.token_lengths.clamp(min=1) * batch.real).sum(), None
         if scores.ctc is not None:
             ctc = ctc_loss(scores.ctc, batch.tokens, scores.frames, batch.token_lengths, self.keys.blank_index,
                            ids=batch.ids, real=batch.real)
             total = torch.lerp(total, ctc.total, self.keys.ctc_weight)
-            extras = {self.loss_of_tokens: (ctc.total, (batch.token_lengths * ctc.feasible).sum())}
+            spoken = (ctc.losses * (batch.token_lengths > 0)).sum()
+            extras = {self.loss_of_tokens: (spoken, (batch.token_lengths * ctc.feasible).sum())}
         if stage == Stage.TRAIN:
-            return Loss(total, tokens, extras)
+            return Loss(total, count, extras)
         self.transcribe(scores.states, scores.frames, batch, stage, scores.live)
-        return Loss(total, tokens)
+        return Loss(total, count)
 
     # ------------------------------------------------------------ transcripts
 

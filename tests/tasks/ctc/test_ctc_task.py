@@ -23,6 +23,7 @@ SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 3, "d_ffn": 16, "cnn_f
 def brain(tmp_path, **given):
     hparams = load.load(RECIPE, {**SMALL, "output_folder": str(tmp_path), "spec_augment": None, **given})
     hparams["checkpointer"] = None
+    hparams["normalize"].set_statistics(torch.full((80,), -8.0), torch.full((80,), 3.0))
     made = CTC(modules=hparams["modules"], hparams=hparams, run_opts={"device": "cpu"})
     made.modules.train()
     return made
@@ -193,3 +194,22 @@ def test_a_joint_search_hears_the_test_with_the_decoder(tmp_path, batch):
     assert [row.id for row in made.rows] == ["a", "b", "a", "b"]
     assert [row.hypothesis for row in made.rows[2:]] == [several[0].text for several in straight]
     assert [bool(row.nbest) for row in made.rows] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("given", [{}, {"ctc_weight": 0.3}, {"consistency": 0.2}, {"intermediate_ctc": 0.3}])
+def test_a_step_of_silence_alone_has_a_loss_and_mixed_ones_keep_the_loss_per_token(tmp_path, batch, given):
+    made = brain(tmp_path, **given)
+    torch.manual_seed(0)
+    silence = noise(8_000, 12_000, tokens=[[], []], level=1.0)
+    _, alone = loss(made, silence)
+    views = made.views
+    assert alone.count == 2 * views and torch.isfinite(alone.mean) and alone.total > 0
+    assert alone.extras["ctc"] == (0, 0)
+    alone.total.backward()
+    assert all(each.grad.isfinite().all() for each in made.modules.parameters() if each.grad is not None)
+    both = noise(16_000, 11_000, 8_000, tokens=[*TOKENS, []], level=1.0)
+    made.modules.eval()
+    _, spoken = loss(made, batch)
+    _, mixed = loss(made, both)
+    assert mixed.count == 7 * views and mixed.extras["ctc"][1] == spoken.extras["ctc"][1] == 6 * views
+    torch.testing.assert_close(mixed.extras["ctc"][0], spoken.extras["ctc"][0], rtol=1e-3, atol=1e-3)

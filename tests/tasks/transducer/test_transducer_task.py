@@ -46,6 +46,14 @@ def test_the_loss_is_both_by_their_weight_and_counts_tokens(made):
     assert int(loss.count) == 4 and loss.extras["ctc"][0] is not None
 
 
+@pytest.mark.parametrize("tokens, count", [([[], []], 2), ([[3, 4], []], 3)])
+def test_a_row_without_words_has_a_loss_and_counts_as_one_token(made, tokens, count):
+    given = noise(32_000, 20_000, tokens=tokens)
+    loss = made.compute_objectives(made.compute_forward(given, Stage.TRAIN), given, Stage.TRAIN)
+    assert int(loss.count) == count and torch.isfinite(loss.mean) and loss.mean > 0
+    assert int(loss.extras["ctc"][1]) == sum(map(len, tokens))
+
+
 def test_an_utterance_is_the_same_alone_and_in_a_batch(made):
     together, alone = noise(32_000, 20_000, tokens=TOKENS), noise(20_000, tokens=TOKENS[1:])
     with torch.no_grad():

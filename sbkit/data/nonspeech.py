@@ -1,0 +1,207 @@
+"""Audio in which nobody speaks, drawn from a seed, so that a recogniser learns to write nothing for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pyarrow.compute as pc
+
+from sbkit.data.augment import AudioFiles, recorded_noise
+from sbkit.data.demo_noise import KINDS, coloured, equalised, ringing
+from sbkit.data.manifest import Manifest
+from sbkit.data.options import check_number
+from sbkit.errors import SbkitError
+
+#: The path of a row that is made, before the numbers of the row whose length it has and of those heard in it.
+SCHEME = "nonspeech:"
+#: Of the rows that are made, this share is silence alone, and this one has two utterances; in others there is one.
+_ALONE, _TWO = 0.6, 0.1
+#: Of a row, the share that utterances in it have at most.
+_SPOKEN = 0.8
+#: Levels of silence alone, and how far below an utterance it is around one, in decibels.
+_LEVELS, _BELOW = (-95.0, -12.0), (15.0, 60.0)
+_PAUSE_SECONDS = 0.25
+
+
+def breaths(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
+    """Bursts of noise that swell and fade, as breath, a cough or a page has them, on faint noise."""
+    sound = 0.003 * rng.standard_normal(size)
+    for _ in range(max(1, int(size / rate * rng.uniform(0.3, 2)))):
+        length = min(size, int(rate * rng.uniform(0.05, 1.2)))
+        middle, width = rng.uniform(300, 4000), rng.uniform(0.4, 1.5)
+        burst = coloured(rng, length, lambda hertz, m=middle, w=width: np.exp(-0.5 * (np.log2(hertz / m) / w) ** 2),
+                         rate)
+        at = int(rng.integers(size - length + 1))
+        swell = np.sin(np.pi * np.linspace(0, 1, length) ** rng.uniform(0.3, 2))
+        sound[at:at + length] += rng.uniform(0.2, 1) * burst * swell / (np.std(burst) + 1e-12)
+    return sound
+
+
+def clicks(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
+    """Single samples and short taps, on silence or faint noise."""
+    sound = rng.choice([0.0, 1e-4, 0.01]) * rng.standard_normal(size)
+    tap = ringing(rng, rate, rng.uniform(100, 3000), rng.uniform(0.0005, 0.02))
+    for at in rng.integers(size, size=max(1, int(size / rate * rng.uniform(0.2, 8)))):
+        length = min(len(tap), size - at) if rng.random() < 0.7 else 1
+        sound[at:at + length] += rng.uniform(-1, 1) * tap[:length]
+    return sound
+
+
+def tones(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
+    """One to three steady tones, on all the time or beeping, as a line, a device or a test signal has them."""
+    time = np.arange(size) / rate
+    beeps = 1.0 if rng.random() < 0.4 else (time * rng.uniform(0.3, 6) + rng.random()) % 1 < rng.uniform(0.1, 0.9)
+    hertz = np.exp(rng.uniform(np.log(50), np.log(0.45 * rate), rng.integers(1, 4)))
+    return np.sum([np.sin(2 * np.pi * each * time + rng.uniform(0, 6)) for each in hertz], 0) * beeps \
+        + rng.choice([0.0, 0.001]) * rng.standard_normal(size)
+
+
+def music(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
+    """Chords, a bass, a melody and a drum on one beat: notes of a scale with harmonics that fade."""
+    beat = max(1, int(rate * rng.uniform(0.15, 0.6)))
+    scale = rng.uniform(50, 70) + np.array([0, 2, 4, 5, 7, 9, 11] if rng.random() < 0.5 else [0, 2, 3, 5, 7, 8, 10])
+    fades, rise = rng.uniform(0.1, 1.5), rng.uniform(0.002, 0.1)
+    harmonics = rng.random(rng.integers(1, 10)) / np.arange(1, 10)[: 1]
+    harmonics = np.concatenate([[1.0], harmonics * rng.random() ** np.arange(len(harmonics))])
+    sound, melody = np.zeros(size + 1), rng.random() < 0.7
+    drum = ringing(rng, rate, rng.uniform(60, 6000), rng.uniform(0.01, 0.1)) if rng.random() < 0.5 else np.zeros(1)
+    for number, at in enumerate(range(0, size, beat)):
+        places = [int(rng.integers(14))] * melody
+        if number % 4 == 0:
+            root = int(rng.integers(7))
+            places += [root - 7, root, root + 2, root + 4]
+        length = min(size - at, int(rate * 4 * fades) + 1)
+        time = np.arange(length) / rate
+        envelope = np.minimum(time / rise, 1) * np.exp(-time / fades)
+        for place in places:
+            hertz = 440 * 2 ** ((scale[place % 7] + 12 * (place // 7) - 69) / 12)
+            for n, weight in enumerate(harmonics, 1):
+                if n * hertz < 0.5 * rate:
+                    sound[at:at + length] += weight * envelope * np.sin(2 * np.pi * n * hertz * time)
+        hit = min(size - at, len(drum))
+        sound[at:at + hit] += rng.uniform(0, 2) * drum[:hit]
+    return sound[:size]
+
+
+def coloured_noise(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
+    """Steady noise between white and deeper than brown, as of rooms, fans and amplifiers."""
+    slope = rng.uniform(-0.2, 1.5)
+    return coloured(rng, size, lambda hertz: hertz ** -slope, rate)
+
+
+#: Silence that is synthesised, by name; coloured noise is drawn more often than others.
+SILENCES: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
+    **KINDS, "breaths": breaths, "clicks": clicks, "tones": tones, "music": music, "noise": coloured_noise}
+
+
+class NonSpeech:
+    """Rows without words in training: silence of all kinds with an empty text, alone, around and between utterances.
+
+    nonspeech: !new:sbkit.data.nonspeech.NonSpeech
+        share: 0.1
+
+    They are added to the rows of the corpus, with its durations, and drawn by the plan as all others. What is heard in
+    a row depends on the seed, the row and the number of the pass alone, so a run is the same on any number of devices,
+    and after any interruption: digital zero, noise of all colours, hum, clicks, breath, tones, music and more, at -95
+    to -12 dB, and the pauses of the corpus' own recordings. Rows of the corpus whose text is empty are kept as well.
+
+    share : of the audio of training, from 0 to 0.9
+    folder : has recordings in which nobody speaks, at any depth; then half of the silence is from there
+    """
+
+    def __init__(self, share: float = 0.1, folder: str | None = None):
+        check_number("nonspeech: share", share, minimum=0)
+        if share > 0.9:
+            raise SbkitError(f"nonspeech: share is {share:g}, which leaves too little speech to learn from",
+                             hint="a share of the audio of training, at most 0.9; 0.1 is usual")
+        self.share = float(share)
+        self.files = None if folder is None else AudioFiles(folder, "nonspeech")
+
+    # ------------------------------------------------------------ which rows
+
+    def added_to(self, train: Manifest, seed: int) -> Manifest:
+        """Add the rows to a training set; in a mixture each part gets its share, and texts of its own."""
+        if self.files is not None:
+            self.files.check()
+        rng = np.random.Generator(np.random.PCG64([seed % 2**64, 0x51]))
+        spoken, parts = np.flatnonzero(train.durations > 0), np.zeros(len(train), np.int64)
+        if train.shares:
+            parts = train.column("corpus").numbered()[1].astype(np.int64)
+        like, made, texts = list[int](), list[str](), list[list[str]]()
+        for part in np.unique(parts):
+            rows = spoken[parts[spoken] == part]
+            rows = rows[np.argsort(train.durations[rows], kind="stable")]
+            seconds = train.durations[rows].astype(np.float64)
+            wanted = self.share / (1 - self.share) * seconds.sum()
+            # As many rows as have these seconds, each as long as a row of the corpus.
+            order = np.concatenate([rng.permutation(len(rows)) for _ in range(int(self.share / (1 - self.share)) + 1)])
+            order = order[: int(np.searchsorted(np.cumsum(seconds[order]), wanted))]
+            for place, number, first, second in zip(order.tolist(), *rng.random((3, len(order))), strict=True):
+                count = 0 if number < _ALONE else 2 if number > 1 - _TWO else 1
+                shorter = 0 if not count else int(np.searchsorted(seconds, _SPOKEN / count * seconds[place], "right"))
+                chosen = [rows[int(draw * shorter)] for draw in (first, second)[:count]] if shorter else []
+                like.append(rows[place])
+                made.append(SCHEME + ",".join(map(str, [rows[place], *chosen])))
+                texts.append([train.texts[row] for row in chosen])
+        # Scripts without spaces have none between two utterances either.
+        space = " " if pc.any(pc.match_substring(train.texts.arrow, " ")).as_py() else ""
+        template = train.select(np.array(like, np.int64))
+        prefix = [f"{part}:" for part in template.column("corpus")] if train.shares else [""] * len(like)
+        return train.joined(template.replace(
+            ids=[f"{part}nonspeech-{i}" for i, part in enumerate(prefix)], wavs=made, starts=None,
+            texts=[space.join(filter(None, several)) for several in texts]))
+
+    @staticmethod
+    def rows_of(wav: str) -> list[int]:
+        """Of a row that is made, the row whose length it has, and those that are heard in it; none of a recording."""
+        return list(map(int, wav.removeprefix(SCHEME).split(","))) if wav.startswith(SCHEME) else []
+
+    # ------------------------------------------------------------ what is heard
+
+    def signal(self, size: int, rate: int, rng: np.random.Generator, spoken: Sequence[np.ndarray] = (),
+               recording: Callable[[], np.ndarray] | None = None) -> np.ndarray:
+        """Make silence [size] float32, with the utterances ``spoken`` [S] in it, in this order.
+
+        recording : reads a recording [S] of the corpus, whose quietest part may sound on
+        """
+        loudness, number, room = 10 ** (rng.uniform(*_LEVELS) / 20), rng.random(), False
+        if self.files is not None and number < 0.5:
+            found = self.files.draw(rng, lambda path: recorded_noise(path, size, rate, rng)).astype(np.float64)
+        elif number > 0.9:
+            found = np.zeros(size)
+        elif number > 0.8 and recording is not None:
+            found, room = room_of(recording(), size, rate, rng), True
+        else:
+            names, found = list(SILENCES), np.zeros(size)
+            for weight in (1.0, rng.random())[: rng.integers(1, 3)]:
+                # A third is coloured noise, which all microphones have.
+                name = "noise" if rng.random() < 1 / 3 else names[rng.integers(len(names))]
+                found += weight * equalised(rng, SILENCES[name](rng, size, rate), rate)
+        if spoken:
+            speech = np.concatenate(spoken).astype(np.float64)
+            loudness = float(np.mean(speech ** 2)) ** 0.5 * 10 ** (-rng.uniform(*_BELOW) / 20)
+        found *= 10 ** rng.uniform(-0.3, 0.3) if room and not spoken else \
+            loudness / (float(np.mean(found ** 2)) ** 0.5 or 1.0)
+        gaps = rng.dirichlet(np.ones(len(spoken) + 1)) * max(0, size - sum(map(len, spoken)))
+        gated, at = rng.random() < 0.3, 0.0  # nothing is heard under an utterance, as after a noise gate
+        for gap, utterance in zip(gaps, spoken, strict=False):
+            place = found[int(at + gap):][: len(utterance)]
+            place *= not gated
+            place += utterance[: len(place)]
+            at += gap + len(utterance)
+        if rng.random() < 0.3:  # as a file or a microphone of 16 bits has it
+            found = np.round(found * 2 ** 15) / 2 ** 15
+        return found.astype(np.float32)
+
+
+def room_of(recording: np.ndarray, size: int, rate: int, rng: np.random.Generator) -> np.ndarray:
+    """Make noise [size] with the spectrum and the level of a recording's quietest part: what is heard in its pauses."""
+    part = max(1, min(len(recording), int(_PAUSE_SECONDS * rate)))
+    power = np.cumsum(np.concatenate([[0.0], recording.astype(np.float64) ** 2]))
+    start = int(np.argmin(power[part:] - power[:-part])) if len(recording) > part else 0
+    pause = recording[start:start + part].astype(np.float64)
+    spectrum = np.abs(np.fft.rfft(pause)) / part ** 0.5  # flat for white noise
+    noise = np.fft.rfft(rng.standard_normal(size))
+    places = np.linspace(0, len(spectrum) - 1, len(noise))
+    return np.fft.irfft(noise * np.interp(places, np.arange(len(spectrum)), spectrum), size)

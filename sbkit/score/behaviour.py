@@ -1,0 +1,181 @@
+"""What a recogniser does beyond its test set: a battery of recordings made from a seed, and a table of what it wrote.
+
+The sounds are others than those that training synthesises (``sbkit.data.nonspeech``): none of its code is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sbkit.data.audio import resample
+from sbkit.data.augment import ApplyCodec, add_noise
+from sbkit.score.rates import ErrorRates
+from sbkit.score.results import Table
+from sbkit.score.significance import interval
+
+#: Of silence, root mean square in decibels below full scale.
+LEVELS = (-20, -45, -80)
+#: Seconds of each recording of silence, and how many there are of each kind at each level, in full and in short.
+SECONDS, TIMES, SHORT_SECONDS = 10.0, 3, 5.0
+_SNRS = (20, 10, 5, 0, -5)
+_SPEEDS = (0.8, 0.9, 1.1, 1.2)
+_PAUSE = 3.0  # seconds of a quiet room before and after an utterance
+
+
+class Trial(NamedTuple):
+    """A recording: what is tried with it, at which level if nobody speaks in it, and the words in it."""
+
+    name: str
+    level: int | None
+    signal: np.ndarray
+    """``[S]`` float32."""
+    reference: str = ""
+
+
+def _white(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
+    return rng.standard_normal(len(time))
+
+
+def _brown(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
+    walk = np.cumsum(rng.standard_normal(len(time)))
+    return walk - np.interp(time, time[:: len(time) // 50], walk[:: len(time) // 50])  # nothing below some hertz
+
+
+def _hum(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
+    return np.sum([np.sin(2 * np.pi * 50 * n * time + rng.uniform(0, 6)) / n for n in range(1, 16)], 0)
+
+
+def _clicks(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
+    return rng.standard_normal(len(time)) * (rng.random(len(time)) < 3 / (len(time) / time[-1]))
+
+
+def _breath(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
+    soft = np.convolve(rng.standard_normal(len(time)), np.hanning(9), "same")
+    return soft * np.maximum(0, np.sin(2 * np.pi * 0.3 * time + rng.uniform(0, 6))) ** 2
+
+
+def _music(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
+    sound, since = np.zeros(len(time)), time[: int(len(time) / time[-1])]
+    for at in np.arange(0, time[-1], 0.25):  # broken chords of plucked strings, each for at most a second
+        hertz = 110 * 2 ** ((12 * rng.integers(3) + rng.choice([0, 4, 7, 9])) / 12)
+        place = sound[int(np.searchsorted(time, at)):][: len(since)]
+        place += sum(np.exp(-(3 + n) * since) * np.sin(2 * np.pi * n * hertz * since) / n
+                     for n in range(1, 7))[: len(place)]
+    return sound
+
+
+def _machine(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
+    turns = 0.6 + 0.4 * np.sin(2 * np.pi * rng.uniform(8, 20) * time)
+    return turns * np.convolve(rng.standard_normal(len(time)), np.hanning(25), "same") \
+        + np.sin(2 * np.pi * rng.uniform(100, 300) * time)
+
+
+def _crowd(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
+    sound = np.zeros(len(time))
+    for pitch in rng.uniform(0.1, 1.0, 6):  # bands of noise that swell as syllables do
+        loud = np.interp(5 * time, np.arange(int(5 * time[-1]) + 2), rng.random(int(5 * time[-1]) + 2) ** 2)
+        band = np.cos(np.arange(120) * pitch) * np.hanning(120)
+        sound += loud * np.convolve(rng.standard_normal(len(time)), band, "same")
+    return sound
+
+
+SILENCES: dict[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
+    "white noise": _white, "brown noise": _brown, "hum": _hum, "clicks": _clicks, "breath": _breath, "music": _music,
+    "machine": _machine, "crowd": _crowd}
+ZEROS = "digital zero"
+
+
+def silences(rate: int, seconds: float = SECONDS, times: int = TIMES, seed: int = 0) -> list[Trial]:
+    """Make recordings in which nobody speaks: of each kind at each level in turn."""
+    time = np.arange(1, round(seconds * rate) + 1) / rate
+    found = []
+    for turn in range(times):
+        found.append(Trial(ZEROS, None, np.zeros(len(time), np.float32)))
+        sounds = {kind: make(np.random.default_rng([seed, turn, number]), time)
+                  for number, (kind, make) in enumerate(SILENCES.items())}
+        for level, (kind, sound) in itertools.product(LEVELS, sounds.items()):
+            louder = 10 ** (level / 20) / (np.sqrt(np.mean(sound ** 2)) + 1e-12)
+            found.append(Trial(kind, level, np.clip(louder * sound, -1, 1).astype(np.float32)))
+    return found
+
+
+def speeches(clips: Sequence[tuple[np.ndarray, str]], rate: int, seed: int = 0) -> list[Trial]:
+    """Make what may happen to utterances: waveforms [S] float32, and their texts."""
+    found = []
+    telephone = ApplyCodec(["ulaw"], prob=1.0, sample_rate=rate)
+    for number, (signal, text) in enumerate(clips):
+        rng = np.random.default_rng([seed, number])
+        other, said = clips[(number + 1) % len(clips)]
+        room = 1e-4 * rng.standard_normal(round(_PAUSE * rate)).astype(np.float32)
+        tenth = len(signal) // 10  # is cut
+        noise = rng.standard_normal(len(signal)).astype(np.float32)
+        changed = {
+            "as recorded": signal, "in a quiet room": np.concatenate([room, signal, room]),
+            "half as loud": signal / 2, "twice as loud": np.clip(2 * signal, -1, 1),
+            "telephone": telephone(signal, rng), "cut at the start": signal[tenth:],
+            "cut at the end": signal[:-tenth or None],
+            **{f"noise {ratio} dB": add_noise(signal, noise, ratio) for ratio in _SNRS},
+            **{f"speed {speed:g}": resample(signal, round(rate * speed), rate) for speed in _SPEEDS}}
+        found += [Trial(name, None, each.astype(np.float32), text) for name, each in changed.items()]
+        found.append(Trial("joined", None, np.concatenate([signal, other]), f"{text} {said}"))
+    return found
+
+
+@dataclass
+class Behaviour:
+    """What a recogniser wrote for the trials, as tables and as figures that can be limited."""
+
+    tables: list[Table]
+    figures: dict[str, float]
+
+    @classmethod
+    def of(cls, trials: Sequence[Trial], texts: Sequence[str], rate: int, how: str = "") -> Behaviour:
+        """Count the words that were written for trials, waveforms at this rate; the last ones may be missing.
+
+        how : the search, for a remark
+        """
+        silent: dict[str, dict[int | None, list[float]]] = {}  # of each kind at each level: words, minutes
+        spoken: dict[str, ErrorRates] = {}
+        for number, (trial, written) in enumerate(zip(trials, texts, strict=False)):
+            if trial.reference:
+                spoken.setdefault(trial.name, ErrorRates("word")).add([str(number)], [trial.reference], [written])
+            else:
+                found = silent.setdefault(trial.name, {}).setdefault(trial.level, [0.0, 0.0])
+                found[0] += len(written.split())
+                found[1] += len(trial.signal) / rate / 60
+        figures: dict[str, float] = {}
+        rows = []
+        for kind, levels in silent.items():
+            words, minutes = np.sum(list(levels.values()), 0)
+            figures[f"behaviour.{kind.replace(' ', '_')}"] = float(words / minutes)
+            cells = ["" if level not in levels else f"{levels[level][0] / levels[level][1]:.1f}" for level in LEVELS]
+            rows.append([kind, *cells, f"{words / minutes:.1f}", _range(words, minutes)])
+        words, minutes = np.sum([each for levels in silent.values() for each in levels.values()], 0)
+        figures = {"behaviour.silence": float(words / minutes), **figures}
+        rows.append(["all", "", "", "", f"{words / minutes:.1f}", _range(words, minutes)])
+        tables = [Table("Words a minute where nobody speaks", [
+            "sound", *(f"at {level} dB" for level in LEVELS), "on average", "95 % interval"], rows,
+            f"{minutes:.1f} minutes of sounds that are made from a seed and not trained on{how}. 0 is right.")]
+        if spoken:
+            rows = []
+            for name, rates in spoken.items():
+                figures[f"behaviour.{name.replace(' ', '_')}"] = rates.rate
+                low, high = interval(rates)
+                rows.append([name, f"{rates.rate:.2f}", f"{low:.2f} to {high:.2f}"])
+            count = len(next(iter(spoken.values())))
+            tables.append(Table("The same utterances, changed", ["speech", "WER %", "95 % interval"], rows,
+                                f"{count} utterances of the test set{how}."))
+        return cls(tables, figures)
+
+
+def _range(words: float, minutes: float) -> str:
+    """Bounds of a rate of which so many events were counted in so many minutes (Wilson and Hilferty)."""
+    low = words * (1 - 1 / (9 * words) - 1.96 / (3 * math.sqrt(words))) ** 3 if words else 0.0
+    high = (words + 1) * (1 - 1 / (9 * words + 9) + 1.96 / (3 * math.sqrt(words + 1))) ** 3
+    return f"{low / minutes:.1f} to {high / minutes:.1f}"
