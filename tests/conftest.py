@@ -110,6 +110,14 @@ def cache(tmp_path_factory):
     return made_once(tmp_path_factory, "cache", lambda folder: None)
 
 
+@pytest.fixture
+def without_cost(monkeypatch):
+    """For tests of the check that are not about what a recipe costs, to count which takes it a third of its time."""
+    from sbkit.recipe import cost
+
+    monkeypatch.setattr(cost, "estimate_cost", lambda *_: None)
+
+
 @pytest.fixture(autouse=True)
 def _kernels_of_its_own():
     """A test that trains leaves compiled kernels in its process; the next one is to run as if it were the first."""
