@@ -116,7 +116,8 @@ class Recurrent(nn.Module):
 
 
 def test_what_recurs(tmp_path):
-    assert len(_compare(Recurrent(), tmp_path, masked=False)) >= 3
+    torch.manual_seed(0)
+    assert len(_compare(Recurrent(), tmp_path, masked=False, tolerance=1e-4)) >= 3
 
 
 def test_a_light_gru_is_a_stabilised_one_without_its_norm():
