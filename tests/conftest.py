@@ -118,6 +118,15 @@ def without_cost(monkeypatch):
     monkeypatch.setattr(cost, "estimate_cost", lambda *_: None)
 
 
+@pytest.fixture
+def without_trials(without_cost, monkeypatch):
+    """For those that are about what it finds before it tries batches and moves the model, nor does it these."""
+    from sbkit.recipe import devices, real_batches
+
+    monkeypatch.setattr(real_batches, "try_batches", lambda *_: "")
+    monkeypatch.setattr(devices, "check_moved", lambda *_: "")
+
+
 @pytest.fixture(autouse=True)
 def _kernels_of_its_own():
     """A test that trains leaves compiled kernels in its process; the next one is to run as if it were the first."""

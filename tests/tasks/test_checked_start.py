@@ -13,7 +13,7 @@ from starts import RECIPE
 from sbkit.recipe.check import check
 
 # Each takes a fraction of a second, and there are many.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cost")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_trials")]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from sbkit.tasks.recognise import chunk_check
 from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 
 # Each takes a fraction of a second, and there are many.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cost")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_trials")]
 
 
 @pytest.fixture(scope="module")
