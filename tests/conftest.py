@@ -110,6 +110,23 @@ def cache(tmp_path_factory):
     return made_once(tmp_path_factory, "cache", lambda folder: None)
 
 
+@pytest.fixture
+def without_cost(monkeypatch):
+    """For tests of the check that are not about what a recipe costs, to count which takes it a third of its time."""
+    from sbkit.recipe import cost
+
+    monkeypatch.setattr(cost, "estimate_cost", lambda *_: None)
+
+
+@pytest.fixture
+def without_trials(without_cost, monkeypatch):
+    """For those that are about what it finds before it tries batches and moves the model, nor does it these."""
+    from sbkit.recipe import devices, real_batches
+
+    monkeypatch.setattr(real_batches, "try_batches", lambda *_: "")
+    monkeypatch.setattr(devices, "check_moved", lambda *_: "")
+
+
 @pytest.fixture(autouse=True)
 def _kernels_of_its_own():
     """A test that trains leaves compiled kernels in its process; the next one is to run as if it were the first."""

@@ -130,12 +130,12 @@ def make(folder, labels=False, sharp=40.0, pretrained=None, wrapper="wav2vec2.Wa
     return folder
 
 
-def theirs(folder, signal, room):
-    """What SpeechBrain says of a signal [S]: log-probabilities, and text."""
+def theirs(folder, signals, room):
+    """What SpeechBrain says of each signal [S]: log-probabilities, and text."""
     from speechbrain.inference.ASR import EncoderASR
 
     own = EncoderASR.from_hparams(source=str(folder), savedir=str(room), run_opts={"device": "cpu"})
-    signals = torch.from_numpy(signal)[None]
     with torch.no_grad():
-        (text,), _ = own.transcribe_batch(signals, torch.ones(1))
-        return own.encode_batch(signals, torch.ones(1))[0].numpy(), text
+        for signal in map(torch.from_numpy, signals):
+            (text,), _ = own.transcribe_batch(signal[None], torch.ones(1))
+            yield own.encode_batch(signal[None], torch.ones(1))[0].numpy(), text

@@ -29,9 +29,22 @@ class Exported(NamedTuple):
 
 
 def exported(factory: pytest.TempPathFactory) -> Exported:
-    """Return the run and its bundle in every format, with sherpa-onnx's model where that can be tried."""
+    """Return the run and its bundle in every format."""
     home = made_once(factory, "streaming-bundle", _make)
     return Exported(home / "data", home / "run", home / "bundle")
+
+
+def exported_for_sherpa(factory: pytest.TempPathFactory) -> Exported:
+    """The same run, and its bundle with sherpa-onnx's model."""
+    shared = exported(factory)
+
+    def export(home: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            put_for_traces(shared.bundle, patch)
+            assert main(["export", str(shared.run), "--to", str(home / "bundle"), "--clips", "3", "--formats", "onnx",
+                         "--target", "sherpa"]) == 0
+
+    return shared._replace(bundle=made_once(factory, "streaming-bundle-sherpa", export) / "bundle")
 
 
 def sherpa_hears_streams() -> bool:
@@ -51,8 +64,7 @@ def put_for_traces(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _make(home: Path) -> None:
-    """Of one layer: that a second follows, test_streaming_graph.py and test_sherpa_stream.py show of such graphs."""
+    """Of one layer: that a second follows, test_sherpa_stream.py shows of such graphs."""
     (home / "run").mkdir()
     run = trained(home / "run", corpus(home / "data", train=6, dev=2, test=3), num_encoder_layers=1)
-    target = ["--target", "sherpa"] if sherpa_hears_streams() else []
-    assert main(["export", str(run), "--to", str(home / "bundle"), "--clips", "3", *target]) == 0
+    assert main(["export", str(run), "--to", str(home / "bundle"), "--clips", "3"]) == 0

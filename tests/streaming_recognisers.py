@@ -13,7 +13,9 @@ from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.chunks import Chunks
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.kaldi import FilterBank
+from sbkit.tasks.recognise.graph import reference
 from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.streaming_graph import run
 
 BANDS, LABELS = 12, 7
 CHUNKS = Chunks(sizes=[2, 4, 8], left=[8, 16], validate=4)
@@ -53,3 +55,13 @@ def eager(made):
             return [each.numpy() for each in made(*map(torch.from_numpy, inputs))]
 
     return call
+
+
+def agrees(call, model, config, atol=1e-4):
+    """Assert that a streaming graph gives what the recogniser does for every chunk, alone and in a batch."""
+    for size in model.chunks.sizes:
+        whole = reference(model, chunks=model.chunks.config(size))
+        for signal, together in zip(signals(), run(call, config, size, signals()), strict=True):
+            alone, = run(call, config, size, [signal])
+            for found in (alone, together):
+                np.testing.assert_allclose(found, whole(signal), atol=atol)

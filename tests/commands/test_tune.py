@@ -68,6 +68,7 @@ def test_a_system_that_can_not_bound_memory_is_an_error(monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @on_linux
 def test_what_a_cpu_has_room_for_is_found_by_running_out_of_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))

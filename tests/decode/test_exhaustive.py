@@ -82,7 +82,7 @@ def best_few(scores, count):
 
 
 @KINDS
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6), frames=st.integers(0, 4))
 @example(seed=230107, frames=1)  # the blank rounds to 1
 def test_without_a_language_model_it_finds_the_most_likely_texts(kind, seed, frames):
@@ -96,7 +96,7 @@ def test_without_a_language_model_it_finds_the_most_likely_texts(kind, seed, fra
 
 
 @KINDS
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6), frames=st.integers(1, 4), hot=st.booleans())
 @pytest.mark.slow
 def test_with_a_language_model_over_words_it_finds_the_best_of_all_texts(kind, seed, frames, hot, models):
@@ -110,7 +110,7 @@ def test_with_a_language_model_over_words_it_finds_the_best_of_all_texts(kind, s
 
 
 @KINDS
-@settings(max_examples=14, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 10**6), frames=st.integers(1, 4))
 def test_with_a_language_model_over_pieces_it_finds_the_best_of_all_spellings(kind, seed, frames, models):
     model, path = models[kind, "piece"]
@@ -123,7 +123,7 @@ def test_with_a_language_model_over_pieces_it_finds_the_best_of_all_spellings(ki
 
 
 @KINDS
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 100), lengths=st.lists(st.integers(0, 30), min_size=1, max_size=6), with_model=st.booleans())
 @pytest.mark.slow
 def test_an_utterance_is_transcribed_alike_alone_and_in_any_company(kind, seed, lengths, with_model, models):

@@ -106,7 +106,7 @@ def kind(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_words_times_and_confidences_are_those_of_the_whole(kind, data):
     spelling = kind.spelling
@@ -122,7 +122,7 @@ def test_words_times_and_confidences_are_those_of_the_whole(kind, data):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data(), longest=st.sampled_from([spans.LONGEST_SECONDS, 1.0, 0.2]))
 def test_all_that_is_shown_depends_on_the_frames_and_not_on_how_they_are_split(kind, data, longest):
     for scores in kind.draw(data):

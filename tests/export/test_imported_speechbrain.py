@@ -37,9 +37,10 @@ def test_a_bundle_says_of_each_clip_what_speechbrain_says(tmp_path, kind):
     config, heard = layout.Config.read(bundle), set()
     last = config.vocabulary - 1
     order = [last, *range(last)] if kind == "labels" else list(range(last + 1))
-    for seed, samples in enumerate(LENGTHS):
-        signal = published.spoken(samples, seed)
-        expected, text = speechbrain_models.theirs(folder, signal, tmp_path / f"room{seed}")
+    signals = [published.spoken(samples, seed) for seed, samples in enumerate(LENGTHS)]
+    for signal, (expected, text) in zip(signals, speechbrain_models.theirs(folder, signals, tmp_path / "room"),
+                                        strict=True):
+        samples = len(signal)
         found, (frames,) = graph.run(None, {"signals": signal[None], "lengths": np.array([samples])})
         assert frames == len(expected)
         np.testing.assert_allclose(found[0, :frames], expected[:, order], atol=2e-3)

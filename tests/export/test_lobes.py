@@ -23,7 +23,7 @@ SHAPES = [(2, 37), (1, 24), (3, 61), (1, 140), (5, 33)]
 
 
 def _transformer(**changes):
-    return conformer(FEATURES, 7, num_encoder_layers=1, dropout=0.0, **changes)
+    return conformer(FEATURES, 7, **{"num_encoder_layers": 1, "dropout": 0.0, **changes})
 
 
 class Encode(nn.Module):
@@ -72,16 +72,11 @@ def _compare(encoder, tmp_path, masked=True, tolerance=2e-5):
     return found
 
 
-#: Every kind and every attention, causal and not; what one of them does rests little on the others.
-KINDS = [("conformer", "RoPEMHA", False), ("transformer", "regularMHA", False), ("branchformer", "RelPosMHAXL", False),
-         ("conformer", "RelPosMHAXL", True)]
-
-
-@pytest.mark.parametrize("kind, attention, causal", KINDS)
-def test_transformers(kind, attention, causal, tmp_path):
-    # What kinds differ in is in their first layer; that a second follows, the flagship's whole recogniser shows.
-    encoder = _transformer(encoder_module=kind, attention_type=attention, causal=causal)
-    # SpeechBrain's Conformer lets padding leak into its convolutions; sbkit's own, which training runs, does not.
+@pytest.mark.parametrize("kind, attention, layers", [
+    ("transformer", "regularMHA", 2), ("branchformer", "RelPosMHAXL", 1)])
+def test_transformers(kind, attention, layers, tmp_path):
+    """Conformers are exported whole by export/test_bundle.py and tasks/recognise/test_graph.py, there a causal one."""
+    encoder = _transformer(encoder_module=kind, attention_type=attention, num_encoder_layers=layers)
     accelerate(encoder)
     # A Branchformer's convolutions see the padding, in torch as in the graph.
     assert _compare(encoder, tmp_path)["TransformerASR"] == 1
@@ -103,34 +98,31 @@ def test_longer_than_the_table_of_positions(tmp_path):
         torch.testing.assert_close(exported(feats, frames), Encode(long).eval()(feats, frames), atol=2e-5, rtol=1e-4)
 
 
-def _crdnn(rnn):
-    """Convolutions, pooling of features and of time, two layers of recurrence in both directions, and layers behind it.
+class Recurrent(nn.Module):
+    """A GRU, an LSTM and, in a CRDNN that pools features and time, a stabilised one of two layers, all both ways."""
 
-    With an LSTM and no pooling of time it is one of tasks/recognise/test_graph.py's.
-    """
-    return CRDNN(
-        input_shape=[4, 40, FEATURES], rnn_class=rnn, rnn_layers=2, rnn_neurons=10, cnn_blocks=1,
-        cnn_channels=[6], inter_layer_pooling_size=[2], dnn_blocks=1, dnn_neurons=9, dropout=0.0,
-        time_pooling=True, time_pooling_size=2,
-    )
+    def __init__(self):
+        super().__init__()
+        self.gru, self.lstm = (kind(hidden_size=FEATURES // 2, input_shape=[4, 40, FEATURES], num_layers=1,
+                                    dropout=0.0, bidirectional=True) for kind in (RNN.GRU, RNN.LSTM))
+        self.crdnn = CRDNN(
+            input_shape=[4, 40, FEATURES], rnn_class=RNN.SLiGRU, rnn_layers=2, rnn_neurons=10, cnn_blocks=1,
+            cnn_channels=[6], inter_layer_pooling_size=[2], dnn_blocks=1, dnn_neurons=9, dropout=0.0,
+            time_pooling=True, time_pooling_size=2)
 
-
-def _recurrent(rnn):
-    """Only what recurs: what stands around it is the same for each kind."""
-    return rnn(hidden_size=10, input_shape=[4, 40, FEATURES], num_layers=2, dropout=0.0, bidirectional=True)
-
-
-RNNS = {"GRU": lambda: _recurrent(RNN.GRU), "SLiGRU": lambda: _crdnn(RNN.SLiGRU)}
+    def forward(self, feats):
+        return self.crdnn(self.lstm(self.gru(feats)[0])[0])
 
 
-@pytest.mark.parametrize("name", RNNS)
-def test_what_recurs(name, tmp_path):
-    _compare(RNNS[name](), tmp_path, masked=False)
+def test_what_recurs(tmp_path):
+    torch.manual_seed(0)
+    assert len(_compare(Recurrent(), tmp_path, masked=False, tolerance=1e-4)) >= 3
 
 
 def test_a_light_gru_is_a_stabilised_one_without_its_norm():
     """Which is what is exported above."""
-    encoder, feats = _recurrent(RNN.LiGRU).eval(), torch.randn(3, 25, FEATURES)
+    encoder = RNN.LiGRU(hidden_size=10, input_shape=[4, 40, FEATURES], num_layers=2, dropout=0.0, bidirectional=True)
+    encoder, feats = encoder.eval(), torch.randn(3, 25, FEATURES)
     with torch.no_grad():
         expected = encoder(feats)[0]
         assert exportable(encoder)

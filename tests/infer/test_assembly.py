@@ -28,7 +28,7 @@ def log_probs(labels):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(runs(len(PIECES)), st.data(), st.sampled_from(["▁", None]),
        st.sampled_from([None, None, None, {"beam": 2, "token_beam": 2}]))
 def test_it_is_what_decoding_everything_at_the_end_says(labels, data, separator, search):

@@ -65,7 +65,7 @@ def at(monkeypatch):
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(width=st.integers(4, 40), lines=st.lists(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=6), max_size=3),
        space=st.sampled_from([" ", ""]))
 def test_complete_lines_stay_and_the_one_in_progress_is_all_there(width, lines, space):

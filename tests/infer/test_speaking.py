@@ -77,7 +77,7 @@ def test_standard_input_to_standard_output(voice_bundle):
 
 @pytest.mark.slow
 def test_a_long_text_is_written_as_it_is_spoken_and_shows_how_far_it_is(voice_bundle, tmp_path, monkeypatch, capsys):
-    (tmp_path / "book.txt").write_text("abc. " * 400)
+    (tmp_path / "book.txt").write_text("abc. " * 120)
     most = 0
     add = speaking.SoundWriter.add
 
@@ -89,7 +89,7 @@ def test_a_long_text_is_written_as_it_is_spoken_and_shows_how_far_it_is(voice_bu
     monkeypatch.setattr(speaking.SoundWriter, "add", counted)
     assert speak(voice_bundle, "--file", tmp_path / "book.txt", "--to", tmp_path / "a.wav") == 0
     assert most < 2 * voices.RATE
-    assert heard(tmp_path / "a.wav") == ("abc. " * 400).strip()
+    assert heard(tmp_path / "a.wav") == ("abc. " * 120).strip()
     assert re.search(r"speaking: .*\(100 %\), took", capsys.readouterr().err)
 
 
@@ -138,7 +138,7 @@ def test_a_full_disk_is_one_error_and_leaves_no_file(voice_bundle, tmp_path, cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_killed_command_leaves_nothing_under_the_final_name(voice_bundle, tmp_path, number):
     (tmp_path / "book.txt").write_text("abc defg. " * 10_000)
     path = tmp_path / "out" / "a.opus"

@@ -247,7 +247,7 @@ def size_of(*things):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rate", "minutes"), [(16_000, 60), (48_000, 12)])
+@pytest.mark.parametrize(("rate", "minutes"), [pytest.param(16_000, 60, marks=pytest.mark.long), (48_000, 12)])
 def test_an_hour_takes_the_memory_and_the_time_per_chunk_of_a_minute(model, rate, minutes):
     minute = np.concatenate([bundles.say(SAID), np.zeros(10 * bundles.RATE, np.float32), bundles.say(SAID * 3)])
     minute = np.resize(minute, 60 * bundles.RATE).repeat(rate // bundles.RATE)

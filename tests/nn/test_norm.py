@@ -30,8 +30,7 @@ class Dimensions(flops.FlopCounter):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accelerate", [True, False])
-@pytest.mark.parametrize("recipe", ["ctc.yaml", "streaming.yaml"])
+@pytest.mark.parametrize("recipe, accelerate", [("ctc.yaml", True), ("ctc.yaml", False), ("streaming.yaml", True)])
 def test_a_training_normalises_over_one_dimension(recipe, accelerate, tmp_path):
     sizes = {key: value for key, value in TINY.items() if f"\n{key}:" in (HPARAMS / recipe).read_text()}
     hparams = load.load(HPARAMS / recipe, {**sizes, "output_folder": str(tmp_path)})

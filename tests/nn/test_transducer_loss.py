@@ -55,10 +55,11 @@ def test_losses_and_gradients_are_torchaudios():
 
 @pytest.mark.slow
 def test_gradients_are_exact_and_long_utterances_stay_so():
-    assert torch.autograd.gradcheck(lambda logits: transducer_loss(logits, *batch()[1:]), batch(torch.float64)[0])
+    assert torch.autograd.gradcheck(lambda logits: transducer_loss(logits, *batch()[1:]), batch(torch.float64)[0],
+                                    fast_mode=True)
     torch.manual_seed(2)
-    logits = 4 * torch.randn(1, 3000, 41, 5)
-    given_ = torch.randint(1, 5, (1, 40)), torch.tensor([3000]), torch.tensor([40])
+    logits = 4 * torch.randn(1, 1000, 41, 5)
+    given_ = torch.randint(1, 5, (1, 40)), torch.tensor([1000]), torch.tensor([40])
     single, double = (transducer_loss(each, *given_) for each in (logits, logits.double()))
     assert single.item() == pytest.approx(double.item(), rel=1e-6)
 

@@ -11,7 +11,7 @@ from written import BASED, write
 from sbkit.recipe.check import check
 from sbkit.recipe.load import load, open_recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cost")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_trials")]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from sbkit.recipe import load
 from sbkit.recipe.arguments import parse_overrides
 from sbkit.recipe.check import check
 
-pytestmark = pytest.mark.usefixtures("without_cost")
+pytestmark = pytest.mark.usefixtures("without_trials")
 
 MINE = """
 import dataclasses

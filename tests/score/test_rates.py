@@ -105,6 +105,7 @@ def test_confusions():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("words, least", [((3, 12), 5), ((5, 35), 7)], ids=["short utterances", "longer ones"])
 def test_scores_thousands_of_texts_many_times_as_fast_as_speechbrain(words, least):
     """Some 8 and 15 are usual: tools/bench/score.py measures it. Others' work can only make a race slower."""

@@ -81,7 +81,7 @@ def server(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ask", [transcribed, streamed, spoken, heard])
+@pytest.mark.parametrize("ask", [transcribed, spoken, heard, pytest.param(streamed, marks=pytest.mark.long)])
 def test_without_memory_at_any_step_a_request_gets_an_error_and_the_next_one_is_right(server, monkeypatch, ask):
     assert ask(server) == (200, True)
     for number in itertools.count(1):

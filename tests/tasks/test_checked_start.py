@@ -12,7 +12,8 @@ from starts import RECIPE
 
 from sbkit.recipe.check import check
 
-pytestmark = pytest.mark.slow  # each takes a fraction of a second, and there are many
+# Each takes a fraction of a second, and there are many.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_trials")]
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ def streamed(step, features, frames, steps, size):
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("fast", [True, False])
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=3), size=st.sampled_from(CHUNKS.sizes),
        left=st.sampled_from(CHUNKS.left), taps=st.sampled_from([3, 7, 15]), seed=st.integers(0, 99), data=st.data())
 def test_chunk_by_chunk_is_the_masked_whole(fast, lengths, size, left, taps, seed, data):
@@ -118,7 +118,7 @@ def by_speechbrain(model, features, config):
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("ahead", AHEAD)
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=3), size=st.sampled_from([4, 8]),
        left=st.sampled_from([8, 16]), taps=st.sampled_from([3, 7, 15]), seed=st.integers(0, 99), data=st.data())
 def test_looking_ahead_it_is_speechbrains_own_step_and_the_whole(ahead, lengths, size, left, taps, seed, data):

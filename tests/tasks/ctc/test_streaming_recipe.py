@@ -20,7 +20,8 @@ from sbkit.tasks.ctc.exported import ExportedCTC
 from sbkit.tasks.recognise import chunk_check
 from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 
-pytestmark = pytest.mark.slow  # each takes a fraction of a second, and there are many
+# Each takes a fraction of a second, and there are many.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_trials")]
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ def keys(max_duration, augment=None, most=30.0):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_trials")
 @pytest.mark.parametrize("max_duration, problem", [
     (40.0, "the corpus allows utterances of 40 s, but the encoder takes at most 30 s"), (30.0, None)])
 def test_the_check_reports_a_corpus_without_the_encoders_limit(tmp_path, whisper, max_duration, problem):

@@ -91,6 +91,7 @@ def test_a_prepared_corpus_is_compared_with_the_model(prepared):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_trials")
 @pytest.mark.parametrize(("kind", "size", "checked"), [("char", 20, False), ("unigram", 20, False), ("char", 7, True)])
 def test_why_the_labels_of_a_prepared_corpus_are_not_checked_is_said(prepared, tmp_path, kind, size, checked):
     Tokenizer(tmp_path / "save", 7, "char").prepare(TEXTS)
@@ -101,6 +102,7 @@ def test_why_the_labels_of_a_prepared_corpus_are_not_checked_is_said(prepared, t
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_trials")
 @pytest.mark.parametrize(("kind", "checked_with"), [("char", 7), ("unigram", 20)])
 def test_a_recipe_is_checked_with_as_many_tokens_as_the_prepared_corpus_has_characters(prepared, tmp_path, kind,
                                                                                       checked_with):
@@ -122,6 +124,7 @@ def test_an_epoch_that_goes_through_its_corpus_several_times_is_counted_so(prepa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_trials")
 def test_utterances_too_short_are_warned_of_and_too_many_are_an_error(prepared):
     given = prepared(seconds=0.12)  # 13 frames, 7 after subsampling
     long = ["abcabcabcabcabcabcabc"]
@@ -134,6 +137,7 @@ def test_utterances_too_short_are_warned_of_and_too_many_are_an_error(prepared):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_trials")
 def test_the_tokenizer_on_disk_decides_the_size(prepared):
     given = prepared()
     model = Path(given["output_folder"]) / "save" / "10_unigram.model"

@@ -1,44 +1,26 @@
-"""The streaming graph gives, chunk by chunk, what the checkpoint gives for whole recordings in chunks."""
+"""The streaming graph gives, chunk by chunk, what the checkpoint gives for whole recordings in chunks.
+
+test_streams.py has the same of the files of each format.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from streaming_recognisers import BANDS, CHUNKS, described, eager, recogniser, signals
+from streaming_recognisers import BANDS, CHUNKS, agrees, described, eager, recogniser, signals
 from torch import nn
 
 from sbkit.errors import SbkitError
-from sbkit.export import graph, layout
-from sbkit.export.runners import open_runner
 from sbkit.nn.chunks import Chunks
 from sbkit.nn.kaldi import FilterBank
 from sbkit.tasks.recognise.graph import reference
-from sbkit.tasks.recognise.streaming_graph import INPUTS, StreamingGraph, outputs, run
+from sbkit.tasks.recognise.streaming_graph import StreamingGraph, run
 
 
 @pytest.fixture(scope="module")
 def model():
     return recogniser()
-
-
-@pytest.fixture(scope="module")
-def written(model, tmp_path_factory):
-    """The files of each format."""
-    folder, program = tmp_path_factory.mktemp("stream"), StreamingGraph(model).trace()
-    paths = {name: folder / layout.STREAMS[name] for name in ("onnx", "torch")}
-    graph.write_onnx(program, paths["onnx"], INPUTS, outputs("log_probs"), {})
-    graph.write_torch(program, paths["torch"])
-    return paths
-
-
-def agrees(call, model, config, atol=1e-4):
-    for size in model.chunks.sizes:
-        whole = reference(model, chunks=model.chunks.config(size))
-        for signal, together in zip(signals(), run(call, config, size, signals()), strict=True):
-            alone, = run(call, config, size, [signal])
-            for found in (alone, together):
-                np.testing.assert_allclose(found, whole(signal), atol=atol)
 
 
 def test_it_gives_what_the_checkpoint_does_for_every_chunk_alone_and_in_a_batch(model):
@@ -61,12 +43,6 @@ def test_features_of_any_filter_bank_are_computed_in_it(changes):
     for signal in signals()[1:]:
         found, = run(eager(streaming), described(streaming), 4, [signal])
         np.testing.assert_allclose(found, reference(made, chunks=CHUNKS.config(4))(signal), atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["onnx", "torch"])
-def test_what_is_written_gives_the_same_for_any_batch_and_chunk(name, written, model):
-    agrees(open_runner(name, written[name]), model, described(StreamingGraph(model)))
 
 
 def test_what_config_json_says_is_how_it_is_run(model):

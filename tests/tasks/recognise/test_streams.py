@@ -11,6 +11,7 @@ import pytest
 import soundfile
 import torch
 from streaming_bundles import exported, put_for_traces
+from streaming_recognisers import agrees
 from streaming_runs import trained
 
 import sbkit.infer
@@ -74,6 +75,12 @@ def test_its_readme_shows_how_to_run_it_without_sbkit(made, monkeypatch, tmp_pat
             found = list(given["windows"](signal[:length], chunk))
             assert [frames for _, frames in found] == [window.frames for window in expected]
             np.testing.assert_array_equal([each for each, _ in found], [window.samples for window in expected])
+
+
+@pytest.mark.parametrize("name", ["onnx", "torch"])
+def test_what_is_written_gives_what_the_checkpoint_does_for_any_batch_and_chunk(shared, name):
+    recognizer = source.open_run(shared.run).exported.recognizer
+    agrees(open_runner(name, shared.bundle / layout.STREAMS[name]), recognizer, Config.read(shared.bundle), atol=1e-3)
 
 
 def test_layers_that_compute_something_else_by_steps_are_refused(shared):

@@ -35,11 +35,23 @@ def says_something(brain):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    home = tmp_path_factory.mktemp("transducer")
-    (home / "run").mkdir()
-    return saved(home / "run", corpus(home / "data", train=6, dev=2, test=3), says_something, TRANSDUCER,
-                 num_encoder_layers=1, joint_size=12)
+def data(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("transducer") / "data", train=6, dev=2, test=3)
+
+
+@pytest.fixture(scope="module")
+def made(data):
+    """Makes a run by its name, with these keys."""
+    def make(name, **keys):
+        (data.parent / name).mkdir()
+        return saved(data.parent / name, data, says_something, TRANSDUCER, num_encoder_layers=1, joint_size=12, **keys)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def run(made):
+    return made("run")
 
 
 class Recorder:
@@ -77,21 +89,33 @@ def test_other_words_are_excused_where_the_search_parts_at_a_tie_alone(theirs, e
     assert comparison.tied((None, mine), (None, np.array(theirs, np.float32))) == excused
 
 
-@pytest.fixture(scope="module")
-def bundle(run):
-    to = run.with_name("bundle")
-    target = ["--target", "sherpa"] if sherpa_hears_streams() else []
-    assert main(["export", str(run), "--to", str(to), "--clips", "3", "--formats", "onnx", *target]) == 0
+def exported(run, *words):
+    to = run.with_name(f"{run.name}-bundle")
+    assert main(["export", str(run), "--to", str(to), "--clips", "3", "--formats", "onnx", *words]) == 0
     return to
+
+
+@pytest.fixture(scope="module")
+def whole(made):
+    """A run that learnt whole recordings alone; its graph for streams is one more to export, which takes long."""
+    return made("whole", chunks=None)
+
+
+@pytest.fixture(scope="module")
+def bundle(whole):
+    return exported(whole)
+
+
+@pytest.fixture(scope="module")
+def live(run):
+    return exported(run, *["--target", "sherpa"] * sherpa_hears_streams())
 
 
 @pytest.mark.slow
 def test_all_three_graphs_are_compared_and_the_bundle_is_used(bundle):
     facts = json.loads((bundle / "parity.json").read_text())
     assert facts["formats"]["onnx"]["difference"] < 1e-3 and facts["formats"]["onnx"]["words_changed"] == 0
-    assert set(facts["stream"]) == {"320 ms", "640 ms", "1280 ms"}
-    assert {"model.onnx", "decoder.onnx", "joiner.onnx", "stream.onnx", "tokens.txt"} <= \
-        {path.name for path in bundle.iterdir()}
+    assert {"model.onnx", "decoder.onnx", "joiner.onnx", "tokens.txt"} <= {path.name for path in bundle.iterdir()}
     page = (bundle / "README.md").read_text()
     code = [part.split("```")[0] for part in page.split("```python\n")[1:]]
     search = next(part for part in code if "def text(states)" in part)
@@ -103,26 +127,35 @@ def test_all_three_graphs_are_compared_and_the_bundle_is_used(bundle):
         whole = model.transcribe(signal)
         assert whole.duration == 2.0 and model.engine.config.kind == "transducer"
         [states] = model.engine.run([signal])
-        assert names["text"](states) == whole.text
+        assert names["text"](states) == whole.text != ""
 
 
 @pytest.mark.slow
+@pytest.mark.long
+def test_so_is_the_graph_for_streams(live):
+    """As of CTC, whose graph of the same encoder tasks/recognise/test_streams.py has."""
+    assert set(json.loads((live / "parity.json").read_text())["stream"]) == {"320 ms", "640 ms", "1280 ms"}
+    assert (live / "stream.onnx").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not sherpa_hears_streams(), reason="sherpa-onnx is missing, or computes other features for streams")
-def test_sherpa_hears_the_words_of_the_checkpoint_and_the_readme_says_how(bundle, tmp_path, capsys, monkeypatch):
-    parity = json.loads((bundle / "parity.json").read_text())["sherpa stream"]
+def test_sherpa_hears_the_words_of_the_checkpoint_and_the_readme_says_how(live, tmp_path, capsys, monkeypatch):
+    parity = json.loads((live / "parity.json").read_text())["sherpa stream"]
     assert list(parity) == ["640 ms"] and parity["640 ms"]["sherpa"]["words_changed"] == 0
-    listed = json.loads((bundle / layout.CONFIG).read_text())["files"]
+    listed = json.loads((live / layout.CONFIG).read_text())["files"]
     assert {"stream.sherpa.onnx", "decoder.sherpa.onnx", "joiner.sherpa.onnx", "tokens.sherpa.txt"} <= set(listed)
-    [code] = [part.split("```")[0] for part in (bundle / "README.md").read_text().split("```python\n")[1:]
+    [code] = [part.split("```")[0] for part in (live / "README.md").read_text().split("```python\n")[1:]
               if "import sherpa_onnx" in part or "sherpa_onnx," in part]
-    made = shutil.copytree(bundle, tmp_path / "bundle")
+    made = shutil.copytree(live, tmp_path / "bundle")
     monkeypatch.chdir(made)
     signal = (np.sin(np.arange(40_007) * 0.1) * 0.2 + 0.02 * np.random.default_rng(0).standard_normal(40_007))
     soundfile.write("clip.wav", signal.astype(np.float32), 16_000, subtype="FLOAT")
     capsys.readouterr()
     exec(code, {})
     transcript = "".join(capsys.readouterr().out.split())
-    with load(bundle, device="cpu") as model:
+    with load(live, device="cpu") as model:
         stream = model.stream(chunk=640)
         ours = stream.feed(np.pad(signal, (0, 10_240)).astype(np.float32)) + stream.finish()
     ours = "".join(word.text for each in ours for word in each.settled)
@@ -148,11 +181,11 @@ def test_a_test_is_searched_with_a_tuned_language_model_whole_and_in_chunks(run,
 
 
 @pytest.mark.slow
-def test_a_joint_network_that_was_written_wrongly_is_not_published(run, bundle, tmp_path, capsys, monkeypatch):
+def test_a_joint_network_that_was_written_wrongly_is_not_published(whole, bundle, tmp_path, capsys, monkeypatch):
     put_for_traces(bundle, monkeypatch)
     monkeypatch.setattr(exported.Joiner, "forward",
                         lambda self, encoded, predicted: self.head.join(encoded, 1.01 * predicted))
-    assert main(["export", str(run), "--to", str(tmp_path / "bundle"), "--clips", "3", "--formats", "onnx"]) == 2
+    assert main(["export", str(whole), "--to", str(tmp_path / "bundle"), "--clips", "3", "--formats", "onnx"]) == 2
     told = capsys.readouterr().err
     assert "does not match the checkpoint" in told and "log_probs, frame" in told
     assert not (tmp_path / "bundle").exists()

@@ -89,6 +89,7 @@ def test_the_check_compares_the_head_with_the_recipe(data, tmp_path, keys, told)
     assert all(any(each in str(error) for error in report.errors) for each in told), report.errors
 
 
+@pytest.mark.usefixtures("without_cost")
 def test_without_ctc_the_check_sends_a_batch_through(data, tmp_path):
     report = check(TRANSDUCER, {"output_folder": str(tmp_path / "run"), "data_folder": str(data), **SMALL,
                                 "ctc_weight": 0, "ctc_lin": None})
