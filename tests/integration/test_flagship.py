@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
-from processes import ON_A_CPU, ROOT, program, sbkit
-from torch.distributed import run
+from processes import ON_A_CPU, ROOT, command, program, sbkit
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from trained_runs import metrics, python, weights
 
 from sbkit.cli import main
@@ -142,14 +142,15 @@ def test_the_process_ends_with_that_code_and_debug_shows_the_traceback_too(tmp_p
 
 
 def torchrun(*words):
-    os.chdir(ROOT)
-    run.main(words)
+    """Two ranks under torchrun's agent, whose imports are done."""
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="wrong", rdzv_backend="c10d",
+                          rdzv_endpoint="localhost:0", monitor_interval=0.2, start_method="fork")
+    elastic_launch(config, command)(str(ROOT), *words)
 
 
 @pytest.mark.slow
 def test_under_torchrun_the_last_lines_say_what_was_wrong(tmp_path):
-    done = program(torchrun, "--standalone", "--nproc_per_node=2", "train.py", "hparams/ctc.yaml", "--d_modell", "3",
-                   **ON_A_CPU, SBKIT_CACHE=str(tmp_path))
+    done = program(torchrun, "train", "hparams/ctc.yaml", "--d_modell", "3", **ON_A_CPU, SBKIT_CACHE=str(tmp_path))
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     said = "command line: --d_modell: hparams/ctc.yaml has no key d_modell; did you mean --d_model?"

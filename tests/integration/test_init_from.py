@@ -1,4 +1,4 @@
-"""Runs that start from a model of ours: ahead of one from nothing, the same on two ranks, and then on their own."""
+"""Runs that start from a model of ours: ahead of one from nothing, and then on their own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ OPTIONS = {**TINY, "number_of_epochs": 2, "precision": "fp32", "max_batch_second
            "schedule.warmup": 3, "schedule.shape": "constant"}
 
 
-def train(folder, data, ranks=1, code=0, **keys):
+def train(folder, data, code=0, **keys):
     recipe = data.with_suffix(".yaml")
     recipe.write_text(f"recipe: !include:{ROOT}/hparams/ctc.yaml {{}}\nlog_interval: 0\n")
     given = options(**{**OPTIONS, "output_folder": folder, "data_folder": data, **keys})
-    done = sbkit("train", recipe, "--noprogressbar", "--no-check", *given, ranks=ranks, code=code, cards=True)
+    done = sbkit("train", recipe, "--noprogressbar", "--no-check", *given, code=code, cards=True)
     return done.stdout + done.stderr
 
 
@@ -56,15 +56,6 @@ def test_a_run_is_ahead_of_nothing_in_another_vocabulary(source, scratch, data, 
 
 
 @pytest.mark.slow
-def test_two_ranks_start_alike_and_as_one_does(source, data, tmp_path):
-    keys = {"init_from": source, "dropout": 0, "CNN.dropout": 0, "spec_augment": "null"}
-    for ranks in (1, 2):
-        train(tmp_path / str(ranks), data["es"], ranks, **keys)
-    one, two = (losses(tmp_path / str(ranks)) for ranks in (1, 2))
-    assert two == pytest.approx(one, rel=1e-3) and two[0] == pytest.approx(one[0], rel=1e-5)
-
-
-@pytest.mark.slow
 def test_once_it_has_a_checkpoint_a_run_does_without_its_source(source, data, tmp_path):
     lent = Path(shutil.copytree(source, tmp_path / "lent"))
     keys = {"init_from": lent, "init_tokenizer": "keep", "freeze": "{CNN: true, Transformer.encoder: 3}"}
@@ -76,6 +67,5 @@ def test_once_it_has_a_checkpoint_a_run_does_without_its_source(source, data, tm
     said = train(folder, data["en"], code=2, **{**keys, "init_from": source})
     assert f"init_from: it is {source}, but the run in {folder} was last started with" in said
     assert (folder / "hyperparams.yaml").read_bytes() == recipe
-    sbkit("evaluate", folder, "--split", "test")
-    sbkit("export", folder, "--to", tmp_path / "out", "--tolerance", 1, "--formats", "speechbrain")
+    sbkit("evaluate", folder, "--split", "test", "--device", "cpu", "--workers", 0)
     assert "lent doesn't exist" in train(tmp_path / "other", data["en"], code=2, **keys)

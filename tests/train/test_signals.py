@@ -310,9 +310,7 @@ def forked():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum, code, persistent", [
-    (signal.SIGTERM, 143, False), (signal.SIGINT, 130, True), (signal.SIGUSR1, 138, False),
-    (signal.SIGHUP, 129, False)])
+@pytest.mark.parametrize("signum, code, persistent", [(signal.SIGTERM, 143, False), (signal.SIGINT, 130, True)])
 def test_a_script_whose_group_gets_the_signal_saves_says_so_and_ends_soon(forked, tmp_path, signum, code, persistent):
     """Its loader is SpeechBrain's, whose workers get the signal too: they live on, and none of them shouts."""
     folder = tmp_path / "save"

@@ -99,6 +99,7 @@ def lose(agent: subprocess.Popen) -> None:
     agent.wait(timeout=30)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_process_comes_back_with_all_others_at_the_last_checkpoint(tmp_path):
     steps = 60
