@@ -183,21 +183,6 @@ def sbkit(*words: object, cwd: Path = ROOT, ranks: int = 1, code: int = 0, timeo
     return said
 
 
-def killed(when: Callable[[], bool], *words: object, cwd: Path = ROOT, timeout: float = 200,
-           **environment: str) -> None:
-    """Start the same and kill it, and nothing that it started, as soon as something holds."""
-    words = str(cwd), *map(str, words)
-    process = _started(_program, os.devnull, os.devnull, ON_A_CPU | environment, command, words)
-    until = time.monotonic() + timeout
-    try:
-        while not when():
-            assert process.exitcode is None and time.monotonic() < until, f"{words}: {process.exitcode}"
-            time.sleep(0.02)
-    finally:
-        process.kill()
-        process.join()
-
-
 def command(cwd: str, *words: str) -> None:
     """Run a command of sbkit in a folder and leave this process.
 

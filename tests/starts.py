@@ -38,7 +38,7 @@ def _flagship(data: Path):
 
 
 def target(folder: Path, data: Path, recipe: Path = RECIPE, tiny: Mapping[str, object] = TINY, **keys):
-    """The Brain of a run that has only been prepared; of the flagship whose source alone is given, it is one for all."""
+    """The Brain of a run that has only been prepared; one for all of the flagship whose source alone is given."""
     if recipe == RECIPE and tiny is TINY and keys.keys() <= set(SOURCE):
         brain, weights, asked = _flagship(data)
         brain.modules.load_state_dict(weights)

@@ -78,21 +78,6 @@ def different(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return [key for key in found | wanted if not same(found.get(key), wanted.get(key))]
 
 
-def assert_close(found: dict[str, Any], wanted: dict[str, Any], weights: float, **tolerance: float) -> None:
-    """Two outcomes differ as sums of another order do: no weight by more than ``weights``, no number of the metrics by
-    more than this tolerance of ``pytest.approx``.
-    """
-    torch.testing.assert_close(found["model"], wanted["model"], rtol=0, atol=weights)
-    for ours, theirs in zip(found["metrics"], wanted["metrics"], strict=True):
-        assert ours[:3] == theirs[:3]
-        assert ours[3:] == [None if each is None else pytest.approx(each, **tolerance) for each in theirs[3:]]
-
-
-def kill_after(step: int, out: Path, *words: object, **how: Any) -> None:  # what `processes.killed` takes
-    """Start a command and kill it as soon as its run has saved this step or a later one."""
-    processes.killed(lambda: saved_step(out) >= step, *words, **how)
-
-
 @contextlib.contextmanager
 def copied(out: Path, step: int, to: Path) -> Iterator[None]:
     """What is trained here to ``out`` is copied right after it has saved this step or a later one: as a kill leaves it.

@@ -125,16 +125,6 @@ def test_a_killed_run_ends_as_the_one_never_stopped(runs, never_stopped, places,
 
 
 @pytest.mark.slow
-def test_with_speechbrains_loader_too(runs):
-    """Its sampler and position, workers, and accumulation over batches; 24 batches are 8 steps."""
-    expected = finished(runs / "speechbrain", LOADER="speechbrain")
-    assert expected["steps"] == 24
-    for place in ("train:1:17:0", "train:2:11:0", "saving:2:0:0"):
-        assert train(runs / "speechbrain-killed", place, LOADER="speechbrain")[0] == -signal.SIGKILL
-    assert different(finished(runs / "speechbrain-killed", LOADER="speechbrain"), expected) == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("place, name, code", [
     ("train:1:0:0", "SIGINT", 130), ("train:2:4:1", "SIGUSR1", 138), ("saving:3:0:0", "SIGTERM", 143)])
 def test_a_signal_ends_it_with_a_checkpoint_a_line_and_a_code(runs, never_stopped, place, name, code, request):
