@@ -102,7 +102,7 @@ def test_a_config_of_a_dataset_is_downloaded_and_prepared(hub, tmp_path):
     assert prepared(tmp_path / "home", {"source": source, "folder": str(tmp_path / "out")},
                     HF_ENDPOINT=hub.url) == [PREPARED]
     train = Manifest.read(tmp_path / "out" / "train.csv")
-    assert list(train.ids) == PREPARED["train"] and train.texts[5] == "Sentence f"
+    assert list(train.ids) == PREPARED["train"] and train.texts[5] == "sentence f"
     np.testing.assert_allclose(read_audio(train.wavs[5]), speechlike(0.5, seed=5), atol=1e-4)
     assert not any("/de/" in request for request in hub.seen) and not any(hub.breaks.values())
 
@@ -112,6 +112,7 @@ def test_a_config_of_a_dataset_is_downloaded_and_prepared(hub, tmp_path):
     assert "HF_HUB_OFFLINE forbids asking" in unknown and "unset HF_HUB_OFFLINE" in unknown
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_streaming_keeps_no_file_and_a_line_that_stays_broken_is_reported(hub, files, tmp_path):
     """All through a proxy; nothing half-written is left."""

@@ -63,6 +63,7 @@ def test_stopped_in_an_epoch_it_ends_as_the_run_that_was_never_stopped(data, who
     assert different(weights(out), whole[1]) == []
 
 
+@pytest.mark.long
 def test_stopped_in_an_epoch_and_extended_on_two_devices_it_trains_to_its_end(data, whole, tmp_path):
     out = shutil.copytree(whole[0].with_name("stopped"), tmp_path / "out")
     said = train(out, data, ranks=2, number_of_epochs=3)

@@ -126,6 +126,7 @@ def test_a_step_that_is_not_finite_is_replayed(home):
 LORA = ROOT / "recipes" / "CommonVoice" / "ASR" / "CTC" / "hparams" / "lora.yaml"
 
 
+@pytest.mark.long
 def test_lora_trains_a_little_saves_little_and_goes_on_and_ships_without_its_source(home):
     run, killed = home / "results" / "lora", home / "results" / "killed"
     command = ("train", LORA, "--encoder_source", "encoder", *SMALL, *STILL, "--number_of_epochs", "2",

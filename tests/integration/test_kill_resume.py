@@ -167,6 +167,7 @@ def test_of_two_processes_one_is_killed_and_both_or_one_alone_go_on_with_a_mixtu
     assert 0.4 < sum(not name % 4 for name in heard) / len(heard) < 0.6
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_one_process_began_two_end_in_the_same_order_of_steps(runs, never_stopped):
     assert train(runs / "grown", "train:2:4:1")[0] == -signal.SIGKILL

@@ -41,6 +41,7 @@ def train(out, tones, *more, ranks=1):
     return done.stderr, metrics(out, "warning")
 
 
+@pytest.mark.long
 def test_one_that_can_learn_nothing_is_warned_at_its_end(tones, tmp_path):
     out = tmp_path / "run"
     said, lines = train(out, tones, "--lr", "1e-6", "--number_of_epochs", "2", ranks=2)

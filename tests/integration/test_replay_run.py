@@ -41,7 +41,7 @@ def folder(tmp_path_factory) -> Path:
         for word, other in (("low", "tief"), ("high", "hoch"), ("both", "ñu")):
             text = re.sub(f",{word}$", f",{other}", text, flags=re.M)
         path.write_text(text)
-    sbkit(*words(folder / "source", folder / "old", least_steps=400))
+    sbkit(*words(folder / "source", folder / "old", least_steps=500))
     return folder
 
 
@@ -49,9 +49,10 @@ def replaying(folder: Path, name: str, **keys: object) -> list[str]:
     return words(folder / name, folder / "new", **{"language": "de", "init_from": folder / "source", **keys})
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(folder):
-    run, given = folder / "forgot", replaying(folder, "forgot", replay=0.05, least_steps=200)
+    run, given = folder / "forgot", replaying(folder, "forgot", replay=0.05, least_steps=250)
     done = sbkit(*given, cards=True)
     said = done.stdout + done.stderr
     assert "The old test before training: WER" in said

@@ -339,7 +339,8 @@ def test_a_second_script_with_the_same_checkpoints_is_refused_while_the_first_tr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum, to_all", [(signal.SIGINT, True), (signal.SIGUSR1, False)],
+@pytest.mark.parametrize("signum, to_all", [pytest.param(signal.SIGINT, True, marks=pytest.mark.long),
+                                            (signal.SIGUSR1, False)],
                          ids=["to all, like Ctrl-C", "SLURM's, to torchrun"])
 def test_under_torchrun(tmp_path, signum, to_all):
     """torchrun passes it on to both ranks, which have time to save."""
