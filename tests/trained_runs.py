@@ -1,14 +1,11 @@
-"""What training left in an output folder, recordings to train on, and a Python of its own to train in."""
+"""What training left in an output folder, recordings to train on, and commands in the tests' own process."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import pytest
 import soundfile
 import torch
 import yaml
-from processes import ON_A_CPU, ROOT
+from processes import ROOT
 
 from sbkit.cli import main
 from sbkit.train.checkpoint import Checkpointer
@@ -113,15 +110,6 @@ def here(*words: object, cwd: Path = ROOT, code: int = 0) -> str:
         patch.chdir(cwd)
         assert main([*map(str, words), *on_a_cpu]) == code, said.getvalue()
     return said.getvalue()
-
-
-def python(*words: object, cwd: Path, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What a Python of its own said."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **ON_A_CPU, **environment}
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True,
-                          timeout=400)
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
-    return done
 
 
 def voice(seconds: float, seed: int, noise: float = 0.003) -> np.ndarray:

@@ -64,7 +64,6 @@ def test_it_learns_from_recordings_without_texts(run):
     assert epochs[-1]["step"] > 5, "the discriminators had their turn"
 
 
-@pytest.mark.long
 def test_started_again_it_ends_as_if_it_had_never_been_stopped(run, data):
     out = run.parent / "killed"
     go_on(out, *words(out, data))
