@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -26,8 +27,23 @@ def spanish(folder: Path, **splits: int) -> Path:
     return folder
 
 
+SOURCE = ("init_from", "init_checkpoint", "init_average", "init_leave")
+
+
+@cache
+def _flagship(data: Path):
+    """A Brain on this corpus, its weights, and what its recipe says of a source."""
+    brain = target(data.with_name(f"{data.name}-target"), data, **{"lr": 0.003})
+    return brain, state(brain), {name: getattr(brain.keys, name) for name in SOURCE}
+
+
 def target(folder: Path, data: Path, recipe: Path = RECIPE, tiny: Mapping[str, object] = TINY, **keys):
-    """The Brain of a run that has only been prepared."""
+    """The Brain of a run that has only been prepared; one for all of the flagship whose source alone is given."""
+    if recipe == RECIPE and tiny is TINY and keys.keys() <= set(SOURCE):
+        brain, weights, asked = _flagship(data)
+        brain.modules.load_state_dict(weights)
+        vars(brain.keys).update({**asked, **keys})
+        return brain
     made, _ = prepared(recipe, {**tiny, **keys, "output_folder": str(folder), "data_folder": str(data)})
     return made.brain({"device": "cpu", "noprogressbar": True})
 

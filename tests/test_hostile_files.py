@@ -9,7 +9,7 @@ import pytest
 import tried
 
 #: Ways to spoil each kind; SBKIT_HOSTILE_FILES=20000 tries more.
-COUNT = int(os.environ.get("SBKIT_HOSTILE_FILES", "40"))
+COUNT = int(os.environ.get("SBKIT_HOSTILE_FILES", "20"))
 
 
 @pytest.mark.slow

@@ -1,14 +1,11 @@
-"""What training left in an output folder, recordings to train on, and a Python of its own to train in."""
+"""What training left in an output folder, recordings to train on, and commands in the tests' own process."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import pytest
 import soundfile
 import torch
 import yaml
-from processes import ON_A_CPU, ROOT
+from processes import ROOT
 
 from sbkit.cli import main
 from sbkit.train.checkpoint import Checkpointer
@@ -78,21 +75,6 @@ def different(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return [key for key in found | wanted if not same(found.get(key), wanted.get(key))]
 
 
-def assert_close(found: dict[str, Any], wanted: dict[str, Any], weights: float, **tolerance: float) -> None:
-    """Two outcomes differ as sums of another order do: no weight by more than ``weights``, no number of the metrics by
-    more than this tolerance of ``pytest.approx``.
-    """
-    torch.testing.assert_close(found["model"], wanted["model"], rtol=0, atol=weights)
-    for ours, theirs in zip(found["metrics"], wanted["metrics"], strict=True):
-        assert ours[:3] == theirs[:3]
-        assert ours[3:] == [None if each is None else pytest.approx(each, **tolerance) for each in theirs[3:]]
-
-
-def kill_after(step: int, out: Path, *words: object, **how: Any) -> None:  # what `processes.killed` takes
-    """Start a command and kill it as soon as its run has saved this step or a later one."""
-    assert processes.killed(lambda: saved_step(out) >= step, *words, **how), f"it ended before it saved step {step}"
-
-
 @contextlib.contextmanager
 def copied(out: Path, step: int, to: Path) -> Iterator[None]:
     """What is trained here to ``out`` is copied right after it has saved this step or a later one: as a kill leaves it.
@@ -128,15 +110,6 @@ def here(*words: object, cwd: Path = ROOT, code: int = 0) -> str:
         patch.chdir(cwd)
         assert main([*map(str, words), *on_a_cpu]) == code, said.getvalue()
     return said.getvalue()
-
-
-def python(*words: object, cwd: Path, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What a Python of its own said."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **ON_A_CPU, **environment}
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True,
-                          timeout=400)
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
-    return done
 
 
 def voice(seconds: float, seed: int, noise: float = 0.003) -> np.ndarray:

@@ -12,7 +12,6 @@ import random
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import soundfile
@@ -60,29 +59,6 @@ def corpus(folder):
     return Manifest.read(path)
 
 
-class Waves(torch.utils.data.Dataset):
-    """The same corpus for SpeechBrain's loaders."""
-
-    def __init__(self, manifest):
-        self.manifest = manifest
-
-    def __len__(self):
-        return len(self.manifest)
-
-    def __getitem__(self, i):
-        row = self.manifest.row(i)
-        return row.id, torch.from_numpy(soundfile.read(row.wav, dtype="float32")[0]), Letters().encode(row.text)
-
-
-def together(rows):
-    """A batch as the toy needs it."""
-    ids, signals, tokens = zip(*rows, strict=True)
-    return SimpleNamespace(
-        ids=ids, signals=torch.nn.utils.rnn.pad_sequence(signals, batch_first=True),
-        signal_lengths=torch.tensor([len(signal) for signal in signals]),
-        tokens=torch.tensor(tokens), token_lengths=torch.tensor([len(row) for row in tokens]))
-
-
 class Net(torch.nn.Module):
     """Frames of 25 ms, dropout and batch norm, scores of three tokens: [B, T, 400] to [B, T, 3]."""
 
@@ -114,10 +90,9 @@ class Toy(Brain):
 
     def compute_forward(self, batch, stage):
         if stage == Stage.TRAIN:
-            place = (batch.step, batch.micro) if hasattr(batch, "micro") else (self.step, 0)
-            self.at("train", self.train_state.epoch, *place)
+            self.at("train", self.train_state.epoch, batch.step, batch.micro)
             with open(self.hparams.seen, "a") as out:
-                print(json.dumps([self.train_state.epoch, place[0], batch.ids]), file=out)
+                print(json.dumps([self.train_state.epoch, batch.step, batch.ids]), file=out)
         else:
             self.at("evaluating", self.train_state.epoch, self.step, 0)
         frames = batch.signals.unfold(1, 400, 320)
@@ -199,29 +174,18 @@ def main(folder, place=None):
         place, _, brain.victim = places[0].partition("@")
         where, *numbers = place.split(":")
         brain.kill = (where, *map(int, numbers))
-    if os.environ.get("LOADER") == "speechbrain":
-        options = {"batch_size": 2, "shuffle": True, "num_workers": 2, "collate_fn": together}
-        brain.fit(counter, Waves(manifest), Waves(manifest.select(range(12))), train_loader_kwargs=options,
-                  valid_loader_kwargs={"batch_size": 4, "collate_fn": together})
-        return report(brain, folder)
     with TrainLoader(manifest, Letters(), plan, workers=2, min_micros=3, rank=ranks.rank(),
                      world=ranks.world_size()) as train_set, \
             EvalLoader(manifest.select(range(12)), Letters(), max_batch_seconds=2.0, workers=0,
                        rank=ranks.rank(), world=ranks.world_size()) as valid_set:
         brain.fit(counter, train_set, valid_set)
-    return report(brain, folder)
-
-
-def report(brain, folder):
-    """Print what a run ended with."""
     if not ranks.is_main():
         return
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    net, hparams = brain.modules["net"], brain.hparams
     print(json.dumps({
-        "net": digest(net.state_dict()), "ema": digest(hparams.ema.state_dict()), "noam": hparams.noam.n_steps,
+        "net": digest(net.state_dict()), "ema": digest(ema.state_dict()), "noam": noam.n_steps,
         "optimizer": digest(brain.optimizer.state_dict()), "steps": brain.optimizer_step,
-        "normalize": digest(brain.modules["normalize"]._statistics_dict()),
+        "normalize": digest(normalize._statistics_dict()),
         "log": (folder / "train_log.txt").read_text(),
         "metrics": [{key: line[key] for key in sorted(line) if key in ("kind", "epoch", "step")} for line in lines],
         "random": [random.random(), float(np.random.rand()), float(torch.rand(1))],

@@ -1,4 +1,4 @@
-"""A codec from a corpus without texts: trained, resumed, on two ranks, scored, and heard in its report; and its
+"""A codec from a corpus without texts: trained, resumed, scored, and heard in its report; and its
 bundle, with which a corpus becomes codes and codes become sound.
 """
 
@@ -19,7 +19,7 @@ import torch
 from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file
-from trained_runs import assert_close, copied, different, go_on, here, metrics, outcome, voice, voices
+from trained_runs import copied, different, go_on, here, metrics, outcome, voice, voices
 
 import sbkit.infer
 from sbkit.cli import main
@@ -70,14 +70,6 @@ def test_started_again_it_ends_as_if_it_had_never_been_stopped(run, data):
     assert different(outcome(out, *MEASURED), outcome(run, *MEASURED)) == []
 
 
-def test_two_ranks_train_what_one_does(data, tmp_path):
-    """But for noise in the place of rounding, which each rank draws for itself."""
-    for ranks in (1, 2):
-        processes.sbkit(*words(tmp_path / str(ranks), data, "--noise", 0, "--number_of_epochs", 1), ranks=ranks)
-    one, two = (outcome(tmp_path / str(ranks), "valid_mel_distance") for ranks in (1, 2))
-    assert_close(two, one, weights=1e-3, rel=1e-3)
-
-
 def test_the_report_lets_one_hear_recordings_and_what_became_of_them(run):
     page = (run / "report.html").read_text()
     assert "The codebooks" in page and "How it sounds" in page
@@ -106,7 +98,7 @@ def test_it_is_scored_again_and_its_numbers_are_the_tests(run):
 @pytest.fixture(scope="module")
 def bundle(run):
     folder = run.parent / "bundle"
-    said = processes.sbkit("export", run, "--to", folder)
+    said = processes.sbkit("export", run, "--to", folder, "--clips", 3)
     assert f"use it: sbkit tokenize {folder} CORPUS" in said.stdout and "WER" not in said.stdout
     return folder
 

@@ -1,4 +1,4 @@
-"""Enhancement from pairs and from clean speech with noise added: trained, resumed, scored and heard in its
+"""Enhancement from pairs and from clean speech with noise added: trained, scored and heard in its
 report, exported, and run on files; and how many decibels it wins after a minute.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 import processes
 import pytest
 import soundfile
-from trained_runs import copied, different, go_on, here, outcome, voice, voices
+from trained_runs import here, voice, voices
 
 from sbkit.cli import main
 
@@ -19,8 +19,6 @@ pytestmark = pytest.mark.slow
 TINY = ("--channels 16 --hidden 24 --layers 2 --crop_seconds 0.5 --step_seconds 4 --least_steps 0 "
         "--max_batch_seconds 8 --number_of_epochs 2 --num_workers 1 --precision fp32 --noprogressbar --no-check "
         "--ckpt_interval_minutes 0 --ckpt_interval_steps 2").split()
-MEASURED = "valid_SI_SNRi", "test_SI_SNRi"
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
@@ -34,17 +32,9 @@ def words(out, data, *more, recipe="hparams/enhance.yaml"):
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "out"
-    with copied(out, 6, out.parent / "killed"):
-        said = here(*words(out, data))
+    said = here(*words(out, data))
     assert "48    48" in re.sub(r" +", "    ", said), "no row is left out for want of a text"
     return out
-
-
-def test_started_again_it_ends_as_if_it_had_never_been_stopped(run, data):
-    """Noise included, which is drawn anew for each pass."""
-    out = run.parent / "killed"
-    go_on(out, *words(out, data))
-    assert different(outcome(out, *MEASURED), outcome(run, *MEASURED)) == []
 
 
 def test_it_is_scored_again_in_the_same_noise(run):
@@ -73,7 +63,7 @@ def test_the_report_lets_one_hear_the_noisy_the_enhanced_and_the_clean(run):
 
 def test_its_bundle_enhances_files_as_the_checkpoint_does(run, data, tmp_path):
     bundle, formats = tmp_path / "bundle", ("onnx", "torch")
-    said = processes.sbkit("export", run, "--to", bundle, "--formats", ",".join(formats))
+    said = processes.sbkit("export", run, "--to", bundle, "--formats", ",".join(formats), "--clips", 3)
     assert f"use it: sbkit enhance {bundle} FILES" in said.stdout
     parity = json.loads((bundle / "parity.json").read_text())
     for compared in (each[name] for each in (parity["formats"], *parity["stream"].values()) for name in formats):

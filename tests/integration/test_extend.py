@@ -9,7 +9,7 @@ import numpy as np
 import processes
 import pytest
 import soundfile
-from trained_runs import ROOT, TONES, copied, different, go_on, here, metrics, tone, tones, weights
+from trained_runs import ROOT, TONES, metrics, tone, tones
 
 from sbkit import infer
 from sbkit.data.columns import BatchColumns
@@ -152,7 +152,7 @@ def run(bundle, *clips):
 
 @pytest.mark.slow
 def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
-    shown = sbkit(home, "export", trained[0], "--to", "bundle")
+    shown = sbkit(home, "export", trained[0], "--to", "bundle", "--clips", 4)
     assert "label errors %" in shown and "its label errors may be" in shown and "WER" not in shown
     assert "int8" in shown and json.loads((home / "bundle" / "parity.json").read_text())["formats"]["onnx"]
     clips = [str(home / "data" / "wavs" / f"test{i}.wav") for i in range(3)]
@@ -162,21 +162,10 @@ def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
     assert "a speech recogniser is needed here" in said
 
 
-SPEAKERS = "train speakers.yaml --noprogressbar --ckpt_interval_steps 1 --ckpt_interval_minutes 0".split()
-
-
-@pytest.fixture(scope="module")
-def speakers(home):
-    out = home / "results" / "speakers"
-    with pytest.MonkeyPatch.context() as patch, copied(out, 2, home / "results" / "killed"):
-        patch.syspath_prepend(home)
-        here(*SPEAKERS, cwd=home)
-    return out
-
-
-
 @pytest.mark.slow
-def test_pairs_and_labels_are_checked_and_learnt_from(home, speakers):
+def test_pairs_and_labels_are_checked_and_learnt_from(home):
+    speakers = home / "results" / "speakers"
+    sbkit(home, "train", "speakers.yaml", "--noprogressbar")
     report = json.loads(sbkit(home, "check", "speakers.yaml", "--json"))
     assert report["errors"] == report["warnings"] == []
     assert json.loads((speakers / "test_results.json").read_text())["stats"]["accuracy"] == 1
@@ -198,13 +187,6 @@ def test_a_rehearsal_has_pairs_and_labels_with_and_without_their_corpus(home, so
         show_progress=False, needs_text=False, columns=recipe.task.columns)
     BatchColumns(recipe.task.columns, recipe.keys).check_classes(made["train"])
     assert all(len(each) and Path(each.column("clean")[0]).is_file() for each in made.values())
-
-
-@pytest.mark.slow
-def test_stopped_with_pairs_and_labels_it_comes_back_as_if_nothing_had_happened(home, speakers):
-    run = home / "results" / "killed"
-    go_on(run, *SPEAKERS, "--output_folder", run, cwd=home)
-    assert different(weights(run), weights(speakers)) == []
 
 
 @pytest.mark.slow
@@ -235,6 +217,7 @@ def test_parts_of_ones_own_are_checked_trained_and_shipped(parts):
     assert all("CER:" in text for text in checkpoints if "epoch" in text)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_encoder_on_waveforms_is_trained_and_exported(parts):
     (parts / "waves.yaml").write_text(
@@ -249,7 +232,7 @@ def test_an_encoder_on_waveforms_is_trained_and_exported(parts):
     assert report["errors"] == []
     assert report["sections"]["shapes"]["values"]["frames_per_second"] == pytest.approx(50)
     sbkit(parts, "train", "waves.yaml", *TINY, "--output_folder", "results/waves")
-    assert "onnx" in sbkit(parts, "export", "results/waves", "--to", "waves", "--formats", "onnx,torch")
+    assert "onnx" in sbkit(parts, "export", "results/waves", "--to", "waves", "--formats", "onnx", "--clips", 3)
 
 
 @pytest.mark.slow
@@ -260,10 +243,11 @@ def test_the_encoder_that_the_page_on_models_writes_out_is_trained_exported_and_
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     tones(tmp_path / "data", 12, 3)
-    smaller = {"train": [*TINY[:-1], "--data_folder", "data"], "export": ["--clips", "3"], "transcribe": []}
+    smaller = {"train": [*TINY[:-1], "--data_folder", "data"], "transcribe": [],
+               "export": ["--clips", "3", "--formats", "onnx,speechbrain"]}
     [block] = re.findall(r"```\n(sbkit train my/encoder.yaml .*?)```", page, re.S)
-    for line, (command, more) in zip(block.splitlines(), smaller.items(), strict=True):
-        said = sbkit(tmp_path, *line.replace("talk.mp3", "data/wavs/test0.wav").split()[1:], *more)
-        assert line.split()[1] == command and "left out" not in said
+    assert [line.split()[1] for line in block.splitlines()] == ["train", "export", "transcribe"]
+    for _, command, *more in map(str.split, block.replace("talk.mp3", "data/wavs/test0.wav").splitlines()):
+        assert "left out" not in sbkit(tmp_path, command, *more, *smaller[command])
     config = layout.read(tmp_path / "results" / "mine" / "bundle")
-    assert {"onnx", "torch", "speechbrain"} <= config.models.keys() and config.batching
+    assert {"onnx", "speechbrain"} <= config.models.keys() and config.batching

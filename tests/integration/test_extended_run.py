@@ -1,11 +1,12 @@
 """A small run whose epochs go through the corpus several times: stopped, resumed and extended, it trains to its end."""
 
 import json
+import shutil
 
 import processes
 import pytest
 import run_folders
-from trained_runs import different, kill_after, metrics, options, saved_step, weights
+from trained_runs import copied, different, here, metrics, options, saved_step, weights
 
 SMALL = {**run_folders.TINY, "precision": "fp32", "step_seconds": 6, "max_batch_seconds": 6, "ckpt_interval_minutes": 0,
          "ckpt_interval_steps": 1, "log_interval": 0, "least_steps": 16, "number_of_epochs": 2}
@@ -29,10 +30,6 @@ def train(out, data, ranks=1, **changed):
     return processes.sbkit(*words(out, data, **changed), ranks=ranks).stderr
 
 
-def stop_in_the_second_epoch(out, data):
-    kill_after(LENGTH + PASS + 1, out, *words(out, data))
-
-
 def trains_to_its_end(out, epochs, before=0):
     """Whether all epochs have the same length, and no step but the last has no learning rate.
 
@@ -46,16 +43,17 @@ def trains_to_its_end(out, epochs, before=0):
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
+    """A run to its end, beside what a stop in its second epoch leaves, and its weights."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    said = train(out, data)
+    with copied(out, LENGTH + PASS + 1, out.with_name("stopped")):
+        said = here(*words(out, data))
     assert f"The corpus has {PASS} steps: an epoch goes through it {PASSES} times, and the run has {2 * LENGTH}" in said
     assert trains_to_its_end(out, 2)
     return out, weights(out)
 
 
 def test_stopped_in_an_epoch_it_ends_as_the_run_that_was_never_stopped(data, whole, tmp_path):
-    out = tmp_path / "out"
-    stop_in_the_second_epoch(out, data)
+    out = shutil.copytree(whole[0].with_name("stopped"), tmp_path / "out")
     saved = saved_step(out)
     with (out / "metrics.jsonl").open("a") as file:  # as if killed two steps after its last checkpoint
         file.write(json.dumps({"time": 0.0, "kind": "loss", "step": saved + 2}) + "\n")
@@ -65,12 +63,12 @@ def test_stopped_in_an_epoch_it_ends_as_the_run_that_was_never_stopped(data, who
     assert different(weights(out), whole[1]) == []
 
 
-def test_stopped_in_an_epoch_and_extended_on_two_devices_it_trains_to_its_end(data, tmp_path):
-    out = tmp_path / "out"
-    stop_in_the_second_epoch(out, data)
-    said = train(out, data, ranks=2, number_of_epochs=5)
-    assert f"the run has {5 * LENGTH} (least_steps: 16, spread over the 2 epochs that it began with)" in said
-    assert "started with" not in said and trains_to_its_end(out, 5)
+@pytest.mark.long
+def test_stopped_in_an_epoch_and_extended_on_two_devices_it_trains_to_its_end(data, whole, tmp_path):
+    out = shutil.copytree(whole[0].with_name("stopped"), tmp_path / "out")
+    said = train(out, data, ranks=2, number_of_epochs=3)
+    assert f"the run has {3 * LENGTH} (least_steps: 16, spread over the 2 epochs that it began with)" in said
+    assert "started with" not in said and trains_to_its_end(out, 3)
 
 
 def test_finished_and_extended_it_trains_to_its_end(data, whole):

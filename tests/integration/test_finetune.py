@@ -1,4 +1,4 @@
-"""hparams/ssl.yaml from the command line: trained, resumed, scored and shipped, without its source."""
+"""hparams/ssl.yaml from the command line: trained, scored and shipped, without its source."""
 
 import contextlib
 import json
@@ -17,7 +17,6 @@ from sbkit import infer
 pytestmark = pytest.mark.slow
 
 RECIPE = ROOT / "hparams" / "ssl.yaml"
-#: The run that is resumed masks, and drops out.
 DRAWING = ("--dropout 0.1 --head_dropout 0.1 --mask_time_prob 0.3 --mask_time_length 3 --mask_feature_prob 0.1 "
            "--layer_decay 0.9").split()
 STILL = ("--dropout 0 --head_dropout 0 --mask_time_prob 0 --mask_feature_prob 0 --number_of_epochs 1 "
@@ -54,20 +53,9 @@ def away(home):
         (home / "away").rename(home / "encoder")
 
 
-def train_twice(home, to, command):
-    """What a run says, and one that is taken up from its first checkpoint, where its source is not, ends as it does."""
-    run, killed = home / "results" / to, home / "results" / f"{to}-killed"
-    with copied(run, 1, killed):
-        said = sbkit(home, *command, "--output_folder", run)
-    with away(home):
-        go_on(killed, *command, "--output_folder", killed, cwd=home)
-    assert different(weights(killed), weights(run)) == []
-    return said
-
-
 @pytest.fixture(scope="module")
 def trained(home):
-    said = train_twice(home, "run", words("run", *DRAWING))
+    said = sbkit(home, *words("run", *DRAWING))
     assert "tensors loaded" in said and "test WER" in said
     return home / "results" / "run"
 
@@ -103,10 +91,9 @@ def heard(bundle, *clips):
 def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transformers(home, trained):
     with away(home):
         assert "WER" in sbkit(home, "evaluate", trained, "--split", "dev")
-        shown = sbkit(home, "export", trained, "--to", "bundle", "--target", "sherpa")
-    assert "int8" in shown and "torch" in shown
+        sbkit(home, "export", trained, "--to", "bundle", "--target", "sherpa", "--formats", "onnx,torch", "--clips", 3)
     parity = json.loads((home / "bundle" / "parity.json").read_text())
-    assert set(parity["formats"]) == {"checkpoint", "onnx", "int8", "torch", "sherpa"}
+    assert set(parity["formats"]) == {"checkpoint", "onnx", "torch", "sherpa"}
     clips = [str(home / "data" / "wavs" / f"test{i}.wav") for i in range(2)]
     done = processes.program(heard, str(home / "bundle"), *clips)
     assert done.returncode == 0, done.stderr
@@ -126,35 +113,36 @@ def test_whisper_hears_recordings_that_are_longer_than_its_window(home):
         sbkit(home, "transcribe", "hears", "long.wav", "--chunk-seconds", "60", "--model", "torch", code=2)
 
 
-@pytest.mark.parametrize("recipe", ["whole", "lora"])
-def test_a_step_that_is_not_finite_is_replayed(home, recipe):
-    command = "train", {"whole": RECIPE, "lora": LORA}[recipe], *words(f"{recipe}-bad")[2:]
+def test_a_step_that_is_not_finite_is_replayed(home):
+    """tests/train/test_bad_batch.py has what breaks of any model."""
+    command = "train", LORA, *words("bad")[2:]
     assert "is not finite" in sbkit(home, *command, "--lr", "1e25", "--max_grad_norm", "0", code=1)
-    said = sbkit(home, "replay", f"results/{recipe}-bad")
+    said = sbkit(home, "replay", "results/bad")
     assert "Weights: those of that step." in said and "the first that is not finite is" in said
     wrong = next(line for line in said.splitlines() if line.startswith(">"))
-    assert ("lora" in wrong) == (recipe == "lora"), "what learns has gone wrong"
+    assert "lora" in wrong, "what learns has gone wrong"
 
 
 LORA = ROOT / "recipes" / "CommonVoice" / "ASR" / "CTC" / "hparams" / "lora.yaml"
 
 
-def test_lora_trains_a_little_saves_little_and_ships_without_its_source(home):
-    train_twice(home, "lora", ("train", LORA, "--encoder_source", "encoder", *SMALL, *STILL, "--number_of_epochs", "2",
-                               "--adapters.dropout", "0"))
-    one = weights(home / "results" / "lora")
+@pytest.mark.long
+def test_lora_trains_a_little_saves_little_and_goes_on_and_ships_without_its_source(home):
+    run, killed = home / "results" / "lora", home / "results" / "killed"
+    command = ("train", LORA, "--encoder_source", "encoder", *SMALL, *STILL, "--number_of_epochs", "2",
+               "--adapters.dropout", "0")
+    with copied(run, 1, killed):
+        sbkit(home, *command, "--output_folder", run)
+    with away(home):
+        go_on(killed, *command, "--output_folder", killed, cwd=home)
+    one = weights(run)
+    assert different(weights(killed), one) == []
     assert one.pop("base")
     start = encoders.start(home / "encoder", "wav2vec2-group")
     assert not any(name.removeprefix("model.0.network.") in start for name in one if name.endswith("weight"))
     assert all(value.any() for name, value in one.items() if ".lora.2." in name), "each of them has learnt"
-    assert len(list((home / "results" / "lora" / "save").glob("base-*.safetensors"))) == 1
+    assert len(list((run / "save").glob("base-*.safetensors"))) == 1
     with away(home):
-        assert "WER" in sbkit(home, "evaluate", "results/lora", "--split", "dev")
-        sbkit(home, "export", "results/lora", "--to", "lora-bundle", "--formats", "torch")
+        sbkit(home, "export", "results/lora", "--to", "lora-bundle", "--formats", "torch", "--clips", 3)
     names = torch.export.load(home / "lora-bundle" / "model.pt2").state_dict
     assert names and not any("lora" in name for name in names), "merged"
-    whole = [word for word in words("whole", *STILL, "--init_from", "results/lora")
-             if word not in ("--encoder_source", "encoder", "--no-check")]
-    with away(home):
-        said = sbkit(home, *whole)
-    assert "Starting from the run" in said and "its LoRA merged" in said and "left there" not in said

@@ -96,10 +96,9 @@ def test_whatever_ends_a_start_in_its_preparation_the_run_keeps_its_recipe_and_c
     before = own(folder)
     for moment in MOMENTS:
         killed = program(start, str(folder), data, moment, str(int(signal.SIGKILL)), "--no-check")
-        assert killed.returncode == -signal.SIGKILL and own(folder) != before
-        refused = program(start, str(folder), data, "", "0")  # by the check
-        assert refused.returncode == 1, refused.stderr
-        assert own(folder) == before, moment
+        assert killed.returncode == -signal.SIGKILL and own(folder) != before, moment
+    refused = program(start, str(folder), data, "", "0")  # by the check
+    assert refused.returncode == 1 and own(folder) == before, refused.stderr
     ended = program(start, str(folder), data, "after the manifests", str(int(signal.SIGTERM)), "--no-check")
     assert ended.returncode == 143 and "Traceback" not in ended.stderr
     assert ended.stderr.splitlines()[-1] == "error: stopped by SIGTERM; run the same command to continue"

@@ -6,6 +6,8 @@ Training is killed at chosen places by test_kill_resume.py. ``make tried`` kills
 import json
 import os
 import random
+import signal
+import threading
 import time
 
 import bundles
@@ -14,7 +16,7 @@ import processes
 import pytest
 import soundfile
 import tried
-from processes import ROOT
+from processes import ON_A_CPU, ROOT
 from trained_runs import different, outcome, tones
 
 from tools.gpu import corpus
@@ -112,3 +114,37 @@ def test_a_command_that_is_killed_at_random_goes_on_to_the_same_result(command, 
         processes.sbkit(*words, out, cwd=tmp_path)
         assert different(result(out), wanted) == [], f"after {kills} kills"
     tried.record("kill -9 at random moments of label, prepare, clean, a run with old data, a transducer", kills)
+
+
+def dying(seconds, victim, *words):
+    """A command one of whose processes is killed at a moment that nothing chose."""
+    if os.environ.get("RANK", "0") == victim:
+        timer = threading.Timer(float(seconds), os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    processes.command(*words)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_one_of_whose_processes_is_killed_ends_as_the_one_never_stopped(ranks, tmp_path):
+    tones(tmp_path / "data", 60, 12)
+    words = ["train", ROOT / "hparams" / "ctc.yaml", *SMALL, "--cnn_first_channels", 4, "--language", "none",
+             "--data_folder", "data", "--least_steps", 60, "--output_folder"]
+    began = time.monotonic()
+    processes.sbkit(*words, "whole", cwd=tmp_path, ranks=ranks)
+    seconds, wanted = time.monotonic() - began, outcome(tmp_path / "whole", "valid_WER", "test_WER")
+    drawn, kills, rounds = random.Random(ranks), 0, 0
+    while kills < KILLS:
+        out, rounds, codes = f"killed{rounds}", rounds + 1, set()
+        while kills < KILLS and codes != {0}:
+            victim = drawn.randrange(ranks)
+            given = drawn.uniform(0, seconds), victim, tmp_path, *words, out
+            ended = processes.programs(ranks, dying, *map(str, given), timeout=300, **ON_A_CPU)
+            codes = {each.returncode for each in ended}
+            if codes != {0}:
+                assert ended[victim].returncode == -signal.SIGKILL, ended[victim].stderr[-3000:]
+                kills += 1
+        processes.sbkit(*words, out, cwd=tmp_path, ranks=ranks)
+        assert different(outcome(tmp_path / out, "valid_WER", "test_WER"), wanted) == [], f"after {kills} kills"
+    tried.record("kill -9 at random moments of training on one process and on two", kills)

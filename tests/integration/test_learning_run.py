@@ -2,10 +2,9 @@
 masks and rate grow with it, it ends as the run that was never stopped.
 """
 
-
 import pytest
 from processes import sbkit
-from trained_runs import copied, different, go_on, here, latest, metrics, saved_step, weights
+from trained_runs import copied, different, go_on, here, latest, metrics, outcome, saved_step
 
 from sbkit.runs.restore import read_run
 from sbkit.score.report import write_report
@@ -17,7 +16,7 @@ from tools.gpu import corpus
 SMALL = (
     "--d_model 48 --nhead 2 --num_encoder_layers 1 --d_ffn 96 --kernel_size 7 --cnn_first_channels 4 --cnn_channels 8 "
     "--dropout 0 --CNN.dropout 0 --schedule.warmup 30 --precision fp32 --num_workers 0 --noprogressbar --no-check "
-    "--step_seconds 10 --least_steps 0 --ckpt_interval_minutes 0"
+    "--step_seconds 10 --least_steps 0 --ckpt_interval_minutes 0 --log_interval 0"
 ).split()
 BEGIN, WHOLE = 0.05, 0.95
 STEPS, STOP = 75, 65  # five epochs, and a step in the last: letters are tones, and some are heard after 50 steps
@@ -42,6 +41,7 @@ def train(out, tones, *more, ranks=1):
     return done.stderr, metrics(out, "warning")
 
 
+@pytest.mark.long
 def test_one_that_can_learn_nothing_is_warned_at_its_end(tones, tmp_path):
     out = tmp_path / "run"
     said, lines = train(out, tones, "--lr", "1e-6", "--number_of_epochs", "2", ranks=2)
@@ -77,10 +77,16 @@ def learnt(out):
     return progress.score_at(saved_step(out) + 1)
 
 
+def everything(out):
+    """All that training left, but for times."""
+    return outcome(out, "valid_WER", "test_WER", kinds=("step", "epoch", "test")) | {
+        "log": (out / "train_log.txt").read_text(), "wer": (out / "wer_test.txt").read_text()}
+
+
 def test_stopped_while_the_masks_grow_it_ends_as_the_run_that_was_never_stopped(tones, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     with copied(whole, STOP, cut):
         here(*words(whole, tones, *RAMP))
     assert STOP <= saved_step(cut) < STEPS and BEGIN < learnt(cut) < WHOLE
     go_on(cut, *words(cut, tones, *RAMP))
-    assert saved_step(cut) == STEPS and different(weights(cut), weights(whole)) == []
+    assert saved_step(cut) == STEPS and different(everything(cut), everything(whole)) == []

@@ -89,7 +89,7 @@ def undisturbed(words, tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind, world", [
-    ("lost_reader", 1), ("lost_reader", 2), ("closed", 1), ("terminal_under_nohup", 1)])
+    ("lost_reader", 2), ("closed", 1), ("terminal_under_nohup", 1)])
 def test_a_run_goes_on_whatever_becomes_of_its_output(kind, world, words, undisturbed, tmp_path):
     done = programs(world, with_output, kind, str(tmp_path), *words, f"--output_folder={tmp_path}", timeout=400)
     assert [each.returncode for each in done] == [0] * world

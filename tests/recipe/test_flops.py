@@ -171,7 +171,7 @@ def test_what_the_loss_does_not_reach_costs_nothing(hparams):
     joint = flops.operations_per_second(brain_of(hparams, ctc_weight=0.3), SECONDS)
     twice = flops.operations_per_second(brain_of(hparams, consistency=0.2), SECONDS)
     assert joint > 1.01 * alone and alone >= within
-    assert twice == pytest.approx(2 * alone - 2 * 400 * 257 * 80 / SECONDS), "the views share their features"
+    assert twice == pytest.approx(2 * alone - 2 * 401 * 201 * 80 / SECONDS), "the views share their features"
 
 
 def test_the_typical_length_costs_what_all_lengths_cost():

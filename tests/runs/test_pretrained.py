@@ -123,7 +123,7 @@ pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer
     paths: {{head: {tmp_path}/head.ckpt}}
 number_of_epochs: 1
 """.replace("limit: 2", "limit: !ref <number_of_epochs>"))
-    words = ["--output_folder", str(out), "--data_folder", str(data), "--tokenizer.model_type", "char"]
+    words = ["--output_folder", str(out), "--data_folder", str(data), "--tokenizer.model_type", "char", "--no-check"]
     refused = start(recipe, *words, code=2)
     assert f"there is no file {tmp_path}/head.ckpt" in refused
     assert "Traceback" not in refused and not (out / "manifests").exists()
@@ -132,7 +132,6 @@ number_of_epochs: 1
     assert "comes from a model of different sizes" in refused
     size = int(refused.split("output_neurons: ")[1].split(",")[0])  # as many as the corpus has characters
     torch.save(head(size, 7.0), tmp_path / "head.ckpt")
-    words.append("--no-check")
     start(recipe, *words)
     torch.save(head(size, 0.0), tmp_path / "head.ckpt")
     start(recipe, *words, "--number_of_epochs", "2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,9 @@ from run_folders import corpus
 
 from sbkit.data.corpus import Corpus
 from sbkit.errors import SbkitError
+from sbkit.runs import old_set
 from sbkit.runs.replay import NEW, problems, with_replay
-from sbkit.score.old_set import OLD
+from sbkit.score.old_set import OLD, OldSet
 
 
 @pytest.fixture
@@ -124,3 +126,23 @@ def test_other_rules_of_writing_are_refused(run):
     there.corpus.text = Corpus(None, "es", text={"case": "upper"}).text
     (problem,) = problems(there)
     assert problem.key == "replay" and "text.case is 'upper' and 'lower'" in problem.message
+
+
+def test_weights_that_forgot_are_refused_unless_that_is_accepted(run, capsys):
+    there = keys(run.parent, init_from=str(run))
+    there.corpus, there.folder, there.average_checkpoints = with_replay(there), run, 1
+
+    def guarded(accept_worse):
+        return old_set.guard(SimpleNamespace(keys=there), None, ("best", 1), None, accept_worse)
+
+    with pytest.raises(SbkitError, match=r"lacks old_set\.json"):
+        guarded(False)
+    assert guarded(True) == "The result of the old test is unknown."
+    OldSet("WER", True, 20.0, (10.0, 30.0), 0.5, 25.0, 40.0).write(run)
+    (run / "tested.json").write_text(json.dumps({f"WER {OLD}": 30.0}))
+    assert guarded(False).startswith("WER 30.00 on the old test, within the interval")
+    (run / "tested.json").write_text(json.dumps({f"WER {OLD}": 30.1}))
+    with pytest.raises(SbkitError, match=r"the model forgot: WER 30\.10 on the old test, beyond the") as refused:
+        guarded(False)
+    assert "--mean 0.5 exports the mean" in refused.value.hint and "--accept-worse" in refused.value.hint
+    assert guarded(True).startswith("The model forgot: WER 30.10")

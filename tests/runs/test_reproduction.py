@@ -26,7 +26,7 @@ from sbkit.runs import lock, reproduction
 from sbkit.train.checkpoint.adapted import hash_of
 
 RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
-SMALL = {**run_folders.TINY, "number_of_epochs": 12, "precision": "fp32", "step_seconds": 3, "max_batch_seconds": 3,
+SMALL = {**run_folders.TINY, "number_of_epochs": 4, "precision": "fp32", "step_seconds": 3, "max_batch_seconds": 3,
          "least_steps": 0, "num_workers": 0, "device": "cpu"}
 
 
@@ -231,7 +231,7 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     assert f"the audio of {recording.stem}" in capsys.readouterr().err
     monkeypatch.setattr("sys.orig_argv", ["sbkit", "train", "--lr", "0.5"])
     assert main(["train", str(RECIPE), *words, "--data_folder", f"{tmp_path}/data", "--output_folder",
-                 f"{tmp_path}/out", "--no-check", "--lr", "0.5", "--number_of_epochs", "13"]) == 0
+                 f"{tmp_path}/out", "--no-check", "--lr", "0.5", "--number_of_epochs", "5"]) == 0
     capsys.readouterr()
     monkeypatch.setattr(reproduction, "train", None)
     with pytest.raises(TypeError):

@@ -127,7 +127,7 @@ def noisy(folder, lists, die_at=None):
     return toy.drawn
 
 
-@pytest.mark.parametrize("die_at", [3, 5, 7, 12])
+@pytest.mark.parametrize("die_at", [3, 7])
 def test_noise_and_rooms_of_speechbrains_augmenters_go_on_after_a_resume(tmp_path, die_at):
     """What they draw depends on where their own loaders are, which no file of theirs tells."""
     lines = ["ID,duration,wav,wav_format,wav_opts"]

@@ -310,9 +310,7 @@ def forked():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum, code, persistent", [
-    (signal.SIGTERM, 143, False), (signal.SIGINT, 130, True), (signal.SIGUSR1, 138, False),
-    (signal.SIGHUP, 129, False)])
+@pytest.mark.parametrize("signum, code, persistent", [(signal.SIGTERM, 143, False), (signal.SIGINT, 130, True)])
 def test_a_script_whose_group_gets_the_signal_saves_says_so_and_ends_soon(forked, tmp_path, signum, code, persistent):
     """Its loader is SpeechBrain's, whose workers get the signal too: they live on, and none of them shouts."""
     folder = tmp_path / "save"
@@ -341,7 +339,8 @@ def test_a_second_script_with_the_same_checkpoints_is_refused_while_the_first_tr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum, to_all", [(signal.SIGINT, True), (signal.SIGUSR1, False)],
+@pytest.mark.parametrize("signum, to_all", [pytest.param(signal.SIGINT, True, marks=pytest.mark.long),
+                                            (signal.SIGUSR1, False)],
                          ids=["to all, like Ctrl-C", "SLURM's, to torchrun"])
 def test_under_torchrun(tmp_path, signum, to_all):
     """torchrun passes it on to both ranks, which have time to save."""

@@ -92,7 +92,6 @@ def test_moving_averages_and_their_mean_take_the_place_of_the_weights(english, t
     for source in (averaged, alone):
         _, after, _ = begun(tmp_path, english, caplog, init_from=str(source))
         assert torch.equal(after["model.3.w.bias"], torch.load(alone, weights_only=True)["weights"]["3.w.bias"])
-        shutil.rmtree(tmp_path / "new")
     _, after, _ = begun(tmp_path, english, caplog, init_from=str(averaged), init_average=2)
     _, brain = load_run(averaged, "cpu", mean_of=2)
     assert all(torch.equal(value, after[name]) for name, value in state(brain).items())
@@ -143,7 +142,6 @@ def test_numbers_that_could_be_other_parts_are_refused(bundle, english, tmp_path
         "it is unknown which of them is seq_lin" in error.message
     assert error.hint.startswith("name the folder of its run, checkpoint or bundle, whose recipe has their names, or ")
     assert "is seq_lin" in refusal(english, tmp_path, path, init_leave=["ctc_lin"]).message
-    shutil.rmtree(tmp_path / "new")
     before, after, _ = begun(tmp_path, english, caplog, init_from=str(path), init_leave=["seq_lin"])
     assert all(torch.equal(before[name], after[name]) for name in before if name.startswith(("model.2", "model.3")))
     assert not torch.equal(before["model.0.convblock_0.convs.conv_0.conv.weight"],
@@ -201,7 +199,6 @@ def test_recipes_that_order_their_lists_otherwise_understand_each_other(run, eng
     for asked in ({"init_from": str(other), "init_checkpoint": "epoch1"}, {"init_from": str(ckpt / "model.ckpt")}):
         _, after, table = begun(tmp_path, english, caplog, **asked)
         assert all(torch.equal(value, after[f"model.{name}"]) for name, value in theirs.items()), table
-        shutil.rmtree(tmp_path / "new")
 
 
 # ------------------------------------------------------------------ another vocabulary
@@ -376,7 +373,6 @@ def test_another_vocabulary_where_the_source_has_no_tokenizer(run, tmp_path, cap
     assert "has no tokenizer, so it is unknown which token each row stands for" in error.message
     assert "ctc_lin.w.weight: " in error.message
     assert error.hint == "reinitialise them: --init_leave \"[Transformer.custom_tgt_module, seq_lin, ctc_lin]\""
-    shutil.rmtree(tmp_path / "new")
     _, _, table = begun(tmp_path, data, caplog, init_from=str(path),
                         init_leave=["ctc_lin", "seq_lin", "Transformer.custom_tgt_module"])
     assert table.count("init_leave") == 3
@@ -413,7 +409,7 @@ def test_a_folder_that_lacks_a_file_of_its_recipe(bundle, english, tmp_path):
 @pytest.mark.parametrize("key, value", [("init_tokenizer", "old"), ("init_leave", "ctc_lin"), ("init_average", 0)])
 def test_values_that_say_nothing_are_refused(english, tmp_path, key, value):
     with pytest.raises(SbkitError, match=f"{key} is .*, and must be "):
-        target(tmp_path / "new", english, **{key: value})
+        target(tmp_path / "new", english, lr=0.01, **{key: value})
 
 
 BEGUN = SimpleNamespace(list_checkpoints=lambda: ["one"])

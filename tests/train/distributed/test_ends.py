@@ -257,6 +257,7 @@ exec(leaves)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system doesn't list a process's threads")
 def test_a_script_leaves_the_process_group_at_its_end():
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",

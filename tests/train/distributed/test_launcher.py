@@ -59,6 +59,7 @@ def until(what, seconds):
         time.sleep(0.1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_processes_of_a_killed_torchrun_end_in_seconds_say_so_and_the_next_start_resumes(tmp_path):
     agent = started(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")

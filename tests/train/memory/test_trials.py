@@ -18,8 +18,8 @@ on_linux = pytest.mark.skipif(not host.can_bound(), reason="only Linux keeps a p
 
 
 @pytest.fixture(autouse=True)
-def _cache_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path / "cache"))
+def _shared_cache(cache, monkeypatch):
+    monkeypatch.setenv("SBKIT_CACHE", str(cache))
 
 
 def trial_of(recipe, *words):
