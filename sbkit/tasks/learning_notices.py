@@ -70,7 +70,7 @@ class Setup(NamedTuple):
     thaw: int = 0
     trained: bool = False
     fastest: float = 1.0
-    keys: Container[str] = ("lr", "least_steps")
+    keys: Container[str] = ("lr", "min_steps")
 
     def option(self, name: str, otherwise: str) -> str:
         """Return the option that sets a value: the key of shipped recipes if there is one, otherwise ``otherwise``."""
@@ -159,7 +159,7 @@ class LearningNotices:
         """Return advice for a loss that stays at chance, the likeliest first."""
         setup, highest = self.setup, self._state["highest"]
         steps = max(1000, 200 * math.ceil(setup.planned / 100))
-        more = f"more steps: {setup.option('least_steps', 'batching.least_steps')} {steps} or more in a new run"
+        more = f"more steps: {setup.option('min_steps', 'batching.min_steps')} {steps} or more in a new run"
         advice = [] if self._state["learnt"] >= 1 else [more]
         if setup.trained and 0 < setup.fastest * highest < HEAD_RATE / 2:
             factor = f"--learning_rates '{{ctc_lin: {HEAD_RATE / highest:.0f}}}'"

@@ -1,4 +1,4 @@
-"""A step that is not finite: its batch is run again to name the first bad layer, and saved for ``sbkit replay``."""
+"""A step that is not finite: its batch is run again to name the first bad layer, and saved for ``sbkit rerun``."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def report(brain: sb.Brain, folder: str | os.PathLike[str], result: StepResult, 
     """Find out why a step was not finite; all ranks must call it, and all get the same text.
 
     Each of this rank's micro-batches is run again, which is slow. Those that show the problem are saved in
-    ``folder/culprits/step-N-rank-R``, for ``sbkit replay``. A full disk, or a batch that can't be pickled, loses the
+    ``folder/culprits/step-N-rank-R``, for ``sbkit rerun``. A full disk, or a batch that can't be pickled, loses the
     report, but not the run.
     """
     culprits, rank, step = Path(folder) / CULPRITS, ranks.rank(), result.number
@@ -216,7 +216,7 @@ def report(brain: sb.Brain, folder: str | os.PathLike[str], result: StepResult, 
         lines += [f"    affected utterances: {listed(account['bad_ids'])}" if account["bad_ids"] else
                   f"    utterances of the batch: {listed(account['ids']) or '(no ids)'}"]
         lines += [f"    likely cause: {account['likely']}"] if account["likely"] else []
-    lines += [f"  saved; every layer, and each utterance's own loss: sbkit replay {place}" for place in places if place]
+    lines += [f"  saved; every layer, and each utterance's own loss: sbkit rerun {place}" for place in places if place]
     return "\n".join(lines)
 
 

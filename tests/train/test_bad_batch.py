@@ -152,7 +152,7 @@ def test_what_a_report_says_and_a_replay_shows(tmp_path, breaks, spoil, total, p
         if spoil is not None:
             spoil(recipe, batch)
     text = told(recipe, batch, folder=tmp_path, total=total)
-    for part in [*parts, f"sbkit replay {tmp_path}/culprits/step-12-rank-0"]:
+    for part in [*parts, f"sbkit rerun {tmp_path}/culprits/step-12-rank-0"]:
         assert part in text
     torch.manual_seed(99)
     again = replay(recipe, tmp_path)
@@ -282,7 +282,7 @@ def test_a_placeholder_batch_is_never_a_culprit(tmp_path):
 def test_what_cannot_be_saved_costs_the_replay_and_not_the_run(tmp_path, caplog, batch, said):
     if batch is None:
         (tmp_path / "culprits").write_text("", encoding="utf-8")
-    assert "sbkit replay" not in told(Recipe("layer"), batch or clips(), folder=tmp_path)
+    assert "sbkit rerun" not in told(Recipe("layer"), batch or clips(), folder=tmp_path)
     assert re.search(f"The culprit of step 12 is not saved: .*({said})", caplog.text)
     assert batch is None or not list((tmp_path / "culprits").iterdir())
 
