@@ -148,7 +148,7 @@ class Keys:
     def misfits(cls, hparams: Mapping[str, Any]) -> list[Problem]:
         """Return a problem for each object that a recipe built of another class than declared.
 
-        An object with all public methods of the declared class does as well.
+        A class of the user's own may do as well; that of an installed package has the declared one's public methods.
         """
         found = []
         for name, known in cls.declared().items():
@@ -159,7 +159,10 @@ class Keys:
                     kind in (Any, object) or not isinstance(kind, type) for kind in kinds):
                 continue
             plain = isinstance(value, (Mapping, list, tuple, str, int, float))
-            if any(isinstance(value, kind) or (not plain and all(
+            package = sys.modules.get(type(value).__module__.partition(".")[0])
+            own = package is not None and package.__name__ != "sbkit" and "site-packages" not in (
+                getattr(package, "__file__", None) or "site-packages")
+            if (own and not plain) or any(isinstance(value, kind) or (not plain and all(
                     hasattr(value, each) for each in vars(kind) if not each.startswith("_"))) for kind in kinds):
                 continue
             given = "a mapping" if isinstance(value, Mapping) else _shown(value) if plain else (
