@@ -128,7 +128,7 @@ class Keys:
         known = cls.declared().values()
         values = {declared.name: declared.default for declared in known if not declared.needed}
         for declared in known:
-            if declared.former in hparams:
+            if declared.former is not None and declared.former in hparams:
                 renamed.warn_once(f"the key {declared.former} is now called {declared.name}")
                 values[declared.name] = hparams[declared.former]
         values |= {declared.name: hparams[declared.name] for declared in known if declared.name in hparams}
