@@ -12,7 +12,7 @@ import yaml
 
 from sbkit import cli, commands
 from sbkit.cli import COMMANDS, GROUPS, RECIPE_COMMANDS, main
-from sbkit.recipe import arguments
+from sbkit.recipe import arguments, load
 
 ROOT = Path(__file__).parents[1]
 
@@ -175,3 +175,9 @@ def test_info_tells_a_run_from_a_bundle(tmp_path, capsys):
     assert main(["info", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "not finished: the same command continues it" in out and out.endswith("# mine\n") and "tags" not in out
+
+
+def test_a_recipe_is_found_by_its_former_name(tmp_path):
+    assert arguments.locate(str(ROOT / "hparams/ssl.yaml")) == ROOT / "hparams/finetune.yaml"
+    (tmp_path / "mine.yaml").write_text(f"recipe: !include:{ROOT}/hparams/ssl.yaml\n    lr: 0.1\n")
+    assert [path.name for path, _ in load.chain(tmp_path / "mine.yaml")] == ["mine.yaml", "finetune.yaml"]

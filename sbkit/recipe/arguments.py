@@ -162,7 +162,7 @@ def _raise(message: str) -> None:
 def locate(name: str) -> Path:
     """The path of a recipe, as given or else relative to the folder of the script that was started."""
     candidates = [Path(name), Path(sys.argv[0]).resolve().parent / name]
-    for path in candidates:
+    for path in map(files.renamed_recipe, candidates):
         if path.is_file():
             return path
     where = Path(name).parent

@@ -23,7 +23,7 @@ NOTHING, LEARNS = 0.05, 0.1
 #: runs of hparams/ctc.yaml that learn leave it after 100 to 330. A lower peak gets up to three times as many.
 PATIENCE, USUAL_RATE, MAX_TIMES = 400, 0.002, 3.0
 #: The same from pretrained weights, where a short run gets a share of its steps: Whisper base leaves chance after 45 to
-#: 75 steps with the rates of hparams/ssl.yaml, after 190 with its head at the encoder's rate.
+#: 75 steps with the rates of hparams/finetune.yaml, after 190 with its head at the encoder's rate.
 TRAINED_PATIENCE, TRAINED_SHARE, TRAINED_RATE = (80, 150), 0.15, 5e-5
 #: The peak that is advised for a new head.
 HEAD_RATE = 0.01
