@@ -12,7 +12,7 @@ TESTERS ?= $(shell $(PYTHON) -c 'import os; n = os.cpu_count() or 1; print(min(2
 # Python keeps what it compiles, whatever the shell says: tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo demo-speech test test-fast test-long tried lint format docs bench gpu clean
+.PHONY: help install demo demo-speech test test-fast test-long tried lint format docs dist bench gpu clean
 
 help:
 	@echo "make demo       synthesise speech, train a recogniser on it, score it, use it (minutes, no GPU)"
@@ -22,8 +22,9 @@ help:
 	@echo "make tried      tries thousands of hostile files, kills and faults, and counts them in SECURITY.md"
 	@echo "make lint       ruff, and mypy: the types of all of sbkit/ and tools/"
 	@echo "make docs       docs/keys.md from what the classes declare"
+	@echo "make dist       a wheel, in dist/"
 	@echo "make bench      speed against stock SpeechBrain in the same run"
-	@echo "make gpu        what works on this machine's CUDA cards, and how fast: 20 minutes, gpu-report.md"
+	@echo "make gpu        what works on this machine's GPUs, and how fast: 20 minutes, gpu-report.md"
 
 install: $(STAMP)
 
@@ -79,6 +80,10 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python tools/keys_page.py
 
+# Without network: it needs setuptools, and none of what sbkit needs.
+dist:
+	$(PYTHON) -m pip wheel --disable-pip-version-check -q --no-deps --no-build-isolation -w dist .
+
 bench: $(STAMP)
 	$(BIN)/python -m tools.bench.train
 	$(BIN)/python -m tools.bench.decode
@@ -88,4 +93,4 @@ gpu: $(STAMP)
 	$(BIN)/python -m tools.gpu
 
 clean:
-	rm -rf results gpu-report* build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf results gpu-report* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

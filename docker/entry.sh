@@ -5,6 +5,6 @@ set -eu
 case " $* " in
 *" --device "* | *" --device="*) ;;
 " serve "* | " train "* | " transcribe "* | " evaluate "* | " enhance "* | " speak "* | " label "* | " clean "* | \
-    " tokenize "* | " resynthesize "* | " run "* | " listen "* | " tune "* | " replay "*) set -- "$@" --device "$SBKIT_DEVICE" ;;
+    " tokenize "* | " resynthesize "* | " run "* | " listen "* | " tune "* | " rerun "* | " replay "*) set -- "$@" --device "$SBKIT_DEVICE" ;;
 esac
 exec sbkit "$@"

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Sequence
@@ -34,9 +35,16 @@ SpeechBrain's run options work too: --device --precision --debug --test_only --n
 
 A recipe is code: what it names is imported and called, even by check. For a recipe you don't trust: check --no-run."""
 
+#: Former names of commands, and of options of a command; they work, and a line says the present one.
+FORMER_COMMANDS = {"replay": "rerun"}
+FORMER_OPTIONS = {
+    "check": {"on": "as"}, "evaluate": {"on": "data-folder", "out": "to"}, "report": {"out": "to"}, "lm": {"out": "to"},
+    "transcribe": {"output": "to"}, "run": {"output": "to"}, "import": {"corpus": "data-folder"},
+    "doctor": {"data": "data-folder"}, "reproduce": {"source": "data-folder", "to": "output-folder"}}
 #: Commands that take a recipe and overrides, as SpeechBrain's scripts do; argparse never sees their arguments.
 RECIPE_COMMANDS = {
     "train": "train, test and report",
+    "show": "print the resolved recipe, with where each value comes from",
     "check": "report everything wrong with a recipe, what it costs and what fits in memory",
     "tune": "find the largest batch that fits, by trying; cached per model, device and precision",
     "prepare": "prepare the corpus and the tokenizer only, and report what was left out and why",
@@ -47,10 +55,11 @@ COMMANDS = {
     "demo-data": "synthesise a small corpus in Common Voice's layout",
     "shard": "pack a manifest's recordings into tar shards that training reads directly",
     "evaluate": "score any checkpoint of a run on any corpus",
+    "info": "say what a run or a bundle is: its model, corpus, results and age",
     "lm": "estimate a language model from text, for a search with --lm",
     "report": "write a page about a run: its curves, its errors, what to fix next",
     "reproduce": "train a finished run again from its reproduce.json, and compare rows, losses and figures",
-    "replay": "rerun a non-finite step, layer by layer",
+    "rerun": "compute a non-finite step again, layer by layer",
     "export": "export a run as a bundle that others can use",
     "push": "put a bundle on the Hugging Face Hub",
     "import": "make a bundle from a CTC model that was trained elsewhere",
@@ -64,6 +73,15 @@ COMMANDS = {
     "run": "run an exported model that outputs tensors, such as speaker embeddings, on recordings",
     "serve": "serve bundles through an OpenAI-style API, a live WebSocket and a web page",
     "doctor": "report what this machine offers, and what keeps sbkit from running well",
+}
+
+
+#: The commands as the help lists them.
+GROUPS = {
+    "data": ("demo-data", "prepare", "shard", "clean", "label", "tokenize", "resynthesize"),
+    "train": ("new", "show", "check", "tune", "train", "rerun", "reproduce", "doctor"),
+    "evaluate": ("info", "evaluate", "report", "lm"),
+    "ship": ("export", "import", "push", "transcribe", "listen", "speak", "enhance", "run", "serve"),
 }
 
 
@@ -107,9 +125,11 @@ def dispatch(argv: list[str]) -> int:
     if not argv:
         parser_for(argv).print_help()
         return 2
-    command, rest = argv[0], argv[1:]
+    command, rest = FORMER_COMMANDS.get(argv[0], argv[0]), argv[1:]
+    if command != argv[0]:
+        print(f"sbkit {argv[0]} is now called sbkit {command}", file=sys.stderr)
     if command not in RECIPE_COMMANDS:
-        args = parser_for(argv).parse_args(argv)
+        args = parser_for([command, *rest]).parse_args([command, *rest])
         return args.call(args)
     module = command_module(command)
     if "-h" in rest or "--help" in rest:
@@ -117,8 +137,7 @@ def dispatch(argv: list[str]) -> int:
         return 0
     from sbkit.recipe import arguments
 
-    arguments.refuse_early(rest, module.OPTIONS)
-    return module.run(rest)
+    return module.run(arguments.read_words(rest, module.OPTIONS, FORMER_OPTIONS.get(command, {}), command != "check"))
 
 
 def command_module(command: str) -> ModuleType:
@@ -132,16 +151,29 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any):
         super().__init__(**options, allow_abbrev=False)
+        self.former: dict[str, str] = {}
+        """Former names of options, without ``--`` and with hyphens."""
 
     def parse_known_args(  # type: ignore[override]  # argparse overloads it by the class of the namespace
             self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse, and refuse unknown options here: the parent parser doesn't know this command's options."""
-        known, unknown = super().parse_known_args(args, namespace)
+        known, unknown = super().parse_known_args([*map(self._spelled, args or ())], namespace)
         if unknown:
             options = [word for action in self._actions for word in action.option_strings]
             self._refuse(f"unrecognized arguments: {' '.join(unknown)}", unknown[0].partition("=")[0], options)
         return known, unknown
+
+    def _spelled(self, word: str) -> str:
+        """An option as this parser has it: hyphens and underscores are the same, and a former name is understood."""
+        name, equals, value = word.partition("=")
+        options = {each[2:].replace("_", "-"): each for action in self._actions for each in action.option_strings
+                   if each.startswith("--")}
+        plain = name[2:].replace("_", "-") if name.startswith("--") else ""
+        if plain in self.former and plain not in options:
+            print(f"{name} is now called {options[self.former[plain]]}", file=sys.stderr)
+            plain = self.former[plain]
+        return f"{options[plain]}{equals}{value}" if plain in options else word
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
@@ -154,17 +186,23 @@ class _Parser(argparse.ArgumentParser):
 
 def parser_for(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The parser for these arguments; only the command that they name is imported, the others are just listed."""
-    parser = _Parser(prog="sbkit", description="Train speech models from recipes and ship them.")
+    what = {**RECIPE_COMMANDS, **COMMANDS}
+    groups = "\n\n".join("\n".join([f"{group}:", *(
+        textwrap.fill(what[name], 100, initial_indent=f"  {name:13}", subsequent_indent=15 * " ") for name in names)])
+        for group, names in GROUPS.items())
+    parser = _Parser(prog="sbkit", description="Train speech models from recipes and ship them.", epilog=groups,
+                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"sbkit {sbkit.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, what in RECIPE_COMMANDS.items():
-        commands.add_parser(name, help=what, add_help=False)
+    for name in RECIPE_COMMANDS:
+        commands.add_parser(name, add_help=False)
     called = next((word for word in argv if word in COMMANDS), None)
-    for name, what in COMMANDS.items():
-        command = commands.add_parser(name, help=what)
+    for name in COMMANDS:
+        command = commands.add_parser(name)
         if name == called:
             module = command_module(name)
             module.add(command)
+            command.former = FORMER_OPTIONS.get(name, {})
             command.set_defaults(call=module.run)
             command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser

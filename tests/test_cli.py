@@ -8,9 +8,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sbkit import cli, commands
-from sbkit.cli import COMMANDS, RECIPE_COMMANDS, main
+from sbkit.cli import COMMANDS, GROUPS, RECIPE_COMMANDS, main
+from sbkit.recipe import arguments, load
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,6 +24,7 @@ def test_help_lists_every_command(capsys):
     out = " ".join(capsys.readouterr().out.split())
     for command, what in {**RECIPE_COMMANDS, **COMMANDS}.items():
         assert f" {command} {what}" in out
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted({**RECIPE_COMMANDS, **COMMANDS})
 
 
 def test_no_command_at_all_shows_them(capsys):
@@ -61,7 +64,7 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
 
 @pytest.mark.parametrize("words, expected", [
     ("evaluate run --maxwer 15", "arguments: --maxwer 15; did you mean --max-wer? see sbkit evaluate --help"),
-    ("evaluate run --max_wer=15", "arguments: --max_wer=15; did you mean --max-wer? see sbkit evaluate --help"),
+    ("evaluate run --maxwer=15", "arguments: --maxwer=15; did you mean --max-wer? see sbkit evaluate --help"),
     ("transcribe bundle a.wav --chunk 640", "--chunk 640; did you mean --chunk-seconds? see sbkit transcribe --help"),
     ("serve live=bundle --chunk 320", "--chunk 320; did you mean --chunk-seconds? see sbkit serve --help"),
     ("report run qqq", "unrecognized arguments: qqq; see sbkit report --help"),
@@ -115,7 +118,7 @@ def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_pa
         "tune {root}/hparams/ctc.yaml --frehs": "did you mean --fresh?", "check nowhere.yaml": "there is no recipe",
         "new": "required: FOLDER", "trian": "did you mean train?", "export nowhere --to x": "nowhere does not exist",
         "evaluate nowhere": "nowhere does not exist; name the output_folder of a run",
-        "replay nowhere": "nowhere does not exist", "report nowhere": "nowhere does not exist",
+        "rerun nowhere": "nowhere does not exist", "report nowhere": "nowhere does not exist",
         "transcribe nowhere a.wav": "a.wav: no such file",
         "speak nowhere hello --to a.wav": "nowhere does not exist", "reproduce nowhere.json": "No such file",
         "tokenize nowhere corpus --to x": "nowhere does not exist", "new mine": ""}
@@ -127,3 +130,54 @@ def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_pa
     told = re.split(r"ended (\d) (\w+)\n", done.stderr)[:-1]
     for each, message, code, torch in zip(wrong, told[::3], told[1::3], told[2::3], strict=True):
         assert (wrong[each] in message, code, torch) == (True, "2" if wrong[each] else "0", "False"), (each, message)
+
+
+def test_options_take_hyphens_and_underscores_and_former_names_with_a_line(tmp_path, capsys):
+    assert main(["evaluate", str(tmp_path / "no"), "--max_wer", "5", "--on", "corpus"]) == 2
+    assert capsys.readouterr().err.startswith("--on is now called --data_folder\nerror: ")
+    assert main(["replay", str(tmp_path / "no")]) == 2
+    assert capsys.readouterr().err.startswith("sbkit replay is now called sbkit rerun\nerror: ")
+
+
+@pytest.mark.parametrize(("given", "read", "told"), [
+    (["--number-of-epochs", "3", "--lr=1"], ["--number_of_epochs", "3", "--lr=1"], ""),
+    (["--on", "8xH100", "--no_run", "--data", "x"], ["--as", "8xH100", "--no-run", "--data", "x"],
+     "--on is now called --as\n"),
+    (["--batching.min_steps=3", "--no_check"], ["--batching.min_steps=3", "--no-check"], ""),
+])
+def test_words_of_a_recipes_command_are_read_as_it_writes_them(given, read, told, capsys):
+    recipe = str(ROOT / "hparams/ctc.yaml")
+    assert arguments.read_words([recipe, *given], ["no-run", "as"], {"on": "as"}) == [recipe, *read]
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    (["--data", "x"], {"data_folder": "x"}), (["--least_steps", "3"], {"min_steps": 3}),
+    (["--min_steps", "3"], {"min_steps": 3}),
+])
+def test_short_and_former_keys_are_those_of_the_recipe(given, expected):
+    assert arguments.parse([str(ROOT / "hparams/ctc.yaml"), *given]).overrides == expected
+
+
+def test_show_prints_each_value_with_where_it_comes_from(capsys):
+    assert main(["show", str(ROOT / "tests/recipe/small.yaml"), "--d_model", "32"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "seed: 1    # small.yaml:2" and "d_model: 32    # command line" in lines
+    assert "    source: null    # small.yaml:10" in lines and "layer_decay: 1.0    # default" in lines
+    assert yaml.compose("\n".join(lines)) is not None
+
+
+def test_info_tells_a_run_from_a_bundle(tmp_path, capsys):
+    assert main(["info", str(tmp_path)]) == 2
+    assert "is neither a run, which has hyperparams.yaml, nor a bundle" in capsys.readouterr().err
+    (tmp_path / "hyperparams.yaml").write_text("seed: 1\n")
+    (tmp_path / "README.md").write_text("---\ntags: []\n---\n# mine\n")
+    assert main(["info", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "not finished: the same command continues it" in out and out.endswith("# mine\n") and "tags" not in out
+
+
+def test_a_recipe_is_found_by_its_former_name(tmp_path):
+    assert arguments.locate(str(ROOT / "hparams/ssl.yaml")) == ROOT / "hparams/finetune.yaml"
+    (tmp_path / "mine.yaml").write_text(f"recipe: !include:{ROOT}/hparams/ssl.yaml\n    lr: 0.1\n")
+    assert [path.name for path, _ in load.chain(tmp_path / "mine.yaml")] == ["mine.yaml", "finetune.yaml"]

@@ -16,14 +16,13 @@ from sbkit.system.environment import check_torch
 
 HELP = (
     "Report everything wrong with a recipe, what it costs and what fits in memory. --json prints it for programs,\n"
-    "--measure times a few steps.\n--on 8xH100 (or --as) rehearses the whole run on simulated cards;\n"
+    "--measure times a few steps.\n--as 8xH100 rehearses the whole run on simulated GPUs;\n"
     "--html FILE writes its report as a page.\n--price 2.5 predicts hours, energy and cost of the whole run, at this "
     "price of a device per hour.\n--no-run imports only speechbrain, torch and sbkit, builds and calls nothing,\n"
     "and lists what it could not check."
 )
 FLAGS = ("json", "measure", "no-run")
-OPTIONS: tuple[str, ...] | None = None
-"""The check reports all that is wrong at once."""
+OPTIONS = (*FLAGS, "as", "html", "price")
 
 
 def run(argv: list[str]) -> int:
@@ -39,12 +38,12 @@ def _check(argv: list[str]) -> int:
     from sbkit.recipe import arguments
     from sbkit.recipe.check import check
 
-    given, argv = arguments.command_options(argv, "see sbkit check --help", FLAGS, as_or_on=str, html=Path, price=price)
+    given, argv = arguments.command_options(argv, "see sbkit check --help", FLAGS, as_=str, html=Path, price=price)
     if given.price is not None and given.no_run:
         raise SbkitError("--price needs the model, which --no-run doesn't build", hint="drop one of them")
     if given.measure and given.no_run:
         raise SbkitError("--measure runs steps of the recipe, which --no-run doesn't", hint="drop one of them")
-    if given.as_or_on is not None:
+    if given.as_ is not None:
         if given.measure or given.no_run:
             raise SbkitError("--as rehearses the whole run, so it can't be used with "
                              f"{'--measure' if given.measure else '--no-run'}", hint="drop one of them")
@@ -85,7 +84,7 @@ def _rehearse(argv: list[str], given: argparse.Namespace) -> int:
     from sbkit.rehearsal.report import DRIVER, assemble, page, write_html
     from sbkit.rehearsal.run import rehearse
 
-    count, card = parse_cards(given.as_or_on)
+    count, card = parse_cards(given.as_)
     html: Path | None = given.html
     if html is not None:
         disk.check_writable(html, "--html")

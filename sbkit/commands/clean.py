@@ -16,7 +16,7 @@ HELP = (
     "wrong words if many labels have one, and hardly any single words that are missing or too many.\n"
     "The same command resumes."
 )
-OPTIONS: tuple[str, ...] | None = ("folds",)
+OPTIONS: tuple[str, ...] = ("folds",)
 
 
 def run(argv: list[str]) -> int:

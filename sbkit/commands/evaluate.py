@@ -26,7 +26,8 @@ OVER_LIMIT = 1  # exit code
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = RUNS_CODE
     parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a run")
-    parser.add_argument("--on", metavar="CORPUS", help="any value of data_folder (default: the run's own corpus)")
+    parser.add_argument("--data_folder", "--data", dest="on", metavar="CORPUS",
+                        help="any value of data_folder (default: the run's own corpus)")
     parser.add_argument("--split", help="split of the corpus (default: test)")
     parser.add_argument("--checkpoint", nargs="+", default=["best"], metavar="CKPT", dest="checkpoints",
                         help="best, last, or names of checkpoints; each is a row of the table")
@@ -37,7 +38,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, dest=field, action="append", default=[], type=_bound, metavar="NAME=VALUE",
                             help=f"exit with 1 if this figure of the results is {what} VALUE (repeatable)")
     parser.add_argument("--name", help="prefix of the results folder's name (default: the corpus)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the results (default: RUN/evaluations)")
+    parser.add_argument("--to", dest="out", type=Path, metavar="FOLDER",
+                        help="folder for the results (default: RUN/evaluations)")
     add_search(parser)
     parser.add_argument("--tune-lm", action="store_true",
                         help="first tune --lm-weight and --word-score on the dev split")

@@ -14,7 +14,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="a model of transformers, or one for SpeechBrain's "
                         "EncoderASR: a folder, or owner/name or owner/name@revision on the Hugging Face Hub")
     parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to create")
-    parser.add_argument("--corpus", help="compare on its test split instead of noise: any value of data_folder")
+    parser.add_argument("--data_folder", "--data", dest="corpus",
+                        help="compare on its test split instead of noise: any value of data_folder")
     parser.add_argument("--language", help="the language of model and corpus, named in the bundle")
     parser.add_argument("--formats", type=several_of("onnx", "int8", "torch"), metavar="A,B",
                         help="any of onnx,int8,torch (default: all)")

@@ -17,7 +17,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = RUNS_CODE
     parser.add_argument("sources", metavar="TEXT", nargs="+",
                         help="text files (.gz too), - for stdin, manifests, or runs (their training transcripts)")
-    parser.add_argument("--out", metavar="FILE", type=Path, required=True,
+    parser.add_argument("--to", dest="out", metavar="FILE", type=Path, required=True,
                         help="output: an ARPA file (.gz: compressed)")
     parser.add_argument("--order", type=int, default=3, metavar="N", help="words in the longest n-gram (3)")
     parser.add_argument("--prune", type=_prune, metavar="P",
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     held_out = [_find(name, "dev") for name in args.evaluate]
     if run and not held_out and run.corpus.manifest_path("dev").is_file():
         held_out = [str(run.corpus.manifest_path("dev"))]
-    disk.check_writable(args.out, "--out")
+    disk.check_writable(args.out, "--to")
     rules = run.corpus.rules_of if run else lambda file: str
     try:
         report = lm.build(
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             evaluate=_texts(held_out, rules) if held_out else None,
             held_out=", ".join("stdin" if name == "-" else name for name in held_out))
     except OSError as error:
-        raise disk.unwritable(args.out, "--out", error) from error
+        raise disk.unwritable(args.out, "--to", error) from error
     print(report)
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from pathlib import Path
 
 
@@ -11,13 +12,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", type=Path,
                         help="folder to create; existing files are never overwritten")
     parser.add_argument("--task", default="ctc",
-                        help="task whose recipes to write, such as ssl for a pretrained encoder (default: ctc); mine "
-                             "writes a template for your own task")
+                        help="task whose recipes to write, such as finetune for a pretrained encoder (default: ctc); "
+                             "mine writes a template for your own task")
 
 
 def run(args: argparse.Namespace) -> int:
     from sbkit.recipe import starter
+    from sbkit.recipe.files import FORMER_RECIPES
 
+    if (present := FORMER_RECIPES.get(f"{args.task}.yaml", "")) != "":
+        print(f"the task {args.task} is now called {Path(present).stem}", file=sys.stderr)
+        args.task = Path(present).stem
     for place in starter.write(args.folder, args.task):
         print(args.folder / place)
     print(f"\ncd {shlex.quote(str(args.folder))}; sbkit check hparams/{args.task}.yaml      (README.md has the rest)")

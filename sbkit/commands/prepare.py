@@ -9,7 +9,7 @@ from sbkit.system.environment import check_torch
 from sbkit.train.memory import host
 
 HELP = "Prepare the corpus and the tokenizer only, and report what was left out and why."
-OPTIONS: tuple[str, ...] | None = ()
+OPTIONS: tuple[str, ...] = ()
 
 
 def run(argv: list[str]) -> int:

@@ -13,7 +13,7 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="the output folder of a run, or RUN/evaluations/...")
     parser.add_argument("--against", metavar="OTHER", type=Path,
                         help="another run on the same test set, to compare with")
-    parser.add_argument("--out", metavar="FILE", type=Path,
+    parser.add_argument("--to", dest="out", metavar="FILE", type=Path,
                         help="where the page goes (default: RUN/report.html, or RUN/report-against-OTHER.html)")
     parser.add_argument("--utterances", type=int, default=24, metavar="N",
                         help="number of utterances to show of each kind")

@@ -16,9 +16,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "their losses: to the bit on the same device and versions, otherwise within rounding.")
     parser.epilog = RUNS_CODE
     parser.add_argument("file", metavar="FILE", type=Path, help="the reproduce.json in a finished run's folder")
-    parser.add_argument("--to", metavar="FOLDER", type=Path, default=Path("reproduced"),
+    parser.add_argument("--output_folder", dest="to", metavar="FOLDER", type=Path, default=Path("reproduced"),
                         help="where to train (default: reproduced)")
-    parser.add_argument("--source", metavar="PLACE", help="the path of the corpus on this machine, if it differs")
+    parser.add_argument("--data_folder", "--data", dest="source", metavar="PLACE",
+                        help="the path of the corpus on this machine, if it differs")
     parser.add_argument("--set", dest="values", metavar="KEY=VALUE", action="append", default=[],
                         help="another path of the recipe, such as init_from=/models/demo")
     parser.add_argument("--steps", type=count, default=100,
@@ -40,11 +41,12 @@ def run(args: argparse.Namespace) -> int:
         raise SbkitError(f"{args.file} has no loss of the first {args.steps} steps",
                          hint=f"--steps {min(recorded['losses'])} compares its first loss")
     if (args.to / RECIPE).exists():
-        raise SbkitError(f"--to: {args.to} is the folder of a run", hint="name a folder that doesn't exist yet")
+        raise SbkitError(f"--output_folder: {args.to} is the folder of a run",
+                         hint="name a folder that doesn't exist yet")
     if not args.trust_code:
         raise SbkitError(f"{args.file} has a recipe, which is code that would run here",
                          hint='read its lines under "recipe"; if you trust it, add --trust-code')
-    with RunLock(args.to, option="--to"):
+    with RunLock(args.to, option="--output_folder"):
         return _reproduce(args, recorded, wanted)
 
 

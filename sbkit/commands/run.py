@@ -14,7 +14,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="the folder that sbkit export made")
     parser.add_argument("files", metavar="FILES", nargs="+",
                         help="audio files, folders, a manifest.csv, or - for stdin")
-    parser.add_argument("--output", metavar="FOLDER", type=Path,
+    parser.add_argument("--to", dest="output", metavar="FOLDER", type=Path,
                         help="write files for each recording (default: print a line of JSON for each)")
     parser.add_argument("--format", dest="formats", default=["npz"], type=several_of(*FORMATS), metavar="A,B",
                         help=f"formats of these files, any of {','.join(FORMATS)}; wav is the first output (npz)")

@@ -13,7 +13,7 @@ HELP = (
     "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...\n"
     "The same command resumes a run. Only one run at a time may use an output_folder."
 )
-OPTIONS: tuple[str, ...] | None = ()
+OPTIONS: tuple[str, ...] = ()
 
 
 def run(argv: list[str]) -> int:

@@ -12,7 +12,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="the folder that sbkit export made")
     parser.add_argument("files", metavar="FILES", nargs="+",
                         help="audio files, folders, a manifest.csv, or - for stdin")
-    parser.add_argument("--output", metavar="FOLDER", type=Path,
+    parser.add_argument("--to", dest="output", metavar="FOLDER", type=Path,
                         help="write a file for each recording, skipping those that exist")
     parser.add_argument("--format", dest="formats", default=["txt"], type=lambda text: text.split(","),
                         metavar="A,B", help="any of txt,json,srt,vtt,ctm (default: txt)")

@@ -11,7 +11,7 @@ HELP = (
     "Find the largest batch that fits, by trying; cached per model, device and precision.\n--fresh tries again.\n"
     "--memory GIB: memory that a run may use (default: the whole GPU; on a CPU most of the free memory)."
 )
-OPTIONS: tuple[str, ...] | None = ("fresh", "memory")
+OPTIONS: tuple[str, ...] = ("fresh", "memory")
 
 
 def run(argv: list[str]) -> int:

@@ -264,7 +264,7 @@ class Mixture(Corpus):
                 for name, own in hours.items()]
 
     def only_split(self, name: str, folder: str | Path) -> Corpus:
-        raise SbkitError(f"a mixture has no split {name}", hint="name a corpus that has it (--on), or one of "
+        raise SbkitError(f"a mixture has no split {name}", hint="name a corpus that has it (--data_folder), or one of "
                                                                 f"{', '.join(SPLITS)}")
 
     def check_exists(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from sbkit.data.options import check_number
 from sbkit.data.part_sampler import Parts
 from sbkit.data.shapes import Shape, Shapes, choose_shapes
 from sbkit.errors import SbkitError
+from sbkit.system.renamed import FORMER, argument
 
 if TYPE_CHECKING:
     from sbkit.data.augment import Augment
@@ -55,8 +56,9 @@ class Batching:
     seed: seed of the order of utterances and steps.
     sort: with ``ascending`` or ``descending``, the first epoch (epoch 1) is ordered by duration and later
         ones are shuffled; with ``null`` or ``random``, all epochs are shuffled.
-    least_steps: minimum number of optimizer steps of a run: if ``number_of_epochs`` have fewer, each epoch goes through
+    min_steps: minimum number of optimizer steps of a run: if ``number_of_epochs`` have fewer, each epoch goes through
         the corpus several times. A recogniser needs a few hundred before it recognises anything; 0: no minimum.
+    least_steps: the former name of ``min_steps``.
     round_seconds: batches are padded to a multiple of it, as far as ``max_batch_seconds`` allows, so that shapes recur;
         0: no rounding; ``null``: 0.32 on a CPU and with ``--compile``, else 0.16.
     pad_to_shapes: whether a micro-batch is padded to one of at most 32 shapes (rows, samples, tokens), with rows that
@@ -73,10 +75,12 @@ class Batching:
     seed: int = 1234
     sort: str | None = None
     round_seconds: float | None = None
-    least_steps: int = 0
+    min_steps: int = 0
     pad_to_shapes: bool | None = None
+    least_steps: InitVar[int] = FORMER
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, least_steps: int) -> None:
+        self.min_steps = argument("batching", least_steps=least_steps, min_steps=self.min_steps)
         for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
             check_number(f"batching: {name}", getattr(self, name), above=0, optional=name != "max_batch_seconds",
                          whole=name in ("buckets", "max_batch_utterances"))
@@ -84,7 +88,7 @@ class Batching:
         if self.clips_per is not None:
             self._check_clips_per()
         check_number("batching: round_seconds", self.round_seconds, minimum=0, optional=True)
-        check_number("batching: least_steps", self.least_steps, minimum=0, whole=True)
+        check_number("batching: min_steps", self.min_steps, minimum=0, whole=True)
         check_number("batching: seed", self.seed, whole=True)
         if self.sort not in (None, "random", "ascending", "descending"):
             raise SbkitError(f"batching: sort is {self.sort!r}",
@@ -147,7 +151,7 @@ class Plan:
     parts: those of a mixture, see ``sbkit.data.part_sampler``.
     round_seconds: the ``Batching.rounding`` of the device. Buckets and batches are made from rounded durations, so
         that few shapes occur.
-    epochs: epochs over which ``Batching.least_steps`` are spread: the number when the run began.
+    epochs: epochs over which ``Batching.min_steps`` are spread: the number when the run began.
 
     An utterance longer than ``max_batch_seconds`` is an error, because it would not fit on the device.
 
@@ -176,7 +180,7 @@ class Plan:
                 labels, np.asarray(durations, np.float32), batching.clips_per or {}, seconds, least)
         self.edges, lengths = self.sampler.edges, self.sampler.lengths
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])
-        self.passes = max(1, -(-batching.least_steps // (len(lengths) * epochs))) if epochs else 1
+        self.passes = max(1, -(-batching.min_steps // (len(lengths) * epochs))) if epochs else 1
         """How often an epoch goes through the corpus."""
         self._tokens: np.ndarray | None = None  # of each utterance, if micro-batches are padded to shapes
         self._shapes: dict[tuple[int, int], Shapes] = {}

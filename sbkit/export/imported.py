@@ -76,8 +76,9 @@ def _open(request: ImportRequest, run: Path) -> Trained:
     if folder is not None:
         return _of_speechbrain(request, run, SpeechBrainModel(request.source, folder, request.trust_code))
     published = PublishedSource.of(request.source)
-    brain, tokenizer = _brain(request, run, "ssl", published.piece_model(), init_from=request.source, head_kernel=0,
-                              encoder={"add_adapter": bool(published.model.settings.config.get("add_adapter"))})
+    brain, tokenizer = _brain(request, run, "finetune", published.piece_model(), init_from=request.source,
+                              head_kernel=0, encoder={
+                                  "add_adapter": bool(published.model.settings.config.get("add_adapter"))})
     initial.load(brain)
     encoder = brain.recognizer.encoder
     for note in encoder.notes(trains=False):

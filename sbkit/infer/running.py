@@ -44,7 +44,7 @@ class RunRequest(ModelRequest):
 def run(request: RunRequest) -> int:
     recordings = collect(request.files, None, request.schemes)
     if request.output is None and "wav" in request.formats:
-        raise SbkitError("wav can't be printed", hint="add --output FOLDER")
+        raise SbkitError("wav can't be printed", hint="add --to FOLDER")
     if request.output is not None:
         check_output_paths(request.output, recordings)
     left_out, audio, began = 0, 0.0, time.perf_counter()
@@ -64,7 +64,7 @@ def run(request: RunRequest) -> int:
             if request.output is None:
                 if result.size > _MAX_PRINTED:
                     raise SbkitError(f"{recording.name} has {result.size:,} output values, too many to print",
-                                     hint="write files: --output FOLDER")
+                                     hint="write files: --to FOLDER")
                 sys.stdout.write(_line(recording, result))
             else:
                 _write(request.output, recording, result, request.formats, config.sample_rate, seconds)

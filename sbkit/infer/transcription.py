@@ -59,9 +59,9 @@ def transcribe(request: TranscribeRequest) -> int:
     formats = check_formats(request.formats)
     recordings = collect(request.files, request.references, request.schemes)
     if request.output is None and len(recordings) > 1 and set(formats) & {"srt", "vtt"}:
-        raise SbkitError("subtitles of several recordings can't be printed", hint="add --output FOLDER")
+        raise SbkitError("subtitles of several recordings can't be printed", hint="add --to FOLDER")
     if request.output is None and len(formats) > 1:
-        raise SbkitError("several formats can't be printed", hint="add --output FOLDER")
+        raise SbkitError("several formats can't be printed", hint="add --to FOLDER")
     if request.output is not None:
         check_output_paths(request.output, recordings)
     with Engine(request.bundle, request.model, request.device, request.threads) as engine:

@@ -13,6 +13,7 @@ from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import Tensor, nn
 
 from sbkit.errors import SbkitError
+from sbkit.system.renamed import FORMER, argument
 
 #: Makes these random numbers differ from those of the plan, which have the same seed.
 _STREAM = int.from_bytes(b"chunks", "little")
@@ -33,19 +34,23 @@ class Chunks:
     at a time needs a state of constant size. One model learns several sizes, and whole utterances.
 
     sizes : of a chunk, in encoder frames; each is drawn equally often
-    left : left context in encoder frames, multiples of every size; each is drawn equally often
+    left_context : frames before a chunk, in encoder frames, multiples of every size; each is drawn equally often
     whole : the share of steps that see whole utterances
     validate : the size for validation, with the most left context; ``null``: whole utterances
-    ahead : lookahead on a stream: the last frames of a chunk, which are computed again with the next one, where they
+    lookahead : on a stream: the last frames of a chunk, which are computed again with the next one, where they
         see the frames after them; 0: none. It doesn't change training
+    left, ahead
+        Former names of ``left_context`` and ``lookahead``.
 
     >>> Chunks(sizes=[8], whole=0.0).at(seed=1, step=0)
     DynChunkTrainConfig(chunk_size=8, left_context_size=8)
     """
 
-    def __init__(self, sizes: Sequence[int] = (8, 16, 32), left: Sequence[int] = (64,), whole: float = 0.4,
-                 validate: int | None = 16, ahead: int = 0):
-        for name, values in (("sizes", sizes), ("left", left)):
+    def __init__(self, sizes: Sequence[int] = (8, 16, 32), left_context: Sequence[int] = (64,), whole: float = 0.4,
+                 validate: int | None = 16, lookahead: int = 0, *, left: Sequence[int] = FORMER, ahead: int = FORMER):
+        left = argument("chunks", left=left, left_context=left_context)
+        ahead = argument("chunks", ahead=ahead, lookahead=lookahead)
+        for name, values in (("sizes", sizes), ("left_context", left)):
             if not isinstance(values, (list, tuple)) or not values or not all(map(_counts, values)):
                 raise ValueError(f"{name} is {values!r}, not a list of whole numbers above 0")
         if isinstance(whole, bool) or not isinstance(whole, (int, float)) or not 0 <= whole < 1:
@@ -55,10 +60,10 @@ class Chunks:
         for context in left:
             if odd := [size for size in sizes if context % size]:
                 step = math.lcm(*sizes)
-                raise ValueError(f"left is {context}, not a multiple of each of sizes ({_listed(odd)}): multiples of "
-                                 f"{step} are, such as {step * max(1, round(context / step))}")
+                raise ValueError(f"left_context is {context}, not a multiple of each of sizes ({_listed(odd)}): "
+                                 f"multiples of {step} are, such as {step * max(1, round(context / step))}")
         if isinstance(ahead, bool) or not isinstance(ahead, int) or not 0 <= ahead < min(sizes):
-            raise ValueError(f"ahead is {ahead!r}, not a whole number from 0 to below the smallest of sizes "
+            raise ValueError(f"lookahead is {ahead!r}, not a whole number from 0 to below the smallest of sizes "
                              f"({min(sizes)})")
         self.ahead = ahead
         self.sizes, self.left, self.whole, self.validate = sorted(set(sizes)), sorted(set(left)), whole, validate
@@ -78,7 +83,7 @@ class Chunks:
     def config(self, size: int, left: int | None = None) -> ChunkConfig:
         """Return the context of evaluation with chunks of this size; raises if the model wasn't trained for it.
 
-        left : left context in frames; None: the most it was trained for
+        left_context : frames before a chunk, in frames; None: the most it was trained for
         """
         left = self.left[-1] if left is None else left
         for what, value, known in (("chunks", size, self.sizes), ("a left context", left, self.left)):

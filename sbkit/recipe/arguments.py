@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import sbkit
 from sbkit.errors import SbkitError
 from sbkit.recipe import files
-from sbkit.recipe.overrides import NoValue, unknown_key
+from sbkit.recipe.overrides import FORMER_KEYS, NoValue, present_key, unknown_key
 from sbkit.recipe.report import did_you_mean
 from sbkit.recipe.source import Findings
+from sbkit.system import renamed
 
 if TYPE_CHECKING:
     from speechbrain.utils.run_opts import RunOptions
@@ -40,33 +40,48 @@ class CommandLine:
     check: bool = True
 
 
-def refuse_early(words: Sequence[str], options: Sequence[str] | None) -> None:
+def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str, str], keys: bool = True) -> list[str]:
     """Refuse a recipe that isn't there, and keys that no task has, before torch is imported, which takes seconds.
 
-    options : the names of the command's own options; None for the check, which reports such keys with all else
+    Returns the words with hyphens and underscores as the recipe and the options have them, and with present names.
+
+    options : the names of the command's own options
+    former : their former names
+    keys : whether to refuse unknown keys; the check reports them with all else
     """
     if all(word.startswith("-") for word in words):
         _raise("required: param_file")
     if words[0].startswith("-"):  # a word after it may be its value
-        return
+        return list(words)
     found = files.chain(locate(words[0]), Findings())
+    there = {str(key) for key in files.keys(found)}
+    own = {option.replace("-", "_"): option for option in ("no-check", *options)}
+    read, given = [words[0]], set[str]()
+    for word in words[1:]:
+        name = re.match(r"--([\w-]+)", word)
+        if name is None or name[1] in there:
+            read.append(word)
+            continue
+        plain = name[1].replace("-", "_")
+        if plain in former:
+            print(f"--{name[1]} is now called --{former[plain]}", file=sys.stderr)
+            plain = former[plain]
+        read.append(f"--{own.get(plain, plain)}{word[name.end():]}")
+        given |= {plain} - own.keys()
+    present = {present_key(key, there) for key in given} - there
     brain = next((str(level.value["brain"].tag) for _, level in files.levels(found) if "brain" in level.value), "")
-    if options is None:
-        return
-    given = {word[2:].partition("=")[0].partition(".")[0] for word in words if re.match(r"--\w", word)}
-    given -= {*files.keys(found), "no-check", "no_check", *options, *(option.replace("-", "_") for option in options)}
-    if not given or not brain.startswith("!name:sbkit.") or "brain" in given:  # others declare keys of their own
-        return
+    if not present or not keys or not brain.startswith("!name:sbkit.") or "brain" in given:  # others have own keys
+        return read
     home, stock = Path(sbkit.__file__).parent, importlib.util.find_spec("speechbrain")
     sources = [home / "runs/keys.py", home / "train/keys.py", *home.glob("tasks/**/*.py")]
     if stock is not None and stock.origin:
         sources.append(Path(stock.origin).parent / "utils/run_opts.py")
     declared = {name for path in sources for name in _DECLARED.findall(path.read_text(encoding="utf-8"))}
-    if unknown := sorted(given - declared):
-        known = [*map(str, files.keys(found)), *declared, *options]
-        told = [(f"--{key}: {message}", hint) for key in unknown for message, hint in [
-            unknown_key(words[0], key, None, known)]]
-        raise SbkitError("; ".join(message for message, _ in told), hint="; ".join(hint for _, hint in told))
+    if unknown := sorted(present - declared):
+        told = [unknown_key(words[0], key, None, [*there, *declared, *own.values()]) for key in unknown]
+        raise SbkitError("; ".join(f"--{key}: {each[0]}" for key, each in zip(unknown, told, strict=True)),
+                         hint="; ".join(hint for _, hint in told))
+    return read
 
 
 def parse(argv: list[str], importable: bool = True) -> CommandLine:
@@ -97,7 +112,13 @@ def parse(argv: list[str], importable: bool = True) -> CommandLine:
         if given.get(name, "auto") not in known:
             _raise(f"--{name}: choose one of {', '.join(known)}, not {given[name]!r}")
     run_opts = RunOptions(**given, param_file=str(path), overridden_args=set(given) | {"param_file"})
-    return CommandLine(path, run_opts, parse_overrides(rest), check)
+    overrides, there = parse_overrides(rest), files.keys(files.chain(path, Findings()))
+    for key in [key for key in overrides if key not in there]:
+        if (present := present_key(key, there)) != key and present not in overrides:
+            overrides[present] = overrides.pop(key)
+            if key in FORMER_KEYS:
+                renamed.warn_once(f"--{key} is now called --{present}")
+    return CommandLine(path, run_opts, overrides, check)
 
 
 def command_options(argv: list[str], hint: str, flags: Sequence[str] = (),
@@ -105,21 +126,20 @@ def command_options(argv: list[str], hint: str, flags: Sequence[str] = (),
     """Split a command's own ``--name value`` and ``--flag`` from its other arguments.
 
     hint : added to the message about one that can't be read
-    options : a parser for the value of each, ``as_or_on`` for ``--as`` and ``--on``; None if it isn't given
+    options : a parser for the value of each, ``as_`` for ``--as``; None if it isn't given
     """
     def refuse(message: str) -> NoReturn:
         raise SbkitError(message, hint=hint)
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = refuse  # type: ignore[method-assign]
-    spelled = {name: name.split("_or_") for name in options}
     for name, read in options.items():
-        parser.add_argument(*(f"--{each}" for each in spelled[name]), dest=name, type=read)
+        parser.add_argument(f"--{name.rstrip('_')}", dest=name, type=read)
     for flag in flags:
         parser.add_argument(f"--{flag}", action="store_true")
     from sbkit.recipe import names
 
-    names.COMMAND_OPTIONS[1:] = [*itertools.chain(*spelled.values()), *flags]
+    names.COMMAND_OPTIONS[1:] = [*(name.rstrip("_") for name in options), *flags]
     return parser.parse_known_args(argv)
 
 
@@ -142,7 +162,7 @@ def _raise(message: str) -> None:
 def locate(name: str) -> Path:
     """The path of a recipe, as given or else relative to the folder of the script that was started."""
     candidates = [Path(name), Path(sys.argv[0]).resolve().parent / name]
-    for path in candidates:
+    for path in map(files.renamed_recipe, candidates):
         if path.is_file():
             return path
     where = Path(name).parent

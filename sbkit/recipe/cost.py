@@ -251,7 +251,7 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
 
     tried : results of ``sbkit tune``
     hours : of a pass through the corpus, if it is known
-    passes : how often an epoch goes through it (``Batching.least_steps``)
+    passes : how often an epoch goes through it (``Batching.min_steps``)
     epochs : of the run
     """
     cost = estimate.cost

@@ -15,6 +15,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from sbkit.errors import SbkitError
+from sbkit.system import renamed
 
 K = TypeVar("K", bound="Keys")
 #: Types of sbkit.tasks, which this package must not import.
@@ -36,15 +37,16 @@ _LISTS = (list, tuple, collections.abc.Sequence)
 _MAPPINGS = (dict, collections.abc.Mapping)
 
 
-def key(what: str, default: object = dataclasses.MISSING,
-        allowed: Container[object] | None = None) -> Any:  # of the field's type, as dataclasses.field says too
+def key(what: str, default: object = dataclasses.MISSING, allowed: Container[object] | None = None,
+        former: str | None = None) -> Any:  # of the field's type, as dataclasses.field says too
     """Declare a field of ``Keys``.
 
     what : a description in one line
     default : its value in recipes that lack it; a key without a default is needed
     allowed : the allowed values; by default all of its type
+    former : the name that it had before, which recipes may still use
     """
-    return dataclasses.field(default=default, metadata={"what": what, "allowed": allowed})
+    return dataclasses.field(default=default, metadata={"what": what, "allowed": allowed, "former": former})
 
 
 class Problem(NamedTuple):
@@ -69,6 +71,8 @@ class Declared(NamedTuple):
     """The name of the class that declares it."""
     module: str
     """The module of that class."""
+    former: str | None
+    """The name that it had before."""
 
     def problem(self, value: object) -> str:
         """The problem of a value, as the end of a sentence; empty if it is allowed."""
@@ -123,6 +127,10 @@ class Keys:
         keys = object.__new__(cls)
         known = cls.declared().values()
         values = {declared.name: declared.default for declared in known if not declared.needed}
+        for declared in known:
+            if declared.former is not None and declared.former in hparams:
+                renamed.warn_once(f"the key {declared.former} is now called {declared.name}")
+                values[declared.name] = hparams[declared.former]
         values |= {declared.name: hparams[declared.name] for declared in known if declared.name in hparams}
         for name, value in values.items():
             object.__setattr__(keys, name, value)
@@ -140,7 +148,7 @@ class Keys:
     def misfits(cls, hparams: Mapping[str, Any]) -> list[Problem]:
         """Return a problem for each object that a recipe built of another class than declared.
 
-        An object with all public methods of the declared class does as well.
+        A class of the user's own may do as well; that of an installed package has the declared one's public methods.
         """
         found = []
         for name, known in cls.declared().items():
@@ -151,7 +159,10 @@ class Keys:
                     kind in (Any, object) or not isinstance(kind, type) for kind in kinds):
                 continue
             plain = isinstance(value, (Mapping, list, tuple, str, int, float))
-            if any(isinstance(value, kind) or (not plain and all(
+            package = sys.modules.get(type(value).__module__.partition(".")[0])
+            own = package is not None and package.__name__ != "sbkit" and "site-packages" not in (
+                getattr(package, "__file__", None) or "site-packages")
+            if (own and not plain) or any(isinstance(value, kind) or (not plain and all(
                     hasattr(value, each) for each in vars(kind) if not each.startswith("_"))) for kind in kinds):
                 continue
             given = "a mapping" if isinstance(value, Mapping) else _shown(value) if plain else (
@@ -201,7 +212,8 @@ def _declared(cls: type[Keys], field: dataclasses.Field[Any]) -> Declared:
     return Declared(
         name=field.name, what=field.metadata.get("what", ""), kind=_written(field.type), hint=_evaluated(field, by),
         allowed=field.metadata.get("allowed"), default=None if needed else field.default, needed=needed,
-        by=by.__name__, module=by.__module__)
+        by=by.__name__, module=by.__module__,
+        former=field.metadata.get("former"))
 
 
 def _written(kind: object) -> str:

@@ -89,7 +89,9 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
         return
     cls = brain_class(root)
     read, tested = hparams_read(cls) if cls is not None else (set(), set())
-    useful = set(declared(root)) | set(RUN_OPTIONS) | read | tested | {key for key in referred if key in root.value}
+    known = declared(root)
+    useful = set(known) | {each.former for each in known.values() if each.former} | set(RUN_OPTIONS) | read | tested
+    useful |= {key for key in referred if key in root.value}
     reported = {finding.key for finding in findings}
     missing = read - set(root.value) | reported  # reported as missing, with similar names
     for key in root.value:

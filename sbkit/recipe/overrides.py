@@ -22,6 +22,18 @@ _NAMED_ELSEWHERE = {"learning_rate": "lr", "batch_size": "max_batch_seconds", "e
 _OF_TORCHRUN = {"nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "standalone", "rdzv_endpoint"}
 
 
+#: Former names of keys, which are understood on the command line and, if a task declares them, in recipes.
+FORMER_KEYS = {"least_steps": "min_steps", "most_decibels": "max_db", "ahead": "lookahead"}
+
+
+def present_key(key: str, there: Collection[object]) -> str:
+    """The key that an override means, if the recipe, which has the keys ``there``, has none of this name."""
+    plain = key.replace("-", "_")
+    if plain == "data" and "data_folder" in there:
+        return "data_folder"
+    return FORMER_KEYS.get(plain, plain)
+
+
 def unknown_key(recipe: Path | str, key: str, value: object, known: Collection[str]) -> tuple[str, str]:
     """A message about a key on the command line that doesn't exist, and a hint.
 

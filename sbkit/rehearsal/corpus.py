@@ -70,7 +70,7 @@ def write(recipe: Recipe, folder: Path, world: int) -> dict[str, Any]:
     given = ", ".join(f"{name}: {value}" for name, value in options.items() if value is not None)
     return {"what": what, "text": text, "step_seconds": step, "args": [
         "--corpus", f"!new:sbkit.data.corpus.Corpus {{{given}}}", "--batching.step_seconds", f"{step:g}",
-        "--batching.least_steps", "0", "--num_workers", "1",
+        "--batching.min_steps", "0", "--num_workers", "1",
         # The few rows may not have enough clips of each label.
         *(["--batching.clips_per", "null"] if batching.clips_per else []),
         # Replay does not change the size of a batch.

@@ -156,7 +156,7 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
         if split.lower() not in _TEST and request.name is None:
             title += f"-{split}"
         corpus = corpus_of(split, corpora / title)
-        with disk.writing_into(corpora, "--out"):
+        with disk.writing_into(corpora, "--to"):
             corpus.prepare(needs_text=needs_text, columns=columns)
     print(corpus.summary(), file=sys.stderr)
     return title, corpus
@@ -244,7 +244,7 @@ def write(scored: CheckpointResult, manifest: Manifest) -> str:
     """Write all files of a result; returns the command of a different result that it replaced."""
     folder = Path(scored.facts["folder"])
     replaced = _describe_replaced(folder / RESULT, scored.facts, scored.metric)
-    with disk.writing_into(folder, "--out"):
+    with disk.writing_into(folder, "--to"):
         folder.mkdir(parents=True, exist_ok=True)
         scored.results.write(folder, manifest)
         with atomic_write(folder / RESULT) as out:

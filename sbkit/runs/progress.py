@@ -29,7 +29,7 @@ _STEP = re.compile(r'"kind": "(?:step|loss|epoch)".*?"step": (\d+)')
 class RunProgress(NamedTuple):
     """The progress of a run; all zero for a new one.
 
-    epochs : ``number_of_epochs`` when it started. ``least_steps`` stay spread over these, so that an epoch keeps its
+    epochs : ``number_of_epochs`` when it started. ``min_steps`` stay spread over these, so that an epoch keeps its
         length if the number grows
     done : optimizer steps
     finished : epochs

@@ -68,8 +68,8 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     steps = progress.steps(len(plan), epochs)
     if plan.passes > 1 and logs:
         note = "" if epochs == progress.epochs else f", spread over the {progress.epochs} epochs that it began with"
-        logger.info("The corpus has %d steps: an epoch goes through it %d times, and the run has %d (least_steps: "
-                    "%d%s)", len(plan) // plan.passes, plan.passes, steps, batching.least_steps, note)
+        logger.info("The corpus has %d steps: an epoch goes through it %d times, and the run has %d (min_steps: "
+                    "%d%s)", len(plan) // plan.passes, plan.passes, steps, batching.min_steps, note)
     train_set = TrainLoader(train, encoder, plan, min_micros=brain.grad_accumulation_factor, augment=keys.augment,
                             nonspeech=vars(keys).get("nonspeech"), **options)
     valid_set, test_set = (

@@ -23,7 +23,7 @@ NOTHING, LEARNS = 0.05, 0.1
 #: runs of hparams/ctc.yaml that learn leave it after 100 to 330. A lower peak gets up to three times as many.
 PATIENCE, USUAL_RATE, MAX_TIMES = 400, 0.002, 3.0
 #: The same from pretrained weights, where a short run gets a share of its steps: Whisper base leaves chance after 45 to
-#: 75 steps with the rates of hparams/ssl.yaml, after 190 with its head at the encoder's rate.
+#: 75 steps with the rates of hparams/finetune.yaml, after 190 with its head at the encoder's rate.
 TRAINED_PATIENCE, TRAINED_SHARE, TRAINED_RATE = (80, 150), 0.15, 5e-5
 #: The peak that is advised for a new head.
 HEAD_RATE = 0.01
@@ -70,7 +70,7 @@ class Setup(NamedTuple):
     thaw: int = 0
     trained: bool = False
     fastest: float = 1.0
-    keys: Container[str] = ("lr", "least_steps")
+    keys: Container[str] = ("lr", "min_steps")
 
     def option(self, name: str, otherwise: str) -> str:
         """Return the option that sets a value: the key of shipped recipes if there is one, otherwise ``otherwise``."""
@@ -159,7 +159,7 @@ class LearningNotices:
         """Return advice for a loss that stays at chance, the likeliest first."""
         setup, highest = self.setup, self._state["highest"]
         steps = max(1000, 200 * math.ceil(setup.planned / 100))
-        more = f"more steps: {setup.option('least_steps', 'batching.least_steps')} {steps} or more in a new run"
+        more = f"more steps: {setup.option('min_steps', 'batching.min_steps')} {steps} or more in a new run"
         advice = [] if self._state["learnt"] >= 1 else [more]
         if setup.trained and 0 < setup.fastest * highest < HEAD_RATE / 2:
             factor = f"--learning_rates '{{ctc_lin: {HEAD_RATE / highest:.0f}}}'"

@@ -43,7 +43,7 @@ from sbkit.tasks.mixture_parts import ALL, MixtureParts
 from sbkit.train.averaging import load_mean
 from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
-from sbkit.train.schedule import Annealing, Schedule
+from sbkit.train.schedule import Annealing, Schedule, called_as_speechbrains
 
 if TYPE_CHECKING:
     from sbkit.export.exported import Exported
@@ -99,9 +99,9 @@ class Task(Brain):
         self._unreadable: dict[str, str] = {}
         self._opened = 0  # the step that open_step prepared last
         given = self.keys.schedule
-        self.schedule: Schedule | None = given if isinstance(given, Schedule) else None
+        self.annealing = Annealing(given) if called_as_speechbrains(given) else None
+        self.schedule: Schedule | None = given if self.annealing is None else None
         """The recipe's schedule; None if it has none, or one of SpeechBrain's."""
-        self.annealing = None if given is None or self.schedule is not None else Annealing(given)
         if self.annealing is not None:
             self.save_too("schedule", given)
         self.mixture_parts = MixtureParts(vars(self.keys).get("corpus"), self.checkpointer)

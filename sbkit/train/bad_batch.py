@@ -1,4 +1,4 @@
-"""A step that is not finite: its batch is run again to name the first bad layer, and saved for ``sbkit replay``."""
+"""A step that is not finite: its batch is run again to name the first bad layer, and saved for ``sbkit rerun``."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def report(brain: sb.Brain, folder: str | os.PathLike[str], result: StepResult, 
     """Find out why a step was not finite; all ranks must call it, and all get the same text.
 
     Each of this rank's micro-batches is run again, which is slow. Those that show the problem are saved in
-    ``folder/culprits/step-N-rank-R``, for ``sbkit replay``. A full disk, or a batch that can't be pickled, loses the
+    ``folder/culprits/step-N-rank-R``, for ``sbkit rerun``. A full disk, or a batch that can't be pickled, loses the
     report, but not the run.
     """
     culprits, rank, step = Path(folder) / CULPRITS, ranks.rank(), result.number
@@ -219,7 +219,7 @@ def report(brain: sb.Brain, folder: str | os.PathLike[str], result: StepResult, 
         lines += [f"    likely cause: {account['likely']}"] if account["likely"] else []
     for place in filter(None, places):
         shown = f"sbkit.train.bad_batch.replay(brain, {place!r}) in your script" if isinstance(brain.keys, ScriptKeys) \
-            else f"sbkit replay {place}"  # which builds the Brain from a recipe
+            else f"sbkit rerun {place}"  # which builds the Brain from a recipe
         lines.append(f"  saved; every layer, and each utterance's own loss: {shown}")
     return "\n".join(lines)
 

@@ -181,7 +181,7 @@ class Trainer:
             brain.on_fit_batch_start(batch, last)
             if self.graphs.on:
                 self.graphs.next_batch()
-            kept.append(KeptBatch(batch, rng.capture(device)))  # for `sbkit replay`, if something is not finite
+            kept.append(KeptBatch(batch, rng.capture(device)))  # for `sbkit rerun`, if something is not finite
             if exchange is not None:
                 exchange.armed = last  # gradients of earlier micro-batches accumulate on this rank
             outputs, objectives, loss = self.loss_of(batch)

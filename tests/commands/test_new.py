@@ -54,8 +54,8 @@ def test_other_files_in_the_folder_do_not_matter(tmp_path):
 
 
 @pytest.mark.parametrize("task, expected", [
-    ("cct", "did you mean ctc? tasks are codec, ctc, enhance, mine, speaker, ssl, streaming, transducer, tts"),
-    ("../x", "tasks are codec, ctc, enhance, mine, speaker, ssl, streaming, transducer, tts")])
+    ("cct", "did you mean ctc? tasks are codec, ctc, enhance, finetune, mine, speaker, streaming, transducer, tts"),
+    ("../x", "tasks are codec, ctc, enhance, finetune, mine, speaker, streaming, transducer, tts")])
 def test_an_unknown_task_lists_those_there_are(tmp_path, capsys, task, expected):
     assert main(["new", str(tmp_path / "x"), "--task", task]) == 2
     assert capsys.readouterr().err == f"error: there is no task {task!r}; {expected}\n"

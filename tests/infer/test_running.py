@@ -100,7 +100,7 @@ def test_every_recording_that_cannot_be_read_is_left_out_and_named(bundle, clips
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--format", "wav"], "--output FOLDER"), (["--format", "wav", "--output", "out"], "level [2] is not audio"),
+    (["--format", "wav"], "--to FOLDER"), (["--format", "wav", "--output", "out"], "level [2] is not audio"),
     (["--format", "mp3"], "invalid choice: 'mp3' (choose from npz, wav, json)"),
 ])
 def test_formats_that_do_not_fit_are_refused(bundle, clips, words, message, capsys, monkeypatch, tmp_path):

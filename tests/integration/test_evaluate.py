@@ -1,4 +1,4 @@
-"""sbkit evaluate and sbkit replay: any checkpoint, any corpus, any number of devices, and every wrong command."""
+"""sbkit evaluate and sbkit rerun: any checkpoint, any corpus, any number of devices, and every wrong command."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""hparams/ssl.yaml from the command line: trained, scored and shipped, without its source."""
+"""hparams/finetune.yaml from the command line: trained, scored and shipped, without its source."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from sbkit import infer
 
 pytestmark = pytest.mark.slow
 
-RECIPE = ROOT / "hparams" / "ssl.yaml"
+RECIPE = ROOT / "hparams" / "finetune.yaml"
 DRAWING = ("--dropout 0.1 --head_dropout 0.1 --mask_time_prob 0.3 --mask_time_length 3 --mask_feature_prob 0.1 "
            "--layer_decay 0.9").split()
 STILL = ("--dropout 0 --head_dropout 0 --mask_time_prob 0 --mask_feature_prob 0 --number_of_epochs 1 "

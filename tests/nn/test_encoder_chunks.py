@@ -57,12 +57,13 @@ def test_what_it_was_not_trained_for_is_refused_with_what_it_was():
     ({"sizes": []}, r"sizes is \[\], not a list of whole numbers above 0"),
     ({"sizes": "8"}, "sizes is '8', not a list"), ({"sizes": 8}, "sizes is 8, not a list"),
     ({"sizes": [8, 0]}, r"sizes is \[8, 0\], not a list"), ({"sizes": [8.0]}, r"sizes is \[8.0\], not a list"),
-    ({"left": [True]}, r"left is \[True\], not a list"), ({"left": None}, "left is None, not a list"),
-    ({"left": [64, 40]}, r"left is 40, not a multiple of each of sizes \(16, 32\): multiples of 32 are, such as 32"),
+    ({"left": [True]}, r"left_context is \[True\], not a list"), ({"left": None}, "left_context is None, not a list"),
+    ({"left": [64, 40]},
+     r"left_context is 40, not a multiple of each of sizes \(16, 32\): multiples of 32 are, such as 32"),
     ({"whole": 1.0}, "whole is 1.0, not a share of steps from 0 to below 1"), ({"whole": "half"}, "whole is 'half'"),
     ({"validate": 12}, r"validate is 12, not one of sizes \(8, 16, 32\) or null"),
-    ({"ahead": 8}, r"ahead is 8, not a whole number from 0 to below the smallest of sizes \(8\)"),
-    ({"ahead": -1}, "ahead is -1"), ({"ahead": True}, "ahead is True"), ({"ahead": 1.0}, "ahead is 1.0"),
+    ({"ahead": 8}, r"lookahead is 8, not a whole number from 0 to below the smallest of sizes \(8\)"),
+    ({"ahead": -1}, "lookahead is -1"), ({"ahead": True}, "lookahead is True"), ({"ahead": 1.0}, "lookahead is 1.0"),
 ])
 def test_what_a_recipe_gives_it_is_checked(given, told):
     with pytest.raises(ValueError, match=told):

@@ -140,7 +140,7 @@ def test_the_check_builds_what_hyperpyyaml_builds(name, tmp_path):
         assert built.hparams["modules"]["model"] is built.hparams["model"]
 
 
-SSL = "hparams/ssl.yaml"
+SSL = "hparams/finetune.yaml"
 
 
 @pytest.mark.parametrize("key, given, at, expected, mend", [

@@ -3,11 +3,11 @@
     python -m tools.bench.finetune [--encoder FOLDER | --tiny] [--rounds 3] [--device cpu] [--data FOLDER]
         [--json FILE] [--key value ...]
 
-Both sides train hparams/ssl.yaml's encoder and head: the same weights (a wav2vec 2.0 of base size, 95 M parameters,
-random, unless --encoder names a folder that transformers' save_pretrained wrote), the same batches, optimizer and
-frozen convolutional front end, and no masking or dropout. The stock side is SpeechBrain's Brain around its own
-``Wav2Vec2`` with ``freeze_feature_extractor``. Measured are a step on batches in memory, and the peak of memory of each
-process. The sides alternate as in train.py; with ratios above 1, sbkit is faster.
+Both sides train hparams/finetune.yaml's encoder and head: the same weights (a wav2vec 2.0 of base size, 95 M
+parameters, random, unless --encoder names a folder that transformers' save_pretrained wrote), the same batches,
+optimizer and frozen convolutional front end, and no masking or dropout. The stock side is SpeechBrain's Brain around
+its own ``Wav2Vec2`` with ``freeze_feature_extractor``. Measured are a step on batches in memory, and the peak of memory
+of each process. The sides alternate as in train.py; with ratios above 1, sbkit is faster.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tools.bench.harness import ROOT
 if TYPE_CHECKING:
     from sbkit.recipe.arguments import CommandLine
 
-RECIPE = ROOT / "hparams" / "ssl.yaml"
+RECIPE = ROOT / "hparams" / "finetune.yaml"
 BATCHES = 2
 #: Keys that switch off what only one side has, and what is random in the encoder.
 KEYS = {"head_dropout": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0, "ckpt_interval_minutes": 0,

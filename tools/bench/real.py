@@ -9,7 +9,7 @@ time, which depends little on other processes. The ways to train alternate:
 - ``nothing`` is hparams/ctc.yaml, ``demo`` the same with ``--init_from`` a run of it that --source names, ``stock`` and
   ``nemo`` are stock SpeechBrain's Conformer and NeMo's as in tools.bench.learning: the number of epochs closest to
   --minutes of training, by the speed of one epoch, with a schedule of that length;
-- ``whisper`` is hparams/ssl.yaml on the encoder of --encoder, ``lora`` lora.yaml: --epochs of the corpus;
+- ``whisper`` is hparams/finetune.yaml on the encoder of --encoder, ``lora`` lora.yaml: --epochs of the corpus;
 - ``speechbrain`` is SpeechBrain's recipe with the same encoder in its wrapper, peers/stock_whisper.py, for --minutes.
 
 Other keys go to the recipe of every run. Each result is a file in FOLDER/results, so the same command continues where
@@ -52,7 +52,7 @@ from tools.bench.harness import (
     whole_numbers,
 )
 
-RECIPES = {"nothing": RECIPE, "demo": RECIPE, "whisper": ROOT / "hparams" / "ssl.yaml",
+RECIPES = {"nothing": RECIPE, "demo": RECIPE, "whisper": ROOT / "hparams" / "finetune.yaml",
            "lora": ROOT / "recipes" / "CommonVoice" / "ASR" / "CTC" / "hparams" / "lora.yaml"}
 WAYS = (*RECIPES, "speechbrain", "stock", "nemo")
 BY_EPOCHS, ON_ENCODER = ("whisper", "lora"), ("whisper", "lora", "speechbrain")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.nn.guard import guard_indices
+from sbkit.system.renamed import FORMER, argument
 
 
 class Quantised(NamedTuple):
@@ -99,13 +100,16 @@ class ResidualVectors(Quantiser):
     have all of their state, and all ranks have the same.
 
     size : D
-    books : codes for each frame
+    codebooks : codes for each frame
+    books : the former name of ``codebooks``
     entries : vectors of a book
     code_size : dimensions of these vectors; in a small space, more of them are used
     commitment : weight of the commitment loss; that of the codebook loss is 1
     """
 
-    def __init__(self, size: int, books: int = 2, entries: int = 1024, code_size: int = 8, commitment: float = 0.25):
+    def __init__(self, size: int, codebooks: int = 2, entries: int = 1024, code_size: int = 8,
+                 commitment: float = 0.25, *, books: int = FORMER):
+        books = argument("quantiser", books=books, codebooks=codebooks)
         super().__init__()
         self.size, self.sizes, self.commitment = size, (entries,) * books, commitment
         self.books: Sequence[Book] = nn.ModuleList(  # type: ignore[assignment]  # which doesn't say what it holds
@@ -129,7 +133,8 @@ class FiniteScalars(Quantiser):
     """Finite scalar quantisation: rounds numbers to levels between -1 and 1. Codes are valid by construction.
 
     levels : of each number of a book: [8, 5, 5, 5] has 1,000 codes
-    books : codes for each frame
+    codebooks : codes for each frame
+    books : the former name of ``codebooks``
     noise : share of utterances that get noise as strong as rounding, instead of rounding, in training, so that the
         decoder has a gradient between two levels
     """
@@ -137,7 +142,9 @@ class FiniteScalars(Quantiser):
     level: Tensor
     step: Tensor
 
-    def __init__(self, levels: Sequence[int] = (8, 5, 5, 5), books: int = 1, noise: float = 0.0):
+    def __init__(self, levels: Sequence[int] = (8, 5, 5, 5), codebooks: int = 1, noise: float = 0.0, *,
+                 books: int = FORMER):
+        books = argument("quantiser", books=books, codebooks=codebooks)
         super().__init__()
         if not levels or min(levels) < 2 or books < 1:
             raise ValueError(f"levels are {list(levels)} and books {books}: use 1 book or more, and 2 levels or more")

@@ -86,7 +86,7 @@ class CTCModel:
                 return found
         kind = self.settings.config["model_type"]
         raise SbkitError(f"{self.source} is a model of transformers ({kind}) without a CTC head",
-                         hint="a recipe with a pretrained encoder, such as hparams/ssl.yaml, takes it as "
+                         hint="a recipe with a pretrained encoder, such as hparams/finetune.yaml, takes it as "
                               f"--encoder_source {self.source}")
 
     @cached_property

@@ -17,7 +17,7 @@ from sbkit.runs.initial.source import TokenRows, WeightSource
 from sbkit.score.metric import Metric
 from sbkit.score.run_files import RECIPE
 
-#: The names in recipes such as hparams/ssl.yaml of a model's encoder and head.
+#: The names in recipes such as hparams/finetune.yaml of a model's encoder and head.
 _KEYS = {"encoder": "encoder.network", "head": "ctc_lin"}
 _ROLES = ("blank", "bos", "eos")  # of special tokens with a key in recipes
 

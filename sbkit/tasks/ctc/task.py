@@ -145,8 +145,7 @@ class CTC(RecognitionTask):
         return 2 if self.keys.consistency else 1
 
     def write_numbers(self, number: int) -> None:
-        schedule = self.schedule
-        steps = self.keys.consistency_warmup * (schedule.total_steps if schedule else 0)
+        steps = self.keys.consistency_warmup * getattr(self.keys.schedule, "total_steps", 0)
         self._consistency_weight.write([self.keys.consistency * min(1.0, number / max(1.0, steps))])
 
     def stacked_layers(self) -> Sequence[nn.Module] | None:

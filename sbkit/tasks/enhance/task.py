@@ -105,7 +105,8 @@ class EnhancementKeys(TaskKeys):
     """Keys of the model and of its loss."""
 
     enhancer: Enhancer = key("noisy waveforms [B, S] and sample counts [B] to clean ones, a sbkit.nn.enhance.Enhancer")
-    most_decibels: float = key("ratio in decibels at which the loss of an utterance saturates", 30.0, Range(0))
+    max_db: float = key("ratio in decibels at which the loss of an utterance saturates", 30.0, Range(0),
+                        "most_decibels")
 
 
 class Enhancement(Task):
@@ -136,7 +137,7 @@ class Enhancement(Task):
 
     def compute_objectives(self, sound: Tensor, batch: Batch, stage: Stage) -> Loss:
         """Compute the loss, a sum over utterances, and their number."""
-        clean, lengths, maximum = batch.columns["clean"].data, batch.signal_lengths, self.keys.most_decibels
+        clean, lengths, maximum = batch.columns["clean"].data, batch.signal_lengths, self.keys.max_db
         if stage != Stage.TRAIN and batch.weight:
             self.rows += self._rows(sound, clean, batch, stage)
         by_shape, by_level = (torch.where(batch.real, ratio(sound, clean, lengths, maximum), 0.0).sum()

@@ -23,7 +23,7 @@ from sbkit.runs.restore import load_run
 pytestmark = pytest.mark.slow  # each takes a fraction of a second, and there are many
 
 ROOT = Path(__file__).parents[3]
-RECIPE = ROOT / "hparams" / "ssl.yaml"
+RECIPE = ROOT / "hparams" / "finetune.yaml"
 LORA = ROOT / "recipes" / "CommonVoice" / "ASR" / "CTC" / "hparams" / "lora.yaml"
 TINY = {"num_workers": 0, "least_steps": 0}
 

@@ -24,7 +24,7 @@ def factors(recipe, **keys):
 def test_the_convolutions_in_front_of_a_pretrained_encoder_lie_below_its_layers(tmp_path, kind, frozen):
     """There are three of them in most families, and two layers here, which have fewer parameters."""
     wide = {"conv_dim": (96,) * 3} if kind not in ("whisper", "w2v-bert") else {}
-    hparams, found = factors("ssl.yaml", encoder_source=str(encoders.make(tmp_path / "source", kind, **wide)),
+    hparams, found = factors("finetune.yaml", encoder_source=str(encoders.make(tmp_path / "source", kind, **wide)),
                              output_folder=str(tmp_path / "run"), freeze_front=frozen, mask_time_prob=0.1)
     network = hparams["encoder"].network
     depths = {id(p): depth for depth, layer in ((1.0, network.stack[1]), (0.5, network.stack[0]))

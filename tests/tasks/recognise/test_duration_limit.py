@@ -21,7 +21,7 @@ from sbkit.recipe.check import check
 from sbkit.recipe.source import Findings, Place
 from sbkit.tasks.recognise import duration_limit
 
-RECIPE = Path(__file__).parents[3] / "hparams" / "ssl.yaml"
+RECIPE = Path(__file__).parents[3] / "hparams" / "finetune.yaml"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""``sbkit replay``: rerun a non-finite step, layer by layer."""
+"""``sbkit rerun``: compute a non-finite step again, layer by layer."""
 
 from __future__ import annotations
 
