@@ -117,7 +117,7 @@ def _pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest
             logger.info("Micro-batches aren't padded to few shapes: %s", reason)
         return
     # All ranks must find the same, however an encoder counts.
-    plan.pad_to_shapes(encoder and ranks.run_on_main(
+    plan.pad_to_shapes(None if encoder is None else ranks.run_on_main(
         lambda: np.fromiter((len(encoder.encode(text)) for text in train.texts), np.int64, len(train))))
     if ranks.is_main():
         found = plan.shapes(ranks.world_size(), brain.grad_accumulation_factor)

@@ -171,6 +171,13 @@ def test_a_mixture_goes_on_on_any_number_of_processes(runs):
 
 
 @pytest.mark.slow
+def test_a_run_of_padded_batches_ends_as_the_run_never_stopped(runs):
+    expected = finished(runs / "padded", processes=2, PADDED="1")
+    assert train(runs / "padded-killed", "train:2:4:1", processes=2, PADDED="1")[0] not in (0, None)
+    assert different(finished(runs / "padded-killed", processes=2, PADDED="1"), expected) == []
+
+
+@pytest.mark.slow
 def test_torchruns_restarts_end_as_the_run_never_stopped(runs, two_never_stopped):
     """It keeps the store, in which the addresses of the ranks before each restart are."""
     folder = runs / "restarted"
