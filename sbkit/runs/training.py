@@ -70,7 +70,7 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         logger.info("The corpus has %d steps: an epoch goes through it %d times, and the run has %d (least_steps: "
                     "%d%s)", len(plan) // plan.passes, plan.passes, steps, batching.least_steps, note)
     train_set = TrainLoader(train, encoder, plan, min_micros=brain.grad_accumulation_factor, augment=keys.augment,
-                            **options)
+                            epochs=epochs, **options)
     valid_set, test_set = (
         EvalLoader(manifests[split], encoder, max_batch_seconds=batching.max_batch_seconds, augment=augment, **options)
         for split, augment in (("dev", keys.valid_augment), ("test", keys.test_augment))
