@@ -41,8 +41,8 @@ class Batch:
     micro: int = 0
     micros: int = 1
     weight: float = 1.0
-    """0.0 for a stand-in, which a rank without data for this step computes to take part in it; 1.0 for any batch that is
-    padded to a shape."""
+    """0.0 for a stand-in, which a rank without data for this step computes to take part in it; 1.0 for any batch that
+    is padded to a shape."""
     real: Tensor = None  # type: ignore[assignment]  # set below
     """``[B]`` bool, True for utterances, False for rows that fill a shape or stand in: a loss must count none of these.
     """

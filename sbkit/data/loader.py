@@ -104,13 +104,15 @@ class _Loader:
         )
         _loaders.add(self)
 
-    def _run(self, source: Iterator[ReadRequest]) -> Iterator[Batch]:
+    def _begin(self, source: Iterator[ReadRequest]) -> Iterator[Batch]:
+        """Let the workers begin with these requests at once; earlier ones are dropped."""
         self._turn += 1
-        turn = self._turn
         self._requests.source = source
         starts = self.workers and self._loader._iterator is None
         with plain_worker_errors(), starting_workers() if starts else contextlib.nullcontext():
-            batches = iter(self._loader)
+            return self._received(self._turn, iter(self._loader))
+
+    def _received(self, turn: int, batches: Iterator[Any]) -> Iterator[Batch]:
         while True:
             if turn != self._turn:
                 raise RuntimeError("this iteration ended when a newer one of the same loader began")
@@ -177,6 +179,8 @@ class TrainLoader(_Loader):
     augment: ``sbkit.data.augment.Augment`` or ``None``; seeded by (plan's seed, pass number, utterance).
     columns: further columns of a batch.
     nonspeech: ``sbkit.data.nonspeech.NonSpeech``, if it has added rows to the manifest.
+    epochs: number of epochs of the run: after each but the last one, the workers begin to read the next, while the run
+        validates; 0: it is unknown, so they wait for it.
     reading: ``workers`` (processes; 0: this one), ``pin_memory`` (read into page-locked memory, from which copies to a
         GPU overlap with computation), ``prefetch`` (micro-batches that each worker reads ahead), ``timeout`` (seconds
         without a batch before the run ends; 0: never), ``max_damaged_share`` and ``damaged_floor`` (the run ends when
@@ -190,12 +194,13 @@ class TrainLoader(_Loader):
     def __init__(self, manifest: Manifest, tokenizer: SupportsEncode | None, plan: Plan, *, rank: int = 0,
                  world: int = 1, min_micros: int = 1, augment: Augment | None = None,
                  columns: BatchColumns | None = None, nonspeech: NonSpeech | None = None,
-                 sample_rate: int = SAMPLE_RATE, **reading: Any):
+                 sample_rate: int = SAMPLE_RATE, epochs: int = 0, **reading: Any):
         if len(plan.durations) != len(manifest):
             raise ValueError(f"a plan for {len(plan.durations)} utterances, a manifest of {len(manifest)}")
         if columns is not None:
             columns.check_classes(manifest)
-        self.plan, self.rank, self.world, self.min_micros = plan, rank, world, min_micros
+        self.plan, self.rank, self.world, self.min_micros, self.epochs = plan, rank, world, min_micros, epochs
+        self._ahead: tuple[int, Iterator[Batch]] | None = None  # the epoch that the workers have begun, and its batches
         self._epoch: tuple[int, EpochPlan] | None = None
         max_seconds = plan.batching.max_batch_seconds
         reader = Reader(manifest, tokenizer, augment=augment, columns=columns, seed=plan.batching.seed,
@@ -213,7 +218,13 @@ class TrainLoader(_Loader):
         if not 0 <= step <= self.steps(epoch):
             raise SbkitError(f"epoch {epoch} has {self.steps(epoch)} steps; it cannot start at step {step}",
                              hint="was the run started with another corpus or other batching options?")
-        return self._run(self._from(epoch, step))
+        begun, self._ahead = self._ahead, None
+        return self._epoch_from(epoch, step, begun[1] if begun is not None and begun[0] == epoch and not step else None)
+
+    def _epoch_from(self, epoch: int, step: int, begun: Iterator[Batch] | None) -> Iterator[Batch]:
+        yield from self._begin(self._from(epoch, step)) if begun is None else begun
+        if self.workers and epoch < self.epochs:
+            self._ahead = epoch + 1, self._begin(self._from(epoch + 1, 0))
 
     def to_device(self, batches: Iterator[Batch], device: torch.device | str) -> DevicePrefetcher:
         """The same batches on ``device``, each copied while the one before is computed."""
@@ -264,7 +275,7 @@ class EvalLoader(_Loader):
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._run(ReadRequest(0, i, 0, 1, rows) for i, rows in enumerate(self.batches))
+        yield from self._begin(ReadRequest(0, i, 0, 1, rows) for i, rows in enumerate(self.batches))
 
 
 def eval_batches(durations: np.ndarray, max_batch_seconds: float, world: int = 1,

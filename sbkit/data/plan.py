@@ -326,9 +326,8 @@ class EpochPlan:
         order = np.argsort(-longest, kind="stable")
         if (padded := self._shape_of(int(self._order[i]), world, min_micros)) is not None:
             # All micro-batches get one shape, so they are even if they have as many utterances.
-            places, micros = places[order].ravel(), padded[1]
-            parts = min(micros * world, max(1, len(places) // batching.min_batch_utterances), len(places))
-            return np.array_split(places, parts), micros
+            parts = min(padded[1] * world, max(1, len(places) // batching.min_batch_utterances))
+            return np.array_split(places[order].ravel(), parts), padded[1]
         places, seconds = places[order], (clips * longest[order]).tolist()
         largest = (batching.max_batch_utterances or places.size) // clips
         smallest = -(-batching.min_batch_utterances // clips)

@@ -217,8 +217,22 @@ class Failure:
 def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int = 0) -> torch.Tensor:
     """Pad rows with 0 to ``[B, width]``, or wider if a row is longer; in a worker, directly in shared memory."""
     shape = len(rows), max(width, *map(len, rows))
-    if torch.utils.data.get_worker_info() is not None and shape[1]:
-        storage = torch.UntypedStorage._new_shared(shape[0] * shape[1] * dtype.itemsize)  # zeroed
+    in_worker = torch.utils.data.get_worker_info() is not None and shape[1] > 0
+    if in_worker and hasattr(os, "memfd_create"):
+        # Written as a file, since the kernel zeroes each page of a mapping before it is overwritten. What isn't written
+        # reads as 0.
+        size, kind = shape[0] * shape[1] * dtype.itemsize, torch.empty(0, dtype=dtype).numpy().dtype
+        file = os.memfd_create("batch")
+        try:
+            os.ftruncate(file, size)
+            for i, row in enumerate(rows):
+                os.pwrite(file, np.ascontiguousarray(row, kind), i * shape[1] * kind.itemsize)
+            storage = torch.UntypedStorage._new_shared_fd_cpu(file, size)
+        finally:
+            os.close(file)
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, (shape[1], 1))
+    if in_worker:
+        storage = torch.UntypedStorage._new_shared(shape[0] * shape[1] * dtype.itemsize)
         out = torch.empty(0, dtype=dtype).set_(storage, 0, shape, (shape[1], 1))
     else:
         out = torch.zeros(shape, dtype=dtype)

@@ -129,7 +129,7 @@ def _is_ramp(ramp: object) -> bool:
 
 
 def _spans(draw: Tensor, sizes: Tensor, widest: Tensor, size: int) -> Tensor:
-    """Mask N spans per row, at most ``widest`` long and within ``sizes`` ([B, N]), by random numbers [B, N, 2]: [B, size].
+    """Mask N spans per row, [B, size]: at most ``widest`` long, within ``sizes`` ([B, N]), by random numbers [B, N, 2].
     """
     width = (draw[..., 0] * (widest.floor() + 1)).floor()
     start = (draw[..., 1] * (sizes - width + 1)).floor()

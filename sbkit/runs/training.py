@@ -71,7 +71,7 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         logger.info("The corpus has %d steps: an epoch goes through it %d times, and the run has %d (min_steps: "
                     "%d%s)", len(plan) // plan.passes, plan.passes, steps, batching.min_steps, note)
     train_set = TrainLoader(train, encoder, plan, min_micros=brain.grad_accumulation_factor, augment=keys.augment,
-                            nonspeech=vars(keys).get("nonspeech"), **options)
+                            nonspeech=vars(keys).get("nonspeech"), epochs=epochs, **options)
     valid_set, test_set = (
         EvalLoader(manifests[split], encoder, max_batch_seconds=batching.max_batch_seconds, augment=augment, **options)
         for split, augment in (("dev", keys.valid_augment), ("test", keys.test_augment))
@@ -118,7 +118,7 @@ def _pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest
             logger.info("Micro-batches aren't padded to few shapes: %s", reason)
         return
     # All ranks must find the same, however an encoder counts.
-    plan.pad_to_shapes(encoder and ranks.run_on_main(
+    plan.pad_to_shapes(None if encoder is None else ranks.run_on_main(
         lambda: np.fromiter((len(encoder.encode(text)) for text in train.texts), np.int64, len(train))))
     if ranks.is_main():
         found = plan.shapes(ranks.world_size(), brain.grad_accumulation_factor)

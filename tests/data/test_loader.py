@@ -149,6 +149,36 @@ def test_batches_are_padded_to_the_shapes_of_the_plan(manifest, world, tmp_path)
     assert len(shapes) <= len(set(loader.plan.shapes(world, 1).of_bucket))
 
 
+class Counting:
+    """Letters, and how many texts all processes together have encoded."""
+
+    def __init__(self):
+        self.count = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def encode(self, text):
+        self.count += 1
+        return LETTERS.encode(text)
+
+
+def test_workers_begin_the_next_epoch_while_the_run_validates(manifest):
+    tokenizer = Counting()
+
+    def comes(loader, epoch, step=0):
+        expected = [batch for batch in make(manifest).at(epoch) if batch.step >= step]
+        return all(itertools.starmap(same, zip(loader.at(epoch, step), expected, strict=True)))
+
+    with make(manifest, tokenizer, workers=1, epochs=2) as loader:
+        assert comes(loader, 1)
+        deadline = time.monotonic() + 20
+        while tokenizer.count <= len(manifest) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert tokenizer.count > loader.state_dict()["read"] == len(manifest), "which counts what the run got"
+        assert comes(loader, 2)
+        time.sleep(0.2)
+        assert tokenizer.count == 2 * len(manifest), "nothing is read twice, and nothing after the last epoch"
+        assert comes(loader, 1, 1) and comes(loader, 2, 3) and comes(loader, 1), "what was begun is dropped"
+
+
 def test_batches_have_the_rate_that_was_asked_for(manifest):
     class Heard:
         sample_rate = None

@@ -157,6 +157,8 @@ def main(folder, place=None):
         part = ["large" if row % 4 else "small" for row in range(UTTERANCES)]
         manifest = manifest.replace(meta={"corpus": part}, shares={"large": 1.0, "small": 1.0})
     plan = Plan.of(manifest, Batching(max_batch_seconds=2.0, step_seconds=4.0, seed=3), None, EPOCHS)
+    if os.environ.get("PADDED"):
+        plan.pad_to_shapes(np.array([len(Letters().encode(text)) for text in manifest.texts]))
     net, normalize, counter = Net(), InputNormalization(), EpochCounter(EPOCHS)
     noam, log, ema = NoamScheduler(0.05, 4), TrainLog(folder / "train_log.txt"), EMA(net, 0.9)
     checkpointer = stock.Checkpointer(folder / "save", {

@@ -145,6 +145,13 @@ def two_never_stopped(runs):
     return finished(runs / "two", processes=2, MIXTURE="1")
 
 
+@pytest.mark.slow
+def test_a_run_of_padded_batches_ends_as_the_run_never_stopped(runs):
+    expected = finished(runs / "padded", processes=2, PADDED="1")
+    assert train(runs / "padded-killed", "train:2:4:1", processes=2, PADDED="1")[0] not in (0, None)
+    assert different(finished(runs / "padded-killed", processes=2, PADDED="1"), expected) == []
+
+
 def seen(folder):
     """The utterances of each step, over ranks and micro-batches; the same however often it was run."""
     rows = defaultdict(set)

@@ -1,4 +1,4 @@
-"""Rows, samples and tokens that fill a shape change neither loss nor count nor masks, and gradients only by rounding."""
+"""What fills a shape changes neither loss nor count nor SpecAugment's masks, and gradients only by rounding."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,7 +66,7 @@ def step(brain, batch):
     loss.total.backward()
     gradients = {name: each.grad for name, each in brain.modules.named_parameters() if each.grad is not None}
     sums = [float(loss.total.detach()), float(loss.count)]
-    return sums + [float(number) for pair in (loss.extras or {}).values() for number in pair], gradients
+    return sums + [float(number.detach()) for pair in (loss.extras or {}).values() for number in pair], gradients
 
 
 @pytest.mark.parametrize("name", RECIPES)

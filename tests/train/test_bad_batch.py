@@ -289,7 +289,8 @@ def test_a_placeholder_batch_is_never_a_culprit(tmp_path):
 def test_what_cannot_be_saved_costs_the_replay_and_not_the_run(tmp_path, caplog, batch, said):
     if batch is None:
         (tmp_path / "culprits").write_text("", encoding="utf-8")
-    assert "replay" not in (said := told(Recipe("layer"), batch or clips(), folder=tmp_path)) and "rerun" not in said
+    text = told(Recipe("layer"), batch or clips(), folder=tmp_path)
+    assert "replay" not in text and "rerun" not in text
     assert re.search(f"The culprit of step 12 is not saved: .*({said})", caplog.text)
     assert batch is None or not list((tmp_path / "culprits").iterdir())
 

@@ -132,8 +132,8 @@ class Recognizer:
             feats = self.normalize(feats, relative) if counting is None else counting(feats, relative, real)
         feats, frames = feats.repeat(views, 1, 1), frames.repeat(views)
         if training and self.augment is not None:
-            masks_rows = real is not None and isinstance(self.augment, SpecAugment)
-            feats = self.augment(feats, frames * real.repeat(views) if masks_rows else frames)
+            left_out = real if isinstance(self.augment, SpecAugment) else None
+            feats = self.augment(feats, frames if left_out is None else frames * left_out.repeat(views))
         keep = lengths_to_mask(frames, feats.shape[1])
         return feats.masked_fill(~keep[..., None], 0.0), frames
 
