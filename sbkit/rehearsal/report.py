@@ -124,6 +124,9 @@ def _figures(figures: Line, card: Card) -> Section:
             ["kernels per step", f"{figures['launches']:,} launches, {figures['copies']:,} copies"],
             ["host time per step", f"{host_ms:.1f} ms on a core of this machine; about {DRIVER * host_ms:.0f} ms with "
              "a GPU's driver"]]
+    if nodes := figures.get("graph_nodes"):
+        counts = " and ".join(f"{count:,} nodes for the {kind}" for kind, count in nodes.items())
+        rows.insert(2, ["CUDA graphs", f"{counts}, in {_memory_size(figures['graph_bytes'])} that all share"])
     if gpu_ms is not None:
         bound = "too little to keep the GPU busy" if gpu_ms < TOY_MS else \
             "launch-bound" if launch_bound else "not launch-bound"

@@ -67,7 +67,7 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 @functools.cache
 def _compiled(kind: type[nn.Module], mode: str | None, fullgraph: bool) -> type:
     # Steps are captured as CUDA graphs as a whole (see ``graphs``), not layer by layer.
-    known = {name: options for name, options in torch._inductor.list_mode_options().items() if name != "reduce-overhead"}
+    known = [name for name in torch._inductor.list_mode_options() if name != "reduce-overhead"]
     if mode is not None and mode not in known:
         raise SbkitError(f"--compile_mode: torch has no mode {mode!r}", hint=f"choose among {', '.join(known)}")
     options = torch._inductor.list_mode_options(mode or "default", dynamic=True)

@@ -240,8 +240,12 @@ class StepGraphs:
             for parameter, own in self._gradients:
                 parameter.grad = own
             with guard.collecting() as checked:
-                graph, (result, checks) = self._capture("micro-step", lambda: (
-                    self._compute(static), torch.stack([each.result for each in checked if each.result is not None]) if checked else None))
+                def work() -> tuple[MicroStep, Tensor | None]:
+                    found = self._compute(static)
+                    results = [each.result for each in checked if each.result is not None]
+                    return found, torch.stack(results) if results else None
+
+                graph, (result, checks) = self._capture("micro-step", work)
             # Graphs of autograd must not outlive this; SpeechBrain's own hook reads nothing.
             if type(brain).on_fit_batch_end is sb.Brain.on_fit_batch_end:
                 result = result._replace(outputs=None, objectives=None)

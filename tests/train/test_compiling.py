@@ -182,5 +182,5 @@ def test_keys_choose_and_a_wrong_one_is_named():
 
 
 def test_an_unknown_mode_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(SbkitError, match="no mode 'reduce-overhead'; choose among default, .*max-autotune"):
+    with pytest.raises(SbkitError, match=r"no mode 'reduce-overhead'; choose among default, .*max-autotune"):
         compiling._compiled(nn.Linear, "reduce-overhead", False)

@@ -26,6 +26,7 @@ namespace {
 constexpr size_t kBlock = 2 << 20;       // the smallest mapping of the driver
 constexpr size_t kContext = 550ul << 20; // memory of a process besides its tensors
 constexpr size_t kCopied = 1 << 20;      // larger copies on a card are skipped: they would fill the host
+constexpr size_t kReplayed = 1 << 12;    // and in graphs, whose launches take no time of the host
 constexpr int kMaxCards = 64;
 
 const char* variable(const char* name, const char* otherwise) {
@@ -146,15 +147,15 @@ cudaError_t release(void* address) {
   return cudaSuccess;
 }
 
-void move(void* to, const void* from, size_t bytes) {
-  { Guard guard(card::lock); if (bytes > kCopied && on_card(to) && on_card(from)) return; }
+void move(void* to, const void* from, size_t bytes, size_t most = kCopied) {
+  { Guard guard(card::lock); if (bytes > most && on_card(to) && on_card(from)) return; }
   memmove(to, from, bytes);
 }
-void fill(void* to, int value, size_t bytes) {
+void fill(void* to, int value, size_t bytes, size_t most = kCopied) {
   auto begin = (reinterpret_cast<uintptr_t>(to) + 4095) & ~4095ul;
   auto end = (reinterpret_cast<uintptr_t>(to) + bytes) & ~4095ul;
-  if (bytes <= kCopied) memset(to, value, bytes);
-  else if (!value) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);  // zeros without memory
+  if (bytes <= most) memset(to, value, bytes);
+  else if (!value && most == kCopied) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);  // zeros without memory
 }
 
 cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream) {
@@ -167,7 +168,8 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream) 
       return record_error(cudaErrorStreamCaptureUnsupported);
     }
   }
-  return card::run(stream, [=] { move(to, from, bytes); });
+  size_t most = capturing(of(stream)) ? kReplayed : kCopied;
+  return card::run(stream, [=] { move(to, from, bytes, most); });
 }
 cudaError_t synchronise(card::Waits& waits, const char* what) {
   synchronisations++;
@@ -458,7 +460,8 @@ API cudaGetSymbolAddress(void** address, const void*) {
 }
 API cudaMemset(void* to, int value, size_t bytes) { fill(to, value, bytes); return cudaSuccess; }
 API cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
-  return card::run(stream, [=] { fill(to, value, bytes); });
+  size_t most = capturing(of(stream)) ? kReplayed : kCopied;
+  return card::run(stream, [=] { fill(to, value, bytes, most); });
 }
 API cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
   *pool = reinterpret_cast<cudaMemPool_t>(&used[device]);
