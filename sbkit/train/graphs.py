@@ -97,12 +97,12 @@ class StepGraphs:
         self._graphs: dict[Hashable, _Captured | None] = {}
         self._pool: Any = None  # torch's handle of the memory that all graphs share
         self._gradients, self._on, self._steps = [], False, 0
+        self.enabled = self.device.type == "cuda" and self.brain.keys.graphs is not False
+        """Whether to call this at all."""
 
     def _begin(self) -> None:
         """Decide whether to capture."""
         brain, asked = self.brain, self.brain.keys.graphs
-        if self.device.type != "cuda" or asked is False:
-            return
         self._on = True
         if not asked and not vars(type(brain)).get("capturable", False):
             self._stop(f"{type(brain).__name__} doesn't say that its steps can be replayed; `graphs: true` says so")
@@ -276,7 +276,7 @@ class StepGraphs:
         try:
             with self._on_own_stream():
                 graph, values = self._capture("update", work)
-                return _Captured(graph, [own], values)
+                return _Captured(graph, [own], values, held=rates)
         finally:
             for group, flag in zip(groups, before, strict=True):
                 if flag is not None:

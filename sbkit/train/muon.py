@@ -90,43 +90,36 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._update_matrices(self._own(group), group)
+            self._update_matrices(self._turns(group), group)
             self._update_others([each for each in group["params"]
                               if id(each) not in self.matrices and each.grad is not None], group)
-        on_card = self.param_groups[0]["params"][0].is_cuda
-        if not (on_card and torch.cuda.is_current_stream_capturing()):  # who replays a captured step counts it
-            self.count_step()
         return loss
 
-    def _own(self, group: Mapping[str, Any]) -> dict[int, torch.Tensor]:
-        """Return the matrices of a group that have a gradient, by their place in it."""
+    def _turns(self, group: Mapping[str, Any]) -> list[tuple[torch.Tensor, bool]]:
+        """Return the matrices of a group that have a gradient, each with whether this step orthogonalises it."""
         matrices = [parameter for parameter in group["params"] if id(parameter) in self.matrices]
-        return {place: each for place, each in enumerate(matrices) if each.grad is not None}
-
-    def _due(self, placed: Mapping[int, torch.Tensor], group: Mapping[str, Any]) -> list[bool]:
-        """Return which matrices are orthogonalised in the next step; new ones are."""
-        turns = [self.state[parameter].get("turn", 0) for parameter in placed.values()]
-        return [turn == 0 or (turn + place) % group["every"] == 0 for place, turn in zip(placed, turns, strict=True)]
+        turns = [self.state[each].get("turn", 0) if each.grad is not None else 0 for each in matrices]
+        return [(each, turn == 0 or (turn + place) % group["every"] == 0)
+                for place, (each, turn) in enumerate(zip(matrices, turns, strict=True)) if each.grad is not None]
 
     def graph_key(self) -> tuple[bool, ...]:
-        """Return what decides, besides the groups' settings, which kernels the next step has."""
-        return tuple(due for group in self.param_groups for due in self._due(self._own(group), group))
+        """Return what decides, besides the groups' numbers, which kernels the next step has."""
+        return tuple(due for group in self.param_groups for _, due in self._turns(group))
 
     def count_step(self) -> None:
-        """Count a step, which is done in ``step``, and after the replay of one that was captured.
-
-        By the host, which doesn't know of skipped steps.
-        """
+        """Count a step that was captured as a CUDA graph, which was replayed."""
         for group in self.param_groups:
-            for parameter in self._own(group).values():
+            for parameter, _ in self._turns(group):
                 self.state[parameter]["turn"] += 1
 
-    def _update_matrices(self, placed: Mapping[int, torch.Tensor], group: Mapping[str, Any]) -> None:
-        if not placed:
+    def _update_matrices(self, turns: Sequence[tuple[torch.Tensor, bool]], group: Mapping[str, Any]) -> None:
+        if not turns:
             return
-        weights = list(placed.values())
+        weights, due = map(list, zip(*turns, strict=True))
         states = self._states(weights, "momentum", "direction")
-        due = self._due(placed, group)
+        if not (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # a capture computes nothing
+            for state in states:  # counted by the host, which doesn't know of skipped steps
+                state["turn"] += 1
         momenta, directions = ([state[name] for state in states] for name in ("momentum", "direction"))
         found, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         grads = torch.cat([each.flatten() for each in _gradients(weights)])  # a copy, which may be overwritten

@@ -93,6 +93,7 @@ class Trainer:
         self._no_flags = torch.zeros(len(FLAGS), device=self.device)
         self.lag = 0 if self.device.type == "cpu" else 1
         """Steps whose values are still being copied when the next one is done; on the CPU nothing runs behind."""
+        self._scaler: Scaler | None = brain.scaler if brain.scaler.is_enabled() else None  # fp16
         self._tried = False  # whether the largest micro-batch has been tried
         self.use()
 
@@ -138,11 +139,6 @@ class Trainer:
         return self.signals is not None and self.signals.signum is not None
 
     @property
-    def scaler(self) -> Scaler | None:
-        """The loss scale of fp16."""
-        return self.brain.scaler if self.brain.scaler.is_enabled() else None
-
-    @property
     def learning_rate(self) -> Rate | None:
         optimizers = list((self.brain.optimizers_dict or {}).values())
         return base_lr(optimizers[0].param_groups[0]) if optimizers else None
@@ -186,7 +182,7 @@ class Trainer:
                 timed.mark("data")
             brain.on_fit_batch_start(batch, last)
             kept.append(KeptBatch(batch, rng.capture(device)))  # for `sbkit replay`, if something is not finite
-            replayed = self.graphs.micro_step(batch)  # with its backward
+            replayed = self.graphs.micro_step(batch) if self.graphs.enabled else None  # with its backward
             if replayed is not None:
                 row, extras, outputs, objectives = replayed
                 if timed:
@@ -209,7 +205,11 @@ class Trainer:
                 sums = torch.cat([sums, self._flags()])
                 work = dist.all_reduce(sums, async_op=True) if self.world > 1 else None
             if replayed is None:
-                self._backward(loss)
+                scaler = self._scaler
+                total = loss.total if scaler is None or scaler.sum_scale is None else \
+                    scaler.scale(loss.total * scaler.sum_scale)
+                with parallel.zeroed(self.modules) if loss.weightless else contextlib.nullcontext():
+                    total.backward()  # the gradients of a stand-in, on a rank without data for this step, are zeroed
                 if timed:
                     timed.mark("backward")
             elif last and exchange is not None:
@@ -219,7 +219,7 @@ class Trainer:
             brain.on_fit_batch_end(batch, outputs, objectives, last)
             outputs = objectives = None  # the next micro-batch needs their memory
             if replayed is None:
-                del loss
+                del loss, total
         if sums is None:
             return False
         if not last:  # the epoch ended within an accumulation of which nobody knew the length
@@ -240,7 +240,7 @@ class Trainer:
         rates = write_rates(optimizers, device)  # now, after all hooks
         if self.ema is not None:
             self.ema.count_update()
-        values = self.graphs.update(optimizers, sums, rates)
+        values = self.graphs.update(optimizers, sums, rates) if self.graphs.enabled else None
         if values is None:
             values = self._update(optimizers, sums, rates)
             for optimizer in optimizers:
@@ -270,24 +270,17 @@ class Trainer:
             value.detach().reshape(()).to(device=self.device, dtype=torch.float32) if isinstance(value, torch.Tensor)
             else torch.full((), float(value), dtype=torch.float32, device=self.device)  # tensor() copies from the host
             for pair in ((loss.total, loss.count), *(extras[name] for name in names)) for value in pair])
-        if self.scaler is not None:  # of the step before; the first step exchanges its counts
-            self.scaler.scale_of_sums(row[1])
+        if self._scaler is not None:  # its factor is of the step before; the first step exchanges its counts
+            self._scaler.scale_of_sums(row[1])
         return row, names
-
-    def _backward(self, loss: Loss) -> None:
-        """Add the gradients of a micro-batch."""
-        scaler, total = self.scaler, loss.total
-        if scaler is not None and scaler.sum_scale is not None:
-            total = scaler.scale(total * scaler.sum_scale)
-        with parallel.zeroed(self.modules) if loss.weightless else contextlib.nullcontext():
-            total.backward()  # a stand-in's, on a rank without data for this step, are zeroed
 
     def _micro_step(self, batch: MicroBatch) -> MicroStep:
         """Compute a micro-batch, from the batch to gradients, for a graph."""
         timed, self._timed = self._timed, None
         outputs, objectives, loss = self.compute(batch)
         row, names = self._row(loss)
-        self._backward(loss)
+        total, scaler = loss.total, self._scaler
+        (total if scaler is None else scaler.scale(total * scaler.sum_scale)).backward()
         self._timed = timed
         return MicroStep(row, names, outputs, objectives)
 
@@ -297,7 +290,7 @@ class Trainer:
 
         One factor for all gradients: the mean over the whole step, without the loss scale, clipped.
         """
-        brain, scaler = self.brain, self.scaler
+        brain, scaler = self.brain, self._scaler
         count, divided = sums[1], 1 if self.sharded is None else self.world  # FSDP's gradients are means
         factor = torch.where(count > 0, divided / count, torch.zeros_like(count))  # 0: stand-ins alone
         scale, sum_scale = (None, None) if scaler is None else (scaler.factor(), scaler.sum_scale)
