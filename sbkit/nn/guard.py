@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,14 +55,23 @@ class IndexTable(NamedTuple):
         return SbkitError(f"{self.name}: {who}, position {column}: {wrong}{more}", hint=hint)
 
 
-#: Guarded calls whose results are being copied from the device, int64 [3]: number of bad indices, flat position of the
-#: first, its value; with the table, and the shape of the indices.
-_PENDING: deque[tuple[Peek, IndexTable, torch.Size]] = deque()
+class Checked(NamedTuple):
+    """A guarded call on a device."""
+
+    result: torch.Tensor | None  # int64 [3]: the number of bad indices, the flat position of the first, its value
+    table: IndexTable
+    shape: torch.Size  # of the indices
+
+
+#: Guarded calls whose results, stacked, are being copied from the device.
+_PENDING: deque[tuple[Peek, Sequence[Checked]]] = deque()
+#: Those inside ``collecting``.
+_collected: list[Checked] | None = None
 
 
 def pending() -> int:
     """Return the number of guarded calls that haven't been polled."""
-    return len(_PENDING)
+    return sum(len(calls) for _, calls in _PENDING)
 
 
 def poll(wait: bool = False) -> None:
@@ -72,12 +82,38 @@ def poll(wait: bool = False) -> None:
     """
     found = None
     while _PENDING and (wait or _PENDING[0][0].ready):
-        peek, table, shape = _PENDING.popleft()
-        count, position, value = peek.numpy().tolist()
-        if count and found is None:
-            found = table.error(shape, count, position, value)
+        peek, calls = _PENDING.popleft()
+        for (count, position, value), call in zip(peek.numpy().tolist(), calls, strict=True):
+            if count and found is None:
+                found = call.table.error(call.shape, count, position, value)
     if found is not None:
         raise found
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[Checked]]:
+    """Collect guarded calls inside this context, for ``check_later``, instead of copying their results to the host.
+
+    A CUDA graph computes the results, but the copy and its event can't be part of it.
+    """
+    global _collected
+    before, _collected = _collected, []
+    try:
+        yield _collected
+    finally:
+        _collected = before
+
+
+def check_later(results: torch.Tensor, calls: Sequence[Checked], ids: Sequence[str] | None = None) -> None:
+    """Copy results [N, 3] of guarded calls to the host, without waiting, for ``poll`` to look at.
+
+    ids : of the utterances, if they are others than in the calls, which may have them several times
+    """
+    if ids is not None:
+        calls = [call._replace(table=call.table._replace(ids=[*ids] * (len(call.table.ids) // max(1, len(ids)))))
+                 if call.table.ids else call for call in calls]
+    poll(wait=len(_PENDING) >= MAX_PENDING)
+    _PENDING.append((Peek(results), calls))
 
 
 @_disable_dynamo
@@ -131,8 +167,10 @@ def guard_on_device(indices: torch.Tensor, table: IndexTable, lengths: torch.Ten
         flat = bad.reshape(-1)
         first = flat.int().argmax().unsqueeze(0)
         result = torch.cat([flat.sum().unsqueeze(0), first, indices.reshape(-1).gather(0, first).long()])
-        poll(wait=len(_PENDING) >= MAX_PENDING)
-        _PENDING.append((Peek(result), table, indices.shape))
+        if _collected is None:
+            check_later(result.unsqueeze(0), [Checked(None, table, indices.shape)])
+        else:
+            _collected.append(Checked(result, table, indices.shape))
     return torch.where(outside | bad, table.safe, indices)
 
 

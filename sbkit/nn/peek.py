@@ -51,7 +51,8 @@ class Peek:
             host = self._host
             assert host is not None, "kept until _value is set"
             if self._event is not None:
-                self._event.synchronize()
+                if not self._event.query():
+                    self._event.synchronize()
                 self._value = host.numpy().copy().reshape(self._shape)
                 _POOL[(host.dtype, host.numel())].append(host)
                 self._event = None

@@ -163,13 +163,18 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
                                  hint="lower max_batch_seconds")
         steps = [_timed(brain, batch) for _ in range(TRIES)]
         host, counted = min(steps, key=lambda step: step[0])
+        nodes, pools = brain.trainer.graphs.nodes, (each for each in torch.cuda.memory_snapshot()
+                                                    if each["segment_pool_id"] != (0, 0))
+        graph_bytes = sum(each["total_size"] for each in pools)
+        brain.trainer.graphs.reset()  # the next step is without, so that its lines are known
         held, peak, timeline = memory_timeline(brain, batch)
         peak_flops, source = peak_of(device, brain.precision)
         estimate = job["estimate"]
         figures = {
             "batch": f"{count} x {seconds:g} s", "batch_seconds": count * seconds, "precision": brain.precision,
             "operations": operations,
-            "host_ms": 1e3 * host, **asdict(counted), "held_bytes": held, "peak_bytes": peak,
+            "host_ms": 1e3 * host, "graph_nodes": nodes, "graph_bytes": graph_bytes,
+            **asdict(counted), "held_bytes": held, "peak_bytes": peak,
             "card_ms": operations and peak_flops and 1e3 * operations / (peak_flops * price.EFFICIENCY),
             "card_source": source, "estimated_bytes": estimate.get("step_bytes"), "timeline": timeline}
         diary.write("figures", figures)

@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from sbkit.errors import SbkitError, first_line
 from sbkit.recipe import flops
 from sbkit.recipe.report import ERROR, Finding
+from sbkit.train import graphs
 from sbkit.train.batches import MicroBatch
 from sbkit.train.brain import Brain
 from sbkit.train.checkpoint import Checkpointer
@@ -131,6 +132,7 @@ class Watch:
         for name in ("save_checkpoint", "save_and_keep_only"):
             call_around(Checkpointer, name, lambda *a, **k: diary.begin_stage("checkpoint"))
         register_optimizer_step_post_hook(self._count_step)
+        self._count_replays()
 
     def _keep_brain(self, brain: Brain, *args: object, **kwargs: object) -> None:
         self.diary.brain = brain
@@ -141,8 +143,20 @@ class Watch:
         self.diary.begin_stage(NAMES[stage])
         self.epoch, self.steps = epoch or self.epoch, 0
 
+    def _count_replays(self) -> None:
+        """Count updates that are replayed, which call no hooks."""
+        update = graphs.StepGraphs.update
+
+        def counted(graph: graphs.StepGraphs, optimizers: Any, *given: Any) -> torch.Tensor | None:
+            values = update(graph, optimizers, *given)
+            for optimizer in optimizers if values is not None else ():
+                self._count_step(optimizer)
+            return values
+
+        graphs.StepGraphs.update = counted  # type: ignore[method-assign,assignment]  # in this process alone
+
     def _count_step(self, optimizer: torch.optim.Optimizer, *args: object) -> None:
-        if self._first not in (None, optimizer):
+        if self._first not in (None, optimizer) or torch.cuda.is_current_stream_capturing():
             return
         self._first = optimizer
         self.steps += 1
@@ -171,6 +185,8 @@ class Watch:
         if is_compiling():
             return
         stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+        if any(file == graphs.__file__ for file, _ in stack):  # a capture, of which a run has a few
+            return
         location = own_location(stack)
         own = location if _is_own(location[0]) else ("", 0)  # no line of Python has called autograd's threads
         self._waits.append((own, self.steps))
@@ -197,7 +213,8 @@ class Watch:
         """Find lines whose tensors of several steps are still alive."""
         live: dict[int, Mapping[str, Any]] = {}
         for event in events:
-            if event["action"] == "alloc":
+            captured = any(frame["filename"] == graphs.__file__ for frame in event.get("frames", ()))
+            if event["action"] == "alloc" and not captured:  # tensors of graphs stay
                 live[event["addr"]] = event
             elif event["action"] == "free_completed":
                 live.pop(event["addr"], None)

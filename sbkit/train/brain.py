@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -74,6 +74,8 @@ class Brain(sb.core.Brain):
     """
 
     Keys: ClassVar[type[TrainKeys]] = ScriptKeys
+    capturable: ClassVar[bool] = False
+    """Whether a step can be captured as a CUDA graph. Each class says so for itself, as an override may need Python."""
     step, optimizer_step, nonfinite_count = map(state_view, ("step", "optimizer_step", "nonfinite_count"))
     opt_class: Callable[..., torch.optim.Optimizer] | None
     profiler: torch.profiler.profile | None
@@ -201,8 +203,6 @@ class Brain(sb.core.Brain):
         self.compiled = compiling.compile_blocks(
             self.modules, self.compile_module_keys, self.device, mode=self.compile_mode,
             fullgraph=self.compile_using_fullgraph) > 0
-        if self.compiled:
-            self.trainer.graphs.detect(self.device, self.compile_mode)
 
     def _wrap_distributed(self) -> None:
         """Give all ranks the same weights, and the trainer what keeps them the same.
@@ -389,6 +389,10 @@ class Brain(sb.core.Brain):
 
     def write_numbers(self, number: int) -> None:
         """Write the numbers that kernels of this optimizer step read, and that depend on it (``DeviceNumbers``)."""
+
+    def graph_key(self) -> Hashable:
+        """Return what decides, besides the shapes of a training batch, which kernels the next step has."""
+        return ()
 
     def close_step(self, result: StepResult) -> None:
         """Process the result of a step."""

@@ -66,10 +66,12 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 
 @functools.cache
 def _compiled(kind: type[nn.Module], mode: str | None, fullgraph: bool) -> type:
-    known = torch._inductor.list_mode_options()
+    # Steps are captured as CUDA graphs as a whole (see ``graphs``), not layer by layer.
+    known = [name for name in torch._inductor.list_mode_options() if name != "reduce-overhead"]
     if mode is not None and mode not in known:
         raise SbkitError(f"--compile_mode: torch has no mode {mode!r}", hint=f"choose among {', '.join(known)}")
     options = torch._inductor.list_mode_options(mode or "default", dynamic=True)
+    options["triton.cudagraphs"] = False
     # On a CPU this optimization fixes strides around convolutions, so each length would be compiled again.
     options["layout_optimization"] = False
     # An assertion of this one, which isn't meant for symbolic sizes yet, fails on a GPU where an encoder has chunks.
@@ -90,37 +92,6 @@ def compile_problem(device: str) -> str | None:
     except Exception as error:  # a missing C++ compiler, Triton or Python headers each raise something else
         return summary(error)
     return None
-
-
-class CudaGraphs:
-    """What a training loop must do for layers that run as CUDA graphs, which overwrite their outputs when replayed.
-
-    on : whether layers run as CUDA graphs; otherwise nothing is done
-    """
-
-    on = False
-
-    def detect(self, device: torch.device | str, mode: str | None) -> None:
-        """Set ``on`` by whether this mode of torch.compile records CUDA graphs on this device."""
-        options = torch._inductor.list_mode_options(mode or "default")
-        self.on = torch.device(device).type == "cuda" and bool(options.get("triton.cudagraphs"))
-
-    def next_batch(self) -> None:
-        """Tell torch that outputs of the previous batch are no longer used.
-
-        Without this call and without a backward, torch assumes that each layer starts a new batch, and that its input
-        from the previous layer is overwritten.
-        """
-        if self.on:
-            torch.compiler.cudagraph_mark_step_begin()
-
-    def keep_gradients(self, modules: nn.Module) -> None:
-        """Copy gradients out of the graphs' memory, for the backward of the next batch to add to."""
-        held = [(p, p.grad) for p in modules.parameters() if p.grad is not None] if self.on else []
-        if held:
-            kept = torch._foreach_mul([grad for _, grad in held], 1.0)
-            for (parameter, _), grad in zip(held, kept, strict=True):
-                parameter.grad = grad
 
 
 def graphs() -> int:

@@ -51,7 +51,6 @@ class EvaluationLoop:
                 if trainer.asked_to_stop:
                     break
                 state.step += 1
-                trainer.graphs.next_batch()
                 loss = brain.evaluate_batch(batch, stage=stage)
                 brain.close_batch(batch, stage)
                 if self.own_average:

@@ -90,22 +90,38 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            matrices = [parameter for parameter in group["params"] if id(parameter) in self.matrices]
-            self._update_matrices({place: each for place, each in enumerate(matrices) if each.grad is not None}, group)
+            self._update_matrices(self._turns(group), group)
             self._update_others([each for each in group["params"]
                               if id(each) not in self.matrices and each.grad is not None], group)
         return loss
 
-    def _update_matrices(self, placed: Mapping[int, torch.Tensor], group: Mapping[str, Any]) -> None:
-        if not placed:
+    def _turns(self, group: Mapping[str, Any]) -> list[tuple[torch.Tensor, bool]]:
+        """Return the matrices of a group that have a gradient, each with whether this step orthogonalises it."""
+        matrices = [parameter for parameter in group["params"] if id(parameter) in self.matrices]
+        states = [self.state[each] if each.grad is not None else {} for each in matrices]
+        turns = [state.get("turn", 0) if group["every"] == 1 or "direction" in state else 0 for state in states]
+        return [(each, turn == 0 or (turn + place) % group["every"] == 0)
+                for place, (each, turn) in enumerate(zip(matrices, turns, strict=True)) if each.grad is not None]
+
+    def graph_key(self) -> tuple[bool, ...]:
+        """Return what decides, besides the groups' numbers, which kernels the next step has."""
+        return tuple(due for group in self.param_groups for _, due in self._turns(group))
+
+    def count_step(self) -> None:
+        """Count a step that was captured as a CUDA graph, which was replayed."""
+        for group in self.param_groups:
+            for parameter, _ in self._turns(group):
+                self.state[parameter]["turn"] += 1
+
+    def _update_matrices(self, turns: Sequence[tuple[torch.Tensor, bool]], group: Mapping[str, Any]) -> None:
+        if not turns:
             return
-        weights = list(placed.values())
+        weights, due = map(list, zip(*turns, strict=True))
         # A direction is kept only for the steps until a matrix has its turn again.
         states = self._states(weights, "momentum", *(["direction"] if group["every"] > 1 else []))
-        due = [state["turn"] == 0 or (state["turn"] + place) % group["every"] == 0
-               for place, state in zip(placed, states, strict=True)]
-        for state in states:  # counted by the host, which doesn't know of skipped steps
-            state["turn"] += 1
+        if not (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # a capture computes nothing
+            for state in states:  # counted by the host, which doesn't know of skipped steps
+                state["turn"] += 1
         momenta = [state["momentum"] for state in states]
         found, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         grads = torch.cat([each.flatten() for each in _gradients(weights)])  # a copy, which may be overwritten

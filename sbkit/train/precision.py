@@ -30,8 +30,10 @@ class Scaler(GradScaler):
         """Adapt ``sum_scale`` to sums over ``count``, a scalar on the device, unless that is 0 or not finite."""
         mean = 1 / count
         scale = mean / (2 * torch.frexp(mean).mantissa)  # the power of two below
-        before = torch.ones_like(scale) if self.sum_scale is None else self.sum_scale
-        self.sum_scale = torch.where((count > 0) & torch.isfinite(count), scale, before)
+        if self.sum_scale is None:
+            self.sum_scale = torch.ones_like(scale)
+        # In place: a captured step knows it by its address.
+        torch.where((count > 0) & torch.isfinite(count), scale, self.sum_scale, out=self.sum_scale)
 
     def scale_of_sums(self, count: torch.Tensor) -> torch.Tensor:
         """Return ``sum_scale`` for a step, the same on all ranks; the first step exchanges its ``count`` for it."""

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import speechbrain as sb
@@ -27,17 +27,18 @@ from sbkit.train.averaging import EMA
 from sbkit.train.bad_batch import KeptBatch
 from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs, is_last, rows
 from sbkit.train.checkpoint.files import locked_for_training
-from sbkit.train.compiling import CudaGraphs
 from sbkit.train.distributed import parallel, ranks
 from sbkit.train.distributed.exchange import GradientExchange
 from sbkit.train.distributed.parallel import Buffers
 from sbkit.train.distributed.sharding import ShardedModules
 from sbkit.train.freezing import Freezing
+from sbkit.train.graphs import MicroStep, StepGraphs
 from sbkit.train.keys import ScriptKeys
 from sbkit.train.memory import host
 from sbkit.train.memory.oom import is_out_of_memory, release
 from sbkit.train.monitor.display import Progress
 from sbkit.train.monitor.timing import EVERY, FIRST, StepTimes
+from sbkit.train.precision import Scaler
 from sbkit.train.rates import Rate, base_lr
 from sbkit.train.signals import Stopped, StopSignals
 from sbkit.train.state import TrainState
@@ -78,7 +79,8 @@ class Trainer:
         self.brain, self.state, self.ema, self.freezing = brain, state, ema, freezing
         self.modules: torch.nn.ModuleDict = brain.modules
         self.device = torch.device(brain.device)
-        self.times, self.graphs = StepTimes(self.device), CudaGraphs()
+        self.times = StepTimes(self.device)
+        self.graphs = StepGraphs(brain, self.device, self._micro_step, self._update)
         self.buffers = Buffers(self.modules)
         self.signals: StopSignals | None = None
         self._generators, self._write, self._recipe_steps = generators, write, recipe_steps
@@ -91,6 +93,7 @@ class Trainer:
         self._no_flags = torch.zeros(len(FLAGS), device=self.device)
         self.lag = 0 if self.device.type == "cpu" else 1
         """Steps whose values are still being copied when the next one is done; on the CPU nothing runs behind."""
+        self._scaler: Scaler | None = brain.scaler if brain.scaler.is_enabled() else None  # fp16
         self._tried = False  # whether the largest micro-batch has been tried
         self.use()
 
@@ -100,6 +103,7 @@ class Trainer:
         """Train on several ranks by one of the two from now on; on one process by neither."""
         self.sharded, self.exchange, self.world = sharded, exchange, ranks.world_size()
         self.loss_of: Callable[[MicroBatch], Computed] = self.compute if sharded is None else sharded.loss_of
+        self.graphs.reset(exchange, sharded is not None)
 
     @contextlib.contextmanager
     def fitting(self) -> Iterator[None]:
@@ -164,9 +168,7 @@ class Trainer:
         micro_batches : each with whether it is the last of its step; those of later steps are not taken
         """
         brain, state, device, exchange = self.brain, self.state, self.device, self.exchange
-        scaler = brain.scaler if brain.scaler.is_enabled() else None  # fp16
         sums: torch.Tensor | None = None
-        sum_scale: torch.Tensor | None = None
         work: dist.Work | None = None
         names: list[str] = []
         kept: list[KeptBatch] = []
@@ -179,50 +181,45 @@ class Trainer:
             if timed:
                 timed.mark("data")
             brain.on_fit_batch_start(batch, last)
-            if self.graphs.on:
-                self.graphs.next_batch()
             kept.append(KeptBatch(batch, rng.capture(device)))  # for `sbkit rerun`, if something is not finite
-            if exchange is not None:
-                exchange.armed = last  # gradients of earlier micro-batches accumulate on this rank
-            outputs, objectives, loss = self.loss_of(batch)
-            if not loss.total.requires_grad:
-                raise SbkitError("the loss depends on no trainable parameter", hint="freeze less of the model")
-            if timed:
-                timed.mark("loss")
-
-            # The loss, its count, then sum and count of each extra: summed over micro-batches and ranks without leaving
-            # the device. ``take_results`` reads them in this order, behind the four values of the update.
-            extras = loss.extras or {}
-            if sums is not None and sorted(extras) != names:
-                raise SbkitError(f"the micro-batches of one step return different extras: {sorted(extras)} and {names}",
+            replayed = self.graphs.micro_step(batch) if self.graphs.enabled else None  # with its backward
+            if replayed is not None:
+                row, extras, outputs, objectives = replayed
+                if timed:
+                    timed.mark("backward")
+            else:
+                if exchange is not None:
+                    exchange.armed = last  # gradients of earlier micro-batches accumulate on this rank
+                outputs, objectives, loss = self.loss_of(batch)
+                if not loss.total.requires_grad:
+                    raise SbkitError("the loss depends on no trainable parameter", hint="freeze less of the model")
+                if timed:
+                    timed.mark("loss")
+                row, extras = self._row(loss)
+            if sums is not None and extras != names:
+                raise SbkitError(f"the micro-batches of one step return different extras: {extras} and {names}",
                                  hint="return the same names each time")
-            names = sorted(extras)
-            row = torch.stack([
-                value.detach().reshape(()).to(device=device, dtype=torch.float32) if isinstance(value, torch.Tensor)
-                else torch.full((), float(value), dtype=torch.float32, device=device)  # tensor() copies from the host
-                for pair in ((loss.total, loss.count), *(extras[name] for name in names)) for value in pair])
-            if scaler is not None and sum_scale is None:  # of the step before; the first step exchanges its counts
-                sum_scale = scaler.scale_of_sums(row[1])
+            names = extras
             sums = row if sums is None else sums + row
             if last:  # their exchange overlaps with backward
                 sums = torch.cat([sums, self._flags()])
                 work = dist.all_reduce(sums, async_op=True) if self.world > 1 else None
-
-            total = loss.total if scaler is None or sum_scale is None else scaler.scale(loss.total * sum_scale)
-            if loss.weightless:  # a stand-in, on a rank without data for this step
-                with parallel.zeroed(self.modules):
-                    total.backward()
-            else:
-                total.backward()
-            if timed:
-                timed.mark("backward")
+            if replayed is None:
+                scaler = self._scaler
+                total = loss.total if scaler is None or scaler.sum_scale is None else \
+                    scaler.scale(loss.total * scaler.sum_scale)
+                with parallel.zeroed(self.modules) if loss.weightless else contextlib.nullcontext():
+                    total.backward()  # the gradients of a stand-in, on a rank without data for this step, are zeroed
+                if timed:
+                    timed.mark("backward")
+            elif last and exchange is not None:
+                exchange.finish()
             if last:
                 break
-            if self.graphs.on:
-                self.graphs.keep_gradients(self.modules)
             brain.on_fit_batch_end(batch, outputs, objectives, last)
             outputs = objectives = None  # the next micro-batch needs their memory
-            del loss, total
+            if replayed is None:
+                del loss, total
         if sums is None:
             return False
         if not last:  # the epoch ended within an accumulation of which nobody knew the length
@@ -241,42 +238,77 @@ class Trainer:
             return True
         if not state.first_step_checked:
             parallel.warn_unreached(self.modules, vars(brain.hparams), self._unreached)
-
-        # One factor for all gradients: the mean over the whole step, without the loss scale, clipped.
         if work is not None:
             work.wait()
-        count, divided = sums[1], 1 if self.sharded is None else self.world  # FSDP's gradients are means
-        factor = torch.where(count > 0, divided / count, torch.zeros_like(count))  # 0: stand-ins alone
-        scale = None
-        if scaler is not None and sum_scale is not None:
-            scale = scaler.factor()
-            scaler.follow_count(count / self.world)
-            factor = factor / sum_scale / scale
         rates = write_rates(optimizers, device)  # now, after all hooks
         if self.ema is not None:
             self.ema.count_update()
-        norm, skipped = update(optimizers, factor, brain.max_grad_norm, torch.isfinite(sums[0]), rates)
-        ones = torch.ones((), device=device)
-        values = torch.stack([norm.float(), skipped, ones if scale is None else scale.float(),
-                              ones if sum_scale is None else sum_scale])
-        if scaler is not None:
-            scaler.adjust(skipped)
-        if self.ema is not None:
-            self.ema.update(skipped)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        if exchange is not None and len(optimizers) < len(brain.optimizers_dict or ()):
-            # Gradients of frozen optimizers stay, as in SpeechBrain, and the next step's sum over ranks includes them.
-            torch._foreach_div_(gradients(brain.optimizers_dict.values()), self.world)
+        values = self.graphs.update(optimizers, sums, rates) if self.graphs.enabled else None
+        if values is None:
+            values = self._update(optimizers, sums, rates)
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            if exchange is not None and len(optimizers) < len(brain.optimizers_dict or ()):
+                # Gradients of frozen optimizers stay, as in SpeechBrain, and the next sum over ranks includes them.
+                torch._foreach_div_(gradients(brain.optimizers_dict.values()), self.world)
         state.optimizer_step += 1
         state.epoch_step += 1
-        self._pending.append((Peek(torch.cat([values, sums])), names, kept))
+        self._pending.append((Peek(values), names, kept))
         if timed:
             timed.mark("optimizer")
             self._timed = None
         if last:
             brain.on_fit_batch_end(batch, outputs, objectives, last)
         return True
+
+    def _row(self, loss: Loss) -> tuple[torch.Tensor, list[str]]:
+        """Return the loss, its count, then sum and count of each extra, and the names of these.
+
+        They are summed over micro-batches and ranks without leaving the device. ``take_results`` reads them in this
+        order, behind the four values of the update.
+        """
+        extras = loss.extras or {}
+        names = sorted(extras)
+        row = torch.stack([
+            value.detach().reshape(()).to(device=self.device, dtype=torch.float32) if isinstance(value, torch.Tensor)
+            else torch.full((), float(value), dtype=torch.float32, device=self.device)  # tensor() copies from the host
+            for pair in ((loss.total, loss.count), *(extras[name] for name in names)) for value in pair])
+        if self._scaler is not None:  # its factor is of the step before; the first step exchanges its counts
+            self._scaler.scale_of_sums(row[1])
+        return row, names
+
+    def _micro_step(self, batch: MicroBatch) -> MicroStep:
+        """Compute a micro-batch, from the batch to gradients, for a graph."""
+        timed, self._timed = self._timed, None
+        outputs, objectives, loss = self.compute(batch)
+        row, names = self._row(loss)
+        total, scaler = loss.total, self._scaler
+        (total if scaler is None else scaler.scale(total * scaler.sum_scale)).backward()
+        self._timed = timed
+        return MicroStep(row, names, outputs, objectives)
+
+    def _update(self, optimizers: Sequence[torch.optim.Optimizer], sums: torch.Tensor,
+                rates: Sequence[Sequence[torch.Tensor] | None]) -> torch.Tensor:
+        """Update by the gradients of a step, and return what the host reads later; nothing here waits for the device.
+
+        One factor for all gradients: the mean over the whole step, without the loss scale, clipped.
+        """
+        brain, scaler = self.brain, self._scaler
+        count, divided = sums[1], 1 if self.sharded is None else self.world  # FSDP's gradients are means
+        factor = torch.where(count > 0, divided / count, torch.zeros_like(count))  # 0: stand-ins alone
+        scale, sum_scale = (None, None) if scaler is None else (scaler.factor(), scaler.sum_scale)
+        if scale is not None and sum_scale is not None:
+            factor = factor / sum_scale / scale
+        norm, skipped = update(optimizers, factor, brain.max_grad_norm, torch.isfinite(sums[0]), rates)
+        ones = torch.ones((), device=self.device)
+        values = torch.cat([torch.stack([norm.float(), skipped, ones if scale is None else scale.float(),
+                                         ones if sum_scale is None else sum_scale]), sums])
+        if scaler is not None:
+            scaler.adjust(skipped)
+            scaler.follow_count(count / self.world)
+        if self.ema is not None:
+            self.ema.update(skipped)
+        return values
 
     def _flags(self) -> torch.Tensor:
         """Return what this rank asks for with a step: a 1 on the device for each of ``FLAGS`` that it raises."""
@@ -399,6 +431,7 @@ class Trainer:
                 self.ema.track_trainable()
             if self.exchange is not None:
                 self.exchange.reset()
+            self.graphs.reset(self.exchange)
             state.first_step_checked = False
             self._try_largest(train_set, epoch)
         return False
@@ -579,6 +612,7 @@ class Trainer:
         """Do what any rank asked for with a step; save if that is due."""
         if "parameters" in asked and self.exchange is not None and not self.exchange.agree_each_time:
             self.exchange.reset(agree_each_time=True)
+            self.graphs.reset(self.exchange)
             self.state.graph_changes = True
             if ranks.is_main():
                 logger.warning("The loss uses other parameters than in the first step. From now on ranks agree in each "

@@ -54,6 +54,10 @@ API cuGetErrorName(CUresult error, const char** text) {
 }
 API cuStreamSynchronize(CUstream stream) { return code(cudaStreamSynchronize(stream)); }
 
+API cuGraphGetNodes(CUgraph graph, CUgraphNode* nodes, size_t* count) {
+  return code(cudaGraphGetNodes(graph, nodes, count));
+}
+
 // A function is a copy of its name; a module is empty, since its code is never run.
 API cuModuleLoadData(CUmodule* made, const void*) { *made = reinterpret_cast<CUmodule>(1); return CUDA_SUCCESS; }
 API cuModuleLoadDataEx(CUmodule* made, const void* image, unsigned, CUjit_option*, void**) {

@@ -8,6 +8,13 @@
 
 static int create(void** made) { *made = calloc(1, 512); return 0; }
 
+#define TAKES_STREAM(name) API name(void*, cudaStream_t stream) { card::use_stream(stream); return 0; }
+TAKES_STREAM(cublasSetStream_v2)
+TAKES_STREAM(cudnnSetStream)
+TAKES_STREAM(cusolverDnSetStream)
+TAKES_STREAM(cusparseSetStream)
+API cufftSetStream(int, cudaStream_t stream) { card::use_stream(stream); return 0; }
+
 API cublasGetMathMode(void*, int* mode) { *mode = 0; return 0; }
 API cublasGetPointerMode_v2(void*, int* mode) { *mode = 0; return 0; }
 API cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void* results, int* found) {

@@ -101,11 +101,13 @@ bool fetch(Communicator* c, int from, void* data, size_t bytes) {
 void release(Communicator* c) { c->ranks[c->rank].released = c->exchanges; }
 
 int record_call(const char* kind, size_t count, int type, Communicator* c, cudaStream_t stream, bool by_all = true) {
+  card::use_stream(stream);
   card::launch_library();
   snprintf(c->ranks[c->rank].latest, sizeof Rank::latest, "%s of %zu %s", kind, count, kTypes[type]);
-  if (!by_all) return 0;
-  c->ranks[c->rank].calls = ++c->calls;
-  card::wait_on(stream, {c, c->calls});
+  if (by_all) card::run(stream, [=] {
+    c->ranks[c->rank].calls = ++c->calls;
+    card::wait_on(stream, {c, c->calls});
+  });
   return 0;
 }
 

@@ -26,6 +26,7 @@ namespace {
 constexpr size_t kBlock = 2 << 20;       // the smallest mapping of the driver
 constexpr size_t kContext = 550ul << 20; // memory of a process besides its tensors
 constexpr size_t kCopied = 1 << 20;      // larger copies on a card are skipped: they would fill the host
+constexpr size_t kReplayed = 1 << 12;    // and in graphs, whose launches take no time of the host
 constexpr int kMaxCards = 64;
 
 const char* variable(const char* name, const char* otherwise) {
@@ -64,6 +65,7 @@ card::Waits device_waits;  // of all streams
 std::vector<std::shared_ptr<Capture>> open_captures;
 
 thread_local int current = 0;
+thread_local cudaStream_t library_stream = nullptr;  // the one that this thread's libraries were given last
 thread_local cudaError_t last = cudaSuccess;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
@@ -145,23 +147,17 @@ cudaError_t release(void* address) {
   return cudaSuccess;
 }
 
-void move(void* to, const void* from, size_t bytes) {
-  { Guard guard(card::lock); if (bytes > kCopied && on_card(to) && on_card(from)) return; }
+void move(void* to, const void* from, size_t bytes, size_t most = kCopied) {
+  { Guard guard(card::lock); if (bytes > most && on_card(to) && on_card(from)) return; }
   memmove(to, from, bytes);
 }
-void fill(void* to, int value, size_t bytes) {
+void fill(void* to, int value, size_t bytes, size_t most = kCopied) {
   auto begin = (reinterpret_cast<uintptr_t>(to) + 4095) & ~4095ul;
   auto end = (reinterpret_cast<uintptr_t>(to) + bytes) & ~4095ul;
-  if (bytes <= kCopied) memset(to, value, bytes);
-  else if (!value) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);  // zeros without memory
+  if (bytes <= most) memset(to, value, bytes);
+  else if (!value && most == kCopied) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);  // zeros without memory
 }
 
-// Runs the work now or, if the stream is captured, each time its graph is launched.
-cudaError_t enqueue(cudaStream_t stream, std::function<void()> work) {
-  if (capturing(of(stream))) of(stream)->capture->graph->copies.push_back(std::move(work));
-  else work();
-  return cudaSuccess;
-}
 cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream) {
   copies++;
   if (capturing(of(stream))) {
@@ -172,7 +168,8 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream) 
       return record_error(cudaErrorStreamCaptureUnsupported);
     }
   }
-  return enqueue(stream, [=] { move(to, from, bytes); });
+  size_t most = capturing(of(stream)) ? kReplayed : kCopied;
+  return card::run(stream, [=] { move(to, from, bytes, most); });
 }
 cudaError_t synchronise(card::Waits& waits, const char* what) {
   synchronisations++;
@@ -260,11 +257,19 @@ void lacks(const char* name) { Guard guard(lock); missing.push_back(name); }
 
 void name_kernel(const void* kernel, const char* name) { Guard guard(lock); names[kernel] = name; }
 
+void use_stream(cudaStream_t stream) { library_stream = stream; }
+
+// Autograd's threads launch into the stream that another thread captures.
 void launch_library() {
   Guard guard(lock);
-  for (auto& capture : open_captures)
-    if (capture->thread == std::this_thread::get_id()) { capture->graph->kernels++; return; }
-  launches++;
+  if (capturing(of(library_stream))) of(library_stream)->capture->graph->kernels++;
+  else launches++;
+}
+
+cudaError_t run(cudaStream_t stream, std::function<void()> work) {
+  if (capturing(of(stream))) of(stream)->capture->graph->copies.push_back(std::move(work));
+  else work();
+  return cudaSuccess;
 }
 
 cudaError_t launch(const void* kernel, dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
@@ -443,7 +448,7 @@ API cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cuda
 API cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
     cudaMemcpyKind, cudaStream_t stream) {
   copies++;
-  return enqueue(stream, [=] {
+  return card::run(stream, [=] {
     for (size_t row = 0; row < height; row++)
       move(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
   });
@@ -455,7 +460,8 @@ API cudaGetSymbolAddress(void** address, const void*) {
 }
 API cudaMemset(void* to, int value, size_t bytes) { fill(to, value, bytes); return cudaSuccess; }
 API cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
-  return enqueue(stream, [=] { fill(to, value, bytes); });
+  size_t most = capturing(of(stream)) ? kReplayed : kCopied;
+  return card::run(stream, [=] { fill(to, value, bytes, most); });
 }
 API cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
   *pool = reinterpret_cast<cudaMemPool_t>(&used[device]);
@@ -488,7 +494,7 @@ API cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   return cudaSuccess;
 }
 API cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
-  return enqueue(stream, [=] { function(data); });
+  return card::run(stream, [=] { function(data); });
 }
 API cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) {
   function(stream, cudaSuccess, data);

@@ -76,6 +76,7 @@ class Codec(SpeechTask):
     - The best checkpoint is the one with the least distance of mel spectra of whole validation clips.
     """
 
+    capturable: ClassVar[bool] = True
     Keys: ClassVar[type[TaskKeys]] = CodecKeys
     parts = ("compute_features", "encoder", "quantiser", "decoder", "head", "spectral_loss", "modules")
     metric = Metric("mel_distance")
@@ -141,6 +142,10 @@ class Codec(SpeechTask):
             total = total + term
             extras |= {name: (part, count) for name, part in parts.items()}
         return Loss(total, count, extras)
+
+    def graph_key(self) -> bool:
+        """Return whether the next step trains the codec against the discriminators."""
+        return bool(self.keys.adversarial_from) and self.optimizer_step >= self.keys.adversarial_from
 
     def _adversarial(self, sound: Tensor, batch: Batch, frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return what adversarial training adds to the loss, a sum over frames, and its parts."""

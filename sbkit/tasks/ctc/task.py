@@ -60,6 +60,7 @@ class CTC(RecognitionTask):
       the run). A step then needs twice the computation and memory for its ``max_batch_seconds``.
     """
 
+    capturable: ClassVar[bool] = True
     Keys: ClassVar[type[TaskKeys]] = CTCKeys
     parts = ("ctc_lin", "modules")
     heads = ("ctc_lin", "seq_lin")

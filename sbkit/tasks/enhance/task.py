@@ -118,6 +118,7 @@ class Enhancement(Task):
     - The best checkpoint is the one with the largest improvement of the SI-SNR of whole validation clips.
     """
 
+    capturable: ClassVar[bool] = True
     Keys: ClassVar[type[TaskKeys]] = EnhancementKeys
     parts = ("enhancer", "modules")
     columns: ClassVar[Declared] = {"clean": SignalColumn(or_recording=True)}

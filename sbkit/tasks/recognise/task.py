@@ -146,6 +146,13 @@ class RecognitionTask(SearchingTask):
             return self.keys.chunks.at(int(self.keys.seed or 0), self.optimizer_step)
         return self.keys.chunks.validation() if stage == Stage.VALID else self.test_context
 
+    def graph_key(self) -> tuple[int, int] | None:
+        """Return the context of frames in the next step."""
+        if self.keys.chunks is None:
+            return None
+        context = self.keys.chunks.at(int(self.keys.seed or 0), self.optimizer_step)
+        return None if context is None else (context.chunk_size, context.left_context_size)
+
     def take_chunks(self, chunk: Sequence[int | None]) -> None:
         if self.decoder is not None and self.decoder.nbest > 1 and chunk[0] is not None:
             raise SbkitError("--nbest lists the transcripts of the first size of --chunk, but a stream has only one",

@@ -211,6 +211,7 @@ class Verification(Task):
       error rate over all pairs of dev recordings.
     """
 
+    capturable: ClassVar[bool] = True
     Keys: ClassVar[type[TaskKeys]] = SpeakerKeys
     parts = ("compute_features", "spec_augment", "embedding_model", "classifier", "modules")
     columns: ClassVar[Declared] = {"speaker": LabelColumn("speakers")}

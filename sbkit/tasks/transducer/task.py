@@ -51,6 +51,7 @@ class Transducer(RecognitionTask):
     only used in training. Both are sums over utterances, divided by the tokens of the whole optimizer step.
     """
 
+    capturable: ClassVar[bool] = True
     Keys: ClassVar[type[TaskKeys]] = TransducerKeys
     parts = ("transducer", "modules")
     heads, scores_tokens = ("ctc_lin",), False

@@ -89,6 +89,11 @@ class GradientExchange:
         self._buckets: list[_Bucket] = []
         self._sent, self._queued = 0, False
 
+    def views(self) -> dict[Parameter, torch.Tensor]:
+        """Return the views into buckets in which gradients are exchanged, of all parameters that ranks agreed on."""
+        return {parameter: view for bucket in self._buckets
+                for parameter, view in zip(bucket.parameters, bucket.views, strict=True)}
+
     def _ready(self, i: int, parameter: torch.Tensor) -> None:
         """Send what is complete with the gradient of this parameter; autograd calls it once in a backward."""
         bucket = self._bucket_of[i]

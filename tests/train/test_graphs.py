@@ -1,0 +1,185 @@
+"""Steps that are captured as CUDA graphs: what they launch, what stays as without, and what can't be captured."""
+
+import logging
+import random
+import re
+from functools import partial
+
+import pytest
+import torch
+from processes import results
+from torch import nn
+from toys import ToyBrain, ToyTrainLoader, brain, furthest, layers, state
+
+from sbkit.rehearsal import nullcard
+from sbkit.train import graphs
+from sbkit.train.averaging import EMA
+from sbkit.train.distributed import ranks
+from sbkit.train.muon import Muon
+
+#: Launches of a captured step: of each micro-batch, of its update, and of what two ranks exchange.
+MICRO, UPDATE, RANKS = 4, 3, 10
+
+
+class Drops(ToyBrain):
+    """With random numbers on the device."""
+
+    def compute_forward(self, batch, stage):
+        return super().compute_forward(batch, stage) * nn.functional.dropout(torch.ones_like(batch.x[:, 0]), 0.5)
+
+
+def trained(cls=Drops, steps=8, micros=1, hparams=None, after=None, loader=None, **options):
+    """A Brain that was trained on a card, and what the card was asked for in each step."""
+    torch.manual_seed(0)
+    toy = brain(cls, hparams={"graphs": True, **(hparams or {})}, **{"device": "cuda:0", **options})
+    counts, train_step = [], toy.trainer.train_step
+
+    def counted(micro_batches):
+        before = nullcard.counters() if nullcard.active() else None
+        more = train_step(micro_batches)
+        if more and before:
+            counts.append(nullcard.counters() - before)
+        if after:
+            after(toy)
+        return more
+
+    toy.trainer.train_step = counted
+    toy.fit(range(1, 2), loader or ToyTrainLoader(steps=steps, size=8, micros=micros))
+    return toy, counts
+
+
+def launches(counts):
+    return [count.launches for count in counts]
+
+
+@pytest.fixture
+def on_a_null_card():
+    if not nullcard.active():
+        pytest.skip("launches are counted on a null card")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [
+    {}, {"micros": 3}, {"precision": "fp16"}, {"precision": "bf16", "max_grad_norm": 1.0},
+    {"opt_class": partial(torch.optim.SGD, lr=0.1)}], ids=str)
+def test_a_captured_step_has_few_launches_and_waits_for_nothing(options, on_a_null_card):
+    _, counts = trained(steps=12, **options)
+    _, plain = trained(steps=12, hparams={"graphs": False}, **options)
+    micros = options.get("micros", 1)
+    assert all(count.launches <= MICRO * micros + UPDATE for count in counts[4:]), launches(counts)
+    assert not any(count.synchronisations or count.captures for count in counts[4:])
+    assert min(launches(plain)) > 3 * max(launches(counts[4:])) and nullcard.errors() == []
+
+
+def counters(toy):
+    """What the host knows of a run, and where the device's random numbers are."""
+    turns = [kept.get("turn") for kept in toy.optimizer.state.values()]
+    return (toy.optimizer_step, turns, toy.trainer.ema and toy.trainer.ema.updates, toy.nonfinite_count,
+            torch.cuda.get_rng_state().tolist())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("micros", [1, 2])
+def test_counters_and_random_numbers_are_where_they_are_without_graphs(micros):
+    found = []
+    for wanted in (True, False):
+        model = layers()
+        optimizer = partial(Muon, lr=0.01, modules=[model[0], model[2]], orthogonalize_every=3)
+        toy, _ = trained(micros=micros, modules=model, opt_class=optimizer, steps=11,
+                         hparams={"graphs": wanted, "ema": EMA(model)})
+        found.append(counters(toy))
+    assert found[0] == found[1] and found[0][1] != []
+
+
+@pytest.mark.gpu
+def test_what_thaws_is_captured_too(on_a_null_card):
+    _, counts = trained(steps=14, hparams={"freeze": {"model.0": 6}})
+    few = [count.launches <= MICRO + UPDATE and not count.captures for count in counts]
+    assert few == [False, False, True, True, True, True, False, False, True, True, True, True, True, True]
+
+
+class Waits(ToyBrain):
+    def compute_objectives(self, predictions, batch, stage):
+        loss = super().compute_objectives(predictions, batch, stage)
+        loss.total.item()
+        return loss
+
+
+class Remembers(ToyBrain):
+    seen = 0
+
+    def compute_forward(self, batch, stage):
+        self.seen += 1
+        return super().compute_forward(batch, stage)
+
+
+class Draws(ToyBrain):
+    def compute_forward(self, batch, stage):
+        return super().compute_forward(batch, stage) * random.uniform(0.9, 1.1)
+
+
+class TooLarge(ToyBrain):
+    def compute_forward(self, batch, stage):
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().compute_forward(batch, stage)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cls", "hparams", "limits", "reason"), [
+    (Waits, {}, {}, r"called a synchronizing CUDA operation \(.*test_graphs.py:\d+\)"),
+    (Remembers, {}, {}, "a step changes Remembers.seen, and a replay would not"),
+    (Draws, {}, {}, "a step changes python's random numbers on the host"),
+    (TooLarge, {}, {}, "cuda:0 has too little memory for them; a smaller max_batch_seconds leaves more"),
+    (ToyBrain, {"graphs": None}, {}, "ToyBrain doesn't say that its steps can be replayed; `graphs: true` says so"),
+    (ToyBrain, {}, {"MAX_NODES": 5}, r"the micro-step has \d+ nodes, and 5 are allowed"),
+    (ToyBrain, {}, {"MAX_GRAPHS": 1}, "batches have more than 1 shapes"),
+], ids=lambda value: getattr(value, "__name__", str(value)))
+def test_what_cannot_be_replayed_trains_without_graphs_and_says_why(cls, hparams, limits, reason, monkeypatch, caplog):
+    for name, limit in limits.items():
+        monkeypatch.setattr(graphs, name, limit)
+    caplog.set_level(logging.INFO, "sbkit.train.graphs")
+    toy, _ = trained(cls, hparams=hparams, micros=3)
+    said = [record.message for record in caplog.records if "not captured" in record.message]
+    assert len(said) == 1 and toy.optimizer_step == 8
+    assert re.search(reason, said[0]), said
+    assert getattr(toy, "seen", 8 * 3) == 8 * 3  # trials leave nothing behind
+
+
+@pytest.mark.gpu
+def test_a_driver_without_graphs_trains_without(monkeypatch, caplog):
+    def refuse(graph, *given, **named):
+        raise RuntimeError("CUDA error: operation not supported")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", refuse)
+    caplog.set_level(logging.INFO, "sbkit.train.graphs")
+    assert trained()[0].optimizer_step == 8
+    said, = [record.message for record in caplog.records if "not captured" in record.message]
+    assert said.startswith("Steps are not captured as CUDA graphs: CUDA error: operation not supported")
+
+
+def launched_on_a_rank():
+    device = f"cuda:{ranks.rank()}"
+    toy, counts = trained(ToyBrain, micros=2, device=device,
+                          loader=ToyTrainLoader(steps=8, size=8, micros=2, rank=ranks.rank(), world=2))
+    return launches(counts), nullcard.errors() if nullcard.active() else [], state(toy)
+
+
+@pytest.mark.gpu(cards=2)
+def test_two_ranks_exchange_between_replays():
+    for counts, errors, _ in results(launched_on_a_rank):
+        assert max(counts[4:], default=0) <= 2 * MICRO + UPDATE + RANKS and errors == []
+
+
+@pytest.mark.gpu(values=True)
+@pytest.mark.parametrize("options", [{}, {"micros": 3}, {"precision": "fp16", "micros": 2}], ids=str)
+def test_replays_compute_what_steps_compute(options):
+    toys = [trained(hparams={"graphs": wanted}, **options)[0] for wanted in (True, False)]
+    assert toys[0].trainer.graphs.nodes and not toys[1].trainer.graphs.nodes
+    assert furthest(*map(state, toys)) < 1e-5
+
+
+def test_nothing_is_captured_on_a_cpu(caplog):
+    caplog.set_level(logging.INFO, "sbkit.train.graphs")
+    toy, _ = trained(ToyBrain, device="cpu", steps=3)
+    assert toy.trainer.graphs.nodes == {} and not any("CUDA graph" in record.message for record in caplog.records)
