@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._logging import structured
@@ -151,12 +152,19 @@ def quantize(path: Path, to: Path) -> None:
     """Write an ONNX model with 8-bit weights in matrix products; convolutions, and so features, stay in fp32.
 
     Weights are unsigned, like activations: on a processor without VNNI, ONNX Runtime sums products of unsigned and
-    signed bytes in 16 bits, which saturates, so a bundle would recognise other words there.
+    signed bytes in 16 bits, which saturates, so a bundle would recognise other words there. Products that only move
+    numbers stay exact, as rotary positions need.
     """
+    import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
+    model = onnx.load(path).graph
+    moves = {each.name for each in model.initializer if len(each.dims) == 2 and each.dims[0] == each.dims[1]
+             and np.isin(onnx.numpy_helper.to_array(each), (0, 1)).all()}
+    exact = [node.name for node in model.node if node.op_type == "MatMul" and node.input[1] in moves]
     with _quiet():
         quantize_dynamic(path, to, op_types_to_quantize=["MatMul"], weight_type=QuantType.QUInt8, per_channel=True,
+                         nodes_to_exclude=exact,
                          use_external_data_format=path.with_name(f"{path.name}.data").exists())
 
 

@@ -78,6 +78,15 @@ def test_products_of_bytes_saturate_on_no_processor(tmp_path):
     np.testing.assert_allclose(session.run(None, {"x": signal})[0], signal @ weights, rtol=0.01)
 
 
+def test_products_that_swap_numbers_stay_exact_in_eight_bits(tmp_path):
+    write(tmp_path / "m.onnx", "float[frames, 2] x", "float[frames, 2] y", "y = MatMul(x, w)",
+          w=np.array([[0, 1], [1, 0]], np.float32))
+    graph.quantize(tmp_path / "m.onnx", tmp_path / "q.onnx")
+    signal = np.random.default_rng(0).standard_normal((9, 2)).astype(np.float32)
+    session = onnxruntime.InferenceSession(tmp_path / "q.onnx", providers=["CPUExecutionProvider"])
+    assert (session.run(None, {"x": signal})[0] == signal[:, ::-1]).all()
+
+
 def test_the_build_of_onnxruntime_that_is_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(runtimes.install(tmp_path, "onnxruntime-gpu")), *sys.path])
     trained = SimpleNamespace(keys=SimpleNamespace(language=""), facts={})
