@@ -49,7 +49,8 @@ def _tensors(batch: object) -> list[torch.Tensor]:
 def is_last(batch: object) -> bool | None:
     """Return whether a batch is the last of its step; None if it doesn't say, as only the batches of a plan do."""
     last = getattr(batch, "last", None)
-    return last if isinstance(last, bool) else None  # a key of a recipe's own batch may have this name
+    # A key of a recipe's own batch may have this name.
+    return None if last is None or isinstance(last, (Sequence, torch.Tensor)) else bool(last)
 
 
 def length(batch: object) -> int:

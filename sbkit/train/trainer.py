@@ -51,6 +51,10 @@ logger = logging.getLogger(__name__)
 FLAGS = ("stop", "save", "parameters")
 
 
+#: Time for the other ranks to end a trial of a batch that doesn't fit on one of them.
+TRIAL_SECONDS = 60.0
+
+
 class NotFinite(SbkitError, ValueError):
     """Raised when losses or gradients were NaN or infinite in more than ``nonfinite_patience`` steps of an epoch."""
 
@@ -494,20 +498,23 @@ class Trainer:
         """
         if not hasattr(train_set, "largest") or not (self.device.type == "cuda" or host.bounded()):
             return
-        # A rank that waits for others within the model can't learn that one of them has failed: that one ends the run.
-        together = self.world > 1 and (self.sharded is not None or any(
-            parallel.communicates_in_forward(layer) for root in self.brain.layer_roots for layer in root.modules()))
-        for batch in train_set.largest(epoch):
-            failed = not self.fits(batch)
-            problem = f"out of memory on {self.device} with the run's largest micro-batch: {len(batch)} utterances, " \
-                      f"{batch.padded_seconds:.0f} s with padding ({batch.ids[0]} and others)"
-            if together and failed:
+        problem = ""
+
+        def failed(batch: MicroBatch) -> bool:
+            fits = self.fits(batch)
+            # Others may wait for this rank within the model, where they can't learn that it failed: it ends the run.
+            if not ranks.barrier("tried", None if fits else TRIAL_SECONDS):
                 raise SbkitError(problem, hint="set max_batch_seconds to less (sbkit tune finds the limit), or try "
                                                "activation_checkpointing", exit_code=1)
-            if together or not ranks.any_of({"failed": failed})["failed"]:
+            return ranks.any_of({"failed": not fits})["failed"]
+
+        for batch in train_set.largest(epoch):
+            problem = f"out of memory on {self.device} with the run's largest micro-batch: {len(batch)} utterances, " \
+                      f"{batch.padded_seconds:.0f} s with padding ({batch.ids[0]} and others)"
+            if not failed(batch):
                 continue
             size = len(batch) // 2
-            while size > 1 and ranks.any_of({"failed": not self.fits(rows(batch, 0, size))})["failed"]:
+            while size > 1 and failed(rows(batch, 0, size)):
                 size //= 2
             hint = f"set max_batch_seconds to {size * batch.padded_seconds / len(batch):.0f} (sbkit tune finds the " \
                    "exact limit), or try activation_checkpointing"

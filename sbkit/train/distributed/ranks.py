@@ -10,6 +10,7 @@ import atexit
 import datetime
 import gc
 import logging
+import math
 import os
 import pickle
 import sys
@@ -243,14 +244,14 @@ def run_on_main(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     return result if is_main() else pickle.loads(answer[0])
 
 
-def barrier(name: str = "meet") -> None:
-    """Wait without a time limit until every rank is here; end if one of them fails."""
+def barrier(name: str = "meet", patience: float | None = None) -> bool:
+    """Wait until every rank is here, at most ``patience`` seconds; end if one of them fails. Return whether all are."""
     if is_alone():
-        return
+        return True
     key = _key(name)
     if _store().add(f"{key}/here", 1) == world_size():
         _store().set(f"{key}/all", b"1")
-    _wait_for(f"{key}/all")
+    return _wait_for(f"{key}/all", patience)
 
 
 def gather_objects(obj: T) -> list[T]:
@@ -383,15 +384,18 @@ def _exit_silently(code: int, grace: float = _GRACE_SECONDS) -> NoReturn:
     raise error from None
 
 
-def _wait_for(key: str) -> bytes:
+def _wait_for(key: str, patience: float | None = None) -> bool:
     store, pause = _store(), _FIRST_PAUSE_SECONDS
+    until = math.inf if patience is None else time.monotonic() + patience
     try:
         while _peer_exit_code is not None or not store.check([key]):
             if (code := _peer_failed()) is not None:
                 _exit_silently(code)
+            if time.monotonic() > until:
+                return False
             time.sleep(pause)
             pause = min(pause * 1.5, 0.5)
-        return store.get(key)
+        return True
     except dist.DistError:
         if _peer_exit_code is not None:
             _exit_silently(_peer_exit_code)

@@ -11,6 +11,7 @@ from processes import outcomes
 from toys import ToyBatch, ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, layers, state
 
 from sbkit.errors import SbkitError
+from sbkit.train import trainer
 from sbkit.train.distributed import ranks
 from sbkit.train.memory import host, oom
 
@@ -124,7 +125,7 @@ def test_a_step_that_did_not_fit_leaves_nothing_behind():
 
 
 def narrow_second(hparams, normalised):
-    host.bounded = lambda: True  # in this process alone
+    host.bounded, trainer.TRIAL_SECONDS = lambda: True, 2.0  # in this process alone
     model = layers()
     if normalised:
         model[0] = torch.nn.Sequential(model[0], torch.nn.BatchNorm1d(8))
