@@ -22,7 +22,7 @@ from sbkit.score.significance import interval
 #: Of silence, root mean square in decibels below full scale.
 LEVELS = (-20, -45, -80)
 #: Seconds of each recording of silence, and how many there are of each kind at each level, in full and in short.
-SECONDS, TIMES, SHORT_SECONDS = 10.0, 3, 5.0
+SECONDS, TIMES, SHORT_SECONDS = 10.0, 3, 3.0
 _SNRS = (20, 10, 5, 0, -5)
 _SPEEDS = (0.8, 0.9, 1.1, 1.2)
 _PAUSE = 3.0  # seconds of a quiet room before and after an utterance
@@ -89,6 +89,8 @@ SILENCES: dict[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
     "white noise": _white, "brown noise": _brown, "hum": _hum, "clicks": _clicks, "breath": _breath, "music": _music,
     "machine": _machine, "crowd": _crowd}
 ZEROS = "digital zero"
+#: The name of the figure of all silence, which ``--max`` limits.
+SILENCE = "behaviour.silence"
 
 
 def silences(rate: int, seconds: float = SECONDS, times: int = TIMES, seed: int = 0) -> list[Trial]:
@@ -157,7 +159,7 @@ class Behaviour:
             cells = ["" if level not in levels else f"{levels[level][0] / levels[level][1]:.1f}" for level in LEVELS]
             rows.append([kind, *cells, f"{words / minutes:.1f}", _range(words, minutes)])
         words, minutes = np.sum([each for levels in silent.values() for each in levels.values()], 0)
-        figures = {"behaviour.silence": float(words / minutes), **figures}
+        figures = {SILENCE: float(words / minutes), **figures}
         rows.append(["all", "", "", "", f"{words / minutes:.1f}", _range(words, minutes)])
         tables = [Table("Words a minute where nobody speaks", [
             "sound", *(f"at {level} dB" for level in LEVELS), "on average", "95 % interval"], rows,

@@ -31,6 +31,7 @@ from sbkit.export import exported, graph, layout, source
 from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import Config
 from sbkit.export.runners import on_waveforms, open_runner
+from sbkit.infer.bundles import BundleLoader
 from sbkit.runs import restore
 from sbkit.tasks.ctc import CTC, sherpa
 from sbkit.tasks.recognise import exported as recogniser
@@ -105,7 +106,7 @@ def _sharpen(folder):
 def made(run, tmp_path_factory):
     """The bundle of the best checkpoint in all formats."""
     to = tmp_path_factory.mktemp("made") / "bundle"
-    assert export(ExportRequest(run, to, clips=4)) == 0
+    assert export(ExportRequest(run, to, clips=4), BundleLoader()) == 0
     return to
 
 
@@ -166,6 +167,14 @@ def test_its_readme_says_what_was_trained_and_which_files_can_run_code(made):
     assert f"\n# {Config.read(made).trained['experiment']}\n" in readme and "\n# bundle" not in readme
     for part, told in (("PyTorch", "`.pt2` file is a program"), ("SpeechBrain", "calls what `hyperparams.yaml`")):
         assert told in readme.split(f"### {part}")[1].split("###")[0]
+
+
+def test_its_readme_says_what_it_writes_where_nobody_speaks(made):
+    """By the bundle's own model; the files' fingerprints are right all the same."""
+    readme, config = (made / "README.md").read_text(), json.loads((made / "config.json").read_text())
+    words = config["trained"]["behaviour"]["behaviour.silence"]
+    assert "## Words a minute where nobody speaks" in readme and re.search(rf"\| all \|.*\| {words:.1f} \|", readme)
+    assert config["files"]["README.md"] == layout.fingerprint(made / "README.md")
 
 
 def test_a_model_whose_batches_leak_runs_one_at_a_time(made, run, tmp_path, monkeypatch, caplog):

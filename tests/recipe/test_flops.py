@@ -28,16 +28,16 @@ def hparams(tmp_path_factory):
 
 
 def by_hand(width=16, bins=80, channels=4):
-    """Products of the flagship's layers for 400 feature frames, by their formulas, and of three times as much where
+    """Products of the flagship's layers for 401 feature frames, by their formulas, and of three times as much where
     gradients of weights and inputs follow; the first convolution has no gradient of its input to compute."""
-    filterbank = 2 * 400 * 257 * bins
-    frames = 400 + 16  # and the guard that the front end pads with
+    filterbank = 2 * 401 * 201 * bins
+    frames = 401 + 16  # and the guard that the front end pads with
     first = 2 * 9 * channels * (frames // 2) * (bins // 2)
     second = 2 * 9 * channels**2 * (frames // 4) * (bins // 4)
     projection, attention = bins // 4 * channels * width, (3 + 1) * width**2
     feed_forward, convolution = 4 * width**2, (2 + 1) * width**2 + 15 * width
-    linear = 2 * 100 * (projection + attention + feed_forward + convolution + width * 28)
-    scores = 2 * 2 * 100**2 * width
+    linear = 2 * 101 * (projection + attention + feed_forward + convolution + width * 28)
+    scores = 2 * 2 * 101**2 * width
     return filterbank + 2 * first + 3 * (second + linear + scores)
 
 
@@ -133,7 +133,7 @@ def test_what_the_loss_does_not_reach_costs_nothing(hparams):
     joint = flops.operations_per_second(brain_of(hparams, ctc_weight=0.3), SECONDS)
     twice = flops.operations_per_second(brain_of(hparams, consistency=0.2), SECONDS)
     assert joint > 1.01 * alone and alone >= within
-    assert twice == pytest.approx(2 * alone - 2 * 400 * 257 * 80 / SECONDS), "the views share their features"
+    assert twice == pytest.approx(2 * alone - 2 * 401 * 201 * 80 / SECONDS), "the views share their features"
 
 
 def test_the_typical_length_costs_what_all_lengths_cost():
