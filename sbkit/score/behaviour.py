@@ -28,7 +28,7 @@ _SPEEDS = (0.8, 0.9, 1.1, 1.2)
 _PAUSE = 3.0  # seconds of a quiet room before and after an utterance
 
 
-class Trial(NamedTuple):
+class BatteryClip(NamedTuple):
     """A recording: what is tried with it, at which level if nobody speaks in it, and the words in it."""
 
     name: str
@@ -93,21 +93,21 @@ ZEROS = "digital zero"
 SILENCE = "behaviour.silence"
 
 
-def silences(rate: int, seconds: float = SECONDS, times: int = TIMES, seed: int = 0) -> list[Trial]:
+def silences(rate: int, seconds: float = SECONDS, times: int = TIMES, seed: int = 0) -> list[BatteryClip]:
     """Make recordings in which nobody speaks: of each kind at each level in turn."""
     time = np.arange(1, round(seconds * rate) + 1) / rate
     found = []
     for turn in range(times):
-        found.append(Trial(ZEROS, None, np.zeros(len(time), np.float32)))
+        found.append(BatteryClip(ZEROS, None, np.zeros(len(time), np.float32)))
         sounds = {kind: make(np.random.default_rng([seed, turn, number]), time)
                   for number, (kind, make) in enumerate(SILENCES.items())}
         for level, (kind, sound) in itertools.product(LEVELS, sounds.items()):
             louder = 10 ** (level / 20) / (np.sqrt(np.mean(sound ** 2)) + 1e-12)
-            found.append(Trial(kind, level, np.clip(louder * sound, -1, 1).astype(np.float32)))
+            found.append(BatteryClip(kind, level, np.clip(louder * sound, -1, 1).astype(np.float32)))
     return found
 
 
-def speeches(clips: Sequence[tuple[np.ndarray, str]], rate: int, seed: int = 0) -> list[Trial]:
+def speeches(clips: Sequence[tuple[np.ndarray, str]], rate: int, seed: int = 0) -> list[BatteryClip]:
     """Make what may happen to utterances: waveforms [S] float32, and their texts."""
     found = []
     telephone = ApplyCodec(["ulaw"], prob=1.0, sample_rate=rate)
@@ -124,8 +124,8 @@ def speeches(clips: Sequence[tuple[np.ndarray, str]], rate: int, seed: int = 0) 
             "cut at the end": signal[:-tenth or None],
             **{f"noise {ratio} dB": add_noise(signal, noise, ratio) for ratio in _SNRS},
             **{f"speed {speed:g}": resample(signal, round(rate * speed), rate) for speed in _SPEEDS}}
-        found += [Trial(name, None, each.astype(np.float32), text) for name, each in changed.items()]
-        found.append(Trial("joined", None, np.concatenate([signal, other]), f"{text} {said}"))
+        found += [BatteryClip(name, None, each.astype(np.float32), text) for name, each in changed.items()]
+        found.append(BatteryClip("joined", None, np.concatenate([signal, other]), f"{text} {said}"))
     return found
 
 
@@ -137,7 +137,7 @@ class Behaviour:
     figures: dict[str, float]
 
     @classmethod
-    def of(cls, trials: Sequence[Trial], texts: Sequence[str], rate: int, how: str = "") -> Behaviour:
+    def of(cls, trials: Sequence[BatteryClip], texts: Sequence[str], rate: int, how: str = "") -> Behaviour:
         """Count the words that were written for trials, waveforms at this rate; the last ones may be missing.
 
         how : the search, for a remark
