@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sounds import speechlike
 
-from sbkit.score.behaviour import LEVELS, SILENCES, ZEROS, Behaviour, BatteryClip, silences, speeches
+from sbkit.score.behaviour import LEVELS, SILENCES, ZEROS, BatteryClip, Behaviour, silences, speeches
 
 RATE = 16_000
 
