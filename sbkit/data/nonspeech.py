@@ -16,11 +16,12 @@ from sbkit.errors import SbkitError
 #: The path of a row that is made, before the numbers of the row whose length it has and of those heard in it.
 SCHEME = "nonspeech:"
 #: Of the rows that are made, this share is silence alone, and this one has two utterances; in others there is one.
-_ALONE, _TWO = 0.6, 0.1
+_ALONE, _TWO = 0.5, 0.15
 #: Of a row, the share that utterances in it have at most.
 _SPOKEN = 0.8
-#: Levels of silence alone, and how far below an utterance it is around one, in decibels.
-_LEVELS, _BELOW = (-95.0, -12.0), (15.0, 60.0)
+#: Levels of silence alone, and how far below an utterance it is around and under one, in decibels. Without noisy speech
+#: a model learns that noise alone says that nobody speaks.
+_LEVELS, _BELOW = (-95.0, -12.0), (0.0, 50.0)
 _PAUSE_SECONDS = 0.25
 
 
@@ -175,8 +176,8 @@ class NonSpeech:
         else:
             names, found = list(SILENCES), np.zeros(size)
             for weight in (1.0, rng.random())[: rng.integers(1, 3)]:
-                # A third is coloured noise, which all microphones have.
-                name = "noise" if rng.random() < 1 / 3 else names[rng.integers(len(names))]
+                # A quarter is coloured noise, which all microphones have.
+                name = "noise" if rng.random() < 1 / 4 else names[rng.integers(len(names))]
                 found += weight * equalised(rng, SILENCES[name](rng, size, rate), rate)
         if spoken:
             speech = np.concatenate(spoken).astype(np.float64)
