@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from sbkit.data.augment import AudioFiles, recorded_noise
-from sbkit.data.demo_noise import KINDS, coloured, equalised, ringing
+from sbkit.data.demo_noise import KINDS, coloured, equalised, resonance, ringing
 from sbkit.data.manifest import Manifest
 from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
@@ -31,8 +31,7 @@ def breaths(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
     for _ in range(max(1, int(size / rate * rng.uniform(0.3, 2)))):
         length = min(size, int(rate * rng.uniform(0.05, 1.2)))
         middle, width = rng.uniform(300, 4000), rng.uniform(0.4, 1.5)
-        burst = coloured(rng, length, lambda hertz, m=middle, w=width: np.exp(-0.5 * (np.log2(hertz / m) / w) ** 2),
-                         rate)
+        burst = coloured(rng, length, resonance(middle, width), rate)
         at = int(rng.integers(size - length + 1))
         swell = np.sin(np.pi * np.linspace(0, 1, length) ** rng.uniform(0.3, 2))
         sound[at:at + length] += rng.uniform(0.2, 1) * burst * swell / (np.std(burst) + 1e-12)
