@@ -26,7 +26,7 @@ def _slow(rng: _Rng, size: int, rate: int, hertz: float) -> np.ndarray:
     return np.interp(np.linspace(0, points - 1, size), np.arange(points), rng.random(points))
 
 
-def _band(middle: float, width: float) -> Callable[[np.ndarray], np.ndarray]:
+def resonance(middle: float, width: float) -> Callable[[np.ndarray], np.ndarray]:
     """A resonance at ``middle`` Hz, ``width`` octaves wide."""
     return lambda hertz: np.exp(-0.5 * (np.log2(hertz / middle) / width) ** 2)
 
@@ -90,7 +90,7 @@ def _melody(rng: _Rng, size: int, rate: int) -> np.ndarray:
 def _murmur(rng: _Rng, size: int, rate: int) -> np.ndarray:
     sound = np.zeros(size)
     for _ in range(8):
-        band = coloured(rng, size, _band(rng.uniform(200, 3000), 0.4), rate)
+        band = coloured(rng, size, resonance(rng.uniform(200, 3000), 0.4), rate)
         sound += band * _slow(rng, size, rate, 8) ** 2
     return sound
 
@@ -98,7 +98,7 @@ def _murmur(rng: _Rng, size: int, rate: int) -> np.ndarray:
 def _rain(rng: _Rng, size: int, rate: int) -> np.ndarray:
     drops = rng.standard_normal(size) * (rng.random(size) < 0.02) * rng.exponential(1, size)
     hit = ringing(rng, rate, rng.uniform(2000, 5000), 0.002)
-    return _hits(rng, size, np.arange(size), hit, drops) + 0.3 * coloured(rng, size, _band(3000, 1.5), rate)
+    return _hits(rng, size, np.arange(size), hit, drops) + 0.3 * coloured(rng, size, resonance(3000, 1.5), rate)
 
 
 def _printer(rng: _Rng, size: int, rate: int) -> np.ndarray:
@@ -115,14 +115,14 @@ def _siren(rng: _Rng, size: int, rate: int) -> np.ndarray:
 
 
 def _vacuum(rng: _Rng, size: int, rate: int) -> np.ndarray:
-    air = sum(coloured(rng, size, _band(rng.uniform(300, 5000), 0.7), rate) for _ in range(3))
+    air = sum(coloured(rng, size, resonance(rng.uniform(300, 5000), 0.7), rate) for _ in range(3))
     whine = sum(np.sin(n * _phase(np.full(size, 230.0 + 60 * rng.random()), rate)) for n in (1, 2, 3))
     return air + 0.1 * np.std(air) * whine
 
 
 def _street(rng: _Rng, size: int, rate: int) -> np.ndarray:
     rumble = coloured(rng, size, lambda hertz: np.minimum(1, (150 / hertz)) , rate)
-    passing = coloured(rng, size, _band(900, 1.0), rate) * _slow(rng, size, rate, 0.7) ** 2
+    passing = coloured(rng, size, resonance(900, 1.0), rate) * _slow(rng, size, rate, 0.7) ** 2
     return rumble + 2 * passing
 
 

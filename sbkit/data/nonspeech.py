@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from sbkit.data.augment import AudioFiles, recorded_noise
-from sbkit.data.demo_noise import KINDS, coloured, equalised, ringing
+from sbkit.data.demo_noise import KINDS, coloured, equalised, resonance, ringing
 from sbkit.data.manifest import Manifest
 from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
@@ -16,11 +16,12 @@ from sbkit.errors import SbkitError
 #: The path of a row that is made, before the numbers of the row whose length it has and of those heard in it.
 SCHEME = "nonspeech:"
 #: Of the rows that are made, this share is silence alone, and this one has two utterances; in others there is one.
-_ALONE, _TWO = 0.6, 0.1
+_ALONE, _TWO = 0.5, 0.15
 #: Of a row, the share that utterances in it have at most.
 _SPOKEN = 0.8
-#: Levels of silence alone, and how far below an utterance it is around one, in decibels.
-_LEVELS, _BELOW = (-95.0, -12.0), (15.0, 60.0)
+#: Levels of silence alone, and how far below an utterance it is around and under one, in decibels. Without noisy speech
+#: a model learns that noise alone says that nobody speaks.
+_LEVELS, _BELOW = (-95.0, -12.0), (0.0, 50.0)
 _PAUSE_SECONDS = 0.25
 
 
@@ -30,8 +31,7 @@ def breaths(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
     for _ in range(max(1, int(size / rate * rng.uniform(0.3, 2)))):
         length = min(size, int(rate * rng.uniform(0.05, 1.2)))
         middle, width = rng.uniform(300, 4000), rng.uniform(0.4, 1.5)
-        burst = coloured(rng, length, lambda hertz, m=middle, w=width: np.exp(-0.5 * (np.log2(hertz / m) / w) ** 2),
-                         rate)
+        burst = coloured(rng, length, resonance(middle, width), rate)
         at = int(rng.integers(size - length + 1))
         swell = np.sin(np.pi * np.linspace(0, 1, length) ** rng.uniform(0.3, 2))
         sound[at:at + length] += rng.uniform(0.2, 1) * burst * swell / (np.std(burst) + 1e-12)
@@ -175,8 +175,8 @@ class NonSpeech:
         else:
             names, found = list(SILENCES), np.zeros(size)
             for weight in (1.0, rng.random())[: rng.integers(1, 3)]:
-                # A third is coloured noise, which all microphones have.
-                name = "noise" if rng.random() < 1 / 3 else names[rng.integers(len(names))]
+                # A quarter is coloured noise, which all microphones have.
+                name = "noise" if rng.random() < 1 / 4 else names[rng.integers(len(names))]
                 found += weight * equalised(rng, SILENCES[name](rng, size, rate), rate)
         if spoken:
             speech = np.concatenate(spoken).astype(np.float64)

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,12 +26,15 @@ from sbkit.export.exported import Exported
 from sbkit.export.source import Trained
 from sbkit.runs.keys import Bundles
 from sbkit.runs.restore import BEST
+from sbkit.score.behaviour import LEVELS, SHORT_SECONDS, SILENCE, Behaviour, silences
 from sbkit.score.report import model_card
 from sbkit.system.console import progress
 from sbkit.system.environment import onnxruntimes, version_of
 
 logger = logging.getLogger(__name__)
 
+#: Seconds after which no more silence is tried.
+_TRIAL_SECONDS = 7.0
 _BUILT_BY = ("torch", "speechbrain", "onnx", "onnxscript")
 
 
@@ -76,6 +80,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
         request.run, request.checkpoint, request.average, bundles, request.mean, request.accept_worse)
     with publish.temporary_folder(to) as temporary:
         comparison, config = _write_and_compare(temporary, trained, request)
+        told = "" if bundles is None else _try_silence(temporary, config, bundles)
         publish.publish(temporary, to, request.force)
     print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
     if comparison.has_words and layout.INT8 in comparison.formats():
@@ -86,6 +91,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
         print(f"left out: {name}, because {reason}")
     if config.left_out and comparison.hint:
         print(comparison.hint)
+    print(told, end="")
     print(f"\n{request.to}  ({config.use.format(request.to)})")
     return 0
 
@@ -259,6 +265,30 @@ def _write_and_compare(folder: Path, trained: Trained, request: ExportRequest
                                   request.mean, trained.facts)
     _write_description(folder, config, comparison, request.tolerance, readme)
     return comparison, config
+
+
+def _try_silence(folder: Path, config: layout.Bundle, bundles: Bundles) -> str:
+    """Try a recogniser on silence of all kinds for some seconds; write what it did into README.md, and return a line.
+
+    Full trials, with changed utterances and a search, are ``sbkit evaluate --behaviour``.
+    """
+    if not isinstance(config, layout.Config) or not {layout.ONNX, layout.INT8} & set(config.models):
+        return ""  # a model in torch's format alone is a program, which only those run who ask for it
+    began, rate, texts = time.monotonic(), config.sample_rate, list[str]()
+    transcribe, trials = bundles.recogniser(str(folder), rate), silences(rate, SHORT_SECONDS, times=1)
+    step = len(trials) // len(LEVELS)
+    while len(texts) < len(trials) and time.monotonic() < began + _TRIAL_SECONDS:
+        texts += transcribe([trial.signal for trial in trials[len(texts):len(texts) + step]])
+    found = Behaviour.of(trials, texts, rate)
+    [table] = found.tables
+    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+    readme = folder / layout.README
+    readme.write_text(readme.read_text(encoding="utf-8") + f"\n## {table.title}\n\n" + "".join(
+        f"| {' | '.join(map(str, line))} |\n" for line in lines) + f"\n{table.remark}\n", encoding="utf-8")
+    config.files[layout.README] = layout.fingerprint(readme)
+    config.trained = {**config.trained, "behaviour": found.figures}
+    (folder / layout.CONFIG).write_text(config.to_json(), encoding="utf-8")
+    return f"where nobody speaks it writes {found.figures[SILENCE]:.1f} words a minute ({layout.README}: each sound)\n"
 
 
 def complete(config: layout.Bundle, trained: Trained) -> layout.Bundle:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import soundfile
 import torch
 from speechbrain.core import Stage
@@ -213,7 +214,7 @@ def transcribe(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest:
 
 def try_behaviour(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Manifest, rate: int) -> Behaviour:
     """Try the battery of ``sbkit.score.behaviour`` on all ranks: silence, and changed utterances of the manifest."""
-    at, clips = 0, []
+    at, clips = 0, list[tuple[np.ndarray, str]]()
     while len(clips) < BEHAVIOUR_CLIPS and at < len(manifest):
         row = manifest.row(at)
         at += max(1, len(manifest) // BEHAVIOUR_CLIPS)

@@ -22,13 +22,13 @@ from sbkit.score.significance import interval
 #: Of silence, root mean square in decibels below full scale.
 LEVELS = (-20, -45, -80)
 #: Seconds of each recording of silence, and how many there are of each kind at each level, in full and in short.
-SECONDS, TIMES, SHORT_SECONDS = 10.0, 3, 5.0
+SECONDS, TIMES, SHORT_SECONDS = 10.0, 3, 3.0
 _SNRS = (20, 10, 5, 0, -5)
 _SPEEDS = (0.8, 0.9, 1.1, 1.2)
 _PAUSE = 3.0  # seconds of a quiet room before and after an utterance
 
 
-class Trial(NamedTuple):
+class BatteryClip(NamedTuple):
     """A recording: what is tried with it, at which level if nobody speaks in it, and the words in it."""
 
     name: str
@@ -89,23 +89,25 @@ SILENCES: dict[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
     "white noise": _white, "brown noise": _brown, "hum": _hum, "clicks": _clicks, "breath": _breath, "music": _music,
     "machine": _machine, "crowd": _crowd}
 ZEROS = "digital zero"
+#: The name of the figure of all silence, which ``--max`` limits.
+SILENCE = "behaviour.silence"
 
 
-def silences(rate: int, seconds: float = SECONDS, times: int = TIMES, seed: int = 0) -> list[Trial]:
+def silences(rate: int, seconds: float = SECONDS, times: int = TIMES, seed: int = 0) -> list[BatteryClip]:
     """Make recordings in which nobody speaks: of each kind at each level in turn."""
     time = np.arange(1, round(seconds * rate) + 1) / rate
     found = []
     for turn in range(times):
-        found.append(Trial(ZEROS, None, np.zeros(len(time), np.float32)))
+        found.append(BatteryClip(ZEROS, None, np.zeros(len(time), np.float32)))
         sounds = {kind: make(np.random.default_rng([seed, turn, number]), time)
                   for number, (kind, make) in enumerate(SILENCES.items())}
         for level, (kind, sound) in itertools.product(LEVELS, sounds.items()):
             louder = 10 ** (level / 20) / (np.sqrt(np.mean(sound ** 2)) + 1e-12)
-            found.append(Trial(kind, level, np.clip(louder * sound, -1, 1).astype(np.float32)))
+            found.append(BatteryClip(kind, level, np.clip(louder * sound, -1, 1).astype(np.float32)))
     return found
 
 
-def speeches(clips: Sequence[tuple[np.ndarray, str]], rate: int, seed: int = 0) -> list[Trial]:
+def speeches(clips: Sequence[tuple[np.ndarray, str]], rate: int, seed: int = 0) -> list[BatteryClip]:
     """Make what may happen to utterances: waveforms [S] float32, and their texts."""
     found = []
     telephone = ApplyCodec(["ulaw"], prob=1.0, sample_rate=rate)
@@ -122,8 +124,8 @@ def speeches(clips: Sequence[tuple[np.ndarray, str]], rate: int, seed: int = 0) 
             "cut at the end": signal[:-tenth or None],
             **{f"noise {ratio} dB": add_noise(signal, noise, ratio) for ratio in _SNRS},
             **{f"speed {speed:g}": resample(signal, round(rate * speed), rate) for speed in _SPEEDS}}
-        found += [Trial(name, None, each.astype(np.float32), text) for name, each in changed.items()]
-        found.append(Trial("joined", None, np.concatenate([signal, other]), f"{text} {said}"))
+        found += [BatteryClip(name, None, each.astype(np.float32), text) for name, each in changed.items()]
+        found.append(BatteryClip("joined", None, np.concatenate([signal, other]), f"{text} {said}"))
     return found
 
 
@@ -135,7 +137,7 @@ class Behaviour:
     figures: dict[str, float]
 
     @classmethod
-    def of(cls, trials: Sequence[Trial], texts: Sequence[str], rate: int, how: str = "") -> Behaviour:
+    def of(cls, trials: Sequence[BatteryClip], texts: Sequence[str], rate: int, how: str = "") -> Behaviour:
         """Count the words that were written for trials, waveforms at this rate; the last ones may be missing.
 
         how : the search, for a remark
@@ -157,7 +159,7 @@ class Behaviour:
             cells = ["" if level not in levels else f"{levels[level][0] / levels[level][1]:.1f}" for level in LEVELS]
             rows.append([kind, *cells, f"{words / minutes:.1f}", _range(words, minutes)])
         words, minutes = np.sum([each for levels in silent.values() for each in levels.values()], 0)
-        figures = {"behaviour.silence": float(words / minutes), **figures}
+        figures = {SILENCE: float(words / minutes), **figures}
         rows.append(["all", "", "", "", f"{words / minutes:.1f}", _range(words, minutes)])
         tables = [Table("Words a minute where nobody speaks", [
             "sound", *(f"at {level} dB" for level in LEVELS), "on average", "95 % interval"], rows,

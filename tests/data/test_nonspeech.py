@@ -48,7 +48,7 @@ def test_silence_has_its_size_is_quiet_and_holds_the_utterances_in_order(size, s
         assert np.sqrt(np.mean(found.astype(float) ** 2)) <= 10 ** (-11.9 / 20) or size < 4000
     elif sum(spoken) <= size:
         rest = np.sum(found.astype(float) ** 2) / sum(np.sum(each.astype(float) ** 2) for each in utterances)
-        assert 0.7 < rest < 1.5  # all that is spoken, over a background at least 15 dB below
+        assert 0.3 < rest < 3  # all that is spoken, over a background that is at most as loud
 
 
 def test_levels_reach_from_digital_zero_to_loud():

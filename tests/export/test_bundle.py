@@ -32,6 +32,7 @@ from sbkit.export import exported, graph, layout, source
 from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import Config
 from sbkit.export.runners import on_waveforms, open_runner
+from sbkit.infer.bundles import BundleLoader
 from sbkit.runs import restore
 from sbkit.tasks.ctc import CTC, sherpa
 from sbkit.tasks.recognise import exported as recogniser
@@ -108,7 +109,8 @@ def _sharpen(folder):
 def made(run, tmp_path_factory):
     """The bundle of the best checkpoint in all formats, with the model that sherpa-onnx runs where it is installed."""
     to = tmp_path_factory.mktemp("made") / "bundle"
-    assert export(ExportRequest(run, to, clips=5, target=layout.SHERPA if HAS_SHERPA else None)) == 0
+    request = ExportRequest(run, to, clips=5, target=layout.SHERPA if HAS_SHERPA else None)
+    assert export(request, BundleLoader()) == 0
     return to
 
 
@@ -170,6 +172,14 @@ def test_its_readme_says_what_was_trained_and_which_files_can_run_code(made):
     assert f"\n# {Config.read(made).trained['experiment']}\n" in readme and "\n# bundle" not in readme
     for part, told in (("PyTorch", "`.pt2` file is a program"), ("SpeechBrain", "calls what `hyperparams.yaml`")):
         assert told in readme.split(f"### {part}")[1].split("###")[0]
+
+
+def test_its_readme_says_what_it_writes_where_nobody_speaks(made):
+    """By the bundle's own model; the files' fingerprints are right all the same."""
+    readme, config = (made / "README.md").read_text(), json.loads((made / "config.json").read_text())
+    words = config["trained"]["behaviour"]["behaviour.silence"]
+    assert "## Words a minute where nobody speaks" in readme and re.search(rf"\| all \|.*\| {words:.1f} \|", readme)
+    assert config["files"]["README.md"] == layout.fingerprint(made / "README.md")
 
 
 def test_a_model_whose_batches_leak_runs_one_at_a_time(made, run, tmp_path, monkeypatch, caplog):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sounds import speechlike
 
-from sbkit.score.behaviour import LEVELS, SILENCES, ZEROS, Behaviour, Trial, silences, speeches
+from sbkit.score.behaviour import LEVELS, SILENCES, ZEROS, BatteryClip, Behaviour, silences, speeches
 
 RATE = 16_000
 
@@ -40,7 +40,7 @@ def test_utterances_are_changed_as_said_and_keep_their_texts():
 @given(st.lists(st.tuples(st.sampled_from(["hum", "music"]), st.sampled_from(LEVELS), st.integers(0, 5)), min_size=1,
                 max_size=20))
 def test_words_a_minute_are_counted_by_kind(rows):
-    trials = [Trial(kind, level, np.zeros(RATE * 6, np.float32)) for kind, level, _ in rows]
+    trials = [BatteryClip(kind, level, np.zeros(RATE * 6, np.float32)) for kind, level, _ in rows]
     found = Behaviour.of([*trials, *trials], [" ".join("w" * words) for *_, words in rows], RATE)
     assert found.figures["behaviour.silence"] == pytest.approx(10 * np.mean([words for *_, words in rows]))
     for kind in {kind for kind, *_ in rows}:
@@ -52,8 +52,8 @@ def test_words_a_minute_are_counted_by_kind(rows):
 
 
 def test_wrong_words_are_rated_by_what_was_changed():
-    trials = [Trial("telephone", None, np.zeros(1), "a b"), Trial("speed 0.8", None, np.zeros(1), "a b"),
-              Trial("hum", -20, np.zeros(RATE))]
+    trials = [BatteryClip("telephone", None, np.zeros(1), "a b"), BatteryClip("speed 0.8", None, np.zeros(1), "a b"),
+              BatteryClip("hum", -20, np.zeros(RATE))]
     found = Behaviour.of(trials, ["a b", "a c", ""], RATE, how=", with hot words")
     assert found.figures == {"behaviour.silence": 0, "behaviour.hum": 0, "behaviour.telephone": 0,
                              "behaviour.speed_0.8": 50}

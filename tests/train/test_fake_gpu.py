@@ -18,7 +18,6 @@ from test_no_host_sync import RECIPE, batch_of
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from sbkit.nn import ctc
-from sbkit.nn.global_norm import GlobalNorm
 from sbkit.recipe import load
 from sbkit.recipe.trace import fake_tensors
 from sbkit.tasks.ctc import CTC
@@ -26,12 +25,6 @@ from sbkit.train import precision, rng, trainer
 from sbkit.train.trainer import Trainer
 
 CUDA = torch.device("cuda:0")
-#: The flagship's normalisation, and SpeechBrain's.
-OURS = """normalize: !new:sbkit.nn.global_norm.GlobalNorm      # by mean and standard deviation of the training split
-    n_features: !ref <n_mels>
-    folder: !ref <save_folder>
-"""
-THEIRS = "normalize: !new:speechbrain.processing.features.InputNormalization {norm_type: NORM}\n"
 
 
 def losses_on_the_device(log_probs, targets, input_lengths, target_lengths, blank):
@@ -57,8 +50,6 @@ def made(folder: Path, brain_class=CTC, parts=(), **overrides):
         text = text.replace(line, other)
     (folder / "ctc.yaml").write_text(text)
     hparams = load.load(folder / "ctc.yaml", {**TINY, "output_folder": str(folder / "run"), **overrides})
-    if isinstance(hparams["normalize"], GlobalNorm):
-        hparams["normalize"].set_statistics(torch.zeros(80), torch.ones(80))
     brain = brain_class(hparams["modules"], hparams["opt_class"], hparams, {"device": "cpu", "noprogressbar": True},
                         hparams["checkpointer"])
     brain.modules.to("meta")
@@ -122,13 +113,13 @@ def test_a_step_stays_on_the_device_and_reads_no_value(overrides, tmp_path, peek
 def test_other_layers_never_wait_for_the_device(encoder, attention, norm, tmp_path, peeked):
     step_on_fake_tensors(tmp_path, parts=[
         ("encoder_module: conformer", f"encoder_module: {encoder}"),
-        ("attention_type: RoPEMHA", f"attention_type: {attention}"), (OURS, THEIRS.replace("NORM", norm))])
+        ("attention_type: RoPEMHA", f"attention_type: {attention}"), ("norm_type: sentence", f"norm_type: {norm}")])
     assert [tensor.device for tensor in peeked] == [CUDA]
 
 
 @pytest.mark.parametrize("overrides", [{}, {"ctc_weight": 0.3}], ids=str)
 def test_statistics_that_a_checkpoint_left_on_the_cpu_are_moved_in_evaluation(overrides, tmp_path, peeked):
-    hparams, brain = made(tmp_path, parts=[(OURS, THEIRS.replace("NORM", "global"))], **overrides)
+    hparams, brain = made(tmp_path, parts=[("norm_type: sentence", "norm_type: global")], **overrides)
     brain.modules.eval()
     batch, norm = batch_of(0, 0), hparams["normalize"]
     statistics = torch.zeros(80), torch.ones(80)

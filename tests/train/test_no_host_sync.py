@@ -69,7 +69,6 @@ def trained(noted, brain_class, folder, monkeypatch, **overrides):
     monkeypatch.setattr(ctc, "by_torch", lengths_on_the_host)
     hparams = load.load(RECIPE, {**TINY, "output_folder": str(folder), "number_of_epochs": 1, **overrides})
     hparams["log_interval"] = 1e9
-    hparams["normalize"].set_statistics(torch.full((80,), -8.0), torch.full((80,), 3.0))
     hparams["schedule"].total_steps = STEPS
     brain = brain_class(hparams["modules"], hparams["opt_class"], hparams, {"device": "cpu", "noprogressbar": True},
                         hparams["checkpointer"])

@@ -132,7 +132,7 @@ class LabelProblems(NamedTuple):
     short: list[str]
     """Ids of utterances with fewer frames than the loss needs."""
     empty: list[str]
-    """Ids of utterances without a token."""
+    """Ids of utterances with a text and without a token."""
 
 
 def count_problems(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Recognizer, size: int, sample_rate: int,
@@ -158,7 +158,7 @@ def count_problems(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Re
         wrong = np.unique(owner[(flat < 0) | (flat >= size) | (flat == blank)])
         outside += [ids[int(i)] for i in wrong]
         short += [ids[int(i)] for i in np.flatnonzero(needed > frames)]
-        empty += [ids[int(i)] for i in np.flatnonzero(counts == 0)]
+        empty += [ids[int(i)] for i in np.flatnonzero(counts == 0) if manifest.texts[start + int(i)]]
     return LabelProblems(len(manifest), outside, short, empty)
 
 
