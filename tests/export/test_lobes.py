@@ -72,19 +72,18 @@ def _compare(encoder, tmp_path, masked=True, tolerance=2e-5):
     return found
 
 
-@pytest.mark.parametrize("kind, attention, layers", [
-    ("transformer", "regularMHA", 2), ("branchformer", "RelPosMHAXL", 1)])
-def test_transformers(kind, attention, layers, tmp_path):
-    """Conformers are exported whole by export/test_bundle.py and tasks/recognise/test_graph.py, there a causal one."""
+@pytest.mark.parametrize("kind, attention, layers, fast", [
+    ("transformer", "regularMHA", 2, True), ("branchformer", "RelPosMHAXL", 1, False)])
+def test_transformers(kind, attention, layers, fast, tmp_path):
+    """With sbkit's layers and with SpeechBrain's own, whose convolutions see the padding, in torch as in the graph.
+
+    Conformers are exported whole by export/test_bundle.py and tasks/recognise/test_graph.py, there a causal one.
+    """
     encoder = _transformer(encoder_module=kind, attention_type=attention, num_encoder_layers=layers)
-    accelerate(encoder)
-    # A Branchformer's convolutions see the padding, in torch as in the graph.
+    if fast:
+        accelerate(encoder)
     found = _compare(encoder, tmp_path)
     assert any(attention.lower().replace("regularmha", "multiheadattention") in name.lower() for name in found)
-
-
-def test_stock_layers_export_without_acceleration(tmp_path):
-    _compare(_transformer(encoder_module="transformer", attention_type="RelPosMHAXL"), tmp_path)
 
 
 def test_longer_than_the_table_of_positions(tmp_path):
