@@ -1,5 +1,7 @@
 """What all tests need: Ctrl-C as in a terminal, quiet imports, as many cards as they ask for, kernels of their own."""
 
+import contextlib
+import functools
 import gc
 import logging
 import os
@@ -7,7 +9,6 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -59,7 +60,14 @@ def pytest_collection_modifyitems(items):
     yield
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
+    if session.config.getoption("workers"):
+        # Each worker would import torch's compiler, and each export reads the sources of hundreds of functions.
+        with contextlib.suppress(ImportError, AttributeError):  # another torch has them elsewhere
+            import torch._dynamo  # noqa: F401 (compilers, and much of what exports)
+            from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+            ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
     gc.enable()
     gc.set_threshold(50_000, 20, 50)  # what an export makes is looked through 1,400 times else, a tenth of its time
     if "sbkit.recipe.speed" in sys.modules:  # one product of matrices tells a CPU's speed well enough here
@@ -93,7 +101,7 @@ def pytest_runtest_setup(item):
             pytest.skip(f"needs {asked} CUDA card{'s' if asked > 1 else ''}, and torch finds {found or 'none'} here")
 
 
-@cache
+@functools.cache
 def _leave_values_out():
     from sbkit.rehearsal import no_values
 

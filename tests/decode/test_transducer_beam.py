@@ -9,20 +9,8 @@ from random_joint import PIECES, Joint, drawn
 from sbkit.decode.transducer import TransducerSearch
 from sbkit.decode.transducer_beam import States, TransducerBeam
 from sbkit.errors import SbkitError
-from tests.decode import exhaustive
 
 pytestmark = pytest.mark.slow
-
-NO_PAUSE = 0.001  # seconds per frame, so that nothing is long enough
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder, made = tmp_path_factory.mktemp("lm"), {}
-    for unit, sentences in (("word", ["a ab c", "ca ab", "a a", "c bb", "a b ca"]),
-                            ("piece", ["▁ a ▁ a b ▁c", "▁c a ▁ a b", "▁ a ▁c", "▁ b ▁c a"])):
-        made[unit] = exhaustive.language_model(folder / f"{unit}.arpa", sentences)
-    return made
 
 
 def beam(joint, **options):

@@ -9,6 +9,7 @@ import torch
 from conformers import conformer
 from speechbrain.lobes.models.CRDNN import CRDNN
 from speechbrain.nnet import RNN
+from speechbrain.nnet.pooling import Pooling1d
 from torch import nn
 
 from sbkit.export import graph
@@ -72,18 +73,17 @@ def _compare(encoder, tmp_path, masked=True, tolerance=2e-5):
     return found
 
 
-@pytest.mark.parametrize("kind, attention, layers", [
-    ("transformer", "regularMHA", 2), ("branchformer", "RelPosMHAXL", 1)])
-def test_transformers(kind, attention, layers, tmp_path):
-    """Conformers are exported whole by export/test_bundle.py and tasks/recognise/test_graph.py, there a causal one."""
+@pytest.mark.parametrize("kind, attention, layers, fast", [
+    ("transformer", "regularMHA", 2, True), ("branchformer", "RelPosMHAXL", 1, False)])
+def test_transformers(kind, attention, layers, fast, tmp_path):
+    """With sbkit's layers and with SpeechBrain's own, whose convolutions see the padding, in torch as in the graph.
+
+    Conformers are exported whole by export/test_bundle.py and tasks/recognise/test_graph.py, there a causal one.
+    """
     encoder = _transformer(encoder_module=kind, attention_type=attention, num_encoder_layers=layers)
-    accelerate(encoder)
-    # A Branchformer's convolutions see the padding, in torch as in the graph.
+    if fast:
+        accelerate(encoder)
     assert _compare(encoder, tmp_path)["TransformerASR"] == 1
-
-
-def test_stock_layers_export_without_acceleration(tmp_path):
-    _compare(_transformer(encoder_module="transformer", attention_type="RelPosMHAXL"), tmp_path)
 
 
 def test_longer_than_the_table_of_positions(tmp_path):
@@ -99,24 +99,29 @@ def test_longer_than_the_table_of_positions(tmp_path):
 
 
 class Recurrent(nn.Module):
-    """A GRU, an LSTM and, in a CRDNN that pools features and time, a stabilised one of two layers, all both ways."""
+    """A GRU, an LSTM and, in a CRDNN that pools features and time, a stabilised one of two layers, all both ways.
+
+    Side by side, since one behind the other makes much of how each rounds.
+    """
 
     def __init__(self):
         super().__init__()
-        self.gru, self.lstm = (kind(hidden_size=FEATURES // 2, input_shape=[4, 40, FEATURES], num_layers=1,
-                                    dropout=0.0, bidirectional=True) for kind in (RNN.GRU, RNN.LSTM))
         self.crdnn = CRDNN(
             input_shape=[4, 40, FEATURES], rnn_class=RNN.SLiGRU, rnn_layers=2, rnn_neurons=10, cnn_blocks=1,
             cnn_channels=[6], inter_layer_pooling_size=[2], dnn_blocks=1, dnn_neurons=9, dropout=0.0,
             time_pooling=True, time_pooling_size=2)
+        self.gru, self.lstm = (kind(hidden_size=FEATURES // 2, input_shape=[4, 40, FEATURES], num_layers=1,
+                                    dropout=0.0, bidirectional=True) for kind in (RNN.GRU, RNN.LSTM))
+        self.pool = Pooling1d("max", 2, input_dims=3, pool_axis=1)
 
     def forward(self, feats):
-        return self.crdnn(self.lstm(self.gru(feats)[0])[0])
+        both = torch.cat([self.gru(feats)[0], self.lstm(feats)[0]], -1)
+        return torch.cat([self.pool(both), self.crdnn(feats)], -1)
 
 
 def test_what_recurs(tmp_path):
     torch.manual_seed(0)
-    assert len(_compare(Recurrent(), tmp_path, masked=False, tolerance=1e-4)) >= 3
+    assert len(_compare(Recurrent(), tmp_path, masked=False)) >= 3
 
 
 def test_a_light_gru_is_a_stabilised_one_without_its_norm():

@@ -138,7 +138,8 @@ def test_a_full_disk_is_one_error_and_leaves_no_file(voice_bundle, tmp_path, cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [
+    signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_killed_command_leaves_nothing_under_the_final_name(voice_bundle, tmp_path, number):
     (tmp_path / "book.txt").write_text("abc defg. " * 10_000)
     path = tmp_path / "out" / "a.opus"

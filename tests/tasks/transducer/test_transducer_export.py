@@ -89,7 +89,7 @@ def test_other_words_are_excused_where_the_search_parts_at_a_tie_alone(theirs, e
     assert comparison.tied((None, mine), (None, np.array(theirs, np.float32))) == excused
 
 
-def exported(run, *words):
+def export_of(run, *words):
     to = run.with_name(f"{run.name}-bundle")
     assert main(["export", str(run), "--to", str(to), "--clips", "3", "--formats", "onnx", *words]) == 0
     return to
@@ -103,12 +103,12 @@ def whole(made):
 
 @pytest.fixture(scope="module")
 def bundle(whole):
-    return exported(whole)
+    return export_of(whole)
 
 
 @pytest.fixture(scope="module")
 def live(run):
-    return exported(run, *["--target", "sherpa"] * sherpa_hears_streams())
+    return export_of(run, *["--target", "sherpa"] * sherpa_hears_streams())
 
 
 @pytest.mark.slow
