@@ -99,13 +99,14 @@ def test_a_run_that_is_killed_goes_on_to_the_bit_though_its_source_is_gone(folde
     with copied(folder / "whole", 14, folder / "killed"):
         here(*whole)
     assert not (folder / "killed" / "tested.json").exists()
+    was_killed, never_killed = (OldSet.read(folder / name) for name in ("killed", "whole"))
+    assert (was_killed.before, was_killed.interval) == (never_killed.before, never_killed.interval)
+    OldSet("WER", True, 5.0, (0.0, 10.0)).write(folder / "killed")  # as of a source that has learnt
     shutil.rmtree(source)
     said = go_on(folder / "killed", *killed)
     assert "Continuing with epoch" in said
     assert different(outcome(folder / "killed"), outcome(folder / "whole")) == []
     assert "no mean of old and new weights could be tried" in said, "that needs the source"
-    was_killed, never_killed = (OldSet.read(folder / name) for name in ("killed", "whole"))
-    assert (was_killed.before, was_killed.interval) == (never_killed.before, never_killed.interval)
 
 
 @pytest.mark.long
