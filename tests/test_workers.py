@@ -75,6 +75,7 @@ def session(folder, *words, **files):
                           timeout=120, check=False)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_test_is_told_of_once_and_the_session_ends_once_in_each_process(tmp_path):
     done = session(tmp_path, "--workers", "2", "-rs", one=ONE, two=ONE, three=ONE, dies=DIES)

@@ -32,7 +32,7 @@ def exported(run: Path, *more: object, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A run on three words, and the same recordings with other words for them."""
+    """Recordings of three words, and the same recordings with other words for them."""
     folder = tmp_path_factory.mktemp("replay")
     for name in ("old", "new"):
         tones(folder / name, 60, 12)
@@ -41,6 +41,12 @@ def folder(tmp_path_factory) -> Path:
         for word, other in (("low", "tief"), ("high", "hoch"), ("both", "ñu")):
             text = re.sub(f",{word}$", f",{other}", text, flags=re.M)
         path.write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def learnt(folder) -> Path:
+    """There, a run that has learnt the words."""
     sbkit(*words(folder / "source", folder / "old", least_steps=500))
     return folder
 
@@ -51,8 +57,8 @@ def replaying(folder: Path, name: str, **keys: object) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(folder):
-    run, given = folder / "forgot", replaying(folder, "forgot", replay=0.05, least_steps=250)
+def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(learnt):
+    run, given = learnt / "forgot", replaying(learnt, "forgot", replay=0.05, least_steps=250)
     done = sbkit(*given, cards=True)
     said = done.stdout + done.stderr
     assert "The old test before training: WER" in said
@@ -86,23 +92,27 @@ def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(folder):
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_to_the_bit_though_its_source_is_gone(folder):
-    source = shutil.copytree(folder / "source", folder / "lent")
+    source = folder / "lent"
+    here(*words(source, folder / "old", number_of_epochs=1))
     whole, killed = (replaying(folder, name, init_from=source, replay=0.3, least_steps=32, ckpt_interval_steps=7)
                      for name in ("whole", "killed"))
     with copied(folder / "whole", 14, folder / "killed"):
         here(*whole)
     assert not (folder / "killed" / "tested.json").exists()
+    was_killed, never_killed = (OldSet.read(folder / name) for name in ("killed", "whole"))
+    assert (was_killed.before, was_killed.interval) == (never_killed.before, never_killed.interval)
+    OldSet("WER", True, 5.0, (0.0, 10.0)).write(folder / "killed")  # as of a source that has learnt
     shutil.rmtree(source)
     said = go_on(folder / "killed", *killed)
     assert "Continuing with epoch" in said
     assert different(outcome(folder / "killed"), outcome(folder / "whole")) == []
     assert "no mean of old and new weights could be tried" in said, "that needs the source"
-    was_killed, never_killed = (OldSet.read(folder / name) for name in ("killed", "whole"))
-    assert (was_killed.before, was_killed.interval) == (never_killed.before, never_killed.interval)
 
 
+@pytest.mark.long
 @pytest.mark.slow
-def test_two_ranks_score_the_old_test_as_one_does(folder):
-    sbkit(*replaying(folder, "two ranks", replay=0.5, least_steps=4), ranks=2, cards=True)
-    one, two = (OldSet.read(folder / name) for name in ("whole", "two ranks"))
+def test_two_ranks_score_the_old_test_as_one_does(learnt):
+    for ranks in (1, 2):
+        sbkit(*replaying(learnt, str(ranks), replay=0.5, least_steps=4), ranks=ranks, cards=True)
+    one, two = (OldSet.read(learnt / name) for name in "12")
     assert one.before == two.before < 50 and one.interval == two.interval

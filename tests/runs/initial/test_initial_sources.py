@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import encoders
 import pytest
 import torch
+from processes import results
 from run_folders import run_with_model
 from safetensors.torch import load_file, save_file
 from speechbrain.dataio.encoder import CTCTextEncoder
@@ -21,6 +22,8 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.runs import initial
 from sbkit.runs.restore import load_run, read_run
+from sbkit.train.checkpoint.adapted import hash_of
+from sbkit.train.distributed import ranks
 
 pytestmark = pytest.mark.slow  # each takes a fraction of a second, and there are many
 
@@ -62,6 +65,22 @@ def test_a_run_gives_the_checkpoint_that_is_asked_for(run, english, tmp_path, ca
     theirs = saved(run, name)
     assert all(torch.equal(value, after[f"model.{key}"]) for key, value in theirs.items())
     assert name in table and "reinitialised" not in table and "left there" not in table
+
+
+def on_a_rank(run, data, folder):
+    ranks.init(torch.device("cpu"))
+    brain = target(folder, data, init_from=str(run))
+    torch.manual_seed(ranks.rank())
+    for parameter in brain.modules.parameters():
+        torch.nn.init.normal_(parameter)
+    initial.load(brain)
+    return hash_of(brain.modules.state_dict())
+
+
+def test_all_ranks_begin_with_the_same(run, english, tmp_path):
+    target(tmp_path, english)  # its corpus and tokenizer are there
+    first, second = results(on_a_rank, run, english, tmp_path)
+    assert first == second
 
 
 @pytest.mark.parametrize("count, best, said", [

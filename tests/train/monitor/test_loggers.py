@@ -94,6 +94,7 @@ def start(folder, step, end):
     log.close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_wandb_keeps_a_killed_run_and_its_second_start_under_one_name_without_a_network(tmp_path):
     """Each start is a process, as of a run: within one, wandb goes on with what is open."""
