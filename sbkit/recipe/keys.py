@@ -148,7 +148,8 @@ class Keys:
     def misfits(cls, hparams: Mapping[str, Any]) -> list[Problem]:
         """Return a problem for each object that a recipe built of another class than declared.
 
-        A class of the user's own may do as well; that of an installed package has the declared one's public methods.
+        A class of the user's own may do as well. That of an installed package must have all public methods of the
+        declared one, and one of sbkit's, such as the pretrainer of an encoder, some.
         """
         found = []
         for name, known in cls.declared().items():
@@ -159,11 +160,13 @@ class Keys:
                     kind in (Any, object) or not isinstance(kind, type) for kind in kinds):
                 continue
             plain = isinstance(value, (Mapping, list, tuple, str, int, float))
-            package = sys.modules.get(type(value).__module__.partition(".")[0])
-            own = package is not None and package.__name__ != "sbkit" and "site-packages" not in (
-                getattr(package, "__file__", None) or "site-packages")
-            if (own and not plain) or any(isinstance(value, kind) or (not plain and all(
-                    hasattr(value, each) for each in vars(kind) if not each.startswith("_"))) for kind in kinds):
+            package = type(value).__module__.partition(".")[0]
+            place = getattr(sys.modules.get(package), "__file__", None) or "site-packages"  # built in
+            enough = any if package == "sbkit" else all
+            if any(isinstance(value, kind) for kind in kinds) or (not plain and (
+                    (package != "sbkit" and "site-packages" not in place) or any(
+                        names and enough(hasattr(value, each) for each in names) for names in (
+                            [each for each in vars(kind) if each[0] != "_"] for kind in kinds)))):
                 continue
             given = "a mapping" if isinstance(value, Mapping) else _shown(value) if plain else (
                 f"of {type(value).__module__}.{type(value).__qualname__}")
