@@ -26,6 +26,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import flops
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
+from sbkit.recipe.price import padded_seconds
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import Utilisation, peak_of
 from sbkit.runs import initial, old_set, restore
@@ -126,16 +127,23 @@ def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,
         if ranks.is_main():
             logger.info("Micro-batches aren't padded to few shapes: %s", reason)
         return
+    ranks_and_micros = ranks.world_size(), brain.grad_accumulation_factor
+    before = padded_seconds(plan, *ranks_and_micros)
     # All ranks must find the same, however an encoder counts.
     plan.pad_to_shapes(None if encoder is None else ranks.run_on_main(
         lambda: np.fromiter((len(encoder.encode(text)) for text in train.texts), np.int64, len(train))))
-    if ranks.is_main():
-        found = plan.shapes(ranks.world_size(), brain.grad_accumulation_factor)
-        assert found is not None, "it was just switched on"
-        logger.info("Micro-batches are padded to %s, of up to %d utterances, %.1f s and %d tokens each",
-                    counted(len(set(found.of_bucket)), "shape"), *map(max, zip(*found.of_bucket, strict=True)))
+    more, found = padded_seconds(plan, *ranks_and_micros) / before, plan.shapes(*ranks_and_micros)
+    if more > MAX_PADDED and not asked:  # a corpus of few steps, whose buckets are wide
+        plan.pad_to_shapes(None, False)
+    if ranks.is_main() and found is not None:
+        logger.info("Micro-batches are %s to %s, of up to %d utterances, %.1f s and %d tokens each: %.0f %% more to "
+                    "compute", "padded" if more <= MAX_PADDED or asked else "not padded",
+                    counted(len(set(found.of_bucket)), "shape"), *map(max, zip(*found.of_bucket, strict=True)),
+                    100 * (more - 1))
 
 
+#: Shapes that need more than this many times the padded seconds aren't used by default.
+MAX_PADDED = 1.25
 #: What a GPU can reach: this share of its peak in a large model, and a micro-batch in this time in a small one, whose
 #: kernels are bound by memory.
 ATTAINABLE_MFU, LEAST_SECONDS = 0.18, 0.005

@@ -51,3 +51,16 @@ def test_batches_are_padded_on_a_gpu_or_where_a_recipe_asks_for_it(asked, device
     if shapes:
         assert found.of_bucket == [(2, np.float32(4.0), 9)] and "1 shape, of up to 2 utterances, 4.0 s and 9 " in \
             caplog.text
+
+
+def test_wide_buckets_are_not_padded_unless_a_recipe_asks_for_it(caplog):
+    seconds = np.tile([1.0, 8.0], 20)
+    manifest = Manifest(ids=list(map(str, range(40))), durations=seconds, wavs=[""] * 40, texts=[""] * 40)
+    brain = SimpleNamespace(why_not_padded=lambda: None, grad_accumulation_factor=2)
+    for asked, padded in ((None, False), (True, True)):
+        plan = Plan(seconds, Batching(400, buckets=1, pad_to_shapes=asked))
+        with caplog.at_level("INFO"):
+            training.pad_to_shapes(brain, plan, torch.device("cuda"), manifest, None)
+        assert (plan.shapes(1, 2) is not None) == padded
+        assert ("Micro-batches are padded to 1 shape" in caplog.text) == padded
+    assert "are not padded to 1 shape, of up to 20 utterances, 8.0 s and 0 tokens each: 78 % more" in caplog.text
