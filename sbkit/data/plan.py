@@ -211,7 +211,9 @@ class Plan:
             np.maximum.at(largest, buckets.of_step, buckets.lengths)
             steps = np.bincount(buckets.of_step, minlength=len(largest))
             self._shapes[world, min_micros] = choose_shapes(
-                buckets.edges.astype(np.float64), steps, largest, tokens, self.batching, world, min_micros)
+                buckets.edges.astype(np.float64), steps, largest, tokens, world=world, min_micros=min_micros,
+                max_batch_seconds=self.batching.max_batch_seconds, least=self.batching.min_batch_utterances,
+                max_batch_utterances=self.batching.max_batch_utterances)
         return self._shapes[world, min_micros]
 
     def _shape_of(self, place: int, world: int, min_micros: int) -> tuple[Shape, int] | None:
