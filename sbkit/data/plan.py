@@ -63,7 +63,7 @@ class Batching:
         0: no rounding; ``null``: 0.32 on a CPU and with ``--compile``, else 0.16.
     pad_to_shapes: whether a micro-batch is padded to one of at most 32 shapes (rows, samples, tokens), with rows that
         count nowhere; it may then have 5 % more than ``max_batch_seconds``. ``null``: on a GPU, if the task and its
-        layers allow it.
+        layers allow it, and buckets aren't so wide that much more is computed.
     """
 
     max_batch_seconds: float
@@ -197,12 +197,12 @@ class Plan:
         return cls(durations, batching, ids=train.ids, round_seconds=round_seconds, epochs=epochs, labels=labels,
                    parts=Parts.of(train))
 
-    def pad_to_shapes(self, tokens: np.ndarray | None = None) -> None:
-        """Let micro-batches have few shapes from now on; steps stay as they are.
+    def pad_to_shapes(self, tokens: np.ndarray | None = None, on: bool = True) -> None:
+        """Let micro-batches have few shapes from now on, or not; steps stay as they are.
 
         tokens: ``[N]``, the number of tokens of each utterance; None: batches have none.
         """
-        self._tokens = np.zeros(len(self.durations), np.int64) if tokens is None else tokens
+        self._tokens = np.zeros(len(self.durations), np.int64) if tokens is None and on else tokens
 
     def shapes(self, world: int, min_micros: int) -> Shapes | None:
         """The shapes of micro-batches on this many ranks; None if they aren't padded to shapes."""
@@ -215,7 +215,9 @@ class Plan:
             np.maximum.at(largest, buckets.of_step, buckets.lengths)
             steps = np.bincount(buckets.of_step, minlength=len(largest))
             self._shapes[world, min_micros] = choose_shapes(
-                buckets.edges.astype(np.float64), steps, largest, tokens, self.batching, world, min_micros)
+                buckets.edges.astype(np.float64), steps, largest, tokens, world=world, min_micros=min_micros,
+                max_batch_seconds=self.batching.max_batch_seconds, least=self.batching.min_batch_utterances,
+                max_batch_utterances=self.batching.max_batch_utterances)
         return self._shapes[world, min_micros]
 
     def _shape_of(self, place: int, world: int, min_micros: int) -> tuple[Shape, int] | None:

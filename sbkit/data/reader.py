@@ -226,8 +226,9 @@ def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int 
         try:
             os.ftruncate(file, size)
             for i, row in enumerate(rows):
-                os.pwrite(file, np.ascontiguousarray(row, kind), i * shape[1] * kind.itemsize)
-            storage = torch.UntypedStorage._new_shared_fd_cpu(file, size)
+                os.pwrite(file, np.ascontiguousarray(row, kind).data, i * shape[1] * kind.itemsize)
+            of_file: Any = torch.UntypedStorage  # with a method that its types lack
+            storage = of_file._new_shared_fd_cpu(file, size)
         finally:
             os.close(file)
         return torch.empty(0, dtype=dtype).set_(storage, 0, shape, (shape[1], 1))

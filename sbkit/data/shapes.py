@@ -7,12 +7,9 @@ shape, and rows, samples and tokens are added to a micro-batch up to it.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from sbkit.data.plan import Batching
 
 MAX_SHAPES = 32
 #: A micro-batch has at most this many times ``max_batch_seconds``. Steps of two neighbouring buckets, with as many rows
@@ -41,30 +38,32 @@ class Shapes(NamedTuple):
     micros: list[int]
 
 
-def choose_shapes(seconds: np.ndarray, steps: np.ndarray, largest: np.ndarray, tokens: np.ndarray, batching: Batching,
-                  world: int = 1, min_micros: int = 1, max_shapes: int = MAX_SHAPES) -> Shapes:
+def choose_shapes(seconds: np.ndarray, steps: np.ndarray, largest: np.ndarray, tokens: np.ndarray, *,
+                  max_batch_seconds: float, max_batch_utterances: int | None = None, least: int = 1, world: int = 1,
+                  min_micros: int = 1, max_shapes: int = MAX_SHAPES) -> Shapes:
     """Group buckets so that at most ``max_shapes`` shapes need the least padded seconds.
 
     seconds, steps, largest, tokens: ``[K]`` each, of the buckets: length of the longest utterance, ascending, number of
         steps, utterances in the largest of them, and most tokens of an utterance.
+    max_batch_seconds, max_batch_utterances, least: limits of a micro-batch, as in ``Batching``.
     world, min_micros: ranks that share a step, and the least micro-batches of each.
     """
-    count, least = len(seconds), batching.min_batch_utterances
-    limit, most = EXCESS * batching.max_batch_seconds, batching.max_batch_utterances or int(largest.max())
+    count, room = len(seconds), 2 * least - 1  # into as many any number can be cut
+    limit, most = EXCESS * max_batch_seconds, max_batch_utterances or int(largest.max())
 
     def micro_batches(buckets: slice, capacity: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
         """Micro-batches of a rank in a step of each bucket, and rows of a micro-batch."""
         utterances = largest[buckets]
         micros = np.maximum(min_micros, -(-utterances // (np.minimum(capacity, most) * world)))
-        return micros, np.maximum(-(-utterances // (micros * world)), np.minimum(utterances, 2 * least - 1))
+        return micros, np.maximum(-(-utterances // (micros * world)), np.minimum(utterances, room))
 
     # By themselves, as many as needed for max_batch_seconds.
-    own = np.maximum((batching.max_batch_seconds * (1 + 1e-6) / seconds).astype(int), batching.min_capacity)
+    own = np.maximum((max_batch_seconds * (1 + 1e-6) / seconds).astype(int), room)
     cost, rows_of, micros_of = np.full((count, count), math.inf), {}, {}  # [first, last] bucket of a group
     for last in range(count):
         buckets = slice(0, last + 1)
         micros, rows = micro_batches(buckets, own[buckets])
-        fewer = micro_batches(buckets, max(batching.min_capacity, int(limit / seconds[last])))
+        fewer = micro_batches(buckets, max(room, int(limit / seconds[last])))
         split = rows * seconds[last] > limit  # too many rows for the seconds of this group
         split[last] = False
         micros, rows = np.where(split, fewer[0], micros), np.where(split, fewer[1], rows)

@@ -41,12 +41,16 @@ ALLOWED_ERROR = 0.2
 SAMPLED_STEPS = 200
 
 
-def padded_seconds(plan: Plan, processes: int) -> float:
+def padded_seconds(plan: Plan, processes: int, min_micros: int = 1) -> float:
     """The mean seconds of audio in a step on one of ``processes`` devices, padding included."""
     epoch = plan.epoch(1)
     chosen = np.unique(np.linspace(0, len(epoch) - 1, min(SAMPLED_STEPS, len(epoch))).round().astype(int))
-    return float(np.mean([sum(len(part) * float(epoch.durations[part].max()) for part in epoch.share(i, 0, processes)
-                              if len(part)) for i in chosen]))
+    found = []
+    for i in chosen:
+        parts, shape = epoch.share(i, 0, processes, min_micros), epoch.shape(i, processes, min_micros)
+        found.append(sum(len(part) * float(epoch.durations[part].max()) for part in parts if len(part))
+                     if shape is None else len(parts) * shape.rows * shape.seconds)
+    return float(np.mean(found))
 
 
 # ---------------------------------------------------------------- predicting

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import numpy as np
 import torch
 from speechbrain.utils.epoch_loop import EpochCounter
 
+from sbkit.data.audio import AudioError
 from sbkit.data.columns import BatchColumns
 from sbkit.data.loader import EvalLoader, TrainLoader
 from sbkit.data.manifest import Manifest
@@ -22,6 +26,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import flops
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
+from sbkit.recipe.price import padded_seconds
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import Utilisation, peak_of
 from sbkit.runs import initial, old_set, restore
@@ -29,6 +34,7 @@ from sbkit.runs.keys import Bundles
 from sbkit.runs.progress import last_logged_step, read_progress, warn_of_lost_steps
 from sbkit.runs.reproduction import weights_hash
 from sbkit.runs.start_guard import StartGuard
+from sbkit.system.console import counted
 from sbkit.system.environment import command, describe
 from sbkit.train.brain import Brain
 from sbkit.train.checkpoint.state import OtherModel
@@ -60,7 +66,8 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     progress = ranks.run_on_main(read_progress, brain.checkpointer, keys.epoch_counter)
     plan = Plan.of(train, batching, keys.augment, progress.epochs, batching.rounding(device.type, brain.compile),
                    columns)
-    _pad_to_shapes(brain, plan, device, train, encoder)
+    if not test_only:
+        pad_to_shapes(brain, plan, device, train, encoder)
     if plan.sampler.left_out and logs:
         logger.warning("%d of %d utterances are in no step: fewer than %d have their label (clips_per)",
                        plan.sampler.left_out, len(train), batching.clips)
@@ -76,6 +83,10 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         EvalLoader(manifests[split], encoder, max_batch_seconds=batching.max_batch_seconds, augment=augment, **options)
         for split, augment in (("dev", keys.valid_augment), ("test", keys.test_augment))
     )
+    if brain.utilisation is not None and device.type == "cuda" and not train.has_urls:
+        advice = reading_advice(train_set, brain.utilisation)
+        if advice is not None:
+            logger.warning("%s", advice)
     brain.mixture_parts.loader = train_set
     brain.open_run(train.texts, steps)
     if test_only:
@@ -104,8 +115,8 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     return brain
 
 
-def _pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,  # brain: a task, a room above
-                   encoder: SupportsEncode | None) -> None:
+def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,  # brain: a task, a room above
+                  encoder: SupportsEncode | None) -> None:
     """Let the plan pad micro-batches to few shapes, if the recipe or by default the device asks for it."""
     asked = plan.batching.pad_to_shapes
     if asked is False or (asked is None and (device.type != "cuda" or plan.batching.clips_per)):
@@ -117,14 +128,55 @@ def _pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest
         if ranks.is_main():
             logger.info("Micro-batches aren't padded to few shapes: %s", reason)
         return
+    ranks_and_micros = ranks.world_size(), brain.grad_accumulation_factor
+    before = padded_seconds(plan, *ranks_and_micros)
     # All ranks must find the same, however an encoder counts.
     plan.pad_to_shapes(None if encoder is None else ranks.run_on_main(
         lambda: np.fromiter((len(encoder.encode(text)) for text in train.texts), np.int64, len(train))))
-    if ranks.is_main():
-        found = plan.shapes(ranks.world_size(), brain.grad_accumulation_factor)
-        assert found is not None, "it was just switched on"
-        logger.info("Micro-batches are padded to %d shapes, of up to %d utterances, %.1f s and %d tokens each",
-                    len(set(found.of_bucket)), *map(max, zip(*found.of_bucket, strict=True)))
+    more, found = padded_seconds(plan, *ranks_and_micros) / before, plan.shapes(*ranks_and_micros)
+    if more > MAX_PADDED and not asked:  # a corpus of few steps, whose buckets are wide
+        plan.pad_to_shapes(None, False)
+    if ranks.is_main() and found is not None:
+        logger.info("Micro-batches are %s to %s, of up to %d utterances, %.1f s and %d tokens each: %.0f %% more to "
+                    "compute", "padded" if more <= MAX_PADDED or asked else "not padded",
+                    counted(len(set(found.of_bucket)), "shape"), *map(max, zip(*found.of_bucket, strict=True)),
+                    100 * (more - 1))
+
+
+#: Shapes that need more than this many times the padded seconds aren't used by default.
+MAX_PADDED = 1.25
+#: What a GPU can reach: this share of its peak in a large model, and a micro-batch in this time in a small one, whose
+#: kernels are bound by memory.
+ATTAINABLE_MFU, LEAST_SECONDS = 0.18, 0.005
+#: Recordings that are read to measure how fast a worker is.
+SAMPLED = 16
+
+
+def reading_advice(train_set: TrainLoader, utilisation: Utilisation) -> str | None:
+    """Return what to do if the data workers read less than the device could train on; None if they keep up.
+
+    Reading is measured on some recordings, by the processor's time, so that neither other processes nor a disk that
+    hasn't read them before count.
+    """
+    manifest, batching = train_set.reader.manifest, train_set.plan.batching
+    if utilisation.peak is None or not train_set.workers or not len(manifest):
+        return None
+    rows = np.linspace(0, len(manifest) - 1, SAMPLED).astype(int).tolist()
+    seconds, began = 0.0, time.thread_time()
+    for row in rows:
+        with contextlib.suppress(AudioError):
+            train_set.reader.signals(row, manifest.ids[row], 1)
+            seconds += float(manifest.durations[row])
+    rate = seconds / max(time.thread_time() - began, 1e-6)
+    micro_batch = min(batching.max_batch_seconds, batching.update_seconds / train_set.world)
+    wanted = min(ATTAINABLE_MFU * utilisation.peak / utilisation.operations, micro_batch / LEAST_SECONDS)
+    if rate == 0 or train_set.workers * rate >= wanted:
+        return None
+    kinds = sorted({Path(manifest.wavs[row].partition("?")[0]).suffix.lstrip(".") for row in rows})
+    return (f"{counted(train_set.workers, 'data worker')} can read {train_set.workers * rate:,.0f} s of this corpus in "
+            f"a second ({', '.join(kinds)}: {rate:,.0f} each, by {SAMPLED} recordings), but each device could train on "
+            f"about {wanted:,.0f}: use --num_workers {math.ceil(wanted / rate)} if there are as many cores for each "
+            "device; WAV at the model's rate is read fastest (sbkit shard MANIFEST FOLDER --encode wav16k)")
 
 
 def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool, last: int) -> Iterator[int]:

@@ -79,7 +79,7 @@ def test_what_fills_a_shape_counts_nowhere(name, manifest, tmp_path):
     brain = trace.build_brain(hparams["brain"], hparams)
     assert brain.why_not_padded() is None
     for layer in brain.modules.modules():  # front ends have dropout that no key sets
-        if isinstance(layer, torch.nn.modules.dropout._DropoutNd):
+        if "Dropout" in type(layer).__name__ and hasattr(layer, "p"):
             layer.p = 0.0
     brain.stand_in(1, 1.0)  # lets GlobalNorm do without statistics
     brain.train_state.optimizer_step = 1

@@ -1,0 +1,66 @@
+"""What a run decides and says before it trains: padding to shapes, and whether its data workers keep up."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sounds import encoded, speechlike
+
+from sbkit.data.loader import TrainLoader
+from sbkit.data.manifest import Manifest
+from sbkit.data.plan import Batching, Plan
+from sbkit.errors import SbkitError
+from sbkit.recipe.speed import Utilisation
+from sbkit.runs import training
+
+
+@pytest.fixture(scope="module", params=["wav", "mp3"])
+def manifest(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("sounds") / f"one.{request.param}"
+    path.write_bytes(encoded(speechlike(4.0), 16000, request.param))
+    return Manifest(ids=["a", "b"], durations=[4.0, 4.0], wavs=[str(path)] * 2, texts=["some text", "text"])
+
+
+def test_workers_that_cannot_keep_up_are_named_with_what_helps(manifest):
+    loader = TrainLoader(manifest, None, Plan(manifest.durations, Batching(500, 4000)), workers=2, world=8)
+    assert training.reading_advice(loader, Utilisation(11.5e9)) is None, "the peak is unknown"
+    assert training.reading_advice(loader, Utilisation(11.5e9, 1e10)) is None
+    advice = training.reading_advice(loader, Utilisation(11.5e9, 989e15))  # 15 million, but a batch takes 5 ms
+    assert f"second ({manifest.wavs[0][-3:]}: " in advice and "about 100,000: use --num_workers " in advice
+    assert "2 data workers can read " in advice and "sbkit shard MANIFEST FOLDER --encode wav16k" in advice
+
+
+@pytest.mark.parametrize("asked, device, reason, shapes", [
+    (None, "cuda", None, True), (None, "cpu", None, False), (True, "cpu", None, True), (False, "cuda", None, False),
+    (None, "cuda", "norm normalises over the rows of a batch", False), (True, "cpu", "it may count such rows", None)])
+def test_batches_are_padded_on_a_gpu_or_where_a_recipe_asks_for_it(asked, device, reason, shapes, caplog):
+    manifest = Manifest(ids=["a", "b"], durations=[4.0, 4.0], wavs=[""] * 2, texts=["some text", "text"])
+    plan = Plan(manifest.durations, Batching(8, pad_to_shapes=asked))
+    brain = SimpleNamespace(why_not_padded=lambda: reason, grad_accumulation_factor=1)
+    encoder = SimpleNamespace(encode=lambda text: list(range(len(text))))
+    with caplog.at_level("INFO"):
+        if shapes is None:
+            with pytest.raises(SbkitError, match=f"pad_to_shapes: {reason}"):
+                training.pad_to_shapes(brain, plan, torch.device(device), manifest, encoder)
+            return
+        training.pad_to_shapes(brain, plan, torch.device(device), manifest, encoder)
+    found = plan.shapes(1, 1)
+    assert (found is not None) == shapes
+    assert ("aren't padded to few shapes: norm normalises" in caplog.text) == (device == "cuda" and reason is not None)
+    if shapes:
+        assert found.of_bucket == [(2, np.float32(4.0), 9)] and "1 shape, of up to 2 utterances, 4.0 s and 9 " in \
+            caplog.text
+
+
+def test_wide_buckets_are_not_padded_unless_a_recipe_asks_for_it(caplog):
+    seconds = np.tile([1.0, 8.0], 20)
+    manifest = Manifest(ids=list(map(str, range(40))), durations=seconds, wavs=[""] * 40, texts=[""] * 40)
+    brain = SimpleNamespace(why_not_padded=lambda: None, grad_accumulation_factor=2)
+    for asked, padded in ((None, False), (True, True)):
+        plan = Plan(seconds, Batching(400, buckets=1, pad_to_shapes=asked))
+        with caplog.at_level("INFO"):
+            training.pad_to_shapes(brain, plan, torch.device("cuda"), manifest, None)
+        assert (plan.shapes(1, 2) is not None) == padded
+        assert ("Micro-batches are padded to 1 shape" in caplog.text) == padded
+    assert "are not padded to 1 shape, of up to 20 utterances, 8.0 s and 0 tokens each: 78 % more" in caplog.text
