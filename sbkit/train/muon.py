@@ -117,7 +117,7 @@ class Muon(Optimizer):
             return
         weights, due = map(list, zip(*turns, strict=True))
         states = self._states(weights, "momentum", "direction")
-        if not (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # a capture computes nothing
+        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):  # which computes nothing
             for state in states:  # counted by the host, which doesn't know of skipped steps
                 state["turn"] += 1
         momenta, directions = ([state[name] for state in states] for name in ("momentum", "direction"))
