@@ -280,7 +280,9 @@ class Trainer:
         outputs, objectives, loss = self.compute(batch)
         row, names = self._row(loss)
         total, scaler = loss.total, self._scaler
-        (total if scaler is None else scaler.scale(total * scaler.sum_scale)).backward()
+        if scaler is not None and scaler.sum_scale is not None:
+            total = scaler.scale(total * scaler.sum_scale)
+        total.backward()
         self._timed = timed
         return MicroStep(row, names, outputs, objectives)
 
