@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -147,13 +147,14 @@ class Watch:
         """Count updates that are replayed, which call no hooks."""
         update = graphs.StepGraphs.update
 
-        def counted(graph: graphs.StepGraphs, optimizers: Any, *given: Any) -> torch.Tensor | None:
-            values = update(graph, optimizers, *given)
+        def counted(own: graphs.StepGraphs, optimizers: Sequence[torch.optim.Optimizer], sums: torch.Tensor,
+                    rates: graphs.Rates) -> torch.Tensor | None:
+            values = update(own, optimizers, sums, rates)
             for optimizer in optimizers if values is not None else ():
                 self._count_step(optimizer)
             return values
 
-        graphs.StepGraphs.update = counted  # type: ignore[method-assign,assignment]  # in this process alone
+        graphs.StepGraphs.update = counted  # type: ignore[method-assign]  # in this process alone
 
     def _count_step(self, optimizer: torch.optim.Optimizer, *args: object) -> None:
         if self._first not in (None, optimizer) or torch.cuda.is_current_stream_capturing():

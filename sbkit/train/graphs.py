@@ -39,6 +39,7 @@ from sbkit.train.memory.oom import is_out_of_memory, release
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Rates = Sequence[Sequence[Tensor] | None]  # the tensors of learning rates of each optimizer, see ``step.write_rates``
 
 #: The most graphs of micro-steps: each takes some MiB on the device besides the memory that all of them share.
 MAX_GRAPHS = 128
@@ -81,7 +82,7 @@ class StepGraphs:
     """
 
     def __init__(self, brain: sb.Brain, device: torch.device, compute: Callable[[MicroBatch], MicroStep],
-                 update: Callable[[Sequence[Optimizer], Tensor, Any], Tensor]):
+                 update: Callable[[Sequence[Optimizer], Tensor, Rates], Tensor]):
         self.brain, self.device, self._compute, self._update = brain, device, compute, update
         self._gradients: list[tuple[Parameter, Tensor]] = []
         self._stream: torch.cuda.Stream | None = None
@@ -144,8 +145,7 @@ class StepGraphs:
             guard.check_later(found.checks, found.tables, getattr(batch, "ids", None))
         return found.result._replace(row=found.result.row.clone())  # which the next replay overwrites
 
-    def update(self, optimizers: Sequence[Optimizer], sums: Tensor,
-               rates: Sequence[Sequence[Tensor] | None]) -> Tensor | None:
+    def update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> Tensor | None:
         """Update by a graph, after which gradients are zeros; None if this has to be done without.
 
         rates : the tensors of learning rates; an optimizer without them waits for the host, or has tensors of its own
@@ -261,7 +261,7 @@ class StepGraphs:
             raise _NotRepeatable("batches reach different parameters")
         return list(views.items())
 
-    def _capture_update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Any) -> _Captured:
+    def _capture_update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> _Captured:
         own, groups = sums.clone(), [group for each in optimizers for group in each.param_groups]
         before = [group.get("capturable") for group in groups]
         for group in groups:  # fused kernels are, but torch asks for the flag

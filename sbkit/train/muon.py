@@ -119,7 +119,7 @@ class Muon(Optimizer):
         weights, due = map(list, zip(*turns, strict=True))
         # A direction is kept only for the steps until a matrix has its turn again.
         states = self._states(weights, "momentum", *(["direction"] if group["every"] > 1 else []))
-        if not (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # a capture computes nothing
+        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):  # which computes nothing
             for state in states:  # counted by the host, which doesn't know of skipped steps
                 state["turn"] += 1
         momenta = [state["momentum"] for state in states]

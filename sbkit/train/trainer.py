@@ -97,7 +97,7 @@ class Trainer:
         self._no_flags = torch.zeros(len(FLAGS), device=self.device)
         self.lag = 0 if self.device.type == "cpu" else 1
         """Steps whose values are still being copied when the next one is done; on the CPU nothing runs behind."""
-        self._scaler: Scaler | None = brain.scaler if brain.scaler.is_enabled() else None  # fp16
+        self._scaler: Scaler | None = None  # during a step in fp16
         self._tried = False  # whether the largest micro-batch has been tried
         self.use()
 
@@ -172,6 +172,7 @@ class Trainer:
         micro_batches : each with whether it is the last of its step; those of later steps are not taken
         """
         brain, state, device, exchange = self.brain, self.state, self.device, self.exchange
+        scaler = self._scaler = brain.scaler if brain.scaler.is_enabled() else None
         sums: torch.Tensor | None = None
         work: dist.Work | None = None
         names: list[str] = []
@@ -209,7 +210,6 @@ class Trainer:
                 sums = torch.cat([sums, self._flags()])
                 work = dist.all_reduce(sums, async_op=True) if self.world > 1 else None
             if replayed is None:
-                scaler = self._scaler
                 total = loss.total if scaler is None or scaler.sum_scale is None else \
                     scaler.scale(loss.total * scaler.sum_scale)
                 with parallel.zeroed(self.modules) if loss.weightless else contextlib.nullcontext():
@@ -287,7 +287,9 @@ class Trainer:
         outputs, objectives, loss = self.compute(batch)
         row, names = self._row(loss)
         total, scaler = loss.total, self._scaler
-        (total if scaler is None else scaler.scale(total * scaler.sum_scale)).backward()
+        if scaler is not None and scaler.sum_scale is not None:
+            total = scaler.scale(total * scaler.sum_scale)
+        total.backward()
         self._timed = timed
         return MicroStep(row, names, outputs, objectives)
 

@@ -145,6 +145,19 @@ def test_a_log_that_nobody_polls_does_not_grow(monkeypatch):
     assert guard.pending() == 0
 
 
+def test_what_a_captured_step_collects_is_reported_for_the_utterances_of_each_replay():
+    with guard.collecting() as calls:
+        on_device(torch.tensor([[1, 4]] * 4), 5, ids=["a", "b"] * 2)  # two views of each
+        on_device(torch.tensor([[1, 9]]), 5)
+    assert len(calls) == 2 and guard.pending() == 0
+    results = torch.tensor([[1, 5, 7], [0, 0, 1]])  # of a replay, whose third row has a bad second index
+    guard.check_later(results, calls, ids=["c", "d"])
+    with pytest.raises(SbkitError, match="utterance c, position 1: index 7"):
+        guard.poll()
+    guard.check_later(torch.tensor([[0, 0, 1], [0, 0, 1]]), calls, ids=["e", "f"])
+    guard.poll()
+
+
 def test_shape_checks_on_fake_tensors_pass_through():
     assert guard_indices(torch.zeros(2, 3, dtype=torch.long, device="meta"), 5, name="labels").shape == (2, 3)
     from torch._subclasses.fake_tensor import FakeTensorMode

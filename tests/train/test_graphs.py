@@ -8,12 +8,14 @@ from functools import partial
 import pytest
 import torch
 from processes import results
+from speechbrain.utils.epoch_loop import EpochCounter
 from torch import nn
 from toys import ToyBrain, ToyTrainLoader, brain, furthest, layers, state
 
 from sbkit.rehearsal import nullcard
 from sbkit.train import graphs
 from sbkit.train.averaging import EMA
+from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 from sbkit.train.muon import Muon
 
@@ -89,6 +91,37 @@ def test_counters_and_random_numbers_are_where_they_are_without_graphs(micros):
                          hparams={"graphs": wanted, "ema": EMA(model)})
         found.append(counters(toy))
     assert found[0] == found[1] and found[0][1] != []
+
+
+class Died(Exception):
+    pass
+
+
+class Dies(Drops):
+    def on_fit_batch_start(self, batch, should_step):
+        if self.optimizer_step == self.hparams.die_at:
+            raise Died
+
+
+@pytest.mark.gpu
+def test_a_run_that_died_is_where_one_that_did_not_is(tmp_path):
+    def run(folder, die_at=None):
+        torch.manual_seed(0)
+        model, counter = layers(), EpochCounter(2)
+        optimizer = partial(Muon, lr=0.01, modules=[model[0], model[2]], orthogonalize_every=3)
+        toy = brain(Dies, modules=model, opt_class=optimizer, device="cuda:0", ckpt_interval_steps=4,
+                    checkpointer=Checkpointer(folder, {"counter": counter, "model": model}),
+                    hparams={"graphs": True, "die_at": die_at})
+        try:
+            toy.fit(counter, ToyTrainLoader(9, 8))
+        finally:
+            toy.checkpointer.wait()
+        return toy
+
+    whole = counters(run(tmp_path / "whole"))
+    with pytest.raises(Died):
+        run(tmp_path / "cut", die_at=6)
+    assert counters(run(tmp_path / "cut")) == whole
 
 
 @pytest.mark.gpu

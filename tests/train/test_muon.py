@@ -207,6 +207,27 @@ def test_a_direction_is_kept_only_between_turns_and_a_resumed_run_may_change_the
     assert all(names == ["momentum", "turn"] for names, _ in states(one, weights))
 
 
+def test_a_replayed_step_counts_and_the_key_says_whose_turn_it_is():
+    def made():
+        weights = parameters((4, 4), (4, 4), (4, 4))
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        return Muon(weights, modules=[holder(*weights)], orthogonalize_every=3)
+
+    stepped, replayed = made(), made()
+    keys = [stepped.graph_key()]
+    for number in range(7):
+        stepped.step()
+        if number:
+            replayed.count_step()
+        else:
+            replayed.step()
+        keys.append(stepped.graph_key())
+        assert replayed.graph_key() == keys[-1]
+    assert keys[0] == (True, True, True) and keys[1:4] == keys[4:7] and len(set(keys[1:4])) == 3
+    assert all(sum(key) == 1 for key in keys[1:])
+
+
 def test_a_weight_with_gradients_in_some_steps_only_gets_its_turn():
     weights = parameters((6, 6), (6, 6), (6, 6))
     optimizer = Muon(weights, modules=[holder(*weights)], orthogonalize_every=2)
