@@ -63,12 +63,11 @@ def convolve(module: Layer, x: Tensor, mask: Tensor | None = None, chunk: int | 
 def own_depthwise(module: Layer, x: Tensor) -> bool:
     """Whether sbkit's kernels convolve ``x`` on a GPU."""
     conv = module.conv
-    return bool(x.device.type == "cuda" and has_values(x) and x.numel()
+    return bool(x.device.type == "cuda" and not torch.compiler.is_compiling() and has_values(x) and x.numel()
                 and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and type(conv) is nn.Conv1d
                 and type(conv.weight) is type(conv.bias) is nn.Parameter and not conv._forward_hooks
                 and not conv._forward_pre_hooks and module.dilation == 1 and conv.groups == x.shape[2]
-                and (conv.kernel_size[0] % 2 or module.causal) and not torch.compiler.is_compiling()
-                and depthwise_works(x.device))
+                and (conv.kernel_size[0] % 2 or module.causal) and depthwise_works(x.device))
 
 
 @functools.cache
