@@ -283,7 +283,8 @@ class _Norm(torch.autograd.Function):
     @_once_differentiable
     @without_autocast
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_unnormalise(grad.contiguous(), *ctx.saved_tensors, after=ctx.after), *[None] * 4
+        x, gain, shift, mean, rstd = ctx.saved_tensors
+        return *_unnormalise(grad.contiguous(), x, gain, shift, mean, rstd, after=ctx.after), *[None] * 4
 
 
 def norm(x: Tensor, layer: nn.LayerNorm, dtype: torch.dtype, slope: float = 1.0, p: float = 0.0) -> Tensor:
