@@ -134,15 +134,15 @@ class Muon(Optimizer):
         keep = torch.ones((), device=weights[0].device) if found is None else 1 - found
         updates, now = ([each for each, is_due in zip(tensors, due, strict=True) if is_due]
                         for tensors in (updates, momenta))
-        directions: Sequence[torch.Tensor] = []
+        directions: list[torch.Tensor] = []
         if updates:
             torch._foreach_lerp_(updates, now, group["momentum"])
             directions = orthogonalise(updates)
         if group["every"] > 1:
             kept = [state["direction"] for state, is_due in zip(states, due, strict=True) if is_due]
             if kept and found is not None:
-                directions = _unflatten_dense_tensors(torch.where(found > 0, *map(_flatten_dense_tensors, (
-                    kept, directions))), kept)
+                flat = torch.where(found > 0, _flatten_dense_tensors(kept), _flatten_dense_tensors(directions))
+                directions = list(_unflatten_dense_tensors(flat, kept))
             if kept:
                 torch._foreach_copy_(kept, directions)
             directions = [state["direction"] for state in states]

@@ -75,7 +75,7 @@ def test_the_kernels_compile_for_cards_that_are_not_here(generation):
     known = {"x": "*bf16", "grad": "*bf16", "out": "*bf16", "kernel": "*fp32", "bias": "*fp32", "sums": "*fp32",
              **dict.fromkeys(("frames", "columns", "chunk"), "i32")}
     fixed = {"TAPS": 31, "AROUND": 15, "BACK": True, "TIME": depthwise.TIME, "WIDE": depthwise.WIDE}
-    for kernel in (depthwise._convolve, depthwise._of_kernel):
+    for kernel in (depthwise.convolve_frames, depthwise.sum_taps):
         constants = {name: value for name, value in fixed.items() if name in kernel.arg_names}
         source = ASTSource(kernel, {name: known.get(name, "constexpr") for name in kernel.arg_names},
                            constexprs=constants)

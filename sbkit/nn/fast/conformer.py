@@ -63,12 +63,11 @@ def convolve(module: Layer, x: Tensor, mask: Tensor | None = None, chunk: int | 
 def own_depthwise(module: Layer, x: Tensor) -> bool:
     """Whether sbkit's kernels convolve ``x`` on a GPU."""
     conv = module.conv
-    return bool(x.device.type == "cuda" and has_values(x) and x.numel()
+    return bool(x.device.type == "cuda" and not torch.compiler.is_compiling() and has_values(x) and x.numel()
                 and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and type(conv) is nn.Conv1d
                 and type(conv.weight) is type(conv.bias) is nn.Parameter and not conv._forward_hooks
                 and not conv._forward_pre_hooks and module.dilation == 1 and conv.groups == x.shape[2]
-                and (conv.kernel_size[0] % 2 or module.causal) and not torch.compiler.is_compiling()
-                and depthwise_works(x.device))
+                and (conv.kernel_size[0] % 2 or module.causal) and depthwise_works(x.device))
 
 
 @functools.cache
@@ -126,8 +125,8 @@ def _feed_forward(module: Layer, x: Tensor, dtype: torch.dtype | None) -> Tensor
         (before, _, outer), (first, _, inner, second) = parts, layers
         shares, columns = (dropout.share(inner), dropout.share(outer)), x.shape[-1]
         if None not in shares and first.bias.shape == first.weight.shape[:1] and _gives(columns, second):
-            return fused.FeedForward.apply(x, before.weight, before.bias, first.weight, first.bias, second.weight,
-                                           second.bias, before.eps, *shares, 0.5, dtype)
+            return fused.FeedForwardPart.apply(x, before.weight, before.bias, first.weight, first.bias, second.weight,
+                                               second.bias, before.eps, *shares, 0.5, dtype)
     return torch.add(x, module(x), alpha=0.5)
 
 
@@ -171,9 +170,9 @@ def _fused_attention(mha: Layer, wrapper: Layer, x: Tensor, mask: Tensor | None,
                 or places.dtype not in (torch.float32, dtype):
             return None
         positions = places[0]
-    out = mha.out_proj
-    return fused.Attention.apply(x, keys, norm.weight, norm.bias, mha.in_proj_weight, near, far, positions, out.weight,
-                                 out.bias, table, mask, mha.num_heads, mha.scale, norm.eps, p, dtype)
+    return fused.AttentionPart.apply(
+        x, keys, norm.weight, norm.bias, mha.in_proj_weight, near, far, positions, mha.out_proj.weight,
+        mha.out_proj.bias, table, mask, mha.num_heads, mha.scale, norm.eps, p, dtype)
 
 
 def _convolution(module: Layer, x: Tensor, mask: Tensor | None, chunks: DynChunkTrainConfig | None,
@@ -189,7 +188,7 @@ def _convolution(module: Layer, x: Tensor, mask: Tensor | None, chunks: DynChunk
             after, _, second, drop = behind
             p = dropout.share(drop)
             if p is not None:
-                return fused.Convolution.apply(
+                return fused.ConvolutionPart.apply(
                     x, mask, before.weight, before.bias, first[0].weight, first[0].bias, conv.weight, conv.bias,
                     after.weight, after.bias, second.weight, second.bias, (before.eps, after.eps), p, dtype,
                     chunks.chunk_size if chunks else t)

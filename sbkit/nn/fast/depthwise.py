@@ -6,6 +6,7 @@ Here they stay in fp32, and so do sums. Weights are summed by blocks of frames, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ def _seen(t, other, frames, chunk):  # type: ignore[no-untyped-def]  # noqa: ANN
 
 
 @triton.jit(do_not_specialize=["frames", "chunk"])
-def _convolve(x, kernel, bias, out, frames, columns, chunk, TAPS: tl.constexpr, AROUND: tl.constexpr,  # type: ignore[no-untyped-def]  # noqa: ANN001  (as above)
-              BACK: tl.constexpr, TIME: tl.constexpr, WIDE: tl.constexpr):
+def convolve_frames(x, kernel, bias, out, frames, columns, chunk, TAPS: tl.constexpr, AROUND: tl.constexpr,  # type: ignore[no-untyped-def]  # noqa: ANN001  (as above)
+                    BACK: tl.constexpr, TIME: tl.constexpr, WIDE: tl.constexpr) -> None:
     """Convolve a block of frames and columns; or, backward, compute the gradient of x from that of the outputs."""
     t, d = tl.program_id(0) * TIME + tl.arange(0, TIME), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     there, begin = d < columns, tl.program_id(2).to(tl.int64) * frames * columns
@@ -53,8 +54,8 @@ def _convolve(x, kernel, bias, out, frames, columns, chunk, TAPS: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["frames", "chunk"])
-def _of_kernel(x, grad, sums, frames, columns, chunk, TAPS: tl.constexpr, AROUND: tl.constexpr,  # type: ignore[no-untyped-def]  # noqa: ANN001  (as above)
-               TIME: tl.constexpr, WIDE: tl.constexpr):
+def sum_taps(x, grad, sums, frames, columns, chunk, TAPS: tl.constexpr, AROUND: tl.constexpr,  # type: ignore[no-untyped-def]  # noqa: ANN001  (as above)
+             TIME: tl.constexpr, WIDE: tl.constexpr) -> None:
     """Sum the gradients of the taps, and behind them of the bias, over a block of frames: [TAPS + 1, D]."""
     t, d = tl.program_id(0) * TIME + tl.arange(0, TIME), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     there, row = d < columns, tl.program_id(2).to(tl.int64)
@@ -84,7 +85,7 @@ class Depthwise(torch.autograd.Function):
         ctx.grid = triton.cdiv(t, TIME), triton.cdiv(columns, WIDE), b
         ctx.given = t, columns, chunk, kernel.shape[2], around
         out = torch.empty_like(x)
-        _convolve[ctx.grid](x, kernel, bias, out, *ctx.given, BACK=False, TIME=TIME, WIDE=WIDE)
+        convolve_frames[ctx.grid](x, kernel, bias, out, *ctx.given, BACK=False, TIME=TIME, WIDE=WIDE)
         ctx.save_for_backward(x, kernel, bias)
         return out
 
@@ -95,11 +96,11 @@ class Depthwise(torch.autograd.Function):
         grad, of_x, (blocks, _, b) = grad.contiguous(), None, ctx.grid
         if ctx.needs_input_grad[0]:
             of_x = torch.empty_like(x)
-            _convolve[ctx.grid](grad, kernel, bias, of_x, *ctx.given, BACK=True, TIME=TIME, WIDE=WIDE)
+            convolve_frames[ctx.grid](grad, kernel, bias, of_x, *ctx.given, BACK=True, TIME=TIME, WIDE=WIDE)
         if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
             return of_x, None, None, None, None
         sums = x.new_empty(b * blocks, kernel.shape[2] + 1, x.shape[2], dtype=torch.float32)
-        _of_kernel[ctx.grid](x, grad, sums, *ctx.given, TIME=TIME, WIDE=WIDE)
+        sum_taps[ctx.grid](x, grad, sums, *ctx.given, TIME=TIME, WIDE=WIDE)
         total = sums.sum(0)
         return of_x, total[:-1].t()[:, None].to(kernel.dtype), total[-1].to(bias.dtype), None, None
 
@@ -114,8 +115,8 @@ def by_torch(x: Tensor, kernel: Tensor, bias: Tensor, around: int, chunk: int) -
     return torch.cat(found, 1)
 
 
-def example(by: Any, device: torch.device | str, dtype: torch.dtype, around: int = 3, taps: int = 7, chunk: int = 40,
-            frames: int = 75, columns: int = 70) -> list[Tensor]:
+def example(by: Callable[..., Tensor], device: torch.device | str, dtype: torch.dtype, around: int = 3, taps: int = 7,
+            chunk: int = 40, frames: int = 75, columns: int = 70) -> list[Tensor]:
     """Compute outputs and gradients by ``by``: of the same numbers, with few bits, for each device and type."""
     wide, shapes = torch.promote_types(dtype, torch.float32), ((2, frames, columns), (columns, 1, taps), (columns,))
     x, kernel, bias, weights = (

@@ -110,7 +110,7 @@ def _of_weight(grad: Tensor, x: Tensor, wanted: bool) -> Tensor | None:
     return (grad.t() @ x).float() if wanted else None
 
 
-class FeedForward(torch.autograd.Function):
+class FeedForwardPart(torch.autograd.Function):
     """x + weight * dropout(linear(dropout(silu(linear(norm(x))))))."""
 
     @staticmethod
@@ -143,7 +143,7 @@ class FeedForward(torch.autograd.Function):
                 _of_weight(of_added, active, ctx.needs_input_grad[5]), of_b2[0], *[None] * 5)
 
 
-class Convolution(torch.autograd.Function):
+class ConvolutionPart(torch.autograd.Function):
     """x + dropout(linear(silu(norm(depthwise(glu(linear(norm(x)))))))); only x where ``skip`` [B, T, 1] is True.
 
     The depthwise convolution sees no frame beyond a frame's chunk of ``chunk`` frames.
@@ -191,7 +191,7 @@ class Convolution(torch.autograd.Function):
                 _of_weight(of_added, active, ctx.needs_input_grad[10]), of_b2[0], *[None] * 4)
 
 
-class Attention(torch.autograd.Function):
+class AttentionPart(torch.autograd.Function):
     """x + linear(dropout(softmax(queries by keys)) by values), for queries, keys and values of norm(x).
 
     Positions are either rotary, by ``table``, cosines and sines [T, size] in fp32; or relative: ``positions``
@@ -283,7 +283,8 @@ class _Norm(torch.autograd.Function):
     @_once_differentiable
     @without_autocast
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_unnormalise(grad.contiguous(), *ctx.saved_tensors, after=ctx.after), *[None] * 4
+        x, gain, shift, mean, rstd = ctx.saved_tensors
+        return *_unnormalise(grad.contiguous(), x, gain, shift, mean, rstd, after=ctx.after), *[None] * 4
 
 
 def norm(x: Tensor, layer: nn.LayerNorm, dtype: torch.dtype, slope: float = 1.0, p: float = 0.0) -> Tensor:
