@@ -35,8 +35,7 @@ def derived(added: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
     It can be pickled, although no module holds it: its layers are made by calling this again.
     """
     def reduce(layer: nn.Module, protocol: int) -> tuple[object, ...]:
-        del protocol
-        return _new, (added, kind), layer.__getstate__()
+        return _new, (added, kind), kind.__reduce_ex__(layer, max(protocol, 2))[2]  # the state
 
     return type(kind.__name__, (added, kind), {"__module__": kind.__module__, "__reduce_ex__": reduce})
 
