@@ -35,15 +35,14 @@ def derived(added: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
     It can be pickled, although no module holds it: its layers are made by calling this again.
     """
     def reduce(layer: nn.Module, protocol: int) -> tuple[object, ...]:
-        del protocol
-        return _new, (added, kind), layer.__getstate__()
+        return _new, (added, kind), kind.__reduce_ex__(layer, max(protocol, 2))[2]  # the state
 
     return type(kind.__name__, (added, kind), {"__module__": kind.__module__, "__reduce_ex__": reduce})
 
 
 def _new(added: type[nn.Module], kind: type[nn.Module]) -> nn.Module:
     """Make an empty layer of a derived class, for pickle."""
-    found = derived(added, kind)
+    found = derived(added, kind)  # type: ignore[arg-type]  # mypy asks objects' __hash__
     return found.__new__(found)
 
 

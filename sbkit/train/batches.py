@@ -46,13 +46,6 @@ def _tensors(batch: object) -> list[torch.Tensor]:
     return [tensor for _, tensor in tensors_in(held) if tensor.dim()]
 
 
-def is_last(batch: object) -> bool | None:
-    """Return whether a batch is the last of its step; None if it doesn't say, as only the batches of a plan do."""
-    last = getattr(batch, "last", None)
-    # A key of a recipe's own batch may have this name.
-    return None if last is None or isinstance(last, (Sequence, torch.Tensor)) else bool(last)
-
-
 def length(batch: object) -> int:
     """Return the number of utterances (or other examples) in a batch; 1 if unknown."""
     names = utterance_ids(batch)

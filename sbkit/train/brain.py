@@ -29,7 +29,7 @@ from sbkit.recipe.values import unwrapped
 from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import limit_torch_threads
 from sbkit.train import compiling, loaders, options, precision, rates, rng
-from sbkit.train.batches import DataSource, MicroBatch, is_last
+from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import Adapted
 from sbkit.train.distributed import parallel, ranks, sharding
@@ -43,7 +43,7 @@ from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.timing import profiler
 from sbkit.train.optim import fused
 from sbkit.train.state import TrainState, state_view
-from sbkit.train.step import Loss, StepResult, losses_in_fp32, skips_itself, update, write_rates
+from sbkit.train.step import Loss, StepResult, is_last, losses_in_fp32, skips_itself, update, write_rates
 from sbkit.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)

@@ -52,6 +52,13 @@ class Loss(NamedTuple):
         return Loss(_detached(self.total), _detached(self.count), extras or None)
 
 
+def is_last(batch: object) -> bool | None:
+    """Return whether a batch is the last of its step; None if it doesn't say, as only the batches of a plan do."""
+    last = getattr(batch, "last", None)
+    # A key of a recipe's own batch may have this name.
+    return None if last is None or isinstance(last, (Sequence, torch.Tensor)) else bool(last)
+
+
 def as_loss(value: Objectives, weight: float = 1.0) -> Loss:
     """Convert the result of ``compute_objectives`` to sums in fp32.
 

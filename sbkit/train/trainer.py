@@ -25,7 +25,7 @@ from sbkit.nn.peek import Peek
 from sbkit.train import bad_batch, loaders, rng
 from sbkit.train.averaging import EMA
 from sbkit.train.bad_batch import KeptBatch
-from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs, is_last, rows
+from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs, rows
 from sbkit.train.checkpoint.files import locked_for_training
 from sbkit.train.distributed import parallel, ranks
 from sbkit.train.distributed.exchange import GradientExchange
@@ -42,7 +42,17 @@ from sbkit.train.precision import Scaler
 from sbkit.train.rates import Rate, base_lr
 from sbkit.train.signals import Stopped, StopSignals
 from sbkit.train.state import TrainState
-from sbkit.train.step import Loss, StepResult, as_loss, gradients, losses_in_fp32, one_number, update, write_rates
+from sbkit.train.step import (
+    Loss,
+    StepResult,
+    as_loss,
+    gradients,
+    is_last,
+    losses_in_fp32,
+    one_number,
+    update,
+    write_rates,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -8,19 +8,6 @@ from sbkit.data.batch import Batch
 from sbkit.train import batches
 
 
-def of_a_plan(micro):
-    empty = torch.zeros(1, 2, dtype=torch.long)
-    return Batch(["a"], empty.float(), torch.tensor([2]), empty, torch.tensor([2]), ["w"], micro=micro, micros=2)
-
-
-@pytest.mark.parametrize("batch, last", [
-    (of_a_plan(0), False), (of_a_plan(1), True), (torch.ones(2), None),
-    (PaddedBatch([{"id": "a", "last": torch.ones(1)}]), None),
-])
-def test_only_a_plan_s_batch_says_whether_its_step_ends(batch, last):
-    assert batches.is_last(batch) is last
-
-
 def test_rows_of_any_batch():
     ours = Batch(
         ids=list("abcd"), texts=list("wxyz"), damaged=[("e", "cut"), ("f", "cut"), ("g", "cut"), ("h", "cut")],

@@ -13,14 +13,16 @@ import torch
 import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speechbrain.dataio.batch import PaddedBatch
 from toys import ToyBrain, ToyTrainLoader, brain
 
 import sbkit
+from sbkit.data.batch import Batch
 from sbkit.errors import SbkitError
 from sbkit.train.muon import Muon
 from sbkit.train.optim import fused
 from sbkit.train.precision import Scaler
-from sbkit.train.step import Loss, as_loss, skips_itself, update, write_rates
+from sbkit.train.step import Loss, as_loss, is_last, skips_itself, update, write_rates
 
 
 def model():
@@ -265,3 +267,16 @@ def test_rates_are_numbers_for_hooks_and_the_same_tensors_for_kernels():
     optimizer.add_param_group({"params": [weights[2]], "lr": own})
     step()
     assert [weight.item() for weight in weights] == [3.5, 0.5, 4.0] and seen[-1][2] is own
+
+
+def of_a_plan(micro):
+    empty = torch.zeros(1, 2, dtype=torch.long)
+    return Batch(["a"], empty.float(), torch.tensor([2]), empty, torch.tensor([2]), ["w"], micro=micro, micros=2)
+
+
+@pytest.mark.parametrize("batch, last", [
+    (of_a_plan(0), False), (of_a_plan(1), True), (torch.ones(2), None),
+    (PaddedBatch([{"id": "a", "last": torch.ones(1)}]), None),
+])
+def test_only_a_plan_s_batch_says_whether_its_step_ends(batch, last):
+    assert is_last(batch) is last
