@@ -62,8 +62,7 @@ def music(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
     beat = max(1, int(rate * rng.uniform(0.15, 0.6)))
     scale = rng.uniform(50, 70) + np.array([0, 2, 4, 5, 7, 9, 11] if rng.random() < 0.5 else [0, 2, 3, 5, 7, 8, 10])
     fades, rise = rng.uniform(0.1, 1.5), rng.uniform(0.002, 0.1)
-    harmonics = rng.random(rng.integers(1, 10)) / np.arange(1, 10)[: 1]
-    harmonics = np.concatenate([[1.0], harmonics * rng.random() ** np.arange(len(harmonics))])
+    harmonics = rng.random() ** np.arange(rng.integers(1, 10))
     sound, melody = np.zeros(size + 1), rng.random() < 0.7
     drum = ringing(rng, rate, rng.uniform(60, 6000), rng.uniform(0.01, 0.1)) if rng.random() < 0.5 else np.zeros(1)
     for number, at in enumerate(range(0, size, beat)):
