@@ -89,9 +89,10 @@ def coloured_noise(rng: np.random.Generator, size: int, rate: int) -> np.ndarray
     return coloured(rng, size, lambda hertz: hertz ** -slope, rate)
 
 
-#: Silence that is synthesised, by name; coloured noise is drawn more often than others.
+#: Silence that is synthesised, by name: what models are known to write words for, coloured noise, and all others.
+HARD = {"breaths": breaths, "clicks": clicks, "tones": tones, "music": music}
 SILENCES: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
-    **KINDS, "breaths": breaths, "clicks": clicks, "tones": tones, "music": music, "noise": coloured_noise}
+    "noise": coloured_noise, **HARD, **KINDS}
 
 
 class NonSpeech:
@@ -172,11 +173,11 @@ class NonSpeech:
         elif number > 0.8 and recording is not None:
             found, room = room_of(recording(), size, rate, rng), True
         else:
-            names, found = list(SILENCES), np.zeros(size)
+            found = np.zeros(size)
             for weight in (1.0, rng.random())[: rng.integers(1, 3)]:
-                # A quarter is coloured noise, which all microphones have.
-                name = "noise" if rng.random() < 1 / 4 else names[rng.integers(len(names))]
-                found += weight * equalised(rng, SILENCES[name](rng, size, rate), rate)
+                # A quarter is coloured noise, which all microphones have, and a third what is hard.
+                names = [["noise"], list(HARD), list(KINDS)][np.searchsorted([0.25, 0.6], rng.random())]
+                found += weight * equalised(rng, SILENCES[names[rng.integers(len(names))]](rng, size, rate), rate)
         if spoken:
             speech = np.concatenate(spoken).astype(np.float64)
             loudness = float(np.mean(speech ** 2)) ** 0.5 * 10 ** (-rng.uniform(*_BELOW) / 20)
