@@ -62,8 +62,7 @@ def music(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
     beat = max(1, int(rate * rng.uniform(0.15, 0.6)))
     scale = rng.uniform(50, 70) + np.array([0, 2, 4, 5, 7, 9, 11] if rng.random() < 0.5 else [0, 2, 3, 5, 7, 8, 10])
     fades, rise = rng.uniform(0.1, 1.5), rng.uniform(0.002, 0.1)
-    harmonics = rng.random(rng.integers(1, 10)) / np.arange(1, 10)[: 1]
-    harmonics = np.concatenate([[1.0], harmonics * rng.random() ** np.arange(len(harmonics))])
+    harmonics = rng.random() ** np.arange(rng.integers(1, 10))
     sound, melody = np.zeros(size + 1), rng.random() < 0.7
     drum = ringing(rng, rate, rng.uniform(60, 6000), rng.uniform(0.01, 0.1)) if rng.random() < 0.5 else np.zeros(1)
     for number, at in enumerate(range(0, size, beat)):
@@ -90,9 +89,10 @@ def coloured_noise(rng: np.random.Generator, size: int, rate: int) -> np.ndarray
     return coloured(rng, size, lambda hertz: hertz ** -slope, rate)
 
 
-#: Silence that is synthesised, by name; coloured noise is drawn more often than others.
+#: Silence that is synthesised, by name: what models are known to write words for, coloured noise, and all others.
+HARD = {"breaths": breaths, "clicks": clicks, "tones": tones, "music": music}
 SILENCES: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
-    **KINDS, "breaths": breaths, "clicks": clicks, "tones": tones, "music": music, "noise": coloured_noise}
+    "noise": coloured_noise, **HARD, **KINDS}
 
 
 class NonSpeech:
@@ -173,11 +173,11 @@ class NonSpeech:
         elif number > 0.8 and recording is not None:
             found, room = room_of(recording(), size, rate, rng), True
         else:
-            names, found = list(SILENCES), np.zeros(size)
+            found = np.zeros(size)
             for weight in (1.0, rng.random())[: rng.integers(1, 3)]:
-                # A quarter is coloured noise, which all microphones have.
-                name = "noise" if rng.random() < 1 / 4 else names[rng.integers(len(names))]
-                found += weight * equalised(rng, SILENCES[name](rng, size, rate), rate)
+                # A quarter is coloured noise, which all microphones have, and a third what is hard.
+                names = [["noise"], list(HARD), list(KINDS)][np.searchsorted([0.25, 0.6], rng.random())]
+                found += weight * equalised(rng, SILENCES[names[rng.integers(len(names))]](rng, size, rate), rate)
         if spoken:
             speech = np.concatenate(spoken).astype(np.float64)
             loudness = float(np.mean(speech ** 2)) ** 0.5 * 10 ** (-rng.uniform(*_BELOW) / 20)

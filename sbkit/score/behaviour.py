@@ -163,7 +163,7 @@ class Behaviour:
         rows.append(["all", "", "", "", f"{words / minutes:.1f}", _range(words, minutes)])
         tables = [Table("Words a minute where nobody speaks", [
             "sound", *(f"at {level} dB" for level in LEVELS), "on average", "95 % interval"], rows,
-            f"{minutes:.1f} minutes of sounds that are made from a seed and not trained on{how}. 0 is right.")]
+            f"{minutes:.1f} minutes of sounds that training never draws, made from a seed{how}. 0 is right.")]
         if spoken:
             rows = []
             for name, rates in spoken.items():
