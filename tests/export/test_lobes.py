@@ -110,8 +110,8 @@ class Recurrent(nn.Module):
             input_shape=[4, 40, FEATURES], rnn_class=RNN.SLiGRU, rnn_layers=2, rnn_neurons=10, cnn_blocks=1,
             cnn_channels=[6], inter_layer_pooling_size=[2], dnn_blocks=1, dnn_neurons=9, dropout=0.0,
             time_pooling=True, time_pooling_size=2)
-        self.gru, self.lstm = (kind(hidden_size=FEATURES // 2, input_shape=[4, 40, FEATURES], num_layers=1,
-                                    dropout=0.0, bidirectional=True) for kind in (RNN.GRU, RNN.LSTM))
+        self.gru, self.lstm = (kind(hidden_size=6, input_shape=[4, 40, FEATURES], num_layers=layers, dropout=0.0,
+                                    bidirectional=True) for kind, layers in ((RNN.GRU, 2), (RNN.LSTM, 1)))
         self.pool = Pooling1d("max", 2, input_dims=3, pool_axis=1)
 
     def forward(self, feats):
