@@ -101,6 +101,24 @@ def lose(agent: subprocess.Popen) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
+def test_a_killed_process_comes_back_with_all_others_at_the_last_checkpoint(tmp_path):
+    steps = 60
+    with Cluster(tmp_path, "2", SCRIPT, [str(tmp_path), str(steps)]) as cluster:
+        one, two = cluster.start("one"), cluster.start("two")
+        wait_for(lambda: cluster.reaches(20), one)
+        victim = next(start for start in cluster.starts() if start["agent"] == "two")
+        os.kill(victim["pid"], signal.SIGKILL)
+        for name, agent in (("one", one), ("two", two)):
+            assert agent.wait(timeout=SECONDS) == 0, cluster.log(name)
+    assert cluster.state() == {"step": steps, "total": steps * (steps + 1) / 2}
+    for name in ("one", "two"):
+        first, *later = [start for start in cluster.starts() if start["agent"] == name]
+        assert first["first"] == 0
+        assert later and all(20 <= start["first"] < steps and start["world"] == 2 for start in later)
+
+
+@pytest.mark.long
+@pytest.mark.slow
 def test_a_range_of_machines_goes_on_without_a_lost_one_and_takes_a_new_one_in(tmp_path):
     with Cluster(tmp_path, "1:2", SCRIPT, [str(tmp_path), "100000"]) as cluster:
         one, two = cluster.start("one"), cluster.start("two")
