@@ -223,8 +223,10 @@ class Task(Brain):
 
     def why_not_padded(self) -> str | None:
         """Return why micro-batches can't be padded with rows that aren't utterances; None if they can."""
-        if not self.counts_real_rows:
-            return f"{type(self).__name__} doesn't have counts_real_rows = True: its loss may count such rows"
+        # A class with a loss of its own says it anew, whatever the class says that it derives from.
+        owner = next(cls for cls in type(self).__mro__ if {"counts_real_rows", "compute_objectives"} & vars(cls).keys())
+        if not vars(owner).get("counts_real_rows"):
+            return f"{owner.__name__} doesn't have counts_real_rows = True: its loss may count such rows"
         self.modules.train()
         for name, layer in self.modules.named_modules():
             norm = getattr(layer, "norm_type", None)

@@ -15,6 +15,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.reader import Reader, ReadRequest
 from sbkit.data.shapes import Shape
 from sbkit.recipe import load, trace
+from sbkit.tasks.ctc import CTC
 
 HPARAMS = Path(__file__).parents[2] / "hparams"
 CONFORMER = {**TINY, "dropout": 0.0, "spec_augment.ramp": None, "spec_augment.time_warp": 2}
@@ -102,3 +103,22 @@ def test_what_fills_a_shape_counts_nowhere(name, manifest, tmp_path):
     assert {name: float(each.abs().max()) for name, each in gradients.items() if each.any()} == {}
     torch.testing.assert_close(brain.modules.state_dict(), state, rtol=0, atol=0, equal_nan=True)
     assert brain.hparams.normalize.count == counted if name == "statistics" else True
+
+
+def test_a_loss_or_layer_that_may_count_such_rows_is_named(tmp_path):
+    class Mine(CTC):
+        def compute_objectives(self, *given):
+            return super().compute_objectives(*given)
+
+    class Says(Mine):
+        counts_real_rows = True
+
+    hparams = load.load(HPARAMS / "ctc.yaml", {**TINY, "output_folder": str(tmp_path)})
+    reasons = [trace.build_brain(cls, hparams).why_not_padded() for cls in (CTC, Mine, Says)]
+    assert reasons == [None, "Mine doesn't have counts_real_rows = True: its loss may count such rows", None]
+    brain = trace.build_brain(CTC, hparams)
+    brain.modules["more"] = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
+    assert brain.why_not_padded() == "more.0 (BatchNorm1d) normalises over the rows of a batch"
+    brain = trace.build_brain(CTC, load.load(HPARAMS / "ctc.yaml", {
+        **TINY, "output_folder": str(tmp_path), "normalize": {"norm_type": "batch"}}))
+    assert brain.why_not_padded() == "normalize (InputNormalization) normalises over the rows of a batch"
