@@ -24,9 +24,12 @@ pytestmark = pytest.mark.slow
 LENGTHS = (16_000, 4_000, 23_457, 9_999)
 
 
-@pytest.mark.parametrize("kind", ["pieces", "labels"])
+@pytest.mark.parametrize("kind", ["pieces", pytest.param("labels", marks=pytest.mark.long)])
 def test_a_bundle_says_of_each_clip_what_speechbrain_says(tmp_path, kind):
-    """Of its own encoder and pieces, and of a pretrained one with an adapter and labels."""
+    """Of its own encoder and pieces, and of a pretrained one with an adapter and labels.
+
+    The latter is long: test_imported.py has such an encoder, and a blank that is the last.
+    """
     more = {"num_hidden_layers": 1, "add_adapter": True, "num_adapter_layers": 1}
     pretrained = encoders.make(tmp_path / "encoder", "wav2vec2-layer", **more) if kind == "labels" else None
     folder = speechbrain_models.make(tmp_path / "model", kind == "labels", pretrained=pretrained)

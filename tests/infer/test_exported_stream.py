@@ -36,7 +36,7 @@ def bundle(made, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(bundle):
-    """In torch, tasks/recognise/test_streaming_graph.py has the graph and test_stream_engine.py what runs it."""
+    """In torch, tasks/recognise/test_streams.py has the graph and test_stream_engine.py what runs it."""
     with sbkit.infer.load(bundle, model="onnx", device="cpu", threads=1) as loaded:
         yield loaded
 

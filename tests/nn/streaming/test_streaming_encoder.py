@@ -1,6 +1,6 @@
 """A recogniser step by step gives what it gives for whole utterances in chunks, in any batch.
 
-With its features, and exported, tasks/recognise/test_streaming_graph.py has it.
+With its features tasks/recognise/test_streaming_graph.py has it, and exported test_streams.py beside it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,10 @@ def factors(recipe, **keys):
     return hparams, build_brain(hparams["brain"], hparams, accelerate=False).rate_factors()
 
 
-@pytest.mark.parametrize("kind, frozen", [("wav2vec2-layer", True), *((kind, False) for kind in encoders.KINDS)])
+@pytest.mark.parametrize("kind, frozen", [("wav2vec2-layer", True), *(
+    # HuBERT and MMS have the layers of wav2vec 2.0.
+    pytest.param(kind, False, marks=[pytest.mark.long] * kind.startswith(("hubert", "mms")))
+    for kind in encoders.KINDS)])
 def test_the_convolutions_in_front_of_a_pretrained_encoder_lie_below_its_layers(tmp_path, kind, frozen):
     """There are three of them in most families, and two layers here, which have fewer parameters."""
     wide = {"conv_dim": (96,) * 3} if kind not in ("whisper", "w2v-bert") else {}
