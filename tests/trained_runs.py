@@ -44,6 +44,11 @@ def latest(out: Path) -> Path:
     return max((out / "save").glob("CKPT+*"), key=lambda f: yaml.safe_load((f / "CKPT.yaml").read_text())["unixtime"])
 
 
+def saved(out: Path) -> set[str]:
+    """What the newest checkpoint holds, by name: a run goes on from no more than that."""
+    return {path.stem for path in latest(out).glob("*.ckpt")}
+
+
 def weights(out: Path) -> dict[str, torch.Tensor]:
     """The weights of the newest checkpoint."""
     return torch.load(latest(out) / "model.ckpt", weights_only=True)

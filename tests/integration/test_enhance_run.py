@@ -10,7 +10,7 @@ import numpy as np
 import processes
 import pytest
 import soundfile
-from trained_runs import here, voice, voices
+from trained_runs import here, saved, voice, voices
 
 from sbkit.cli import main
 
@@ -38,6 +38,7 @@ def run(data, tmp_path_factory):
 
 
 def test_it_is_scored_again_in_the_same_noise(run):
+    assert {"brain", "optimizer", "model", "counter", "train_logger"} <= saved(run)
     said = processes.sbkit("evaluate", run, "--device", "cpu", "--workers", "0")
     assert "SI_SNRi" in said.stdout
     facts = json.loads((run / "evaluations" / "test-best" / "result.json").read_text())

@@ -15,7 +15,7 @@ import torch
 import toy_codec
 from processes import sbkit
 from safetensors.torch import load_file, save_file
-from trained_runs import here, metrics, weights
+from trained_runs import here, metrics, saved, weights
 
 from sbkit import infer
 from sbkit.codes import Codes
@@ -86,6 +86,7 @@ def test_it_learns_codes_and_durations_and_leaves_the_codecs_decoder_as_it_is(pl
     epochs = [line for line in metrics(run, "epoch") if "valid_loss" in line]
     assert len(epochs) == 3 and epochs[2]["valid_loss"] < 0.9 * epochs[0]["valid_loss"]
     assert epochs[2]["valid_right_choices"] > epochs[0]["valid_right_choices"]
+    assert {"brain", "optimizer", "model", "counter", "train_logger"} <= saved(run)
     learnt = weights(run)
     for name, value in load_file(place.folder / "codec" / "model.safetensors").items():
         part, rest = name.split(".", 1)
