@@ -209,15 +209,10 @@ class Plan:
         if self._tokens is None or not isinstance(self.sampler, Buckets):
             return None
         if (world, min_micros) not in self._shapes:
-            buckets = self.sampler
-            tokens, largest = np.zeros((2, len(buckets.edges)), np.int64)
-            np.maximum.at(tokens, buckets.of_utterance, self._tokens)
-            np.maximum.at(largest, buckets.of_step, buckets.lengths)
-            steps = np.bincount(buckets.of_step, minlength=len(largest))
+            batching = self.batching
             self._shapes[world, min_micros] = choose_shapes(
-                buckets.edges.astype(np.float64), steps, largest, tokens, world=world, min_micros=min_micros,
-                max_batch_seconds=self.batching.max_batch_seconds, least=self.batching.min_batch_utterances,
-                max_batch_utterances=self.batching.max_batch_utterances)
+                self.sampler, self._tokens, world=world, min_micros=min_micros, least=batching.min_batch_utterances,
+                max_batch_seconds=batching.max_batch_seconds, max_batch_utterances=batching.max_batch_utterances)
         return self._shapes[world, min_micros]
 
     def _shape_of(self, place: int, world: int, min_micros: int) -> tuple[Shape, int] | None:

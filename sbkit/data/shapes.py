@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sbkit.data.buckets import Buckets
+
 MAX_SHAPES = 32
 #: A micro-batch has at most this many times ``max_batch_seconds``. Steps of two neighbouring buckets, with as many rows
 #: as fit into ``max_batch_seconds`` each, would otherwise never have the same shape.
@@ -38,22 +40,27 @@ class Shapes(NamedTuple):
     micros: list[int]
 
 
-def choose_shapes(seconds: np.ndarray, steps: np.ndarray, largest: np.ndarray, tokens: np.ndarray, *,
-                  max_batch_seconds: float, max_batch_utterances: int | None = None, least: int = 1, world: int = 1,
-                  min_micros: int = 1, max_shapes: int = MAX_SHAPES) -> Shapes:
+def choose_shapes(buckets: Buckets, tokens_of: np.ndarray, *, max_batch_seconds: float,
+                  max_batch_utterances: int | None = None, least: int = 1, world: int = 1, min_micros: int = 1,
+                  max_shapes: int = MAX_SHAPES) -> Shapes:
     """Group buckets so that at most ``max_shapes`` shapes need the least padded seconds.
 
-    seconds, steps, largest, tokens: ``[K]`` each, of the buckets: length of the longest utterance, ascending, number of
-        steps, utterances in the largest of them, and most tokens of an utterance.
+    tokens_of: ``[N]``, the number of tokens of each utterance.
     max_batch_seconds, max_batch_utterances, least: limits of a micro-batch, as in ``Batching``.
     world, min_micros: ranks that share a step, and the least micro-batches of each.
     """
+    # [K] each, of the buckets: the longest utterance, ascending, the number of steps, the utterances in the largest of
+    # them, and the most tokens of an utterance.
+    seconds, steps = buckets.edges.astype(np.float64), np.bincount(buckets.of_step, minlength=len(buckets.edges))
+    tokens, largest = np.zeros((2, len(seconds)), np.int64)
+    np.maximum.at(tokens, buckets.of_utterance, tokens_of)
+    np.maximum.at(largest, buckets.of_step, buckets.lengths)
     count, room = len(seconds), 2 * least - 1  # into as many any number can be cut
     limit, most = EXCESS * max_batch_seconds, max_batch_utterances or int(largest.max())
 
-    def micro_batches(buckets: slice, capacity: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
+    def micro_batches(places: slice, capacity: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
         """Micro-batches of a rank in a step of each bucket, and rows of a micro-batch."""
-        utterances = largest[buckets]
+        utterances = largest[places]
         micros = np.maximum(min_micros, -(-utterances // (np.minimum(capacity, most) * world)))
         return micros, np.maximum(-(-utterances // (micros * world)), np.minimum(utterances, room))
 
@@ -61,14 +68,14 @@ def choose_shapes(seconds: np.ndarray, steps: np.ndarray, largest: np.ndarray, t
     own = np.maximum((max_batch_seconds * (1 + 1e-6) / seconds).astype(int), room)
     cost, rows_of, micros_of = np.full((count, count), math.inf), {}, {}  # [first, last] bucket of a group
     for last in range(count):
-        buckets = slice(0, last + 1)
-        micros, rows = micro_batches(buckets, own[buckets])
-        fewer = micro_batches(buckets, max(room, int(limit / seconds[last])))
+        group = slice(0, last + 1)
+        micros, rows = micro_batches(group, own[group])
+        fewer = micro_batches(group, max(room, int(limit / seconds[last])))
         split = rows * seconds[last] > limit  # too many rows for the seconds of this group
         split[last] = False
         micros, rows = np.where(split, fewer[0], micros), np.where(split, fewer[1], rows)
         rows = np.maximum.accumulate(rows[::-1])[::-1]  # of the groups that begin with each bucket
-        cost[buckets, last] = np.cumsum((steps[buckets] * micros)[::-1])[::-1] * world * rows * seconds[last]
+        cost[group, last] = np.cumsum((steps[group] * micros)[::-1])[::-1] * world * rows * seconds[last]
         rows_of[last], micros_of[last] = rows, micros
 
     # Dynamic programming: totals[j], buckets 0..j in k + 1 groups; back[k][j], the last bucket before the last of them.

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -23,18 +22,16 @@ from sbkit.errors import SbkitError, is_out_of_memory, summary
 from sbkit.export import graph, layout, parity, source
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
+from sbkit.export.silence import try_silence
 from sbkit.export.source import Trained
 from sbkit.runs.keys import Bundles
 from sbkit.runs.restore import BEST
-from sbkit.score.behaviour import LEVELS, SHORT_SECONDS, SILENCE, Behaviour, silences
 from sbkit.score.report import model_card
 from sbkit.system.console import progress
 from sbkit.system.environment import onnxruntimes, version_of
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which no more silence is tried.
-_TRIAL_SECONDS = 7.0
 _BUILT_BY = ("torch", "speechbrain", "onnx", "onnxscript")
 
 
@@ -80,7 +77,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
         request.run, request.checkpoint, request.average, bundles, request.mean, request.accept_worse)
     with publish.temporary_folder(to) as temporary:
         comparison, config = _write_and_compare(temporary, trained, request)
-        told = "" if bundles is None else _try_silence(temporary, config, bundles)
+        told = "" if bundles is None else try_silence(temporary, config, bundles)
         publish.publish(temporary, to, request.force)
     print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
     if comparison.has_words and layout.INT8 in comparison.formats():
@@ -223,8 +220,10 @@ def _write_and_compare(folder: Path, trained: Trained, request: ExportRequest
             step(f"comparing {name}")
             if name in left_out:
                 continue
+            own = [layout.RECIPE, layout.WEIGHTS, layout.TOKENIZER] if name == layout.SPEECHBRAIN else [
+                layout.MODELS[name]]
             with attempt(name):
-                comparison.add(name, exported.runner(name, folder, config), _size(folder, name),
+                comparison.add(name, exported.runner(name, folder, config), layout.size(folder, *own),
                                batches=name != layout.SPEECHBRAIN)
                 for companion, files in companions:
                     if name in files:
@@ -263,32 +262,16 @@ def _write_and_compare(folder: Path, trained: Trained, request: ExportRequest
     readme = exported.readme(request.to.name, config, comparison, [target.readme() for target in targets])
     readme = model_card.of_bundle(readme, request.run, config.pipeline_tag, request.checkpoint, request.average,
                                   request.mean, trained.facts)
-    _write_description(folder, config, comparison, request.tolerance, readme)
-    return comparison, config
-
-
-def _try_silence(folder: Path, config: layout.Bundle, bundles: Bundles) -> str:
-    """Try a recogniser on silence of all kinds for some seconds; write what it did into README.md, and return a line.
-
-    Full trials, with changed utterances and a search, are ``sbkit evaluate --behaviour``.
-    """
-    if not isinstance(config, layout.Config) or not {layout.ONNX, layout.INT8} & set(config.models):
-        return ""  # a model in torch's format alone is a program, which only those run who ask for it
-    began, rate, texts = time.monotonic(), config.sample_rate, list[str]()
-    transcribe, trials = bundles.recogniser(str(folder), rate), silences(rate, SHORT_SECONDS, times=1)
-    step = len(trials) // len(LEVELS)
-    while len(texts) < len(trials) and time.monotonic() < began + _TRIAL_SECONDS:
-        texts += transcribe([trial.signal for trial in trials[len(texts):len(texts) + step]])
-    found = Behaviour.of(trials, texts, rate)
-    [table] = found.tables
-    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
-    readme = folder / layout.README
-    readme.write_text(readme.read_text(encoding="utf-8") + f"\n## {table.title}\n\n" + "".join(
-        f"| {' | '.join(map(str, line))} |\n" for line in lines) + f"\n{table.remark}\n", encoding="utf-8")
-    config.files[layout.README] = layout.fingerprint(readme)
-    config.trained = {**config.trained, "behaviour": found.figures}
+    # Last comes config.json, with the fingerprints of all other files.
+    facts = {"tolerance": request.tolerance, "threads": torch.get_num_threads(), **comparison.facts()}
+    (folder / layout.PARITY).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / layout.README).write_text(readme, encoding="utf-8")
+    for path in sorted(folder.iterdir()):
+        path.chmod(0o644)
+        config.files[path.name] = layout.fingerprint(path)
+    config.check(folder / layout.CONFIG)  # as a reader does
     (folder / layout.CONFIG).write_text(config.to_json(), encoding="utf-8")
-    return f"where nobody speaks it writes {found.figures[SILENCE]:.1f} words a minute ({layout.README}: each sound)\n"
+    return comparison, config
 
 
 def complete(config: layout.Bundle, trained: Trained) -> layout.Bundle:
@@ -318,21 +301,3 @@ def _write(name: str, folder: Path, files: Mapping[str, str], program: torch.exp
             onnx = Path(temporary) / layout.MODELS[layout.ONNX]
             write_onnx(onnx)
             graph.quantize(onnx, path)
-
-
-def _size(folder: Path, name: str) -> int:
-    names = [layout.RECIPE, layout.WEIGHTS, layout.TOKENIZER] if name == layout.SPEECHBRAIN else [layout.MODELS[name]]
-    return layout.size(folder, *names)
-
-
-def _write_description(folder: Path, config: layout.Bundle, comparison: parity.Comparison, tolerance: float,
-              readme: str) -> None:
-    """Write parity.json, README.md and, last, config.json with the fingerprints of all other files."""
-    facts = {"tolerance": tolerance, "threads": torch.get_num_threads(), **comparison.facts()}
-    (folder / layout.PARITY).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / layout.README).write_text(readme, encoding="utf-8")
-    for path in sorted(folder.iterdir()):
-        path.chmod(0o644)
-        config.files[path.name] = layout.fingerprint(path)
-    config.check(folder / layout.CONFIG)  # as a reader does
-    (folder / layout.CONFIG).write_text(config.to_json(), encoding="utf-8")

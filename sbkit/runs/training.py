@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from speechbrain.utils.epoch_loop import EpochCounter
 
-from sbkit.data.audio import AudioError
 from sbkit.data.columns import BatchColumns
 from sbkit.data.loader import EvalLoader, TrainLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Plan
-from sbkit.data.reader import SupportsEncode
 from sbkit.errors import SbkitError
-from sbkit.recipe import flops
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
-from sbkit.recipe.price import padded_seconds
 from sbkit.recipe.source import Findings, Node, Place
-from sbkit.recipe.speed import Utilisation, peak_of
 from sbkit.runs import initial, old_set, restore
+from sbkit.runs.feeding import pad_to_shapes, utilisation, warn_of_slow_reading
 from sbkit.runs.keys import Bundles
 from sbkit.runs.progress import last_logged_step, read_progress, warn_of_lost_steps
 from sbkit.runs.reproduction import weights_hash
 from sbkit.runs.start_guard import StartGuard
-from sbkit.system.console import counted
 from sbkit.system.environment import command, describe
 from sbkit.train.brain import Brain
 from sbkit.train.checkpoint.state import OtherModel
@@ -58,7 +48,7 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     brain = recipe.brain(request.run_opts)
     if brain.recogniser is not None:
         brain.take_recogniser(bundles.recogniser(brain.recogniser, keys.sample_rate))
-    brain.utilisation = _utilisation(brain, device, train) if logs else None
+    brain.utilisation = utilisation(brain, device, train) if logs else None
     batching, columns = keys.batching, BatchColumns(recipe.task.columns, keys)
     options = {"columns": columns, "rank": ranks.rank(), "world": ranks.world_size(), "workers": keys.num_workers,
                "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
@@ -84,9 +74,7 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         for split, augment in (("dev", keys.valid_augment), ("test", keys.test_augment))
     )
     if brain.utilisation is not None and device.type == "cuda" and not train.has_urls:
-        advice = reading_advice(train_set, brain.utilisation)
-        if advice is not None:
-            logger.warning("%s", advice)
+        warn_of_slow_reading(train_set, brain.utilisation)
     brain.mixture_parts.loader = train_set
     brain.open_run(train.texts, steps)
     if test_only:
@@ -115,70 +103,6 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     return brain
 
 
-def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,  # brain: a task, a room above
-                  encoder: SupportsEncode | None) -> None:
-    """Let the plan pad micro-batches to few shapes, if the recipe or by default the device asks for it."""
-    asked = plan.batching.pad_to_shapes
-    if asked is False or (asked is None and (device.type != "cuda" or plan.batching.clips_per)):
-        return
-    reason = brain.why_not_padded()
-    if reason is not None and asked:
-        raise SbkitError(f"batching: pad_to_shapes: {reason}", hint="leave it out")
-    if reason is not None:
-        if ranks.is_main():
-            logger.info("Micro-batches aren't padded to few shapes: %s", reason)
-        return
-    ranks_and_micros = ranks.world_size(), brain.grad_accumulation_factor
-    before = padded_seconds(plan, *ranks_and_micros)
-    # All ranks must find the same, however an encoder counts.
-    plan.pad_to_shapes(None if encoder is None else ranks.run_on_main(
-        lambda: np.fromiter((len(encoder.encode(text)) for text in train.texts), np.int64, len(train))))
-    more, found = padded_seconds(plan, *ranks_and_micros) / before, plan.shapes(*ranks_and_micros)
-    if more > MAX_PADDED and not asked:  # a corpus of few steps, whose buckets are wide
-        plan.pad_to_shapes(None, False)
-    if ranks.is_main() and found is not None:
-        logger.info("Micro-batches are %s to %s, of up to %d utterances, %.1f s and %d tokens each: %.0f %% more to "
-                    "compute", "padded" if more <= MAX_PADDED or asked else "not padded",
-                    counted(len(set(found.of_bucket)), "shape"), *map(max, zip(*found.of_bucket, strict=True)),
-                    100 * (more - 1))
-
-
-#: Shapes that need more than this many times the padded seconds aren't used by default.
-MAX_PADDED = 1.25
-#: What a GPU can reach: this share of its peak in a large model, and a micro-batch in this time in a small one, whose
-#: kernels are bound by memory.
-ATTAINABLE_MFU, LEAST_SECONDS = 0.18, 0.005
-#: Recordings that are read to measure how fast a worker is.
-SAMPLED = 16
-
-
-def reading_advice(train_set: TrainLoader, utilisation: Utilisation) -> str | None:
-    """Return what to do if the data workers read less than the device could train on; None if they keep up.
-
-    Reading is measured on some recordings, by the processor's time, so that neither other processes nor a disk that
-    hasn't read them before count.
-    """
-    manifest, batching = train_set.reader.manifest, train_set.plan.batching
-    if utilisation.peak is None or not train_set.workers or not len(manifest):
-        return None
-    rows = np.linspace(0, len(manifest) - 1, SAMPLED).astype(int).tolist()
-    seconds, began = 0.0, time.thread_time()
-    for row in rows:
-        with contextlib.suppress(AudioError):
-            train_set.reader.signals(row, manifest.ids[row], 1)
-            seconds += float(manifest.durations[row])
-    rate = seconds / max(time.thread_time() - began, 1e-6)
-    micro_batch = min(batching.max_batch_seconds, batching.update_seconds / train_set.world)
-    wanted = min(ATTAINABLE_MFU * utilisation.peak / utilisation.operations, micro_batch / LEAST_SECONDS)
-    if rate == 0 or train_set.workers * rate >= wanted:
-        return None
-    kinds = sorted({Path(manifest.wavs[row].partition("?")[0]).suffix.lstrip(".") for row in rows})
-    return (f"{counted(train_set.workers, 'data worker')} can read {train_set.workers * rate:,.0f} s of this corpus in "
-            f"a second ({', '.join(kinds)}: {rate:,.0f} each, by {SAMPLED} recordings), but each device could train on "
-            f"about {wanted:,.0f}: use --num_workers {math.ceil(wanted / rate)} if there are as many cores for each "
-            "device; WAV at the model's rate is read fastest (sbkit shard MANIFEST FOLDER --encode wav16k)")
-
-
 def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool, last: int) -> Iterator[int]:
     """Yield the epochs. The first is requested once the newest checkpoint is loaded, and so the run begins.
 
@@ -199,19 +123,6 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
     _log_start(brain, changes if resumed and epochs.current < epochs.limit else [], begins=not resumed)
     guard.begins()
     yield from epochs
-
-
-def _utilisation(brain: Brain, device: torch.device, manifest: Manifest) -> Utilisation | None:
-    """The FLOPs per second of this corpus in training, and the device's peak; None if unknown."""
-    shares: list[str] = []
-    try:
-        operations = flops.operations_per_second(brain, flops.typical_seconds(manifest.durations), shares)
-    except Exception as error:  # tensors on the meta device may not support an operation
-        logger.info("Model FLOPs can't be counted, so utilisation is not reported: %s: %s", type(error).__name__, error)
-        return None
-    found = Utilisation(operations, *peak_of(device, brain.precision))
-    logger.info("Model FLOPs: %s", "; ".join([str(found), *shares]))
-    return found
 
 
 def _log_start(brain: Brain, changes: Sequence[str], begins: bool) -> None:

@@ -12,7 +12,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
 from sbkit.errors import SbkitError
 from sbkit.recipe.speed import Utilisation
-from sbkit.runs import training
+from sbkit.runs import feeding
 
 
 @pytest.fixture(scope="module", params=["wav", "mp3"])
@@ -22,13 +22,15 @@ def manifest(request, tmp_path_factory):
     return Manifest(ids=["a", "b"], durations=[4.0, 4.0], wavs=[str(path)] * 2, texts=["some text", "text"])
 
 
-def test_workers_that_cannot_keep_up_are_named_with_what_helps(manifest):
+def test_workers_that_cannot_keep_up_are_named_with_what_helps(manifest, caplog):
     loader = TrainLoader(manifest, None, Plan(manifest.durations, Batching(500, 4000)), workers=2, world=8)
-    assert training.reading_advice(loader, Utilisation(11.5e9)) is None, "the peak is unknown"
-    assert training.reading_advice(loader, Utilisation(11.5e9, 1e10)) is None
-    advice = training.reading_advice(loader, Utilisation(11.5e9, 989e15))  # 15 million, but a batch takes 5 ms
-    assert f"second ({manifest.wavs[0][-3:]}: " in advice and "about 100,000: use --num_workers " in advice
-    assert "2 data workers can read " in advice and "sbkit shard MANIFEST FOLDER --encode wav16k" in advice
+    feeding.warn_of_slow_reading(loader, Utilisation(11.5e9))  # the peak is unknown
+    feeding.warn_of_slow_reading(loader, Utilisation(11.5e9, 1e10))
+    assert not caplog.text
+    feeding.warn_of_slow_reading(loader, Utilisation(11.5e9, 989e15))  # 15 million, but a batch takes 5 ms
+    for part in (f"second ({manifest.wavs[0][-3:]}: ", "about 100,000: use --num_workers ", "2 data workers can read ",
+                 "sbkit shard MANIFEST FOLDER --encode wav16k"):
+        assert part in caplog.text
 
 
 @pytest.mark.parametrize("asked, device, reason, shapes", [
@@ -42,9 +44,9 @@ def test_batches_are_padded_on_a_gpu_or_where_a_recipe_asks_for_it(asked, device
     with caplog.at_level("INFO"):
         if shapes is None:
             with pytest.raises(SbkitError, match=f"pad_to_shapes: {reason}"):
-                training.pad_to_shapes(brain, plan, torch.device(device), manifest, encoder)
+                feeding.pad_to_shapes(brain, plan, torch.device(device), manifest, encoder)
             return
-        training.pad_to_shapes(brain, plan, torch.device(device), manifest, encoder)
+        feeding.pad_to_shapes(brain, plan, torch.device(device), manifest, encoder)
     found = plan.shapes(1, 1)
     assert (found is not None) == shapes
     assert ("aren't padded to few shapes: norm normalises" in caplog.text) == (device == "cuda" and reason is not None)
@@ -60,7 +62,7 @@ def test_wide_buckets_are_not_padded_unless_a_recipe_asks_for_it(caplog):
     for asked, padded in ((None, False), (True, True)):
         plan = Plan(seconds, Batching(400, buckets=1, pad_to_shapes=asked))
         with caplog.at_level("INFO"):
-            training.pad_to_shapes(brain, plan, torch.device("cuda"), manifest, None)
+            feeding.pad_to_shapes(brain, plan, torch.device("cuda"), manifest, None)
         assert (plan.shapes(1, 2) is not None) == padded
         assert ("Micro-batches are padded to 1 shape" in caplog.text) == padded
     assert "are not padded to 1 shape, of up to 20 utterances, 8.0 s and 0 tokens each: 78 % more" in caplog.text
