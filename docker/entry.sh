@@ -5,6 +5,7 @@ set -eu
 case " $* " in
 *" --device "* | *" --device="*) ;;
 " serve "* | " train "* | " transcribe "* | " evaluate "* | " enhance "* | " speak "* | " label "* | " clean "* | \
-    " tokenize "* | " resynthesize "* | " run "* | " listen "* | " tune "* | " rerun "* | " replay "*) set -- "$@" --device "$SBKIT_DEVICE" ;;
+    " tokenize "* | " resynthesize "* | " run "* | " listen "* | " tune "* | " rerun "* | \
+    " replay "* | " show "*) set -- "$@" --device "$SBKIT_DEVICE" ;;
 esac
 exec sbkit "$@"

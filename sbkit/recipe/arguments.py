@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import sbkit
 from sbkit.errors import SbkitError
 from sbkit.recipe import files
-from sbkit.recipe.overrides import FORMER_KEYS, NoValue, present_key, unknown_key
+from sbkit.recipe.overrides import NoValue, present_key, unknown_key, with_present_keys
 from sbkit.recipe.report import did_you_mean
 from sbkit.recipe.source import Findings
-from sbkit.system import renamed
 
 if TYPE_CHECKING:
     from speechbrain.utils.run_opts import RunOptions
@@ -112,12 +111,7 @@ def parse(argv: list[str], importable: bool = True) -> CommandLine:
         if given.get(name, "auto") not in known:
             _raise(f"--{name}: choose one of {', '.join(known)}, not {given[name]!r}")
     run_opts = RunOptions(**given, param_file=str(path), overridden_args=set(given) | {"param_file"})
-    overrides, there = parse_overrides(rest), files.keys(files.chain(path, Findings()))
-    for key in [key for key in overrides if key not in there]:
-        if (present := present_key(key, there)) != key and present not in overrides:
-            overrides[present] = overrides.pop(key)
-            if key in FORMER_KEYS:
-                renamed.warn_once(f"--{key} is now called --{present}")
+    overrides = with_present_keys(parse_overrides(rest), files.keys(files.chain(path, Findings())))
     return CommandLine(path, run_opts, overrides, check)
 
 

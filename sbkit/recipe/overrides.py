@@ -10,6 +10,7 @@ from typing import Any
 from sbkit.recipe.files import Files, levels
 from sbkit.recipe.report import COMMAND_LINE, did_you_mean
 from sbkit.recipe.source import BASE, INCLUDE, Findings, Node, Place
+from sbkit.system import renamed
 
 #: Tags that may have no value, or a mapping of arguments (for an include, of overrides).
 TAKES_PARTS = ("!new:", "!name:", "!apply:", "!applyref:", INCLUDE)
@@ -32,6 +33,17 @@ def present_key(key: str, there: Collection[object]) -> str:
     if plain == "data" and "data_folder" in there:
         return "data_folder"
     return FORMER_KEYS.get(plain, plain)
+
+
+def with_present_keys(overrides: Mapping[str, Any], there: Collection[object]) -> dict[str, Any]:
+    """Overrides with the present names of keys that the recipe, which has the keys ``there``, lacks."""
+    found = dict(overrides)
+    for key in [key for key in overrides if key not in there]:
+        if (present := present_key(key, there)) != key and present not in overrides:
+            found[present] = found.pop(key)
+            if key in FORMER_KEYS:
+                renamed.warn_once(f"--{key} is now called --{present}")
+    return found
 
 
 def unknown_key(recipe: Path | str, key: str, value: object, known: Collection[str]) -> tuple[str, str]:

@@ -22,10 +22,10 @@ from typing import Any
 from hyperpyyaml.core import parse_arithmetic
 
 from sbkit.errors import summary
-from sbkit.recipe.files import chain, check_shadowed, included_path
+from sbkit.recipe.files import chain, check_shadowed, included_path, keys
 from sbkit.recipe.files import referred as referred_in
 from sbkit.recipe.names import check_overrides, declared_in
-from sbkit.recipe.overrides import from_python, override
+from sbkit.recipe.overrides import from_python, override, with_present_keys
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.signatures import arguments, locate
 from sbkit.recipe.source import BASE, INCLUDE, REFERENCE, UNKNOWN, Findings, Node, Place
@@ -49,7 +49,7 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
     files = chain(path, findings)
     if not files:
         return None
-    root = files[0][1]
+    root, overrides = files[0][1], with_present_keys(overrides, keys(files))
     unknown = check_overrides(files, overrides, findings, packages)
     given = Node({key: from_python(value, key) for key, value in overrides.items() if key not in unknown}, Place(), "")
     declared = declared_in(files, overrides, packages)

@@ -194,7 +194,7 @@ class StepGraphs:
         try:
             found = capture()
         except Exception as error:  # of a recipe's own code, which can't do here what it does in a step
-            while error.__context__ is not None and not isinstance(error, _NotRepeatable):
+            while error.__context__ is not None and "captur" in str(error):
                 error = error.__context__  # type: ignore[assignment]  # the capture that it ended fails after it
             if is_out_of_memory(error):
                 self._stop(f"{self.device} has too little memory for them; a smaller max_batch_seconds leaves more")
@@ -231,7 +231,8 @@ class StepGraphs:
                 now = [parameter for parameter in parameters if parameter.grad is not None]
                 if not self._gradients:
                     self._gradients = self._own_gradients(now)
-                elif not {id(parameter) for parameter in now} <= reached:
+                # Ranks give zeros for what they don't reach; alone, an optimizer would leave that out.
+                elif {id(each) for each in now} - reached or (self._exchange is None and len(now) < len(reached)):
                     raise _NotRepeatable("batches reach different parameters")
             except Exception as error:
                 # Beside the graphs' memory there is none for this trial; the capture uses that memory.

@@ -33,7 +33,7 @@ def estimate(home, *words):
 
 
 def test_a_model_of_text_files_and_its_report(home, tmp_path, capsys):
-    assert estimate(home, "{home}/text.txt", "--out", tmp_path / "lm.arpa", "--evaluate", "{home}/held.txt") == 0
+    assert estimate(home, "{home}/text.txt", "--to", tmp_path / "lm.arpa", "--evaluate", "{home}/held.txt") == 0
     output = capsys.readouterr().out
     assert "19 words in 4 sentences, 8 different" in output
     assert f" on {home}/held.txt (" in output and "1 of 5 words unknown (20.00 %)" in output
@@ -48,22 +48,22 @@ def test_packed_files_stdin_and_manifests_are_the_same_text(home, tmp_path, monk
         file.write("\n".join(TEXT))
     written = []
     for number, source in enumerate(["text.txt", "text.txt.gz", "texts.csv"]):
-        assert estimate(home, home / source, "--out", tmp_path / f"{number}.arpa") == 0
+        assert estimate(home, home / source, "--to", tmp_path / f"{number}.arpa") == 0
         written.append((tmp_path / f"{number}.arpa").read_bytes())
     with open(home / "text.txt") as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        assert estimate(home, "-", "--out", tmp_path / "stdin.arpa") == 0
+        assert estimate(home, "-", "--to", tmp_path / "stdin.arpa") == 0
     reading, writing = os.pipe()  # what a shell's <(command) gives
     os.write(writing, "\n".join(TEXT).encode())
     os.close(writing)
-    assert estimate(home, f"/dev/fd/{reading}", "--out", tmp_path / "pipe.arpa") == 0
+    assert estimate(home, f"/dev/fd/{reading}", "--to", tmp_path / "pipe.arpa") == 0
     os.close(reading)
     assert {*written, *((tmp_path / name).read_bytes() for name in ("stdin.arpa", "pipe.arpa"))} == {written[0]}
 
 
 @pytest.mark.parametrize("prune", ["0,0,1", "1", "1e-2"])
 def test_pruning_order_and_rare_words(home, tmp_path, capsys, prune):
-    assert estimate(home, "{home}/text.txt", "--out", tmp_path / "lm.arpa.gz", "--order", 4, "--prune", prune,
+    assert estimate(home, "{home}/text.txt", "--to", tmp_path / "lm.arpa.gz", "--order", 4, "--prune", prune,
                     "--min-count", 2) == 0
     model = arpa.read(tmp_path / "lm.arpa.gz")
     assert "and" not in model.ids and "cat" in model.ids and all(model.counts)
@@ -76,16 +76,16 @@ def test_a_run_gives_its_transcripts_its_rules_and_its_pieces(home, tmp_path, ca
 
     run = home / "run"
     run_folders.run_with_model(run, run_folders.corpus(home / "data", train=24, dev=5))
-    assert estimate(home, run, "--out", tmp_path / "run.arpa") == 0
+    assert estimate(home, run, "--to", tmp_path / "run.arpa") == 0
     output = capsys.readouterr().out
     assert f"{len(Manifest.read(run / 'manifests' / 'train.csv'))} sentences" in output
     assert f" on {run}/manifests/dev.csv (" in output
     # Text that is written otherwise becomes like the transcripts.
     (home / "shout.txt").write_text("THE BRAVE Teacher, finds; an old ladder!\n")
-    assert estimate(home, "{home}/shout.txt", "--like", run, "--out", tmp_path / "like.arpa", "--order", 2) == 0
+    assert estimate(home, "{home}/shout.txt", "--like", run, "--to", tmp_path / "like.arpa", "--order", 2) == 0
     written = set(arpa.read(tmp_path / "like.arpa").words) - {"<unk>", "<s>", "</s>"}
     assert written == set("the brave teacher finds an old ladder".split())
-    assert estimate(home, "{home}/shout.txt", "--like", run, "--unit", "piece", "--out", tmp_path / "pieces.arpa") == 0
+    assert estimate(home, "{home}/shout.txt", "--like", run, "--unit", "piece", "--to", tmp_path / "pieces.arpa") == 0
     assert {"▁", "b"} < set(arpa.read(tmp_path / "pieces.arpa").words)
 
 
@@ -101,12 +101,12 @@ def test_a_run_gives_its_transcripts_its_rules_and_its_pieces(home, tmp_path, ca
     (["{home}/text.txt", "--order", "0"], "a language model can't have order 0"),
     (["{home}/text.txt", "--prune", "few"], "'few' is neither a threshold such as 1e-7 nor counts"),
     (["{home}/text.txt", "--prune", "0,2,1"], "use counts that don't fall"),
-    (["{home}/text.txt", "--out", "{home}/folder"], "{home}/folder is a folder; name a file"),
-    (["{home}/text.txt", "--out", "/proc/lm.arpa"], "cannot write /proc/lm.arpa: "),
-    (["{home}/text.txt", "--out", "{home}/text.txt/lm.arpa"], "cannot write {home}/text.txt/lm.arpa: "),
+    (["{home}/text.txt", "--to", "{home}/folder"], "{home}/folder is a folder; name a file"),
+    (["{home}/text.txt", "--to", "/proc/lm.arpa"], "cannot write /proc/lm.arpa: "),
+    (["{home}/text.txt", "--to", "{home}/text.txt/lm.arpa"], "cannot write {home}/text.txt/lm.arpa: "),
 ])
 def test_every_wrong_command_is_one_line(home, tmp_path, capsys, words, message):
-    out = [] if "--out" in words else ["--out", tmp_path / "lm.arpa"]
+    out = [] if "--to" in words else ["--to", tmp_path / "lm.arpa"]
     assert estimate(home, *words, *out) == 2
     output = capsys.readouterr()
     assert message.format(home=home) in output.err and output.err.count("\n") == 1 and not output.out

@@ -76,7 +76,7 @@ def test_labels_and_thresholds_that_do_not_fit_are_refused(tmp_path, changes, me
 
 
 def test_a_folder_has_arrays_by_the_recordings_ids(bundle, clips, tmp_path, capsys):
-    assert run(bundle, clips, "--output", tmp_path / "out", "--format", "npz,json") == 0
+    assert run(bundle, clips, "--to", tmp_path / "out", "--format", "npz,json") == 0
     assert capsys.readouterr().out == ""
     with np.load(tmp_path / "out" / "deep" / "loud.npz") as found:
         assert found["level"] == pytest.approx([-0.4, 0.4])
@@ -85,7 +85,7 @@ def test_a_folder_has_arrays_by_the_recordings_ids(bundle, clips, tmp_path, caps
 
 @pytest.mark.slow
 def test_sound_is_written_as_sound_without_padding(sound, clips, tmp_path):
-    assert run(sound, clips, "--output", tmp_path / "out", "--format", "wav") == 0
+    assert run(sound, clips, "--to", tmp_path / "out", "--format", "wav") == 0
     found, rate = soundfile.read(tmp_path / "out" / "deep" / "loud.wav")
     assert rate == graph_bundles.RATE and len(found) == 700 and found == pytest.approx(np.full(700, 0.25), abs=1e-4)
 
@@ -100,7 +100,7 @@ def test_every_recording_that_cannot_be_read_is_left_out_and_named(bundle, clips
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--format", "wav"], "--to FOLDER"), (["--format", "wav", "--output", "out"], "level [2] is not audio"),
+    (["--format", "wav"], "--to FOLDER"), (["--format", "wav", "--to", "out"], "level [2] is not audio"),
     (["--format", "mp3"], "invalid choice: 'mp3' (choose from npz, wav, json)"),
 ])
 def test_formats_that_do_not_fit_are_refused(bundle, clips, words, message, capsys, monkeypatch, tmp_path):

@@ -62,7 +62,7 @@ def test_several_come_in_the_order_they_were_named_in(bundle, clips, capsys):
 
 def test_a_folder_is_searched_and_its_shape_is_kept(bundle, clips, tmp_path, capsys):
     out = tmp_path / "out"
-    assert run(bundle, clips, "--output", out, "--format", "txt,json,srt,vtt,ctm") == 0
+    assert run(bundle, clips, "--to", out, "--format", "txt,json,srt,vtt,ctm") == 0
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file() and path.name != SETTINGS)
     kinds = ("ctm", "json", "srt", "txt", "vtt")
     assert files == sorted(f"{stem}.{kind}" for stem in ("deep/er/three", "deep/two", "one") for kind in kinds)
@@ -73,25 +73,25 @@ def test_a_folder_is_searched_and_its_shape_is_kept(bundle, clips, tmp_path, cap
 
 def test_what_is_there_is_not_done_again(bundle, clips, tmp_path, capsys):
     out = tmp_path / "out"
-    run(bundle, clips / "one.wav", "--output", out)
+    run(bundle, clips / "one.wav", "--to", out)
     (out / "one.txt").write_text("mine\n")
-    assert run(bundle, clips / "one.wav", clips / "deep/two.flac", "--output", out) == 0
+    assert run(bundle, clips / "one.wav", clips / "deep/two.flac", "--to", out) == 0
     assert "1 are already done" in capsys.readouterr().err
     assert (out / "one.txt").read_text() == "mine\n" and (out / "two.txt").exists()
-    run(bundle, clips / "one.wav", "--output", out, "--overwrite")
+    run(bundle, clips / "one.wav", "--to", out, "--overwrite")
     assert (out / "one.txt").read_text() == "first words\n"
     # A format that is missing is made, and the recording is done again for it.
-    run(bundle, clips / "one.wav", "--output", out, "--format", "txt,srt")
+    run(bundle, clips / "one.wav", "--to", out, "--format", "txt,srt")
     assert (out / "one.srt").exists()
 
 
 def test_another_model_s_transcripts_are_not_mixed_in(bundle, clips, tmp_path, capsys):
     other = str(bundles.make(tmp_path / "other", language="fr"))
     out = tmp_path / "out"
-    run(bundle, clips / "one.wav", "--output", out)
-    assert run(other, clips / "one.wav", "--output", out) == 2
+    run(bundle, clips / "one.wav", "--to", out)
+    assert run(other, clips / "one.wav", "--to", out) == 2
     assert "contains transcripts made with another BUNDLE; choose another folder, or redo" in capsys.readouterr().err
-    assert run(other, clips / "one.wav", "--output", out, "--overwrite") == 0
+    assert run(other, clips / "one.wav", "--to", out, "--overwrite") == 0
 
 
 def test_a_folder_without_audio_is_named_beside_one_with(clips, tmp_path, caplog):
@@ -117,7 +117,7 @@ def test_clips_of_one_name_get_files_of_their_own(bundle, clips, tmp_path):
     soundfile.write(clips / "one.flac", bundles.say("flac"), bundles.RATE)
     found = collect([str(clips / "one.wav"), str(again), str(clips / "one.flac")])
     assert [each.id for each in found] == ["one.wav-1", "one.wav-2", "one.flac"]
-    assert run(bundle, clips / "one.wav", again, clips / "one.flac", "--output", tmp_path / "out") == 0
+    assert run(bundle, clips / "one.wav", again, clips / "one.flac", "--to", tmp_path / "out") == 0
     texts = {path.name: path.read_text() for path in (tmp_path / "out").glob("*.txt")}
     assert texts == {"one.wav-1.txt": "first words\n", "one.wav-2.txt": "other\n", "one.flac.txt": "flac\n"}
 
@@ -126,9 +126,9 @@ def test_clips_of_one_name_get_files_of_their_own(bundle, clips, tmp_path):
 def test_names_that_are_no_utf8_are_written_with_a_mark_in_their_place(bundle, clips, tmp_path):
     strange = os.fsdecode(os.fsencode(clips) + b"/caf\xe9.wav")
     os.rename(clips / "one.wav", strange)
-    assert run(bundle, strange, "--output", tmp_path / "out", "--format", "json,ctm,srt") == 0
+    assert run(bundle, strange, "--to", tmp_path / "out", "--format", "json,ctm,srt") == 0
     assert json.loads((tmp_path / "out" / "caf\ufffd.json").read_text())["id"] == "caf\ufffd"
-    assert run(bundle, clips, "--output", tmp_path / "all", "--format", "json") == 0
+    assert run(bundle, clips, "--to", tmp_path / "all", "--format", "json") == 0
     assert (tmp_path / "all" / "caf\ufffd.json").exists()
 
 
@@ -225,7 +225,7 @@ def test_references_of_one_s_own(bundle, clips, tmp_path, capsys):
 
 def test_a_bad_clip_is_named_counted_and_left_out(bundle, clips, tmp_path, capsys):
     (clips / "bad.wav").write_bytes(b"RIFFnothing")
-    assert run(bundle, clips, "--output", tmp_path / "out") == 1
+    assert run(bundle, clips, "--to", tmp_path / "out") == 1
     err = capsys.readouterr().err
     assert "left out:" in err and "bad.wav" in err and "3 of 4 recordings" in err
     assert (tmp_path / "out" / "one.txt").exists() and not (tmp_path / "out" / "bad.txt").exists()
@@ -261,7 +261,7 @@ def test_ids_can_not_leave_the_folder(bundle, tmp_path):
     soundfile.write(tmp_path / "a.wav", bundles.say("a"), bundles.RATE)
     (tmp_path / "m.csv").write_text(f"ID,duration,wav,spk_id,wrd\n../../evil,0.2,{tmp_path}/a.wav,,\n")
     out = tmp_path / "x" / "y" / "out"
-    assert run(bundle, tmp_path / "m.csv", "--output", out) == 0
+    assert run(bundle, tmp_path / "m.csv", "--to", out) == 0
     assert (out / "evil.txt").exists() and not list(tmp_path.glob("evil*"))
 
 
@@ -269,14 +269,14 @@ def test_what_can_not_be_written_is_reported(bundle, clips, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "two").write_text("a file where a folder has to be")
     (tmp_path / "m.csv").write_text(f"ID,duration,wav,spk_id,wrd\ntwo/one,0.5,{clips}/one.wav,,a\n")
-    assert run(bundle, tmp_path / "m.csv", "--output", tmp_path / "out") == 2
+    assert run(bundle, tmp_path / "m.csv", "--to", tmp_path / "out") == 2
     assert f"cannot write {tmp_path / 'out' / 'two' / 'one.txt'}: " in capsys.readouterr().err
 
 
 def test_ids_that_mean_one_file_are_refused(bundle, clips, tmp_path, capsys):
     (tmp_path / "m.csv").write_text("ID,duration,wav,spk_id,wrd\n" + "".join(
         f"{name},0.5,{clips}/one.wav,,a\n" for name in ("a/one", "../a//one")))
-    assert run(bundle, tmp_path / "m.csv", "--output", tmp_path / "out") == 2
+    assert run(bundle, tmp_path / "m.csv", "--to", tmp_path / "out") == 2
     assert "'a/one' and '../a//one' would be written to the same file" in capsys.readouterr().err
 
 
@@ -301,6 +301,6 @@ def test_hot_words_and_a_language_model_on_the_command_line(bundle, clips, tmp_p
     arpa = tmp_path / "lm.arpa"
     rows = ("<s>", "</s>", "<unk>", "first", "words", "more")
     arpa.write_text("\\data\\\nngram 1=6\n\n\\1-grams:\n" + "".join(f"-0.8\t{w}\n" for w in rows) + "\n\\end\\\n")
-    assert run(bundle, clips / "one.wav", "--lm", arpa, "--lm-weight", "0.4", "--output", tmp_path / "out") == 0
+    assert run(bundle, clips / "one.wav", "--lm", arpa, "--lm-weight", "0.4", "--to", tmp_path / "out") == 0
     assert (tmp_path / "out" / "one.txt").read_text() == "first words\n"
-    assert run(bundle, clips / "one.wav", "--output", tmp_path / "out") == 2, "searched and greedy ones are not mixed"
+    assert run(bundle, clips / "one.wav", "--to", tmp_path / "out") == 2, "searched and greedy ones are not mixed"

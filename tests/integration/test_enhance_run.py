@@ -97,7 +97,7 @@ def test_pairs_of_voicebanks_layout_are_learnt_from(tmp_path):
     scale = noisy @ clean / (clean @ clean)
     known = 10 * np.log10(np.sum((scale * clean) ** 2) / np.sum((noisy - scale * clean) ** 2))
     assert before == pytest.approx(known, abs=0.05), "of the pairs as they are on the disk"
-    said = processes.sbkit("evaluate", out, "--on", folder, "--split", "dev", "--name", "dev")
+    said = processes.sbkit("evaluate", out, "--data_folder", folder, "--split", "dev", "--name", "dev")
     assert "SI_SNRi" in said.stdout, "another corpus has its clean recordings too"
 
 

@@ -86,15 +86,15 @@ def test_any_corpus_by_the_rules_of_the_run(run, home, capsys):
     lines = (other / "test.csv").read_text().splitlines()
     shouted = [lines[0], *(line[:line.index("speaker")] + line[line.index("speaker"):].upper() for line in lines[1:])]
     (other / "test.csv").write_text("\n".join(shouted) + "\n")
-    assert evaluate(run, "--on", other) == 0
+    assert evaluate(run, "--data_folder", other) == 0
     assert result(run, "other-best")["utterances"] == 4
     heard = utterances.read(run / "evaluations" / "other-best" / "utterances.jsonl")
     assert all(one.reference and one.reference == one.reference.lower() for one in heard)
     capsys.readouterr()
-    assert evaluate(run, "--on", other, "--split", "validated", "--name", "mine") == 0
+    assert evaluate(run, "--data_folder", other, "--split", "validated", "--name", "mine") == 0
     assert "test (validated) " in capsys.readouterr().err
     assert result(run, "mine-best")["utterances"] == 6
-    assert evaluate(run, "--on", other / "validated.csv") == 0
+    assert evaluate(run, "--data_folder", other / "validated.csv") == 0
     assert result(run, "validated-best")["WER"] == result(run, "mine-best")["WER"]
     assert evaluate(run, "--split", "dev") == 0
     assert result(run, "dev-best")["utterances"] == 5
@@ -129,7 +129,7 @@ def test_a_list_of_any_kind_is_scored_under_its_own_name(home, tmp_path, suffix)
 
 
 def test_results_can_go_elsewhere(run, tmp_path):
-    assert evaluate(run, "--out", tmp_path / "here") == 0
+    assert evaluate(run, "--to", tmp_path / "here") == 0
     assert (tmp_path / "here" / "test-best" / "result.json").is_file()
 
 
@@ -162,7 +162,7 @@ def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
     text = (other / "test.csv").read_text().splitlines()
     text[1] = text[1].rsplit(",", 2)[0] + ",ñandú,Scottish English"
     (other / "test.csv").write_text("\n".join(text) + "\n")
-    assert evaluate(run, "--on", other) == 0
+    assert evaluate(run, "--data_folder", other) == 0
     assert "can't output 2 characters" in caplog.text
     assert "'ñ' x 1, 'ú' x 1. Evaluate on texts in the model's language, or train" in caplog.text
 
@@ -183,11 +183,11 @@ def wrong(home):
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--on", "{home}/nowhere"], "no such file or folder"),
-    (["--on", "{home}/data/wavs"], "has recordings but no list with their transcripts"),
-    (["--on", "{home}/two"], "has no test split (it has a, b); choose one with --split"),
-    (["--on", "{home}/silent"], "3 no text"),
-    (["--on", "{home}/textless"], "has no column for the text"),
+    (["--data_folder", "{home}/nowhere"], "no such file or folder"),
+    (["--data_folder", "{home}/data/wavs"], "has recordings but no list with their transcripts"),
+    (["--data_folder", "{home}/two"], "has no test split (it has a, b); choose one with --split"),
+    (["--data_folder", "{home}/silent"], "3 no text"),
+    (["--data_folder", "{home}/textless"], "has no column for the text"),
     (["--checkpoint", "nosuch"], "there is no checkpoint 'nosuch'"),
     (["--split", "other"], "the corpus of {home}/run: {home}/data has no split 'other'"),
     (["--average", "0"], "can't average 0 checkpoints"),
@@ -267,7 +267,7 @@ def test_a_run_with_a_decoder_is_searched_jointly(home, capsys):
 
 
 def test_a_result_keeps_others_and_says_which_it_replaces(run, tmp_path, capsys):
-    out = ("--out", tmp_path)
+    out = ("--to", tmp_path)
     assert evaluate(run, "--beam", 5, *out) == evaluate(run, "--beam", 6, *out) == evaluate(run, *out) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["test-best", "test-best-beam5", "test-best-beam6"]
     assert evaluate(run, "--beam", 5, *out) == 0

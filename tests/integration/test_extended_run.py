@@ -67,7 +67,7 @@ def test_stopped_in_an_epoch_it_ends_as_the_run_that_was_never_stopped(data, who
 def test_stopped_in_an_epoch_and_extended_on_two_devices_it_trains_to_its_end(data, whole, tmp_path):
     out = shutil.copytree(whole[0].with_name("stopped"), tmp_path / "out")
     said = train(out, data, ranks=2, number_of_epochs=3)
-    assert f"the run has {3 * LENGTH} (least_steps: 16, spread over the 2 epochs that it began with)" in said
+    assert f"the run has {3 * LENGTH} (min_steps: 16, spread over the 2 epochs that it began with)" in said
     assert "started with" not in said and trains_to_its_end(out, 3)
 
 

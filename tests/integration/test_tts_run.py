@@ -125,7 +125,7 @@ def test_it_is_scored_again_and_a_corpus_without_labels_has_no_loss(place, run):
     assert facts["right_choices"] == pytest.approx(tested["right_choices"], rel=1e-4)
     assert facts["WER_of_recordings"] == 0 and facts["WER"] == pytest.approx(tested["WER"])
     place.write(place.folder / "more.csv", {"test0": "ed cba", "more": "a bz"})
-    said = sbkit("evaluate", run, "--on", place.folder / "more.csv", "--device", "cpu", "--workers", "0")
+    said = sbkit("evaluate", run, "--data_folder", place.folder / "more.csv", "--device", "cpu", "--workers", "0")
     assert "leaves them out: 'z'" in said.stderr
     facts = json.loads((run / "evaluations" / "more-best" / "result.json").read_text())
     assert facts["utterances"] == 2 and "loss" not in facts and "right_choices" not in facts and "WER" in facts

@@ -122,7 +122,8 @@ def test_a_file_that_is_not_what_a_run_wrote_is_refused(manifest, tmp_path, caps
     path = tmp_path / "reproduce.json"
     path.write_text(json.dumps(found))
     assert reproduction.read(path)["losses"] == {1: 2.0}
-    assert main(["reproduce", str(path), "--to", f"{tmp_path}/again"]) == 2 and not (tmp_path / "again").exists()
+    assert main(["reproduce", str(path), "--output_folder", f"{tmp_path}/again"]) == 2
+    assert not (tmp_path / "again").exists()
     assert f"{path} has a recipe, which is code that would run here; read its lines" in capsys.readouterr().err
     change(found)
     path.write_text(json.dumps(found))
@@ -183,14 +184,14 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     words = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
     assert main(["train", str(RECIPE), *words, "--data_folder", f"{tmp_path}/data", "--output_folder",
                  f"{tmp_path}/out", "--no-check"]) == 0
-    again = ["reproduce", f"{tmp_path}/out/reproduce.json", "--to", f"{tmp_path}/again", "--trust-code"]
+    again = ["reproduce", f"{tmp_path}/out/reproduce.json", "--output_folder", f"{tmp_path}/again", "--trust-code"]
     shutil.copytree(tmp_path / "data", tmp_path / "elsewhere")  # lists, which name the same recordings
     again += ["--source", f"{tmp_path}/elsewhere"]
     assert main([*again, "--steps", "0"]) == 2  # nothing was prepared yet
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sbkit.commands.prepare.run", None)  # nothing is prepared for what is refused
-        assert main([*again, "--to", f"{tmp_path}/out"]) == 2
-        assert f"--to: {tmp_path}/out is the folder of a run" in capsys.readouterr().err
+        assert main([*again, "--output_folder", f"{tmp_path}/out"]) == 2
+        assert f"--output_folder: {tmp_path}/out is the folder of a run" in capsys.readouterr().err
     monkeypatch.setattr(lock, "PATIENCE", 0.1)
     with lock.RunLock(tmp_path / "again"):
         assert main(again) == 2
@@ -222,7 +223,7 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", lambda *_, **__: shutil.copytree(  # what it would write
             tmp_path / "out", tmp_path / "fourth" / "run", dirs_exist_ok=True) and ENDED)
-        assert main(["reproduce", f"{tmp_path}/other.json", "--to", f"{tmp_path}/fourth", *again[4:]]) == 1
+        assert main(["reproduce", f"{tmp_path}/other.json", "--output_folder", f"{tmp_path}/fourth", *again[4:]]) == 1
     said = capsys.readouterr().err
     assert "the run starts from other weights than the recorded one" in said and "--set init_from=PLACE" in said
     recording = next(path for path in (tmp_path / "data").rglob("*.wav"))
@@ -235,7 +236,7 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     capsys.readouterr()
     monkeypatch.setattr(reproduction, "train", None)
     with pytest.raises(TypeError):
-        main([*again, "--to", f"{tmp_path}/third", "--steps", "10"])
+        main([*again, "--output_folder", f"{tmp_path}/third", "--steps", "10"])
     assert "resumed with another command, and this is the recipe of the last one" in capsys.readouterr().out
 
 

@@ -77,11 +77,11 @@ def test_a_run_that_learns_gets_no_notice(steps, loss, given):
 
 
 @pytest.mark.parametrize(("steps", "loss", "given", "notices", "says"), [
-    pytest.param(700, STANDS, {"setup": Setup(masks=True, keys=("lr", "least_steps"))}, [("chance", True)],
+    pytest.param(700, STANDS, {"setup": Setup(masks=True, keys=("lr", "min_steps"))}, [("chance", True)],
                  ["Step 4", "the model has learnt nothing. The loss is 2.8", "(2.83: guessing from token frequencies)",
                   "--lr 0.00067 (it has reached 0.002)", "--schedule.warmup 150", "--spec_augment.ramp"], id="stands"),
     pytest.param(300, STANDS, {}, [("chance", True)],
-                 ["has learnt nothing yet.", "likeliest first:\n  - more steps: --least_steps 1000"], id="too short"),
+                 ["has learnt nothing yet.", "likeliest first:\n  - more steps: --min_steps 1000"], id="too short"),
     pytest.param(1400, lambda step: 9.0, {"rate": 1e-6}, [("chance", True)],
                  ["above chance", "a higher learning rate: --lr 0.002"], id="a rate of nearly nothing"),
     pytest.param(3000, STANDS, {"rate": None}, [("chance", True)], ["Step 3,000"], id="the rate is not known"),

@@ -360,10 +360,10 @@ def test_utterances_without_a_reference_are_not_scored(tmp_path):
 
 def test_the_command_writes_it_and_says_where(tmp_path, heard, capsys):
     out = tmp_path / "page.html"
-    assert main(["report", str(heard), "--out", str(out), "--utterances", "3", "--audio-mb", "1"]) == 0
+    assert main(["report", str(heard), "--to", str(out), "--utterances", "3", "--audio-mb", "1"]) == 0
     assert capsys.readouterr().out.strip() == str(out) and len(Page(out).all("audio")) <= 6
     (tmp_path / "notes").write_text("no folder")
-    assert main(["report", str(heard), "--out", str(tmp_path / "notes" / "page.html")]) == 2
+    assert main(["report", str(heard), "--to", str(tmp_path / "notes" / "page.html")]) == 2
     assert "cannot write" in capsys.readouterr().err
 
 
