@@ -15,7 +15,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ _MAX_WORKERS = 32
 _PREFETCHED = 16  # results per process
 _MIN_DEVIATION = 1e-5  # relative to the mean or to 1; below, a feature is constant, and only its mean is subtracted
 
+Norm: TypeAlias = "GlobalNorm | InputNormalization"
+
 
 class FeatureSettings(NamedTuple):
     """A recipe's feature extraction."""
@@ -64,17 +66,17 @@ class Statistics(NamedTuple):
     """Utterances that could not be read, or whose features are not finite."""
 
 
-def is_global(norm: object) -> bool:
+def is_global(norm: object) -> TypeGuard[Norm]:
     """Return whether a normalisation uses statistics of the training split."""
     return isinstance(norm, GlobalNorm) or (isinstance(norm, InputNormalization) and norm.norm_type == "global")
 
 
-def path_of(norm: nn.Module, folder: str | None = None) -> Path:
+def path_of(norm: Norm, folder: str | None = None) -> Path:
     """Return the path of a normalisation's statistics: in its own folder if it has one, otherwise in the run's."""
     return Path(norm.folder if isinstance(norm, GlobalNorm) else folder or ".") / FILE
 
 
-def prepare(norm: nn.Module, settings: FeatureSettings, manifest: Manifest, folder: str | None = None) -> None:
+def prepare(norm: Norm, settings: FeatureSettings, manifest: Manifest, folder: str | None = None) -> None:
     """Compute the statistics of a training split, unless the file already has them; ``folder``: of the run."""
     fingerprint, path = _fingerprint(settings, manifest), path_of(norm, folder)
     if _stored(path).get("fingerprint") == fingerprint:
@@ -87,7 +89,7 @@ def prepare(norm: nn.Module, settings: FeatureSettings, manifest: Manifest, fold
         json.dump(facts, file, indent=1)
 
 
-def load(norm: nn.Module, folder: str | None = None) -> None:
+def load(norm: Norm, folder: str | None = None) -> None:
     """Give a normalisation its statistics, if they are there; they don't change in training."""
     path = path_of(norm, folder)
     facts = _stored(path)
@@ -104,7 +106,7 @@ def load(norm: nn.Module, folder: str | None = None) -> None:
     norm.set_statistics(mean, deviation)
 
 
-def allow_missing(norm: nn.Module) -> None:
+def allow_missing(norm: Norm) -> None:
     """Leave the features of stand-in batches unchanged until there are statistics."""
     if isinstance(norm, GlobalNorm):
         norm.allow_missing()
