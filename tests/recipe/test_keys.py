@@ -19,6 +19,7 @@ from speechbrain.core import Stage
 from speechbrain.lobes.features import Fbank
 from speechbrain.nnet.linear import Linear
 from speechbrain.processing.features import InputNormalization
+from speechbrain.utils.epoch_loop import EpochCounter
 from speechbrain.utils.parameter_transfer import Pretrainer
 from speechbrain.utils.run_opts import RunOptions
 
@@ -43,6 +44,7 @@ from sbkit.tasks.ctc import CTC
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
+from sbkit.train.graphs import StepGraphs
 from sbkit.train.schedule import Schedule
 from sbkit.train.train_log import TrainLog
 
@@ -292,6 +294,11 @@ def wrapped(made):
     return "used together with ema" in refusal(made, lambda made: made.brain().on_fit_start())
 
 
+def captures(made):
+    """Whether steps on a GPU would be captured."""
+    return StepGraphs(made.brain(), torch.device("cuda"), None, None).enabled
+
+
 def loaded(made):
     """What loaders and the plan get, of a run that is then stopped."""
     class Stop(Exception):
@@ -426,6 +433,7 @@ CASES = {
     "seed": (1, 2, weights),
     "accelerate": (False, True, layers),
     "tf32": (False, True, lambda made: made.brain() and torch.get_float32_matmul_precision()),
+    "graphs": (None, False, captures),
     "ema": (None, AVERAGED["ema"], lambda made: made.brain().averages_weights),
     "fsdp": (None, True, wrapped, AVERAGED),
     "activation_checkpointing": (None, "ConformerEncoderLayer", layers),
@@ -442,7 +450,7 @@ CASES = {
                 From(lambda made: {"head": made.recipe.hparams["ctc_lin"]}), lambda made: list(made.brain().modules)),
     "corpus": (Corpus("a"), Corpus("b"), prepared),
     "batching": (Batching(60), Batching(90), loaded),
-    "epoch_counter": (range(1, 2), range(1, 4), weights),
+    "epoch_counter": (EpochCounter(1), EpochCounter(3), weights),
     "opt_class": (partial(torch.optim.SGD, lr=0.1), partial(torch.optim.SGD, lr=0.2), weights),
     "schedule": (None, Schedule(peak=0.5, warmup=1), weights),
     "checkpointer": (From(kept), From(lambda made: kept(made, "elsewhere")), files),
