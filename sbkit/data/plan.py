@@ -62,8 +62,8 @@ class Batching:
     round_seconds: batches are padded to a multiple of it, as far as ``max_batch_seconds`` allows, so that shapes recur;
         0: no rounding; ``null``: 0.32 on a CPU and with ``--compile``, else 0.16.
     pad_to_shapes: whether a micro-batch is padded to one of at most 32 shapes (rows, samples, tokens), with rows that
-        count nowhere; it may then have 5 % more than ``max_batch_seconds``. ``null``: on a GPU, if the task and its
-        layers allow it, and buckets aren't so wide that much more is computed.
+        count nowhere; it may then have 5 % more than ``max_batch_seconds``. ``null``: on a GPU with ``graphs``, if the
+        task and its layers allow it, and buckets aren't so wide that much more is computed.
     """
 
     max_batch_seconds: float

@@ -38,9 +38,10 @@ SAMPLED = 16
 
 def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,  # brain: a task, a room above
                   encoder: SupportsEncode | None) -> None:
-    """Let the plan pad micro-batches to few shapes, if the recipe or by default the device asks for it."""
+    """Let the plan pad micro-batches to few shapes, if the recipe asks for it, or captures its steps."""
     asked = plan.batching.pad_to_shapes
-    if asked is False or (asked is None and (device.type != "cuda" or plan.batching.clips_per)):
+    if asked is False or (asked is None and (
+            device.type != "cuda" or brain.keys.graphs is False or plan.batching.clips_per)):
         return
     reason = brain.why_not_padded()
     if reason is not None and asked:

@@ -33,13 +33,17 @@ def test_workers_that_cannot_keep_up_are_named_with_what_helps(manifest, caplog)
         assert part in caplog.text
 
 
-@pytest.mark.parametrize("asked, device, reason, shapes", [
-    (None, "cuda", None, True), (None, "cpu", None, False), (True, "cpu", None, True), (False, "cuda", None, False),
-    (None, "cuda", "norm normalises over the rows of a batch", False), (True, "cpu", "it may count such rows", None)])
-def test_batches_are_padded_on_a_gpu_or_where_a_recipe_asks_for_it(asked, device, reason, shapes, caplog):
+@pytest.mark.parametrize("asked, device, graphs, reason, shapes", [
+    (None, "cuda", None, None, True), (None, "cuda", False, None, False), (None, "cpu", True, None, False),
+    (True, "cpu", False, None, True), (False, "cuda", True, None, False),
+    (None, "cuda", True, "norm normalises over the rows of a batch", False),
+    (True, "cpu", False, "it may count such rows", None)])
+def test_batches_are_padded_where_steps_are_captured_or_a_recipe_asks_for_it(
+        asked, device, graphs, reason, shapes, caplog):
     manifest = Manifest(ids=["a", "b"], durations=[4.0, 4.0], wavs=[""] * 2, texts=["some text", "text"])
     plan = Plan(manifest.durations, Batching(8, pad_to_shapes=asked))
-    brain = SimpleNamespace(why_not_padded=lambda: reason, grad_accumulation_factor=1)
+    brain = SimpleNamespace(why_not_padded=lambda: reason, grad_accumulation_factor=1,
+                            keys=SimpleNamespace(graphs=graphs))
     encoder = SimpleNamespace(encode=lambda text: list(range(len(text))))
     with caplog.at_level("INFO"):
         if shapes is None:
@@ -58,7 +62,8 @@ def test_batches_are_padded_on_a_gpu_or_where_a_recipe_asks_for_it(asked, device
 def test_wide_buckets_are_not_padded_unless_a_recipe_asks_for_it(caplog):
     seconds = np.tile([1.0, 8.0], 20)
     manifest = Manifest(ids=list(map(str, range(40))), durations=seconds, wavs=[""] * 40, texts=[""] * 40)
-    brain = SimpleNamespace(why_not_padded=lambda: None, grad_accumulation_factor=2)
+    brain = SimpleNamespace(why_not_padded=lambda: None, grad_accumulation_factor=2,
+                            keys=SimpleNamespace(graphs=None))
     for asked, padded in ((None, False), (True, True)):
         plan = Plan(seconds, Batching(400, buckets=1, pad_to_shapes=asked))
         with caplog.at_level("INFO"):

@@ -41,8 +41,8 @@ def chunks_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     stepless = set(requirements.for_step(model)) if keys.chunks.ahead else set()
     for missing in requirements.for_stream(model):
         if missing in stepless and fits[missing.part]:
-            findings.error("chunks", *_location(built.nodes["chunks"], "lookahead"), "lookahead frames need a model that "
-                           f"runs step by step on a stream: {missing.reason}",
+            findings.error("chunks", *_location(built.nodes["chunks"], "lookahead"), "lookahead frames need a model "
+                           f"that runs step by step on a stream: {missing.reason}",
                            f"use {missing.instead}, or write lookahead: 0")
         elif fits[missing.part]:
             _warn(missing, keys, built, findings)
