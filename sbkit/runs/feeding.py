@@ -89,7 +89,7 @@ def warn_of_slow_reading(train_set: TrainLoader, known: Utilisation) -> None:
     logger.warning(
         "%s can read %s s of this corpus in a second (%s: %s each, by %d recordings), but each device could train on "
         "about %s: use --num_workers %d if there are as many cores for each device; WAV at the model's rate is read "
-        "fastest (sbkit shard MANIFEST FOLDER --encode wav16k)", counted(train_set.workers, "data worker"),
+        "fastest (sbkit shard MANIFEST.csv SHARDS --encode wav16k)", counted(train_set.workers, "data worker"),
         f"{train_set.workers * rate:,.0f}", ", ".join(kinds), f"{rate:,.0f}", SAMPLED, f"{wanted:,.0f}",
         math.ceil(wanted / rate))
 

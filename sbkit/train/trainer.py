@@ -521,7 +521,7 @@ class Trainer:
             return ranks.any_of({"failed": not fits})["failed"]
 
         for batch in train_set.largest(epoch):
-            problem = f"out of memory on {self.device} with the run's largest micro-batch: {len(batch)} utterances, " \
+            problem = f"out of memory on {self.device} with the run's largest micro-batch: {len(batch.ids)} utterances, " \
                       f"{batch.padded_seconds:.0f} s with padding ({batch.ids[0]} and others)"
             if not failed(batch):
                 continue

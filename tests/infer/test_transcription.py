@@ -233,7 +233,7 @@ def test_a_bad_clip_is_named_counted_and_left_out(bundle, clips, tmp_path, capsy
 
 @pytest.mark.parametrize("words, expected", [
     (["none.wav"], "no such file"), (["."], "there is no audio"), (["CLIP", "--format", "docx"], "unknown format"),
-    (["CLIP", "CLIP", "--format", "srt"], "--to FOLDER"), (["CLIP", "--format", "txt,json"], "--output FOLDER"),
+    (["CLIP", "CLIP", "--format", "srt"], "--to FOLDER"), (["CLIP", "--format", "txt,json"], "--to FOLDER"),
     (["CLIP", "--device", "cuda"], "no CUDA"), (["CLIP", "--model", "int8"], "has no int8 model"),
     (["CLIP", "--chunk-seconds", "-1"], "--chunk-seconds: '-1' is not a number above 0"),
     (["CLIP", "--threads", "0"], "--threads: '0' is not a whole number above 0"),

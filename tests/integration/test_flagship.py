@@ -116,14 +116,14 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(words, says, tmp_path, caps
 @pytest.mark.slow
 def test_mistakes_in_a_recipe_are_told_at_once_by_check_and_train_with_exit_code_1(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    words = ["hparams/ctc.yaml", "--d_modle", "3", "--output_folder", str(tmp_path), "--data_folder", "nowhere", *TINY]
+    words = ["hparams/ctc.yaml", "--log_interval", "-3", "--output_folder", str(tmp_path), "--data_folder", "nowhere", *TINY]
     told = []
     for command in ("check", "train"):
         assert main([command, *words]) == 1
         lines = [line.replace("error: ", "", 1) for line in capsys.readouterr().err.splitlines()]
         told.append([line for line in lines if line.startswith("command line: --")])
     assert told[0] == told[1] and len(told[0]) == 2
-    assert told[0][0] == "command line: --d_modle: hparams/ctc.yaml has no key d_modle; did you mean --d_model?"
+    assert told[0][0].startswith("command line: --log_interval: ")
     assert "--data_folder: nowhere: no such file or folder" in told[0][1]
 
 
@@ -145,5 +145,5 @@ def test_under_torchrun_the_last_lines_say_what_was_wrong(cache):
     done = program(torchrun, "train", "hparams/ctc.yaml", "--d_modell", "3", *TINY, **ON_A_CPU, SBKIT_CACHE=str(cache))
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    said = "command line: --d_modell: hparams/ctc.yaml has no key d_modell; did you mean --d_model?"
+    said = "--d_modell: hparams/ctc.yaml has no key d_modell; did you mean --d_model?"
     assert lines[0] == f"error: {said}" and any(said in line for line in lines[-4:]), lines

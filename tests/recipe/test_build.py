@@ -6,10 +6,10 @@ from sbkit.recipe.arguments import parse_overrides
 from sbkit.recipe.check import check
 
 RECIPE = """
-left: [32]
+left_context: [32]
 chunks: !new:sbkit.nn.chunks.Chunks
     sizes: [8, 16]
-    left: !ref <left>
+    left_context: !ref <left_context>
     whole: 0.1
     validate: 16
 """
@@ -23,8 +23,9 @@ def blamed(tmp_path, words, text=RECIPE):
 
 @pytest.mark.parametrize(("words", "key"), [
     ("--chunks.whole|1.5", "chunks.whole"), ("--chunks.sizes|[8, 30]", "chunks.sizes"),
-    ("--chunks.left|[50]", "chunks.left"), ("--chunks.validate|12", "chunks.validate"), ("--left|[50]", "left"),
-    ("--chunks.left|[50]|--chunks.sizes|[8, 30]|--chunks.validate|8", "chunks"), ("--chunks.size|8", "chunks.size")])
+    ("--chunks.left_context|[50]", "chunks.left_context"), ("--chunks.validate|12", "chunks.validate"),
+    ("--left_context|[50]", "left_context"), ("--chunks.size|8", "chunks.size"),
+    ("--chunks.left_context|[50]|--chunks.sizes|[8, 30]|--chunks.validate|8", "chunks")])
 def test_what_the_command_line_gave_is_blamed_there(tmp_path, words, key):
     assert blamed(tmp_path, words) == ("command line", key)
 

@@ -29,7 +29,7 @@ def test_workers_that_cannot_keep_up_are_named_with_what_helps(manifest, caplog)
     assert not caplog.text
     feeding.warn_of_slow_reading(loader, Utilisation(11.5e9, 989e15))  # 15 million, but a batch takes 5 ms
     for part in (f"second ({manifest.wavs[0][-3:]}: ", "about 100,000: use --num_workers ", "2 data workers can read ",
-                 "sbkit shard MANIFEST FOLDER --encode wav16k"):
+                 "sbkit shard MANIFEST.csv SHARDS --encode wav16k"):
         assert part in caplog.text
 
 

@@ -241,7 +241,7 @@ def test_the_number_of_culprits_is_limited_and_the_newest_is_found(tmp_path):
 def test_with_a_recipe_a_command_shows_more(tmp_path):
     recipe = Recipe("layer")
     recipe.keys = TrainKeys()  # as a task's, which has more
-    assert told(recipe, clips(), folder=tmp_path).endswith(f"sbkit replay {tmp_path}/culprits/step-12-rank-0")
+    assert told(recipe, clips(), folder=tmp_path).endswith(f"sbkit rerun {tmp_path}/culprits/step-12-rank-0")
 
 
 def test_a_run_without_culprits_and_a_damaged_one(tmp_path):
