@@ -64,8 +64,8 @@ test-long: TESTS = long
 
 tried: $(STAMP)
 	rm -f tried.jsonl
-	SBKIT_TRIED=$(CURDIR)/tried.jsonl SBKIT_HOSTILE_FILES=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-	  --workers $(TESTERS) tests/test_hostile_files.py tests/serve/test_fuzz.py tests/serve/test_no_memory.py \
+	SBKIT_TRIED=$(CURDIR)/tried.jsonl SBKIT_HOSTILE_FILES=2000 SBKIT_KILLS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	  --workers $(TESTERS) tests/integration/test_killed_commands.py tests/test_hostile_files.py tests/serve/test_fuzz.py tests/serve/test_no_memory.py \
 	  tests/integration/test_kill_resume.py tests/train/checkpoint/test_checkpoint_writing.py tests/data/test_publish.py
 	$(BIN)/python tests/tried.py tried.jsonl
 	rm tried.jsonl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -104,12 +105,13 @@ class Batch:
                 *(tensor for column in self.columns.values() if isinstance(column, tuple) for tensor in column)]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        return dataclasses.replace(
-            self, signals=change(self.signals), signal_lengths=change(self.signal_lengths),
-            tokens=change(self.tokens), token_lengths=change(self.token_lengths), real=change(self.real),
-            columns={name: type(column)(*map(change, column)) if isinstance(column, tuple) else column
-                     for name, column in self.columns.items()},
-            labels={name: change(numbers) for name, numbers in self.labels.items()})
+        mapped = copy.copy(self)
+        for name in ("signals", "signal_lengths", "tokens", "token_lengths", "real"):
+            setattr(mapped, name, change(getattr(self, name)))
+        mapped.columns = {name: type(column)(*map(change, column)) if isinstance(column, tuple) else column
+                          for name, column in self.columns.items()}
+        mapped.labels = {name: change(numbers) for name, numbers in self.labels.items()}
+        return mapped
 
 
 def stand_in(*, utterances: int = 1, tokens: bool = True, sample_rate: int = SAMPLE_RATE, **place: Any) -> Batch:

@@ -248,7 +248,7 @@ class TrainLoader(_Loader):
         plan = self.epoch_plan(epoch)
         for step in range(first, len(plan)):
             share = plan.places(step, self.rank, self.world, self.min_micros)
-            shape = plan.shape(step, self.world, self.min_micros)
+            shape = plan.shape(step, self.world, self.min_micros) if plan.padded else None
             for micro, places in enumerate(share):
                 yield ReadRequest(epoch, step, micro, len(share), plan.members[places], plan.pass_numbers(places),
                                   shape)

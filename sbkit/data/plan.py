@@ -235,7 +235,8 @@ class Plan:
         members, pass_numbers, order = zip(*map(self._pass, numbers), strict=True)
         return EpochPlan(
             self.durations, self.batching, np.concatenate(members), np.concatenate(bounds),
-            np.concatenate([each + i * steps for i, each in enumerate(order)]), pass_numbers, self._shape_of)
+            np.concatenate([each + i * steps for i, each in enumerate(order)]), pass_numbers,
+            self._shape_of if self._tokens is not None else None)
 
     def _pass(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Draw the utterances of one pass over the corpus, bucket by bucket, the pass number of each, and the order of
@@ -254,9 +255,10 @@ class EpochPlan:
 
     def __init__(self, durations: np.ndarray, batching: Batching, members: np.ndarray, bounds: np.ndarray,
                  order: np.ndarray, pass_numbers: Sequence[np.ndarray],
-                 shape_of: Callable[[int, int, int], tuple[Shape, int] | None]):
+                 shape_of: Callable[[int, int, int], tuple[Shape, int] | None] | None):
         self.durations, self.batching, self.members = durations, batching, members
         self._bounds, self._order, self._pass_numbers, self._shape_of = bounds, order, pass_numbers, shape_of
+        self._clips, self.padded = batching.clips, shape_of is not None
 
     def __len__(self) -> int:
         return len(self._order)
@@ -289,8 +291,8 @@ class EpochPlan:
 
     def shape(self, i: int, world: int = 1, min_micros: int = 1) -> Shape | None:
         """The shape that the micro-batches of step ``i`` are padded to; None: each has that of its utterances."""
-        found = self._shape_of(int(self._order[i]), world, min_micros)
-        return None if found is None else found[0]
+        found = self._shape_of and self._shape_of(int(self._order[i]), world, min_micros)
+        return found and found[0]
 
     def largest(self, lengths: np.ndarray, world: int = 1,
                 min_micros: int = 1) -> list[tuple[np.ndarray, Shape | None]]:
@@ -316,12 +318,12 @@ class EpochPlan:
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 (keeps one step, and this object lives for an epoch)
     def _parts(self, i: int, world: int, min_micros: int) -> tuple[list[np.ndarray], int]:
-        batching, clips = self.batching, self.batching.clips
+        batching, clips = self.batching, self._clips
         start, stop = self._bounds[self._order[i] : self._order[i] + 2]
         places = np.arange(start, stop).reshape(-1, clips)  # what stays together
         longest = self.durations[self.members[places]].max(1)
         order = np.argsort(-longest, kind="stable")
-        if (padded := self._shape_of(int(self._order[i]), world, min_micros)) is not None:
+        if self._shape_of and (padded := self._shape_of(int(self._order[i]), world, min_micros)) is not None:
             # All micro-batches get one shape, so they are even if they have as many utterances.
             parts = min(padded[1] * world, max(1, len(places) // batching.min_batch_utterances))
             return np.array_split(places[order].ravel(), parts), padded[1]

@@ -124,7 +124,8 @@ class Muon(Optimizer):
                 state["turn"] += 1
         momenta = [state["momentum"] for state in states]
         found, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        grads = torch.cat([each.flatten() for each in _gradients(weights)])  # a copy, which may be overwritten
+        # A copy, which may be overwritten; all have a gradient (see _turns).
+        grads = torch.cat([weight.grad.flatten() for weight in weights])
         if divisor is not None:
             grads.div_(divisor)
         if found is not None:  # with itself as gradient, the momentum does not change
@@ -161,7 +162,8 @@ class Muon(Optimizer):
         states = self._states(parameters, "exp_avg", "exp_avg_sq")
         averages, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
         beta1, beta2 = group["betas"]
-        adamw(parameters, _gradients(parameters), averages, squares, [], steps, fused=True, amsgrad=False,
+        grads = [each.grad for each in parameters if each.grad is not None]
+        adamw(parameters, grads, averages, squares, [], steps, fused=True, amsgrad=False,
               beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
               maximize=False, grad_scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None))
 
@@ -207,10 +209,6 @@ def _matrices(modules: Sequence[nn.Module]) -> set[int]:
         raise SbkitError("modules holds no weight matrix, so Muon would be the same as AdamW",
                          hint="write modules: [!ref <Transformer>], or opt_class: !name:torch.optim.AdamW")
     return found - embeddings
-
-
-def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def orthogonalise(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:

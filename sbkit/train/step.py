@@ -42,11 +42,6 @@ class Loss(NamedTuple):
     def mean(self) -> torch.Tensor:
         return self.total / self.count
 
-    @property
-    def weightless(self) -> bool:
-        """Whether this is the loss of a placeholder batch, which must not affect any gradient; known on the host."""
-        return not isinstance(self.count, torch.Tensor) and self.count == 0
-
     def detach(self) -> Loss:
         extras = {k: (_detached(s), _detached(n)) for k, (s, n) in (self.extras or {}).items()}
         return Loss(_detached(self.total), _detached(self.count), extras or None)

@@ -222,8 +222,9 @@ class Trainer:
             if replayed is None:
                 total = loss.total if scaler is None or scaler.sum_scale is None else \
                     scaler.scale(loss.total * scaler.sum_scale)
-                with parallel.zeroed(self.modules) if loss.weightless else contextlib.nullcontext():
-                    total.backward()  # the gradients of a stand-in, on a rank without data for this step, are zeroed
+                none = not isinstance(loss.count, torch.Tensor) and loss.count == 0  # a stand-in: no data for this rank
+                with parallel.zeroed(self.modules) if none else contextlib.nullcontext():
+                    total.backward()
                 if timed:
                     timed.mark("backward")
             elif last and exchange is not None:
@@ -521,8 +522,8 @@ class Trainer:
             return ranks.any_of({"failed": not fits})["failed"]
 
         for batch in train_set.largest(epoch):
-            problem = f"out of memory on {self.device} with the run's largest micro-batch: {len(batch.ids)} utterances, " \
-                      f"{batch.padded_seconds:.0f} s with padding ({batch.ids[0]} and others)"
+            problem = f"out of memory on {self.device} with the run's largest micro-batch: {len(batch.ids)} " \
+                      f"utterances, {batch.padded_seconds:.0f} s with padding ({batch.ids[0]} and others)"
             if not failed(batch):
                 continue
             size = len(batch) // 2

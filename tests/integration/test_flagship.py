@@ -116,7 +116,8 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(words, says, tmp_path, caps
 @pytest.mark.slow
 def test_mistakes_in_a_recipe_are_told_at_once_by_check_and_train_with_exit_code_1(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    words = ["hparams/ctc.yaml", "--log_interval", "-3", "--output_folder", str(tmp_path), "--data_folder", "nowhere", *TINY]
+    words = ["hparams/ctc.yaml", "--log_interval", "-3", "--output_folder", str(tmp_path), "--data_folder", "nowhere",
+             *TINY]
     told = []
     for command in ("check", "train"):
         assert main([command, *words]) == 1

@@ -30,7 +30,7 @@ RECIPES = {
     "streaming": ("streaming.yaml", CHUNKS),
     "enhancement": ("enhance.yaml", {"channels": 8, "hidden": 8, "layers": 2}),
     "codec": ("codec.yaml", CODEC),
-    "ssl": ("ssl.yaml", {"head_dropout": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0}),
+    "finetune": ("finetune.yaml", {"head_dropout": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0}),
 }
 SECONDS = np.array([1.3, 1.2, 0.9, 0.75, 0.5])
 TEXTS = ["a long first text", "two", "three", "another one", "five"]
@@ -73,7 +73,7 @@ def step(brain, batch):
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_fills_a_shape_counts_nowhere(name, manifest, tmp_path):
     recipe, given = RECIPES[name]
-    if name == "ssl":
+    if name == "finetune":
         given = {**given, "encoder_source": str(encoders.make(tmp_path / "source"))}
     torch.manual_seed(1)
     hparams = load.load(HPARAMS / recipe, overrides({**given, "output_folder": str(tmp_path / "run")}))

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import programs
+from processes import ROOT, programs
 
 from sbkit.system.processes import born, free_port
 
@@ -52,7 +52,7 @@ def train(words):
         ranks.shutdown()
 
 command.run = train
-sys.exit(cli.main(["train"]))
+sys.exit(cli.main(["train", recipe]))
 """
 
 
@@ -63,6 +63,7 @@ def run(code: str) -> None:
 def ends(folder: Path, fails: int, error: str, stuck: str | None, device: str = '"cpu"'):
     """Exit codes, what was said on stderr, and the seconds it took from the failure to the last process's end."""
     settings = (f"folder, fails, stuck = pathlib.Path({str(folder)!r}), {fails}, {stuck!r}\n"
+                f"recipe = {str(ROOT / 'hparams' / 'ctc.yaml')!r}\n"
                 f"device = torch.device({device})\nfrom sbkit.errors import SbkitError\nerror = {error}")
     done = programs(2, run, JOB.format(settings=settings), MASTER_PORT=str(free_port()),
                     TORCHELASTIC_USE_AGENT_STORE="False")  # its store is in the first rank, and ends with it
