@@ -43,7 +43,7 @@ class Mp3(NamedTuple):
 
 
 def inspect(read: Callable[[int, int], bytes]) -> Mp3 | None:
-    """Examine an MP3 through ``read(count, offset)``; None if it has no frame.
+    """Examine an MP3 through ``read(count, offset)``; None if it has no whole frame.
 
     With a tag that has the number of frames, one short read is enough (two if there is an ID3 tag); without one, all
     frame headers are read.
@@ -63,7 +63,8 @@ def inspect(read: Callable[[int, int], bytes]) -> Mp3 | None:
     if head[at + 36 : at + 40] == b"VBRI":
         count = int.from_bytes(head[at + 50 : at + 54], "big")
         return Mp3(count, count * frame.samples, False, True, start + at)
-    return _walk(read_all(read, start), at, start)
+    found = _walk(read_all(read, start), at, start)
+    return found if found.frames else None  # the only one is cut off
 
 
 def read_all(read: Callable[[int, int], bytes], start: int = 0) -> bytes:

@@ -154,6 +154,13 @@ def test_mp3_lengths_and_places_are_exact_with_and_without_a_tag(mode):
             assert np.abs(part - whole[first : first + len(part)]).max() < 1e-4
 
 
+def test_an_mp3_whose_only_frame_is_cut_off_has_none():
+    data = bytearray(encoded(speechlike(1.0), 16_000, "mp3"))
+    data[data.find(b"Xing") + 7] = 0  # the tag says nothing
+    assert mp3.inspect(lambda size, at: bytes(data[at:at + size])).frames > 20
+    assert mp3.inspect(lambda size, at: bytes(data[:144][at:at + size])) is None
+
+
 def test_an_mp3_behind_an_id3_tag_is_found():
     data = encoded(speechlike(2, 48000), 48000, "mp3", bitrate_mode="VARIABLE")
     picture = bytes(9000)
