@@ -30,18 +30,18 @@ def repeated(once: Path, folder: Path, hours: float) -> Path:
     return folder
 
 
-def write(folder: Path, hours: dict[str, float], longest: float = LONGEST, seed: int = 1234) -> Path:
-    """Write this many hours of each split, as SpeechBrain's CSVs with 16-bit WAV files."""
+def write(folder: Path, hours: dict[str, float], longest: float = LONGEST, seed: int = 1234, words: int = 2000) -> Path:
+    """Write this many hours of each split, in a language of so many words: SpeechBrain's CSVs, 16-bit WAV files."""
     import soundfile
 
-    drawn, words = np.random.default_rng(seed), _lexicon(random.Random(seed))
+    drawn, lexicon = np.random.default_rng(seed), _lexicon(random.Random(seed), words)
     tones = {letter: _tone(i) for i, letter in enumerate(LETTERS)} | {" ": np.zeros(_samples(GAP_SECONDS * 2))}
     gap = np.zeros(_samples(GAP_SECONDS))
     for split, amount in hours.items():
         (folder / "clips").mkdir(parents=True, exist_ok=True)
         lines, seconds = ["ID,duration,wav,spk_id,wrd"], 0.0
         while seconds < 3600 * amount:
-            text = _sentence(drawn, words, drawn.uniform(SHORTEST, longest))
+            text = _sentence(drawn, lexicon, drawn.uniform(SHORTEST, longest))
             parts = [part for letter in text for part in (tones[letter], gap)]
             signal = np.concatenate([gap, *parts]) * drawn.uniform(0.1, 0.5)
             signal = signal + 0.003 * drawn.standard_normal(len(signal), dtype=np.float32)
@@ -54,8 +54,8 @@ def write(folder: Path, hours: dict[str, float], longest: float = LONGEST, seed:
     return folder
 
 
-def _lexicon(rng: random.Random) -> list[str]:
-    return ["".join(rng.choices(LETTERS, k=rng.randint(2, 7))) for _ in range(2000)]
+def _lexicon(rng: random.Random, size: int) -> list[str]:
+    return ["".join(rng.choices(LETTERS, k=rng.randint(2, 7))) for _ in range(size)]
 
 
 def _sentence(drawn: np.random.Generator, words: list[str], seconds: float) -> str:
