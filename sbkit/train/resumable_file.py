@@ -64,7 +64,7 @@ class ResumableFile:
         try:
             if not self._clean:
                 self._clean = True
-                whole = self.path.read_bytes()
+                whole = os.pread(handle, os.fstat(handle).st_size, 0)
                 if (end := whole.rfind(b"\n") + 1) < len(whole):  # a crash cut the last line off
                     os.ftruncate(handle, end)
             if not self._trained and self._written_again(line):
