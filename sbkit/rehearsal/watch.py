@@ -154,7 +154,7 @@ class Watch:
                 self._count_step(optimizer)
             return values
 
-        graphs.StepGraphs.update = counted  # type: ignore[method-assign]  # in this process alone
+        graphs.StepGraphs.update = counted  # type: ignore[method-assign,assignment]  # in this process alone
 
     def _count_step(self, optimizer: torch.optim.Optimizer, *args: object) -> None:
         if self._first not in (None, optimizer) or torch.cuda.is_current_stream_capturing():

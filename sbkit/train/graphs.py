@@ -153,12 +153,15 @@ class StepGraphs:
         self._steps += 1
         if self._steps == 1:
             self._begin()
+        elif self._on and not self._gradients and self._exchange is not None:
+            # Also on a rank that had only stand-ins so far: an optimizer may communicate, so all capture it together.
+            self._gradients = list(self._exchange.views().items())
         # Gradients of frozen optimizers stay; hooks are Python.
         alone = len(optimizers) < len(self.brain.optimizers_dict or optimizers) or any(
             vars(each).get(f"_optimizer_step_{when}_hooks") for each in optimizers for when in ("pre", "post"))
         if not (self._on and self._gradients) or alone or any(rate is None for rate in rates):
             return None
-        key = len(sums), self.brain.max_grad_norm, *map(_settings, optimizers), *(
+        key = "update", len(sums), self.brain.max_grad_norm, *map(_settings, optimizers), *(
             id(rate) for own in rates for rate in own or ())
         if key not in self._graphs:
             self._attach_gradients()
@@ -194,7 +197,7 @@ class StepGraphs:
         try:
             found = capture()
         except Exception as error:  # of a recipe's own code, which can't do here what it does in a step
-            while error.__context__ is not None and not isinstance(error, _NotRepeatable):
+            while error.__context__ is not None and "captur" in str(error):
                 error = error.__context__  # type: ignore[assignment]  # the capture that it ended fails after it
             if is_out_of_memory(error):
                 self._stop(f"{self.device} has too little memory for them; a smaller max_batch_seconds leaves more")
@@ -231,7 +234,8 @@ class StepGraphs:
                 now = [parameter for parameter in parameters if parameter.grad is not None]
                 if not self._gradients:
                     self._gradients = self._own_gradients(now)
-                elif not {id(parameter) for parameter in now} <= reached:
+                # Ranks give zeros for what they don't reach; alone, an optimizer would leave that out.
+                elif {id(each) for each in now} - reached or (self._exchange is None and len(now) < len(reached)):
                     raise _NotRepeatable("batches reach different parameters")
             except Exception as error:
                 # Beside the graphs' memory there is none for this trial; the capture uses that memory.
