@@ -153,12 +153,15 @@ class StepGraphs:
         self._steps += 1
         if self._steps == 1:
             self._begin()
+        elif self._on and not self._gradients and self._exchange is not None:
+            # Also on a rank that had only stand-ins so far: an optimizer may communicate, so all capture it together.
+            self._gradients = list(self._exchange.views().items())
         # Gradients of frozen optimizers stay; hooks are Python.
         alone = len(optimizers) < len(self.brain.optimizers_dict or optimizers) or any(
             vars(each).get(f"_optimizer_step_{when}_hooks") for each in optimizers for when in ("pre", "post"))
         if not (self._on and self._gradients) or alone or any(rate is None for rate in rates):
             return None
-        key = len(sums), self.brain.max_grad_norm, *map(_settings, optimizers), *(
+        key = "update", len(sums), self.brain.max_grad_norm, *map(_settings, optimizers), *(
             id(rate) for own in rates for rate in own or ())
         if key not in self._graphs:
             self._attach_gradients()
