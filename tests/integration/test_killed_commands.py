@@ -31,7 +31,12 @@ SMALL = ("--no-check --noprogressbar --step_seconds 4 --max_batch_seconds 20 --n
 LEARNS = ("--no-check --noprogressbar --step_seconds 10 --least_steps 0 --number_of_epochs 20 --d_model 48 --nhead 2 "
           "--num_encoder_layers 1 --d_ffn 96 --kernel_size 7 --cnn_first_channels 4 --cnn_channels 8 --dropout 0 "
           "--CNN.dropout 0 --schedule.warmup 30 --lr 0.004 --num_workers 0 --precision fp32 --ckpt_interval_minutes 0 "
-          "--ckpt_interval_steps 25 --spec_augment null").split()
+          "--ckpt_interval_steps 25 --spec_augment null --nonspeech null").split()
+
+
+def trained(out):
+    """What training left; a run that is started again at its end repeats the test."""
+    return outcome(out, "valid_WER", kinds=("epoch",))
 
 
 def label(home):
@@ -72,7 +77,7 @@ def clean(home):
     path.write_text("\n".join(lines) + "\n")
     words = ["clean", ROOT / "hparams" / "ctc.yaml", *LEARNS, "--data_folder", "data", "--output_folder"]
     return words, lambda out: {"suspects": (out / "clean" / "suspects.csv").read_text()} | {
-        f"fold {i}": outcome(fold) for i, fold in enumerate(sorted(out.glob("clean/*/fold-*")))}
+        f"fold {i}": trained(fold) for i, fold in enumerate(sorted(out.glob("clean/*/fold-*")))}
 
 
 def replay(home):
@@ -88,13 +93,13 @@ def replay(home):
              "null", "--schedule.max_lr_at_chance", "null"]
     processes.sbkit(*words, "--data_folder", "old", "--output_folder", "source", "--least_steps", 60, cwd=home)
     return [*words, "--data_folder", "new", "--language", "de", "--init_from", "source", "--replay", 0.3,
-            "--least_steps", 120, "--output_folder"], outcome
+            "--least_steps", 120, "--output_folder"], trained
 
 
 def transducer(home):
     tones(home / "data", 60, 12)
     return ["train", ROOT / "hparams" / "transducer.yaml", *SMALL, "--language", "none", "--data_folder", "data",
-            "--least_steps", 60, "--output_folder"], outcome
+            "--least_steps", 60, "--output_folder"], trained
 
 
 @pytest.mark.long
@@ -129,7 +134,7 @@ def dying(seconds, victim, *words):
 def launched(ranks, *given):
     """Under torchrun's agent, which ends a process that waits for one that has died."""
     elastic_launch(LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=int(ranks), run_id="killed",
-                                rdzv_backend="c10d", rdzv_endpoint="localhost:0", monitor_interval=0.1,
+                                rdzv_backend="c10d", rdzv_endpoint="localhost:0", monitor_interval=0.1, max_restarts=0,
                                 start_method="fork"), dying)(*given)
 
 
@@ -141,7 +146,7 @@ def test_a_run_one_of_whose_processes_is_killed_ends_as_the_one_never_stopped(ra
              "--data_folder", "data", "--least_steps", 60, "--output_folder"]
     began = time.monotonic()
     processes.sbkit(*words, "whole", cwd=tmp_path, ranks=ranks)
-    seconds, wanted = time.monotonic() - began, outcome(tmp_path / "whole", "valid_WER", "test_WER")
+    seconds, wanted = time.monotonic() - began, trained(tmp_path / "whole")
     drawn, kills, rounds = random.Random(ranks), 0, 0
     while kills < KILLS:
         out, rounds, code = f"killed{rounds}", rounds + 1, 1
@@ -149,8 +154,9 @@ def test_a_run_one_of_whose_processes_is_killed_ends_as_the_one_never_stopped(ra
             given = ranks, drawn.uniform(0, seconds), drawn.randrange(ranks), tmp_path, *words, out
             code, _, said = processes.program(launched, *map(str, given), timeout=300, **ON_A_CPU)
             if code:
-                assert "Signal 9 (SIGKILL)" in said, said[-3000:]
+                # The agent may see first that the other process has lost this one.
+                assert "Signal 9 (SIGKILL)" in said or "lost the connection to another rank" in said, said[-3000:]
                 kills += 1
         processes.sbkit(*words, out, cwd=tmp_path, ranks=ranks)
-        assert different(outcome(tmp_path / out, "valid_WER", "test_WER"), wanted) == [], f"after {kills} kills"
+        assert different(trained(tmp_path / out), wanted) == [], f"after {kills} kills"
     tried.record("kill -9 at random moments of training on one process and on two", kills)
