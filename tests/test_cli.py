@@ -113,6 +113,7 @@ def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_pa
     wrong = {
         "train": "no recipe given", "train nowhere.yaml": "there is no recipe nowhere.yaml",
         "train {root}/hparams/ctc.yaml --nonsense 3": "has no key nonsense; did you mean --nonspeech?",
+        "train {root}/hparams/ctc.yaml --outputs 3": "has no key outputs; ",  # a field of other classes
         "train {root}/hparams/ctc.yaml --learning_rate 3": "did you mean --lr?",
         "train {root}/hparams/ctc.yaml --nproc_per_node 2": "it is an option of torchrun",
         "tune {root}/hparams/ctc.yaml --frehs": "did you mean --fresh?", "check nowhere.yaml": "there is no recipe",

@@ -226,7 +226,9 @@ def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int 
         try:
             os.ftruncate(file, size)
             for i, row in enumerate(rows):
-                os.pwrite(file, np.ascontiguousarray(row, kind).data, i * shape[1] * kind.itemsize)
+                data = np.ascontiguousarray(row, kind).tobytes()
+                if os.pwrite(file, data, i * shape[1] * kind.itemsize) < len(data):
+                    raise MemoryError("no memory is left for a batch")
             of_file: Any = torch.UntypedStorage  # with a method that its types lack
             storage = of_file._new_shared_fd_cpu(file, size)
         finally:

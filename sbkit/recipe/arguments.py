@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 #: Beginnings of values that may continue in the next word, as in ``--betas [0.9, 0.98]``.
 _OPENS = "[", "{", "(", "!", "'", '"'
-#: A key that a class declares, or one of SpeechBrain's run options, in the source.
-_DECLARED = re.compile(r"^    (\w+): [^\n]+ = ", re.M)
+#: A key that a class declares, and one of SpeechBrain's run options, in the source.
+_DECLARED, _RUN_OPTION = re.compile(r"^    (\w+): [^\n]+ = key\(", re.M), re.compile(r"^    (\w+): [^\n]+ = ", re.M)
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -72,10 +72,10 @@ def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str
     if not present or not keys or not brain.startswith("!name:sbkit.") or "brain" in given:  # others have own keys
         return read
     home, stock = Path(sbkit.__file__).parent, importlib.util.find_spec("speechbrain")
-    sources = [home / "runs/keys.py", home / "train/keys.py", *home.glob("tasks/**/*.py")]
+    sources = dict.fromkeys([home / "runs/keys.py", home / "train/keys.py", *home.glob("tasks/**/*.py")], _DECLARED)
     if stock is not None and stock.origin:
-        sources.append(Path(stock.origin).parent / "utils/run_opts.py")
-    declared = {name for path in sources for name in _DECLARED.findall(path.read_text(encoding="utf-8"))}
+        sources[Path(stock.origin).parent / "utils/run_opts.py"] = _RUN_OPTION
+    declared = {name for path, form in sources.items() for name in form.findall(path.read_text(encoding="utf-8"))}
     if unknown := sorted(present - declared):
         told = [unknown_key(words[0], key, None, [*there, *declared, *own.values()]) for key in unknown]
         raise SbkitError("; ".join(f"--{key}: {each[0]}" for key, each in zip(unknown, told, strict=True)),

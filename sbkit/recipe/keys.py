@@ -159,14 +159,16 @@ class Keys:
             if value is None or not known.built or any(
                     kind in (Any, object) or not isinstance(kind, type) for kind in kinds):
                 continue
+            if any(isinstance(value, kind) for kind in kinds):
+                continue
             plain = isinstance(value, (Mapping, list, tuple, str, int, float))
             package = type(value).__module__.partition(".")[0]
             place = getattr(sys.modules.get(package), "__file__", None) or "site-packages"  # built in
+            of_the_user = package != "sbkit" and "site-packages" not in place
             enough = any if package == "sbkit" else all
-            if any(isinstance(value, kind) for kind in kinds) or (not plain and (
-                    (package != "sbkit" and "site-packages" not in place) or any(
-                        names and enough(hasattr(value, each) for each in names) for names in (
-                            [each for each in vars(kind) if each[0] != "_"] for kind in kinds)))):
+            methods = [[each for each in vars(kind) if each[0] != "_"] for kind in kinds]
+            alike = any(names and enough(hasattr(value, each) for each in names) for names in methods)
+            if not plain and (of_the_user or alike):
                 continue
             given = "a mapping" if isinstance(value, Mapping) else _shown(value) if plain else (
                 f"of {type(value).__module__}.{type(value).__qualname__}")

@@ -15,14 +15,10 @@ from sbkit.system import renamed
 #: Tags that may have no value, or a mapping of arguments (for an include, of overrides).
 TAKES_PARTS = ("!new:", "!name:", "!apply:", "!applyref:", INCLUDE)
 _COMMAND_LINE, _NO_VALUE = Place(), Place(column=-1)
-
-
 #: Keys by their names in other libraries, to which another key of ours is more similar.
 _NAMED_ELSEWHERE = {"learning_rate": "lr", "batch_size": "max_batch_seconds", "epochs": "number_of_epochs",
                     "max_epochs": "number_of_epochs"}
 _OF_TORCHRUN = {"nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "standalone", "rdzv_endpoint"}
-
-
 #: Former names of keys, which are understood on the command line and, if a task declares them, in recipes.
 FORMER_KEYS = {"least_steps": "min_steps", "most_decibels": "max_db", "ahead": "lookahead"}
 

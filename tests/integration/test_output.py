@@ -5,11 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import select
 import signal
 import sys
 import termios
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -39,20 +39,13 @@ def terminal(folder):
     control, screen = os.openpty()
     fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
 
-    def close():
+    def read_then_close():  # in one thread: another file may have the number of the closed one at once
         while not (folder / "train_log.txt").exists():
-            time.sleep(0.01)
+            if select.select([control], [], [], 0.01)[0]:
+                os.read(control, 1000)
         os.close(control)
 
-    def read():
-        while True:
-            try:
-                os.read(control, 1000)
-            except OSError:
-                return
-
-    threading.Thread(target=read, daemon=True).start()
-    threading.Thread(target=close, daemon=True).start()
+    threading.Thread(target=read_then_close, daemon=True).start()
     return [screen, screen]
 
 

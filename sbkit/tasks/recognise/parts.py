@@ -88,7 +88,8 @@ def _levels_kept(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
         findings.warning(
             "loud-silence", node.place, node.key, "each utterance is normalised by itself, so silence is as loud as "
             "speech, and none is trained on: the model will write words where nobody speaks",
-            "use GlobalNorm and nonspeech, as hparams/ctc.yaml does, or at least nonspeech")
+            "add nonspeech, as hparams/ctc.yaml has it; GlobalNorm, as in hparams/streaming.yaml, keeps the level "
+            "besides")
     return True
 
 
