@@ -67,7 +67,16 @@ _TRAINED = (
 )
 
 CHECKS: tuple[Check, ...] = (
-    # What kernels compute, and that training with them converges.
+    # What decides where the rest of the work goes.
+    Check("step", "where a step's time goes, and steps replayed as graphs", ".step:check", 100, (
+        Expect("launch", "host time of a launch", "below 20 µs"),
+        *(Expect(f"{name}_{key}", f"{title}: {what}", expected) for name, title in (
+            ("flagship", "the flagship, 22 x 5.52 s"), ("large", "large.yaml with CTC alone, 90 x 5.52 s"))
+          for key, what, expected in (
+            ("equal", "losses of captured steps", "within 0.1 % of steps without graphs"),
+            ("time", "a captured step", "at most 3 ms of host, faster than without"))),
+        Expect("mfu", "model FLOPs utilisation of a captured step of large.yaml", f"at least {100 * MIN_MFU:.0f} %"))),
+    # In six minutes: what kernels compute, how fast the large model is, and that training converges.
     Check("kernels", "CTC kernels and sbkit's layers against their references", ".values:kernels", 40, (
         Expect("used", "CTC by sbkit's kernels", "they compile and pass their trial"),
         Expect("losses", "CTC losses of 5, 40, 130, 300 and 1023 labels", "within 1e-4 of torch's"),
@@ -76,23 +85,20 @@ CHECKS: tuple[Check, ...] = (
         Expect("bf16", "the same in bf16", "within 10 % of SpeechBrain's in fp32"),
         Expect("fp16", "the same in fp16", "within 10 % of SpeechBrain's in fp32"),
         Expect("dropout", "dropout of 10 %", "drops 9.5 to 10.5 %, scales the rest by 1/0.9"))),
+    Check("large", "tools/bench/train.py with large.yaml, CTC alone", ".speed:large", 75, (
+        *_STOCK, Expect("mfu", "model FLOPs utilisation of a step", f"at least {100 * MIN_MFU:.0f} %"))),
+    Check("training", "sbkit train with the flagship", ".runs:flagship", 50, _TRAINED),
+    Check("precisions", "sbkit train in bf16 and fp16", ".runs:precisions", 40, (
+        Expect("bf16", "bf16", "loss falls, no step skipped"),
+        Expect("fp16", "fp16, batches of 2000 s", "loss falls, at most 3 steps skipped, none in the last epoch"))),
+    # How fast, and what communication and memory cost.
+    Check("flagship", "tools/bench/train.py with the flagship", ".speed:flagship", 75, _STOCK),
     Check("attention", "attention's kernels by shape", ".values:attention", 50, (
         Expect("finite", "gradients of masked bf16 attention, without cuDNN's", "finite for 24 lengths"),
         Expect("shapes", "a new shape, with cuDNN's attention off and on", "no slower off than on"),
         Expect("heads", "the kernel for the heads of the flagship and of large.yaml", "a fused one", on_null=True),
         Expect("rounding", "steps of new lengths, rounded to nothing, 0.32 s and 1.28 s",
                "the rounding that training chooses within 15 % of the best"))),
-    Check("training", "sbkit train with the flagship", ".runs:flagship", 50, _TRAINED),
-    Check("precisions", "sbkit train in bf16 and fp16", ".runs:precisions", 40, (
-        Expect("bf16", "bf16", "loss falls, no step skipped"),
-        Expect("fp16", "fp16, batches of 2000 s", "loss falls, at most 3 steps skipped, none in the last epoch"))),
-    Check("compiled", "sbkit train compiled, and with CUDA graphs", ".runs:compiled", 175, (
-        Expect("compile", "--compile", "no graph compiled after the first epoch, loss as without"),
-        Expect("graphs", "--graphs true", "loss as without CUDA graphs"))),
-    # How fast, and what communication and memory cost.
-    Check("large", "tools/bench/train.py with large.yaml, CTC alone", ".speed:large", 75, (
-        *_STOCK, Expect("mfu", "model FLOPs utilisation of a step", f"at least {100 * MIN_MFU:.0f} %"))),
-    Check("flagship", "tools/bench/train.py with the flagship", ".speed:flagship", 75, _STOCK),
     Check("memory", "peak memory of a step against the estimate of sbkit check", ".speed:memory", 30, (
         Expect("flagship", "the flagship", "within 15 %", on_null=True),
         Expect("large", "large.yaml", "within 15 %", on_null=True))),
@@ -104,6 +110,9 @@ CHECKS: tuple[Check, ...] = (
     Check("finetune", "tools/bench/finetune.py with an encoder of wav2vec 2.0's base size", ".speed:finetuning", 50, (
         Expect("step", "a step of fine-tuning against SpeechBrain's wrapper and Brain",
                f"at least {FINETUNE_RATIO} times their best precision"),)),
+    Check("compiled", "sbkit train compiled, and with CUDA graphs", ".runs:compiled", 175, (
+        Expect("compile", "--compile", "no graph compiled after the first epoch, loss as without"),
+        Expect("graphs", "--graphs true", "loss as without CUDA graphs"))),
     # What is proven without a card, too.
     Check("ship", "sbkit export, transcribe and the engine on the card", ".runs:ship", 130, (
         Expect("export", "sbkit export", "a bundle whose formats agree", on_null=True),

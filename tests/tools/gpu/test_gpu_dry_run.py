@@ -100,7 +100,7 @@ def test_without_a_card_it_says_so(capsys, monkeypatch):
 def test_a_check_that_does_not_exist_is_named(capsys):
     with pytest.raises(SystemExit):
         gpu.main(["--dry-run", "--only", "kernel"])
-    assert "there is no check kernel; choose from kernels," in capsys.readouterr().err
+    assert "there is no check kernel; choose from step,kernels," in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [[], ["--dry-run", "--only", "kernels"]])
