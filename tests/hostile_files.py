@@ -74,7 +74,8 @@ def of_json(rng: random.Random, text: bytes) -> bytes:
         elif kind == 2 and isinstance(value, (int, float)) and not isinstance(value, bool):
             parent[key] = value * rng.choice((-1, 2, 10, 1000, 10**6, 10**9)) + rng.choice((0, 1, -1))
         elif kind == 3 and isinstance(value, (list, str)) and value:
-            parent[key] = rng.choice((value * 2, value[1:], value[::-1], value * (10**6 // len(value)), value[:1]))
+            times = max(2, 10**6 // len(json.dumps(value)))  # what has the memory of this process is not the reader
+            parent[key] = rng.choice((value * 2, value[1:], value[::-1], value * times, value[:1]))
         elif kind == 4:
             other, its = rng.choice(places)
             parent[key] = json.loads(json.dumps(other[its])) if its in other or isinstance(its, int) else None
