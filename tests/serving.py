@@ -26,8 +26,9 @@ from websockets.sync.client import connect
 from sbkit.serve import connection, registry
 from sbkit.serve.access import ApiKeys
 from sbkit.serve.app import State, make_app
+from sbkit.serve.corrections import Corrections
 from sbkit.serve.decoders import Decoders
-from sbkit.serve.limits import Limits
+from sbkit.serve.limits import MEGABYTE, Limits
 from sbkit.serve.served import BundleOptions
 from sbkit.serve.server import bind
 
@@ -109,9 +110,10 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=True, hosts=None, proxies=(),
-            device="cpu", **options):
+            device="cpu", corrections=None, **options):
     """A server around the bundle that lies in ``folder``, or around those of a dictionary by name."""
-    state = State(limits or Limits(decoders=1))
+    limits = limits or Limits(decoders=1)
+    state = State(limits, corrections and Corrections(corrections, int(limits.max_corrections_mb * MEGABYTE)))
     state.connection_limit = connection.ConnectionLimit(state.limits.max_connections, state.limits.client_share,
                                                    state.metrics)
     if loaded:
@@ -135,6 +137,8 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
         if loaded:
             state.decoders.close()
             state.registry.close()
+        if corrections:
+            state.corrections.close()
 
 
 def started(*command, env=None):

@@ -15,6 +15,9 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="BUNDLE, named after its folder, or NAME=BUNDLE; several are served side by side")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--corrections", type=Path, metavar="FOLDER",
+                        help="keep recordings there whose words people correct on the page, as a corpus for training; "
+                             "whoever can use this server can add to it (default: nothing is kept)")
     add_model(parser)
     parser.add_argument("--batch-seconds", type=above, metavar="S",
                         help="seconds of audio in one batch, padding included")

@@ -29,10 +29,12 @@ from sbkit.serve import clients, form, metrics, replies
 from sbkit.serve.access import REQUEST_ID, AccessControl, ApiKeys, Hosts
 from sbkit.serve.backlog import Work
 from sbkit.serve.connection import ConnectionLimit
+from sbkit.serve.corrections import MAX_SECONDS as MAX_CORRECTED_SECONDS
+from sbkit.serve.corrections import Corrections
 from sbkit.serve.decoders import Decoders, Wave
 from sbkit.serve.disk import Disk, DiskReservation
 from sbkit.serve.errors import ApiError, failed, invalid, not_ready, refused_for, stopping, too_large
-from sbkit.serve.form import Form, OutputsForm
+from sbkit.serve.form import CorrectionForm, Form, OutputsForm
 from sbkit.serve.limits import Limits
 from sbkit.serve.live import LiveSessions
 from sbkit.serve.metrics import Metrics
@@ -47,13 +49,14 @@ _CLIENT_LEFT = 499  # never sent, only counted
 _DECODED = object()
 _FORM_BYTES = 1 << 16  # of a form for boundaries and short fields, in addition to the file
 _MAX_NUMBERS = 1_000_000  # in a JSON response
+_TRANSCRIPTIONS, _CORRECTIONS = "/v1/audio/transcriptions", "/v1/audio/corrections"
 
 
 class State:
     """State shared by the routes. ``registry`` and ``decoders`` are set once they are loaded and warm."""
 
-    def __init__(self, limits: Limits):
-        self.limits, self.metrics = limits, Metrics()
+    def __init__(self, limits: Limits, corrections: Corrections | None = None):
+        self.limits, self.metrics, self.corrections = limits, Metrics(), corrections
         self.live_sessions = LiveSessions(limits, self.metrics)
         self.disk = Disk(limits.disk_bytes, limits.client_share)
         self.registry: Registry | None = None
@@ -115,7 +118,11 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
         return PlainTextResponse(state.metrics.text(), media_type=metrics.CONTENT_TYPE)
 
     async def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [each.listed for each in state.loaded()]})
+        data = [each.listed for each in state.loaded()]
+        for each in data if state.corrections is not None else ():
+            if _TRANSCRIPTIONS in each["endpoints"]:
+                each["endpoints"] = [*each["endpoints"], _CORRECTIONS]
+        return JSONResponse({"object": "list", "data": data})
 
     async def model(request: Request) -> Response:
         any_kind = state.loaded().find(request.path_params["name"], Served)  # type: ignore[type-abstract]  # never made
@@ -139,6 +146,16 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
         with _uploaded(state, slots, request) as (upload, context, reservation, _):
             parsed = await context.read(form.read(upload, form.outputs, state.loaded))
             return await anext(context.stream(lambda _: _outputs(state, parsed, reservation, context),
+                                              parsed.served.batcher.backlog))
+
+    async def correct(request: Request) -> Response:
+        kept = _kept(state)
+        if request.method == "DELETE":
+            await asyncio.to_thread(kept.delete, request.path_params["id"])
+            return JSONResponse({"id": request.path_params["id"], "deleted": True})
+        with _uploaded(state, slots, request) as (upload, context, reservation, _):
+            parsed = await context.read(form.read(upload, form.correction, state.loaded))
+            return await anext(context.stream(lambda _: _correct(state, kept, parsed, reservation, context),
                                               parsed.served.batcher.backlog))
 
     async def speech(request: Request) -> Response:
@@ -165,7 +182,8 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
     app = Starlette(routes=[
         Route("/", index), Route("/health", health), Route("/ready", ready), Route("/metrics", prometheus),
         Route("/v1/models", models), Route("/v1/models/{name}", model), Route("/v1/audio/voices", voices),
-        Route("/v1/audio/transcriptions", transcriptions, methods=["POST"]),
+        Route(_TRANSCRIPTIONS, transcriptions, methods=["POST"]), Route(_CORRECTIONS, correct, methods=["POST"]),
+        Route(f"{_CORRECTIONS}/{{id}}", correct, methods=["DELETE"]),
         Route("/v1/audio/outputs", outputs, methods=["POST"]), Route("/v1/audio/speech", speech, methods=["POST"]),
         WebSocketRoute("/v1/audio/live", live), WebSocketRoute("/{path:path}", unknown_socket),
     ], lifespan=lifespan, exception_handlers=_error_handlers(state))
@@ -215,9 +233,29 @@ def _outputs(state: State, parsed: OutputsForm, reservation: DiskReservation, co
     return JSONResponse({"model": served.name, **output.facts()})
 
 
+def _kept(state: State) -> Corrections:
+    if state.corrections is None:
+        error = invalid("this server keeps no corrections; sbkit serve --corrections FOLDER does", code="unknown_url")
+        error.status = 404
+        raise error
+    return state.corrections
+
+
+def _correct(state: State, kept: Corrections, parsed: CorrectionForm, reservation: DiskReservation,
+             context: RequestContext) -> Response:
+    """Keep a recording and its words, in a thread."""
+    rate = parsed.served.config.sample_rate
+    with _decoded(state, parsed, reservation, context) as (wave, _):
+        if wave.samples > MAX_CORRECTED_SECONDS * rate:
+            raise invalid(f"the recording has {wave.samples / rate:.1f} s, and a correction is of at most "
+                          f"{MAX_CORRECTED_SECONDS:g} s: cut it at a pause", "file", "invalid_audio")
+        return JSONResponse(kept.save(np.concatenate(list(wave.blocks())), rate, parsed.text, heard=parsed.heard,
+                                      model=parsed.served.name))
+
+
 @contextlib.contextmanager
-def _decoded(state: State, parsed: Form | OutputsForm, reservation: DiskReservation, context: RequestContext,
-             ) -> Iterator[tuple[Wave, Work]]:
+def _decoded(state: State, parsed: Form | OutputsForm | CorrectionForm, reservation: DiskReservation,
+             context: RequestContext) -> Iterator[tuple[Wave, Work]]:
     """Decode a request's upload, and release it; hold the samples and their share of the model's work for the block."""
     served = parsed.served
     with contextlib.closing(context.work(served.batcher.backlog)) as work:

@@ -27,6 +27,7 @@ _STREAMABLE = ("json", "text")
 _FIELDS = frozenset({"file", "model", "language", "prompt", "response_format", "temperature", "stream",
                     "timestamp_granularities", "chunking_strategy"})
 _OUTPUTS_FIELDS = frozenset({"file", "model", "response_format"})
+_CORRECTION_FIELDS = frozenset({"file", "model", "text", "heard"})
 _MAX_FIELDS, _FIELD_BYTES = 32, 1 << 16
 _TYPE_BYTES, _HEADER_BYTES = 256, 1 << 12  # of the content type, and of the headers of all parts together
 _PIECE_BYTES = 1 << 13  # bytes that are parsed before other requests have their turn
@@ -57,8 +58,21 @@ class OutputsForm:
     """Whether the first output is requested as a WAV file."""
 
 
+@dataclass
+class CorrectionForm:
+    """A valid request to keep the words of a recording."""
+
+    upload: IO[bytes]
+    """The upload, closed by the caller."""
+    served: ServedModel
+    text: str
+    heard: str | None
+    """What the model recognised."""
+
+
 async def read(request: Request, kind: Callable[[FormData, Registry], F], registry: Callable[[], Registry]) -> F:
-    """Read a form, and check it as one of a kind: :func:`transcription` or :func:`outputs`."""
+    """Read a form, and check it as one of a kind: :func:`transcription`, :func:`outputs` or
+    :func:`correction`."""
     headers = _headers(request.headers.get("content-type", ""))
     try:
         with disk_errors_as_api_error():
@@ -121,6 +135,11 @@ def outputs(form: FormData, registry: Registry) -> OutputsForm:
     if kind not in ("json", "wav"):
         raise invalid(f"response_format {kind[:40]!r} must be json or wav", "response_format", "unsupported_value")
     return OutputsForm(_file(form), served, kind == "wav")
+
+
+def correction(form: FormData, registry: Registry) -> CorrectionForm:
+    served = _model(registry, ServedModel, form, _CORRECTION_FIELDS)
+    return CorrectionForm(_file(form), served, _text(form, "text") or "", _text(form, "heard"))
 
 
 def _model(registry: Registry, kind: type[S], form: FormData, known: frozenset[str]) -> S:

@@ -20,7 +20,7 @@ from typing import Any
 from sbkit.errors import SbkitError
 from sbkit.serve import access
 from sbkit.serve.access import ApiKeys, Hosts, loopback
-from sbkit.serve.limits import Limits
+from sbkit.serve.limits import MEGABYTE, Limits
 from sbkit.serve.served import BundleOptions
 
 KEY_VARIABLE = "SBKIT_API_KEY"
@@ -37,6 +37,7 @@ class ServeRequest(BundleOptions):
     """What to serve, and how.
 
     bundles : ``BUNDLE`` or ``NAME=BUNDLE``
+    corrections : folder in which to keep recordings whose words people correct; None: keep none
     api_key_file : file of keys, one per line; SBKIT_API_KEY in the environment adds one
     allow_origins : origins of web pages elsewhere that may use this server
     allow_hosts : further host names of the server
@@ -47,6 +48,7 @@ class ServeRequest(BundleOptions):
     bundles: Sequence[str]
     host: str = "127.0.0.1"
     port: int = 8000
+    corrections: Path | None = None
     api_key_file: Path | None = None
     allow_origins: Sequence[str] = ()
     allow_hosts: Sequence[str] = ()
@@ -121,9 +123,11 @@ class _Server:
 
         from sbkit.serve import connection
         from sbkit.serve.app import State, make_app
+        from sbkit.serve.corrections import Corrections
 
         self._request, self._bundles, self._listening = request, bundles, listening
-        self.state = State(request.limits)
+        self.state = State(request.limits, None if request.corrections is None else Corrections(
+            request.corrections, int(request.limits.max_corrections_mb * MEGABYTE)))
         maximum, backlog = connection.connection_budget(request.limits)
         if maximum < request.limits.max_connections:
             print(f"at most {maximum} connections can be open, because of the limit of open files (ulimit -n)",
@@ -161,7 +165,7 @@ class _Server:
             for each, handler in before.items():
                 signal.signal(each, handler)
             loading.join()  # Python's end aborts the process while another thread loads a model; the watchdog bounds it
-            for held in (self.state.decoders, self.state.registry):
+            for held in (self.state.decoders, self.state.registry, self.state.corrections):
                 if held is not None:
                     held.close()
             if self._watchdog is not None and not any(map(_blocks_exit, threading.enumerate())):

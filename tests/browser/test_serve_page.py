@@ -1,6 +1,7 @@
 """The server's page in a real browser: a file and a microphone become words, on a screen and on a phone."""
 
 import base64
+import json
 import time
 
 import bundles
@@ -89,6 +90,62 @@ def test_a_file_that_is_no_audio_is_told_in_words(browser, server):
     assert browser.run("typeof window.hacked") == "undefined"
     drop(browser, encoded(serving.wav("again")), "b.wav")
     assert browser.run(WAIT % "document.getElementById('words').innerText === 'again'")
+
+
+@pytest.fixture
+def correcting(tmp_path):
+    """A server that keeps what people correct, and where."""
+    with serving.serving(bundles.make(tmp_path / "level"), corrections=tmp_path / "kept") as server:
+        yield server, tmp_path / "kept" / "corrections.jsonl"
+
+
+def press(browser, key, code, **how):
+    for kind in ("keyDown", "keyUp"):
+        browser.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **how)
+
+
+WORDS = "[...document.querySelectorAll('#fields input')].map((each) => each.value)"
+HELD = "document.activeElement.id || document.activeElement.parentElement.id"
+
+
+def test_words_are_corrected_heard_saved_and_deleted_by_keyboard_alone(browser, correcting, tmp_path):
+    server, rows = correcting
+    opened(browser, server)
+    drop(browser, encoded(serving.wav("good people")), "talk.wav")
+    assert browser.run(WAIT % "!document.getElementById('correct').hidden")
+    assert browser.run(WORDS) == ["good", "people"]
+    while browser.run(HELD) != "fields":
+        press(browser, "Tab", 9)
+    browser.send("Input.insertText", text="kind")
+    press(browser, "Enter", 13, text="\r")
+    assert browser.run(WAIT % "said.played.length > 0 && said.paused"), "the word was heard, and no more"
+    assert browser.run("said.currentTime < said.duration")
+    press(browser, "Tab", 9)
+    browser.send("Input.insertText", text="old people")
+    press(browser, "Enter", 13, modifiers=2)
+    assert browser.run(WAIT % "document.getElementById('correct-state').innerText.startsWith('Saved')")
+    [row] = map(json.loads, rows.read_text().splitlines())
+    assert (row["text"], row["heard"]) == ("kind old people", "good people")
+    browser.picture(tmp_path / "page.png")
+    while browser.run(HELD) != "forget":
+        press(browser, "Tab", 9)
+    press(browser, "Enter", 13, text="\r")
+    assert browser.run(WAIT % "document.getElementById('correct-state').innerText.startsWith('Deleted')")
+    assert rows.read_text() == ""
+    quiet(browser, server.url, "blob:")
+
+
+def test_what_was_spoken_can_be_corrected_too(browser, correcting):
+    speak(browser, correcting[0])
+    assert browser.run(WAIT % "!document.getElementById('correct').hidden")
+    assert browser.run(WAIT % "said.duration > 1") and browser.run(WORDS)
+
+
+def test_without_a_folder_for_them_nothing_is_corrected(browser, server):
+    opened(browser, server)
+    drop(browser, encoded(serving.wav("good people")), "talk.wav")
+    assert browser.run(WAIT % "document.getElementById('state').innerText.startsWith('talk.wav: ')")
+    assert browser.run("document.getElementById('correct').hidden")
 
 
 LINES = "document.getElementById('words').innerText.split('\\n').filter(Boolean)"

@@ -1,0 +1,93 @@
+"""Corrections: recordings with the words that people say were spoken, kept in a folder that is a corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+
+from sbkit.data.lock import Lock
+from sbkit.errors import SbkitError
+from sbkit.serve.errors import ApiError, invalid, no_room
+from sbkit.serve.limits import MEGABYTE
+from sbkit.system.console import atomic_write
+
+#: The longest recording that is corrected as one: longer ones are left out of training by most recipes.
+MAX_SECONDS = 30.0
+MAX_CHARACTERS = 2000
+
+
+class Corrections:
+    """A folder with ``corrections.jsonl``, which ``--data_folder`` takes, and its recordings in ``clips``.
+
+    A recording is one row, however often it is corrected: the last words count.
+
+    max_bytes : the most that its recordings may take together
+    """
+
+    def __init__(self, folder: Path, max_bytes: int):
+        self._list, self._clips, self._max_bytes = folder / "corrections.jsonl", folder / "clips", max_bytes
+        try:
+            self._clips.mkdir(parents=True, exist_ok=True)
+            self._lock = Lock(folder)
+            lines = self._list.read_text(encoding="utf-8").splitlines() if self._list.exists() else []
+            self._rows: dict[str, dict[str, Any]] = {row["id"]: row for row in map(json.loads, lines)}
+            self._bytes = sum(path.stat().st_size for path in self._clips.glob("*.wav"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SbkitError(f"--corrections {folder}: cannot be used: {error}",
+                             hint="name a folder that this server can write, new or made by --corrections") from None
+        if self._lock.acquire() is False:
+            raise SbkitError(f"--corrections {folder}: another server writes there", hint="name another folder")
+        self._writing = threading.Lock()
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def save(self, signal: np.ndarray, rate: int, text: str, **facts: str | None) -> dict[str, Any]:
+        """Keep a recording [S] and its words; return its row."""
+        text = " ".join(text.split())
+        if not text:
+            raise invalid("the text is empty: send the words that were spoken", "text")
+        if len(text) > MAX_CHARACTERS or not text.isprintable():
+            raise invalid(f"the text must have at most {MAX_CHARACTERS} characters, all of them printable", "text")
+        file = io.BytesIO()
+        soundfile.write(file, signal, rate, format="WAV", subtype="PCM_16")
+        data = file.getvalue()
+        name = hashlib.sha256(data).hexdigest()[:20]
+        path = self._clips / f"{name}.wav"
+        row = {"id": name, "audio_filepath": f"clips/{name}.wav", "duration": round(len(signal) / rate, 4),
+               "text": text, **facts, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        with self._writing:
+            if not path.exists() and self._bytes + len(data) > self._max_bytes:
+                raise no_room(f"this server keeps {self._max_bytes // MEGABYTE} MB of corrections, and they are full")
+            try:
+                if not path.exists():
+                    with atomic_write(path, "wb") as out:
+                        out.write(data)
+                    self._bytes += len(data)
+                self._write(self._rows | {name: row})
+            except SbkitError as error:  # of the disk
+                raise no_room(str(error)) from None
+        return row
+
+    def delete(self, name: str) -> None:
+        """Forget a recording and its words."""
+        with self._writing:
+            if name not in self._rows:
+                raise ApiError(404, f"there is no correction {name[:40]!r}", code="not_found")
+            self._write({each: row for each, row in self._rows.items() if each != name})
+            path = self._clips / f"{name}.wav"
+            self._bytes -= path.stat().st_size if path.exists() else 0
+            path.unlink(missing_ok=True)
+
+    def _write(self, rows: dict[str, dict[str, Any]]) -> None:
+        with atomic_write(self._list) as out:
+            out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
+        self._rows = rows

@@ -1,0 +1,103 @@
+"""Corrections: what a client sends is a corpus, and nobody fills the disk, loses a row or reads another's."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import bundles
+import httpx
+import pytest
+import serving
+import soundfile
+
+from sbkit.data.corpus import Corpus
+from sbkit.errors import SbkitError
+from sbkit.serve.corrections import MAX_CHARACTERS, Corrections
+from sbkit.serve.limits import Limits
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return bundles.make(tmp_path_factory.mktemp("corrected") / "level")
+
+
+@pytest.fixture(scope="module")
+def server(bundle, tmp_path_factory):
+    with serving.serving(bundle, corrections=tmp_path_factory.mktemp("kept")) as server:
+        server.folder = tmp_path_factory.getbasetemp() / "kept0"
+        yield server
+
+
+def send(server, said, text, **fields):
+    data = serving.wav(said) if isinstance(said, str) else said
+    return httpx.post(f"{server.base}/audio/corrections", data={"model": "level", "text": text} | fields,
+                      files={"file": ("a.wav", data)}, timeout=60)
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "corrections.jsonl").read_text().splitlines()]
+
+
+def test_what_is_saved_is_a_corpus_that_training_takes(server, tmp_path):
+    for i, text in enumerate(["good people", "birds hear", "hello there"]):
+        found = send(server, text, f"  {text.upper()}  now ", heard=text)
+        assert found.status_code == 200 and found.json()["text"] == f"{text.upper()} now", found.text
+        assert len(rows(server.folder)) == i + 1
+    row = rows(server.folder)[0]
+    signal, rate = soundfile.read(server.folder / row["audio_filepath"])
+    assert rate == bundles.RATE and abs(len(signal) / rate - row["duration"]) < 0.001
+    assert (row["heard"], row["model"]) == ("good people", "level")
+    corpus = Corpus(str(server.folder / "corrections.jsonl"), "en", tmp_path / "manifests", min_duration=0.0)
+    found = corpus.prepare(show_progress=False)
+    assert sorted(text for each in found.values() for text in each.texts) == \
+        ["birds hear now", "good people now", "hello there now"]
+
+
+def test_a_recording_that_is_corrected_again_has_the_last_words_and_can_be_forgotten(server):
+    before = rows(server.folder)
+    with ThreadPoolExecutor(4) as pool:
+        sent = [pool.submit(send, server, "good birds", f"words {i}") for i in range(4)]
+    [name] = {each.result().json()["id"] for each in sent}
+    last = send(server, "good birds", "the last words").json()
+    assert rows(server.folder) == [*before, last] and last["id"] == name
+    gone = httpx.delete(f"{server.base}/audio/corrections/{name}")
+    assert gone.json() == {"id": name, "deleted": True} and rows(server.folder) == before
+    assert not (server.folder / "clips" / f"{name}.wav").exists()
+    assert httpx.delete(f"{server.base}/audio/corrections/{name}").status_code == 404
+
+
+@pytest.mark.parametrize("said, text, fields, status, told", [
+    ("good", " \n ", {}, 400, "the text is empty"), ("good", "a\0b", {}, 400, "all of them printable"),
+    ("good", "a" * (MAX_CHARACTERS + 1), {}, 400, "at most 2000 characters"),
+    (serving.silence(31, format="WAV"), "long", {}, 400, "31.0 s, and a correction is of at most 30 s"),
+    (b"no audio", "words", {}, 400, "Format not recognised"), ("good", "words", {"model": "other"}, 404, "other"),
+    ("good", "words", {"speaker": "me"}, 400, "does not support speaker")])
+def test_what_can_not_be_kept_is_refused_with_the_reason(server, said, text, fields, status, told):
+    before = sorted(server.folder.rglob("*"))
+    found = send(server, said, text, **fields)
+    assert found.status_code == status and told in found.json()["error"]["message"]
+    assert sorted(server.folder.rglob("*")) == before
+
+
+def test_they_have_room_of_their_own_and_no_more(bundle, tmp_path):
+    with serving.serving(bundle, corrections=tmp_path / "kept", limits=Limits(decoders=1, max_corrections_mb=0.05)) \
+            as server:
+        answers = [send(server, text, text) for text in ("good people", "birds hear birds", "people hear good birds")]
+        assert [each.status_code for each in answers][0::2] == [200, 503]
+        assert "corrections, and they are full" in answers[2].json()["error"]["message"]
+        listed = httpx.get(f"{server.base}/models").json()["data"][0]["endpoints"]
+        assert "/v1/audio/corrections" in listed
+    kept = Corrections(tmp_path / "kept", 1 << 20)  # as a server that starts again finds them
+    with pytest.raises(SbkitError, match="another server writes there"):
+        Corrections(tmp_path / "kept", 1 << 20)
+    kept.delete(answers[0].json()["id"])
+    kept.close()
+    (tmp_path / "kept" / "corrections.jsonl").write_text("{}\n")
+    with pytest.raises(SbkitError, match="cannot be used"):
+        Corrections(tmp_path / "kept", 1 << 20)
+
+
+def test_without_a_folder_nothing_is_kept(bundle):
+    with serving.serving(bundle) as server:
+        found = send(server, "good", "words")
+        assert found.status_code == 404 and "sbkit serve --corrections FOLDER does" in found.json()["error"]["message"]
+        assert "/v1/audio/corrections" not in httpx.get(f"{server.base}/models").json()["data"][0]["endpoints"]
