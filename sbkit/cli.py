@@ -58,6 +58,7 @@ COMMANDS = {
     "info": "say what a run or a bundle is: its model, corpus, results and age",
     "lm": "estimate a language model from text, for a search with --lm",
     "report": "write a page about a run: its curves, its errors, what to fix next",
+    "improve": "train a run on with what people corrected, and publish the model if it got better",
     "reproduce": "train a finished run again from its reproduce.json, and compare rows, losses and figures",
     "rerun": "compute a non-finite step again, layer by layer",
     "export": "export a run as a bundle that others can use",
@@ -79,7 +80,7 @@ COMMANDS = {
 #: The commands as the help lists them.
 GROUPS = {
     "data": ("demo-data", "prepare", "shard", "clean", "label", "tokenize", "resynthesize"),
-    "train": ("new", "show", "check", "tune", "train", "rerun", "reproduce", "doctor"),
+    "train": ("new", "show", "check", "tune", "train", "improve", "rerun", "reproduce", "doctor"),
     "evaluate": ("info", "evaluate", "report", "lm"),
     "ship": ("export", "import", "push", "transcribe", "listen", "speak", "enhance", "run", "serve"),
 }

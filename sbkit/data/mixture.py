@@ -69,6 +69,8 @@ class Mixture(Corpus):
 
     #: The columns of batches in addition to those that the task declares.
     tags: ClassVar[Declared] = {"corpus": LabelColumn(), "language": LabelColumn()}
+    #: The part whose train split is divided where it has no other, as a corpus by itself is.
+    divided: ClassVar[str | None] = None
 
     def __init__(self, parts: Mapping[str, Corpus], folder: str | Path = "manifests", *,
                  weights: Mapping[str, float] | None = None, temperature: float | None = None, best_by: str = MEAN,
@@ -140,7 +142,8 @@ class Mixture(Corpus):
         found = {}
         for name, part in self.parts.items():
             try:
-                found[name] = part.prepare(show_progress, (), needs_text, declared)
+                needs = needed if name == self.divided else ()
+                found[name] = part.prepare(show_progress, needs, needs_text, declared)
             except SbkitError as error:
                 raise SbkitError(f"part {name} of the mixture: {error.message}", hint=error.hint) from error
         self.check_splits(found, needed)

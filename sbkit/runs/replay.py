@@ -34,6 +34,8 @@ class Replay(Mixture):
     source : of the old corpus; the folder of a run's manifests comes with that run's language and rules
     """
 
+    divided = NEW
+
     def __init__(self, corpus: Corpus, share: float, source: str | Path):
         options, folder = preparation_options(Path(source)), corpus.folder / OLD
         old = (Prepared if source == folder else Corpus)(

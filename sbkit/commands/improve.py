@@ -1,0 +1,114 @@
+"""``sbkit improve``: train a run on, with what people corrected, and publish the model only if it got better."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+
+from sbkit.commands.options import RUNS_CODE, require_run, share
+from sbkit.errors import SbkitError
+
+NOT_BETTER = 1  # exit code
+#: Words a minute on silence that a model may write, unless it wrote as many before.
+MAX_SILENCE = 1.0
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = RUNS_CODE
+    parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a recogniser's run")
+    parser.add_argument("--with", metavar="CORRECTIONS", dest="corrections", type=Path, required=True,
+                        help="the folder of sbkit serve --corrections, or any list of recordings and texts: a tenth of "
+                             "its sentences is the new test")
+    parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True,
+                        help="the bundle to publish; one that is there is replaced in one step")
+    parser.add_argument("--work", metavar="FOLDER", type=Path,
+                        help="folder for the new run and its scores (RUN-improved-..., another for other corrections)")
+    parser.add_argument("--replay", type=share, default=0.5, metavar="SHARE",
+                        help="share of the run's own training data in each step (0.5)")
+    parser.add_argument("--set", dest="values", action="append", default=[], metavar="KEY=VALUE",
+                        help="a key of the run's hyperparams.yaml for the new run, such as opt_class.lr=0.001 or "
+                             "batching.min_steps=500 (repeatable)")
+
+
+def run(args: argparse.Namespace) -> int:
+    require_run(args.run)
+    kept = args.corrections / "corrections.jsonl"
+    source = kept if kept.is_file() else args.corrections
+    if not source.exists():
+        raise SbkitError(f"--with: there is no {args.corrections}", hint="sbkit serve --corrections FOLDER makes one")
+    for value in args.values:
+        if "=" not in value:
+            raise SbkitError(f"--set {value}: write KEY=VALUE")
+    # Other corrections, other work: the same command resumes, and a new row begins anew from the old model.
+    mark = hashlib.sha256(source.read_bytes() if source.is_file() else str(source.resolve()).encode()).hexdigest()[:8]
+    work = args.work or args.run.with_name(f"{args.run.name}-improved-{mark}")
+
+    from sbkit.system.environment import check_torch, training_command
+
+    check_torch()
+    import torch
+
+    from sbkit.commands.evaluate import evaluate
+    from sbkit.export.bundle import ExportRequest, export
+    from sbkit.infer.bundles import BundleLoader
+    from sbkit.recipe import writing
+    from sbkit.runs import restore
+    from sbkit.runs.evaluation import EvaluateRequest
+    from sbkit.score.behaviour import SILENCE
+    from sbkit.score.old_set import OLD, OldSet
+    from sbkit.score.report import data
+    from sbkit.score.report.page import write_report
+    from sbkit.score.run_files import MANIFESTS, RECIPE
+    from sbkit.score.significance import compare
+    from sbkit.system import processes
+    from sbkit.system.console import atomic_write, table
+
+    new, recipe = work / "run", work / "recipe.yaml"
+    with atomic_write(recipe) as out:
+        out.write(writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve())))
+    # A recipe as it ran has no references left: its corpus is named where it is read.
+    keys = {"init_from": args.run.resolve(), "replay": f"{args.replay:g}", "corpus.source": source.resolve(),
+            **dict.fromkeys(("corpus.splits", "corpus.columns", "corpus.data_root", "corpus.exclude"), "null")}
+    words = [str(recipe), *(f"--{key}={value}" for key, value in keys.items()), *(f"--{value}" for value in args.values),
+             "--no-check"]
+    with processes.child(training_command(words, max(1, torch.cuda.device_count()))) as training:
+        code = training.wait()
+    if code:
+        raise SbkitError(f"the new run ended with code {code}: {new}", exit_code=1,
+                         hint="its messages above say why; the same command resumes it")
+
+    scores = {}
+    for name, scored in ("before", args.run), ("after", new):
+        out = work / name
+        evaluate(EvaluateRequest(scored, on=str((new / MANIFESTS / "new" / "test.csv").resolve()), name="new", out=out,
+                                 behaviour=True))
+        scores[name] = data.read(next(out.glob("new-*")))
+    before, after = scores["before"].results, scores["after"].results
+    assert before is not None and after is not None, "they were just written"
+    of_new = compare(before.words, after.words)
+    silence = [each.scored["behaviour"][SILENCE] for each in scores.values()]
+    old, now = OldSet.read(new), data.read(new).parts[OLD].words.rate
+    assert old is not None, "training with replay wrote it"
+    page = write_report(scores["after"].folder, against=scores["before"].folder)
+
+    why_not = []
+    if not (of_new.better and of_new.significant):
+        why_not.append(f"the new test is not surely better ({of_new.low:+.2f} to {of_new.high:+.2f} points on "
+                       f"{len(after.words.ids)} utterances): correct more recordings")
+    if old.is_worse(now):
+        why_not.append(f"{old.describe(now)}: a larger --replay keeps more of it")
+    if silence[1] > max(MAX_SILENCE, silence[0]):
+        why_not.append(f"it writes {silence[1]:.1f} words a minute where nobody speaks: train with nonspeech")
+    low, high = old.interval
+    print(table(["", "before", "after", ""], [
+        ["new test, WER %", f"{of_new.rate_a:.2f}", f"{of_new.rate_b:.2f}", str(of_new)],
+        ["old test, WER %", f"{old.before:.2f} ({low:.2f} to {high:.2f})", f"{now:.2f}",
+         "worse" if old.is_worse(now) else "not worse"],
+        ["silence, words a minute", *(f"{each:.1f}" for each in silence), ""]]))
+    print(f"what changed, to hear: {page}")
+    if why_not:
+        print(f"not published, {args.to} is as it was:", *why_not, sep="\n  ", file=sys.stderr)
+        return NOT_BETTER
+    return export(ExportRequest(new, args.to, force=True), BundleLoader())

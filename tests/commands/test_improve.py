@@ -1,0 +1,65 @@
+"""``sbkit improve``: a run goes on with corrections, and only a model that is surely better is published."""
+
+import json
+
+import processes
+import pytest
+from processes import ROOT
+from run_folders import corpus
+
+from sbkit.cli import main
+
+SMALL = ("--no-check --noprogressbar --d_model 48 --nhead 2 --num_encoder_layers 2 --d_ffn 96 --cnn_channels 8 "
+         "--cnn_first_channels 8 --number_of_epochs 6 --min_steps 200 --precision fp32 --num_workers 0").split()
+LITTLE = ("--no-check --noprogressbar --d_model 16 --nhead 2 --num_encoder_layers 1 --d_ffn 16 --cnn_channels 4 "
+          "--cnn_first_channels 4 --number_of_epochs 1 --min_steps 0 --precision fp32 --num_workers 0 --language en "
+          "--max_batch_seconds 10 --step_seconds 10").split()
+
+
+@pytest.mark.parametrize("words, told", [
+    (["nowhere", "--with", "{data}"], "nowhere"), (["{run}", "--with", "nowhere"], "--with: there is no nowhere"),
+    (["{run}", "--with", "{data}", "--set", "lr"], "--set lr: write KEY=VALUE")])
+def test_mistakes_are_told_before_anything_is_trained(words, told, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hyperparams.yaml").write_text("output_folder: here\n")
+    given = [word.format(data=tmp_path, run=tmp_path / "run") for word in words]
+    assert main(["improve", *given, "--to", str(tmp_path / "bundle")]) == 2
+    assert told in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_what_is_not_surely_better_is_not_published(tmp_path):
+    corpus(tmp_path / "data", train=24, dev=4, test=4, longer=3)
+    corpus(tmp_path / "more", train=30, longer=3)
+    processes.sbkit("train", ROOT / "hparams" / "ctc.yaml", *LITTLE, "--data_folder", "data", "--output_folder", "run",
+                    cwd=tmp_path)
+    words = ["improve", "run", "--with", "more/train.csv", "--to", "bundle", "--set", "opt_class.lr=0"]
+    done = processes.sbkit(*words, cwd=tmp_path, code=1)
+    assert "not published, bundle is as it was:" in done.stderr and "the new test is not surely better" in done.stderr
+    assert "old test, WER %" in done.stdout and not (tmp_path / "bundle").exists()
+    [work] = tmp_path.glob("run-improved-*")
+    steps = len((work / "run" / "metrics.jsonl").read_text().splitlines())
+    processes.sbkit(*words, cwd=tmp_path, code=1)  # goes on where it ended
+    assert len((work / "run" / "metrics.jsonl").read_text().splitlines()) <= steps + 2
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_corrections_make_a_model_better_and_it_is_published(tmp_path):
+    for name, hours, seed in ("old", 0.12, 1), ("new", 0.12, 2):
+        processes.sbkit("demo-data", name, "--hours", hours, "--seed", seed, cwd=tmp_path)
+    processes.sbkit("train", ROOT / "hparams" / "ctc.yaml", *SMALL, "--data_folder", "old/en", "--output_folder", "run",
+                    cwd=tmp_path)
+    lines = (tmp_path / "new" / "en" / "train.tsv").read_text().splitlines()
+    names = lines[0].split("\t")
+    rows = [dict(zip(names, line.split("\t"), strict=True)) for line in lines[1:]]
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "corrections.jsonl").write_text("".join(json.dumps(
+        {"audio_filepath": str(tmp_path / "new" / "en" / "clips" / row["path"]), "text": row["sentence"]}) + "\n"
+        for row in rows))
+    done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", "--set", "opt_class.lr=0.002", "--set",
+                           "batching.min_steps=300", cwd=tmp_path)
+    assert "Significantly better" in done.stdout and "not worse" in done.stdout
+    assert (tmp_path / "bundle" / "config.json").exists()
