@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     # A recipe as it ran has no references left: its corpus is named where it is read.
     keys = {"init_from": args.run.resolve(), "replay": f"{args.replay:g}", "corpus.source": source.resolve(),
             **dict.fromkeys(("corpus.splits", "corpus.columns", "corpus.data_root", "corpus.exclude"), "null")}
-    words = [str(recipe), *(f"--{key}={value}" for key, value in keys.items()), *(f"--{value}" for value in args.values),
-             "--no-check"]
+    words = [str(recipe), "--no-check", *(f"--{key}={value}" for key, value in keys.items()),
+             *(f"--{value}" for value in args.values)]
     with processes.child(training_command(words, max(1, torch.cuda.device_count()))) as training:
         code = training.wait()
     if code:
