@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import io
 import json
 import os
 import pickle
+import pickletools
 import stat
 import sys
 import zipfile
@@ -22,6 +24,7 @@ from sbkit.system.environment import check_torch
 #: No text compresses better than this (a language model's to a fifth), except small files.
 _MAX_PACKED, _PACKED_ANYHOW = 50, 16 << 20
 _MAX_ZEROS = 1 << 20
+_MAX_NAME = 1000  # characters of a class that a pickle names
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -116,6 +119,7 @@ def load_tensors(path: str | os.PathLike[str], device: Any = "cpu", mmap: bool =
     import torch
 
     check_torch(torch.__version__)
+    _refuse_long_names(path)
     try:
         return torch.load(path, map_location=device, weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     except (OSError, pickle.UnpicklingError):
@@ -124,6 +128,28 @@ def load_tensors(path: str | os.PathLike[str], device: Any = "cpu", mmap: bool =
         if is_out_of_memory(error):
             raise
         raise ValueError(summary(error)) from error
+
+
+def _refuse_long_names(path: str | os.PathLike[str]) -> None:
+    """Raise for a pickle that names a class of more than a thousand characters.
+
+    torch searches its message of such a class in a time that grows with the square of the name: hours for a megabyte.
+    """
+    named = ""
+    # What else is wrong with a file is torch's to say.
+    with contextlib.ExitStack() as opened, contextlib.suppress(Exception):
+        if zipfile.is_zipfile(path):
+            archive = opened.enter_context(zipfile.ZipFile(path))
+            pickles = [opened.enter_context(archive.open(name)) for name in archive.namelist()
+                       if name.endswith("data.pkl")]
+        else:  # of torch before 1.6: one behind the other
+            pickles = [opened.enter_context(open_regular(path))] * 5
+        for each in pickles:
+            for operation, value, _ in pickletools.genops(each):
+                if operation.name in ("GLOBAL", "INST") and len(str(value)) > _MAX_NAME:
+                    named = str(value)
+    if named:
+        raise pickle.UnpicklingError(f"GLOBAL {named[:_MAX_NAME]}")
 
 
 def standard_input(what: str, hint: str) -> TextIO:

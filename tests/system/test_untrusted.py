@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gzip
 import io
 import os
+import pickle
 import struct
 import sys
 import threading
+import time
 import zipfile
 from types import SimpleNamespace
 
@@ -141,3 +144,22 @@ def test_nothing_is_unpickled_by_a_torch_that_a_file_could_corrupt(tmp_path, mon
     for read in readers:
         with pytest.raises(SbkitError, match=r"torch 2\.9\.1\+cpu is too old: before 2\.10"):
             read(tmp_path / "model.ckpt")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_class_of_a_million_characters_is_refused_at_once(zipped, tmp_path):
+    """torch would search its own message of it for hours."""
+    path = tmp_path / "a.pt"
+    torch.save({"a": collections.OrderedDict()}, path, _use_new_zipfile_serialization=zipped)
+    if zipped:
+        with zipfile.ZipFile(path) as archive:
+            members = {each: archive.read(each) for each in archive.namelist()}
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, data in members.items():
+                archive.writestr(name, data.replace(b"OrderedDict", b"x" * 10**6))
+    else:
+        path.write_bytes(path.read_bytes().replace(b"OrderedDict", b"x" * 10**6))
+    began = time.monotonic()
+    with pytest.raises(pickle.UnpicklingError, match=r"GLOBAL collections x{900}"):
+        untrusted.load_tensors(path)
+    assert time.monotonic() - began < 5

@@ -404,7 +404,7 @@ def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each fam
     kind = settings.config.get("model_type")
     known = ("wav2vec2", "hubert", "wavlm", "wav2vec2-bert", "whisper", "parakeet_encoder", "lasr_encoder")
     if kind not in known:
-        problem = f"is of an unknown kind ({kind})" if kind else "has no model_type in its config.json"
+        problem = f"is of an unknown kind ({shown(kind)})" if kind else "has no model_type in its config.json"
         raise SbkitError(f"the pretrained source {settings.source} {problem}",
                          hint=f"sbkit knows {', '.join(known)}; XLS-R and MMS are wav2vec2")
     if settings.sample_rate != _RATE:

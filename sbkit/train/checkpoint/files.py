@@ -255,4 +255,4 @@ def _archive_damage(file: Path) -> str | None:
             broken = archive.testzip()
     except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error) as error:
         return f"{file.name} is cut off or damaged ({error})"
-    return f"{file.name} is damaged (at {broken})" if broken else None
+    return f"{file.name} is damaged (at {shown(broken)})" if broken else None

@@ -184,7 +184,7 @@ def without_a_layer(folder):
     (without_a_layer, r"lacks 16 of the \d+ tensors that its encoder needs: encoder.layers \(16\)"),
     (changed(intermediate_size=48), r"tensors have another shape than its config.json says, such as "
                                     r"encoder.layers.0.feed_forward"),
-    (changed(model_type="bert"), r"is of an unknown kind \(bert\); sbkit knows wav2vec2, hubert, wavlm"),
+    (changed(model_type="bert"), r"is of an unknown kind \('bert'\); sbkit knows wav2vec2, hubert, wavlm"),
     (changed(conv_stride=[5, 2]), r"transformers refuses its config.json"),
     (changed(num_attention_heads=3), r"its config\.json describes no encoder: .*divisible"),
     (config("{}"), r"has no model_type in its config.json"),
