@@ -88,8 +88,9 @@ class Books:
             raise SbkitError(f"{where}: codes must be whole numbers, not {found.dtype}")
         wrong = (found < 0) | (found >= np.array(self.sizes))
         if wrong.any():
-            *position, level = map(int, np.argwhere(wrong)[0])
-            id, others = int(found[(*position, level)]), int(wrong.sum()) - 1
+            index = tuple(map(int, np.argwhere(wrong)[0]))
+            *position, level = index
+            id, others = int(found[index]), int(wrong.sum()) - 1
             place = f"frame {position[-1]}" if len(position) == 1 else f"utterance {position[0]}, frame {position[1]}"
             more = f" ({others} more are out of range)" if others else ""
             raise InvalidCode(
