@@ -12,6 +12,7 @@ import yaml
 
 from sbkit import cli, commands
 from sbkit.cli import COMMANDS, GROUPS, RECIPE_COMMANDS, main
+from sbkit.errors import SbkitError
 from sbkit.recipe import arguments, load
 
 ROOT = Path(__file__).parents[1]
@@ -150,6 +151,13 @@ def test_words_of_a_recipes_command_are_read_as_it_writes_them(given, read, told
     recipe = str(ROOT / "hparams/ctc.yaml")
     assert arguments.read_words([recipe, *given], ["no-run", "as"], {"on": "as"}) == [recipe, *read]
     assert capsys.readouterr().err == told
+
+
+def test_several_unknown_keys_are_refused_at_once_with_each_hint_once():
+    with pytest.raises(SbkitError) as error:
+        arguments.read_words([str(ROOT / "hparams/ctc.yaml"), "--colour", "3", "--torchrun_x", "1"], [], {})
+    assert "--colour: " in error.value.message and "--torchrun_x: " in error.value.message
+    assert error.value.hint == "define that key in the YAML first"
 
 
 @pytest.mark.parametrize(("given", "expected"), [

@@ -88,17 +88,15 @@ class Books:
             raise SbkitError(f"{where}: codes must be whole numbers, not {found.dtype}")
         wrong = (found < 0) | (found >= np.array(self.sizes))
         if wrong.any():
-            raise self._invalid(found, tuple(map(int, np.argwhere(wrong)[0])), int(wrong.sum()), where)
+            index = tuple(map(int, np.argwhere(wrong)[0]))
+            *position, level = index
+            id, others = int(found[index]), int(wrong.sum()) - 1
+            place = f"frame {position[-1]}" if len(position) == 1 else f"utterance {position[0]}, frame {position[1]}"
+            more = f" ({others} more are out of range)" if others else ""
+            raise InvalidCode(
+                f"{where}: {place}, level {level}: id {id} is not in a codebook of {self.sizes[level]} entries{more}",
+                tuple(position), level, id, hint="are they from this codec? special tokens are not codes")
         return found.astype(np.int64)
-
-    def _invalid(self, codes: np.ndarray, index: tuple[int, ...], count: int, where: str) -> InvalidCode:
-        *position, level = index
-        id = int(codes[index])
-        place = f"frame {position[-1]}" if len(position) == 1 else f"utterance {position[0]}, frame {position[1]}"
-        others = f" ({count - 1} more are out of range)" if count > 1 else ""
-        return InvalidCode(
-            f"{where}: {place}, level {level}: id {id} is not in a codebook of {self.sizes[level]} entries{others}",
-            tuple(position), level, id, hint="are they from this codec? special tokens are not codes")
 
     def require(self, found: Books, where: str) -> None:
         """Raise if ``found``, read from ``where``, are other codebooks than these."""

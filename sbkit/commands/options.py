@@ -58,17 +58,16 @@ def require_run(folder: Path) -> None:
 
 def chunk_sizes(text: str) -> tuple[int | None, ...]:
     """Parse milliseconds, or ``whole`` (None), with commas between them."""
-    sizes = [None if part == WHOLE else _milliseconds(part) for part in text.split(",")]
+    sizes: list[int | None] = []
+    for part in text.split(","):
+        try:
+            sizes.append(None if part == WHOLE else count(part))
+        except argparse.ArgumentTypeError:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is neither milliseconds nor {WHOLE}: write 320,{WHOLE}") from None
     if len(set(sizes)) < len(sizes):
         raise argparse.ArgumentTypeError(f"{text!r} names a size twice")
     return tuple(sizes)
-
-
-def _milliseconds(text: str) -> int:
-    try:
-        return count(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither milliseconds nor {WHOLE}: write 320,{WHOLE}") from None
 
 
 def several_of(*known: str) -> Callable[[str], list[str]]:

@@ -182,12 +182,9 @@ def open_files() -> Iterator[MachineFinding]:
     """Check the limit of open files; each batch on its way from a worker uses some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = min(65536, hard) if hard != resource.RLIM_INFINITY else 65536
+    shown = ["no limit" if limit == resource.RLIM_INFINITY else str(limit) for limit in (soft, hard)]
     yield note_if(soft != resource.RLIM_INFINITY and soft < _MIN_OPEN_FILES, "open files",
-                  f"{_limit(soft)} (at most {_limit(hard)})", f"ulimit -n {more}, before a run with many data workers")
-
-
-def _limit(value: int) -> str:
-    return "no limit" if value == resource.RLIM_INFINITY else str(value)
+                  f"{shown[0]} (at most {shown[1]})", f"ulimit -n {more}, before a run with many data workers")
 
 
 def language() -> Iterator[MachineFinding]:
@@ -251,12 +248,9 @@ def as_table(found: Sequence[MachineFinding], width: int = 80) -> str:
         texts += textwrap.wrap(f"-> {each.fix}", room, subsequent_indent="   ") if each.fix else []
         lines.append(f"{each.verdict:{first}}  {each.what:{second}}  {texts[0]}")
         lines += [f"{'':{first + second + 4}}{text}" for text in texts[1:]]
-    return "\n".join([*lines, "", _summary(found)])
-
-
-def _summary(found: Sequence[MachineFinding]) -> str:
     stands, notes = _count(found, IN_THE_WAY), _count(found, NOTE)
-    return f"{stands or 'nothing is'} in the way of sbkit" + (f", {counted(notes, 'note')}" if notes else "")
+    summary = f"{stands or 'nothing is'} in the way of sbkit" + (f", {counted(notes, 'note')}" if notes else "")
+    return "\n".join([*lines, "", summary])
 
 
 def _count(found: Sequence[MachineFinding], verdict: str) -> int:

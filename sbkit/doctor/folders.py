@@ -85,21 +85,16 @@ def output(folder: Path) -> Iterator[MachineFinding]:
         yield MachineFinding("output", f"{folder} can't be written", IN_THE_WAY,
                              "give --output_folder a writable folder")
         return
-    speed, free = _write_speed(disk.nearest_folder(folder)), disk.free(folder)
+    block, written, began = os.urandom(_BLOCK), 0, time.perf_counter()
+    with tempfile.TemporaryFile(dir=disk.nearest_folder(folder), buffering=0) as file:
+        while written < _TEST_BYTES / 4 and time.perf_counter() - began < _SECONDS / 2:
+            written += file.write(block)
+        os.fsync(file.fileno())  # so that these bytes reached the disk
+    speed, free = written / (time.perf_counter() - began), disk.free(folder)
     low = free < _LOW_DISK
     yield note_if(low or speed < _SLOW, "output", f"{folder}: {_gib(free)} free, writes {speed / 1e6:.0f} MB/s",
                   "a checkpoint needs three times its model's size: make room" if low else
                   "checkpoints are slow: use a local disk, or a longer ckpt_interval_minutes")
-
-
-def _write_speed(folder: Path) -> float:
-    """Measure the bytes per second that reach the disk, with a temporary file."""
-    block, written, began = os.urandom(_BLOCK), 0, time.perf_counter()
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        while written < _TEST_BYTES / 4 and time.perf_counter() - began < _SECONDS / 2:
-            written += file.write(block)
-        os.fsync(file.fileno())
-    return written / (time.perf_counter() - began)
 
 
 def time_stamps(run: Path) -> Iterator[MachineFinding]:

@@ -29,18 +29,15 @@ def inspect_library(library: str) -> dict[str, Any]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS,
                               env=helper_process.environment())
-        output, ended = done.stdout, _failure(done)
+        output, ended = done.stdout, ""
+        if done.returncode < 0:
+            ended = f"the process that imported it was ended by {processes.ended_by(-done.returncode)}"
+        elif done.returncode:
+            ended = (done.stderr.strip().splitlines() or ["it ended without a message"])[-1]
     except subprocess.TimeoutExpired as late:
         output, ended = (late.stdout or b"").decode(errors="replace"), f"no answer within {_SECONDS} s"
     lines = (json.loads(line) for line in output.splitlines() if line.startswith('["'))
     return {"ended": ended, **dict(lines)}
-
-
-def _failure(done: subprocess.CompletedProcess[str]) -> str:
-    """Describe why the process ended early; empty if it did not."""
-    if done.returncode < 0:
-        return f"the process that imported it was ended by {processes.ended_by(-done.returncode)}"
-    return "" if not done.returncode else (done.stderr.strip().splitlines() or ["it ended without a message"])[-1]
 
 
 def _torch() -> dict[str, Any]:

@@ -79,7 +79,7 @@ def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str
     if unknown := sorted(present - declared):
         told = [unknown_key(words[0], key, None, [*there, *declared, *own.values()]) for key in unknown]
         raise SbkitError("; ".join(f"--{key}: {each[0]}" for key, each in zip(unknown, told, strict=True)),
-                         hint="; ".join(hint for _, hint in told))
+                         hint="; ".join(dict.fromkeys(hint for _, hint in told)))
     return read
 
 

@@ -200,14 +200,10 @@ def _name(target: object) -> str:
 def _first(error: BaseException) -> str:
     statement = ""
     if isinstance(error, AssertionError) and not str(error).strip():  # the asserted statement explains it
-        statement = _statement(traceback.extract_tb(error.__traceback__)[-1])
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        lines, statement = linecache.getlines(frame.filename)[(frame.lineno or 1) - 1:][:20], frame.line or ""
+        for end in range(1, len(lines) + 1):  # it may span several lines
+            with contextlib.suppress(SyntaxError):
+                statement = ast.unparse(ast.parse(textwrap.dedent("".join(lines[:end]))))
+                break
     return statement or first_line(error)
-
-
-def _statement(frame: traceback.FrameSummary) -> str:
-    """The source of the statement at a traceback's line, which may span several lines."""
-    lines = linecache.getlines(frame.filename)[(frame.lineno or 1) - 1:][:20]
-    for end in range(1, len(lines) + 1):
-        with contextlib.suppress(SyntaxError):
-            return ast.unparse(ast.parse(textwrap.dedent("".join(lines[:end]))))
-    return frame.line or ""

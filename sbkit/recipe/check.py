@@ -130,8 +130,15 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
             traced.task.check_outputs(traced, findings)
             start = traced.task.check_start(traced, findings)
         _check_corpus(built, traced.task, findings, starting)
-        _check_augment(built, findings, starting)
-        labels, note = _check_prepared(traced, findings) if not starting else (None, "")
+        for stage in getattr(built.hparams.get("augment"), "stages", []):  # folders of noise and impulse responses
+            try:
+                if hasattr(stage, "files"):
+                    stage.files.check()
+            except SbkitError as error:
+                node = built.origin(stage) or built.nodes["augment"]
+                folder = node.value.get("folder", node) if isinstance(node.value, dict) else node
+                _add_missing("no-recordings", folder.source or folder, error, findings, starting)
+        labels, note = (None, "") if starting else _check_prepared(traced, findings)
         if traced.brain is not None and not any(each.severity == "error" for each in findings):
             report.notes += filter(None, [real_batches.try_batches(traced, findings)])
         learns = _learning(traced, torch.nn.ModuleDict(modules), findings)
@@ -204,7 +211,13 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     if estimate.hours_per_100 is not None and planned is not None and measured is None and pricing is None \
             and not starting:
         with contextlib.suppress(SbkitError):  # no dev or test set
-            estimate = _timed_by_finished_runs(traced, estimate, device, precision, planned[1], math.prod(audio))
+            setting, steps = _setting_and_steps(
+                traced, estimate, device, precision, price.PriceRequest(0.0), planned[1])
+            prediction = price.predict(steps, finished_runs.read(setting), None)
+            if prediction is not None:  # enough runs have finished on this machine to fit a time to them
+                hours = steps.steps * prediction.step_seconds / 3600
+                estimate = dataclasses.replace(
+                    estimate, hours_per_100=100 * hours / math.prod(audio), runs=prediction.runs)
     section = cost.section(estimate, tried, *audio)
     section.remarks += _attention(traced, owned, device, precision, findings)
     sections = {"cost": section}
@@ -232,20 +245,6 @@ def _setting_and_steps(traced: trace.Trace, estimate: cost.CostEstimate, device:
     name = pricing.device or (torch.cuda.get_device_name(device) if device.type == "cuda" else
                             finished_runs.cpu_model(describe()))
     return finished_runs.Setting(name, precision, threads, pricing.processes), steps
-
-
-def _timed_by_finished_runs(traced: trace.Trace, estimate: cost.CostEstimate, device: torch.device, precision: str,
-                            plan: Plan, audio: float) -> cost.CostEstimate:
-    """The estimate with a time fitted to finished runs on this machine, if there are enough.
-
-    audio : hours that the whole run trains on
-    """
-    setting, steps = _setting_and_steps(traced, estimate, device, precision, price.PriceRequest(0.0), plan)
-    prediction = price.predict(steps, finished_runs.read(setting), None)
-    if prediction is None:
-        return estimate
-    hours = steps.steps * prediction.step_seconds / 3600
-    return dataclasses.replace(estimate, hours_per_100=100 * hours / audio, runs=prediction.runs)
 
 
 def _price(traced: trace.Trace, estimate: cost.CostEstimate, device: torch.device, precision: str,
@@ -308,7 +307,15 @@ def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: b
     The path of a recipe's file may be meant for another machine, so it is an error only if a run is ``starting`` here.
     """
     for corpus, node in _corpora(built):
-        _check_longest(built, corpus, node, findings)
+        longest = getattr(corpus, "max_duration", None)
+        most = getattr(built.hparams.get("batching"), "max_batch_seconds", None)
+        if longest is not None and most is not None:
+            planned = float(planned_seconds(built.hparams.get("augment"), longest))
+            if planned > most * (1 + 1e-6):
+                slowed = f", {planned:g} s when they are slowed down" if planned > longest else ""
+                findings.warning("batch", node.place_of("max_duration"), node.key_of("max_duration"),
+                                 f"utterances of {longest:g} s are kept{slowed}, but a batch holds {most:g} s: "
+                                 "training would stop at one that doesn't fit", "lower it, or raise max_batch_seconds")
         _check_source(corpus, node, findings, starting)
         there = not any(finding.code == "no-corpus" for finding in findings)
         if task is not None and there and isinstance(corpus, Corpus):
@@ -326,18 +333,6 @@ def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: b
         except SbkitError as error:
             node = built.nodes["corpus"]
             findings.error("splits", node.place_of("parts"), node.key_of("parts"), error.message, error.hint or "")
-
-
-def _check_augment(built: Built, findings: Findings, starting: bool) -> None:
-    """Check that the folders of noise and impulse responses exist and have audio."""
-    for stage in getattr(built.hparams.get("augment"), "stages", []):
-        try:
-            if hasattr(stage, "files"):
-                stage.files.check()
-        except SbkitError as error:
-            node = built.origin(stage) or built.nodes["augment"]
-            given = node.value.get("folder", node) if isinstance(node.value, dict) else node
-            _add_missing("no-recordings", given.source or given, error, findings, starting)
 
 
 def _add_missing(code: str, given: Node, error: SbkitError, findings: Findings, starting: bool) -> None:
@@ -381,21 +376,6 @@ def _check_source(corpus: Any,  # of any class with check_exists
         findings.warning("other-corpus", given.place, given.key, f"{corpus.folder} was prepared from {other}: labels, "
                          "leaks, steps and hours in this report are of that corpus",
                          "sbkit prepare, with the same arguments, prepares this one")
-
-
-def _check_longest(built: Built, corpus: Any, node: Node,  # of any class with check_exists
-                   findings: Findings) -> None:
-    """Warn if a batch is shorter than the longest allowed utterance."""
-    longest = getattr(corpus, "max_duration", None)
-    most = getattr(built.hparams.get("batching"), "max_batch_seconds", None)
-    if longest is None or most is None:
-        return
-    planned = float(planned_seconds(built.hparams.get("augment"), longest))
-    if planned > most * (1 + 1e-6):
-        slowed = f", {planned:g} s when they are slowed down" if planned > longest else ""
-        findings.warning("batch", node.place_of("max_duration"), node.key_of("max_duration"),
-                         f"utterances of {longest:g} s are kept{slowed}, but a batch holds {most:g} s: training "
-                         "would stop at one that doesn't fit", "lower it, or raise max_batch_seconds")
 
 
 def _mixture(traced: trace.Trace, device: torch.device) -> Section | None:

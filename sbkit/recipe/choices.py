@@ -146,11 +146,8 @@ def check_choices(target: object, named: Mapping[Any, Node], node: Node, finding
             problem = None if named[key].unusable else _problem(target.__name__, key, value, wanted[key])
             if problem:
                 findings.error("wrong-value", node.blame(key), node.key_of(key), *problem)
-    if not node.wrong:
-        _check_clashes(target, named, node, findings)
-
-
-def _check_clashes(target: type, named: Mapping[Any, Node], node: Node, findings: Findings) -> None:
+    if node.wrong:
+        return
     clashes = [clash for base in target.__mro__ if base.__module__.startswith(_LIBRARIES)
                for clash in CLASHES.get(base.__name__, ())]
     if not clashes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections.abc
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -214,8 +215,12 @@ class Keys:
 def _declared(cls: type[Keys], field: dataclasses.Field[Any]) -> Declared:
     by = next(base for base in reversed(cls.__mro__) if field.name in inspect.get_annotations(base))
     needed = field.default is dataclasses.MISSING
+    hint: object = Any  # for a name that only type checkers import
+    scope = vars(sys.modules[by.__module__]) if by.__module__ in sys.modules else {}
+    with contextlib.suppress(Exception):  # an annotation can raise anything when it is evaluated
+        hint = typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": field.type}), scope)["it"]
     return Declared(
-        name=field.name, what=field.metadata.get("what", ""), kind=_written(field.type), hint=_evaluated(field, by),
+        name=field.name, what=field.metadata.get("what", ""), kind=_written(field.type), hint=hint,
         allowed=field.metadata.get("allowed"), default=None if needed else field.default, needed=needed,
         by=by.__name__, module=by.__module__,
         former=field.metadata.get("former"))
@@ -230,15 +235,6 @@ def _written(kind: object) -> str:
     if typing.get_args(kind):
         return str(kind).removeprefix("typing.").removeprefix("collections.abc.")
     return "None" if kind is type(None) else getattr(kind, "__name__", str(kind))
-
-
-def _evaluated(field: dataclasses.Field[Any], by: type) -> object:
-    """An annotation as a type; ``Any`` for a name that only type checkers import."""
-    scope = vars(sys.modules[by.__module__]) if by.__module__ in sys.modules else {}
-    try:
-        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": field.type}), scope)["it"]
-    except Exception:  # an annotation can raise anything when it is evaluated
-        return Any
 
 
 @functools.cache

@@ -86,16 +86,21 @@ class HeldObjects:
         if not fakes.alive():
             return
         for container, before in self._before.values():
-            if self._gained_fakes(container, before):
-                _refill(container, before)
-        if fakes.alive():
-            for cache in _caches():
+            known = {id(value) for value in _values(before)}
+            new = [value for value in _values(container) if id(value) not in known]
+            if new and any(type(each) is FakeTensor for each in _reached(new, {*self._before})):
+                container.clear()
+                fill: Callable[[Any], None] = (
+                    container.extend if isinstance(container, (list, deque)) else container.update)
+                fill(before)
+                new.clear()  # it would keep them alive
+        if not fakes.alive():
+            return
+        plain = (torch.Tensor, tuple, *_CONTAINERS)  # what a functools.cache holds
+        for cache in [each for each in gc.get_objects() if type(each) is _CACHE]:
+            held = [each for each in gc.get_referents(cache) if isinstance(each, plain)]
+            if any(type(each) is FakeTensor for each in _reached(held, {id(vars(cache))})):
                 cache.cache_clear()
-
-    def _gained_fakes(self, container: Container, before: Container) -> bool:
-        known = {id(value) for value in _values(before)}
-        new = [value for value in _values(container) if id(value) not in known]
-        return bool(new) and any(type(each) is FakeTensor for each in _reached(new, {*self._before}))
 
 
 def _reached(roots: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor | Container]:
@@ -139,20 +144,6 @@ def _values(container: Container) -> list[object]:
 def _plain(container: Container) -> Container:
     """Copy a container of any class into a dict or a list, without its own ``[]``, which might build items."""
     return dict(dict.items(container)) if isinstance(container, dict) else list(container)
-
-
-def _refill(container: Container, before: Container) -> None:
-    container.clear()
-    fill: Callable[[Any], None] = container.extend if isinstance(container, (list, deque)) else container.update
-    fill(before)
-
-
-def _caches() -> list[functools._lru_cache_wrapper[object]]:
-    """The functions whose functools.cache holds fake tensors."""
-    plain = (torch.Tensor, tuple, *_CONTAINERS)
-    return [cache for cache in gc.get_objects() if type(cache) is _CACHE and any(
-        type(each) is FakeTensor
-        for each in _reached([held for held in gc.get_referents(cache) if isinstance(held, plain)], {id(vars(cache))}))]
 
 
 def _holders(*leaks: object) -> Iterator[object]:

@@ -102,16 +102,9 @@ def override(files: Files, given: Node, findings: Findings, declared: Collection
 
     declared : keys that aren't misspelt even if no file has them
     """
-    _apply(files[0][1], _placed(given, files), findings, declared)
-
-
-def _placed(given: Node, files: Files) -> Node:
-    """Nest each override under ``recipe`` as deep as the file of its key.
-
-    That is the first file with the key, or else the last one, so that all files can refer to it.
-    """
     placed = Node({}, given.place, given.key)
     for key, value in given.value.items():
+        # It goes as deep as the first file with the key, or else into the last one, so that all files can refer to it.
         into = placed
         for _ in range(next((i for i, (_, root) in enumerate(files) if key in root.value), len(files) - 1)):
             into = into.value.setdefault(BASE, Node({}, given.place, BASE))
@@ -119,7 +112,7 @@ def _placed(given: Node, files: Files) -> Node:
             _insert(into.value[BASE], value)
         else:
             into.value[key], into.key_places[key] = value, given.place_of(key)
-    return placed
+    _apply(files[0][1], placed, findings, declared)
 
 
 def _insert(into: Node, given: Node) -> None:

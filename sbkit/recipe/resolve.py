@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,8 +184,11 @@ class _Resolver:
 
     def _take(self, target: Node, node: Node, seen: tuple[str, ...]) -> Node:
         if target.tag in ("!ref", "!copy") or target.tag.startswith(INCLUDE):  # not replaced yet: it is further below
-            self._report_later(target, node)
-            return self._unknown(node)
+            if self._report_circle(target, node):
+                return self._unknown(node)
+            return self._error("later-ref", node,
+                               f"{target.key} is itself a reference, and it is further below ({target.place})",
+                               f"move {target.key} above {node.key}: a recipe is read from top to bottom")
         if target.tag == PLACEHOLDER or target.value is UNKNOWN:
             return self._unknown(node)
         if isinstance(target.value, str) and not target.tag and REFERENCE.search(target.value):
@@ -259,13 +262,6 @@ class _Resolver:
             suggestion = f"{branch.key} has {listed(options)}" if branch.key and options else "define that key"
         self._error("dangling-ref", node, f"there is no <{name}>", suggestion)
 
-    def _report_later(self, target: Node, node: Node) -> None:
-        """Report a reference to a reference further below, or a circular one."""
-        if not self._report_circle(target, node):
-            self._error("later-ref", node,
-                        f"{target.key} is itself a reference, and it is further below ({target.place})",
-                        f"move {target.key} above {node.key}: a recipe is read from top to bottom")
-
     def _report_circle(self, target: Node, node: Node) -> bool:
         """Report a circle of references that begins with ``target``; return whether there is one."""
         path, branches, done = [node], [iter([target])], set[Node]()
@@ -285,13 +281,10 @@ class _Resolver:
                 return True
             elif found not in done:
                 path.append(found)
-                branches.append(self._referred(found))
+                names = REFERENCE.findall(str(found.value)) if found.tag in ("!ref", "!copy") else []
+                targets = [self._find(name, found, quietly=True) for name in names]
+                branches.append(iter([target for target in targets if target is not None]))
         return False
-
-    def _referred(self, node: Node) -> Iterator[Node]:
-        """The existing targets of an unresolved reference."""
-        names = REFERENCE.findall(str(node.value)) if node.tag in ("!ref", "!copy") else []
-        return filter(None, (self._find(name, node, quietly=True) for name in names))
 
     def _report_literal(self, text: str, node: Node) -> bool:
         if "<" in text:
@@ -364,9 +357,11 @@ def compute(text: str) -> object:
     """
     try:
         tree = ast.parse(text, mode="eval")
-        if _repeats_text(tree):
+        nodes = list(ast.walk(tree))  # a text times a number, or one with a width after %, may fill the memory
+        if any(isinstance(node, (ast.Mult, ast.Mod)) for node in nodes) and any(
+                isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)) for node in nodes):
             raise ValueError("a quoted text can't be multiplied")
-        for node in ast.walk(tree):  # nested powers of floats overflow at once, those of ints would fill the memory
+        for node in nodes:  # nested powers of floats overflow at once, those of ints would fill the memory
             if isinstance(node, ast.Constant) and isinstance(node.value, int):
                 node.value = float(node.value)
         parse_arithmetic(ast.unparse(tree))
@@ -377,10 +372,3 @@ def compute(text: str) -> object:
         raise OverflowError("the number is too large") from None
     except (RecursionError, MemoryError):
         raise ValueError("it is nested too deeply") from None
-
-
-def _repeats_text(tree: ast.AST) -> bool:
-    """Whether an expression may produce long texts: by ``*``, or by ``%`` with a width."""
-    nodes = list(ast.walk(tree))
-    return any(isinstance(node, (ast.Mult, ast.Mod)) for node in nodes) and any(
-        isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)) for node in nodes)

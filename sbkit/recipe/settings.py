@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -135,20 +136,15 @@ def _check_device(root: Node, key: str, value: Any, findings: Findings) -> None:
             _report(root, key, f"torch has no device {value!r}", findings, "write cpu, cuda or cuda:1")
 
 
-def _builds(tag: str, kind: str) -> bool:
-    """Whether a tag builds an object of this kind of class; a ``functools.partial`` of one does not."""
-    try:
-        built = locate(tag.removeprefix("!new:")) if tag.startswith("!new:") else None
-    except LookupError:  # reported where the name is checked
-        return False
-    return any(base.__name__ == kind for base in getattr(built, "__mro__", ()))
-
-
 def _check_class(root: Node, key: str, value: object, findings: Findings) -> None:
     """Check that a key names a class from which the run builds an object."""
     wanted = _CLASSES[key]
     tag = value.tag if isinstance(value, Node) else ""
-    if _builds(tag, wanted.base):
+    built = None
+    if tag.startswith("!new:"):
+        with contextlib.suppress(LookupError):  # reported where the name is checked
+            built = locate(tag.removeprefix("!new:"))
+    if any(base.__name__ == wanted.base for base in getattr(built, "__mro__", ())):  # a partial of one is right
         _report(root, key, f"the run builds it, {wanted.when}", findings,
                 f"write !name:{tag.removeprefix('!new:')}{wanted.without}")
     elif not tag and value is not None:

@@ -78,7 +78,11 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:  # an obj
             target = getattr(target, parts[i])
         except AttributeError:
             owner = ".".join(parts[:i]) or "Python"
-            near = did_you_mean(parts[i], _attributes(target))
+            known = dir(target)
+            if inspect.ismodule(target):  # modules of a package that aren't imported yet
+                known += [path.stem for folder in getattr(target, "__path__", None) or ()
+                          for path in pathlib.Path(folder).glob("*") if path.is_dir() or path.suffix == ".py"]
+            near = did_you_mean(parts[i], [each for each in known if each.isidentifier() and each[0] != "_"])
             hint = f"did you mean {owner}.{near}?" if near else ""
             raise LookupError(f"{owner} has no {parts[i]}", hint) from None
         except Exception as error:  # SpeechBrain imports some modules lazily, and that can fail
@@ -92,14 +96,6 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:  # an obj
 def _check_allowed(module: object, packages: tuple[str, ...]) -> None:
     if str(module).partition(".")[0] not in packages:
         raise ForbiddenImport(f"it is not in {', '.join(packages[:-1])} or {packages[-1]}, so it is not imported")
-
-
-def _attributes(owner: object) -> list[str]:
-    names = [name for name in dir(owner) if not name.startswith("_")]
-    if inspect.ismodule(owner) and getattr(owner, "__path__", None):
-        for folder in owner.__path__:
-            names += [p.stem for p in pathlib.Path(folder).glob("*") if p.is_dir() or p.suffix == ".py"]
-    return [name for name in names if name.isidentifier() and not name.startswith("_")]
 
 
 # ---------------------------------------------------------------------------------------------- arguments
@@ -125,9 +121,11 @@ def bind(target: Callable[..., Any], node: Node, findings: Findings, partial: bo
     hints = _hints(target)
 
     if len(positional) > len(by_place) and rest is None:
+        hint = f"it takes {listed(p.name for p in by_place)}" if by_place else ""
+        if len(by_place) == 1 and re.search("Iterable|Sequence|[Ll]ist", str(by_place[0].annotation)):
+            hint = f"{by_place[0].name} is itself a list: write [[a, b]], or put a second - before the first item"
         findings.error("too-many-arguments", node.place, node.key,
-                       f"{name} takes at most {counted(len(by_place), 'argument')}, and gets {len(positional)}",
-                       _expected(by_place))
+                       f"{name} takes at most {counted(len(by_place), 'argument')}, and gets {len(positional)}", hint)
         node.wrong = True
     filled = set()
     for i, value in enumerate(positional):
@@ -176,13 +174,6 @@ def arguments(node: Node) -> tuple[list[Node], dict[Any, Node]]:
             return (args if isinstance(args, list) else []), (kwargs if isinstance(kwargs, dict) else {})
         return [], node.value
     return [], {}
-
-
-def _expected(by_place: list[inspect.Parameter]) -> str:
-    """A hint with the possible arguments; if that is a single list, how to write it."""
-    if len(by_place) == 1 and re.search("Iterable|Sequence|[Ll]ist", str(by_place[0].annotation)):
-        return f"{by_place[0].name} is itself a list: write [[a, b]], or put a second - before the first item"
-    return f"it takes {listed(p.name for p in by_place)}" if by_place else ""
 
 
 def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], value: Node, node: Node,

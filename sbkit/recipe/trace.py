@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import (
 import sbkit
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
-from sbkit.recipe.keys import SCRIPT, Keys, Task, TaskClass, TaskKeys
+from sbkit.recipe.keys import SCRIPT, Task, TaskClass, TaskKeys
 from sbkit.recipe.leftovers import FakeTensors, HeldObjects
 from sbkit.recipe.parts import permanently_frozen
 from sbkit.recipe.report import Section, listed
@@ -181,20 +181,15 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
         return found
     with _reporting(found, findings), torch.no_grad():
         found.keys = task.Keys.read(built.hparams)
-        if _report_clashes(found.keys, built, findings) or not task.check_parts(found.keys, built, findings):
+        clashes = list(found.keys.clashes())  # keys that can't be combined
+        for key, message, hint in clashes:
+            node = built.nodes.get(key, built.nodes["modules"])
+            findings.error("clash", node.place if key in built.nodes else Place(node.place.file), key, message, hint)
+        if clashes or not task.check_parts(found.keys, built, findings):
             return found
         found.brain = build_brain(task, {**built.hparams, "modules": modules}, accelerate=False)
         on_fake_tensors(found.brain, lambda _: _run(found, "cpu"))
     return found
-
-
-def _report_clashes(keys: Keys, built: Built, findings: Findings) -> bool:
-    """Add findings about keys that can't be combined; return whether there are any."""
-    clashes = list(keys.clashes())
-    for key, message, hint in clashes:
-        node = built.nodes.get(key, built.nodes["modules"])
-        findings.error("clash", node.place if key in built.nodes else Place(node.place.file), key, message, hint)
-    return bool(clashes)
 
 
 def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> Trace:

@@ -182,7 +182,10 @@ def write_html(report: Report, path: Path) -> None:
         table = tag("table", tag("thead", head), tag("tbody", rows), class_="plain")
         content: list[Markup | None] = [tag("div", table, class_="scroll")]
         if name == "memory":
-            content.insert(0, _chart(each.values))
+            size = [value / GIB for value in each.values["bytes"]]
+            content.insert(0, charts.curves(
+                "Memory during a step, in GiB", [charts.Series("allocated", range(len(size)), size)],
+                [(float(each.values["peak_at"]), "peak")], x_label=""))
         parts.append(section(name, each.title, content, lead="; ".join(each.remarks) or None))
         if name == "rehearsal" and report.findings:
             items = [tag("li", tag("b", f"{short(each.file, each.line)} " if each.file else "", each.key), " ",
@@ -191,9 +194,3 @@ def write_html(report: Report, path: Path) -> None:
     head = tag("header", tag("p", "sbkit check --as", class_="over"), tag("h1", report.recipe))
     foot = tag("footer", "Not tested without a GPU: ", "; ".join(report.notes))
     path.write_text(fill_template(report.recipe, text(head, tag("main", parts), foot)), encoding="utf-8")
-
-
-def _chart(timeline: Line) -> Markup | None:
-    size = [value / GIB for value in timeline["bytes"]]
-    return charts.curves("Memory during a step, in GiB", [charts.Series("allocated", range(len(size)), size)],
-                         [(float(timeline["peak_at"]), "peak")], x_label="")

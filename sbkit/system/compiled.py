@@ -51,7 +51,7 @@ def cached_library(parts: Iterable[str], build: Callable[[Path], Path]) -> Path:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # processes that start together compile once
         for path in folder.glob(f"{key}-*.so"):
-            if _is_intact(path):
+            if _is_ours(path) and path.is_file() and _digest(path.read_bytes()) == path.stem.split("-")[1]:
                 return path
         with tempfile.TemporaryDirectory() as aside:
             content = build(Path(aside)).read_bytes()
@@ -75,11 +75,6 @@ def _folder() -> Path:
     if not _is_ours(folder.resolve()):
         raise Unavailable(f"{folder} belongs to another user, or others may write to it, so no code from it is run")
     return folder
-
-
-def _is_intact(path: Path) -> bool:
-    """Return whether a cached library is intact and belongs to this user."""
-    return _is_ours(path) and path.is_file() and _digest(path.read_bytes()) == path.stem.split("-")[1]
 
 
 def _is_ours(path: Path) -> bool:

@@ -34,7 +34,8 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], indent: str = "
     train  1200
     dev      80
     """
-    cells = [[_cell(value) for value in row] for row in rows]
+    cells = [["" if value is None else f"{value:.2f}" if isinstance(value, float) else printable(str(value))
+              for value in row] for row in rows]
     widths = [max([len(h), *(len(row[i]) for row in cells)]) for i, h in enumerate(headers)]
     numeric = [
         bool(cells) and all(_is_number(row[i]) for row in cells if row[i]) for i in range(len(headers))
@@ -45,12 +46,6 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], indent: str = "
         return (indent + "  ".join(parts)).rstrip()
 
     return "\n".join([line(headers), line(["-" * w for w in widths]), *map(line, cells)])
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.2f}" if isinstance(value, float) else printable(str(value))
 
 
 def time_span(seconds: float) -> str:
@@ -274,7 +269,9 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[A
             with open(handle, mode, encoding=None if binary else "utf-8", newline=None if binary else "") as out:
                 yield out
                 out.flush()
-                os.fchmod(out.fileno(), 0o666 & ~_umask())
+                mask = os.umask(0)  # it can only be read by setting it
+                os.umask(mask)
+                os.fchmod(out.fileno(), 0o666 & ~mask)
                 os.fsync(out.fileno())
             os.replace(name, path)
         except BaseException:
@@ -291,9 +288,3 @@ def stored_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

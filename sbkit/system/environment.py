@@ -46,7 +46,8 @@ def check_torch(torch: str | None = None, torchaudio: str | None = None) -> None
     if torch is None:
         torch, torchaudio = version_of("torch"), version_of("torchaudio")
         if torch is None or torchaudio is None:
-            raise _not_installed("torch" if torch is None else "torchaudio")
+            raise SbkitError(f"{'torch' if torch is None else 'torchaudio'} is not installed",
+                             hint=f"pip install {TORCH}")
     if _minor(torch) < _OLDEST_TORCH:
         raise SbkitError(f"torch {torch} is too old: before 2.10, a file of weights can corrupt memory",
                          hint=f"pip install {TORCH}: checkpoints stay valid")
@@ -56,10 +57,6 @@ def check_torch(torch: str | None = None, torchaudio: str | None = None) -> None
             f"torch {torch} and torchaudio {torchaudio} are of different releases and cannot be loaded together",
             hint=f"pip install 'torchaudio=={wanted}.*' (or {TORCH})",
         )
-
-
-def _not_installed(package: str) -> SbkitError:
-    return SbkitError(f"{package} is not installed", hint=f"pip install {TORCH}")
 
 
 def _minor(version: str) -> tuple[int, int]:
@@ -75,7 +72,12 @@ def describe() -> dict[str, str]:
     facts = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     facts |= {name: version_of(name) or "not installed" for name in _PACKAGES}
     cores = usable_cores()
-    facts["cpu"] = f"{_cpu_name()}, {cores} core{'' if cores == 1 else 's'}"
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):  # such as an ARM machine's, which has no names
+        cpu = platform.processor() or "cpu"
+    facts["cpu"] = f"{cpu}, {cores} core{'' if cores == 1 else 's'}"
     import torch
 
     if torch.cuda.is_available():
@@ -120,11 +122,3 @@ def training_command(args: Sequence[str], processes: int = 1) -> list[str]:
     """Return the command that runs ``sbkit train`` with these arguments in ``processes`` processes of this machine."""
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"] if processes > 1 else []
     return [sys.executable, *launcher, "-m", "sbkit", "train", *args]
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or "cpu"

@@ -46,7 +46,11 @@ def without_working_directory() -> Iterator[None]:
 
     Python 3.10 has no switch for that.
     """
-    _place_sockets()
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:  # for a socket's path, as with some job schedulers
+        folder, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        with contextlib.suppress(OSError):  # multiprocessing then reports it itself
+            multiprocessing.util.get_temp_dir()  # created once per process, and kept
+        tempfile.tempdir = folder
     before = os.environ.get(_SWITCH)
     os.environ[_SWITCH] = "1"
     try:
@@ -56,12 +60,3 @@ def without_working_directory() -> Iterator[None]:
             del os.environ[_SWITCH]
         else:
             os.environ[_SWITCH] = before
-
-
-def _place_sockets() -> None:
-    """Have multiprocessing keep its sockets in /tmp if TMPDIR is too long, as with some job schedulers."""
-    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:
-        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
-        with contextlib.suppress(OSError):  # multiprocessing then reports it itself
-            multiprocessing.util.get_temp_dir()  # created once per process, and kept
-        tempfile.tempdir = before
