@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
 
 import speechbrain as sb
 import torch
@@ -46,7 +45,14 @@ class EvaluationLoop:
         display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
         sharded = contextlib.nullcontext() if trainer.sharded is None else trainer.sharded.gathered()
         averaged = contextlib.nullcontext() if trainer.ema is None else trainer.ema.swapped()
-        with self._eval_mode(), sharded, averaged, display:
+        brain.modules.eval()
+        # Also layers that only ``hparams`` holds: many recipes leave ``normalize`` out of ``modules``. Its statistics
+        # would include dev data, and ranks with shares of different sizes would wait for each other in it.
+        held = [value for value in vars(brain.hparams).values() if isinstance(value, nn.Module)]
+        with contextlib.ExitStack() as after, sharded, averaged, display:
+            for layer in [layer for value in held for layer in value.modules() if layer.training]:
+                layer.training = False
+                after.callback(setattr, layer, "training", True)
             for batch in loaders.iterator_of(loaders.on_device(loader, loader, brain.device) if share else loader):
                 if trainer.asked_to_stop:
                     break
@@ -85,24 +91,6 @@ class EvaluationLoop:
             if brain.checkpointer is not None:
                 brain.checkpointer.drop()
         brain.close_stage(Stage.VALID, loss, epoch)
-
-    @contextlib.contextmanager
-    def _eval_mode(self) -> Iterator[None]:
-        """Put all layers into evaluation mode inside this context, including those that only ``hparams`` holds.
-
-        Many recipes leave ``normalize`` out of ``modules``. Its statistics would include dev data, and ranks with
-        shares of different sizes would wait for each other in it.
-        """
-        self.brain.modules.eval()
-        held = [value for value in vars(self.brain.hparams).values() if isinstance(value, nn.Module)]
-        beside = [layer for value in held for layer in value.modules() if layer.training]
-        for layer in beside:
-            layer.training = False
-        try:
-            yield
-        finally:
-            for layer in beside:
-                layer.training = True
 
 
 class DeviceMean:
