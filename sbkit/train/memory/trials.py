@@ -212,29 +212,23 @@ def measure(request: arguments.CommandLine, planned: bool = False) -> StepMeasur
         seconds = trial.edges[-1]
         batch = trial.batch(max(1, int(trial.batching.max_batch_seconds / seconds)), seconds)
         measured = time_steps(trial.brain.try_batch, batch, device)
-        each, audio = _time_planned(trial) if planned else (None, None)
-        return replace(measured, planned=each, planned_seconds=audio)
-
-
-def _time_planned(trial: Trial) -> tuple[float, float]:
-    """Return the seconds per second of audio for a micro-batch of the run's size, and its audio in seconds.
-
-    The fastest cycle counts.
-    """
-    batching = trial.batching
-    audio = min(batching.update_seconds, batching.max_batch_seconds)
-    utterances = max(batching.min_batch_utterances, round(audio / trial.typical))
-    batch = trial.batch(utterances, audio / utterances)
-    wait = torch.get_device_module(trial.device).synchronize
-    times = []
-    for _ in range(CYCLES + 1):  # the first warms up
-        wait()
-        started = time.perf_counter()
-        for _ in range(CYCLE):
-            trial.brain.try_batch(batch)
-        wait()
-        times.append(time.perf_counter() - started)
-    return min(times[1:]) / CYCLE / batch.padded_seconds, batch.padded_seconds
+        if not planned:
+            return measured
+        batching = trial.batching
+        audio = min(batching.update_seconds, batching.max_batch_seconds)
+        utterances = max(batching.min_batch_utterances, round(audio / trial.typical))
+        batch = trial.batch(utterances, audio / utterances)
+        wait = torch.get_device_module(device).synchronize
+        times = []
+        for _ in range(CYCLES + 1):  # the first warms up, and of the others the fastest counts
+            wait()
+            started = time.perf_counter()
+            for _ in range(CYCLE):
+                trial.brain.try_batch(batch)
+            wait()
+            times.append(time.perf_counter() - started)
+        return replace(measured, planned=min(times[1:]) / CYCLE / batch.padded_seconds,
+                       planned_seconds=batch.padded_seconds)
 
 
 def time_steps(step: Callable[[Batch], bool], batch: Batch, device: torch.device) -> StepMeasurement:
