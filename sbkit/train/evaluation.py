@@ -40,7 +40,8 @@ class EvaluationLoop:
         if trainer.device.type == "cpu":
             host.trim()  # before the loader forks
         state.step, average = 0, 0.0
-        mean, share = DeviceMean(brain.device), loaders.is_share(loader)
+        share = loaders.is_share(loader)
+        sums = torch.zeros(2, device=brain.device)  # of losses, and their count: nothing waits for the device
         colour = brain.tqdm_barcolor[stage.name.lower()] or None
         display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
         sharded = contextlib.nullcontext() if trainer.sharded is None else trainer.sharded.gathered()
@@ -62,7 +63,10 @@ class EvaluationLoop:
                 if self.own_average:
                     average = brain.update_average(one_number(loss), average)
                 else:
-                    mean.add(loss)
+                    loss = loss if isinstance(loss, Loss) else Loss(one_number(loss), 1.0)
+                    total = loss.total.detach().to(sums).reshape(())
+                    count = loss.count if isinstance(loss.count, torch.Tensor) else torch.full_like(total, loss.count)
+                    sums += torch.where(torch.isfinite(total), torch.stack([total, count.to(total).reshape(())]), 0.0)
                 guard.poll()
                 display.count(batch)
                 if time.monotonic() >= display.draw_at:
@@ -73,7 +77,10 @@ class EvaluationLoop:
         over_ranks = share or brain.shares_validation
         if over_ranks:
             ranks.barrier(name)
-        return average if self.own_average else mean.value(over_ranks)
+        if self.own_average:
+            return average
+        summed, counted = (ranks.sum_across(sums) if over_ranks else sums).tolist()
+        return summed / counted if counted else math.nan  # nothing was counted, such as clips too short for a loss
 
     @torch.no_grad()
     def validate(self, loader: DataSource, epoch: int, show: bool) -> None:
@@ -91,22 +98,3 @@ class EvaluationLoop:
             if brain.checkpointer is not None:
                 brain.checkpointer.drop()
         brain.close_stage(Stage.VALID, loss, epoch)
-
-
-class DeviceMean:
-    """A mean of losses that stays on the device until ``value`` is called."""
-
-    def __init__(self, device: torch.device | str):
-        self._sums = torch.zeros(2, device=device)  # sum and count
-
-    def add(self, loss: Loss | torch.Tensor | float) -> None:
-        """Add a ``Loss`` or one number, unless it is not finite."""
-        loss = loss if isinstance(loss, Loss) else Loss(one_number(loss), 1.0)
-        total = loss.total.detach().to(self._sums).reshape(())
-        count = loss.count if isinstance(loss.count, torch.Tensor) else torch.full_like(total, loss.count)
-        self._sums += torch.where(torch.isfinite(total), torch.stack([total, count.to(total).reshape(())]), 0.0)
-
-    def value(self, over_ranks: bool = False) -> float:
-        """Return the mean of this rank, or of all; nan if nothing was counted, such as clips too short for a loss."""
-        total, count = (ranks.sum_across(self._sums) if over_ranks else self._sums).tolist()
-        return total / count if count else math.nan

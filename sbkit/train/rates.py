@@ -42,7 +42,7 @@ def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], pa
 
     def build(params: Iterable[Any]) -> Optimizer:
         params = list(params)
-        groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+        groups: list[dict[str, Any]] = params if params and isinstance(params[0], dict) else [{"params": params}]
         split: list[dict[str, Any]] = []
         for group in groups:  # by factor: 1 first, then from large to small
             inside: dict[float, list[nn.Parameter]] = {}
