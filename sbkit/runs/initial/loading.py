@@ -14,7 +14,6 @@ import torch
 from sbkit.errors import SbkitError
 from sbkit.nn import adapters
 from sbkit.nn.pretrained import Encoder
-from sbkit.recipe.build import Built
 from sbkit.recipe.keys import Task
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.report import Section
@@ -183,7 +182,12 @@ def check_start(trace: Trace, findings: Findings) -> Section | None:
 
     Returns a table of which tensors the run will take.
     """
-    if trace.brain is None or trace.keys.init_from is None or _has_checkpoint(trace.built):
+    if trace.brain is None or trace.keys.init_from is None:
+        return None
+    saver = trace.built.nodes.get("checkpointer")  # the check's own checkpointer is elsewhere
+    saves = saver.value.get("checkpoints_dir") if saver is not None and isinstance(saver.value, dict) else None
+    saved_in = static(saves) if saves is not None else None
+    if isinstance(saved_in, str) and any(Path(saved_in).glob("CKPT+*")):
         return None
     try:
         described, outcomes = check(trace.keys, trace.brain)
@@ -196,14 +200,6 @@ def check_start(trace: Trace, findings: Findings) -> Section | None:
              for outcome in collapsed(outcomes)]
     return Section(f"Start: from {described}", COLUMNS, rows(outcomes),
                    values={"from": described, "parts": parts})
-
-
-def _has_checkpoint(built: Built) -> bool:
-    """Whether the run has a checkpoint in the recipe's folder; the check's checkpointer is elsewhere."""
-    node = built.nodes.get("checkpointer")
-    folder = node.value.get("checkpoints_dir") if node is not None and isinstance(node.value, dict) else None
-    path = static(folder) if folder is not None else None
-    return isinstance(path, str) and any(Path(path).glob("CKPT+*"))
 
 
 COLUMNS = ["part", "values", "what", "why"]

@@ -378,7 +378,7 @@ def test_one_layer_of_another_shape_is_an_error_that_says_how_to_leave_it(run, e
 
 
 def test_another_vocabulary_where_the_source_has_no_tokenizer(run, tmp_path, caplog):
-    data, path = spanish(tmp_path / "es", train=5, dev=1, test=1), file_of(tmp_path, saved(run, "epoch2"))
+    data, path = spanish(tmp_path / "es", train=5, dev=1, test=1), file_of(tmp_path, saved(run, "epoch2"), "model")
     error = refusal(data, tmp_path, path)
     assert "has no tokenizer, so it is unknown which token each row stands for" in error.message
     assert "ctc_lin.w.weight: " in error.message
