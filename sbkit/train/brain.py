@@ -178,7 +178,11 @@ class Brain(sb.core.Brain):
         if not self._scales_rates:
             return {}
         parts = ParameterGroups(self.modules, vars(self.hparams))
-        return rates.factors(self, parts, self.keys.learning_rates, self.keys.layer_decay)
+        found = parts.values_by_path(self.keys.learning_rates or {}, "learning_rates")
+        if self.keys.layer_decay != 1:
+            for path, depth in rates.depths(self, parts).items():
+                found[path] = found.get(path, 1.0) * self.keys.layer_decay ** depth
+        return {path: float(factor) for path, factor in found.items() if factor != 1}
 
     def stacked_layers(self) -> Sequence[torch.nn.Module] | None:
         """Return the layers that ``layer_decay`` counts; None: the list of equal layers with the most parameters."""

@@ -21,16 +21,6 @@ Rate = float | torch.Tensor  # a group's rate may be either
 _SECONDS = 3.0
 
 
-def factors(brain: sb.Brain, parts: ParameterGroups, by_part: Mapping[str, float] | None,
-            layer_decay: float) -> dict[str, float]:
-    """Return the factor of the learning rate for each parameter path, leaving out factors of 1."""
-    found = parts.values_by_path(by_part or {}, "learning_rates")
-    if layer_decay != 1:
-        for path, depth in depths(brain, parts).items():
-            found[path] = found.get(path, 1.0) * layer_decay ** depth
-    return {path: float(factor) for path, factor in found.items() if factor != 1}
-
-
 def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], parts: ParameterGroups,
             ) -> Callable[..., Optimizer]:
     """Return the optimizer with a parameter group for each factor; schedules read the factor as ``lr_scale``.

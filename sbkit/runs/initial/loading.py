@@ -92,7 +92,9 @@ def filled(recipe: Recipe) -> set[int]:
     if keys.init_from is None or keys.pretrainer is None:
         return set()
     own = modules.state_dict(keep_vars=True)
-    taken = {id(own[path]): path for path in ranks.run_on_main(_paths, keys, modules, recipe.hparams)}
+    paths = ranks.run_on_main(
+        lambda: Match(modules, recipe.hparams, _find_source(keys), keys.init_leave or (), shapes=True).taken())
+    taken = {id(own[path]): path for path in paths}
     lost = pretrained.loaded_ids(keys.pretrainer) - pretrained.saved_ids(keys.checkpointer.recoverables.values())
     unsaved = [path for each, path in taken.items() if each in lost]
     if unsaved:
@@ -100,10 +102,6 @@ def filled(recipe: Recipe) -> set[int]:
                          "of this run saves them: once resumed, it would use those of its pretrainer",
                          hint="name their part under the recoverables of the checkpointer, or under init_leave")
     return set(taken)
-
-
-def _paths(keys: TaskKeys, modules: torch.nn.Module, hparams: Mapping[str, object]) -> list[str]:
-    return Match(modules, hparams, _find_source(keys), keys.init_leave or (), shapes=True).taken()
 
 
 def load(brain: Task) -> None:

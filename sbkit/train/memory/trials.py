@@ -84,20 +84,13 @@ def open_trial(request: arguments.CommandLine, device: torch.device) -> Iterator
         brain.open_step(brain.optimizer_step + 1)
         brain.trainer.freezing.train()
         durations = _durations(request, recipe, Path(folder))
-        with _quiet("sbkit.train.distributed.parallel"):  # the run itself will warn of unused layers
+        logger = logging.getLogger("sbkit.train.distributed.parallel")  # the run itself will warn of unused layers
+        before = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
             yield Trial(brain, durations, device, batch_size.result_file(model, recipe.keys, brain.precision, device))
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Let a logger report nothing but errors."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+        finally:
+            logger.setLevel(before)
 
 
 def _durations(request: arguments.CommandLine, recipe: load.Recipe, folder: Path) -> np.ndarray:
@@ -149,7 +142,12 @@ class BoundedTrial:
         """Return whether a step on such a batch fits into memory; if the process dies, it does not."""
         try:
             if self._process is None:
-                self._start()
+                self._pipe, child_pipe = self._context.Pipe()
+                self._process = self._context.Process(target=_serve_trials,
+                                                      args=(child_pipe, self.args, self.size, self.slack))
+                with helper_process.without_working_directory():
+                    self._process.start()
+                child_pipe.close()
             self._pipe.send((utterances, seconds))
             fits, failure = self._pipe.recv()
         except (EOFError, ConnectionError):
@@ -159,13 +157,6 @@ class BoundedTrial:
         if not fits:
             self._end()
         return fits
-
-    def _start(self) -> None:
-        self._pipe, child_pipe = self._context.Pipe()
-        self._process = self._context.Process(target=_serve_trials, args=(child_pipe, self.args, self.size, self.slack))
-        with helper_process.without_working_directory():
-            self._process.start()
-        child_pipe.close()
 
     def _end(self) -> None:
         if self._process is not None:
