@@ -60,7 +60,7 @@ def _safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 def by_parts(path: Path, state: Mapping[str, V]) -> dict[str, V]:
     """A file's tensors, with a ModuleList's indices replaced by the recipe's keys if the metadata has these."""
-    keys: Any = {}
+    keys: Any = {}  # whatever JSON the file has
     if _is_safetensors(path):
         with contextlib.suppress(SafetensorError, OSError, ValueError, RecursionError), \
                 safe_open(path, framework="numpy") as file:  # foreign, or damaged: tensors_in reports it
