@@ -215,17 +215,18 @@ class Brain(sb.core.Brain):
             sharding.checkpoint_activations(self.modules, keys.activation_checkpointing)
         trained = [(name, parameter) for name, parameter in self.modules.named_parameters() if parameter.requires_grad]
         if ranks.world_size() > 1 and trained:
-            saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
-            optimizer = unwrapped(self.opt_class)[0]
-            unshardable = {
-                "a recipe's own fit_batch": "fit_batch" in self._overridden, "ema": self.averages_weights,
-                "freeze with a number of steps": trainer.freezing.unfreezes,
-                "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
-                f"the optimizer {getattr(optimizer, '__name__', optimizer)} (AdamW can)":
-                    getattr(optimizer, "needs_whole_parameters", False)}
-            others = [name for name, there in unshardable.items() if there]
-            if keys.fsdp and others:
-                raise SbkitError(f"fsdp can't be used together with {others[0]}", hint="remove one of them")
+            if keys.fsdp:
+                saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
+                optimizer = unwrapped(self.opt_class)[0]
+                unshardable = {
+                    "a recipe's own fit_batch": "fit_batch" in self._overridden, "ema": self.averages_weights,
+                    "freeze with a number of steps": trainer.freezing.unfreezes,
+                    "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
+                    f"the optimizer {getattr(optimizer, '__name__', optimizer)} (AdamW can)":
+                        getattr(optimizer, "needs_whole_parameters", False)}
+                others = [name for name, there in unshardable.items() if there]
+                if others:
+                    raise SbkitError(f"fsdp can't be used together with {others[0]}", hint="remove one of them")
             ranks.take_from_main([*self.modules.parameters(), *self.modules.buffers()])
             if keys.fsdp:
                 trainer.use(sharded=sharding.ShardedModules(self.modules, trainer.compute, trainer.device, keys.fsdp))

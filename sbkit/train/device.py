@@ -47,15 +47,15 @@ def resolve(device: Device | None = None) -> torch.device:
     if asked.type not in _NUMBERED:
         return asked
     count = backend.device_count()
-    local = os.environ.get("LOCAL_RANK")
-    together = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    index = asked.index or 0
-    # A launcher may also show each process only its own card.
-    if local is not None and (count != 1 or index > 0) and (asked.index is None or together > 1):
-        if asked.index not in (None, int(local)):
+    local, index = os.environ.get("LOCAL_RANK"), asked.index or 0
+    if local is not None and (count != 1 or index > 0):  # a launcher may show each process only its own card
+        together = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+        if asked.index is None:
+            index = int(local)
+        elif together > 1 and index != int(local):
             logger.info("Process %s of this machine takes %s:%s, not %s, which %d processes would share.",
                         local, asked.type, local, asked, together)
-        index = int(local)
+            index = int(local)
     if index >= count:
         raise SbkitError(
             f"device '{asked.type}:{index}' does not exist: this process sees {count} "
