@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +26,6 @@ from sbkit.data.remote import Remote
 from sbkit.data.sources import ONE_SPLIT, Named, Source
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
-from sbkit.runs.keys import TaskKeys
 from sbkit.score import chunk_size
 from sbkit.score.behaviour import Behaviour, silences, speeches
 from sbkit.score.report import write_report
@@ -145,7 +144,7 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
                       columns=named, schemes=own.schemes, url_megabytes=own.url_megabytes, url_seconds=own.url_seconds)
 
     split = request.split
-    with _name_run_in_errors(request):
+    try:
         if split is None:
             names = corpus_of("test", corpora / title).names()
             # A run's own only list is what it was trained on.
@@ -159,19 +158,13 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
         corpus = corpus_of(split, corpora / title)
         with disk.writing_into(corpora, "--to"):
             corpus.prepare(needs_text=needs_text, columns=columns)
-    print(corpus.summary(), file=sys.stderr)
-    return title, corpus
-
-
-@contextlib.contextmanager
-def _name_run_in_errors(request: EvaluateRequest) -> Iterator[None]:
-    """Name the run in errors about its corpus, which the command did not name."""
-    try:
-        yield
     except SbkitError as error:
         if request.on is not None:
             raise
+        # The command did not name this corpus.
         raise SbkitError(f"the corpus of {request.run}: {error.message}", hint=error.hint) from error
+    print(corpus.summary(), file=sys.stderr)
+    return title, corpus
 
 
 def score(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Manifest, label: str) -> CheckpointResult:
@@ -199,10 +192,12 @@ def transcribe(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest:
                ) -> tuple[dict[str, str], float]:
     """Score this rank's share: fills ``brain.rows``, returns the unreadable recordings and the loss."""
     keys = recipe.keys
+    if not request.max_batch_seconds and keys.batching is None:
+        raise SbkitError("the recipe has no batching", hint="set the audio in one batch: --max-batch-seconds 120")
     loader = EvalLoader(
         manifest, recipe.task.encoder(keys), columns=BatchColumns(recipe.task.columns, keys),
         augment=keys.test_augment,
-        max_batch_seconds=request.max_batch_seconds or _batch_seconds(keys),
+        max_batch_seconds=request.max_batch_seconds or keys.batching.max_batch_seconds,
         rank=ranks.rank(), world=ranks.world_size(), pin_memory=torch.device(brain.device).type == "cuda",
         workers=keys.num_workers if request.workers is None else request.workers, sample_rate=keys.sample_rate,
     )
@@ -235,16 +230,13 @@ def try_behaviour(request: EvaluateRequest, recipe: Recipe, brain: Brain, manife
                         f", with {request.label().strip('-')}" if request.label() else "")
 
 
-def _batch_seconds(keys: TaskKeys) -> float:
-    if keys.batching is None:
-        raise SbkitError("the recipe has no batching", hint="set the audio in one batch: --max-batch-seconds 120")
-    return keys.batching.max_batch_seconds
-
-
 def write(scored: CheckpointResult, manifest: Manifest) -> str:
-    """Write all files of a result; returns the command of a different result that it replaced."""
+    """Write all files of a result; returns the command and rate of one of another checkpoint, corpus or search that it
+    replaced."""
     folder = Path(scored.facts["folder"])
-    replaced = _describe_replaced(folder / RESULT, scored.facts, scored.metric)
+    previous, replaced = stored_json(folder / RESULT), ""
+    if previous and any(previous.get(key) != scored.facts.get(key) for key in _SCORED):
+        replaced = f"{previous.get('command')} ({scored.metric} {previous.get(scored.metric, float('nan')):.2f})"
     with disk.writing_into(folder, "--to"):
         folder.mkdir(parents=True, exist_ok=True)
         scored.results.write(folder, manifest)
@@ -258,11 +250,3 @@ def write(scored: CheckpointResult, manifest: Manifest) -> str:
 def source(on: str | None) -> str | None:
     """Normalise the name or path of a corpus."""
     return str(Path(on).resolve()) if on and Path(on).exists() else on
-
-
-def _describe_replaced(path: Path, facts: dict[str, Any], metric: str) -> str:
-    """The command and rate of the previous result, if its checkpoint, corpus or search differs from this one's."""
-    previous = stored_json(path)
-    if not previous or all(previous.get(key) == facts.get(key) for key in _SCORED):
-        return ""
-    return f"{previous.get('command')} ({metric} {previous.get(metric, float('nan')):.2f})"

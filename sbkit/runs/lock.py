@@ -139,7 +139,9 @@ class RunLock:
         began, warned, holder = time.monotonic(), False, _LockHolder(path)
         while holder.alive is not False:
             waited = time.monotonic() - began
-            if holder.alive and holder.facts.get("runs", True) and waited > self._patience(holder):
+            same_job = self._facts["job"] and holder.facts.get("job") == self._facts["job"]
+            patience = PATIENCE_SAME_JOB if same_job else PATIENCE
+            if holder.alive and holder.facts.get("runs", True) and waited > patience:
                 raise SbkitError(f"{self.folder} is in use by another run: {holder}",
                                  hint=f"wait for it, end it, or choose another place with {self.option}")
             if not warned and waited > PATIENCE:
@@ -149,24 +151,17 @@ class RunLock:
             time.sleep(_POLL_SECONDS)
             holder.refresh()
 
-    def _patience(self, holder: _LockHolder) -> float:
-        same_job = self._facts["job"] and holder.facts.get("job") == self._facts["job"]
-        return PATIENCE_SAME_JOB if same_job else PATIENCE
-
     # ------------------------------------------------------------ holding it
 
     def _renew(self) -> None:
         while not self._over.wait(BEAT):
             with contextlib.suppress(OSError):  # the disk may be unreachable for a moment
-                if self._taken_over():
+                newest = self._newest()
+                # Another process has taken the folder, or a new folder of the same name.
+                if newest > self._number or (newest == self._number and not self._held.is_at(self._path(newest))):
                     ending.exit_with_error(f"{self.folder} was taken over by another run, because this one gave no "
                                            "sign of life for too long; this run ends here")
                 os.utime(self._held.descriptor)
-
-    def _taken_over(self) -> bool:
-        """Whether another process has taken the folder, or a new folder of the same name."""
-        newest = self._newest()
-        return newest > self._number or (newest == self._number and not self._held.is_at(self._path(newest)))
 
 
 class _LockHolder:
@@ -187,16 +182,13 @@ class _LockHolder:
         try:
             with Lock(self.path) as lock:
                 free = lock.acquire(shared=True)
-                self.facts = self._read()
+                try:
+                    self.facts = dict(json.loads(self.path.read_text(encoding="utf-8")))
+                except ValueError:  # the holder has just started
+                    self.facts = {}
                 self.alive = self._is_alive(free, os.fstat(lock.descriptor).st_mtime_ns)
         except FileNotFoundError:  # another process has taken the folder
             self.alive = False
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            return dict(json.loads(self.path.read_text(encoding="utf-8")))
-        except ValueError:  # the holder has just started
-            return {}
 
     def _is_alive(self, free: bool | None, beat: int) -> bool | None:
         if free is False:
@@ -208,15 +200,12 @@ class _LockHolder:
                 return False
             if self.facts["namespace"] == processes.namespace():
                 return processes.born(self.facts["pid"]) == self.facts["born"]
-        if abs(self._now() - beat) > DEAD_AFTER * 1e9:
+        with tempfile.TemporaryFile(dir=self.path.parent) as file:  # by the file system's clock: machines' may differ
+            now = os.fstat(file.fileno()).st_mtime_ns
+        if abs(now - beat) > DEAD_AFTER * 1e9:
             return False
         self._first = self._first or beat
         return True if beat != self._first else None
-
-    def _now(self) -> int:
-        """The time by the file system's clock: the clocks of machines may differ."""
-        with tempfile.TemporaryFile(dir=self.path.parent) as file:
-            return os.fstat(file.fileno()).st_mtime_ns
 
     def __str__(self) -> str:
         if not self.facts:

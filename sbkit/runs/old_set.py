@@ -80,8 +80,16 @@ def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | 
         initial.MeanWithSource(brain).take(mean)
     if not isinstance(keys.corpus, Replay):
         return ""
+    known = OldSet.read(keys.folder)
     try:
-        known, value = _old_rate(recipe, brain, weights, mean)
+        if known is None:
+            raise SbkitError(f"the run replays its source's corpus, but lacks {OLD_SET}: the old test's result before "
+                             "training is unknown", hint="--accept-worse exports it anyway")
+        as_tested = mean is None and weights == (restore.BEST, keys.average_checkpoints)
+        name = f"{known.metric} {OLD}"  # in what the run's own test recorded
+        value = stored_json(keys.folder / TESTED).get(name) if as_tested else None
+        if value is None:
+            value = _score(recipe, brain, OLD, "test").stats[known.metric]
     except SbkitError as error:
         if not accept_worse:
             raise
@@ -95,20 +103,6 @@ def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | 
                              + "--accept-worse exports it anyway")
     print(message, file=sys.stderr)
     return f"{message[0].upper()}{message[1:]}."
-
-
-def _old_rate(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | None) -> tuple[OldSet, float]:
-    """The record of the old test, and its result with these weights."""
-    keys, folder = recipe.keys, recipe.keys.folder
-    known = OldSet.read(folder)
-    if known is None:
-        raise SbkitError(f"the run replays its source's corpus, but lacks {OLD_SET}: the old test's result before "
-                         "training is unknown", hint="--accept-worse exports it anyway")
-    as_tested = mean is None and weights == (restore.BEST, keys.average_checkpoints)
-    value = stored_json(folder / TESTED).get(f"{known.metric} {OLD}") if as_tested else None  # from the run's own test
-    if value is None:
-        value = _score(recipe, brain, OLD, "test").stats[known.metric]
-    return known, value
 
 
 def _score(recipe: Recipe, brain: Brain, part: str, split: str) -> Results:

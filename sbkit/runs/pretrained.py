@@ -74,26 +74,30 @@ def saved_ids(objects: Iterable[object]) -> set[int]:
 
 def _needed(pretrainer: Pretrainer | None, filled: Collection[int]) -> dict[str, Any]:
     """The objects that the pretrainer must load: those that aren't filled otherwise."""
-    if pretrainer is None:
-        return {}
-    return {name: obj for name, obj in pretrainer.loadables.items()
-            if pretrainer.is_loadable(name) and not _is_filled(obj, filled)}
-
-
-def _is_filled(obj: object, filled: Collection[int]) -> bool:
-    """Whether all of a module is filled, except tensors that pretrained weights need not have."""
-    if not isinstance(obj, nn.Module):
-        return False
-    needed = [tensor for name, tensor in obj.state_dict(keep_vars=True).items()
-              if not is_added(name) and name not in getattr(obj, "dispensable", ())]
-    return bool(needed) and all(id(tensor) in filled for tensor in needed)
+    found = {}
+    for name, obj in pretrainer.loadables.items() if pretrainer is not None else ():
+        # All of a module, except tensors that pretrained weights need not have.
+        tensors = [tensor for key, tensor in obj.state_dict(keep_vars=True).items()
+                   if not is_added(key) and key not in getattr(obj, "dispensable", ())] \
+            if isinstance(obj, nn.Module) else []
+        is_filled = bool(tensors) and all(id(tensor) in filled for tensor in tensors)
+        if pretrainer is not None and pretrainer.is_loadable(name) and not is_filled:
+            found[name] = obj
+    return found
 
 
 def _collect(pretrainer: Pretrainer) -> dict[str, str]:
     named, folder = dict(pretrainer.paths), pretrainer.collect_in
     wanted = [name for name in pretrainer.loadables if pretrainer.is_loadable(name)]
-    for name in wanted:
-        _check_there(name, named)
+    for name in wanted:  # a local path that doesn't exist would be looked up on the Hub
+        if name not in named:
+            raise SbkitError(f"pretrainer: there is no path for {name}", hint=f"add {name}: FILE to its paths")
+        path = named[name]
+        if not isinstance(path, str) or path.startswith(("http:", "https:")) or Path(path).is_file():
+            continue
+        if Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") < 2 or Path(path).parent.is_dir():
+            raise SbkitError(f"pretrainer: {name}: there is no file {path}",
+                             hint="name a file, a URL, or owner/model/file on the Hugging Face Hub")
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in wanted:  # an old link may point to an earlier recipe's file
@@ -109,18 +113,6 @@ def _collect(pretrainer: Pretrainer) -> dict[str, str]:
                          f"{summary(error)}", hint="is the name right, and is the network up?") from error
     finally:
         pretrainer.paths = named  # SpeechBrain replaces them with the paths of the fetched files
-
-
-def _check_there(name: str, paths: Mapping[str, object]) -> None:
-    """Raise if a local path doesn't exist: otherwise it would be looked up on the Hub."""
-    if name not in paths:
-        raise SbkitError(f"pretrainer: there is no path for {name}", hint=f"add {name}: FILE to its paths")
-    path = paths[name]
-    if not isinstance(path, str) or path.startswith(("http:", "https:")) or Path(path).is_file():
-        return
-    if Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") < 2 or Path(path).parent.is_dir():
-        raise SbkitError(f"pretrainer: {name}: there is no file {path}",
-                         hint="name a file, a URL, or owner/model/file on the Hugging Face Hub")
 
 
 def _load(obj: Any, name: str, path: str, custom: Hook | None) -> None:  # obj: whatever the hook takes

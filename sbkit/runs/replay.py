@@ -119,13 +119,6 @@ def arguments_of(values: Mapping[str, str]) -> str:
                       for word in (f"--{key}", values[key]))
 
 
-def _resume_hint(keys: TaskKeys) -> str:
-    """A hint for resuming the run in the output folder; empty if it has no replay."""
-    recipe = Path(str(vars(keys).get("output_folder") or "")) / RECIPE
-    recorded = load.tree(recipe).texts() if recipe.is_file() else {}
-    return f"resume the run in {recipe.parent} with {arguments_of(recorded)}" if "replay" in recorded else ""
-
-
 def problems(keys: TaskKeys) -> Iterator[Problem]:
     """Yield problems of the keys for replay."""
     if keys.replay is None:
@@ -134,8 +127,11 @@ def problems(keys: TaskKeys) -> Iterator[Problem]:
                           "write replay: 0.2, or leave replay_from out")
         return
     if keys.init_from is None:
+        began = Path(str(vars(keys).get("output_folder") or "")) / RECIPE
+        recorded = load.tree(began).texts() if began.is_file() else {}
         yield Problem("replay", f"it is {keys.replay:g}, but the run starts from no trained model",
-                      _resume_hint(keys) or "write init_from: RUN")
+                      f"resume the run in {began.parent} with {arguments_of(recorded)}" if "replay" in recorded
+                      else "write init_from: RUN")
         return
     if not isinstance(keys.corpus, Replay):
         try:

@@ -112,23 +112,20 @@ def hashes(manifest: Manifest, split: str) -> dict[str, Any]:
     if not any("://" in wav for wavs in signals for wav in wavs):
         paths = sorted({wav for wavs in signals for wav in wavs})
         with ThreadPoolExecutor(usable_cores()) as pool:
-            read = _of_recording if len(paths) <= WHOLE else _of_block
-            bar = progress(pool.map(read, paths), what=f"hashing the audio of {split}", total=len(paths),
-                           show=len(paths) > _QUICK)
+            read = pool.map(lambda wav: _audio_hash(wav, len(paths) <= WHOLE), paths)
+            bar = progress(read, what=f"hashing the audio of {split}", total=len(paths), show=len(paths) > _QUICK)
             audio = dict(zip(paths, bar, strict=True))
         found["audio"] = _packed(_hash(b"".join(audio[wav] for wav in row)) for row in zip(*signals, strict=True))
     return found
 
 
-def _of_recording(wav: str) -> bytes:
+def _audio_hash(wav: str, whole: bool) -> bytes:
+    if not whole:
+        return _hash("".join(block_hash(wav, NO_REMOTE)).encode())
     try:
         return _hash(read_bytes(wav))
     except AudioError:  # a run counts damaged recordings and goes on
         return b""
-
-
-def _of_block(wav: str) -> bytes:
-    return _hash("".join(block_hash(wav, NO_REMOTE)).encode())
 
 
 def _hash(data: bytes) -> bytes:

@@ -59,7 +59,8 @@ def read_run(run: str | Path) -> Recipe:
         missing = f"is not a run: it has no {RECIPE}" if run.is_dir() else "does not exist"
         raise SbkitError(f"{run} {missing}", hint="name the output_folder of a run")
     tree = moved_recipe(path, run)
-    make_importable(_origin(path))
+    line = path.read_text(encoding="utf-8").splitlines()[1:2]  # the header names the original recipe
+    make_importable(Path(line[0].removeprefix("#").strip()) if line else path)
     try:
         hparams = load_hyperpyyaml(writing.text(tree))
     except Exception as error:
@@ -83,12 +84,6 @@ def warn_unfinished(recipe: Recipe) -> None:
         f"validated, so only --checkpoint {LAST} uses it" if progress.within else ""
     logger.warning("%s has not finished: it has trained %d of %d epochs, %d steps%s. The same command resumes it",
                    keys.folder, progress.finished, epochs, progress.done, newest)
-
-
-def _origin(path: Path) -> Path:
-    """The path of the run's original recipe, from the header of the resolved one."""
-    line = path.read_text(encoding="utf-8").splitlines()[1:2]
-    return Path(line[0].removeprefix("#").strip()) if line else path
 
 
 def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: Any) -> Brain:

@@ -20,7 +20,12 @@ def require(request: CommandLine) -> None:
     """Refuse a run whose ranks have different recipes or options, and name the keys that differ."""
     if ranks.is_alone():
         return
-    found = ranks.gather_objects((_start_values(request), set(request.overrides)))
+    options = {name: str(getattr(request.run_opts, name))
+               for name in request.run_opts.overridden_args if name not in _MAY_DIFFER}
+    options["check"] = str(request.check)
+    options["device"] = str(request.run_opts.device).partition(":")[0]
+    texts = flatten(resolved(request.path, request.overrides)).texts()
+    found = ranks.gather_objects((texts | options, set(request.overrides)))
     first = found[0][0]
     differing: list[tuple[str, dict[str, list[int]]]] = []
     for key in dict.fromkeys(itertools.chain.from_iterable(each for each, _ in found)):
@@ -33,21 +38,9 @@ def require(request: CommandLine) -> None:
         return
     overridden = set().union(*(names for _, names in found))
     differing.sort(key=lambda each: each[0].partition(".")[0] not in overridden and each[0] in first)
-    differences = [f"{key} is " + ", ".join(f"{_shortened(value)} on rank{'s'[:len(on) - 1]} {', '.join(map(str, on))}"
-                                            for value, on in values.items()) for key, values in differing[:_NAMED]]
+    differences = [f"{key} is " + ", ".join(
+        f"{value if len(value) <= _WIDTH else f'{value[:_WIDTH]}...'} on rank{'s'[:len(on) - 1]} "
+        f"{', '.join(map(str, on))}" for value, on in values.items()) for key, values in differing[:_NAMED]]
     more = f"; and {len(differing) - _NAMED} more keys" if len(differing) > _NAMED else ""
     ranks.raise_on_main(SbkitError(f"the ranks were started differently: {'; '.join(differences)}{more}",
                                    hint="start all with the same recipe and options"))
-
-
-def _start_values(request: CommandLine) -> dict[str, str]:
-    """The resolved value of each key and option, as text."""
-    options = {name: str(getattr(request.run_opts, name))
-               for name in request.run_opts.overridden_args if name not in _MAY_DIFFER}
-    options["check"] = str(request.check)
-    options["device"] = str(request.run_opts.device).partition(":")[0]
-    return flatten(resolved(request.path, request.overrides)).texts() | options
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}..."

@@ -53,8 +53,9 @@ class StartGuard:
         except SbkitError:  # there is no backup, or it is not readable
             return {}
         changes = {key: (before.get(key, "nothing"), now.get(key, "nothing")) for key in before | now}
-        moved = changes.get("output_folder", ("", ""))
-        return {key: (was, now) for key, (was, now) in changes.items() if now not in (was, _moved(was, *moved))}
+        old, new = changes.get("output_folder", ("", ""))
+        return {key: (was, now) for key, (was, now) in changes.items() if now != was and not (
+            old and f"{was}/".startswith(f"{old}/") and now == new + was.removeprefix(old))}
 
     def changes(self) -> list[str]:
         """Descriptions of the ``changed`` values; keys with the same change share one."""
@@ -68,34 +69,26 @@ class StartGuard:
             restore_previous(self.folder)
             self._here = (self.folder / RECIPE).is_file()
         if self._here:
+            part = self.folder / _PART
             with disk.writing_into(self.folder, "--output_folder"):
-                self._keep()
+                part.mkdir()
+                for name in _FILES:
+                    if (self.folder / name).is_file():
+                        shutil.copy2(self.folder / name, part / name)
+                disk.sync_files(part)
+                if (self.folder / MANIFESTS).is_dir():
+                    (part / MANIFESTS).mkdir()
+                    for path in _manifests(self.folder):
+                        _link(path, part / MANIFESTS / path.name)
+                    disk.sync_folder(part / MANIFESTS)
+                os.rename(part, self.backup)
+                disk.sync_folder(self.folder)
         return self
-
-    def _keep(self) -> None:
-        part = self.folder / _PART
-        part.mkdir()
-        for name in _FILES:
-            if (self.folder / name).is_file():
-                shutil.copy2(self.folder / name, part / name)
-        disk.sync_files(part)
-        if (self.folder / MANIFESTS).is_dir():
-            (part / MANIFESTS).mkdir()
-            for path in _manifests(self.folder):
-                _link(path, part / MANIFESTS / path.name)
-            disk.sync_folder(part / MANIFESTS)
-        os.rename(part, self.backup)
-        disk.sync_folder(self.folder)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if self._here and (self.restores or kind is not None):
             restore_previous(self.folder)
         self.begins()
-
-
-def _moved(path: str, before: str, now: str) -> str:
-    """Move a path from the folder ``before`` to ``now``; other texts are returned unchanged."""
-    return now + path.removeprefix(before) if before and f"{path}/".startswith(f"{before}/") else path
 
 
 def restore_previous(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -120,21 +120,17 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
         lost = f". What was trained since the last checkpoint, up to step {last} of the run, is repeated"
         logger.info("Continuing with epoch %d of %d%s%s", epochs.current + 1, epochs.limit, done,
                     lost * (last > state.optimizer_step))
-    _log_start(brain, changes if resumed and epochs.current < epochs.limit else [], begins=not resumed)
-    guard.begins()
-    yield from epochs
-
-
-def _log_start(brain: Brain, changes: Sequence[str], begins: bool) -> None:
-    """Record the command, the changed values, the initial weights and the machine."""
     if brain.metrics_log is not None:
         parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
+        goes_on = bool(changes) and resumed and epochs.current < epochs.limit
         brain.metrics_log.write(
             "run", command=command(), folder=os.getcwd(), devices=ranks.world_size(), device=str(brain.device),
             precision=brain.precision, threads=torch.get_num_threads(), parameters=parameters, environment=describe(),
-            weights=weights_hash(brain.modules) if begins else None,
-            **({"changed": changes, "after_step": brain.optimizer_step} if changes else {}),
+            weights=None if resumed else weights_hash(brain.modules),
+            **({"changed": changes, "after_step": brain.optimizer_step} if goes_on else {}),
         )
+    guard.begins()
+    yield from epochs
 
 
 def before_run(request: CommandLine) -> None:

@@ -42,7 +42,6 @@ LIMIT = 10  # reports that a rank saves in one run
 _MAX_WEIGHTS = 4 << 30  # bytes; weights of larger models are only in checkpoints
 _BATCHES, _REPORT, _WEIGHTS = "batches.pt", "culprit.json", "model.safetensors"
 _KNOWN = ("sbkit.", "speechbrain.")  # modules that are imported for a class of a saved batch
-_TOO_LARGE = "more than 65504, the largest fp16; a loss scale that is too high halves; otherwise use --precision bf16"
 
 
 class KeptBatch(NamedTuple):
@@ -140,12 +139,11 @@ def examine(brain: sb.Brain, kept: KeptBatch, step: int, scale: float = 1.0) -> 
         brain.write_numbers(now + 1)
 
     bad_loss = not math.isfinite(loss)
-    placeholder = getattr(kept.batch, "weight", 1.0) == 0
-    bad = bool(bad_loss or bad_gradients or error) and not placeholder
+    bad = bool(bad_loss or bad_gradients or error) and getattr(kept.batch, "weight", 1.0) != 0  # 0: a stand-in
     broken = [layer for layer in layers if layer.nan or layer.inf or (layer.minus_inf and layer.kind == "batch")]
     if not broken and bad_loss:
         broken = [layer for layer in layers if layer.minus_inf]  # nothing else explains the loss
-    ids, bad_ids, cause = utterance_ids(kept.batch), [], ""
+    ids, bad_ids = utterance_ids(kept.batch), []
     if not bad:
         where = f"when run again, everything was finite (loss {loss:.4g})"
     elif broken:
@@ -154,7 +152,6 @@ def examine(brain: sb.Brain, kept: KeptBatch, step: int, scale: float = 1.0) -> 
         where = (f"the first that is not finite is {first.name} ({first.kind}): "
                  f"{' and '.join(f'{count} {name}' for count, name in counts if count)} of {math.prod(first.shape)} "
                  f"values, {first.dtype}")
-        cause = "damaged recordings" if first.kind == "batch" else _TOO_LARGE if first.dtype == "float16" else ""
         bad_ids = [ids[row] for row in first.rows] if first.shape[:1] == [len(ids)] else []
     elif error:
         where = f"running the batch again ended with {error}"
@@ -162,9 +159,7 @@ def examine(brain: sb.Brain, kept: KeptBatch, step: int, scale: float = 1.0) -> 
         where = f"every layer's output is finite, but the loss is {loss}"
     else:
         where = f"the loss is {loss:.4g}, but in backward the gradient of {bad_gradients[0]} is not finite"
-        cause = _TOO_LARGE if brain.precision == "fp16" else ""
-    return {"ids": ids, "bad_ids": bad_ids, "bad": bad, "where": where, "likely": cause,
-            "loss": error or f"{loss:.4g}"}, layers
+    return {"ids": ids, "bad_ids": bad_ids, "bad": bad, "where": where, "loss": error or f"{loss:.4g}"}, layers
 
 
 def report(brain: sb.Brain, folder: str | os.PathLike[str], result: StepResult, epoch: int | None = None) -> str:
@@ -216,7 +211,6 @@ def report(brain: sb.Brain, folder: str | os.PathLike[str], result: StepResult, 
         lines += [f"  rank {account['rank']}, micro-batch {account['micro']}: {account['where']}"]
         lines += [f"    affected utterances: {listed(account['bad_ids'])}" if account["bad_ids"] else
                   f"    utterances of the batch: {listed(account['ids']) or '(no ids)'}"]
-        lines += [f"    likely cause: {account['likely']}"] if account["likely"] else []
     for place in filter(None, places):
         shown = f"sbkit.train.bad_batch.replay(brain, {place!r}) in your script" if isinstance(brain.keys, ScriptKeys) \
             else f"sbkit rerun {place}"  # which builds the Brain from a recipe
@@ -285,7 +279,6 @@ def replay(brain: sb.Brain, folder: str | os.PathLike[str]) -> str:
                   layer.nan, layer.inf + layer.minus_inf] for layer in layers]
         lines += ["", table(["", "layer", "kind", "type", "shape", "min", "max", "nan", "inf"], cells),
                   "", f"micro-batch {one['micro']}: {account['where']}"]
-        lines += [f"likely cause: {account['likely']}"] if account["likely"] else []
         losses = []
         for row, name in enumerate(account["ids"] if account["bad"] else ()):
             alone, _ = examine(brain, KeptBatch(rows(batch, row, row + 1), rng), step, scale)
@@ -296,23 +289,22 @@ def replay(brain: sb.Brain, folder: str | os.PathLike[str]) -> str:
 
 def load_batches(path: Path, device: torch.device | str) -> list[dict[str, Any]]:
     """Read the micro-batches: the file can make nothing but tensors, plain values and batches of known classes."""
+    classes = []
     try:
-        with torch.serialization.safe_globals([*map(_class, get_unsafe_globals_in_checkpoint(path))]):
-            found: list[dict[str, Any]] = untrusted.load_tensors(path, device)
-            return found
+        for name in get_unsafe_globals_in_checkpoint(path):
+            module, _, attribute = name.rpartition(".")
+            if module not in sys.modules and not module.startswith(_KNOWN):
+                raise SbkitError(f"the saved batch is a {attribute} of {module}, which is not imported",
+                                 hint="replay it with the script that trained the run")
+            found = getattr(importlib.import_module(module), attribute, None)
+            if not isinstance(found, type) or not (dataclasses.is_dataclass(found) or issubclass(found, PaddedBatch)
+                                                   or (issubclass(found, tuple) and hasattr(found, "_fields"))):
+                raise SbkitError(f"the saved batch holds a {name}, which is not a batch class")
+            classes.append(found)
+        with torch.serialization.safe_globals([*classes]):
+            batches: list[dict[str, Any]] = untrusted.load_tensors(path, device)
+            return batches
     except SbkitError:
         raise
     except Exception as error:  # torch raises all kinds for a damaged file
         raise SbkitError(f"{path} can't be read: {first_line(error)}", hint="was it written by this sbkit?") from error
-
-
-def _class(name: str) -> type:
-    module, _, attribute = name.rpartition(".")
-    if module not in sys.modules and not module.startswith(_KNOWN):
-        raise SbkitError(f"the saved batch is a {attribute} of {module}, which is not imported",
-                         hint="replay it with the script that trained the run")
-    found = getattr(importlib.import_module(module), attribute, None)
-    if not isinstance(found, type) or not (dataclasses.is_dataclass(found) or issubclass(found, PaddedBatch)
-                                           or (issubclass(found, tuple) and hasattr(found, "_fields"))):
-        raise SbkitError(f"the saved batch holds a {name}, which is not a batch class")
-    return found

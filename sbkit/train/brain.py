@@ -116,36 +116,29 @@ class Brain(sb.core.Brain):
         """If set before ``fit``, each epoch reports the share of the device's peak FLOPs that it used."""
         self.metrics_log = None if self.debug else MetricsLog.of(self.keys, vars(self.hparams))
         self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device)
-        self._overridden = [name for name in ("fit_batch", "optimizers_step", "update_average", "_fit_train")
-                            if getattr(type(self), name) is not getattr(Brain, name)]
-        self.trainer = Trainer(self, self.train_state, self.keys.average, self._freezing(), self._rng,
-                               lambda: self._save_intra_epoch_ckpt(), recipe_steps=bool(self._overridden))
-        self._evaluation = EvaluationLoop(self, self.trainer, "update_average" in self._overridden)
-        self._factors: dict[str, float] = {}
-        self._add_recoverables()
-
-    @property
-    def layer_roots(self) -> list[torch.nn.Module]:
-        """The modules, and what lies beside them: features have no weights, so they aren't among the modules."""
-        return [self.modules, *(value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module))]
-
-    def _add_recoverables(self) -> None:
-        if self.checkpointer is None:
-            return
-        extra = {"rng": self._rng, "metrics": self.metrics_log, "ema": self.trainer.ema,
-                 "scaler": self.scaler if self.scaler.is_enabled() else None}
-        for name, obj in extra.items():
-            if obj is not None:
-                self.checkpointer.add_recoverable(name, obj, optional_load=True)
-
-    def _freezing(self) -> Freezing:
-        """Freeze what never trains. What trains later is frozen in ``fit``, so that the cost estimate counts it."""
         parts = ParameterGroups(self.modules, vars(self.hparams))
         parts.values_by_path(self.keys.learning_rates or {}, "learning_rates")  # fails now if a name fits nothing
         if self._scales_rates and type(self).init_optimizers is not Brain.init_optimizers:
             raise SbkitError(f"{type(self).__name__} creates its own optimizers, so learning_rates and layer_decay "
                              "would have no effect", hint="remove them from the recipe")
-        return Freezing(self.modules, parts, self.keys.freeze)
+        # What trains later is frozen in ``fit``, so that the cost estimate counts it.
+        freezing = Freezing(self.modules, parts, self.keys.freeze)
+        self._overridden = [name for name in ("fit_batch", "optimizers_step", "update_average", "_fit_train")
+                            if getattr(type(self), name) is not getattr(Brain, name)]
+        self.trainer = Trainer(self, self.train_state, self.keys.average, freezing, self._rng,
+                               lambda: self._save_intra_epoch_ckpt(), recipe_steps=bool(self._overridden))
+        self._evaluation = EvaluationLoop(self, self.trainer, "update_average" in self._overridden)
+        self._factors: dict[str, float] = {}
+        extra = {"rng": self._rng, "metrics": self.metrics_log, "ema": self.trainer.ema,
+                 "scaler": self.scaler if self.scaler.is_enabled() else None}
+        for name, obj in extra.items():
+            if obj is not None and self.checkpointer is not None:
+                self.checkpointer.add_recoverable(name, obj, optional_load=True)
+
+    @property
+    def layer_roots(self) -> list[torch.nn.Module]:
+        """The modules, and what lies beside them: features have no weights, so they aren't among the modules."""
+        return [self.modules, *(value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module))]
 
     @property
     def _scales_rates(self) -> bool:
@@ -164,19 +157,15 @@ class Brain(sb.core.Brain):
         self.trainer.freezing.update(self.optimizer_step)
         self._wrap_distributed()
         self.init_optimizers()
-        self._log_what_learns()
+        parts = ParameterGroups(self.modules, vars(self.hparams))
+        table = trained_parts(parts, self.trainer.freezing.until, self._factors, self.peak_rate)
+        if table is not None and ranks.is_main():  # not all learn at one rate
+            logger.info("%s", table.text())
         sharding.save_unsharded(self.checkpointer)
         if self.checkpointer is not None and self.checkpointer.recover_if_possible() is None:
             for written in self.checkpointer.recoverables.values():
                 if hasattr(written, "start_afresh"):
                     written.start_afresh()
-
-    def _log_what_learns(self) -> None:
-        """Log which parts learn at which rate, unless all learn at the same one."""
-        parts = ParameterGroups(self.modules, vars(self.hparams))
-        table = trained_parts(parts, self.trainer.freezing.until, self._factors, self.peak_rate)
-        if table is not None and ranks.is_main():
-            logger.info("%s", table.text())
 
     @property
     def peak_rate(self) -> float | None:
@@ -189,7 +178,11 @@ class Brain(sb.core.Brain):
         if not self._scales_rates:
             return {}
         parts = ParameterGroups(self.modules, vars(self.hparams))
-        return rates.factors(self, parts, self.keys.learning_rates, self.keys.layer_decay)
+        found = parts.values_by_path(self.keys.learning_rates or {}, "learning_rates")
+        if self.keys.layer_decay != 1:
+            for path, depth in rates.depths(self, parts).items():
+                found[path] = found.get(path, 1.0) * self.keys.layer_decay ** depth
+        return {path: float(factor) for path, factor in found.items() if factor != 1}
 
     def stacked_layers(self) -> Sequence[torch.nn.Module] | None:
         """Return the layers that ``layer_decay`` counts; None: the list of equal layers with the most parameters."""
@@ -222,8 +215,18 @@ class Brain(sb.core.Brain):
             sharding.checkpoint_activations(self.modules, keys.activation_checkpointing)
         trained = [(name, parameter) for name, parameter in self.modules.named_parameters() if parameter.requires_grad]
         if ranks.world_size() > 1 and trained:
-            if keys.fsdp and (others := self._unshardable()):
-                raise SbkitError(f"fsdp can't be used together with {others[0]}", hint="remove one of them")
+            if keys.fsdp:
+                saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
+                optimizer = unwrapped(self.opt_class)[0]
+                unshardable = {
+                    "a recipe's own fit_batch": "fit_batch" in self._overridden, "ema": self.averages_weights,
+                    "freeze with a number of steps": trainer.freezing.unfreezes,
+                    "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
+                    f"the optimizer {getattr(optimizer, '__name__', optimizer)} (AdamW can)":
+                        getattr(optimizer, "needs_whole_parameters", False)}
+                others = [name for name, there in unshardable.items() if there]
+                if others:
+                    raise SbkitError(f"fsdp can't be used together with {others[0]}", hint="remove one of them")
             ranks.take_from_main([*self.modules.parameters(), *self.modules.buffers()])
             if keys.fsdp:
                 trainer.use(sharded=sharding.ShardedModules(self.modules, trainer.compute, trainer.device, keys.fsdp))
@@ -232,17 +235,6 @@ class Brain(sb.core.Brain):
                 trainer.use(exchange=GradientExchange(self.modules.named_parameters(), mean=own,
                                                       agree_each_time=own or self.find_unused_parameters))
         self._rng.part()  # only now: all ranks have rank 0's weights
-
-    def _unshardable(self) -> list[str]:
-        """Return what in this run can't work with sharded parameters."""
-        saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
-        optimizer = unwrapped(self.opt_class)[0]
-        found = {"a recipe's own fit_batch": "fit_batch" in self._overridden,
-                 "ema": self.averages_weights, "freeze with a number of steps": self.trainer.freezing.unfreezes,
-                 "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
-                 f"the optimizer {getattr(optimizer, '__name__', optimizer)} (AdamW can)":
-                     getattr(optimizer, "needs_whole_parameters", False)}
-        return [name for name, there in found.items() if there]
 
     @property
     def averages_weights(self) -> bool:

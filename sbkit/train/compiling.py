@@ -96,9 +96,7 @@ def compile_problem(device: str) -> str | None:
 
 def graphs() -> int:
     """Return the number of graphs compiled in this process; it should stop growing after warm-up."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def is_compiling() -> bool:

@@ -36,13 +36,26 @@ def resolve(device: Device | None = None) -> torch.device:
     if asked.type == "meta":
         raise SbkitError("device 'meta' holds no data, so nothing can be trained on it", hint="use cpu")
     backend = getattr(torch, asked.type, None)
-    if backend is None or not _available(asked.type):
-        raise SbkitError(f"device '{asked}' can't be used: {_unavailable_reason(asked.type)}",
+    here = torch.backends.mps if asked.type == "mps" else backend
+    if backend is None or not getattr(here, "is_available", lambda: False)():
+        reason = f"finds no '{asked.type}' device on this machine"
+        if asked.type == "cuda":
+            built = torch.version.cuda is not None or torch.version.hip is not None
+            reason = "finds no working driver or card" if built else "is built without CUDA"
+        raise SbkitError(f"device '{asked}' can't be used: torch {torch.__version__} {reason}",
                          hint="run with --device cpu")
     if asked.type not in _NUMBERED:
         return asked
     count = backend.device_count()
-    index = _card(asked, count)
+    local, index = os.environ.get("LOCAL_RANK"), asked.index or 0
+    if local is not None and (count != 1 or index > 0):  # a launcher may show each process only its own card
+        together = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+        if asked.index is None:
+            index = int(local)
+        elif together > 1 and index != int(local):
+            logger.info("Process %s of this machine takes %s:%s, not %s, which %d processes would share.",
+                        local, asked.type, local, asked, together)
+            index = int(local)
     if index >= count:
         raise SbkitError(
             f"device '{asked.type}:{index}' does not exist: this process sees {count} "
@@ -92,32 +105,3 @@ def parse(device: object) -> torch.device:
                          hint="write cpu, cuda, cuda:0, mps or xpu:1") from error
 
 
-def _card(requested: torch.device, count: int) -> int:
-    """Return the index of the card: LOCAL_RANK if several processes share this machine."""
-    local = os.environ.get("LOCAL_RANK")
-    if local is None:
-        return requested.index if requested.index is not None else 0
-    together = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    if count == 1 and requested.index in (None, 0):
-        return 0  # the launcher gives each process its own card
-    if requested.index is None or (together > 1 and requested.index != int(local)):
-        if requested.index is not None:
-            logger.info("Process %s of this machine takes %s:%s, not %s, which %d processes would share.",
-                        local, requested.type, local, requested, together)
-        return int(local)
-    return requested.index
-
-
-def _available(kind: str) -> bool:
-    if kind == "mps":
-        return torch.backends.mps.is_available()
-    backend = getattr(torch, kind)
-    return bool(getattr(backend, "is_available", lambda: False)())
-
-
-def _unavailable_reason(kind: str) -> str:
-    if kind == "cuda":
-        if torch.version.cuda is None and torch.version.hip is None:
-            return f"this torch ({torch.__version__}) is built without CUDA"
-        return f"torch {torch.__version__} finds no working driver or card"
-    return f"torch {torch.__version__} finds no '{kind}' device on this machine"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
 
 import speechbrain as sb
 import torch
@@ -41,12 +40,20 @@ class EvaluationLoop:
         if trainer.device.type == "cpu":
             host.trim()  # before the loader forks
         state.step, average = 0, 0.0
-        mean, share = DeviceMean(brain.device), loaders.is_share(loader)
+        share = loaders.is_share(loader)
+        sums = torch.zeros(2, device=brain.device)  # of losses, and their count: nothing waits for the device
         colour = brain.tqdm_barcolor[stage.name.lower()] or None
         display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
         sharded = contextlib.nullcontext() if trainer.sharded is None else trainer.sharded.gathered()
         averaged = contextlib.nullcontext() if trainer.ema is None else trainer.ema.swapped()
-        with self._eval_mode(), sharded, averaged, display:
+        brain.modules.eval()
+        # Also layers that only ``hparams`` holds: many recipes leave ``normalize`` out of ``modules``. Its statistics
+        # would include dev data, and ranks with shares of different sizes would wait for each other in it.
+        held = [value for value in vars(brain.hparams).values() if isinstance(value, nn.Module)]
+        with contextlib.ExitStack() as after, sharded, averaged, display:
+            for layer in [layer for value in held for layer in value.modules() if layer.training]:
+                layer.training = False
+                after.callback(setattr, layer, "training", True)
             for batch in loaders.iterator_of(loaders.on_device(loader, loader, brain.device) if share else loader):
                 if trainer.asked_to_stop:
                     break
@@ -56,7 +63,10 @@ class EvaluationLoop:
                 if self.own_average:
                     average = brain.update_average(one_number(loss), average)
                 else:
-                    mean.add(loss)
+                    loss = loss if isinstance(loss, Loss) else Loss(one_number(loss), 1.0)
+                    total = loss.total.detach().to(sums).reshape(())
+                    count = loss.count if isinstance(loss.count, torch.Tensor) else torch.full_like(total, loss.count)
+                    sums += torch.where(torch.isfinite(total), torch.stack([total, count.to(total).reshape(())]), 0.0)
                 guard.poll()
                 display.count(batch)
                 if time.monotonic() >= display.draw_at:
@@ -67,7 +77,10 @@ class EvaluationLoop:
         over_ranks = share or brain.shares_validation
         if over_ranks:
             ranks.barrier(name)
-        return average if self.own_average else mean.value(over_ranks)
+        if self.own_average:
+            return average
+        summed, counted = (ranks.sum_across(sums) if over_ranks else sums).tolist()
+        return summed / counted if counted else math.nan  # nothing was counted, such as clips too short for a loss
 
     @torch.no_grad()
     def validate(self, loader: DataSource, epoch: int, show: bool) -> None:
@@ -85,40 +98,3 @@ class EvaluationLoop:
             if brain.checkpointer is not None:
                 brain.checkpointer.drop()
         brain.close_stage(Stage.VALID, loss, epoch)
-
-    @contextlib.contextmanager
-    def _eval_mode(self) -> Iterator[None]:
-        """Put all layers into evaluation mode inside this context, including those that only ``hparams`` holds.
-
-        Many recipes leave ``normalize`` out of ``modules``. Its statistics would include dev data, and ranks with
-        shares of different sizes would wait for each other in it.
-        """
-        self.brain.modules.eval()
-        held = [value for value in vars(self.brain.hparams).values() if isinstance(value, nn.Module)]
-        beside = [layer for value in held for layer in value.modules() if layer.training]
-        for layer in beside:
-            layer.training = False
-        try:
-            yield
-        finally:
-            for layer in beside:
-                layer.training = True
-
-
-class DeviceMean:
-    """A mean of losses that stays on the device until ``value`` is called."""
-
-    def __init__(self, device: torch.device | str):
-        self._sums = torch.zeros(2, device=device)  # sum and count
-
-    def add(self, loss: Loss | torch.Tensor | float) -> None:
-        """Add a ``Loss`` or one number, unless it is not finite."""
-        loss = loss if isinstance(loss, Loss) else Loss(one_number(loss), 1.0)
-        total = loss.total.detach().to(self._sums).reshape(())
-        count = loss.count if isinstance(loss.count, torch.Tensor) else torch.full_like(total, loss.count)
-        self._sums += torch.where(torch.isfinite(total), torch.stack([total, count.to(total).reshape(())]), 0.0)
-
-    def value(self, over_ranks: bool = False) -> float:
-        """Return the mean of this rank, or of all; nan if nothing was counted, such as clips too short for a loss."""
-        total, count = (ranks.sum_across(self._sums) if over_ranks else self._sums).tolist()
-        return total / count if count else math.nan

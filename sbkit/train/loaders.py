@@ -137,8 +137,10 @@ def resolve_loader(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: d
     ordinary = _with_workers(dataset)
     if ordinary is not None and getattr(ordinary.worker_init_fn, "func", None) is not _start_worker:
         ordinary.worker_init_fn = partial(_start_worker, ordinary.worker_init_fn)
-    if ranks.world_size() > 1:
-        _use_same_order(dataset, int(brain.keys.seed or 0), brain.device)
+    for sampler in (getattr(dataset, "batch_sampler", None), getattr(dataset, "sampler", None)):
+        name = {DistributedSamplerWrapper: "sampler", ShareSampler: "whole"}.get(type(sampler))
+        if ranks.world_size() > 1 and name and not isinstance(getattr(sampler, name), SameOrderSampler):
+            setattr(sampler, name, SameOrderSampler(getattr(sampler, name), int(brain.keys.seed or 0), brain.device))
     return dataset
 
 
@@ -178,13 +180,6 @@ def _end_workers() -> None:
         for each in (getattr(iterator, "iterator", iterator), loader._iterator):
             if each is not None and hasattr(each, "_shutdown_workers"):
                 each._shutdown_workers()
-
-
-def _use_same_order(loader: object, seed: int, device: torch.device | str) -> None:
-    for sampler in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
-        name = {DistributedSamplerWrapper: "sampler", ShareSampler: "whole"}.get(type(sampler))
-        if name and not isinstance(getattr(sampler, name), SameOrderSampler):
-            setattr(sampler, name, SameOrderSampler(getattr(sampler, name), seed, device))
 
 
 class SameOrderSampler(Sampler[Any]):

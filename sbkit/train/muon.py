@@ -91,8 +91,17 @@ class Muon(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             self._update_matrices(self._turns(group), group)
-            self._update_others([each for each in group["params"]
-                              if id(each) not in self.matrices and each.grad is not None], group)
+            others = [each for each in group["params"] if id(each) not in self.matrices and each.grad is not None]
+            if not others:
+                continue
+            states = self._states(others, "exp_avg", "exp_avg_sq")
+            averages, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+            beta1, beta2 = group["betas"]
+            grads = [each.grad for each in others if each.grad is not None]
+            adamw(others, grads, averages, squares, [], steps, fused=True, amsgrad=False,
+                  beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+                  maximize=False, grad_scale=getattr(self, "grad_scale", None),
+                  found_inf=getattr(self, "found_inf", None))
         return loss
 
     def _turns(self, group: Mapping[str, Any]) -> list[tuple[torch.Tensor, bool]]:
@@ -156,17 +165,6 @@ class Muon(Optimizer):
         else:  # a list of factors would launch a kernel for each weight
             torch._foreach_add_(weights, torch._foreach_mul(directions, step))
 
-    def _update_others(self, parameters: list[torch.Tensor], group: Mapping[str, Any]) -> None:
-        if not parameters:
-            return
-        states = self._states(parameters, "exp_avg", "exp_avg_sq")
-        averages, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
-        beta1, beta2 = group["betas"]
-        grads = [each.grad for each in parameters if each.grad is not None]
-        adamw(parameters, grads, averages, squares, [], steps, fused=True, amsgrad=False,
-              beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
-              maximize=False, grad_scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None))
-
     def _states(self, parameters: Sequence[torch.Tensor], *names: str) -> list[dict[str, Any]]:
         states: list[dict[str, Any]] = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
@@ -182,14 +180,6 @@ class Muon(Optimizer):
                 if name not in state:
                     state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         return states
-
-
-def _with_defaults(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Give groups that were saved with another optimizer the options that they lack."""
-    if ranks.is_main() and any("momentum" not in saved for saved in state["param_groups"]):
-        logger.warning("The checkpoint is from another optimizer, so Muon's momentum starts at 0")
-    groups = [{**own, **saved} for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)]
-    return {**state, "param_groups": groups}
 
 
 def _matrices(modules: Sequence[nn.Module]) -> set[int]:
@@ -211,6 +201,14 @@ def _matrices(modules: Sequence[nn.Module]) -> set[int]:
     return found - embeddings
 
 
+def _with_defaults(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Give groups that were saved with another optimizer the options that they lack."""
+    if ranks.is_main() and any("momentum" not in saved for saved in state["param_groups"]):
+        logger.warning("The checkpoint is from another optimizer, so Muon's momentum starts at 0")
+    groups = [{**own, **saved} for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)]
+    return {**state, "param_groups": groups}
+
+
 def orthogonalise(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return weights orthogonalised, and scaled to a root mean square of 1.
 
@@ -226,7 +224,9 @@ def orthogonalise(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     before, results = 0, list(weights)
     for (low, width), alike in sizes.items():
-        matrices = _as_wide([torch.stack([weights[index] for index in shapes[shape]]) for shape in alike])
+        stacks = [torch.stack([weights[index] for index in shapes[shape]]).flatten(2) for shape in alike]
+        wide = [each.mT if each.shape[1] > each.shape[2] else each for each in stacks]  # at least as wide as high
+        matrices = torch.cat(wide) if len(wide) > 1 else wide[0].contiguous()
         own = slice((rank - before) % world, None, world)
         before += len(matrices)
         found = newton_schulz(matrices[own])
@@ -240,13 +240,6 @@ def orthogonalise(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             for index, each in zip(shapes[shape], part.view(-1, *shape), strict=True):
                 results[index] = each
     return results
-
-
-def _as_wide(stacks: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return weights as matrices that are at least as wide as high."""
-    matrices = [stack.flatten(2) for stack in stacks]
-    wide = [each.mT if each.shape[1] > each.shape[2] else each for each in matrices]
-    return torch.cat(wide) if len(wide) > 1 else wide[0].contiguous()
 
 
 def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,13 @@ _PRECISIONS = ("fp32", "bf16", "fp16")
 def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str, Any] | None,
           ) -> tuple[RunOptions, dict[str, Any] | None]:
     """Return copies of both, with numbers instead of texts and a usable ``device``, or raise an error."""
-    opts = _as_options(run_opts)
+    opts = run_opts
+    if not isinstance(opts, RunOptions):
+        unknown = sorted(set(opts or ()) - {field.name for field in dataclasses.fields(RunOptions)})
+        if unknown:
+            raise SbkitError(f"run_opts has unknown keys: {', '.join(unknown)}",
+                             hint="keys of the recipe go into hparams")
+        opts = RunOptions.from_dictionary(dict(opts)) if opts is not None else RunOptions()
     changed: dict[str, Any] = {name: _number(name, opts[name]) for name in _NUMBERS}
     hparams = dict(hparams) if hparams is not None else None
     if hparams is not None:
@@ -40,37 +46,18 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
                 hparams[name] = value
         if value not in _PRECISIONS:
             raise SbkitError(f"{name} is {value!r}", hint=f"choose one of auto, {', '.join(_PRECISIONS)}")
-    hparams = _one_interval(opts, hparams)
+    minutes, steps = "ckpt_interval_minutes", "ckpt_interval_steps"
+    for asked, other in ((minutes, steps), (steps, minutes)):  # from the command line, it replaces the recipe's other
+        if hparams is not None and asked in opts.overridden_args and other not in opts.overridden_args:
+            hparams |= {other: 0} if other in hparams else {}
+    if float(pick(opts, hparams, minutes)) > 0 and int(pick(opts, hparams, steps)) > 0:
+        raise SbkitError(f"{minutes} and {steps} are both set", hint="set one of them to 0")
     chosen = set(opts.overridden_args)
     if hparams is not None and "device" in hparams:
         hparams["device"] = device
     else:
         chosen.add("device")  # otherwise SpeechBrain would choose a device again
     return dataclasses.replace(opts, device=device, overridden_args=chosen, **changed), hparams
-
-
-def _as_options(run_opts: RunOptions | Mapping[str, Any] | None) -> RunOptions:
-    if run_opts is None:
-        return RunOptions()
-    if isinstance(run_opts, RunOptions):
-        return run_opts
-    unknown = sorted(set(run_opts) - {field.name for field in dataclasses.fields(RunOptions)})
-    if unknown:
-        raise SbkitError(f"run_opts has unknown keys: {', '.join(unknown)}",
-                         hint="keys of the recipe go into hparams")
-    return RunOptions.from_dictionary(dict(run_opts))
-
-
-def _one_interval(run_opts: RunOptions, hparams: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Allow only one interval between checkpoints; one from the command line replaces the other of the recipe."""
-    minutes, steps = "ckpt_interval_minutes", "ckpt_interval_steps"
-    if hparams is not None:
-        for asked, other in ((minutes, steps), (steps, minutes)):
-            if asked in run_opts.overridden_args and other not in run_opts.overridden_args and other in hparams:
-                hparams = hparams | {other: 0}
-    if float(pick(run_opts, hparams, minutes)) > 0 and int(pick(run_opts, hparams, steps)) > 0:
-        raise SbkitError(f"{minutes} and {steps} are both set", hint="set one of them to 0")
-    return hparams
 
 
 def pick(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> Any:  # each option's own

@@ -21,16 +21,6 @@ Rate = float | torch.Tensor  # a group's rate may be either
 _SECONDS = 3.0
 
 
-def factors(brain: sb.Brain, parts: ParameterGroups, by_part: Mapping[str, float] | None,
-            layer_decay: float) -> dict[str, float]:
-    """Return the factor of the learning rate for each parameter path, leaving out factors of 1."""
-    found = parts.values_by_path(by_part or {}, "learning_rates")
-    if layer_decay != 1:
-        for path, depth in depths(brain, parts).items():
-            found[path] = found.get(path, 1.0) * layer_decay ** depth
-    return {path: float(factor) for path, factor in found.items() if factor != 1}
-
-
 def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], parts: ParameterGroups,
             ) -> Callable[..., Optimizer]:
     """Return the optimizer with a parameter group for each factor; schedules read the factor as ``lr_scale``.
@@ -42,8 +32,15 @@ def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], pa
 
     def build(params: Iterable[Any]) -> Optimizer:
         params = list(params)
-        groups = params if params and isinstance(params[0], dict) else [{"params": params}]
-        optimizer = opt_class([part for group in groups for part in _split(group, by_id)])
+        groups: list[dict[str, Any]] = params if params and isinstance(params[0], dict) else [{"params": params}]
+        split: list[dict[str, Any]] = []
+        for group in groups:  # by factor: 1 first, then from large to small
+            inside: dict[float, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                inside.setdefault(by_id.get(id(parameter), 1.0), []).append(parameter)
+            split += [{**group, "params": inside[factor], "lr_scale": factor}
+                      for factor in sorted(inside, key=lambda factor: (factor != 1, -factor))]
+        optimizer = opt_class(split)
         for group in optimizer.param_groups:
             names = dict.fromkeys(called[id(parameter)] for parameter in group["params"] if id(parameter) in called)
             group["name"] = f"{group.get('name') or ', '.join(names)} x {group['lr_scale']:.3g}"
@@ -56,15 +53,6 @@ def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], pa
         return optimizer
 
     return build
-
-
-def _split(group: Mapping[str, Any], by_id: Mapping[int, float]) -> Iterable[dict[str, Any]]:
-    """Split a group by factor: a factor of 1 first, then from large to small."""
-    inside: dict[float, list[nn.Parameter]] = {}
-    for parameter in group["params"]:
-        inside.setdefault(by_id.get(id(parameter), 1.0), []).append(parameter)
-    return ({**group, "params": inside[factor], "lr_scale": factor}
-            for factor in sorted(inside, key=lambda factor: (factor != 1, -factor)))
 
 
 def base_lr(group: Mapping[str, Any]) -> Rate:
@@ -84,8 +72,20 @@ def depths(brain: sb.Brain, parts: ParameterGroups) -> dict[str, int]:
     if not hasattr(brain, "stand_in"):
         raise SbkitError(f"layer_decay needs the order of the layers, and {type(brain).__name__} has no stand-in batch "
                          "that shows it", hint="derive it from sbkit.tasks.task.Task, or use learning_rates")
-    order, stacked = _order(brain), brain.stacked_layers()
-    layers = _largest(brain.modules, order) if stacked is None else _used(stacked, order)
+
+    def used(_: object) -> dict[int, int]:
+        with torch.no_grad(), _UseOrder(brain.modules) as uses:
+            brain.loss_of(brain.stand_in(1, _SECONDS).to(brain.device))
+        return uses.order
+
+    order, stacked = on_fake_tensors(brain, used), brain.stacked_layers()
+    # By default the list of layers of one class that has the most parameters that the loss uses.
+    candidates = [stacked] if stacked is not None else [
+        list(module) for module in brain.modules.modules() if isinstance(module, nn.ModuleList)
+        and len({type(layer) for layer in module}) == 1]
+    reached = [[layer for layer in each if any(id(p) in order for p in layer.parameters())] for each in candidates]
+    layers = max((each for each in reached if stacked is not None or len(each) > 1), default=[],
+                 key=lambda each: sum(p.numel() for layer in each for p in layer.parameters()))
     if len(layers) < 2:
         raise SbkitError("layer_decay: no layers repeat in this model", hint="use learning_rates")
     layers.sort(key=lambda layer: min(order[id(p)] for p in layer.parameters() if id(p) in order))
@@ -93,22 +93,6 @@ def depths(brain: sb.Brain, parts: ParameterGroups) -> dict[str, int]:
     first = min(order[known] for known in above if known in order)
     below = {known for known, when in order.items() if when < first}
     return {path: len(layers) if id(p) in below else above.get(id(p), 0) for path, p in parts.parameters.items()}
-
-
-def _used(layers: Iterable[nn.Module], order: Mapping[int, int]) -> list[nn.Module]:
-    return [layer for layer in layers if any(id(p) in order for p in layer.parameters())]
-
-
-def _largest(modules: nn.Module, order: Mapping[int, int]) -> list[nn.Module]:
-    """Return the list of layers of one class with the most parameters that the loss uses."""
-    best: tuple[int, list[nn.Module]] = 0, []
-    for module in modules.modules():
-        layers = list(module) if isinstance(module, nn.ModuleList) else []
-        used = _used(layers, order)
-        size = sum(p.numel() for layer in used for p in layer.parameters())
-        if len(used) > 1 and len({type(layer) for layer in layers}) == 1 and size > best[0]:
-            best = size, used
-    return best[1]
 
 
 class _UseOrder(TorchDispatchMode):
@@ -125,12 +109,3 @@ class _UseOrder(TorchDispatchMode):
             if id(leaf) in self._known:
                 self.order.setdefault(id(leaf), len(self.order))
         return func(*args, **(kwargs or {}))
-
-
-def _order(brain: sb.Brain) -> dict[int, int]:
-    def order(_: object) -> dict[int, int]:
-        with torch.no_grad(), _UseOrder(brain.modules) as uses:
-            brain.loss_of(brain.stand_in(1, _SECONDS).to(brain.device))
-        return uses.order
-
-    return on_fake_tensors(brain, order)

@@ -69,7 +69,13 @@ class ResumableFile:
                     os.ftruncate(handle, end)
             if not self._trained and self._written_again(line):
                 self._trained = True
-                self._cut(handle)
+                size = os.fstat(handle).st_size
+                if self._resume_at is not None and self._resume_at < size:
+                    beyond = os.pread(handle, size - self._resume_at, self._resume_at).splitlines(keepends=True)
+                    kept = [each for each in beyond if not self._written_again(each.decode("utf-8", "replace"))]
+                    os.ftruncate(handle, self._resume_at)
+                    if kept:
+                        os.write(handle, b"".join(kept))
             data = line.encode("utf-8") + b"\n"
             if os.write(handle, data) < len(data):  # the disk is full
                 self._clean = False
@@ -96,16 +102,6 @@ class ResumableFile:
         """Continue from an empty file, for a run without a checkpoint: lines of an earlier start are removed."""
         if not self._trained:
             self._resume_at = 0
-
-    def _cut(self, handle: int) -> None:
-        size = os.fstat(handle).st_size
-        if self._resume_at is None or self._resume_at >= size:
-            return
-        beyond = os.pread(handle, size - self._resume_at, self._resume_at).splitlines(keepends=True)
-        kept = [line for line in beyond if not self._written_again(line.decode("utf-8", "replace"))]
-        os.ftruncate(handle, self._resume_at)
-        if kept:
-            os.write(handle, b"".join(kept))
 
 
 @register_checkpoint_hooks

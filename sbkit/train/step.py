@@ -21,7 +21,6 @@ from sbkit.errors import SbkitError
 from sbkit.nn.device_numbers import DeviceNumbers
 from sbkit.train.batches import Objectives
 
-V = TypeVar("V", torch.Tensor, torch.Tensor | float)
 T = TypeVar("T")
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -43,8 +42,8 @@ class Loss(NamedTuple):
         return self.total / self.count
 
     def detach(self) -> Loss:
-        extras = {k: (_detached(s), _detached(n)) for k, (s, n) in (self.extras or {}).items()}
-        return Loss(_detached(self.total), _detached(self.count), extras or None)
+        extras = dict(self.extras) if self.extras else None
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, self._replace(extras=extras))
 
 
 def is_last(batch: object) -> bool | None:
@@ -226,7 +225,3 @@ def one_number(loss: Loss | torch.Tensor | float) -> torch.Tensor:
     if isinstance(loss, Loss):
         loss = loss.mean
     return loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
-
-
-def _detached(value: V) -> V:
-    return value.detach() if isinstance(value, torch.Tensor) else value

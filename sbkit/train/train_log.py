@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from speechbrain.utils.distributed import main_process_only
@@ -50,18 +50,14 @@ class TrainLog(ResumableLog, FileTrainLogger):
         """
         stages = {None: stats_meta, "train": train_stats, "valid": valid_stats, "test": test_stats}
 
-        def line(write: Callable[[object], object]) -> str:
-            return " - ".join(self._stats_to_string({key: write(value) for key, value in stats.items()}, stage)
-                              for stage, stats in stages.items() if stats is not None)
-
-        self._file.append(line(lambda value: value))
+        given = {stage: stats for stage, stats in stages.items() if stats is not None}
+        self._file.append(" - ".join(self._stats_to_string(stats, stage) for stage, stats in given.items()))
         if verbose:
-            logger.info(line(self._shown))
-
-    def _shown(self, value: object) -> object:
-        if not isinstance(value, float):
-            return value
-        return f"{value:.{self.precision}f}" if 1 <= abs(value) < 1e5 else f"{value:.{self.precision + 1}g}"
+            digits = self.precision
+            shown = {stage: {key: value if not isinstance(value, float) else f"{value:.{digits}f}"
+                             if 1 <= abs(value) < 1e5 else f"{value:.{digits + 1}g}" for key, value in stats.items()}
+                     for stage, stats in given.items()}
+            logger.info(" - ".join(self._stats_to_string(stats, stage) for stage, stats in shown.items()))
 
 
 def _written_again(line: str) -> bool:

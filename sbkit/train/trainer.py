@@ -330,7 +330,7 @@ class Trainer:
     def _flags(self) -> torch.Tensor:
         """Return what this rank asks for with a step: a 1 on the device for each of ``FLAGS`` that it raises."""
         minutes = self.brain.ckpt_interval_minutes if self.brain.checkpointer is not None else 0
-        stop = self.signals is not None and self.signals.signum is not None
+        stop = self.asked_to_stop
         save = minutes > 0 and time.monotonic() - self._saved_at > 60 * minutes and ranks.is_main()
         changed = self.exchange is not None and bool(self.exchange.changed or self.exchange.missed)
         if not (stop or save or changed):
@@ -378,8 +378,10 @@ class Trainer:
         brain.zero_grad(set_to_none=True)
         self.buffers.detect_changes()
         parallel.assert_ranks_equal(self.modules, f"after epoch {epoch}")
-        if state.validates:
-            self._hold_state()
+        if state.validates and brain.checkpointer is not None and self.sharded is None:
+            # Saved if a signal arrives before the epoch ends: a resumed run then repeats what follows, from
+            # ``on_stage_end`` on, with the same random numbers. Of a sharded model this would take a complete save.
+            brain.checkpointer.hold({INTRA_EPOCH_CKPT_FLAG: True})
         loss = self.average_loss()
         progress.close(loss, state.optimizer_step, state.began)
         brain.close_stage(Stage.TRAIN, loss, epoch)
@@ -465,12 +467,27 @@ class Trainer:
         guard.poll()
         if time.monotonic() >= progress.due:
             progress.show(state.average.known(), self.learning_rate)
-        if asked or 0 < brain.ckpt_interval_steps <= self._batches_since:
-            self._act_on(asked)
+        due = 0 < brain.ckpt_interval_steps <= self._batches_since
+        if "parameters" in asked and self.exchange is not None and not self.exchange.agree_each_time:
+            self.exchange.reset(agree_each_time=True)
+            self.graphs.reset(self.exchange)
+            state.graph_changes = True
+            if ranks.is_main():
+                logger.warning("The loss uses other parameters than in the first step. From now on ranks agree in each "
+                               "step on those that have gradients, which makes it wait for the device; with "
+                               "--find_unused_parameters they do so from the first step")
+        if "stop" in asked:
+            self.save_and_stop()
+        if brain.checkpointer is not None and (due or "save" in asked):
+            self._save()
         if brain.checkpointer is not None and brain.checkpointer.writer.failed:
             brain.checkpointer.writer.wait()  # raises now, and not an epoch later
         if brain.profiler is not None:
-            self._profile()
+            brain.profiler.step()
+            if brain.profiler.step_num > brain.tot_prof_steps:
+                logger.info("The profiler finished, training is stopped.")
+                brain.profiler.stop()
+                ranks.end_together()  # another rank may still be writing its trace
 
     def _batches(self, train_set: DataSource, epoch: int) -> tuple[Iterable[Any], int, int | None]:
         """Return the epoch's remaining batches; for the progress bar what is done, and the total if it is known."""
@@ -492,14 +509,6 @@ class Trainer:
             length += state.step - loaders.first_batch(train_set, state.step)
             state.last_batch = min(length, state.last_batch or length)
         return train_set, state.step, length
-
-    def _profile(self) -> None:
-        profiler = self.brain.profiler
-        profiler.step()
-        if profiler.step_num > self.brain.tot_prof_steps:
-            logger.info("The profiler finished, training is stopped.")
-            profiler.stop()
-            ranks.end_together()  # another rank may still be writing its trace
 
     # ------------------------------------------------------------ what fits into memory
 
@@ -603,7 +612,18 @@ class Trainer:
                 self._progress.step(result)
             brain.close_step(result)
             if result.failed:
-                self._report_not_finite(result)
+                state.nonfinite_count += 1
+                what = "gradient" if math.isfinite(result.total) else "loss"
+                report = f"its {what} is not finite (with fsdp, a rank can't examine it alone)"
+                if self.sharded is None:
+                    report = bad_batch.report(brain, brain.keys.output_folder or ".", result, state.epoch)
+                if ranks.is_main():
+                    logger.warning("Step %d was skipped, number %d in this epoch (nonfinite_patience allows %d):\n%s",
+                                   result.number, state.nonfinite_count, brain.nonfinite_patience, report)
+                if state.nonfinite_count > brain.nonfinite_patience:
+                    ranks.raise_on_main(NotFinite(
+                        f"the {what} of {state.nonfinite_count} steps of this epoch was not finite",
+                        hint="see the reports above; nonfinite_patience sets how many are allowed"))
             if any(flags):
                 asked.update(name for name, raised in zip(FLAGS, flags, strict=True) if raised)
         return asked
@@ -611,38 +631,6 @@ class Trainer:
     def average_loss(self) -> float:
         """Return the mean training loss of the epoch so far, over all ranks; waits for the device."""
         return self.state.average.value(arrived.numpy().tolist()[4:6] for arrived, *_ in self._pending)
-
-    def _report_not_finite(self, result: StepResult) -> None:
-        """Report the cause of a step that was not finite, and end the run if there were too many."""
-        brain, state = self.brain, self.state
-        state.nonfinite_count += 1
-        what = "gradient" if math.isfinite(result.total) else "loss"
-        report = f"its {what} is not finite (with fsdp, a rank can't examine it alone)"
-        if self.sharded is None:
-            report = bad_batch.report(brain, brain.keys.output_folder or ".", result, state.epoch)
-        if ranks.is_main():
-            logger.warning("Step %d was skipped, number %d in this epoch (nonfinite_patience allows %d):\n%s",
-                           result.number, state.nonfinite_count, brain.nonfinite_patience, report)
-        if state.nonfinite_count > brain.nonfinite_patience:
-            ranks.raise_on_main(NotFinite(
-                f"the {what} of {state.nonfinite_count} steps of this epoch was not finite",
-                hint="see the reports above; nonfinite_patience sets how many are allowed"))
-
-    def _act_on(self, asked: set[str]) -> None:
-        """Do what any rank asked for with a step; save if that is due."""
-        if "parameters" in asked and self.exchange is not None and not self.exchange.agree_each_time:
-            self.exchange.reset(agree_each_time=True)
-            self.graphs.reset(self.exchange)
-            self.state.graph_changes = True
-            if ranks.is_main():
-                logger.warning("The loss uses other parameters than in the first step. From now on ranks agree in each "
-                               "step on those that have gradients, which makes it wait for the device; with "
-                               "--find_unused_parameters they do so from the first step")
-        if "stop" in asked:
-            self.save_and_stop()
-        due = 0 < self.brain.ckpt_interval_steps <= self._batches_since
-        if self.brain.checkpointer is not None and (due or "save" in asked):
-            self._save()
 
     # ------------------------------------------------------------ saving and leaving
 
@@ -659,16 +647,6 @@ class Trainer:
         self.buffers.detect_changes()
         self._write()
         self._begin_interval()
-
-    def _hold_state(self) -> None:
-        """Hold the state at the end of an epoch's training, to save it if a signal arrives before the epoch ends.
-
-        A resumed run repeats what follows, from ``on_stage_end`` of the training on, with the same random numbers. With
-        a sharded model nothing is held, as that would take a complete save.
-        """
-        checkpointer = self.brain.checkpointer
-        if checkpointer is not None and self.sharded is None:
-            checkpointer.hold({INTRA_EPOCH_CKPT_FLAG: True})
 
     def save_and_stop(self) -> None:
         """Save a checkpoint and end the run, after a signal to any rank."""

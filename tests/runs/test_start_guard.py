@@ -156,8 +156,10 @@ def test_a_new_folder_and_other_ranks_are_left_alone(tmp_path, here):
 
 
 def test_where_there_is_no_room_to_keep_it_aside_nothing_is_written_over(folder, monkeypatch):
-    full = OSError(errno.ENOSPC, "no", str(folder))
-    monkeypatch.setattr(StartGuard, "_keep", lambda self: (_ for _ in ()).throw(full))
+    def full(*given, **options):
+        raise OSError(errno.ENOSPC, "no", str(folder))
+
+    monkeypatch.setattr("shutil.copy2", full)
     with pytest.raises(SbkitError, match="could not be written: No space left"), StartGuard(folder):
         raise AssertionError("it began")
 

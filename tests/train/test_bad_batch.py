@@ -127,7 +127,7 @@ CASES = {
         "every layer's output is finite, but the loss is inf", ALL], ["  clip-0 ", "> clip-1 inf", "  clip-2 "]),
     "a recording with nan": ("", with_nan, math.nan, [
         "the first that is not finite is signals (batch): 1 nan of 960 values, float32",
-        "affected utterances: clip-2\n", "likely cause: damaged recordings"], ["> signals batch", "> clip-2 nan"]),
+        "affected utterances: clip-2\n"], ["> signals batch", "> clip-2 nan"]),
     "a layer that overflows": ("layer", None, math.nan, [
         "the first that is not finite is model.0.norm (BatchNorm1d): "],  # the inner layer, not the one that holds it
         ["  front Linear float32 3x20x8 ", "> model.0.norm BatchNorm1d float32 3x8x20 ", "> model.0 Model "]),
@@ -137,7 +137,7 @@ CASES = {
         "the gradient is not finite", "but in backward the gradient of the output of model.2 is not finite", ALL],
         ["> clip-0 ", "  model.2 Linear"]),
     "fp16": ("", in_half, math.nan, [
-        "is model.2 (Half): ", ", float16\n", "likely cause: more than 65504, the largest fp16", "--precision bf16"],
+        "is model.2 (Half): ", ", float16\n"],
         ["> model.2 Half float16"]),
     "a batch that raises": ("", too_short, math.nan, ["running the batch again ended with RuntimeError", ALL],
                             ["> clip-0 RuntimeError: "]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -59,20 +60,14 @@ def _safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 def by_parts(path: Path, state: Mapping[str, V]) -> dict[str, V]:
     """A file's tensors, with a ModuleList's indices replaced by the recipe's keys if the metadata has these."""
-    keys = _parts(path)
-    words = {name: name.partition(".") for name in state}
-    return {f"{keys.get(head, head)}{dot}{rest}": state[name] for name, (head, dot, rest) in words.items()}
-
-
-def _parts(path: Path) -> Mapping[str, str]:
-    if not _is_safetensors(path):
-        return {}
-    try:
-        with safe_open(path, framework="numpy") as file:
+    keys: Any = {}  # whatever JSON the file has
+    if _is_safetensors(path):
+        with contextlib.suppress(SafetensorError, OSError, ValueError, RecursionError), \
+                safe_open(path, framework="numpy") as file:  # foreign, or damaged: tensors_in reports it
             keys = json.loads((file.metadata() or {}).get(PARTS, "{}"))
-    except (SafetensorError, OSError, ValueError, RecursionError):  # foreign, or damaged: tensors_in reports it
-        return {}
-    return {place: key for place, key in keys.items() if isinstance(key, str)} if isinstance(keys, dict) else {}
+    known = {place: key for place, key in keys.items() if isinstance(key, str)} if isinstance(keys, dict) else {}
+    words = {name: name.partition(".") for name in state}
+    return {f"{known.get(head, head)}{dot}{rest}": state[name] for name, (head, dot, rest) in words.items()}
 
 
 def plain_state(path: Path, lazily: bool = False) -> dict[str, Any] | None:

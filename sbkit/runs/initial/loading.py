@@ -14,7 +14,6 @@ import torch
 from sbkit.errors import SbkitError
 from sbkit.nn import adapters
 from sbkit.nn.pretrained import Encoder
-from sbkit.recipe.build import Built
 from sbkit.recipe.keys import Task
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.report import Section
@@ -93,7 +92,9 @@ def filled(recipe: Recipe) -> set[int]:
     if keys.init_from is None or keys.pretrainer is None:
         return set()
     own = modules.state_dict(keep_vars=True)
-    taken = {id(own[path]): path for path in ranks.run_on_main(_paths, keys, modules, recipe.hparams)}
+    paths = ranks.run_on_main(
+        lambda: Match(modules, recipe.hparams, _find_source(keys), keys.init_leave or (), shapes=True).taken())
+    taken = {id(own[path]): path for path in paths}
     lost = pretrained.loaded_ids(keys.pretrainer) - pretrained.saved_ids(keys.checkpointer.recoverables.values())
     unsaved = [path for each, path in taken.items() if each in lost]
     if unsaved:
@@ -101,10 +102,6 @@ def filled(recipe: Recipe) -> set[int]:
                          "of this run saves them: once resumed, it would use those of its pretrainer",
                          hint="name their part under the recoverables of the checkpointer, or under init_leave")
     return set(taken)
-
-
-def _paths(keys: TaskKeys, modules: torch.nn.Module, hparams: Mapping[str, object]) -> list[str]:
-    return Match(modules, hparams, _find_source(keys), keys.init_leave or (), shapes=True).taken()
 
 
 def load(brain: Task) -> None:
@@ -183,7 +180,12 @@ def check_start(trace: Trace, findings: Findings) -> Section | None:
 
     Returns a table of which tensors the run will take.
     """
-    if trace.brain is None or trace.keys.init_from is None or _has_checkpoint(trace.built):
+    if trace.brain is None or trace.keys.init_from is None:
+        return None
+    saver = trace.built.nodes.get("checkpointer")  # the check's own checkpointer is elsewhere
+    saves = saver.value.get("checkpoints_dir") if saver is not None and isinstance(saver.value, dict) else None
+    saved_in = static(saves) if saves is not None else None
+    if isinstance(saved_in, str) and any(Path(saved_in).glob("CKPT+*")):
         return None
     try:
         described, outcomes = check(trace.keys, trace.brain)
@@ -196,14 +198,6 @@ def check_start(trace: Trace, findings: Findings) -> Section | None:
              for outcome in collapsed(outcomes)]
     return Section(f"Start: from {described}", COLUMNS, rows(outcomes),
                    values={"from": described, "parts": parts})
-
-
-def _has_checkpoint(built: Built) -> bool:
-    """Whether the run has a checkpoint in the recipe's folder; the check's checkpointer is elsewhere."""
-    node = built.nodes.get("checkpointer")
-    folder = node.value.get("checkpoints_dir") if node is not None and isinstance(node.value, dict) else None
-    path = static(folder) if folder is not None else None
-    return isinstance(path, str) and any(Path(path).glob("CKPT+*"))
 
 
 COLUMNS = ["part", "values", "what", "why"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -102,8 +102,8 @@ class WeightSource:
     mean_of: int = 1
     order: Order = field(default_factory=Order)
     """With a checkpointer: how many checkpoints are averaged, and their ranking."""
-    describe_mean: Callable[[int], str] = str
-    """With a checkpointer: returns the description for the number of checkpoints that were averaged."""
+    run: Path | None = None
+    """With a checkpointer: the run's folder."""
     tokenizer: Path | None = None
     lost_tokenizer: Path | None = None
     """The tokenizer that its recipe names, if the file is missing."""
@@ -120,28 +120,27 @@ class WeightSource:
         """
         states = {name: state for name, path in self.files.items() if (state := self._state(name, path, shapes))}
         if self.names is None:
-            found = self._unnamed(states)
+            if any(BASE in state for state in states.values()):
+                raise SbkitError(f"init_from: {self.description} has adapters but not the model that they adapt: "
+                                 "only the recipe of its run says how they fit together",
+                                 hint="name the run's folder, or the checkpoint in it")
+            parts = {name: by_parts(self.files[name], state) for name, state in states.items()}
+            found = next(iter(parts.values())) if len(parts) == 1 else \
+                {f"{name}.{key}": value for name, state in parts.items() for key, value in state.items()}
         else:
             found = {full: value for name, state in states.items() if not self.names.averaged(name)
                      for full, value in self._named(name, state, shapes).items()}
             alone = not found
             for name in filter(self.names.averaged, states):  # it replaces the weights that were averaged
-                mean = self._named(name, self._average(states[name]), shapes)
+                kept = states[name]
+                inside = weights_in(kept)  # the same if it is the mean of several
+                mean = self._named(name, inside if inside is kept or kept["updates"] else {}, shapes)
                 found |= {full: value for full, value in mean.items() if alone or full in found}
         return {name: value.to("meta") for name, value in found.items()} if shapes else found
 
     def lora_scale(self, layer: str) -> float | None:
         """The scale of a layer's LoRA; None if it is unknown."""
         return self.names.lora_scale(layer) if self.names is not None else None
-
-    def _unnamed(self, states: Mapping[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
-        if any(BASE in state for state in states.values()):
-            raise SbkitError(f"init_from: {self.description} has adapters but not the model that they adapt: "
-                             "only the recipe of its run says how they fit together",
-                             hint="name the run's folder, or the checkpoint in it")
-        states = {name: by_parts(self.files[name], state) for name, state in states.items()}
-        return next(iter(states.values())) if len(states) == 1 else \
-            {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
 
     def _state(self, name: str, path: Path, shapes: bool) -> dict[str, Any]:
         if self.checkpointer is None:
@@ -156,7 +155,7 @@ class WeightSource:
         state = plain_state(path, lazily=shapes) or {}  # files without tensors have no weights
         if state and self.mean_of > 1 and not shapes and not statistics_in(state):
             state, used = average(self.checkpointer, name, self.mean_of, **self.order)
-            self.description = self.describe_mean(len(used))
+            self.description = self.describe_mean(self.mean_of, len(used))
         return state
 
     def _named(self, name: str, state: Mapping[str, Any], shapes: bool) -> dict[str, torch.Tensor]:
@@ -177,11 +176,10 @@ class WeightSource:
                              f"doesn't exist: {base_file(folders[0], hashed)}", hint="copy it from where the run was")
         return (tensors_in(path) or {}) if shapes else read_base(path, hashed)
 
-    def _average(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The averaged weights; empty before the first update."""
-        if weights_in(kept) is kept:  # the mean of several
-            return kept
-        return weights_in(kept) if kept["updates"] else {}
+    def describe_mean(self, asked: int, count: int) -> str:
+        """Describe the mean of a run's checkpoints, which are all of them if it has fewer than requested."""
+        few = f" instead of {asked}: there are no more" if count < asked else ""
+        return f"the run {self.run} (the mean of {count} checkpoint{'s' if count > 1 else ''}{few})"
 
     @property
     def has_tokenizer(self) -> bool:
@@ -302,17 +300,10 @@ def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightS
         return _saved(f"the run {run} ({Path(chosen.path).name}{score})", chosen, tree, checkpointer)
     if checkpoint not in (restore.BEST, restore.LAST):
         raise SbkitError(f"init_average averages the best or the last checkpoints, not {checkpoint}")
-    describe_mean = functools.partial(_describe_mean, run, mean_of)
-    there = min(mean_of, len(checkpointer.find_checkpoints(**order)))
-    source = _saved(describe_mean(there), _chosen(checkpointer, checkpoint, order), tree, checkpointer)
-    source.mean_of, source.order, source.describe_mean = mean_of, order, describe_mean
+    source = _saved("", _chosen(checkpointer, checkpoint, order), tree, checkpointer)
+    source.mean_of, source.order, source.run = mean_of, order, run
+    source.description = source.describe_mean(mean_of, min(mean_of, len(checkpointer.find_checkpoints(**order))))
     return source
-
-
-def _describe_mean(run: Path, asked: int, count: int) -> str:
-    """Describe the mean of a run's checkpoints, which are all of them if it has fewer than requested."""
-    few = f" instead of {asked}: there are no more" if count < asked else ""
-    return f"the run {run} (the mean of {count} checkpoint{'s' if count > 1 else ''}{few})"
 
 
 def _of_checkpoint(path: Path, metric: Metric) -> WeightSource:
@@ -331,24 +322,18 @@ def _of_checkpoint(path: Path, metric: Metric) -> WeightSource:
 
 def _of_file(path: Path, metric: Metric) -> WeightSource:
     """A file of weights, with the names of the recipe in its folder if that knows the file, otherwise with its own."""
-    description = f"the file {path}"
-    container = _container(path.absolute(), metric)
+    description, folder = f"the file {path}", path.absolute().parent
+    container = None  # the checkpoint, bundle or folder that it belongs to
+    if (folder / METAFNAME).is_file():
+        container = _of_checkpoint(folder, metric)
+    elif (folder / RECIPE).is_file():
+        with contextlib.suppress(SbkitError):  # not a recipe that can be read
+            container = _of_speechbrain(folder) if _run_of(folder) is None else None
     held = None if container is None else next(
         (name for name, file in container.files.items() if file.stem == path.stem or file.samefile(path)), None)
     if container is None or held is None:
         return WeightSource(description, {"": path})
     return replace(container, description=description, files={held: path}, no_tensors={})
-
-
-def _container(path: Path, metric: Metric) -> WeightSource | None:
-    """The checkpoint, bundle or folder that a file belongs to; None without a readable recipe."""
-    folder = path.parent
-    if (folder / METAFNAME).is_file():
-        return _of_checkpoint(folder, metric)
-    try:
-        return _of_speechbrain(folder) if (folder / RECIPE).is_file() and _run_of(folder) is None else None
-    except SbkitError:
-        return None
 
 
 def _chosen(checkpointer: Checkpointer, checkpoint: str, order: Order) -> Checkpoint:
@@ -380,18 +365,15 @@ def _saved(description: str, chosen: Checkpoint, tree: Node, checkpointer: Check
     if not files:
         raise SbkitError(f"init_from: {chosen.path} has no weights that its recipe names under modules")
     roles = {role: place for role in _SPECIAL if isinstance(place := tree.at(f"{role}_index"), int)}
-    tokenizer = _tokenizer_of_run(tree)
+    tokenizer = None
+    if isinstance(tree.at("tokenizer"), dict):
+        model, where, size, kind = (tree.at("tokenizer", name) for name in ("model", "folder", "vocab_size",
+                                                                            "model_type"))
+        tokenizer = Path(str(model)) if model else \
+            Path(str(where)) / f"{'all' if size is None else size}_{kind or 'unigram'}.model"
     found = tokenizer if tokenizer is not None and tokenizer.is_file() else None
     return WeightSource(description, files, names, checkpointer, tokenizer=found,
                         lost_tokenizer=None if found else tokenizer, roles=roles, encoders=encoders(tree))
-
-
-def _tokenizer_of_run(tree: Node) -> Path | None:
-    if not isinstance(tree.at("tokenizer"), dict):
-        return None
-    model, folder, size, kind = (tree.at("tokenizer", name) for name in ("model", "folder", "vocab_size", "model_type"))
-    return Path(str(model)) if model else \
-        Path(str(folder)) / f"{'all' if size is None else size}_{kind or 'unigram'}.model"
 
 
 # ------------------------------------------------------------ a folder for EncoderASR, a bundle

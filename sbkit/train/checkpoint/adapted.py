@@ -72,19 +72,6 @@ class Adapted(nn.Module):
             with atomic_write(path, "wb") as out:
                 out.write(save({name: p.detach().cpu().contiguous() for name, p in self._base.items()}))
 
-    @torch.no_grad()
-    def _load_base(self, expected_hash: str) -> None:
-        path = base_file(self.folder, expected_hash)
-        if not path.is_file():
-            raise SbkitError(f"the checkpoint was trained on another base model, and {path} doesn't exist",
-                             hint="copy it from the run's save folder, or start from the same encoder as the run")
-        found = read_base(path, expected_hash)
-        unlike = differences(self._base, found)
-        if unlike:
-            raise SbkitError(f"{path} is the base of another model: {unlike}", hint="did the recipe change?")
-        for name, parameter in self._base.items():
-            parameter.copy_(found[name])
-
     # ------------------------------------------------------------ a checkpoint
 
     def saved(self) -> list[Tensor]:
@@ -104,7 +91,17 @@ class Adapted(nn.Module):
         if unlike:
             raise RuntimeError(unlike)
         if state_dict[BASE] != self.base_hash():
-            self._load_base(state_dict[BASE])
+            path = base_file(self.folder, state_dict[BASE])
+            if not path.is_file():
+                raise SbkitError(f"the checkpoint was trained on another base model, and {path} doesn't exist",
+                                 hint="copy it from the run's save folder, or start from the same encoder as the run")
+            found = read_base(path, state_dict[BASE])
+            unlike = differences(self._base, found)
+            if unlike:
+                raise SbkitError(f"{path} is the base of another model: {unlike}", hint="did the recipe change?")
+            with torch.no_grad():
+                for name, parameter in self._base.items():
+                    parameter.copy_(found[name])
         own = {name: value for name, value in state_dict.items() if name != BASE}
         return super().load_state_dict(own, strict=False)
 

@@ -121,22 +121,20 @@ class Checkpointer(stock.Checkpointer):
             Never delete the checkpoint at the end of every ``keep_every``-th epoch (its meta gets ``keep: true``).
         """
         meta = dict(meta or {})
-        if keep_every and end_of_epoch and self._epoch(meta) % keep_every == 0:
-            meta[KEEP] = True
+        if keep_every and end_of_epoch:
+            counters = (obj for obj in self.recoverables.values() if isinstance(obj, EpochCounter))
+            epoch = meta.get("epoch", next((counter.current for counter in counters), None))
+            if epoch is None:
+                raise CheckpointError("keep_every needs the epoch",
+                                      hint="add the epoch counter to the recoverables, or epoch to meta")
+            if int(epoch) % keep_every == 0:
+                meta[KEEP] = True
         importance_keys = [*importance_keys, *([ckpt_recency] if keep_recent else [])]
 
         def tidy() -> None:
             self._delete(num_to_keep, min_keys, max_keys, importance_keys, ckpt_predicate, verbosity, keep_key=KEEP)
 
         self._save(meta, end_of_epoch, name, verbosity, tidy, keys=(*min_keys, *max_keys))
-
-    def _epoch(self, meta: Mapping[str, Any]) -> int:
-        counters = (obj for obj in self.recoverables.values() if isinstance(obj, EpochCounter))
-        epoch = meta.get("epoch", next((counter.current for counter in counters), None))
-        if epoch is None:
-            raise CheckpointError("keep_every needs the epoch",
-                                  hint="add the epoch counter to the recoverables, or epoch to meta")
-        return int(epoch)
 
     def _save(
         self, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int,
@@ -357,14 +355,8 @@ class Checkpointer(stock.Checkpointer):
         obsolete = {ckpt.path: ckpt for ckpts in ranked for ckpt in ckpts if ckpt.path not in kept}
         for ckpt in obsolete.values():
             if keep_key is None or not ckpt.meta.get(keep_key):
-                self._delete_checkpoint(ckpt, verbosity)
-
-    @staticmethod
-    def _delete_checkpoint(checkpoint: Checkpoint, verbosity: int = logging.INFO) -> None:
-        if not Checkpointer._is_checkpoint_dir(checkpoint.path):
-            raise RuntimeError("Checkpoint does not appear valid for deletion.")
-        files.delete(Path(checkpoint.path))
-        logger.log(verbosity, "Deleted checkpoint in %s", checkpoint.path)
+                files.delete(Path(ckpt.path))
+                logger.log(verbosity, "Deleted checkpoint in %s", ckpt.path)
 
     # ------------------------------------------------------------ finding
 
@@ -456,11 +448,16 @@ class Checkpointer(stock.Checkpointer):
                                "after training the last ones, otherwise the initial ones", unknown)
                 return None
             for ckpt in self.find_checkpoints(importance_key, max_key, min_key, ckpt_predicate):
-                if ckpt.path not in skipped:
-                    reason = self._problem(ckpt)
-                    if reason is None:
-                        return ckpt
-                    skip(ckpt, reason)
+                if ckpt.path in skipped:
+                    continue
+                reason = files.damage(ckpt.path)
+                if reason is None and not files.has_sums(ckpt.path):  # SpeechBrain may have been killed while saving
+                    needed = filter(self._is_required, self.recoverables)
+                    missing = [name for name in needed if name not in ckpt.paramfiles]
+                    reason = f"it holds no {', '.join(missing)}" if missing else None
+                if reason is None:
+                    return ckpt
+                skip(ckpt, reason)
             skipped.update(files.readable_checkpoints(self._list_checkpoint_dirs())[1])
             if not skipped:
                 return None
@@ -491,14 +488,6 @@ class Checkpointer(stock.Checkpointer):
         if reason is not None:
             raise CheckpointError(f"the checkpoint {checkpoint.path} can't be used: {reason}")
         self._call_load_hooks(checkpoint)
-
-    def _problem(self, ckpt: Checkpoint) -> str | None:
-        reason = files.damage(ckpt.path)
-        if reason is None and not files.has_sums(ckpt.path):  # SpeechBrain may have been killed while writing it
-            needed = filter(self._is_required, self.recoverables)
-            missing = [name for name in needed if name not in ckpt.paramfiles]
-            reason = f"it holds no {', '.join(missing)}" if missing else None
-        return reason
 
     def _is_required(self, name: str) -> bool:
         return not (self.allow_partial_load or self.optional_recoverables.get(name) or "dataloader" in name)

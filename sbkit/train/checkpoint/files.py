@@ -179,27 +179,19 @@ def readable_checkpoints(folders: Iterable[Path]) -> tuple[list[Checkpoint], dic
     found, unreadable = [], {}
     for path in folders:
         try:
-            meta = _read_meta(path)
-            states = {file.stem: file for file in path.iterdir() if file.suffix == PARAMFILE_EXT}
-            found.append(Checkpoint(path, meta, states))
-        except ValueError as error:
-            unreadable[path] = str(error)
-        except FileNotFoundError:
-            continue  # another process deleted it after it was listed
+            meta = yaml.safe_load((path / METAFNAME).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            unreadable[path] = f"its {METAFNAME} can't be read ({first_line(error)})"
+            continue
+        if not isinstance(meta, dict):
+            unreadable[path] = f"its {METAFNAME} is empty or cut off"
+        elif not isinstance(meta.get("unixtime"), (int, float)):
+            unreadable[path] = f"its {METAFNAME} has no unixtime"
+        else:
+            with contextlib.suppress(FileNotFoundError):  # another process deleted it after it was listed
+                states = {file.stem: file for file in path.iterdir() if file.suffix == PARAMFILE_EXT}
+                found.append(Checkpoint(path, meta, states))
     return found, unreadable
-
-
-def _read_meta(path: Path) -> dict[str, Any]:
-    """Read the meta file of a checkpoint; raise a ValueError that says what is wrong with it."""
-    try:
-        meta = yaml.safe_load((path / METAFNAME).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"its {METAFNAME} can't be read ({first_line(error)})") from error
-    if not isinstance(meta, dict):
-        raise ValueError(f"its {METAFNAME} is empty or cut off")
-    if not isinstance(meta.get("unixtime"), (int, float)):
-        raise ValueError(f"its {METAFNAME} has no unixtime")
-    return meta
 
 
 def damage(path: Path) -> str | None:
@@ -210,8 +202,22 @@ def damage(path: Path) -> str | None:
     """
     try:
         sums_file = path / SUMS_NAME
+        for file in [] if sums_file.is_file() else filter(Path.is_file, sorted(path.glob(f"*{PARAMFILE_EXT}"))):
+            with open(file, "rb") as handle:
+                head = handle.read(4)
+            if not head:
+                return f"{file.name} is empty"
+            if head != b"PK\x03\x04":
+                continue  # text or another format, which only its loader can check
+            try:
+                with zipfile.ZipFile(file) as archive:
+                    broken = archive.testzip()
+            except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error) as error:
+                return f"{file.name} is cut off or damaged ({error})"
+            if broken:
+                return f"{file.name} is damaged (at {shown(broken)})"
         if not sums_file.is_file():
-            return next(filter(None, map(_archive_damage, sorted(path.glob(f"*{PARAMFILE_EXT}")))), None)
+            return None
         for name, expected in json.loads(sums_file.read_text(encoding="utf-8"))["files"].items():
             file = path / name
             if not file.is_file():  # or it is a pipe, which would be waited for
@@ -239,20 +245,3 @@ def wait_for(path: Path, seconds: float) -> None:
 def has_sums(path: Path) -> bool:
     """Return whether a checkpoint has checksums; those that SpeechBrain wrote have none."""
     return (path / SUMS_NAME).exists()
-
-
-def _archive_damage(file: Path) -> str | None:
-    if not file.is_file():
-        return None
-    with open(file, "rb") as handle:
-        head = handle.read(4)
-    if not head:
-        return f"{file.name} is empty"
-    if head != b"PK\x03\x04":
-        return None  # text or another format, which only its loader can check
-    try:
-        with zipfile.ZipFile(file) as archive:
-            broken = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error) as error:
-        return f"{file.name} is cut off or damaged ({error})"
-    return f"{file.name} is damaged (at {shown(broken)})" if broken else None

@@ -196,21 +196,24 @@ def load_state(obj: Recoverable, path: str | Path, name: str) -> None:
     state = load_file(path)
     if isinstance(state, dict):
         state = hook_on_loading_state_dict_checkpoint(state)
+    found, cause = "", None
     if isinstance(obj, torch.nn.Module):
         try:
             obj.load_state_dict(state, strict=True)
         except RuntimeError as error:
-            found = differences(obj.state_dict(), state)
+            found, cause = differences(obj.state_dict(), state), error
             if not found:
                 raise
-            raise other_model(path, name, found) from error
     elif isinstance(obj, torch.optim.Optimizer):
         found = _group_differences(obj, state)
-        if found:
-            raise other_model(path, name, found)
-        load_optimizer(obj, state, path)
+        if not found:
+            load_optimizer(obj, state, path)
     else:
         obj.load_state_dict(state)
+    if found:
+        path = Path(path)
+        raise OtherModel(f"{path.parent} is a checkpoint of another model: {name!r} ({path.name}) differs: {found}",
+                         hint="use the recipe that this run started with, or another output_folder") from cause
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -237,15 +240,6 @@ def _load_attributes(obj: object, path: str | Path, end_of_epoch: bool) -> None:
 
 # SpeechBrain can save this one but not load it, so a resume would fail
 DEFAULT_LOAD_HOOKS.setdefault(InverseSquareRootScheduler, _load_attributes)
-
-
-def other_model(path: str | Path, name: str, found: str) -> OtherModel:
-    """Return the error for a checkpoint that belongs to another model."""
-    path = Path(path)
-    return OtherModel(
-        f"{path.parent} is a checkpoint of another model: {name!r} ({path.name}) differs: {found}",
-        hint="use the recipe that this run started with, or another output_folder",
-    )
 
 
 def differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -107,30 +107,21 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(same_size)
 
 
-def shortened(missing: set[str], modules: nn.Module, warned: Collection[str] = ()) -> list[str]:
-    """Return names of parameters; a module whose trainable ones are all among them is named as a whole.
-
-    warned : parameters that don't count, because an earlier warning has named them
-    """
-    if not missing:
-        return []
-    whole: list[str] = []
-    for name, module in modules.named_modules():  # parents come before their children
-        inside = {f"{name}.{n}" for n, p in module.named_parameters() if p.requires_grad}.difference(warned)
-        if name and inside and inside <= missing and not any(name.startswith(f"{s}.") for s in whole):
-            whole.append(name)
-    covered = tuple(f"{name}." for name in whole)
-    return sorted([*whole, *(name for name in missing if not name.startswith(covered or ("\0",)))])
-
-
 def warn_unreached(modules: nn.Module, recipe: Mapping[str, Any], warned: set[str]) -> None:
     """Warn of parameters without a gradient after the first backward, with their names in the recipe.
 
     warned : the parameters of earlier warnings, which are not named again; updated here
     """
     unreached = {name for name, p in modules.named_parameters() if p.requires_grad and p.grad is None}
-    names = shortened(unreached - warned, modules, warned)
-    if names and ranks.is_main():
+    missing = unreached - warned
+    if missing and ranks.is_main():
+        whole: list[str] = []  # modules that the loss does not reach at all are named as such
+        for name, module in modules.named_modules():  # parents come before their children
+            inside = {f"{name}.{n}" for n, p in module.named_parameters() if p.requires_grad} - warned
+            if name and inside and inside <= missing and not any(name.startswith(f"{each}.") for each in whole):
+                whole.append(name)
+        covered = tuple(f"{name}." for name in whole)
+        names = sorted([*whole, *(name for name in missing if not name.startswith(covered))])
         parts = ParameterGroups(modules, recipe)
         logger.warning("The loss does not reach these parameters, so they are not trained (expected for a part that "
                        "the recipe does not use, such as a decoder): %s",

@@ -92,29 +92,21 @@ def search(edges: Sequence[float], fits: Callable[[int, float], bool], max_secon
     bar = progress(list(reversed(edges)), what="buckets tried", unit="bucket", show=show)
     for edge in bar:  # longest first: its result is where the search for shorter ones starts
         max_count = max(1, math.ceil(max_seconds / edge))
-        start = min(max_count, max(1, int(found[-1] * edges[-len(found)] / edge)) if found and found[-1] else 1)
-        found.append(_largest(fits, edge, start, max_count))
+        n = min(max_count, max(1, int(found[-1] * edges[-len(found)] / edge)) if found and found[-1] else 1)
+        good, bad = 0, max_count + 1  # the largest that fits, 0: not even 1, and the smallest that doesn't
+        while good < n < bad:  # double or halve, until the limit is between the two
+            if fits(n, edge):
+                good, n = n, min(2 * n, max_count)
+            else:
+                bad, n = n, max(n // 2, 1)
+        while bad - good > max(1, PRECISION * good):
+            middle = (good + bad) // 2
+            if fits(middle, edge):
+                good = middle
+            else:
+                bad = middle
+        found.append(good)
     return found[::-1]
-
-
-def _largest(fits: Callable[[int, float], bool], edge: float, start: int, max_count: int) -> int:
-    """Return the largest n up to ``max_count`` that fits, to within ``PRECISION``; 0 if not even 1 fits."""
-    good, bad = 0, max_count + 1
-    n = start
-    while good < n < bad:
-        if fits(n, edge):
-            good = n
-            n = min(2 * n, max_count)
-        else:
-            bad = n
-            n = max(n // 2, 1)
-    while bad - good > max(1, PRECISION * good):
-        middle = (good + bad) // 2
-        if fits(middle, edge):
-            good = middle
-        else:
-            bad = middle
-    return good
 
 
 def rehearse(found: BatchSize, fits: Callable[[int, float], bool]) -> BatchSize:

@@ -84,20 +84,13 @@ def open_trial(request: arguments.CommandLine, device: torch.device) -> Iterator
         brain.open_step(brain.optimizer_step + 1)
         brain.trainer.freezing.train()
         durations = _durations(request, recipe, Path(folder))
-        with _quiet("sbkit.train.distributed.parallel"):  # the run itself will warn of unused layers
+        logger = logging.getLogger("sbkit.train.distributed.parallel")  # the run itself will warn of unused layers
+        before = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
             yield Trial(brain, durations, device, batch_size.result_file(model, recipe.keys, brain.precision, device))
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Let a logger report nothing but errors."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+        finally:
+            logger.setLevel(before)
 
 
 def _durations(request: arguments.CommandLine, recipe: load.Recipe, folder: Path) -> np.ndarray:
@@ -149,7 +142,12 @@ class BoundedTrial:
         """Return whether a step on such a batch fits into memory; if the process dies, it does not."""
         try:
             if self._process is None:
-                self._start()
+                self._pipe, child_pipe = self._context.Pipe()
+                self._process = self._context.Process(target=_serve_trials,
+                                                      args=(child_pipe, self.args, self.size, self.slack))
+                with helper_process.without_working_directory():
+                    self._process.start()
+                child_pipe.close()
             self._pipe.send((utterances, seconds))
             fits, failure = self._pipe.recv()
         except (EOFError, ConnectionError):
@@ -159,13 +157,6 @@ class BoundedTrial:
         if not fits:
             self._end()
         return fits
-
-    def _start(self) -> None:
-        self._pipe, child_pipe = self._context.Pipe()
-        self._process = self._context.Process(target=_serve_trials, args=(child_pipe, self.args, self.size, self.slack))
-        with helper_process.without_working_directory():
-            self._process.start()
-        child_pipe.close()
 
     def _end(self) -> None:
         if self._process is not None:
@@ -212,29 +203,23 @@ def measure(request: arguments.CommandLine, planned: bool = False) -> StepMeasur
         seconds = trial.edges[-1]
         batch = trial.batch(max(1, int(trial.batching.max_batch_seconds / seconds)), seconds)
         measured = time_steps(trial.brain.try_batch, batch, device)
-        each, audio = _time_planned(trial) if planned else (None, None)
-        return replace(measured, planned=each, planned_seconds=audio)
-
-
-def _time_planned(trial: Trial) -> tuple[float, float]:
-    """Return the seconds per second of audio for a micro-batch of the run's size, and its audio in seconds.
-
-    The fastest cycle counts.
-    """
-    batching = trial.batching
-    audio = min(batching.update_seconds, batching.max_batch_seconds)
-    utterances = max(batching.min_batch_utterances, round(audio / trial.typical))
-    batch = trial.batch(utterances, audio / utterances)
-    wait = torch.get_device_module(trial.device).synchronize
-    times = []
-    for _ in range(CYCLES + 1):  # the first warms up
-        wait()
-        started = time.perf_counter()
-        for _ in range(CYCLE):
-            trial.brain.try_batch(batch)
-        wait()
-        times.append(time.perf_counter() - started)
-    return min(times[1:]) / CYCLE / batch.padded_seconds, batch.padded_seconds
+        if not planned:
+            return measured
+        batching = trial.batching
+        audio = min(batching.update_seconds, batching.max_batch_seconds)
+        utterances = max(batching.min_batch_utterances, round(audio / trial.typical))
+        batch = trial.batch(utterances, audio / utterances)
+        wait = torch.get_device_module(device).synchronize
+        times = []
+        for _ in range(CYCLES + 1):  # the first warms up, and of the others the fastest counts
+            wait()
+            started = time.perf_counter()
+            for _ in range(CYCLE):
+                trial.brain.try_batch(batch)
+            wait()
+            times.append(time.perf_counter() - started)
+        return replace(measured, planned=min(times[1:]) / CYCLE / batch.padded_seconds,
+                       planned_seconds=batch.padded_seconds)
 
 
 def time_steps(step: Callable[[Batch], bool], batch: Batch, device: torch.device) -> StepMeasurement:

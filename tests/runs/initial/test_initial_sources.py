@@ -14,7 +14,7 @@ import pytest
 import torch
 from processes import results
 from run_folders import run_with_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from speechbrain.dataio.encoder import CTCTextEncoder
 from starts import spanish, started, state, target
 
@@ -39,8 +39,8 @@ def saved(run, name):
     return torch.load(path, weights_only=True)
 
 
-def file_of(tmp_path, tensors):
-    path = tmp_path / "weights.safetensors"
+def file_of(tmp_path, tensors, name="weights"):
+    path = tmp_path / f"{name}.safetensors"
     save_file({name: value.contiguous() for name, value in tensors.items()}, path)
     return path
 
@@ -154,29 +154,15 @@ def test_a_bundles_file_is_the_bundle(run, bundle, english, tmp_path, caplog, na
     assert ("the source has no tokenizer" in table) == lone
 
 
-def test_numbers_that_could_be_other_parts_are_refused(bundle, english, tmp_path, caplog):
-    path = file_of(tmp_path, load_file(bundle / "model.safetensors"))  # as bundles once were
+@pytest.mark.parametrize("order, numbers", [("012", "0, 1, 2"), ("1023", "0, 1, 2, 3")], ids=["fewer", "another order"])
+def test_numbers_of_another_list_are_refused(run, english, tmp_path, caplog, order, numbers):
+    theirs = {order[int(name[0])] + name[1:]: value for name, value in saved(run, "epoch2").items()
+              if int(name[0]) < len(order)}
+    path = file_of(tmp_path, theirs, "model")
     error = refusal(english, tmp_path, path)
-    assert "names its parts by numbers (0, 1, 2), and here 0 is CNN, 1 is Transformer, 2 is seq_lin, 3 is ctc_lin: " \
-        "it is unknown which of them is seq_lin" in error.message
+    assert f"names its parts by numbers ({numbers}), and here 0 is CNN, 1 is Transformer, 2 is seq_lin, 3 is " \
+        "ctc_lin: it is unknown which is which" in error.message
     assert error.hint.startswith("name the folder of its run, checkpoint or bundle, whose recipe has their names, or ")
-    assert "is seq_lin" in refusal(english, tmp_path, path, init_leave=["ctc_lin"]).message
-    before, after, _ = begun(tmp_path, english, caplog, init_from=str(path), init_leave=["seq_lin"])
-    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith(("model.2", "model.3")))
-    assert not torch.equal(before["model.0.convblock_0.convs.conv_0.conv.weight"],
-                           after["model.0.convblock_0.convs.conv_0.conv.weight"])
-
-
-def test_numbers_whose_tensors_are_like_no_other_part_are_taken(run, english, tmp_path, caplog):
-    theirs = {name: value for name, value in saved(run, "epoch2").items() if name[0] in "01"}
-    _, after, _ = begun(tmp_path, english, caplog, init_from=str(file_of(tmp_path, theirs)))
-    assert all(torch.equal(value, after[f"model.{name}"]) for name, value in theirs.items())
-
-
-def test_a_list_in_another_order_is_refused_where_only_numbers_tell(run, english, tmp_path):
-    order = {"0": "1", "1": "0", "2": "2", "3": "3"}
-    path = file_of(tmp_path, {order[name[0]] + name[1:]: value for name, value in saved(run, "epoch2").items()})
-    assert "it is unknown which of them is CNN, Transformer" in refusal(english, tmp_path, path).message
 
 
 def test_speechbrains_folder_is_read_without_building_anything(bundle, english, tmp_path, caplog):
@@ -188,18 +174,23 @@ def test_speechbrains_folder_is_read_without_building_anything(bundle, english, 
     assert "Starting from the folder" in table and not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("naming", ["key", "path", "list", "part"])
-def test_a_file_may_call_its_tensors_by_key_by_path_or_as_a_part_does(run, english, tmp_path, caplog, naming):
+@pytest.mark.parametrize("naming, file", [("key", "a"), ("path", "a"), ("list", "model"), ("part", "Transformer")])
+def test_a_file_calls_its_tensors_by_key_by_path_or_as_the_object_in_it(run, english, tmp_path, caplog, naming, file):
     theirs = saved(run, "epoch2")
     keys = {"0": "CNN", "1": "Transformer", "2": "seq_lin", "3": "ctc_lin"}
     names = {"key": lambda name: f"{keys[name[0]]}{name[1:]}", "path": lambda name: f"model.{name}",
              "list": lambda name: name, "part": lambda name: name[2:]}
     kept = {names[naming](name): value for name, value in theirs.items() if naming != "part" or name.startswith("1.")}
-    before, after, _ = begun(tmp_path, english, caplog, init_from=str(file_of(tmp_path, kept)))
+    before, after, _ = begun(tmp_path, english, caplog, init_from=str(file_of(tmp_path, kept, file)))
     taken = [name for name, value in theirs.items() if torch.equal(after[f"model.{name}"], value)]
     assert len(taken) == len(kept)
     if naming == "part":
         assert torch.equal(before["model.3.w.weight"], after["model.3.w.weight"])
+
+
+def test_a_file_of_another_name_is_not_taken_for_a_part(run, english, tmp_path):
+    part = {name[2:]: value for name, value in saved(run, "epoch2").items() if name.startswith("1.")}
+    assert "has a name of this model's" in refusal(english, tmp_path, file_of(tmp_path, part)).message
 
 
 def test_recipes_that_order_their_lists_otherwise_understand_each_other(run, english, tmp_path, caplog):
@@ -387,7 +378,7 @@ def test_one_layer_of_another_shape_is_an_error_that_says_how_to_leave_it(run, e
 
 
 def test_another_vocabulary_where_the_source_has_no_tokenizer(run, tmp_path, caplog):
-    data, path = spanish(tmp_path / "es", train=5, dev=1, test=1), file_of(tmp_path, saved(run, "epoch2"))
+    data, path = spanish(tmp_path / "es", train=5, dev=1, test=1), file_of(tmp_path, saved(run, "epoch2"), "model")
     error = refusal(data, tmp_path, path)
     assert "has no tokenizer, so it is unknown which token each row stands for" in error.message
     assert "ctc_lin.w.weight: " in error.message

@@ -38,11 +38,6 @@ def test_a_line_holds_what_was_measured(tmp_path):
                     "memory": None, "extras": {"ctc": 2.0, "('es', 1)": None}, "skipped_steps": 0, "note": "größer"}
 
 
-def test_an_unknown_kind_is_a_mistake_of_ours(tmp_path):
-    with pytest.raises(ValueError, match="epcoh"):
-        MetricsLog(tmp_path).write("epcoh")
-
-
 def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "if_main_process", lambda: False)
     log = MetricsLog(tmp_path)
