@@ -71,7 +71,13 @@ def run_job(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, wor
     chunk, worth_processes : recordings that one process gets at once, and from how many on processes are started
     then : converts each result before it is stored and yielded
     """
-    known = _read_journal(journal)
+    known = {}
+    if journal is not None and journal.is_file():
+        with open(journal, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                with contextlib.suppress(ValueError):  # a line that was interrupted
+                    wav, stored = json.loads(line)
+                    known[json.dumps(wav)] = stored
     names = [json.dumps(wav) for wav in wavs] if known else []
     todo = [i for i in range(len(wavs)) if not known or names[i] not in known]
     with _open_journal(journal) as notes, progress(what=what, total=len(wavs), unit="file",
@@ -220,18 +226,6 @@ def _open_journal(path: Path | None) -> Iterator[IO[str] | None]:
         if path.stat().st_size:
             file.write("\n")  # ends a line that was interrupted
         yield file
-
-
-def _read_journal(path: Path | None) -> dict[str, Any]:
-    """The stored results by recording, as JSON."""
-    known = {}
-    if path is not None and path.is_file():
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                with contextlib.suppress(ValueError):  # a line that was interrupted
-                    wav, result = json.loads(line)
-                    known[json.dumps(wav)] = result
-    return known
 
 
 if __name__ == "__main__":

@@ -145,10 +145,16 @@ class Mixture(Corpus):
                 raise SbkitError(f"part {name} of the mixture: {error.message}", hint=error.hint) from error
         self.check_splits(found, needed)
         with locked(self.folder / ".lock"):
-            fingerprint = self._fingerprint_of_parts()
+            facts = [[name, part.language, {split: entry["sha256"] for split, entry in part.prepared["splits"].items()}]
+                     for name, part in self.parts.items()]
+            fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
             try:
                 with disk.disk_errors_as_user_error(self.folder):
-                    if not self._is_ready(fingerprint):
+                    report = stored_json(self.report_path)
+                    paths = {self.manifest_path(split): entry["sha256"]
+                             for split, entry in report.get("splits", {}).items()}
+                    if report.get("fingerprint") != fingerprint or not all(
+                            path.is_file() and disk.sha256(path) == sha256 for path, sha256 in paths.items()):
                         self._join(found, declared, fingerprint)
             except OSError as error:  # a folder that may not be written
                 raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
@@ -172,17 +178,6 @@ class Mixture(Corpus):
         if self.best_by in found and "dev" not in found[self.best_by] and "dev" in needed:
             raise SbkitError(f"best_by: part {self.best_by} of the mixture has no dev split",
                              hint=f"name another part, or {MEAN}")
-
-    def _fingerprint_of_parts(self) -> str:
-        facts = [[name, part.language, {split: entry["sha256"] for split, entry in part.prepared["splits"].items()}]
-                 for name, part in self.parts.items()]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-    def _is_ready(self, fingerprint: str) -> bool:
-        report = stored_json(self.report_path)
-        paths = {self.manifest_path(split): entry["sha256"] for split, entry in report.get("splits", {}).items()}
-        return report.get("fingerprint") == fingerprint and all(
-            path.is_file() and disk.sha256(path) == sha256 for path, sha256 in paths.items())
 
     def _join(self, found: Mapping[str, Mapping[str, Manifest]], declared: Declared, fingerprint: str) -> None:
         started = time.monotonic()

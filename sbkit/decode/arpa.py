@@ -172,13 +172,6 @@ def _is_log10(log10: float | np.ndarray) -> Any:  # a bool, or an array of them
     return log10 < 1e-4  # some tools round to slightly above 0
 
 
-def _is_ngram(fields: list[bytes], order: int) -> bool:
-    try:
-        return _is_log10(float(fields[0])) and (len(fields) == order + 1 or float(fields[-1]) < math.inf)
-    except ValueError:
-        return False
-
-
 def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]) -> tuple[np.ndarray, ...]:
     """Parse lines into probabilities [N], backoffs [N] and word ids [N] or [N, order]."""
     fields = b" ".join(lines).split()
@@ -200,7 +193,15 @@ def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]
     except ValueError:
         log10 = backoff = np.full(len(lines), np.nan)
     if not (_is_log10(log10).all() and (backoff < np.inf).all()):  # False for NaN
-        line = next((line for line in lines if not _is_ngram(line.split(), order)), lines[0])
+        for line in lines:
+            row = line.split()
+            try:
+                if not _is_log10(float(row[0])) or (len(row) != order + 1 and not float(row[-1]) < math.inf):
+                    break
+            except ValueError:
+                break
+        else:
+            line = lines[0]
         raise SbkitError(f"{path}: the line {shown(line.decode('utf-8', 'replace'))} is not a {order}-gram with its "
                          "log10 probability (at most 0) and back-off", hint="download it again or write it again")
     if order == 1:

@@ -55,7 +55,11 @@ class NGram:
         self.words, self.levels = list(words), list(levels)
         self.ids = {word: i for i, word in enumerate(self.words)}
         if UNKNOWN not in self.ids:  # a closed vocabulary
-            self._add_unknown()
+            new = len(self.words)
+            self.ids[UNKNOWN] = new
+            self.words.append(UNKNOWN)
+            self.levels[0] = Level(*(np.append(column, np.asarray(value, column.dtype)) for column, value in
+                                     zip(self.levels[0], (0, new, NEVER, 0.0), strict=True)))
         self.unknown = self.ids[UNKNOWN]
         self.end = self.ids.get(END, self.unknown)
         self.empty = np.zeros((), np.int64)  # a state is the number of an n-gram, see :meth:`_build`
@@ -66,14 +70,6 @@ class NGram:
     def counts(self) -> list[int]:
         """The number of n-grams of each order."""
         return [len(level.word) for level in self.levels]
-
-    def _add_unknown(self) -> None:
-        first = self.levels[0]
-        new = len(self.words)
-        self.ids[UNKNOWN] = new
-        self.words.append(UNKNOWN)
-        self.levels[0] = Level(*(np.append(column, np.asarray(value, column.dtype))
-                                 for column, value in zip(first, (0, new, NEVER, 0.0), strict=True)))
 
     # ------------------------------------------------------------- scoring
 

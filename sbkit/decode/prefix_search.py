@@ -190,7 +190,8 @@ class Search(ABC):
         if self.fusion.per_piece:
             gain, state = self.fusion.extend(beams.state[above], token[pick], self.weights)
             text[fresh] += gain
-        soft[fresh] = self._expect(hot, word[pick])
+        expected = self.fusion.expect(word[pick], self.weights)
+        soft[fresh] = expected + self.fusion.hot.expect(hot, word[pick]) if self.fusion.hot else expected
         utterance = beams.utterance[source]
         with np.errstate(divide="ignore"):  # a hypothesis without any path left is pruned
             score = np.log(blank + other) + text + soft
@@ -263,10 +264,6 @@ class Search(ABC):
             boost, beams.hot_after[rows] = self.fusion.hot.complete(beams.hot[rows], beams.word[rows])
             gain = gain + boost
         beams.gain[rows], beams.known[rows] = gain, True
-
-    def _expect(self, hot: np.ndarray, word: np.ndarray) -> np.ndarray:
-        soft = self.fusion.expect(word, self.weights)
-        return soft + self.fusion.hot.expect(hot, word) if self.fusion.hot else soft
 
     def _prune(self, utterance: np.ndarray, score: np.ndarray, active: int) -> np.ndarray:
         sizes = np.bincount(utterance, minlength=active)
