@@ -185,8 +185,22 @@ class Mixture(Corpus):
         own = {name for name, column in declared.items() if getattr(column, "or_recording", False)}
         joint = {split: self._joined(parts, own) for split, parts in splits.items() if parts}
         reports = {split: self._report_of(split, manifest) for split, manifest in joint.items()}
-        if "train" in joint:
-            joint["train"] = _without_held_out(joint, reports["train"])
+        if "train" in joint:  # without recordings that are in any part's dev or test
+            train, report_of_train = joint["train"], reports["train"]
+            here, held_out = recording_keys(train.wavs, train.starts), np.zeros(len(train), bool)
+            for split, other in joint.items():
+                if split != "train":
+                    held_out |= here.is_in(recording_keys(other.wavs, other.starts))
+            if held_out.any():
+                left = train.select(held_out)
+                logger.warning("%d training rows of the mixture are in the dev or test of another part, and are left "
+                               "out: %s", len(left), ", ".join(left.ids[:3]))
+                entry = report_of_train.left_out.setdefault(IN_OTHER_SPLIT,
+                                                            {"count": 0, "hours": 0.0, "examples": []})
+                entry.update(count=entry["count"] + len(left), hours=round(entry["hours"] + left.hours, 3),
+                             examples=[*entry["examples"], *left.ids[:3]])
+                joint["train"] = train = train.select(~held_out)
+                report_of_train.kept, report_of_train.hours = len(train), round(train.hours, 3)
         options = {name: part.prepared["options"] for name, part in self.parts.items()}
         common = {name: value for name, value in next(iter(options.values())).items()
                   if all(each.get(name) == value for each in options.values())}
@@ -289,25 +303,6 @@ def hours_of_pass(train: Manifest) -> float:
     hours = hours_of(train)
     return hours[train.once] / train.shares[train.once] if train.once else \
         sum(each for name, each in hours.items() if train.shares[name])
-
-
-def _without_held_out(joint: Mapping[str, Manifest], report: SplitReport) -> Manifest:
-    """Return the training rows without recordings that are in any part's dev or test; the report counts these."""
-    train = joint["train"]
-    here, held_out = recording_keys(train.wavs, train.starts), np.zeros(len(train), bool)
-    for split, other in joint.items():
-        if split != "train":
-            held_out |= here.is_in(recording_keys(other.wavs, other.starts))
-    if held_out.any():
-        left = train.select(held_out)
-        logger.warning("%d training rows of the mixture are in the dev or test of another part, and are left out: %s",
-                       len(left), ", ".join(left.ids[:3]))
-        entry = report.left_out.setdefault(IN_OTHER_SPLIT, {"count": 0, "hours": 0.0, "examples": []})
-        entry.update(count=entry["count"] + len(left), hours=round(entry["hours"] + left.hours, 3),
-                     examples=[*entry["examples"], *left.ids[:3]])
-        train = train.select(~held_out)
-        report.kept, report.hours = len(train), round(train.hours, 3)
-    return train
 
 
 def _weights(given: Mapping[str, float], parts: Mapping[str, Corpus]) -> dict[str, float]:

@@ -164,22 +164,16 @@ class Hub(HuggingFace):
             return list(datasets.get_dataset_split_names(
                 self.id, self.config, revision=self.commit or self.revision))
         except Exception as error:  # see `read`
-            if isinstance(error, ValueError):
-                self._check_config()
+            if isinstance(error, ValueError):  # mostly a config that it lacks, or that is needed
+                try:
+                    there = datasets.get_dataset_config_names(self.id, revision=self.commit or self.revision)
+                except Exception as another:
+                    raise self.unreadable(self.where, another) from another
+                if self.config not in there and (self.config or len(there) > 1):
+                    wrong = f"has no config {self.config!r}" if self.config else f"has {len(there)} configs"
+                    raise SbkitError(f"hf://{self.id} {wrong}", hint=f"say which, such as hf://{self.id}?config="
+                                     f"{there[0]}: it has {', '.join(there)}") from None
             raise self.unreadable(self.where, error) from error
-
-    def _check_config(self) -> None:
-        """Refuse a config that the dataset doesn't have, or a missing one if it has several."""
-        import datasets
-
-        try:
-            there = datasets.get_dataset_config_names(self.id, revision=self.commit or self.revision)
-        except Exception as error:  # see `read`
-            raise self.unreadable(self.where, error) from error
-        if self.config not in there and (self.config or len(there) > 1):
-            wrong = f"has no config {self.config!r}" if self.config else f"has {len(there)} configs"
-            raise SbkitError(f"hf://{self.id} {wrong}",
-                             hint=f"say which, such as hf://{self.id}?config={there[0]}: it has {', '.join(there)}")
 
     def load(self, name: str) -> datasets.Dataset | datasets.IterableDataset:
         import datasets
