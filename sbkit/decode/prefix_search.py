@@ -156,6 +156,10 @@ class Search(ABC):
 
     def _advance(self, beams: Beams, event: np.ndarray, found: Extensions) -> Beams:
         """Merge and score extended hypotheses at events [B], and keep the best."""
+        # Three sets of rows: the hypotheses [M] as they were; their extensions [N], of which ``parent`` is the
+        # hypothesis; and the results [K] of merging both. A result stays (its row is a hypothesis) or is fresh (an
+        # extension): ``source`` is the hypothesis it comes from, ``fresh`` the places of fresh ones among the results,
+        # ``pick`` their extensions.
         active = len(event)
         stay_blank, stay_other, parent, token, probs, extended = found
         # The effect of each token on its hypothesis's last word.
@@ -167,6 +171,8 @@ class Search(ABC):
             done = (done + token.astype(np.uint64) + np.uint64(1)) * _DONE
         else:
             done = np.where(closes, (done + unfinished) * _DONE, done)
+        # The key is what two hypotheses must share to be one: the finished words, the unfinished one, the last tokens,
+        # and the utterance in the highest bits, which keeps results in the order of utterances.
         last, ending = self._append(beams.last[parent], token)
         key = mix(done + word * _WORD + ending) >> _SHIFT
         key |= beams.utterance[parent].astype(np.uint64) << _HASH_BITS
@@ -181,6 +187,8 @@ class Search(ABC):
         source[fresh] = parent[pick]
         self._complete(beams, parent[pick[closes[pick]]])
 
+        # A word that a fresh token closes is scored now, by language model and hot words; ``soft`` is the best that the
+        # unfinished word can get.
         text, soft = beams.text[source], beams.soft[source]
         above, ends = parent[pick], closes[pick]
         state = beams.state[above]
