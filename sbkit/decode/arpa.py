@@ -91,15 +91,10 @@ def read(path: str | Path) -> NGram:
         levels.append(_level(path, order, section, words, levels))
     if end < 0 or not data.startswith(b"\n\\end\\", end):
         raise SbkitError(f"{path} is truncated: it has no \\end\\", hint="download it again or write it again")
-    return NGram([decode_word(path, word) for word in words], levels)
-
-
-def decode_word(path: Path, word: bytes) -> str:
-    """Decode a word of a model; raises if it is not UTF-8, because it could never match a transcript."""
     try:
-        return word.decode("utf-8")
-    except UnicodeDecodeError:
-        raise SbkitError(f"{path}: the word {shown(word.decode('utf-8', 'replace'))} is not UTF-8",
+        return NGram([word.decode("utf-8") for word in words], levels)
+    except UnicodeDecodeError as error:  # such a word could never match a transcript
+        raise SbkitError(f"{path}: the word {shown(error.object.decode('utf-8', 'replace'))} is not UTF-8",
                          hint="convert the file to UTF-8, for example with iconv -f latin1 -t utf-8") from None
 
 
