@@ -232,33 +232,29 @@ def _training(run: RunData) -> Iterator[RunFinding]:
                 min(1.0, last[1] / max(best[1], 1e-9) - 1), f"The WER was best in epoch {best[0]} of {last[0]}",
                 f"{rate(best[1])} then, {rate(last[1])} at the end: more augmentation, more data or a smaller "
                 "model may help.", "curves")
-    if not falling:  # what the losses say then would contradict it
-        yield from _fit(run)
+    # Whether the model overfits, or is too small for its training data; if the WER falls, that would contradict it.
+    losses = [(epoch["epoch"], epoch["train_loss"], epoch["valid_loss"]) for epoch in run.epochs
+              if epoch.get("train_loss") is not None and epoch.get("valid_loss")]
+    if not falling and len(losses) >= 4:
+        (_, before, _), (_, train, valid) = losses[-3], losses[-1]
+        lowest_in, _, lowest = min(losses, key=lambda each: each[2])
+        losses_now = f"In the last epoch the loss is {train:.2f} in training and {valid:.2f} on dev"
+        if train < before and lowest_in < losses[-2][0] and train < _OVERFIT * valid:
+            yield RunFinding(
+                0.1, "More data or augmentation would help more than a larger model",
+                f"{losses_now}, where it was lowest ({lowest:.2f}) in epoch {lowest_in}: the model overfits now.",
+                "curves")
+        elif train > valid and before - train < _PLATEAU * before:
+            yield RunFinding(
+                0.1, "A larger model would help more than more data",
+                f"{losses_now}, and over the last two epochs it fell by {percent((before - train) / before, 1)}.",
+                "curves")
     yield from _waiting(run)
     skipped = sum(epoch.get("skipped_steps") or 0 for epoch in run.epochs)
     if skipped:
         yield RunFinding(
             0.2, f"{skipped} steps were skipped because a value was not finite",
             "The run's folder culprits/ names the utterances and layers; sbkit rerun shows more.", "curves")
-
-
-def _fit(run: RunData) -> Iterator[RunFinding]:
-    """Yield whether the model overfits, or is too small for its training data."""
-    losses = [(epoch["epoch"], epoch["train_loss"], epoch["valid_loss"]) for epoch in run.epochs
-              if epoch.get("train_loss") is not None and epoch.get("valid_loss")]
-    if len(losses) < 4:
-        return
-    (_, before, _), (_, train, valid) = losses[-3], losses[-1]
-    best, _, least = min(losses, key=lambda each: each[2])
-    losses_now = f"In the last epoch the loss is {train:.2f} in training and {valid:.2f} on dev"
-    if train < before and best < losses[-2][0] and train < _OVERFIT * valid:
-        yield RunFinding(
-            0.1, "More data or augmentation would help more than a larger model",
-            f"{losses_now}, where it was lowest ({least:.2f}) in epoch {best}: the model overfits now.", "curves")
-    elif train > valid and before - train < _PLATEAU * before:
-        yield RunFinding(
-            0.1, "A larger model would help more than more data",
-            f"{losses_now}, and over the last two epochs it fell by {percent((before - train) / before, 1)}.", "curves")
 
 
 def _waiting(run: RunData) -> Iterator[RunFinding]:
