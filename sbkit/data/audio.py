@@ -15,7 +15,6 @@ import functools
 import io
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO, NamedTuple, TypeVar
 
@@ -304,11 +303,21 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
         exact = True
         size = len(data) if handle is None else os.fstat(handle).st_size
         if file.format == "MP3":
-            file, exact = _as_mp3(file, read)
+            found = mp3.inspect(read)
+            exact = found is not None and found.constant  # whether seeking is
+            if found is not None and not found.tagged and (
+                    abs(found.samples - file.frames) > found.samples // found.frames):  # libsndfile guessed its length
+                file.close()
+                file = _decoder(mp3.with_tag(mp3.read_all(read), found))
         elif file.format in WAV_FORMATS and not file.frames and (whole := true_length.completed_wav(read, size)):
             file.close()
             file = _decoder(whole)
-        _check_header(name, file.samplerate, file.frames)
+        if not MIN_RATE <= file.samplerate <= MAX_RATE:
+            raise AudioError(name, f"its header gives a sample rate of {file.samplerate} Hz")
+        if file.frames <= 0:
+            raise AudioError(name, "holds no audio")
+        if file.frames > NO_LENGTH:
+            raise AudioError(name, "its header does not say how long it is")
         last = max(file.frames - VORBIS_PAGE, 0) if file.subtype == "VORBIS" else file.frames if exact else 0
         yield OpenRecording(file, name, last, functools.partial(true_length.frames, file, read, size))
     except soundfile.SoundFileError as error:
@@ -326,38 +335,7 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
 
 def _decoder(source: int | bytes) -> soundfile.SoundFile:
     """libsndfile's decoder of an open file or of bytes."""
-    try:
-        return soundfile.SoundFile(source if isinstance(source, int) else io.BytesIO(source), closefd=False)
-    except soundfile.SoundFileError:
-        # For a file without a name, libsndfile takes ``._`` and ``.AppleDouble/`` in the working folder, which macOS
-        # creates, for its resource fork, and then refuses an MP3. With this name it finds none.
-        with contextlib.ExitStack() as until_opened:
-            if not isinstance(source, int):
-                copy = until_opened.enter_context(tempfile.TemporaryFile())
-                copy.write(source)
-                copy.flush()
-                source = copy.fileno()
-            return soundfile.SoundFile(f"/dev/fd/{source}")
-
-
-def _as_mp3(file: soundfile.SoundFile, read: Callable[[int, int], bytes]) -> tuple[soundfile.SoundFile, bool]:
-    """Return an MP3, reopened with a tag if libsndfile guessed its length, and whether seeking is exact."""
-    found = mp3.inspect(read)
-    if found is None:
-        return file, False
-    if not found.tagged and abs(found.samples - file.frames) > found.samples // found.frames:
-        file.close()
-        file = _decoder(mp3.with_tag(mp3.read_all(read), found))
-    return file, found.constant
-
-
-def _check_header(name: str, rate: int, frames: int) -> None:
-    if not MIN_RATE <= rate <= MAX_RATE:
-        raise AudioError(name, f"its header gives a sample rate of {rate} Hz")
-    if frames <= 0:
-        raise AudioError(name, "holds no audio")
-    if frames > NO_LENGTH:
-        raise AudioError(name, "its header does not say how long it is")
+    return soundfile.SoundFile(source if isinstance(source, int) else io.BytesIO(source), closefd=False)
 
 
 def _cause(error: soundfile.SoundFileError, handle: int | None, data: bytes) -> str:

@@ -66,7 +66,21 @@ class Buckets:
 def bucket_edges(durations: np.ndarray, step_seconds: float, buckets: int | None = None, least: int = 1) -> np.ndarray:
     """Return the upper edges of ``buckets`` buckets, ascending; None: of the number of least cost. Each bucket has at
     least ``least`` utterances."""
-    edges = _cheapest_edges(durations, step_seconds, buckets)
+    ordered = np.sort(durations)
+    total = float(ordered.sum(dtype=np.float64))
+    # Candidates: equal shares of the utterances, and equal steps of duration for the tails.
+    places = np.linspace(0, len(ordered) - 1, EDGE_CANDIDATES // 2).astype(np.int64)
+    levels = np.linspace(ordered[0], ordered[-1], EDGE_CANDIDATES // 2, dtype=np.float32)
+    at_levels = np.searchsorted(ordered, levels, side="right") - 1
+    candidates = np.unique(ordered[np.concatenate([places, at_levels[at_levels >= 0], [len(ordered) - 1]])])
+    below = np.searchsorted(ordered, candidates, side="right").astype(np.float64)
+    edges = _few_buckets(candidates, below, step_seconds, buckets, total)
+    if buckets is None and total >= MIN_STEPS * step_seconds:
+        for steps, step_cost in NARROWER:
+            sizes = np.diff(np.searchsorted(ordered, edges, side="right"), prepend=0)
+            if 1 - total / float(sizes @ edges.astype(np.float64)) <= MAX_PADDING:
+                break
+            edges = _full_steps(candidates, below, step_seconds, steps, step_cost)
     if least == 1:
         return edges
     kept, waiting = [], 0
@@ -78,26 +92,6 @@ def bucket_edges(durations: np.ndarray, step_seconds: float, buckets: int | None
     if waiting:
         kept[-1] = edges[-1]
     return np.array(kept, edges.dtype)
-
-
-def _cheapest_edges(durations: np.ndarray, step_seconds: float, buckets: int | None) -> np.ndarray:
-    ordered = np.sort(durations)
-    total = float(ordered.sum(dtype=np.float64))
-    # Candidates: equal shares of the utterances, and equal steps of duration for the tails.
-    places = np.linspace(0, len(ordered) - 1, EDGE_CANDIDATES // 2).astype(np.int64)
-    levels = np.linspace(ordered[0], ordered[-1], EDGE_CANDIDATES // 2, dtype=np.float32)
-    at_levels = np.searchsorted(ordered, levels, side="right") - 1
-    candidates = np.unique(ordered[np.concatenate([places, at_levels[at_levels >= 0], [len(ordered) - 1]])])
-    below = np.searchsorted(ordered, candidates, side="right").astype(np.float64)
-    edges = _few_buckets(candidates, below, step_seconds, buckets, total)
-    if buckets is not None:
-        return edges
-    for least, step_cost in NARROWER if total >= MIN_STEPS * step_seconds else ():
-        sizes = np.diff(np.searchsorted(ordered, edges, side="right"), prepend=0)
-        if 1 - total / float(sizes @ edges.astype(np.float64)) <= MAX_PADDING:
-            break
-        edges = _full_steps(candidates, below, step_seconds, least, step_cost)
-    return edges
 
 
 def _few_buckets(candidates: np.ndarray, below: np.ndarray, step_seconds: float, buckets: int | None,

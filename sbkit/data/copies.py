@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,14 @@ def fingerprint(signal: np.ndarray, stride: int = 1) -> np.ndarray:
     """
     if len(signal) < WINDOW + HOP * _FRAME_DISTANCE:
         return np.zeros((2, 0), np.uint32)
-    energy = np.concatenate(list(_energies(np.ascontiguousarray(signal, np.float32), HOP * stride)))
+    # The energy of each frame in each band, [T, 33], in blocks of frames.
+    frames = np.lib.stride_tricks.sliding_window_view(np.ascontiguousarray(signal, np.float32), WINDOW)[::HOP * stride]
+    blocks = []
+    for start in range(0, len(frames), _FRAMES_AT_ONCE):
+        spectrum = np.fft.rfft(frames[start : start + _FRAMES_AT_ONCE] * _SHAPE)
+        power = spectrum.real[:, : _EDGES[-1]] ** 2 + spectrum.imag[:, : _EDGES[-1]] ** 2
+        blocks.append(np.add.reduceat(power, _EDGES[:-1], axis=1))
+    energy = np.concatenate(blocks)
     falls = energy[:, :-1] - energy[:, 1:]
     distance = _FRAME_DISTANCE // stride
     rises = falls[distance:] - falls[:-distance]
@@ -62,15 +69,6 @@ def fingerprint(signal: np.ndarray, stride: int = 1) -> np.ndarray:
     loudness = energy[distance:].sum(1)
     mask[loudness <= _QUIET * loudness.max()] = 0
     return np.stack([bits, mask])
-
-
-def _energies(signal: np.ndarray, hop: int) -> Iterator[np.ndarray]:
-    """The energy of each frame in each band, [T, 33], in blocks of frames."""
-    frames = np.lib.stride_tricks.sliding_window_view(signal, WINDOW)[::hop]
-    for start in range(0, len(frames), _FRAMES_AT_ONCE):
-        spectrum = np.fft.rfft(frames[start : start + _FRAMES_AT_ONCE] * _SHAPE)
-        power = spectrum.real[:, : _EDGES[-1]] ** 2 + spectrum.imag[:, : _EDGES[-1]] ** 2
-        yield np.add.reduceat(power, _EDGES[:-1], axis=1)
 
 
 class Index:
@@ -91,7 +89,14 @@ class Index:
         loud = np.flatnonzero(query[1])
         if len(loud) < _MIN_FRAMES or not self._prints:
             return None
-        self._sort()
+        if not self._sorted:
+            self._starts = np.cumsum([0, *(each.shape[1] for each in self._prints)])
+            self._bits, self._mask = np.concatenate(self._prints, axis=1)
+            self._loud = [int((each[1] > 0).sum()) for each in self._prints]
+            indexed = np.flatnonzero(self._mask).astype(np.int32)
+            self._frames = indexed[np.argsort(self._bits[indexed], kind="stable")]
+            self._keys = self._bits[self._frames]
+            self._sorted = True
         bits = query[0, loud]
         row, offset = self._candidates(bits, query[1, loud], loud)
         for number, shift in zip(row.tolist(), offset.tolist(), strict=True):
@@ -105,17 +110,6 @@ class Index:
             if np.unpackbits((bits[comparable] ^ self._bits[at[comparable]]).view(np.uint8)).mean() < _MAX_BIT_ERRORS:
                 return number
         return None
-
-    def _sort(self) -> None:
-        if self._sorted:
-            return
-        self._starts = np.cumsum([0, *(each.shape[1] for each in self._prints)])
-        self._bits, self._mask = np.concatenate(self._prints, axis=1)
-        self._loud = [int((each[1] > 0).sum()) for each in self._prints]
-        loud = np.flatnonzero(self._mask).astype(np.int32)
-        self._frames = loud[np.argsort(self._bits[loud], kind="stable")]
-        self._keys = self._bits[self._frames]
-        self._sorted = True
 
     def _candidates(self, bits: np.ndarray, mask: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the recordings, and the offsets of the query in frames, with the most matching hashes."""
@@ -205,20 +199,17 @@ class Copies:
             if wav not in blocks:
                 continue
             place = blocks[wav], start
-            name = next((name for name, other in self._blocks.get(place, ()) if self._equal(wav, other)), None)
-            if name is not None:
-                found[i] = name
-            elif keep:
-                new.append((place, (f"{split}: {id_}", wav)))
+            for name, other in self._blocks.get(place, ()):
+                with contextlib.suppress(AudioError):  # it is reported when it is measured or decoded
+                    if read_bytes(wav, self.remote) == read_bytes(other, self.remote):
+                        found[i] = name
+                        break
+            else:
+                if keep:
+                    new.append((place, (f"{split}: {id_}", wav)))
         for place, entry in new:
             self._blocks.setdefault(place, []).append(entry)
         return found
-
-    def _equal(self, wav: str, other: str) -> bool:
-        try:
-            return read_bytes(wav, self.remote) == read_bytes(other, self.remote)
-        except AudioError:
-            return False
 
 
 def block_hash(wav: str, remote: Remote) -> list[str] | str:

@@ -417,7 +417,11 @@ class Corpus:
                 split, read, rules, self._limits(split), taken=taken if split == "train" else (), listings=listings,
                 check_audio=self.check_audio, copies=copies, journal=journal, workers=self.workers, remote=self.remote,
                 columns=self._declared, exclude=excluded if split == "train" else None, show_progress=show)
-            self._refuse_empty(reports[split])
+            if not reports[split].kept:
+                left_out = reports[split].left_out
+                reasons = ", ".join(f"{entry['count']} {reason}" for reason, entry in left_out.items())
+                raise SbkitError(f"{read.origin}: all {reports[split].rows} rows of the {split} split were left out: "
+                                 f"{reasons}", hint=f"for example {next(iter(left_out.values()))['examples'][0]}")
             taken.append(recording_keys(manifests[split].wavs, manifests[split].starts))
         ordered = [split for split in SPLITS if split in manifests]
         folders = {os.path.abspath(each) for each in (*source.folders, self.cache_folder, self.data_root)
@@ -477,15 +481,6 @@ class Corpus:
             alphabet=limited and self._needs_text, text=self._needs_text,
             silence=self._keeps_silence and split == "train",
             min_words=self.short_text if split in self.skip_short_texts else 0)
-
-    @staticmethod
-    def _refuse_empty(report: SplitReport) -> None:
-        if not report.kept:
-            reasons = ", ".join(f"{entry['count']} {reason}" for reason, entry in report.left_out.items())
-            example = next(iter(report.left_out.values()))["examples"][0]
-            raise SbkitError(
-                f"{report.origin}: all {report.rows} rows of the {report.split} split were left out: {reasons}",
-                hint=f"for example {example}")
 
 
 def _check_shapes(source: object, **mappings: object) -> None:

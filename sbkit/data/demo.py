@@ -169,8 +169,18 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
     with _temporary_folder(folder) as temporary, _pool(workers, language) as run:
         base = next((name for name, dialects in DIALECTS.items() if spoken in dialects), spoken)
         grammar = GRAMMARS.get(base) or _numbers(spoken, run)
-        speakers = _studio_speakers(voices) if voices else draw_voices(spoken, seed)
-        count = _count_clips(hours, grammar, speakers["train"], seed, run)
+        if voices:  # the same speakers in each split, with espeak-ng's names
+            steady = [Speaker(voice, voice, words_per_minute=165, pitch=50, age="", gender="", accent="", steady=True)
+                      for voice in voices]
+            speakers = dict.fromkeys(VOICES, steady)
+        else:
+            speakers = draw_voices(spoken, seed)
+        # A few clips are synthesised to estimate how many these hours are.
+        texts = [(i, speaker, expand(grammar, random.Random(f"{seed} sample {i} {speaker.id}")))
+                 for i in range(3) for speaker in speakers["train"]]
+        sample = [DemoClip(0, "train", speaker, text, text, i) for i, speaker, text in texts]
+        seconds = sum(len(samples) for samples in run(speak_clip, ((clip,) for clip in sample))) / SAMPLE_RATE
+        count = max(3 * MIN_CLIPS, round(hours * 3600 / (seconds / len(sample))))
         clips = plan_clips(count, grammar, speakers, seed)
         (temporary / "clips").mkdir()
         jobs = ((clip, temporary / "clips" / _file_name(clip, language)) for clip in clips)
@@ -286,22 +296,6 @@ def draw_voices(espeak_name: str, seed: int) -> dict[str, list[Speaker]]:
                 accent=accents[dialect],
             ))
     return speakers
-
-
-def _studio_speakers(voices: Sequence[str]) -> dict[str, list[Speaker]]:
-    """The same speakers in each split, with espeak-ng's names."""
-    speakers = [Speaker(voice, voice, words_per_minute=165, pitch=50, age="", gender="", accent="", steady=True)
-                for voice in voices]
-    return dict.fromkeys(VOICES, speakers)
-
-
-def _count_clips(hours: float, grammar: Grammar, speakers: Sequence[Speaker], seed: int, run: Run) -> int:
-    """Estimate the number of clips for these hours by synthesising a few."""
-    texts = [(i, speaker, expand(grammar, random.Random(f"{seed} sample {i} {speaker.id}")))
-             for i in range(3) for speaker in speakers]
-    sample = [DemoClip(0, "train", speaker, text, text, i) for i, speaker, text in texts]
-    seconds = sum(len(samples) for samples in run(speak_clip, ((clip,) for clip in sample))) / SAMPLE_RATE
-    return max(3 * MIN_CLIPS, round(hours * 3600 / (seconds / len(sample))))
 
 
 def plan_clips(count: int, grammar: Grammar, voices: dict[str, list[Speaker]], seed: int) -> list[DemoClip]:

@@ -38,7 +38,14 @@ def shared(manifests: Mapping[str, Manifest],
     splits = [split for split in reversed(SPLITS) if split in manifests]
     entries = []
     for split, other in itertools.combinations(splits, 2):
-        for what, (count, total, rows, examples) in _in_both(manifests[split], manifests[other]).items():
+        one, two = manifests[split], manifests[other]
+        # By kind: how many of how many are in both, in how many rows of the first, and examples.
+        in_both = {what: _values(getattr(one, name).arrow, getattr(two, name).arrow)
+                   for what, name in (("speakers", "speakers"), ("sentences", "texts"), ("recordings", "wavs"))}
+        if in_both["recordings"][0]:
+            at = _overlapping(one, two)
+            in_both["overlaps"] = len(at), len(one), len(at), list(one.ids.take(at[:_EXAMPLES]))
+        for what, (count, total, rows, examples) in in_both.items():
             if count:
                 entries.append(_entry(split, other, what, count, total, rows, len(manifests[split]), examples))
     for split, found in (copies or {}).items():
@@ -54,16 +61,6 @@ def _entry(split: str, other: str, what: str, count: int, total: int, rows: int,
            examples: Sequence[str]) -> dict[str, Any]:
     return {"split": split, "with": other, "what": what, "count": count, "of": total, "rows": rows,
             "share": round(rows / all_rows, 4), "examples": list(examples)}
-
-
-def _in_both(one: Manifest, other: Manifest) -> dict[str, tuple[int, int, int, list[str]]]:
-    """What two splits share, by kind: how many, out of how many, in how many rows of the first, and examples."""
-    found = {what: _values(getattr(one, name).arrow, getattr(other, name).arrow)
-             for what, name in (("speakers", "speakers"), ("sentences", "texts"), ("recordings", "wavs"))}
-    if found["recordings"][0]:
-        rows = _overlapping(one, other)
-        found["overlaps"] = len(rows), len(one), len(rows), list(one.ids.take(rows[:_EXAMPLES]))
-    return found
 
 
 def _values(one: pa.Array, other: pa.Array) -> tuple[int, int, int, list[str]]:

@@ -122,23 +122,20 @@ class _Loader:
                 return
             if isinstance(batch, Failure):
                 batch.throw()
-            self._account(batch)
+            self._failed += len(batch.damaged)
+            self._read += len(batch.damaged) + int(batch.real.sum())
+            for name, reason in batch.damaged:
+                if name not in self.damaged and len(self.damaged) < 10 * NAMED:
+                    logger.warning("left out: %s: %s", name, reason)
+                self.damaged[name] = reason
+            if self._failed > self.damaged_floor + self.max_damaged_share * self._read:
+                first = "; ".join(f"{name}: {reason}" for name, reason in list(self.damaged.items())[:NAMED])
+                raise SbkitError(
+                    f"{self._failed} of the {self._read} recordings read so far are damaged or missing: {first}",
+                    hint="repair them, or let preparation find them all (the corpus's check_audio: all); "
+                         "max_damaged_share is the share that a run tolerates",
+                )
             yield batch
-
-    def _account(self, batch: Batch) -> None:
-        self._failed += len(batch.damaged)
-        self._read += len(batch.damaged) + int(batch.real.sum())
-        for name, reason in batch.damaged:
-            if name not in self.damaged and len(self.damaged) < 10 * NAMED:
-                logger.warning("left out: %s: %s", name, reason)
-            self.damaged[name] = reason
-        if self._failed > self.damaged_floor + self.max_damaged_share * self._read:
-            first = "; ".join(f"{name}: {reason}" for name, reason in list(self.damaged.items())[:NAMED])
-            raise SbkitError(
-                f"{self._failed} of the {self._read} recordings read so far are damaged or missing: {first}",
-                hint="repair them, or let preparation find them all (the corpus's check_audio: all); "
-                     "max_damaged_share is the share that a run tolerates",
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """The number of recordings read so far and those that were damaged, for a checkpoint."""

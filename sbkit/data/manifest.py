@@ -197,7 +197,7 @@ class Manifest:
         digest = hashlib.sha256(self.durations.tobytes())
         for column in (self.ids, self.texts, self.speakers):
             for value in column:
-                digest.update(value.encode("utf-8", "surrogatepass") + b"\0")
+                digest.update(value.encode() + b"\0")
         return digest.hexdigest()
 
     def __iter__(self) -> Iterator[Utterance]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import astuple
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -71,11 +71,24 @@ def run_job(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, wor
     chunk, worth_processes : recordings that one process gets at once, and from how many on processes are started
     then : converts each result before it is stored and yielded
     """
-    known = _read_journal(journal)
+    known = {}
+    if journal is not None and journal.is_file():
+        with open(journal, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                with contextlib.suppress(ValueError):  # a line that was interrupted
+                    wav, stored = json.loads(line)
+                    known[json.dumps(wav)] = stored
     names = [json.dumps(wav) for wav in wavs] if known else []
     todo = [i for i in range(len(wavs)) if not known or names[i] not in known]
-    with _open_journal(journal) as notes, progress(what=what, total=len(wavs), unit="file",
-                                                   show=show_progress and len(wavs) >= WORTH_A_BAR) as bar:
+    with contextlib.ExitStack() as opened:
+        notes = None
+        if journal is not None:
+            journal.parent.mkdir(parents=True, exist_ok=True)
+            notes = opened.enter_context(open(journal, "a", encoding="utf-8", buffering=1))
+            if journal.stat().st_size:
+                notes.write("\n")  # ends a line that was interrupted
+        bar = opened.enter_context(progress(what=what, total=len(wavs), unit="file",
+                                            show=show_progress and len(wavs) >= WORTH_A_BAR))
         bar.update(len(wavs) - len(todo))
         yield from ((i, known[name]) for i, name in enumerate(names) if name in known)
         size = chunk or CHUNK
@@ -207,31 +220,6 @@ class _Processes:
             process.wait()
             for pipe in filter(None, (process.stdin, process.stdout)):
                 pipe.close()
-
-
-@contextlib.contextmanager
-def _open_journal(path: Path | None) -> Iterator[IO[str] | None]:
-    """Open the file to which results are appended, a line each; None without a path."""
-    if path is None:
-        yield None
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8", buffering=1) as file:
-        if path.stat().st_size:
-            file.write("\n")  # ends a line that was interrupted
-        yield file
-
-
-def _read_journal(path: Path | None) -> dict[str, Any]:
-    """The stored results by recording, as JSON."""
-    known = {}
-    if path is not None and path.is_file():
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                with contextlib.suppress(ValueError):  # a line that was interrupted
-                    wav, result = json.loads(line)
-                    known[json.dumps(wav)] = result
-    return known
 
 
 if __name__ == "__main__":

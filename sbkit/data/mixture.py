@@ -148,10 +148,16 @@ class Mixture(Corpus):
                 raise SbkitError(f"part {name} of the mixture: {error.message}", hint=error.hint) from error
         self.check_splits(found, needed)
         with locked(self.folder / ".lock"):
-            fingerprint = self._fingerprint_of_parts()
+            facts = [[name, part.language, {split: entry["sha256"] for split, entry in part.prepared["splits"].items()}]
+                     for name, part in self.parts.items()]
+            fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
             try:
                 with disk.disk_errors_as_user_error(self.folder):
-                    if not self._is_ready(fingerprint):
+                    report = stored_json(self.report_path)
+                    paths = {self.manifest_path(split): entry["sha256"]
+                             for split, entry in report.get("splits", {}).items()}
+                    if report.get("fingerprint") != fingerprint or not all(
+                            path.is_file() and disk.sha256(path) == sha256 for path, sha256 in paths.items()):
                         self._join(found, declared, fingerprint)
             except OSError as error:  # a folder that may not be written
                 raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
@@ -176,25 +182,28 @@ class Mixture(Corpus):
             raise SbkitError(f"best_by: part {self.best_by} of the mixture has no dev split",
                              hint=f"name another part, or {MEAN}")
 
-    def _fingerprint_of_parts(self) -> str:
-        facts = [[name, part.language, {split: entry["sha256"] for split, entry in part.prepared["splits"].items()}]
-                 for name, part in self.parts.items()]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-    def _is_ready(self, fingerprint: str) -> bool:
-        report = stored_json(self.report_path)
-        paths = {self.manifest_path(split): entry["sha256"] for split, entry in report.get("splits", {}).items()}
-        return report.get("fingerprint") == fingerprint and all(
-            path.is_file() and disk.sha256(path) == sha256 for path, sha256 in paths.items())
-
     def _join(self, found: Mapping[str, Mapping[str, Manifest]], declared: Declared, fingerprint: str) -> None:
         started = time.monotonic()
         splits = {split: {name: each[split] for name, each in found.items() if split in each} for split in SPLITS}
         own = {name for name, column in declared.items() if getattr(column, "or_recording", False)}
         joint = {split: self._joined(parts, own) for split, parts in splits.items() if parts}
         reports = {split: self._report_of(split, manifest) for split, manifest in joint.items()}
-        if "train" in joint:
-            joint["train"] = _without_held_out(joint, reports["train"])
+        if "train" in joint:  # without recordings that are in any part's dev or test
+            train, report_of_train = joint["train"], reports["train"]
+            here, held_out = recording_keys(train.wavs, train.starts), np.zeros(len(train), bool)
+            for split, other in joint.items():
+                if split != "train":
+                    held_out |= here.is_in(recording_keys(other.wavs, other.starts))
+            if held_out.any():
+                left = train.select(held_out)
+                logger.warning("%d training rows of the mixture are in the dev or test of another part, and are left "
+                               "out: %s", len(left), ", ".join(left.ids[:3]))
+                entry = report_of_train.left_out.setdefault(IN_OTHER_SPLIT,
+                                                            {"count": 0, "hours": 0.0, "examples": []})
+                entry.update(count=entry["count"] + len(left), hours=round(entry["hours"] + left.hours, 3),
+                             examples=[*entry["examples"], *left.ids[:3]])
+                joint["train"] = train = train.select(~held_out)
+                report_of_train.kept, report_of_train.hours = len(train), round(train.hours, 3)
         options = {name: part.prepared["options"] for name, part in self.parts.items()}
         common = {name: value for name, value in next(iter(options.values())).items()
                   if all(each.get(name) == value for each in options.values())}
@@ -297,25 +306,6 @@ def hours_of_pass(train: Manifest) -> float:
     hours = hours_of(train)
     return hours[train.once] / train.shares[train.once] if train.once else \
         sum(each for name, each in hours.items() if train.shares[name])
-
-
-def _without_held_out(joint: Mapping[str, Manifest], report: SplitReport) -> Manifest:
-    """Return the training rows without recordings that are in any part's dev or test; the report counts these."""
-    train = joint["train"]
-    here, held_out = recording_keys(train.wavs, train.starts), np.zeros(len(train), bool)
-    for split, other in joint.items():
-        if split != "train":
-            held_out |= here.is_in(recording_keys(other.wavs, other.starts))
-    if held_out.any():
-        left = train.select(held_out)
-        logger.warning("%d training rows of the mixture are in the dev or test of another part, and are left out: %s",
-                       len(left), ", ".join(left.ids[:3]))
-        entry = report.left_out.setdefault(IN_OTHER_SPLIT, {"count": 0, "hours": 0.0, "examples": []})
-        entry.update(count=entry["count"] + len(left), hours=round(entry["hours"] + left.hours, 3),
-                     examples=[*entry["examples"], *left.ids[:3]])
-        train = train.select(~held_out)
-        report.kept, report.hours = len(train), round(train.hours, 3)
-    return train
 
 
 def _weights(given: Mapping[str, float], parts: Mapping[str, Corpus]) -> dict[str, float]:

@@ -30,20 +30,18 @@ def piece_model(pieces: Sequence[str], silent: Collection[int] = (), scores: Map
     untrusted.check_tokens(pieces, "the tokenizer")
     kinds = [_UNKNOWN if not i else _CONTROL if i in silent else _NORMAL for i in range(len(pieces))]
     scores = scores or {}
-    listed = b"".join(_bytes(1, _bytes(1, piece.encode()) + _float(2, scores.get(piece, _RARE if scores else 0.0))
-                             + _number(3, kind)) for piece, kind in zip(pieces, kinds, strict=True))
+    listed = []
+    for piece, kind in zip(pieces, kinds, strict=True):
+        score = _varint(2 << 3 | 5) + struct.pack("<f", scores.get(piece, _RARE if scores else 0.0))
+        listed.append(_bytes(1, _bytes(1, piece.encode()) + score + _number(3, kind)))
     trainer = _number(3, (_BPE if merges else _UNIGRAM) if scores else _CHAR) + _number(40, 0) \
         + _bytes(45, pieces[0].encode())
     normalizer = _bytes(1, b"identity") + b"".join(_number(field, 1) for field in (3, 4, 5))
-    return listed + _bytes(2, trainer) + _bytes(3, normalizer)
+    return b"".join(listed) + _bytes(2, trainer) + _bytes(3, normalizer)
 
 
 def _number(field: int, value: int) -> bytes:
     return _varint(field << 3) + _varint(value)
-
-
-def _float(field: int, value: float) -> bytes:
-    return _varint(field << 3 | 5) + struct.pack("<f", value)
 
 
 def _bytes(field: int, value: bytes) -> bytes:

@@ -86,7 +86,14 @@ class Batching:
                          whole=name in ("buckets", "max_batch_utterances"))
         check_number("batching: min_batch_utterances", self.min_batch_utterances, above=0, whole=True)
         if self.clips_per is not None:
-            self._check_clips_per()
+            if not isinstance(self.clips_per, Mapping) or len(self.clips_per) != 1:
+                raise SbkitError(f"batching: clips_per is {self.clips_per!r}", hint="expected a column and how many "
+                                 "clips of each of its values, such as {speaker: 4}")
+            for name, clips in self.clips_per.items():
+                check_number(f"batching: clips_per: {name}", clips, above=0, whole=True)
+            if self.buckets is not None or self.sort not in (None, "random"):
+                raise SbkitError("batching: clips_per groups utterances by label, but buckets and sort by duration",
+                                 hint="leave these out")
         check_number("batching: round_seconds", self.round_seconds, minimum=0, optional=True)
         check_number("batching: min_steps", self.min_steps, minimum=0, whole=True)
         check_number("batching: seed", self.seed, whole=True)
@@ -100,17 +107,6 @@ class Batching:
                              hint="leave one out; clips that are cropped have one shape anyway")
         if self.step_seconds is None:
             self.step_seconds = self.max_batch_seconds
-
-    def _check_clips_per(self) -> None:
-        given = self.clips_per
-        if not isinstance(given, Mapping) or len(given) != 1:
-            raise SbkitError(f"batching: clips_per is {given!r}",
-                             hint="expected a column and how many clips of each of its values, such as {speaker: 4}")
-        for name, clips in given.items():
-            check_number(f"batching: clips_per: {name}", clips, above=0, whole=True)
-        if self.buckets is not None or self.sort not in (None, "random"):
-            raise SbkitError("batching: clips_per groups utterances by label, but buckets and sort by duration",
-                             hint="leave these out")
 
     @property
     def clips(self) -> int:
@@ -230,24 +226,20 @@ class Plan:
     def epoch(self, epoch: int) -> EpochPlan:
         """The plan of one epoch, counted from 1; every epoch, and every pass in it, is shuffled differently."""
         steps, size = len(self._bounds) - 1, int(self._bounds[-1])
-        numbers = range(self.passes * (epoch - 1) + 1, self.passes * epoch + 1)
         bounds = [self._bounds[:1], *(self._bounds[1:] + i * size for i in range(self.passes))]
-        members, pass_numbers, order = zip(*map(self._pass, numbers), strict=True)
-        return EpochPlan(
-            self.durations, self.batching, np.concatenate(members), np.concatenate(bounds),
-            np.concatenate([each + i * steps for i, each in enumerate(order)]), pass_numbers,
-            self._shape_of if self._tokens is not None else None)
-
-    def _pass(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draw the utterances of one pass over the corpus, bucket by bucket, the pass number of each, and the order of
-        the steps."""
-        rng = np.random.Generator(np.random.PCG64([self.batching.seed % 2**64, number]))
-        members, pass_numbers = self.sampler.draw(rng, number)
-        order = rng.permutation(len(self._bounds) - 1)
-        if number <= 1 and self.batching.sort in ("ascending", "descending"):
-            # Steps are numbered bucket by bucket, the shortest first.
-            order = np.arange(len(order))[:: 1 if self.batching.sort == "ascending" else -1]
-        return members, pass_numbers, order
+        members, pass_numbers, orders = [], [], []
+        for i, number in enumerate(range(self.passes * (epoch - 1) + 1, self.passes * epoch + 1)):
+            rng = np.random.Generator(np.random.PCG64([self.batching.seed % 2**64, number]))
+            drawn, numbers = self.sampler.draw(rng, number)
+            order = rng.permutation(steps)
+            if number <= 1 and self.batching.sort in ("ascending", "descending"):
+                # Steps are numbered bucket by bucket, the shortest first.
+                order = np.arange(steps)[:: 1 if self.batching.sort == "ascending" else -1]
+            members.append(drawn)
+            pass_numbers.append(numbers)
+            orders.append(order + i * steps)
+        return EpochPlan(self.durations, self.batching, np.concatenate(members), np.concatenate(bounds),
+                         np.concatenate(orders), pass_numbers, self._shape_of if self._tokens is not None else None)
 
 
 class EpochPlan:

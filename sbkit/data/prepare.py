@@ -119,6 +119,8 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     columns : those that the task declares; a row that lacks one is left out
     exclude : a list of rows to leave out
     """
+    # A row is left out for the first reason that applies. What costs nothing to find comes first, so that only the
+    # recordings of rows that are still wanted are opened, and decoding (for copies) comes last.
     report = SplitReport(split, rows.origin, len(rows) + len(rows.malformed))
     codes = np.zeros(len(rows), np.int8)  # of reasons
     details: dict[int, str] = {}
@@ -131,6 +133,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         if detail is not None:
             details.update((i, detail(i)) for i in left.tolist())
 
+    # By the list alone.
     leave_out(MALFORMED, ~(rows.starts >= 0), lambda i: "its start is not a number of 0 or more")
     leave_out(REFUSED, refused(rows.wavs, remote), lambda i: remote.refusal(rows.wavs[i]))
     if not _first_of_each(rows.ids).all():
@@ -141,9 +144,11 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         ids[codes == 0] = unique_ids(ids[codes == 0])
         rows = copy.copy(rows)
         rows.ids = Column(ids.tolist())
+    # By other splits and the disk.
     for keys in taken:
         leave_out(IN_OTHER_SPLIT, recording_keys(rows.wavs, rows.starts).is_in(keys))
     leave_out(MISSING, ~existing(rows.wavs, listings))
+    # By the text; a row without one can be a recording of silence, which is then trained on as such.
     texts = [rules(text) for text in progress(
         rows.texts, what=f"{split}: text", total=len(rows), unit="row",
         show=show_progress and len(rows) >= WORTH_A_BAR)]
@@ -153,6 +158,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     if exclude is not None:
         leave_out(EXCLUDED, exclude.mask(rows.ids, texts, rows.origin))
 
+    # By the duration. A recording that is longer than its header says is used as far as that goes, and reported.
     durations = _durations(rows, np.flatnonzero(codes == 0), details, report, check_audio, read_headers)
     longer = [i for i, detail in details.items() if codes[i] == 0 and np.isfinite(durations[i])]
     leave_out(UNDECODABLE, np.isnan(durations))
@@ -174,7 +180,9 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     if limits.min_words:
         leave_out("few words", np.array([count_words(text) < limits.min_words for text in texts], bool) & ~silent)
 
+    # By further columns that the task declares: labels, and recordings beside the first one.
     meta = dict(rows.meta)
+
     def check_recordings(name: str, aligned: bool) -> None:
         wavs = rows.column(name)
         leave_out(MISSING, refused(wavs, remote) | ~existing(wavs, listings), lambda i: f"{name}: {wavs[i]}")
@@ -189,16 +197,14 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         else:
             meta[name + SECONDS] = Column([f"{each:.3f}" for each in seconds.tolist()])
 
-    def check_labels(name: str) -> None:
-        empty = pc.equal(pc.utf8_trim_whitespace(rows.column(name).arrow), "").to_numpy(zero_copy_only=False)
-        leave_out("empty column", empty, lambda i: name)
-
     for name, column in columns.items():
         if isinstance(column, LabelColumn):
-            check_labels(name)
+            empty = pc.equal(pc.utf8_trim_whitespace(rows.column(name).arrow), "").to_numpy(zero_copy_only=False)
+            leave_out("empty column", empty, lambda i, name=name: name)  # type: ignore[misc]  # called at once
         else:
             check_recordings(name, column.aligned)
 
+    # By the sound: training leaves out copies of what dev and test have; those only report theirs.
     if copies is not None:
         left, every = np.flatnonzero(codes == 0), np.arange(len(rows))
         found = copies.search(split, rows.ids.take(left), rows.wavs.take(left), rows.starts[left], durations[left],
@@ -210,6 +216,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         else:
             report.copies = {rows.ids[i]: name for i, name in originals.items()}
 
+    # What is kept, and what is odd about it.
     kept = np.flatnonzero(codes == 0)
     everything = Manifest(
         ids=rows.ids, durations=np.nan_to_num(durations), wavs=rows.wavs, texts=texts, speakers=rows.speakers,

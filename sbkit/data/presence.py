@@ -31,7 +31,12 @@ def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -
     for code in np.flatnonzero(counts >= WORTH_LISTING).tolist():
         folder = names[code]
         if folder not in listings:
-            listings[folder] = _listing(folder)
+            try:  # without broken links
+                with os.scandir(folder or ".") as entries:
+                    listings[folder] = pa.array([folder + entry.name for entry in entries if not entry.is_symlink()
+                                                 or os.path.exists(entry.path)], pa.large_string())
+            except (OSError, UnicodeEncodeError):  # it can't be listed, or a name isn't UTF-8
+                listings[folder] = None
         if listings[folder] is None:
             counts[code] = 0
         else:
@@ -77,16 +82,6 @@ def file_version(wav: str) -> tuple[str, str]:
     except OSError:
         return "", ""
     return str(status.st_size), str(status.st_mtime_ns)
-
-
-def _listing(folder: str) -> pa.Array | None:
-    """The paths in a folder without broken links; None if it can't be listed or has names that are not UTF-8."""
-    try:
-        with os.scandir(folder or ".") as entries:
-            names = (entry.name for entry in entries if not entry.is_symlink() or os.path.exists(entry.path))
-            return pa.array([folder + name for name in names], pa.large_string())
-    except (OSError, UnicodeEncodeError):
-        return None
 
 
 def _np(mask: pa.Array) -> np.ndarray:

@@ -31,7 +31,13 @@ def temporary_folder(to: Path) -> Iterator[Path]:
     """Make a temporary folder on the disk of ``to``; it is removed at the end."""
     with disk.writing_into(to.parent, "--to"):
         to.parent.mkdir(parents=True, exist_ok=True)
-        temporary, lock = _make_folder(to)
+        while True:  # the lock ends with this process, even if it is killed
+            temporary = Path(tempfile.mkdtemp(prefix=f".{to.name}.making-", dir=to.parent))
+            with contextlib.suppress(FileNotFoundError):  # another process removed it before it was locked
+                lock = Lock(temporary)
+                if lock.acquire() is not False and lock.is_at(temporary):
+                    break
+                lock.close()
     with disk.disk_errors_as_user_error(to):  # reports free space after the temporary folder is gone
         try:
             yield temporary
@@ -43,7 +49,12 @@ def temporary_folder(to: Path) -> Iterator[Path]:
 def publish(temporary: Path, to: Path, force: bool) -> None:
     """Move the folder to ``to`` so that the old or the new one is complete there, even after a power cut."""
     temporary.chmod(0o755)
-    _sync(temporary)
+    # A few files are synced one by one; if there are many, or subfolders, the file system.
+    inside = list(itertools.islice(temporary.iterdir(), _FEW + 1))
+    if len(inside) > _FEW or any(each.is_dir() for each in inside):
+        disk.sync_file_system(temporary)
+    else:
+        disk.sync_files(temporary)
     try:
         if not (force and to.exists()):
             os.rename(temporary, to)
@@ -55,15 +66,6 @@ def publish(temporary: Path, to: Path, force: bool) -> None:
         raise SbkitError(f"{to} cannot be put in place: {error.strerror}",
                          hint="choose another place with --to") from error
     disk.sync_folder(to.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Sync a few files one by one; if there are many, or subfolders, sync the file system."""
-    inside = list(itertools.islice(folder.iterdir(), _FEW + 1))
-    if len(inside) > _FEW or any(each.is_dir() for each in inside):
-        disk.sync_file_system(folder)
-    else:
-        disk.sync_files(folder)
 
 
 def clean_up(to: Path) -> None:
@@ -84,17 +86,6 @@ def replaced(folder: str | Path) -> Path:
     """Return the path of the old folder during a replacement, on disks that can't exchange two folders."""
     path = Path(folder).resolve()
     return path.with_name(f".{path.name}.replaced")
-
-
-def _make_folder(to: Path) -> tuple[Path, Lock]:
-    """Make a folder and lock it; the lock ends with this process, even if it is killed."""
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=f".{to.name}.making-", dir=to.parent))
-        with contextlib.suppress(FileNotFoundError):  # another process removed it before it was locked
-            lock = Lock(path)
-            if lock.acquire() is not False and lock.is_at(path):
-                return path, lock
-            lock.close()
 
 
 def exchange(one: Path, other: Path) -> bool:

@@ -77,7 +77,16 @@ class Remote:
             if scheme_of(url) in _HTTP:
                 data = _over_http(url, offset, wanted, self.seconds)
             else:
-                data = _from_store(url, offset, wanted, self.seconds)
+                import asyncio
+
+                import fsspec  # slow, and only needed for object stores
+
+                filesystem, inside = fsspec.core.url_to_fs(url)
+                deadline = {"timeout": self.seconds} if filesystem.async_impl else {}
+                try:
+                    data = filesystem.cat_file(inside, start=offset, end=offset + wanted, **deadline)
+                except (asyncio.TimeoutError, TimeoutError):  # two in Python 3.10
+                    raise OSError(_late(self.seconds)) from None
         except OSError:
             raise
         except Exception as error:  # clients have different ones, for missing credentials or packages
@@ -92,19 +101,6 @@ class Remote:
 
 
 NO_REMOTE = Remote()
-
-
-def _from_store(url: str, first: int, max_bytes: int, seconds: float) -> bytes:
-    import asyncio
-
-    import fsspec  # slow, and only needed for object stores
-
-    filesystem, inside = fsspec.core.url_to_fs(url)
-    deadline = {"timeout": seconds} if filesystem.async_impl else {}
-    try:
-        return filesystem.cat_file(inside, start=first, end=first + max_bytes, **deadline)
-    except (asyncio.TimeoutError, TimeoutError):  # two in Python 3.10
-        raise OSError(_late(seconds)) from None
 
 
 def _late(seconds: float) -> str:
@@ -125,7 +121,18 @@ def _over_http(url: str, first: int, max_bytes: int, seconds: float) -> bytes:
         target = quote(parts.path or "/", safe=_SAFE) + (f"?{quote(parts.query, safe=_SAFE)}" if parts.query else "")
         connection.request("GET", target, headers={
             "Range": f"bytes={first}-{first + max_bytes - 1}", "Accept-Encoding": "identity"})
-        data = _body(connection.getresponse(), first, max_bytes)
+        response = connection.getresponse()
+        if response.status in (301, 302, 303, 307, 308):
+            raise OSError(f"it redirects to {response.getheader('Location')}, and redirects are not followed")
+        if response.status not in (200, 206):
+            raise FileNotFoundError if response.status == 404 else OSError(
+                f"the server answered {response.status} {response.reason}")
+        if first and response.status == 200:
+            raise OSError("the server does not support range requests")
+        length = response.length
+        data = response.read(max_bytes)
+        if length is not None and len(data) < min(length, max_bytes):
+            raise OSError(f"the connection ended after {len(data)} of {length} bytes")
     except Exception:
         if not late.is_set():
             raise
@@ -142,17 +149,3 @@ def _hang_up(connected: socket.socket, late: threading.Event) -> None:
     with contextlib.suppress(OSError):  # it was closed meanwhile
         connected.shutdown(socket.SHUT_RDWR)
 
-
-def _body(response: http.client.HTTPResponse, first: int, max_bytes: int) -> bytes:
-    if response.status in (301, 302, 303, 307, 308):
-        raise OSError(f"it redirects to {response.getheader('Location')}, and redirects are not followed")
-    if response.status not in (200, 206):
-        raise FileNotFoundError if response.status == 404 else OSError(
-            f"the server answered {response.status} {response.reason}")
-    if first and response.status == 200:
-        raise OSError("the server does not support range requests")
-    length = response.length
-    data = response.read(max_bytes)
-    if length is not None and len(data) < min(length, max_bytes):
-        raise OSError(f"the connection ended after {len(data)} of {length} bytes")
-    return data

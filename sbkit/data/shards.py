@@ -142,8 +142,21 @@ def write_shards(
                     bar.update(len(index["kept"]) + len(index["left_out"]))
             shards.sort(key=lambda index: index["first"])
             result = _manifest(manifest, order, shards, out)
-            _delete_old_shards(out, name, len(shards))
-            _write_summary(out, name, manifest, order, shards, result)
+            # Shards that an earlier call with other options left beyond the last one go.
+            ours = re.compile(re.escape(name) + r"-(\d{6,})\.(tar|json)")
+            for path in list(out.iterdir()):
+                if (match := ours.fullmatch(path.name)) and int(match[1]) >= len(shards):
+                    path.unlink()
+            result.write(out / f"{name}.csv", data_root=out.absolute())
+            left_out = [{"id": manifest.ids[order[shard["first"] + i]], "reason": reason}
+                        for shard in shards for i, reason, *_ in shard["left_out"]]
+            listed = [{"url": shard["shard"], "nsamples": len(shard["kept"])} for shard in shards]
+            with atomic_write(out / f"{name}-index.json") as file:
+                json.dump({"__kind__": "wids-shard-index-v1", "wids_version": 1, "name": name, "shardlist": listed},
+                          file, indent=1)
+            with atomic_write(out / f"{name}-report.json") as file:
+                json.dump({"rows": len(manifest), "kept": len(result), "left_out": left_out, "hours": result.hours,
+                           "shards": len(shards)}, file, indent=1, ensure_ascii=False)
             return result
     except OSError as error:  # such as a full disk, or a folder without write permission
         raise SbkitError(f"{error.filename or out}: {error.strerror or error}") from error
@@ -251,25 +264,3 @@ def _manifest(manifest: Manifest, order: np.ndarray, shards: list[dict[str, Any]
         raise SbkitError(f"{out}: not one of {len(manifest)} recordings could be read",
                          hint=f"the first: {shards[0]['left_out'][0][1]}")
     return manifest.select(np.array(rows)).replace(wavs=wavs, durations=durations, starts=None)
-
-
-def _delete_old_shards(out: Path, name: str, count: int) -> None:
-    """Delete shards that an earlier call with other options left beyond the last one."""
-    ours = re.compile(re.escape(name) + r"-(\d{6,})\.(tar|json)")
-    for path in list(out.iterdir()):
-        if (match := ours.fullmatch(path.name)) and int(match[1]) >= count:
-            path.unlink()
-
-
-def _write_summary(out: Path, name: str, manifest: Manifest, order: np.ndarray, shards: list[dict[str, Any]],
-                   result: Manifest) -> None:
-    result.write(out / f"{name}.csv", data_root=out.absolute())
-    left_out = [{"id": manifest.ids[order[shard["first"] + i]], "reason": reason}
-                for shard in shards for i, reason, *_ in shard["left_out"]]
-    with atomic_write(out / f"{name}-index.json") as file:
-        listed = [{"url": shard["shard"], "nsamples": len(shard["kept"])} for shard in shards]
-        json.dump({"__kind__": "wids-shard-index-v1", "wids_version": 1, "name": name, "shardlist": listed},
-                  file, indent=1)
-    with atomic_write(out / f"{name}-report.json") as file:
-        json.dump({"rows": len(manifest), "kept": len(result), "left_out": left_out, "hours": result.hours,
-                   "shards": len(shards)}, file, indent=1, ensure_ascii=False)

@@ -29,14 +29,13 @@ KINDS = (
 
 def kind_of(begin: bytes) -> SoundKind | None:
     """Return the kind of file that begins like this; None if unknown. An MP3 without a tag begins with two frames."""
-    kinds = (kind for kind in KINDS if any(begin[at:].startswith(mark) for at, mark in kind.marks))
-    return next(kinds, _MP3 if _two_frames(begin) else None)
-
-
-def _two_frames(begin: bytes) -> bool:
-    """Whether this is an MP3 frame followed by another: a single header may occur in samples."""
+    for kind in KINDS:
+        if any(begin[at:].startswith(mark) for at, mark in kind.marks):
+            return kind
     frame = mp3.frame_at(begin, 0)
-    return frame is not None and len(begin) > frame.size + 1 and begin[frame.size : frame.size + 2] == begin[:2]
+    # A single header may occur in samples.
+    two = frame is not None and len(begin) > frame.size + 1 and begin[frame.size : frame.size + 2] == begin[:2]
+    return _MP3 if two else None
 
 
 BLOCK = 512

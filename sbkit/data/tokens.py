@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -133,14 +134,27 @@ class Tokenizer:
         texts = _column(texts)
         fingerprint = self._fingerprint(texts)
         if self.path.exists():
-            known = self._stored_fingerprint()
+            known = None
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not trained here, or damaged
+                stored = json.loads(self.path.with_suffix(".json").read_text(encoding="utf-8"))
+                if hashlib.sha256(self.path.read_bytes()).hexdigest() == stored["model_sha256"]:
+                    known = stored["fingerprint"]
             if known == fingerprint:
                 logger.info("tokenizer %s: already trained on this text", self.path)
                 return self.load()
             if grows and known is not None and self._checkpoint() and not self.load().coverage(texts):
                 logger.info("tokenizer %s: trained on other text, but kept: it can encode this text too", self.path)
                 return self
-            self._refuse_to_replace(known)
+            if known is None and not self.path.with_suffix(".json").exists():
+                raise SbkitError(
+                    f"{self.path} already exists, and it is not recorded what it was trained on",
+                    hint="remove it to train a new one, or set the tokenizer's `model` to it to use it unchanged")
+            if (checkpoint := self._checkpoint()) is not None:
+                raise SbkitError(
+                    f"{self.path} was trained on other text or with other options, and checkpoints such as "
+                    f"{checkpoint.name} were trained with it",
+                    hint="start in a new output_folder, or restore text and options")
+            logger.warning("tokenizer %s: its text or options changed, training it again", self.path)
         elif grows and (checkpoint := self._checkpoint()):
             raise SbkitError(
                 f"{self.folder} has no tokenizer {self.path.name}, which the texts need now, and checkpoints such as "
@@ -194,30 +208,8 @@ class Tokenizer:
             digest.update(lines)
         return digest.hexdigest()
 
-    def _stored_fingerprint(self) -> str | None:
-        try:
-            stored = json.loads(self.path.with_suffix(".json").read_text(encoding="utf-8"))
-            whole = hashlib.sha256(self.path.read_bytes()).hexdigest() == stored["model_sha256"]
-            return stored["fingerprint"] if whole else None
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
     def _checkpoint(self) -> Path | None:
         return next(self.folder.glob("CKPT+*"), None)
-
-    def _refuse_to_replace(self, known: str | None) -> None:
-        """Refuse to replace a model that wasn't trained here, or that checkpoints in its folder depend on."""
-        if known is None and not self.path.with_suffix(".json").exists():
-            raise SbkitError(
-                f"{self.path} already exists, and it is not recorded what it was trained on",
-                hint="remove it to train a new one, or set the tokenizer's `model` to it to use it unchanged")
-        checkpoint = self._checkpoint()
-        if checkpoint is not None:
-            raise SbkitError(
-                f"{self.path} was trained on other text or with other options, and checkpoints such as "
-                f"{checkpoint.name} were trained with it",
-                hint="start in a new output_folder, or restore text and options")
-        logger.warning("tokenizer %s: its text or options changed, training it again", self.path)
 
     # --------------------------------------------------------------- training
 
@@ -247,7 +239,15 @@ class Tokenizer:
                 max_sentence_length=max(10, max(len(text) for text in texts) * 4 + 1),
                 minloglevel=2, **kept)
         except (RuntimeError, OSError, IndexError) as error:
-            raise self._training_error(error) from error
+            if match := _TOO_LARGE.search(str(error)):
+                raise SbkitError(f"tokenizer: vocab_size {self.vocab_size} is too large for this text",
+                                 hint=f"a {self.model_type} model of it can have {match[1]} entries at most: "
+                                      f"{_set_to(match[1])} or less") from error
+            if match := _TOO_SMALL.search(str(error)):
+                raise SbkitError(f"tokenizer: vocab_size {self.vocab_size} is too small for this text",
+                                 hint=f"its characters alone need {match[1]}: {_set_to(match[1])} or more, or lower "
+                                      "character_coverage") from error
+            raise SbkitError(f"tokenizer: SentencePiece cannot train on this text ({error})") from error
         processor = spm.SentencePieceProcessor(model_proto=model.getvalue())
         if self.vocab_size not in (None, processor.vocab_size()):
             raise SbkitError(
@@ -267,18 +267,6 @@ class Tokenizer:
             json.dump(stored, facts, indent=1, ensure_ascii=False)
             for file in (whole, listed, facts):
                 file.flush()
-
-    def _training_error(self, error: Exception) -> SbkitError:
-        if match := _TOO_LARGE.search(str(error)):
-            return SbkitError(
-                f"tokenizer: vocab_size {self.vocab_size} is too large for this text",
-                hint=f"a {self.model_type} model of it can have {match[1]} entries at most: "
-                     f"{_set_to(match[1])} or less")
-        if match := _TOO_SMALL.search(str(error)):
-            return SbkitError(
-                f"tokenizer: vocab_size {self.vocab_size} is too small for this text",
-                hint=f"its characters alone need {match[1]}: {_set_to(match[1])} or more, or lower character_coverage")
-        return SbkitError(f"tokenizer: SentencePiece cannot train on this text ({error})")
 
     # ------------------------------------------------------------------- use
 

@@ -34,7 +34,17 @@ def frames(file: soundfile.SoundFile, read: Read, size: int) -> tuple[int, int]:
     """
     declared = actual = file.frames
     if file.format == "FLAC":
-        return declared, _flac(read, size) or declared
+        # The samples up to the end of the last frame, if that can be found: padding or a tag may follow it.
+        at = mp3.after_id3(read(10, 0))
+        if read(4, at) == b"fLaC":
+            info = read(34, at + 8)
+            tail = max(2 * int.from_bytes(info[7:10], "big"), _TAIL_BYTES)
+            for most in (tail, 8 * tail, _MAX_TAIL_BYTES):
+                begin = max(size - min(most, _MAX_TAIL_BYTES), 0)
+                end = _flac_end(read(size, begin), int.from_bytes(info[2:4], "big"))
+                if end is not None or not begin:
+                    return declared, end or declared
+        return declared, declared
     claim = _CLAIM.search(file.extra_info)
     if claim is not None and int(claim[1]) < _UNKNOWN_SIZE:
         declared = actual * int(claim[1]) // max(int(claim[2]), 1)
@@ -66,20 +76,6 @@ def _wav(read: Read, size: int) -> tuple[int, int, int]:
             start, held = at, length
         at += 8 + length + length % 2
     return start, held, 0
-
-
-def _flac(read: Read, size: int) -> int | None:
-    """The samples up to the end of a FLAC's last frame; None if that can't be found."""
-    at = mp3.after_id3(read(10, 0))
-    if read(4, at) != b"fLaC":
-        return None
-    info = read(34, at + 8)
-    tail = max(2 * int.from_bytes(info[7:10], "big"), _TAIL_BYTES)
-    for most in (tail, 8 * tail, _MAX_TAIL_BYTES):  # padding or a tag may follow
-        begin = max(size - min(most, _MAX_TAIL_BYTES), 0)
-        if (end := _flac_end(read(size, begin), int.from_bytes(info[2:4], "big"))) is not None or not begin:
-            return end
-    return None
 
 
 def _flac_end(tail: bytes, block: int) -> int | None:

@@ -91,15 +91,10 @@ def read(path: str | Path) -> NGram:
         levels.append(_level(path, order, section, words, levels))
     if end < 0 or not data.startswith(b"\n\\end\\", end):
         raise SbkitError(f"{path} is truncated: it has no \\end\\", hint="download it again or write it again")
-    return NGram([decode_word(path, word) for word in words], levels)
-
-
-def decode_word(path: Path, word: bytes) -> str:
-    """Decode a word of a model; raises if it is not UTF-8, because it could never match a transcript."""
     try:
-        return word.decode("utf-8")
-    except UnicodeDecodeError:
-        raise SbkitError(f"{path}: the word {shown(word.decode('utf-8', 'replace'))} is not UTF-8",
+        return NGram([word.decode("utf-8") for word in words], levels)
+    except UnicodeDecodeError as error:  # such a word could never match a transcript
+        raise SbkitError(f"{path}: the word {shown(error.object.decode('utf-8', 'replace'))} is not UTF-8",
                          hint="convert the file to UTF-8, for example with iconv -f latin1 -t utf-8") from None
 
 
@@ -172,13 +167,6 @@ def _is_log10(log10: float | np.ndarray) -> Any:  # a bool, or an array of them
     return log10 < 1e-4  # some tools round to slightly above 0
 
 
-def _is_ngram(fields: list[bytes], order: int) -> bool:
-    try:
-        return _is_log10(float(fields[0])) and (len(fields) == order + 1 or float(fields[-1]) < math.inf)
-    except ValueError:
-        return False
-
-
 def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]) -> tuple[np.ndarray, ...]:
     """Parse lines into probabilities [N], backoffs [N] and word ids [N] or [N, order]."""
     fields = b" ".join(lines).split()
@@ -200,7 +188,15 @@ def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]
     except ValueError:
         log10 = backoff = np.full(len(lines), np.nan)
     if not (_is_log10(log10).all() and (backoff < np.inf).all()):  # False for NaN
-        line = next((line for line in lines if not _is_ngram(line.split(), order)), lines[0])
+        for line in lines:
+            row = line.split()
+            try:
+                if not _is_log10(float(row[0])) or (len(row) != order + 1 and not float(row[-1]) < math.inf):
+                    break
+            except ValueError:
+                break
+        else:
+            line = lines[0]
         raise SbkitError(f"{path}: the line {shown(line.decode('utf-8', 'replace'))} is not a {order}-gram with its "
                          "log10 probability (at most 0) and back-off", hint="download it again or write it again")
     if order == 1:

@@ -96,7 +96,18 @@ class LineSearch(Search, Generic[S]):
 
     def shared_path(self) -> np.ndarray:
         """Compact the history, and return its rows that all hypotheses share."""
-        self._compact()
+        parent, *columns = (np.concatenate(column) for column in zip(*self.history, strict=True))
+        keep = np.zeros(self.nodes, bool)
+        keep[0] = True
+        rows = np.unique(self.beams.node)
+        while len(rows := rows[~keep[rows]]):
+            keep[rows] = True
+            rows = np.unique(parent[rows - 1])
+        place, rows = np.cumsum(keep) - 1, np.flatnonzero(keep[1:])
+        self.history = [(place[parent[rows]], *(column[rows] for column in columns))]
+        self.nodes = len(rows) + 1
+        self.beams.node = place[self.beams.node]
+        # What follows is about the compacted history.
         parent, live = self.history[0][0], np.zeros(self.nodes, bool)
         live[self.beams.node] = True
         children, child = np.bincount(parent, minlength=self.nodes), np.zeros(self.nodes, np.int64)
@@ -126,19 +137,6 @@ class LineSearch(Search, Generic[S]):
         self.beams.node, self.beams.event = place[self.beams.node], self.beams.event - dropped
         self.stream.drop(dropped)
         self.searched -= dropped
-
-    def _compact(self) -> None:
-        parent, *columns = (np.concatenate(column) for column in zip(*self.history, strict=True))
-        keep = np.zeros(self.nodes, bool)
-        keep[0] = True
-        rows = np.unique(self.beams.node)
-        while len(rows := rows[~keep[rows]]):
-            keep[rows] = True
-            rows = np.unique(parent[rows - 1])
-        place, rows = np.cumsum(keep) - 1, np.flatnonzero(keep[1:])
-        self.history = [(place[parent[rows]], *(column[rows] for column in columns))]
-        self.nodes = len(rows) + 1
-        self.beams.node = place[self.beams.node]
 
     def _rows_to(self, node: int) -> list[int]:
         parent, rows = np.concatenate([columns[0] for columns in self.history]), []

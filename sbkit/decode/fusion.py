@@ -56,7 +56,15 @@ class Fusion:
             unigram = model.score(np.repeat(model.empty[None], len(ids), axis=0), ids)[0]
             self._unknown_unigram = float(model.score(model.empty[None], np.array([model.unknown]))[0][0])
         self._vocabulary = hashing.HashTable(hashing.hash_all(raw), ids)
-        self._prefixes = _best_by_prefix(raw, unigram)
+        # All prefixes of all words, each with the best score of its words.
+        hashes, begins = hashing.prefixes(raw)
+        best = np.repeat(unigram, np.diff(begins))
+        if len(hashes):
+            order = np.argsort(hashes, kind="stable")
+            hashes, best = hashes[order], best[order]
+            firsts = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]]))
+            hashes, best = hashes[firsts], np.maximum.reduceat(best, firsts)
+        self._prefixes = hashing.HashTable(hashes, best)
         self.strict = self.closed or self._word_model is not None  # whether words can be unknown
 
     def complete(self, states: np.ndarray, words: np.ndarray, weights: FusionWeights) -> tuple[np.ndarray, np.ndarray]:
@@ -94,15 +102,3 @@ class Fusion:
         if self.model is None:
             return np.zeros(len(states))
         return weights.lm * self.model.score(states, np.full(len(states), self.model.end))[0].astype(np.float64)
-
-
-def _best_by_prefix(words: list[bytes], scores: np.ndarray) -> hashing.HashTable:
-    """Index all prefixes of all words, each with the best score of its words."""
-    hashes, begins = hashing.prefixes(words)
-    best = np.repeat(scores, np.diff(begins))
-    if not len(hashes):
-        return hashing.HashTable(hashes, best)
-    order = np.argsort(hashes, kind="stable")
-    hashes, best = hashes[order], best[order]
-    firsts = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]]))
-    return hashing.HashTable(hashes[firsts], np.maximum.reduceat(best, firsts))

@@ -48,8 +48,16 @@ def align(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: T
     frames, tokens = lengths.tolist(), target_lengths.tolist()
     targets = targets.cpu()
     names = ids or [f"number {i} of the batch" for i in range(len(frames))]
-    _check_fit(frames, [row[:size].tolist() for row, size in zip(targets, tokens, strict=True)], blank_id,
-               log_probs.shape[2], names)
+    wrong = []
+    for name, size, count, row in zip(names, frames, tokens, targets, strict=True):
+        known = row[:count].tolist()
+        needed = count + sum(a == b for a, b in pairwise(known))  # a blank between two that are equal
+        if blank_id in known or any(not 0 <= token < log_probs.shape[2] for token in known):
+            wrong.append(f"{name} (a token is the blank, or not one of the model's {log_probs.shape[2]})")
+        elif needed > size:
+            wrong.append(f"{name} (its {count} tokens need {needed} frames, but it has {size})")
+    if wrong:
+        raise SbkitError(f"these utterances can't be aligned with their transcript: {', '.join(wrong)}")
     labels = torch.full(log_probs.shape[:2], blank_id, dtype=torch.int64)
     confidence = torch.ones(log_probs.shape[:2])
     for i, (size, count) in enumerate(zip(frames, tokens, strict=True)):  # torchaudio aligns one utterance at a time
@@ -59,16 +67,3 @@ def align(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: T
             labels[i, :size] = path[0].cpu()
             confidence[i, :size] = scores[0].exp().cpu()
     return collapse(labels.numpy(), confidence.numpy(), blank_id=blank_id)
-
-
-def _check_fit(frames: list[int], targets: list[list[int]], blank_id: int, labels: int,
-               names: Sequence[str]) -> None:
-    wrong = []
-    for name, size, target in zip(names, frames, targets, strict=True):
-        needed = len(target) + sum(a == b for a, b in pairwise(target))
-        if blank_id in target or any(not 0 <= token < labels for token in target):
-            wrong.append(f"{name} (a token is the blank, or not one of the model's {labels})")
-        elif needed > size:
-            wrong.append(f"{name} (its {len(target)} tokens need {needed} frames, but it has {size})")
-    if wrong:
-        raise SbkitError(f"these utterances can't be aligned with their transcript: {', '.join(wrong)}")

@@ -96,10 +96,22 @@ class JointSearch:
             ends = [found[row] for row in rows.tolist()]
             self._finish(beams, following[..., self.eos_id], ends)
             beams = self._extend(beams, following)
-            active = self._unfinished(beams, ends)
+            # An utterance goes on while one of its hypotheses may still beat the finished ones.
+            bound = beams.score.amax(1) + max(0.0, self.token_score) * (beams.lengths - beams.size)
+            to_beat = [each[-1][0] if len(each) == self.nbest else _POSSIBLE for each in ends]
+            active = bound > torch.tensor(to_beat, dtype=bound.dtype, device=bound.device)
+            active &= beams.size <= beams.lengths
             if not active.all():
                 rows, beams = rows[active], beams.take(active)
-        return self._hypotheses(found, log_probs, lengths)
+        # The spans of their tokens are those of CTC's alignment.
+        owner = [row for row, ends in enumerate(found) for _ in ends]
+        tokens = [torch.tensor(tokens, dtype=torch.int64) for ends in found for _, _, tokens in ends]
+        if not tokens:
+            return [[] for _ in found]
+        spans = iter(align(log_probs[owner], lengths[owner], torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True),
+                           torch.tensor(list(map(len, tokens))), self.blank_id))
+        return [[Hypothesis(self.tokenizer.decode(tokens), score, ctc, next(spans)) for score, ctc, tokens in ends]
+                for ends in found]
 
     def _begin(self, log_probs: Tensor, lengths: Tensor) -> _Beams:
         ctc = log_probs.double().clamp_min(-1e4)
@@ -153,23 +165,6 @@ class JointSearch:
             beams, tokens=torch.cat([beams.tokens[here, parent], token[..., None]], 2), other=other,
             blank=_recur(beams.ctc[:, None, :, self.blank_id].expand(-1, self.beam, -1), other),
             attention=attention.flatten(1).gather(1, place), score=score)
-
-    def _unfinished(self, beams: _Beams, found: list[list[End]]) -> Tensor:
-        """Which utterances [B] have a hypothesis that may still beat the finished ones."""
-        bound = beams.score.amax(1) + max(0.0, self.token_score) * (beams.lengths - beams.size)
-        to_beat = [ends[-1][0] if len(ends) == self.nbest else _POSSIBLE for ends in found]
-        return (bound > torch.tensor(to_beat, dtype=bound.dtype, device=bound.device)) & (beams.size <= beams.lengths)
-
-    def _hypotheses(self, found: list[list[End]], log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Return hypotheses with spans of their tokens by CTC's alignment."""
-        owner = [row for row, ends in enumerate(found) for _ in ends]
-        tokens = [torch.tensor(tokens, dtype=torch.int64) for ends in found for _, _, tokens in ends]
-        if not tokens:
-            return [[] for _ in found]
-        spans = iter(align(log_probs[owner], lengths[owner], torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True),
-                           torch.tensor(list(map(len, tokens))), self.blank_id))
-        return [[Hypothesis(self.tokenizer.decode(tokens), score, ctc, next(spans)) for score, ctc, tokens in ends]
-                for ends in found]
 
 
 def _log_probs_of(ctc: Tensor, tokens: Tensor) -> Tensor:

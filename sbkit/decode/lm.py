@@ -186,14 +186,9 @@ def unit_of(model: NGram, pieces: Pieces, unit: str | None = None, name: str = "
     if not pieces.opens.any():
         raise SbkitError(f"none of this model's {len(pieces)} tokens begins a word, so that words can't be scored",
                          hint=f"is {pieces.separator!r} what separates words? null makes every token a word")
-    _check_spelling(words, pieces, name)
-    return unit
-
-
-def _check_spelling(words: list[str], pieces: Pieces, name: str) -> None:
     unspellable = [word for word in words if not pieces.spells(word)]
     if len(unspellable) <= _UNSPELLABLE_SHARE * len(words):
-        return
+        return unit
     hint = "estimate it from text written like the transcripts, or from the transcripts: sbkit lm"
     for change, case in ((str.lower, "lower"), (str.upper, "upper")):
         if sum(pieces.spells(change(word)) for word in words) * 2 > len(words):
@@ -203,7 +198,7 @@ def _check_spelling(words: list[str], pieces: Pieces, name: str) -> None:
              f"{unspellable[0]!r}")
     if len(unspellable) * 2 <= len(words):
         logger.warning("%s only partly fits this model's tokens: %s; %s", name, share, hint)
-        return
+        return unit
     raise SbkitError(f"{name} doesn't fit this model's tokens: {share}", hint=hint)
 
 
@@ -215,7 +210,13 @@ def prune_by_entropy(model: NGram, threshold: float) -> NGram:
     kept = [np.ones(len(level.word), bool) for level in model.levels]
     backoffs = [level.backoff for level in model.levels]
     needed = np.zeros(0, bool)  # n-grams of this level that longer ones need
-    history = _histories(model)
+    # The probability that each n-gram occurs; sentences start as often as they end.
+    first = np.exp(model.levels[0].log10.astype(np.float64) * LN10)
+    if BEGIN in model.ids and END in model.ids:
+        first[model.ids[BEGIN]] = first[model.ids[END]]
+    history = [first]
+    for level in model.levels[1:]:
+        history.append(history[-1][level.context] * np.exp(level.log10.astype(np.float64) * LN10))
     for number in range(model.order - 1, 0, -1):
         level = model.levels[number]
         contexts = len(model.levels[number - 1].word)
@@ -248,14 +249,3 @@ def prune_by_entropy(model: NGram, threshold: float) -> NGram:
 def _backoff_mass(contexts: np.ndarray, probabilities: np.ndarray, size: int) -> np.ndarray:
     """The probability mass that each context leaves for words without an n-gram; never exactly zero."""
     return np.maximum(1 - np.bincount(contexts, weights=probabilities, minlength=size), 1e-9)
-
-
-def _histories(model: NGram) -> list[np.ndarray]:
-    """The probability that each n-gram occurs; sentences start as often as they end."""
-    first = np.exp(model.levels[0].log10.astype(np.float64) * LN10)
-    if BEGIN in model.ids and END in model.ids:
-        first[model.ids[BEGIN]] = first[model.ids[END]]
-    joint = [first]
-    for level in model.levels[1:]:
-        joint.append(joint[-1][level.context] * np.exp(level.log10.astype(np.float64) * LN10))
-    return joint

@@ -55,7 +55,11 @@ class NGram:
         self.words, self.levels = list(words), list(levels)
         self.ids = {word: i for i, word in enumerate(self.words)}
         if UNKNOWN not in self.ids:  # a closed vocabulary
-            self._add_unknown()
+            new = len(self.words)
+            self.ids[UNKNOWN] = new
+            self.words.append(UNKNOWN)
+            self.levels[0] = Level(*(np.append(column, np.asarray(value, column.dtype)) for column, value in
+                                     zip(self.levels[0], (0, new, NEVER, 0.0), strict=True)))
         self.unknown = self.ids[UNKNOWN]
         self.end = self.ids.get(END, self.unknown)
         self.empty = np.zeros((), np.int64)  # a state is the number of an n-gram, see :meth:`_build`
@@ -66,14 +70,6 @@ class NGram:
     def counts(self) -> list[int]:
         """The number of n-grams of each order."""
         return [len(level.word) for level in self.levels]
-
-    def _add_unknown(self) -> None:
-        first = self.levels[0]
-        new = len(self.words)
-        self.ids[UNKNOWN] = new
-        self.words.append(UNKNOWN)
-        self.levels[0] = Level(*(np.append(column, np.asarray(value, column.dtype))
-                                 for column, value in zip(first, (0, new, NEVER, 0.0), strict=True)))
 
     # ------------------------------------------------------------- scoring
 
@@ -93,16 +89,21 @@ class NGram:
         self._ln = np.concatenate([level.log10 for level in self.levels]).astype(np.float32) * np.float32(LN10)
         backoff = np.concatenate([[0], *(level.backoff for level in self.levels)])
         self._backoff = backoff.astype(np.float32) * np.float32(LN10)
-        states = len(self._keys) + 1
-        self._parent = np.zeros(states, dtype=np.int32)
-        self._next = np.zeros(states - 1, dtype=np.int32)
+        self._parent = np.zeros(len(self._keys) + 1, dtype=np.int32)
+        self._next = np.zeros(len(self._keys), dtype=np.int32)
         is_state = self._backoff != 0  # a history without longer n-grams or a backoff weight is no state
         is_state[self._keys // size] = True
         for number, level in enumerate(self.levels):
             rows = np.arange(offsets[number], offsets[number + 1])
             if number:
-                histories = self._parent[self._keys[rows] // size]
-                self._parent[rows + 1] = self._suffix(histories, level.word)
+                # The state of the longest known n-gram at the end of the history and the word.
+                states, todo = self._parent[self._keys[rows] // size], np.arange(len(rows))
+                found = np.zeros(len(rows), dtype=np.int32)
+                while todo.size:
+                    arc, hit = self._find(states, level.word[todo])
+                    found[todo[hit]] = arc[hit] + 1
+                    states, todo = self._parent[states[~hit]], todo[~hit]
+                self._parent[rows + 1] = found
             own = is_state[rows + 1] if number + 1 < self.order else np.zeros(len(rows), dtype=bool)
             parent = self._parent[rows + 1]
             shorter = np.where(parent > 0, self._next[parent - 1], 0)
@@ -121,16 +122,6 @@ class NGram:
         offset = sum(self.counts[:number])
         histories = self._keys[offset:offset + len(words)] // self._size
         return self.score(self._parent[histories], words)[0]
-
-    def _suffix(self, histories: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """The state of the longest known n-gram at the end of a history and a word."""
-        found = np.zeros(len(words), dtype=np.int32)
-        todo, states = np.arange(len(words)), histories.copy()
-        while todo.size:
-            arc, hit = self._find(states, words[todo])
-            found[todo[hit]] = arc[hit] + 1
-            states, todo = self._parent[states[~hit]], todo[~hit]
-        return found
 
     def _find(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Find the n-gram of (state, word), and whether it exists. Every word exists after the empty history."""

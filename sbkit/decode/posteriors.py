@@ -99,7 +99,10 @@ def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_i
     begin = np.concatenate([[0], np.cumsum(counts)])
     blank = blank.astype(np.float64)
 
-    same = np.zeros(len(top), dtype=bool)  # same as the frame before, in the same utterance
+    # Of all frames [F], those that are no event. In one kind only the blank is likely (no token is): it separates the
+    # events around it, which ``pause`` says. In the other the frame before had the same only token, and neither a blank
+    # between them nor another token is likely: it makes that event longer, which ``run`` says.
+    same = np.zeros(len(top), dtype=bool)  # in the same utterance as the frame before
     same[1:] = utterance[1:] == utterance[:-1]
     single = (counts == 1) & (blank < _NO_BLANK)
     only = np.full(len(top), -1)
@@ -110,6 +113,7 @@ def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_i
     pause = np.zeros(len(top), dtype=bool)
     pause[1:] = same[1:] & (counts[:-1] == 0)
 
+    # Every path takes the one likely label of a folded frame, so its probability is a constant of the utterance.
     folded = np.where(counts == 0, blank, 0.0)
     folded[repeats] = value[begin[:-1][repeats]]
     numbers = np.cumsum(event) - 1
@@ -204,13 +208,15 @@ def spans_of(batch: Events, tokens: Sequence[np.ndarray], events: Sequence[np.nd
         at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
         return np.where(keys[at] == wanted, probs[at], 0.0)
 
-    # All events up to the limits, and the token that each may continue.
+    # Each token is followed event by event up to its limit: ``each`` are these events, ``owner`` their tokens. The
+    # probabilities come from one sorted list of (event, token) of the batch, 0 where a token wasn't likely.
     longest = np.maximum(limit - event, 1)
     owner = np.repeat(np.arange(len(token)), longest)
     begin = np.cumsum(longest) - longest
     each = np.arange(len(owner)) + (event - begin)[owner]
     probability, frames = prob(each, token[owner]), batch.run[each]
     adjacent = batch.frame[each] == batch.frame[each - 1] + batch.run[each - 1]
+    # A token lives until the first event that isn't adjacent, lacks it, or has a likelier blank.
     stops = ~(adjacent & (probability > 0) & (probability >= batch.blank[each]))
     stops[begin] = False
     stopped = np.cumsum(stops)

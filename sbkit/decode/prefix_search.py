@@ -156,6 +156,10 @@ class Search(ABC):
 
     def _advance(self, beams: Beams, event: np.ndarray, found: Extensions) -> Beams:
         """Merge and score extended hypotheses at events [B], and keep the best."""
+        # Three sets of rows: the hypotheses [M] as they were; their extensions [N], of which ``parent`` is the
+        # hypothesis; and the results [K] of merging both. A result stays (its row is a hypothesis) or is fresh (an
+        # extension): ``source`` is the hypothesis it comes from, ``fresh`` the places of fresh ones among the results,
+        # ``pick`` their extensions.
         active = len(event)
         stay_blank, stay_other, parent, token, probs, extended = found
         # The effect of each token on its hypothesis's last word.
@@ -167,6 +171,8 @@ class Search(ABC):
             done = (done + token.astype(np.uint64) + np.uint64(1)) * _DONE
         else:
             done = np.where(closes, (done + unfinished) * _DONE, done)
+        # The key is what two hypotheses must share to be one: the finished words, the unfinished one, the last tokens,
+        # and the utterance in the highest bits, which keeps results in the order of utterances.
         last, ending = self._append(beams.last[parent], token)
         key = mix(done + word * _WORD + ending) >> _SHIFT
         key |= beams.utterance[parent].astype(np.uint64) << _HASH_BITS
@@ -181,6 +187,8 @@ class Search(ABC):
         source[fresh] = parent[pick]
         self._complete(beams, parent[pick[closes[pick]]])
 
+        # A word that a fresh token closes is scored now, by language model and hot words; ``soft`` is the best that the
+        # unfinished word can get.
         text, soft = beams.text[source], beams.soft[source]
         above, ends = parent[pick], closes[pick]
         state = beams.state[above]
@@ -190,7 +198,8 @@ class Search(ABC):
         if self.fusion.per_piece:
             gain, state = self.fusion.extend(beams.state[above], token[pick], self.weights)
             text[fresh] += gain
-        soft[fresh] = self._expect(hot, word[pick])
+        expected = self.fusion.expect(word[pick], self.weights)
+        soft[fresh] = expected + self.fusion.hot.expect(hot, word[pick]) if self.fusion.hot else expected
         utterance = beams.utterance[source]
         with np.errstate(divide="ignore"):  # a hypothesis without any path left is pruned
             score = np.log(blank + other) + text + soft
@@ -263,10 +272,6 @@ class Search(ABC):
             boost, beams.hot_after[rows] = self.fusion.hot.complete(beams.hot[rows], beams.word[rows])
             gain = gain + boost
         beams.gain[rows], beams.known[rows] = gain, True
-
-    def _expect(self, hot: np.ndarray, word: np.ndarray) -> np.ndarray:
-        soft = self.fusion.expect(word, self.weights)
-        return soft + self.fusion.hot.expect(hot, word) if self.fusion.hot else soft
 
     def _prune(self, utterance: np.ndarray, score: np.ndarray, active: int) -> np.ndarray:
         sizes = np.bincount(utterance, minlength=active)

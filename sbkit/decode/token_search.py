@@ -136,10 +136,22 @@ class TokenSearch(ABC):
         parts = max(self.workers + 1, -(-len(batch) // MAX_BATCH))
         cuts = np.linspace(0, len(batch), min(len(batch), parts) + 1).astype(int).tolist()
         batches = [batch.part(start, stop) for start, stop in pairwise(cuts)]
-        if self.workers and len(batches) > 1:
-            found = self._in_processes(batches, weights)
-        else:
+        if not self.workers or len(batches) <= 1:
             found = [self._search(each, weights) for each in batches]
+        else:  # the first part in this process and the others in worker processes
+            if self._pool is None:
+                self.load()  # so that errors are raised once, in this process
+                # Spawned, because a fork of a process with threads and a device may hang.
+                with helper_process.without_working_directory():
+                    self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _init_worker, (self,))
+            try:
+                with helper_process.without_working_directory():
+                    futures = [self._pool.submit(_search_part, part, weights) for part in batches[1:]]
+                found = [self._search(batches[0], weights), *(future.result() for future in futures)]
+            except BrokenProcessPool as error:
+                self.close()
+                raise SbkitError("a worker process of the beam search died",
+                                 hint="is there enough memory? use fewer workers") from error
         return [hypotheses for part in found for hypotheses in part]
 
     def spelling(self, frame_seconds: float) -> Spelling:
@@ -186,22 +198,18 @@ class TokenSearch(ABC):
             if not pieces.spells(word):
                 raise SbkitError(f"the hot word {word!r} can't be spelled with this model's tokens",
                                  hint="write it as in the transcripts")
-        return Fusion(pieces, model, self._lexicon_words(), self.hot_words, per_piece)
-
-    def _lexicon_words(self) -> list[str] | None:
-        if self.lexicon is None:
-            return None
-        if isinstance(self.lexicon, (str, Path)):
-            name = str(self.lexicon)
-            words = [line.split()[0] for line in language_models.read_texts([self.lexicon]) if line]
-        else:
-            name, words = "the lexicon", list(self.lexicon)
-        words = list(dict.fromkeys(words))
-        spelled = sum(map(self.pieces.spells, words))
-        if spelled * 2 <= len(words):
-            raise SbkitError(f"{name}: {len(words) - spelled} of its {len(words)} words can't be spelled with this "
-                             "model's tokens", hint="write them as in the transcripts, one per line")
-        return words
+        words: list[str] | None = None
+        if self.lexicon is not None:
+            name, listed = "the lexicon", self.lexicon
+            if isinstance(listed, (str, Path)):
+                name = str(listed)
+                listed = [line.split()[0] for line in language_models.read_texts([listed]) if line]
+            words = list(dict.fromkeys(listed))
+            spelled = sum(map(pieces.spells, words))
+            if spelled * 2 <= len(words):
+                raise SbkitError(f"{name}: {len(words) - spelled} of its {len(words)} words can't be spelled with this "
+                                 "model's tokens", hint="write them as in the transcripts, one per line")
+        return Fusion(pieces, model, words, self.hot_words, per_piece)
 
     # ---------------------------------------------------------------- search
 
@@ -229,22 +237,6 @@ class TokenSearch(ABC):
         return " ".join(text.replace(self.separator, " ").split())
 
     # -------------------------------------------------------------- processes
-
-    def _in_processes(self, parts: list[Any], weights: FusionWeights) -> list[list[list[Hypothesis]]]:
-        """Search the first part in this process and the others in worker processes."""
-        if self._pool is None:
-            self.load()  # so that errors are raised once, in this process
-            # Spawned, because a fork of a process with threads and a device may hang.
-            with helper_process.without_working_directory():
-                self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _init_worker, (self,))
-        try:
-            with helper_process.without_working_directory():
-                futures = [self._pool.submit(_search_part, part, weights) for part in parts[1:]]
-            return [self._search(parts[0], weights), *(future.result() for future in futures)]
-        except BrokenProcessPool as error:
-            self.close()
-            raise SbkitError("a worker process of the beam search died",
-                             hint="is there enough memory? use fewer workers") from error
 
     def close(self) -> None:
         """End the processes; the next search starts new ones."""

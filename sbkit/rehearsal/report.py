@@ -11,10 +11,8 @@ from sbkit.recipe.price import EFFICIENCY
 from sbkit.recipe.report import ERROR, WARNING, Finding, Report, Section
 from sbkit.rehearsal.cards import GIB, Card
 from sbkit.rehearsal.run import RANKS, Line
-from sbkit.score.markup import Markup, tag, text
 from sbkit.score.report import charts
-from sbkit.score.report.page import fill_template
-from sbkit.score.report.sections import section
+from sbkit.score.report.templates import render
 
 #: The stages of a run, in the order of the report.
 STAGES = ("corpus", "check", "start", "count of FLOPs", "steps", "a step of the planned batch",
@@ -175,22 +173,12 @@ def page(report: Report) -> str:
 
 def write_html(report: Report, path: Path) -> None:
     """Write the report as an HTML page, with a chart of a step's memory."""
-    parts = []
-    for name, each in report.sections.items():
-        head = tag("tr", [tag("th", column, class_="text") for column in each.columns])
-        rows = [tag("tr", [tag("td", str(cell), class_="text") for cell in row]) for row in each.rows]
-        table = tag("table", tag("thead", head), tag("tbody", rows), class_="plain")
-        content: list[Markup | None] = [tag("div", table, class_="scroll")]
-        if name == "memory":
-            size = [value / GIB for value in each.values["bytes"]]
-            content.insert(0, charts.curves(
-                "Memory during a step, in GiB", [charts.Series("allocated", range(len(size)), size)],
-                [(float(each.values["peak_at"]), "peak")], x_label=""))
-        parts.append(section(name, each.title, content, lead="; ".join(each.remarks) or None))
-        if name == "rehearsal" and report.findings:
-            items = [tag("li", tag("b", f"{short(each.file, each.line)} " if each.file else "", each.key), " ",
-                         each.message, tag("br"), each.suggestion) for each in (*report.errors, *report.warnings)]
-            parts.append(section("findings", "Findings", tag("ul", items)))
-    head = tag("header", tag("p", "sbkit check --as", class_="over"), tag("h1", report.recipe))
-    foot = tag("footer", "Not tested without a GPU: ", "; ".join(report.notes))
-    path.write_text(fill_template(report.recipe, text(head, tag("main", parts), foot)), encoding="utf-8")
+    chart = None
+    if "memory" in report.sections:
+        timeline = report.sections["memory"].values
+        size = [value / GIB for value in timeline["bytes"]]
+        chart = charts.curves("Memory during a step, in GiB", [charts.Series("allocated", range(len(size)), size)],
+                              [(float(timeline["peak_at"]), "peak")], x_label="")
+    path.write_text(render("rehearsal/report.html", "page.js", title=report.recipe, sections=report.sections,
+                           findings=[*report.errors, *report.warnings] if report.findings else [], chart=chart,
+                           notes=report.notes, short=short), encoding="utf-8")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,59 +38,46 @@ class BatteryClip(NamedTuple):
     reference: str = ""
 
 
-def _white(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
-    return rng.standard_normal(len(time))
-
-
-def _brown(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
-    walk = np.cumsum(rng.standard_normal(len(time)))
-    return walk - np.interp(time, time[:: len(time) // 50], walk[:: len(time) // 50])  # nothing below some hertz
-
-
-def _hum(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
-    return np.sum([np.sin(2 * np.pi * 50 * n * time + rng.uniform(0, 6)) / n for n in range(1, 16)], 0)
-
-
-def _clicks(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
-    return rng.standard_normal(len(time)) * (rng.random(len(time)) < 3 / (len(time) / time[-1]))
-
-
-def _breath(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
-    soft = np.convolve(rng.standard_normal(len(time)), np.hanning(9), "same")
-    return soft * np.maximum(0, np.sin(2 * np.pi * 0.3 * time + rng.uniform(0, 6))) ** 2
-
-
-def _music(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
-    sound, since = np.zeros(len(time)), time[: int(len(time) / time[-1])]
-    for at in np.arange(0, time[-1], 0.25):  # broken chords of plucked strings, each for at most a second
-        hertz = 110 * 2 ** ((12 * rng.integers(3) + rng.choice([0, 4, 7, 9])) / 12)
-        place = sound[int(np.searchsorted(time, at)):][: len(since)]
-        place += sum(np.exp(-(3 + n) * since) * np.sin(2 * np.pi * n * hertz * since) / n
-                     for n in range(1, 7))[: len(place)]
-    return sound
-
-
-def _machine(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
-    turns = 0.6 + 0.4 * np.sin(2 * np.pi * rng.uniform(8, 20) * time)
-    return turns * np.convolve(rng.standard_normal(len(time)), np.hanning(25), "same") \
-        + np.sin(2 * np.pi * rng.uniform(100, 300) * time)
-
-
-def _crowd(rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
-    sound = np.zeros(len(time))
-    for pitch in rng.uniform(0.1, 1.0, 6):  # bands of noise that swell as syllables do
-        loud = np.interp(5 * time, np.arange(int(5 * time[-1]) + 2), rng.random(int(5 * time[-1]) + 2) ** 2)
-        band = np.cos(np.arange(120) * pitch) * np.hanning(120)
-        sound += loud * np.convolve(rng.standard_normal(len(time)), band, "same")
-    return sound
-
-
-SILENCES: dict[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
-    "white noise": _white, "brown noise": _brown, "hum": _hum, "clicks": _clicks, "breath": _breath, "music": _music,
-    "machine": _machine, "crowd": _crowd}
+#: The kinds of sounds in which nobody speaks.
+SILENCES = ("white noise", "brown noise", "hum", "clicks", "breath", "music", "machine", "crowd")
 ZEROS = "digital zero"
 #: The name of the figure of all silence, which ``--max`` limits.
 SILENCE = "behaviour.silence"
+
+
+def _sound(kind: str, rng: np.random.Generator, time: np.ndarray) -> np.ndarray:
+    """Make a sound of one of ``SILENCES`` at these times [S] in seconds, at any loudness."""
+    size = len(time)
+    if kind == "brown noise":
+        walk = np.cumsum(rng.standard_normal(size))
+        return walk - np.interp(time, time[:: size // 50], walk[:: size // 50])  # nothing below some hertz
+    if kind == "hum":
+        return np.sum([np.sin(2 * np.pi * 50 * n * time + rng.uniform(0, 6)) / n for n in range(1, 16)], 0)
+    if kind == "clicks":
+        return rng.standard_normal(size) * (rng.random(size) < 3 / (size / time[-1]))
+    if kind == "breath":
+        soft = np.convolve(rng.standard_normal(size), np.hanning(9), "same")
+        return soft * np.maximum(0, np.sin(2 * np.pi * 0.3 * time + rng.uniform(0, 6))) ** 2
+    if kind == "music":
+        sound, since = np.zeros(size), time[: int(size / time[-1])]
+        for at in np.arange(0, time[-1], 0.25):  # broken chords of plucked strings, each for at most a second
+            hertz = 110 * 2 ** ((12 * rng.integers(3) + rng.choice([0, 4, 7, 9])) / 12)
+            place = sound[int(np.searchsorted(time, at)):][: len(since)]
+            place += sum(np.exp(-(3 + n) * since) * np.sin(2 * np.pi * n * hertz * since) / n
+                         for n in range(1, 7))[: len(place)]
+        return sound
+    if kind == "machine":
+        turns = 0.6 + 0.4 * np.sin(2 * np.pi * rng.uniform(8, 20) * time)
+        return turns * np.convolve(rng.standard_normal(size), np.hanning(25), "same") \
+            + np.sin(2 * np.pi * rng.uniform(100, 300) * time)
+    if kind == "crowd":
+        sound = np.zeros(size)
+        for pitch in rng.uniform(0.1, 1.0, 6):  # bands of noise that swell as syllables do
+            loud = np.interp(5 * time, np.arange(int(5 * time[-1]) + 2), rng.random(int(5 * time[-1]) + 2) ** 2)
+            sound += loud * np.convolve(rng.standard_normal(size), np.cos(np.arange(120) * pitch) * np.hanning(120),
+                                        "same")
+        return sound
+    return rng.standard_normal(size)
 
 
 def silences(rate: int, seconds: float = SECONDS, times: int = TIMES, seed: int = 0) -> list[BatteryClip]:
@@ -99,8 +86,8 @@ def silences(rate: int, seconds: float = SECONDS, times: int = TIMES, seed: int 
     found = []
     for turn in range(times):
         found.append(BatteryClip(ZEROS, None, np.zeros(len(time), np.float32)))
-        sounds = {kind: make(np.random.default_rng([seed, turn, number]), time)
-                  for number, (kind, make) in enumerate(SILENCES.items())}
+        sounds = {kind: _sound(kind, np.random.default_rng([seed, turn, number]), time)
+                  for number, kind in enumerate(SILENCES)}
         for level, (kind, sound) in itertools.product(LEVELS, sounds.items()):
             louder = 10 ** (level / 20) / (np.sqrt(np.mean(sound ** 2)) + 1e-12)
             found.append(BatteryClip(kind, level, np.clip(louder * sound, -1, 1).astype(np.float32)))

@@ -55,21 +55,20 @@ def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> EditCou
     """Count the edits that turn each reference into its hypothesis."""
     differ = bytes(map(ne, references, hypotheses))
     refs, hyps = (list(compress(side, differ)) for side in (references, hypotheses))
-    parts = [_count_part(refs[start:start + _AT_ONCE], hyps[start:start + _AT_ONCE])
-             for start in range(0, len(refs), _AT_ONCE)]
+    parts = []
+    for start in range(0, len(refs), _AT_ONCE):
+        some: list[list[_Coded]] = [list(side[start:start + _AT_ONCE]) for side in (refs, hyps)]
+        longer = _lengths(some[1]) - _lengths(some[0])
+        # Rapidfuzz compares hashes: an empty word hashes like "\0", and other objects may have any hash. So anything
+        # but texts and words is numbered.
+        if not _are_strings(*some) and any("" in tokens or not set(map(type, tokens)) <= {str}
+                                           for side in some for tokens in side):
+            number = _Numbers().__getitem__
+            some = [[list(map(number, tokens)) for tokens in side] for side in some]
+        parts.append(_count(some[0], some[1], longer))
     counts = np.zeros((3, len(differ)), dtype=np.int64)
     counts[:, np.frombuffer(differ, bool)] = np.concatenate(parts, axis=1) if parts else 0
     return EditCounts(*counts)
-
-
-def _count_part(references: list[Tokens], hypotheses: list[Tokens]) -> EditCounts:
-    # Rapidfuzz compares hashes: an empty word hashes like "\0", and other objects may have any hash.
-    longer = _lengths(hypotheses) - _lengths(references)
-    if _are_strings(references, hypotheses) or _are_plain_words(references, hypotheses):
-        return _count(references, hypotheses, longer)
-    number = _Numbers().__getitem__
-    refs, hyps = ([list(map(number, tokens)) for tokens in side] for side in (references, hypotheses))
-    return _count(refs, hyps, longer)
 
 
 def _count(references: Sequence[_Coded], hypotheses: Sequence[_Coded], longer: np.ndarray) -> EditCounts:
@@ -81,7 +80,11 @@ def _count(references: Sequence[_Coded], hypotheses: Sequence[_Coded], longer: n
     unclear = np.flatnonzero(substitutions > 1)
     least = _distances(_pick(references, unclear), _pick(hypotheses, unclear), 2) - edits[unclear]
     unclear = unclear[least < substitutions[unclear]]
-    references, hypotheses = _without_common_start(_pick(references, unclear), _pick(hypotheses, unclear))
+    references, hypotheses = _pick(references, unclear), _pick(hypotheses, unclear)
+    if references:  # a common start goes: every preferred path follows the diagonal there (not so at a common end)
+        same = cpdist(references, hypotheses, scorer=Prefix.similarity, dtype=np.int64).tolist()
+        references, hypotheses = ([tokens[start:] for tokens, start in zip(side, same, strict=True)]
+                                  for side in (references, hypotheses))
     order = np.argsort(_lengths(references), kind="stable")
     at_once = max(1, _FRONT // max(map(len, references), default=1))
     for start in range(0, len(order), at_once):
@@ -94,10 +97,6 @@ def _count(references: Sequence[_Coded], hypotheses: Sequence[_Coded], longer: n
 
 def _are_strings(*sides: Sequence[_Coded]) -> bool:
     return all(isinstance(tokens, str) for side in sides for tokens in side)
-
-
-def _are_plain_words(*sides: list[Tokens]) -> bool:
-    return all("" not in tokens and set(map(type, tokens)) <= {str} for side in sides for tokens in side)
 
 
 def _lengths(texts: Sequence[_Coded]) -> np.ndarray:
@@ -148,16 +147,6 @@ def _groups(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Itera
         group.append(i)
     if group:
         yield group
-
-
-def _without_common_start(references: Sequence[_Coded], hypotheses: Sequence[_Coded],
-                          ) -> tuple[list[_Coded], list[_Coded]]:
-    """Drop common starts: every preferred path follows the diagonal there (not so at a common end)."""
-    if not references:
-        return [], []
-    same = cpdist(references, hypotheses, scorer=Prefix.similarity, dtype=np.int64).tolist()
-    return ([tokens[start:] for tokens, start in zip(references, same, strict=True)],
-            [tokens[start:] for tokens, start in zip(hypotheses, same, strict=True)])
 
 
 class _Numbers(dict[Hashable, int]):

@@ -91,12 +91,17 @@ def judge(scores: Sequence[LabelScore]) -> list[Verdict]:
     single = [[(word, heard) for ((step, word, heard), *more) in each if step == SUBSTITUTION and not more]
               for each in places]
     alike = Counter(itertools.chain(*single))
-    evidence = np.array([
-        (sum(inserted[word] for step, _, word in pair if word and step != EQUAL)
-         + sum(deleted[word] for word in _deleted_at_ends(pair)),
-         max((deleted[word] + inserted[heard] - np.log(alike[word, heard] * len(each)) for word, heard in several),
-             default=0.0))
-        for pair, each, several in zip(pairs, places, single, strict=True)]).reshape(-1, 2)
+    found = []
+    for pair, each, several in zip(pairs, places, single, strict=True):
+        # Words that only one of the two has: any of the hypothesis, and those of the label's ends.
+        kept = [at for at, (step, *_) in enumerate(pair) if step != DELETION]
+        ends = pair[:kept[0]] + pair[kept[-1] + 1:] if kept else pair
+        found.append((
+            sum(inserted[word] for step, _, word in pair if word and step != EQUAL)
+            + sum(deleted[word] for _, word, _ in ends),
+            max((deleted[word] + inserted[heard] - np.log(alike[word, heard] * len(each)) for word, heard in several),
+                default=0.0)))
+    evidence = np.array(found).reshape(-1, 2)
     whole, one = np.clip(np.minimum(evidence, [(score.margin, score.margin / 2) for score in scores] or 0), 0, None).T
     shares, shares_of_one = expected_right(whole), expected_right(one)
     unsuspected = [score.confidence for score, value in zip(scores, whole, strict=True) if not value]
@@ -133,14 +138,6 @@ def _weights(words: Iterable[tuple[str, bool]]) -> dict[str, float]:
         every[word] += 1
         unmatched[word] += alone
     return {word: float(np.log(every[word] / unmatched[word])) for word in unmatched if unmatched[word]}
-
-
-def _deleted_at_ends(pair: Sequence[_Step]) -> list[str]:
-    """The words at both ends of a label for which the hypothesis has none."""
-    start = next((at for at, (step, *_) in enumerate(pair) if step != DELETION), len(pair))
-    rest = pair[start:]
-    end = next((at for at, (step, *_) in enumerate(reversed(rest)) if step != DELETION), len(rest))
-    return [word for _, word, _ in [*pair[:start], *rest[len(rest) - end:]]]
 
 
 def _reason(score: LabelScore, pair: Sequence[_Step], unsure: float) -> str:

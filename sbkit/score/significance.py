@@ -77,18 +77,6 @@ def compare(a: ErrorRates, b: ErrorRates) -> RunComparison:
     The p-value is that of a permutation test: if both runs were equally good, each utterance's difference in edits
     could as well have the other sign. With many utterances, both use the normal distribution.
     """
-    _refuse_other_references(a, b)
-    order = {name: i for i, name in enumerate(b.ids)}
-    difference = b.edits[[order[name] for name in a.ids]] - a.edits
-    if len(difference) > NORMAL_FROM:
-        reach = _normal_reach(difference, a.lengths)
-        middle = b.rate - a.rate
-        return RunComparison(a.rate, b.rate, middle - reach, middle + reach, _normal_p(difference))
-    low, high = bounds(_drawn_rates(difference, a.lengths, PAIRED_RESAMPLES))
-    return RunComparison(a.rate, b.rate, low, high, _permutation_p(difference))
-
-
-def _refuse_other_references(a: ErrorRates, b: ErrorRates) -> None:
     if a.unit != b.unit:
         raise SbkitError(f"a rate by {a.unit} can't be compared with one by {b.unit}")
     ours, theirs = (dict(zip(rates.ids, rates.references, strict=True)) for rates in (a, b))
@@ -105,6 +93,17 @@ def _refuse_other_references(a: ErrorRates, b: ErrorRates) -> None:
         differ = "utterances differ in their" if len(changed) > 1 else "utterance differs in its"
         raise SbkitError(f"{len(changed)} {differ} reference: {first_few(changed)}",
                          hint="both runs need the same text rules")
+    order = {name: i for i, name in enumerate(b.ids)}
+    difference = b.edits[[order[name] for name in a.ids]] - a.edits
+    if len(difference) > NORMAL_FROM:
+        reach = _normal_reach(difference, a.lengths)
+        middle = b.rate - a.rate
+        # The sum of these differences with random signs, by the normal distribution.
+        deviation = math.sqrt(np.square(difference.astype(np.float64)).sum())
+        p_value = math.erfc(abs(float(difference.sum())) / deviation / math.sqrt(2)) if deviation else 1.0
+        return RunComparison(a.rate, b.rate, middle - reach, middle + reach, p_value)
+    low, high = bounds(_drawn_rates(difference, a.lengths, PAIRED_RESAMPLES))
+    return RunComparison(a.rate, b.rate, low, high, _permutation_p(difference))
 
 
 def _drawn_rates(edits: np.ndarray, lengths: np.ndarray, resamples: int) -> np.ndarray:
@@ -131,12 +130,6 @@ def _normal_reach(edits: np.ndarray, lengths: np.ndarray) -> float:
     rate = edits.sum() / lengths.sum()
     deviation = float(np.sqrt(np.square(edits - rate * lengths).sum()) / lengths.sum())
     return 100 * NormalDist().inv_cdf(0.5 + _CONFIDENCE / 2) * deviation
-
-
-def _normal_p(difference: np.ndarray) -> float:
-    """The p-value of a sum of differences with random signs, by the normal distribution."""
-    deviation = math.sqrt(np.square(difference.astype(np.float64)).sum())
-    return math.erfc(abs(float(difference.sum())) / deviation / math.sqrt(2)) if deviation else 1.0
 
 
 def _permutation_p(difference: np.ndarray) -> float:

@@ -276,18 +276,6 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path, wav, cause):
     assert (str(again), again.cause) == (str(caught.value), caught.value.cause)
 
 
-@pytest.mark.parametrize("beside", [b"", bytes(4096), b"\0\5\x16\7" + bytes(100)])
-def test_what_macos_leaves_in_the_working_folder_is_no_part_of_an_mp3(tmp_path, monkeypatch, beside):
-    (tmp_path / "._").write_bytes(beside)
-    (tmp_path / "._a.mp3").write_bytes(beside)
-    (tmp_path / ".AppleDouble").mkdir()
-    (tmp_path / "a.mp3").write_bytes(MP3)
-    monkeypatch.chdir(tmp_path)
-    untagged = MP3[MP3.index(b"\xff\xfb", 100) :]
-    for wav in ("a.mp3", MP3, untagged):
-        assert len(read_audio(wav)) == pytest.approx(4 * 16_000, abs=2000)
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([WAV, FLAC, MP3]), st.data())
 def test_any_damage_ends_in_audio_or_an_audio_error(data, draw):

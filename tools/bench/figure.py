@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sbkit.score.markup import Markup, tag
 from sbkit.score.report.charts import Scale, nice_ticks
 from tools.bench.systems import NAMES, SYSTEMS
 
@@ -39,7 +39,7 @@ def figure(runs: Sequence[dict[str, Any]], corpora: Sequence[str]) -> str:
     """Draw two panels for each corpus that has results, with a logarithmic axis of rates and seeds as whiskers."""
     corpora = [corpus for corpus in corpora if any(run["corpus"] == corpus for run in runs)]
     width, height = WIDTH * len(PANELS), LEGEND + HEIGHT * len(corpora)
-    parts: list[Any] = [tag("style", Markup(STYLE)), tag("rect", class_="card", width=width, height=height), _legend()]
+    parts: list[Any] = [tag("style", STYLE), tag("rect", class_="card", width=width, height=height), _legend()]
     for row, corpus in enumerate(corpora):
         found = {system: points(runs, corpus, system) for system in SYSTEMS}
         for column, (axis, label) in enumerate(PANELS):
@@ -98,7 +98,15 @@ def _curve(system: str, points: Sequence[tuple[float, float, float, float]]) -> 
     return parts
 
 
-def _legend() -> Markup:
+def tag(name: str, *children: Any, **attributes: object) -> str:
+    """Build an element from its elements, in lists too; the texts are those of this file."""
+    inside = "".join("".join(each) if isinstance(each, list) else each for each in children)
+    given = "".join(f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
+                    for key, value in attributes.items())
+    return f"<{name}{given}>{inside}</{name}>"
+
+
+def _legend() -> str:
     parts: list[Any] = []
     for place, system in enumerate(SYSTEMS):
         x = LEFT + 130 * place

@@ -122,12 +122,18 @@ def _unpack(archive: Path, folder: Path, show_progress: bool) -> None:
         stream: Any = _Counted(gzip.GzipFile(fileobj=raw) if compressed else raw, archive, size)  # tarfile only reads
         with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as tar:
             for member in tar:
-                _check_member(archive, member)
-                target = _target(member)
-                if member.isfile() and target is not None:
+                path = PurePosixPath(member.name)
+                if path.is_absolute() or ".." in path.parts or "\\" in member.name or "\0" in member.name:
+                    raise SbkitError(f"{archive}: its entry {member.name!r} leads out of the folder", hint=_DISTRUST)
+                if not (member.isfile() or member.isdir()) or member.issparse():
+                    raise SbkitError(f"{archive}: its entry {member.name!r} is neither a plain file nor a folder",
+                                     hint=_DISTRUST)
+                # Only clips and tables are unpacked, and no hidden files, such as macOS's.
+                if member.isfile() and not path.name.startswith(".") and (
+                        path.suffix == ".tsv" or path.parent.name == "clips"):
                     content = tar.extractfile(member)
                     assert content is not None, "a file's"
-                    _write(content, folder / target, member.size)
+                    _write(content, folder / Path(*path.parts), member.size)
                 bar.update(raw.tell() - bar.n)
                 tar.members = []  # type: ignore[attr-defined]  # otherwise tarfile keeps 1 GB for two million clips
         while stream.read(_BLOCK):  # up to the checksum
@@ -165,25 +171,6 @@ class _Member(tarfile.TarInfo):
         if member.type not in tarfile.REGULAR_TYPES and member.size > _MAX_HEADER_BYTES:
             raise tarfile.ReadError("its headers are too large")
         return member
-
-
-def _check_member(archive: Path, member: tarfile.TarInfo) -> None:
-    path = PurePosixPath(member.name)
-    if path.is_absolute() or ".." in path.parts or "\\" in member.name or "\0" in member.name:
-        what = "leads out of the folder"
-    elif not (member.isfile() or member.isdir()) or member.issparse():
-        what = "is neither a plain file nor a folder"
-    else:
-        return
-    raise SbkitError(f"{archive}: its entry {member.name!r} {what}", hint=_DISTRUST)
-
-
-def _target(member: tarfile.TarInfo) -> Path | None:
-    """The path to which an entry is unpacked; None for anything but clips and tables."""
-    path = PurePosixPath(member.name)
-    if path.name.startswith("."):  # such as macOS's ._ files
-        return None
-    return Path(*path.parts) if path.suffix == ".tsv" or path.parent.name == "clips" else None
 
 
 def _write(source: IO[bytes], target: Path, size: int) -> None:

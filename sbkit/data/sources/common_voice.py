@@ -38,7 +38,17 @@ class CommonVoice(Source):
     kind = "Common Voice"
 
     def __init__(self, path: Path, language: str | None = None):
-        self.folder = _language_folder(path, language)
+        chosen, there = [path], [path]
+        if not is_language_folder(path):
+            there = language_folders(path)
+            chosen = [folder for folder in there if language in (None, folder.name)]
+        if len(chosen) != 1:
+            names = ", ".join(folder.name for folder in there) or "none"
+            wanted = f" and has none for the language {language!r}" if language else ""
+            raise SbkitError(
+                f"{path} is not a Common Voice language folder{wanted} (languages there: {names})",
+                hint="expected a folder with clips/ and train.tsv, or set the language")
+        self.folder = chosen[0]
         self.language = language
         self._reported = False  # that the recordings have another language
         self.where = str(self.folder)
@@ -133,20 +143,3 @@ def _folders(path: Path) -> list[Path]:
             return sorted(Path(entry.path) for entry in entries if entry.is_dir())
     except OSError:
         return []
-
-
-def _language_folder(path: Path, language: str | None) -> Path:
-    if is_language_folder(path):
-        return path
-    found = language_folders(path)
-    if language is not None:
-        chosen = [folder for folder in found if folder.name == language]
-        if len(chosen) == 1:
-            return chosen[0]
-    elif len(found) == 1:
-        return found[0]
-    names = ", ".join(folder.name for folder in found) or "none"
-    wanted = f" and has none for the language {language!r}" if language else ""
-    raise SbkitError(
-        f"{path} is not a Common Voice language folder{wanted} (languages there: {names})",
-        hint="expected a folder with clips/ and train.tsv, or set the language")

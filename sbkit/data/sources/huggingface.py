@@ -164,22 +164,16 @@ class Hub(HuggingFace):
             return list(datasets.get_dataset_split_names(
                 self.id, self.config, revision=self.commit or self.revision))
         except Exception as error:  # see `read`
-            if isinstance(error, ValueError):
-                self._check_config()
+            if isinstance(error, ValueError):  # mostly a config that it lacks, or that is needed
+                try:
+                    there = datasets.get_dataset_config_names(self.id, revision=self.commit or self.revision)
+                except Exception as another:
+                    raise self.unreadable(self.where, another) from another
+                if self.config not in there and (self.config or len(there) > 1):
+                    wrong = f"has no config {self.config!r}" if self.config else f"has {len(there)} configs"
+                    raise SbkitError(f"hf://{self.id} {wrong}", hint=f"say which, such as hf://{self.id}?config="
+                                     f"{there[0]}: it has {', '.join(there)}") from None
             raise self.unreadable(self.where, error) from error
-
-    def _check_config(self) -> None:
-        """Refuse a config that the dataset doesn't have, or a missing one if it has several."""
-        import datasets
-
-        try:
-            there = datasets.get_dataset_config_names(self.id, revision=self.commit or self.revision)
-        except Exception as error:  # see `read`
-            raise self.unreadable(self.where, error) from error
-        if self.config not in there and (self.config or len(there) > 1):
-            wrong = f"has no config {self.config!r}" if self.config else f"has {len(there)} configs"
-            raise SbkitError(f"hf://{self.id} {wrong}",
-                             hint=f"say which, such as hf://{self.id}?config={there[0]}: it has {', '.join(there)}")
 
     def load(self, name: str) -> datasets.Dataset | datasets.IterableDataset:
         import datasets
@@ -305,30 +299,23 @@ class _Layout:
         return iter(dataset.with_format("arrow").iter(batch_size=size))
 
     def tables(self, skip: int) -> Iterator[pa.Table]:
-        return map(self._ours, self._batches(self.dataset.skip(skip) if skip else self.dataset, BATCH))
-
-    def _ours(self, table: pa.Table) -> pa.Table:
-        n = len(table)
-        audio = table.column(self.roles["audio"]).combine_chunks()
-        if pa.types.is_struct(audio.type):
-            data, path = pc.struct_field(audio, "bytes"), pc.struct_field(audio, "path")
-        else:
-            data, path = pa.nulls(n, pa.binary()), audio
-        columns = {"bytes": data, "path": self._absolute(path.cast(pa.string()), data)}
-        for role in ("id", "text", "speaker", "duration", "start"):
-            columns[role] = self._text(table, self.roles[role])
-        for ours, theirs in self.meta.items():
-            if ours in self.audio:
-                columns[f"audio {ours}"] = table.column(theirs).combine_chunks()
-            elif theirs is not None:
-                columns[f"meta {ours}"] = self._text(table, theirs)
-        return pa.table(columns)
-
-    @staticmethod
-    def _absolute(path: pa.Array, data: pa.Array) -> pa.Array:
-        embedded = data.is_valid().to_pylist()
-        return pa.array([p if p is None or inside or "://" in p else os.path.abspath(p)
-                         for p, inside in zip(path.to_pylist(), embedded, strict=True)], pa.string())
+        for table in self._batches(self.dataset.skip(skip) if skip else self.dataset, BATCH):
+            audio = table.column(self.roles["audio"]).combine_chunks()
+            if pa.types.is_struct(audio.type):
+                data, path = pc.struct_field(audio, "bytes"), pc.struct_field(audio, "path")
+            else:
+                data, path = pa.nulls(len(table), pa.binary()), audio
+            paths = [each if each is None or embedded or "://" in each else os.path.abspath(each) for each, embedded in
+                     zip(path.cast(pa.string()).to_pylist(), data.is_valid().to_pylist(), strict=True)]
+            columns = {"bytes": data, "path": pa.array(paths, pa.string())}
+            for role in ("id", "text", "speaker", "duration", "start"):
+                columns[role] = self._text(table, self.roles[role])
+            for ours, theirs in self.meta.items():
+                if ours in self.audio:
+                    columns[f"audio {ours}"] = table.column(theirs).combine_chunks()
+                elif theirs is not None:
+                    columns[f"meta {ours}"] = self._text(table, theirs)
+            yield pa.table(columns)
 
     def _text(self, table: pa.Table, name: str | None) -> pa.Array:
         if name is None:
@@ -358,7 +345,11 @@ def explain_error(error: BaseException, dataset: str, revision: str | None = Non
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
     from huggingface_hub import constants, errors
 
-    causes = list(_causes(error))
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
     page = f"{constants.ENDPOINT}/datasets/{dataset}"
 
     def found(*kinds: type[E]) -> E | None:
@@ -370,7 +361,8 @@ def explain_error(error: BaseException, dataset: str, revision: str | None = Non
         return reason(error), f"ask for access on {page} and log in: {_LOG_IN}"
     if found(errors.RepositoryNotFoundError):
         return "the hub has no such dataset, or it is private", f"check the name; for a private one log in: {_LOG_IN}"
-    network = [cause for cause in causes if _is_network_error(cause)]
+    network = [cause for cause in causes if isinstance(cause, (ConnectionError, TimeoutError, socket.gaierror))
+               or type(cause).__module__.partition(".")[0] in _CLIENTS]
     if network and constants.HF_HUB_OFFLINE:
         return ("it is not in the cache, and HF_HUB_OFFLINE forbids asking the hub",
                 "unset HF_HUB_OFFLINE to download it")
@@ -398,13 +390,3 @@ def reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[1] if "Client Error" in lines[0] and len(lines) > 1 else lines[0]
 
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _is_network_error(error: BaseException) -> bool:
-    return (isinstance(error, (ConnectionError, TimeoutError, socket.gaierror))
-            or type(error).__module__.partition(".")[0] in _CLIENTS)

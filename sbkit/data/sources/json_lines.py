@@ -51,11 +51,18 @@ class JsonLines(FileSource):
                     raise item
                 if not isinstance(item, dict):
                     raise ValueError("not a JSON object")
-                values = {role: _first(item, names[role]) for role in names}
+                values: dict[str, Any] = {role: _first(item, names[role]) for role in names}
                 keys.update(dict.fromkeys(item))
                 for role in found:
                     found[role] |= values[role] is not None
-                for role, value in _utterance(values).items():
+                if values["audio"] is None:
+                    raise ValueError("no audio path")
+                start, duration = float(values["start"] or 0.0), float(values["duration"] or "nan")
+                if not 0 <= start <= MAX_SECONDS or duration < 0:
+                    raise ValueError(f"start {start}, duration {duration}")
+                row: dict[str, Any] = {each: _text(value) for each, value in values.items()}
+                row |= {"id": None if values["id"] is None else row["id"], "start": start, "duration": duration}
+                for role, value in row.items():
                     columns[role].append(value)
             except (TypeError, ValueError, OverflowError) as error:
                 malformed.append((f"{path.name} line {line}", str(error)))
@@ -74,18 +81,6 @@ class JsonLines(FileSource):
             str(path), ids, self.locate(Column(columns["audio"]), path), columns["text"], columns["speaker"],
             np.array(columns["duration"], float), np.array(columns["start"], float), self.with_paths(meta, path),
             malformed)
-
-
-def _utterance(values: dict[str, Any]) -> dict[str, Any]:
-    """Return an object's values by role as texts, start and duration as numbers; the id is None if it has none."""
-    if values["audio"] is None:
-        raise ValueError("no audio path")
-    start = float(values["start"] or 0.0)
-    duration = float(values["duration"] or "nan")
-    if not 0 <= start <= MAX_SECONDS or duration < 0:
-        raise ValueError(f"start {start}, duration {duration}")
-    texts = {role: _text(value) for role, value in values.items()}
-    return {**texts, "id": None if values["id"] is None else texts["id"], "start": start, "duration": duration}
 
 
 def _objects(path: Path) -> Iterator[tuple[int, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from sbkit.data.delimited import Delimited, header, read_delimited
+from sbkit.data.delimited import header, read_delimited
 from sbkit.data.manifest import RESERVED, Column, to_seconds
 from sbkit.data.sources.base import ALIASES, Rows, find_column, no_column, unique_ids
 from sbkit.data.sources.files import FileSource
@@ -47,7 +47,17 @@ class SpeechBrainCsv(FileSource):
             durations = to_seconds(path, found["duration"], column["duration"], unknown=np.nan)
         starts = np.zeros(len(csv))
         if "start" in column:
-            starts, durations = _segments(path, csv, found["start"], durations)
+            starts = np.where(pc.equal(pc.utf8_trim_whitespace(column["start"]), ""), 0.0,
+                              to_seconds(path, found["start"], column["start"], unknown=np.nan))
+            if "stop" in csv.columns:  # a row without a duration may have one
+                stops = to_seconds(path, "stop", csv.columns["stop"], unknown=np.nan)
+                # Starts and stops may be in samples: the same number of them for every second.
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    rates = (stops - starts) / durations
+                rates = rates[np.isfinite(rates)]
+                if len(rates) and (rate := round(float(np.median(rates)))) > _LOWEST_RATE:
+                    starts, stops = starts / rate, stops / rate
+                durations = np.where(np.isnan(durations), stops - starts, durations)
         used = {*found.values(), "stop"}
         meta = {f"source_{name}" if name in RESERVED else name: Column(values)
                 for name, values in csv.columns.items() if name not in used}
@@ -60,19 +70,3 @@ class SpeechBrainCsv(FileSource):
 
 def _layout(path: Path) -> dict[str, Any]:
     return {"delimiter": "\t", "quoted": False} if path.suffix == ".tsv" else {}
-
-
-def _segments(path: Path, csv: Delimited, name: str, durations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and durations in seconds, [N] each; a row without a duration may have a stop."""
-    column = csv.columns[name]
-    starts = np.where(pc.equal(pc.utf8_trim_whitespace(column), ""), 0.0,
-                      to_seconds(path, name, column, unknown=np.nan))
-    if "stop" in csv.columns:
-        stops = to_seconds(path, "stop", csv.columns["stop"], unknown=np.nan)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            rates = (stops - starts) / durations
-        rates = rates[np.isfinite(rates)]
-        if len(rates) and (rate := round(float(np.median(rates)))) > _LOWEST_RATE:
-            starts, stops = starts / rate, stops / rate
-        durations = np.where(np.isnan(durations), stops - starts, durations)
-    return starts, durations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import soundfile
 
@@ -12,7 +13,6 @@ from sbkit.data.audio import AudioError, read_audio
 from sbkit.data.manifest import Utterance
 from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, Tokens
-from sbkit.score.markup import Markup, tag, text
 from sbkit.score.rates import aligned
 from sbkit.score.report.data import ScoredRun, percent
 from sbkit.score.results import SoundSample
@@ -39,15 +39,15 @@ class AudioEmbedder:
         self.megabytes = megabytes
         self._embedded: set[str] = set()
 
-    def player(self, one: Recording) -> Markup:
-        """Make a player, or a remark why there is none; a recording that is shown twice is embedded once."""
-        if one.id in self._embedded:  # the page's script copies it from the player that has it
-            return tag("audio", controls=True, preload="none", data_same=one.id)
+    def player(self, one: Recording) -> dict[str, str | None]:
+        """Make the content of a player: its id with the data URI or the reason why there is none, or with neither for
+        a recording that is on the page already."""
+        if one.id in self._embedded:
+            return {"id": one.id, "uri": None, "why_not": None}
         uri, why_not = self.get(one)
-        if uri is None:
-            return tag("p", why_not, class_="remark")
-        self._embedded.add(one.id)
-        return tag("audio", controls=True, preload="metadata", src=uri, data_clip=one.id)
+        if uri is not None:
+            self._embedded.add(one.id)
+        return {"id": one.id, "uri": uri, "why_not": why_not}
 
     def get(self, one: Recording) -> tuple[str | None, str | None]:
         """Return (a data URI, None), or (None, the reason why there is none)."""
@@ -76,17 +76,17 @@ class AudioEmbedder:
 
 
 _CLASSES = {EQUAL: "eq", INSERTION: "ins", DELETION: "del", SUBSTITUTION: "sub"}
-_NOTHING = "·"  # placeholder for a missing word in an alignment
+Card = dict[str, Any]
+"""The content of a card, as ``cards`` in pieces.html shows it."""
 
 
-def card(results: ScoredRun, clips: AudioEmbedder, index: int, *remarks: str,
-         other: tuple[Tokens, str, str] | None = None) -> Markup:
-    """Make a card of an utterance from its index, remarks about it, and another run's (words, alignment, name)."""
+def card(results: ScoredRun, clips: AudioEmbedder, index: int, remark: str = "",
+         other: tuple[Tokens, str] | None = None) -> Card:
+    """Make a card of an utterance from its index, a remark about it, and another run's (words, alignment)."""
     one, reference = results.utterances[index], results.words.references[index]
-    words = diff(reference, results.words.hypotheses[index], results.alignments[index])
+    texts = [("this run" if other else "", diff(reference, results.words.hypotheses[index], results.alignments[index]))]
     if other is not None:
-        words = text(tag("p", other[2], class_="side"), diff(reference, other[0], other[1]),
-                     tag("p", "this run", class_="side"), words)
+        texts.insert(0, ("the other run", diff(reference, *other)))
     edits, length = int(results.edits[index]), int(results.lengths[index])
     facts = [f"{counted(edits, 'error')} in {counted(length, 'word')}", f"{one.duration:.1f} s"]
     if one.confidence is not None:
@@ -94,22 +94,13 @@ def card(results: ScoredRun, clips: AudioEmbedder, index: int, *remarks: str,
     facts += [value.replace("_", " ") for name, value in one.meta.items() if name in ("accent", "age", "gender")]
     if one.speaker:
         facts.append(f"speaker {short(one.speaker)}")
-    below = tag("p", " · ".join(facts), " ", tag("span", one.id, class_="id"), class_="facts")
-    return tag("article", words, clips.player(one), *(tag("p", remark, class_="remark") for remark in remarks), below,
-               class_="utterance")
+    return {"texts": texts, "sounds": [("", clips.player(one))], "remark": remark, "facts": " · ".join(facts),
+            "id": one.id}
 
 
-def diff(reference: Tokens, hypothesis: Tokens, alignment: str) -> Markup:
-    """Lay out both texts as pairs of words, the reference's above."""
-    pairs = [tag("span", tag("span", ref or _NOTHING), " ", tag("span", hyp or _NOTHING), class_=_CLASSES[step])
-             for step, ref, hyp in aligned(reference, hypothesis, alignment)]
-    return tag("p", [text(pair, " ") for pair in pairs], class_="diff", dir="auto")
-
-
-def key(above: str) -> Markup:
-    """Make the legend of the colours of an alignment; ``above`` says what its upper words are."""
-    return tag("p", f"Above the {above}, below the hypothesis: ", tag("span", "substitution", class_="k sub"), " ",
-               tag("span", "deletion", class_="k del"), " ", tag("span", "insertion", class_="k ins"), class_="key")
+def diff(reference: Tokens, hypothesis: Tokens, alignment: str) -> list[tuple[str, str, str]]:
+    """Lay out both texts as pairs of words, each with the class of its colour."""
+    return [(_CLASSES[step], ref, hyp) for step, ref, hyp in aligned(reference, hypothesis, alignment)]
 
 
 def short(name: str, limit: int = 12) -> str:

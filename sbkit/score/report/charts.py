@@ -1,18 +1,19 @@
-"""Charts as hand-written SVG that take their colours from the page; curves carry their points for tooltips."""
+"""Charts: what stands where on them. ``charts.html`` draws them; curves carry their points for tooltips."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
-from sbkit.score.markup import Markup, tag, text
 from sbkit.score.report.data import percent
 from sbkit.score.report.groups import UtteranceGroup
+from sbkit.score.report.templates import TEMPLATES
 
 WIDTH, HEIGHT = 400, 210
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 12, 26  # margins around the plot
@@ -49,20 +50,21 @@ class Scale:
 def curves(title: str, series: Sequence[Series], ticks: Sequence[tuple[float, str]], *, unit: str = "",
            note: str | None = None, x_label: str = "epoch") -> Markup | None:
     """Draw a line chart over steps, with zero on its axis; None if there is nothing to draw."""
-    series = [thinned(one) for one in series]
-    series = [one for one in series if len(one.x)]
+    series = [each for each in map(thinned, series) if len(each.x)]
     if not series:
         return None
     y = Scale(*_ends(series), HEIGHT - BOTTOM, TOP)
     x = Scale(min(min(one.x) for one in series), max(max(one.x) for one in series), LEFT, WIDTH - RIGHT)
-    parts = [_grid(y, unit="%" if unit == " %" else ""), _x_axis(x, ticks, x_label)]
-    for one in series:
-        parts += _curve(one, x, y)
     data = {"x": [x.low, x.high], "y": [y.low, y.high], "unit": unit, "ticks": [list(tick) for tick in ticks],
-            "series": [{"name": one.name, "colour": one.colour, "x": _rounded(one.x), "y": _rounded(one.y)}
+            "series": [{"name": one.name, "colour": one.colour,
+                        **{axis: [float(f"{value:.5g}") for value in getattr(one, axis)] for axis in ("x", "y")}}
                        for one in series]}
-    parts += [tag("line", class_="pointer", y1=TOP, y2=HEIGHT - BOTTOM), tag("g", class_="marks")]
-    return _figure(title, parts, note, legend([(one.name, one.colour) for one in series if not one.other]), data)
+    inside = _every([(x(at), name) for at, name in ticks if x.low <= at <= x.high], 8)
+    # A curve that leaves the picture runs along its upper edge.
+    shown = [(one, [(f"{x(a):g}", f"{max(y(b), TOP - 6):g}") for a, b in zip(one.x, one.y, strict=True)])
+             for one in series]
+    return _drawn("curves", title, note, [(one.name, one.colour) for one in series if not one.other],
+                  json.dumps(data), _grid(y, unit="%" if unit == " %" else ""), x_label, inside, shown)
 
 
 def bars(title: str, groups: Sequence[UtteranceGroup], note: str | None = None, mean: float | None = None) -> Markup:
@@ -70,20 +72,14 @@ def bars(title: str, groups: Sequence[UtteranceGroup], note: str | None = None, 
     y = Scale(0, _nice_top(max(group.high or group.rate for group in groups)), HEIGHT - BOTTOM - 14, TOP + 8)
     step = (WIDTH - LEFT - RIGHT) / len(groups)
     wide = min(44.0, step * 0.66)
-    parts = [_grid(y, unit="%")]
-    if mean is not None:
-        parts.append(tag("line", class_="mean", x1=LEFT, x2=WIDTH - RIGHT, y1=y(mean), y2=y(mean)))
+    shown = []
     for i, group in enumerate(groups):
         middle = round(LEFT + (i + 0.5) * step, 1)
-        parts.append(tag("rect", tag("title", describe(group)), class_="bar", x=round(middle - wide / 2, 1),
-                         width=round(wide, 1), y=y(group.rate), height=round(y(0) - y(group.rate), 1), rx=2))
-        if group.low is not None and group.high is not None:
-            parts += [tag("line", class_="whisker", x1=middle, x2=middle, y1=y(group.low), y2=y(group.high)),
-                      *(tag("line", class_="whisker", x1=middle - 4, x2=middle + 4, y1=y(end), y2=y(end))
-                        for end in (group.low, group.high))]
-        parts += [tag("text", group.label, x=middle, y=HEIGHT - 25, text_anchor="middle"),
-                  tag("text", f"n={group.utterances}", x=middle, y=HEIGHT - 11, text_anchor="middle", class_="dim")]
-    return _figure(title, parts, note)
+        bar = (describe(group), round(middle - wide / 2, 1), round(wide, 1), y(group.rate),
+               round(y(0) - y(group.rate), 1))
+        bounds = () if group.low is None or group.high is None else (y(group.low), y(group.high))
+        shown.append((group, middle, bar, bounds))
+    return _drawn("bars", title, note, _grid(y, unit="%"), None if mean is None else y(mean), shown)
 
 
 @dataclass(frozen=True)
@@ -100,13 +96,9 @@ def points(title: str, found: Sequence[Point], x_label: str, note: str | None = 
     """Draw rates in per cent over another number, each with its range of that."""
     y = Scale(0, _nice_top(max(one.y for one in found)), HEIGHT - BOTTOM - 10, TOP)
     x = Scale(min(0.0, *(one.x for one in found)), _nice_top(max(one.far for one in found)), LEFT, WIDTH - RIGHT)
-    parts = [_grid(y, unit="%")]
-    for colour, one in enumerate(found, 1):
-        parts += [tag("line", class_="whisker", x1=x(one.x), x2=x(one.far), y1=y(one.y), y2=y(one.y)),
-                  tag("circle", tag("title", f"{one.name}: {one.y:.2f} % at {one.x:.2f}, up to {one.far:.2f}"),
-                      class_=f"fill{colour}", cx=x(one.x), cy=y(one.y), r=4.5)]
-    parts += _named_axis(x, x_label)
-    return _figure(title, parts, note, legend([(one.name, colour) for colour, one in enumerate(found, 1)], square=True))
+    names = [(one.name, colour) for colour, one in enumerate(found, 1)]
+    return _drawn("points", title, note, names, _grid(y, unit="%"), x_label, _even_ticks(x),
+                  [(one, x(one.x), x(one.far), y(one.y)) for one in found])
 
 
 def histogram(title: str, values: Sequence[float], x_label: str, note: str | None = None) -> Markup:
@@ -116,12 +108,10 @@ def histogram(title: str, values: Sequence[float], x_label: str, note: str | Non
     counts, edges = np.histogram(values, bins=np.arange(0, top + size, size))
     y = Scale(0, _nice_top(int(counts.max())), HEIGHT - BOTTOM - 10, TOP)
     x = Scale(0, float(edges[-1]), LEFT, WIDTH - RIGHT)
-    parts = [_grid(y)]
-    for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
-        if count:
-            parts.append(tag("rect", tag("title", f"{low:g} to {high:g} %: {count}"), class_="bar", x=x(low) + 0.5,
-                             width=round(x(high) - x(low) - 1, 1), y=y(count), height=round(y(0) - y(count), 1)))
-    return _figure(title, [*parts, *_named_axis(x, x_label)], note)
+    shown = [("bar", f"{low:g} to {high:g} %: {count}", x(low) + 0.5, round(x(high) - x(low) - 1, 1), y(count),
+              round(y(0) - y(count), 1))
+             for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True) if count]
+    return _drawn("boxes", title, note, [], _grid(y), x_label, _even_ticks(x), shown, True)
 
 
 def shares(title: str, rows: Sequence[tuple[str, dict[str, float]]], colours: dict[str, int], note: str | None = None,
@@ -131,31 +121,21 @@ def shares(title: str, rows: Sequence[tuple[str, dict[str, float]]], colours: di
     y = Scale(0, 100, HEIGHT - BOTTOM, TOP)
     step = (WIDTH - LEFT - RIGHT) / len(rows)
     gap = min(2.0, step * 0.15)
-    parts = [_grid(y, unit="%")]
+    shown = []
     for i, (_, row) in enumerate(rows):
         base = 0.0
         for name, colour in colours.items():
             share = 100 * row.get(name, 0.0)
             if share > 0.05:
-                parts.append(tag("rect", tag("title", f"{name} {share:.1f} %"), class_=f"fill{colour}",
-                                 x=round(LEFT + i * step + gap / 2, 1), width=round(step - gap, 1),
-                                 y=y(base + share), height=round(y(base) - y(base + share), 1)))
+                shown.append((f"fill{colour}", f"{name} {share:.1f} %", round(LEFT + i * step + gap / 2, 1),
+                              round(step - gap, 1), y(base + share), round(y(base) - y(base + share), 1)))
             base += share
     middles = Scale(0, len(rows), LEFT + step / 2, WIDTH - RIGHT + step / 2)
-    parts.append(_x_axis(Scale(0, max(1, len(rows) - 1), middles(0), middles(max(1, len(rows) - 1))),
-                         [(i, name) for i, (name, _) in enumerate(rows)]))
+    ticks = _every([(middles(i), name) for i, (name, _) in enumerate(rows)], 8)
     means = {name: float(np.mean([row.get(name, 0.0) for _, row in rows])) for name in colours}
     labels = [(f"{name} {percent(mean, int(mean < 0.1))}", colours[name])
               for name, mean in means.items() if mean >= 0.0005]
-    return _figure(title, parts, note, legend(labels, square=True))
-
-
-def legend(names: Sequence[tuple[str, int]], square: bool = False) -> Markup | None:
-    """List names with their colours; None for a single curve."""
-    if len(names) < 2:
-        return None
-    kind = "square" if square else "stroke"
-    return tag("ul", [tag("li", tag("i", class_=f"{kind} c{colour}"), name) for name, colour in names], class_="legend")
+    return _drawn("boxes", title, note, labels, _grid(y, unit="%"), "epoch", ticks, shown, False)
 
 
 def describe(group: UtteranceGroup) -> str:
@@ -175,43 +155,21 @@ def thinned(series: Series) -> Series:
 # ---------------------------------------------------------------- pieces
 
 
-def _figure(title: str, parts: Sequence[Markup], note: str | None, names: Markup | None = None,
-            data: Mapping[str, Any] | None = None) -> Markup:
-    drawn = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title)
-    return tag("figure", tag("figcaption", title), names, tag("div", drawn, class_="plot"),
-               note and tag("p", note, class_="note"), data_chart=json.dumps(data) if data else None)
+def _drawn(macro: str, *values: Any) -> Markup:
+    """Fill a macro of charts.html."""
+    margins = {"WIDTH": WIDTH, "HEIGHT": HEIGHT, "LEFT": LEFT, "RIGHT": RIGHT, "TOP": TOP, "BOTTOM": BOTTOM}
+    template = TEMPLATES.get_template("score/report/charts.html", globals=margins)
+    drawn: Markup = getattr(template.module, macro)(*values)
+    return drawn
 
 
-def _grid(y: Scale, unit: str = "") -> Markup:
-    lines = []
-    for value in nice_ticks(y.low, y.high, 4):
-        name = f"{value:.2g}".replace("e-0", "e-") if y.high < 1e-3 else f"{value:,.10g}"
-        lines += [tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y(value), y2=y(value)),
-                  tag("text", f"{name}{unit}", x=LEFT - 6, y=y(value) + 3.5, text_anchor="end")]
-    return text(lines)
+def _grid(y: Scale, unit: str = "") -> list[tuple[float, str]]:
+    return [(y(value), (f"{value:.2g}".replace("e-0", "e-") if y.high < 1e-3 else f"{value:,.10g}") + unit)
+            for value in nice_ticks(y.low, y.high, 4)]
 
 
-def _x_axis(x: Scale, ticks: Sequence[tuple[float, str]], label: str = "epoch") -> Markup:
-    inside = _every([(at, name) for at, name in ticks if x.low <= at <= x.high], 8)
-    return text(tag("text", label, x=LEFT - 8, y=HEIGHT - 9, text_anchor="end"),
-                (tag("text", name, x=x(at), y=HEIGHT - 9, text_anchor="middle") for at, name in inside))
-
-
-def _named_axis(x: Scale, name: str) -> list[Markup]:
-    return [*(tag("text", f"{at:g}", x=x(at), y=HEIGHT - 22, text_anchor="middle") for at in nice_ticks(0, x.high, 6)),
-            tag("text", name, x=(LEFT + WIDTH) / 2, y=HEIGHT - 7, text_anchor="middle", class_="dim")]
-
-
-def _curve(one: Series, x: Scale, y: Scale) -> list[Markup]:
-    points = [(x(a), max(y(b), TOP - 6)) for a, b in zip(one.x, one.y, strict=True)]
-    kind = f"curve c{one.colour}{' other' if one.other else ''}"
-    parts = []
-    if len(points) > 1:
-        parts.append(tag("polyline", class_=kind, points=" ".join(f"{a:g},{b:g}" for a, b in points)))
-    if len(points) == 1 or (one.dots and len(points) <= 40):
-        parts += [tag("circle", class_=f"dot c{one.colour}{' other' if one.other else ''}", cx=a, cy=b, r=2.6)
-                  for a, b in points]
-    return parts
+def _even_ticks(x: Scale) -> list[tuple[float, str]]:
+    return [(x(at), f"{at:g}") for at in nice_ticks(0, x.high, 6)]
 
 
 def _ends(series: Sequence[Series]) -> tuple[float, float]:
@@ -247,7 +205,3 @@ def _every(items: Sequence[Any], limit: int) -> list[Any]:
     """At most this many items, evenly spaced, starting with the first."""
     stride = math.ceil(len(items) / limit) if items else 1
     return list(items[::stride])
-
-
-def _rounded(values: Sequence[float]) -> list[float]:
-    return [float(f"{value:.5g}") for value in values]

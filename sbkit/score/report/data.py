@@ -273,23 +273,16 @@ def read(run: str | Path, utterances_file: str | Path | None = None) -> RunData:
 
 def _numbers(numbers: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The content of a file by ``Results.write``, as fields of ``RunData``."""
-    estimate = numbers.get("estimate")
+    estimate, players = numbers.get("estimate"), []
+    for each in numbers.get("players", []):
+        # Recordings in the results' folder are found even if it was moved.
+        wavs = [str(folder / sound["wav"]) if (folder / sound["wav"]).is_file() else sound["wav"]
+                for sound in each["sounds"]]
+        sounds = [SoundSample(**{**sound, "wav": wav}) for sound, wav in zip(each["sounds"], wavs, strict=True)]
+        players.append(Player(each["title"], each["remark"], sounds, each.get("among_worst", False)))
     return {"stats": numbers.get("stats", {}), "tables": numbers.get("tables", []),
-            "players": _players(numbers, folder), "estimate": estimate and MetricEstimate(**estimate),
+            "players": players, "estimate": estimate and MetricEstimate(**estimate),
             "recordings": [Utterance(**each) for each in numbers.get("recordings", [])]}
-
-
-def _players(numbers: Mapping[str, Any], folder: Path) -> list[Player]:
-    """The players of results; recordings in the results' folder are found even if it was moved."""
-    return [Player(each["title"], each["remark"],
-                   [SoundSample(**{**sound, "wav": _below(folder, sound["wav"])}) for sound in each["sounds"]],
-                   each.get("among_worst", False))
-            for each in numbers.get("players", [])]
-
-
-def _below(folder: Path, wav: str) -> str:
-    own = folder / wav
-    return str(own) if own.is_file() else wav
 
 
 def _run_of(evaluation: Path) -> Path:

@@ -48,7 +48,11 @@ def suspects(results: ScoredRun) -> list[SuspectLabel]:
     confidence = np.array([np.nan if one.confidence is None else one.confidence for one in results.utterances])
     known = np.flatnonzero(~np.isnan(confidence))
     order = known[np.argsort(confidence[known], kind="stable")]
-    usual = _running_median(errors[order], min(_NEIGHBOURS, max(_MIN_UTTERANCES, len(order) // 4)))
+    # The median of the errors at a similar confidence; at the ends, that of the first or last utterances.
+    width = min(_NEIGHBOURS, max(_MIN_UTTERANCES, len(order) // 4), len(order))
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(errors[order], width), axis=1)
+    before = (width - 1) // 2
+    usual = np.pad(medians, (before, len(order) - len(medians) - before), mode="edge")
     least = np.quantile(confidence[known], _LOW_CONFIDENCE)
     found = [SuspectLabel(int(i), float(errors[i]), float(median)) for i, median in zip(order, usual, strict=True)
              if confidence[i] >= least and errors[i] - median >= _EXCESS]
@@ -61,14 +65,6 @@ def suspects(results: ScoredRun) -> list[SuspectLabel]:
 def can_judge(results: ScoredRun) -> bool:
     """Whether there are enough utterances to know what is usual."""
     return sum(one.confidence is not None for one in results.utterances) >= _MIN_UTTERANCES
-
-
-def _running_median(values: np.ndarray, width: int) -> np.ndarray:
-    """The median of the ``width`` values around each; at the ends, of the first or last ``width`` values."""
-    width = min(width, len(values))
-    medians = np.median(np.lib.stride_tricks.sliding_window_view(values, width), axis=1)
-    before = (width - 1) // 2
-    return np.pad(medians, (before, len(values) - len(medians) - before), mode="edge")
 
 
 MAX_FINDINGS = 7
@@ -97,13 +93,26 @@ class RunFinding(NamedTuple):
 
 def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFinding]:
     """List what stands out in a run, the most important first."""
-    forgot = list(_forgot(run))
-    found = [*_warnings(run), *forgot, *_training(run), *_data(run)]
-    if run.results is not None and run.results.characters.rate >= _RECOGNISES_NOTHING:
-        found += _recognises_nothing(run, run.results)
-    elif run.results is not None and run.results.edits.sum():
-        found += [*_labels(run.results, suspects), *_groups(run.results, {OLD} if forgot else ()),
-                  *_kinds(run.results), *_words(run.results), *_non_words(run, run.results)]
+    found = list(_warnings(run))
+    known, value = run.old_test or (None, math.nan)
+    forgot = known is not None and known.is_worse(value)  # worse on the old test than before this run
+    if known is not None and forgot:
+        average = run.key("average_checkpoints")
+        offer = known.offer(run.run, int(average) if average.isdecimal() else 1)
+        found.append(RunFinding(
+            math.inf, "The model forgot what it had learnt before",
+            f"{known.describe(value)}. A larger replay may help" + (f"; {offer}." if offer else "."), "curves"))
+    found += [*_training(run), *_data(run)]
+    results = run.results
+    if results is not None and results.characters.rate >= _RECOGNISES_NOTHING:
+        if not run.warnings:  # otherwise one of training reports it already
+            found.append(RunFinding(
+                3.0, f"The model recognises almost nothing: CER {rate(results.characters.rate, 1)}",
+                "At such a rate it says little which words are wrong. Check whether the model has learnt (the curves), "
+                "and whether language, alphabet and recordings of the test match the training data.", "curves"))
+    elif results is not None and results.edits.sum():
+        found += [*_labels(results, suspects), *_groups(results, {OLD} if forgot else ()), *_kinds(results),
+                  *_words(run, results)]
     return sorted(found, key=lambda finding: -finding.weight)[:MAX_FINDINGS]
 
 
@@ -114,25 +123,6 @@ def _warnings(run: RunData) -> Iterator[RunFinding]:
         when = "" if line.get("at_end") else f"Reported at step {line.get('step', 0):,}. "
         yield RunFinding(math.inf, line["headline"], f"{when}{line['detail']}"
                          + (f" What to try, the likeliest first: {advice}." if advice else ""), "curves")
-
-
-def _forgot(run: RunData) -> Iterator[RunFinding]:
-    """Yield that a model is worse on the old test than before this run."""
-    known, value = run.old_test or (None, math.nan)
-    if known is not None and known.is_worse(value):
-        average = run.key("average_checkpoints")
-        offer = known.offer(run.run, int(average) if average.isdecimal() else 1)
-        yield RunFinding(math.inf, "The model forgot what it had learnt before", f"{known.describe(value)}. A larger "
-                         "replay may help" + (f"; {offer}." if offer else "."), "curves")
-
-
-def _recognises_nothing(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
-    """Yield that almost nothing is recognised, unless a warning of training reports it already."""
-    if not run.warnings:
-        yield RunFinding(
-            3.0, f"The model recognises almost nothing: CER {rate(results.characters.rate, 1)}",
-            "At such a rate it says little which words are wrong. Check whether the model has learnt (the curves), and "
-            "whether language, alphabet and recordings of the test match the training data.", "curves")
 
 
 def _labels(results: ScoredRun, suspects: Sequence[SuspectLabel]) -> Iterator[RunFinding]:
@@ -154,8 +144,9 @@ def _groups(results: ScoredRun, known: Collection[str]) -> Iterator[RunFinding]:
     found = breakdown(results)
     total = results.totals[0]
     for kind, groups in {"duration": found.durations, **found.values}.items():
-        worst = max((group for group in groups if _stands_out(group, total) and
-                     not (kind == "corpus" and group.label in known)), key=lambda g: _excess(g), default=None)
+        worst = max((group for group in groups if group.low is not None and group.rest is not None
+                     and group.low > group.rest * _MIN_RATIO and _excess(group) >= _MIN_SHARE * total
+                     and not (kind == "corpus" and group.label in known)), key=_excess, default=None)
         if worst is not None and worst.rest is not None:
             share, words = worst.edits / total, worst.words / results.totals[1]
             label = worst.label if kind == "duration" else f"{kind} “{worst.label}”"
@@ -165,11 +156,6 @@ def _groups(results: ScoredRun, known: Collection[str]) -> Iterator[RunFinding]:
                 f"Elsewhere {rate(worst.rest, 1)}. These are {percent(words)} of the words and {percent(share)} of the "
                 "errors: more such data may help.", "where", 100 * _excess(worst) / results.totals[1])
     yield from _speakers(found.speakers, results.totals)
-
-
-def _stands_out(group: UtteranceGroup, total: int) -> bool:
-    return (group.low is not None and group.rest is not None and group.low > group.rest * _MIN_RATIO
-            and _excess(group) >= _MIN_SHARE * total)
 
 
 def _excess(group: UtteranceGroup) -> float:
@@ -208,15 +194,25 @@ def _kinds(results: ScoredRun) -> Iterator[RunFinding]:
             "Are these recordings silent, very short or very quiet?", "worst")
 
 
-def _words(results: ScoredRun) -> Iterator[RunFinding]:
+def _words(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
+    """Yield the most confused words, and how many errors are non-words, which a language model would avoid."""
     first = results.words.confusions(1)
-    total = int(results.edits.sum())
+    total, words = results.totals
     if first and first[0].count >= max(3, _MIN_SHARE * total):
         ref, hyp, count = first[0]
         what = (f"“{ref}” is recognised as “{hyp}”" if ref and hyp
                 else f"“{ref}” is deleted" if ref else f"“{hyp}” is inserted")
         yield RunFinding(
             count / total, f"{what} {count} times", f"That is {percent(count / total)} of the errors.", "words")
+    known = run.training_words | {word for one in results.utterances for word in one.reference.split()}
+    unknown = [word for one in results.utterances for word in one.hypothesis.split() if word not in known]
+    if run.training_words and len(unknown) > _MIN_SHARE * total:
+        share = min(1.0, len(unknown) / total)
+        yield RunFinding(
+            share, f"{percent(share)} of the errors are non-words",
+            f"For example {', '.join(map(repr, unknown[:3]))}, which no transcript of the corpus has: a language model "
+            "(sbkit lm, then --lm) prefers known words.", "words",
+            100 * share * total / words)
 
 
 def _training(run: RunData) -> Iterator[RunFinding]:
@@ -236,47 +232,29 @@ def _training(run: RunData) -> Iterator[RunFinding]:
                 min(1.0, last[1] / max(best[1], 1e-9) - 1), f"The WER was best in epoch {best[0]} of {last[0]}",
                 f"{rate(best[1])} then, {rate(last[1])} at the end: more augmentation, more data or a smaller "
                 "model may help.", "curves")
-    if not falling:  # what the losses say then would contradict it
-        yield from _fit(run)
+    # Whether the model overfits, or is too small for its training data; if the WER falls, that would contradict it.
+    losses = [(epoch["epoch"], epoch["train_loss"], epoch["valid_loss"]) for epoch in run.epochs
+              if epoch.get("train_loss") is not None and epoch.get("valid_loss")]
+    if not falling and len(losses) >= 4:
+        (_, before, _), (_, train, valid) = losses[-3], losses[-1]
+        lowest_in, _, lowest = min(losses, key=lambda each: each[2])
+        losses_now = f"In the last epoch the loss is {train:.2f} in training and {valid:.2f} on dev"
+        if train < before and lowest_in < losses[-2][0] and train < _OVERFIT * valid:
+            yield RunFinding(
+                0.1, "More data or augmentation would help more than a larger model",
+                f"{losses_now}, where it was lowest ({lowest:.2f}) in epoch {lowest_in}: the model overfits now.",
+                "curves")
+        elif train > valid and before - train < _PLATEAU * before:
+            yield RunFinding(
+                0.1, "A larger model would help more than more data",
+                f"{losses_now}, and over the last two epochs it fell by {percent((before - train) / before, 1)}.",
+                "curves")
     yield from _waiting(run)
     skipped = sum(epoch.get("skipped_steps") or 0 for epoch in run.epochs)
     if skipped:
         yield RunFinding(
             0.2, f"{skipped} steps were skipped because a value was not finite",
             "The run's folder culprits/ names the utterances and layers; sbkit rerun shows more.", "curves")
-
-
-def _fit(run: RunData) -> Iterator[RunFinding]:
-    """Yield whether the model overfits, or is too small for its training data."""
-    losses = [(epoch["epoch"], epoch["train_loss"], epoch["valid_loss"]) for epoch in run.epochs
-              if epoch.get("train_loss") is not None and epoch.get("valid_loss")]
-    if len(losses) < 4:
-        return
-    (_, before, _), (_, train, valid) = losses[-3], losses[-1]
-    best, _, least = min(losses, key=lambda each: each[2])
-    losses_now = f"In the last epoch the loss is {train:.2f} in training and {valid:.2f} on dev"
-    if train < before and best < losses[-2][0] and train < _OVERFIT * valid:
-        yield RunFinding(
-            0.1, "More data or augmentation would help more than a larger model",
-            f"{losses_now}, where it was lowest ({least:.2f}) in epoch {best}: the model overfits now.", "curves")
-    elif train > valid and before - train < _PLATEAU * before:
-        yield RunFinding(
-            0.1, "A larger model would help more than more data",
-            f"{losses_now}, and over the last two epochs it fell by {percent((before - train) / before, 1)}.", "curves")
-
-
-def _non_words(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
-    """Yield how many errors are non-words, which a language model would avoid."""
-    known = run.training_words | {word for one in results.utterances for word in one.reference.split()}
-    unknown = [word for one in results.utterances for word in one.hypothesis.split() if word not in known]
-    total, words = results.totals
-    if run.training_words and len(unknown) > _MIN_SHARE * total:
-        share = min(1.0, len(unknown) / total)
-        yield RunFinding(
-            share, f"{percent(share)} of the errors are non-words",
-            f"For example {', '.join(map(repr, unknown[:3]))}, which no transcript of the corpus has: a language model "
-            "(sbkit lm, then --lm) prefers known words.", "words",
-            100 * share * total / words)
 
 
 def _waiting(run: RunData) -> Iterator[RunFinding]:

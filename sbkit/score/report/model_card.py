@@ -5,6 +5,7 @@ They contain no paths of the training machine, because they are meant to be publ
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -45,7 +46,9 @@ def of_run(run: RunData) -> str:
     shown = [f"# {run.key('experiment') or run.folder.resolve().name}",
              "A model trained by sbkit. `hyperparams.yaml` is its recipe, `report.html` has everything on one page, "
              "and `sbkit export` makes a bundle for use elsewhere."]
-    return "\n\n".join([_front(run), *shown, *_sections(run, _figures(run), _old_test(run))]) + "\n"
+    known, value = run.old_test or (None, 0.0)
+    old_test = "" if known is None else f"{known.describe(value)}."
+    return "\n\n".join([_front(run), *shown, *_sections(run, _figures(run), old_test)]) + "\n"
 
 
 def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None, checkpoint: str = "best",
@@ -174,11 +177,6 @@ def _figures(run: RunData) -> str:
     return _table(("test", "figure", "95 % interval"), rows) if rows else ""
 
 
-def _old_test(run: RunData) -> str:
-    known, value = run.old_test or (None, 0.0)
-    return f"{known.describe(value)}." if known is not None else ""
-
-
 def _training(run: RunData) -> list[tuple[str, ...]]:
     start = run.starts[-1] if run.starts else {}
     rows: list[tuple[str, ...]] = [
@@ -200,24 +198,25 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 def _started_from(run: RunData) -> list[tuple[str, str, str]]:
     """What the run started from: kind, name and, if its card is on this machine, licence of each."""
-    return [(what, name, _licence(name)) for key, what in _SOURCES.items() if (name := run.key(key))]
+    found = []
+    for key, what in _SOURCES.items():
+        if not (name := run.key(key)):
+            continue
+        card = Path(name).expanduser() / README
+        if _on_hub(name):
+            from huggingface_hub import try_to_load_from_cache  # its import reads environment variables
+
+            repository, _, revision = name.partition("@")
+            cached = try_to_load_from_cache(repository, README, revision=revision or None)
+            card = Path(cached) if isinstance(cached, str) else card  # otherwise unknown, or known not to exist
+        licence = None
+        with contextlib.suppress(OSError, ValueError):  # no card, or not a text
+            if front := _FRONT_MATTER.match(untrusted.read_text(card, _MAX_BYTES)):
+                licence = re.search(r"^license: *\"?([\w.-]+)\"?", front[1], re.MULTILINE)
+        found.append((what, name, licence[1] if licence else ""))
+    return found
 
 
 def _on_hub(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name) is not None and not Path(name).parent.is_dir()
 
-
-def _licence(name: str) -> str:
-    card = Path(name).expanduser() / README
-    if _on_hub(name):
-        from huggingface_hub import try_to_load_from_cache  # its import reads environment variables
-
-        repository, _, revision = name.partition("@")
-        cached = try_to_load_from_cache(repository, README, revision=revision or None)
-        card = Path(cached) if isinstance(cached, str) else card  # otherwise unknown, or known not to exist
-    try:
-        front = _FRONT_MATTER.match(untrusted.read_text(card, _MAX_BYTES))
-    except (OSError, ValueError):  # no card, or not a text
-        return ""
-    licence = re.search(r"^license: *\"?([\w.-]+)\"?", front[1], re.MULTILINE) if front else None
-    return licence[1] if licence else ""
