@@ -153,15 +153,13 @@ class BundleEngine(ABC):
     def _open(self, path: Path, model: str, device: DeviceChoice) -> None:
         formats.check_file(path, self.config)
         self.backend = open_graph(path, model, device, self.threads, self._interface(), self.compile, self.spin)
-        self._compare(path, self.backend.metadata)
-        self._warm_up(path)
-
-    def _compare(self, path: Path, metadata: Mapping[str, str]) -> None:
-        """Raise if the file's metadata differs from config.json."""
         for name, expected in self.config.onnx_metadata().items():
-            if (actual := metadata.get(name, expected)) != expected:
-                raise SbkitError(f"{path} was exported with {name} {_short(actual)}, but {layout.CONFIG} says "
-                                 f"{_short(expected)}", hint="do both come from the same export? export it again")
+            if (actual := self.backend.metadata.get(name, expected)) != expected:
+                short = [each if len(each) <= _SHOWN else f"{each[:_SHOWN // 2]} ... {each[-_SHOWN // 2:]}"
+                         for each in (actual, expected)]
+                raise SbkitError(f"{path} was exported with {name} {short[0]}, but {layout.CONFIG} says {short[1]}",
+                                 hint="do both come from the same export? export it again")
+        self._warm_up(path)
 
     @abstractmethod
     def _interface(self) -> Interface:
@@ -211,10 +209,6 @@ class BatchEngine(BundleEngine):
 
 def closed_error() -> SbkitError:
     return SbkitError("the model was closed", hint="load it again")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN // 2]} ... {text[-_SHOWN // 2:]}"
 
 
 E = TypeVar("E", bound=BundleEngine)

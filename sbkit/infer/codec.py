@@ -118,7 +118,13 @@ class CodecModel(LoadedBundle[CodeEngine]):
         kept = [number for number, error in enumerate(errors) if error is None]
         codes = iter(self._run(self.engine, [signals[number] for number in kept], [frames[number] for number in kept],
                                stride, 1))
-        return [error or self._checked_codes(next(codes)) for error in errors]
+        found: list[np.ndarray | SbkitError] = []
+        for error in errors:
+            try:
+                found.append(error or self.books.check(next(codes), f"the output of {self.running.file}"))
+            except InvalidCode as invalid:
+                found.append(invalid)
+        return found
 
     def decode(self, codes: Sequence[ArrayLike]) -> list[np.ndarray]:
         """Compute the samples [T * stride] float32 of each recording's codes [T, Q], independent of the others.
@@ -126,31 +132,23 @@ class CodecModel(LoadedBundle[CodeEngine]):
         Raises ``InvalidCode`` for the first id that is not in its codebook, before any graph runs.
         """
         _check_list(codes, "decode", "codes")
-        checked = [self._checked(each, number) for number, each in enumerate(codes)]
+        checked = []
+        for number, given in enumerate(codes):
+            try:
+                checked.append(found := self.books.check(given, f"recording {number}"))
+            except InvalidCode as error:
+                raise _numbered(error, error.message, number) from None
+            if found.ndim != 2:
+                raise SbkitError(f"recording {number}: its codes must be [frames, {found.shape[-1]}], not "
+                                 f"{list(found.shape)}")
         for number, each in enumerate(checked):
-            if (error := too_long(len(each), self.engine.config)) is not None:
-                raise _numbered(error, f"recording {number}: {error.message}", number)
+            if (long := too_long(len(each), self.engine.config)) is not None:
+                raise _numbered(long, f"recording {number}: {long.message}", number)
         return self._run(self.sounds, checked, list(map(len, checked)), 1, self.engine.config.stride)
 
     def close(self) -> None:
         super().close()
         self.sounds.close()
-
-    def _checked_codes(self, codes: np.ndarray) -> np.ndarray | SbkitError:
-        try:
-            return self.books.check(codes, f"the output of {self.running.file}")
-        except InvalidCode as error:
-            return error
-
-    def _checked(self, codes: ArrayLike, number: int) -> np.ndarray:
-        try:
-            found = self.books.check(codes, f"recording {number}")
-        except InvalidCode as error:
-            raise _numbered(error, error.message, number) from None
-        if found.ndim != 2:
-            raise SbkitError(f"recording {number}: its codes must be [frames, {found.shape[-1]}], not "
-                             f"{list(found.shape)}")
-        return found
 
     def _run(self, engine: CodecEngine, given: list[np.ndarray], frames: list[int], per_frame: int, out_per_frame: int,
              ) -> list[np.ndarray]:

@@ -84,21 +84,15 @@ class Model(LoadedBundle[Engine]):
                  "word_score": word_score, "beam": beam}
         search = {name: value for name, value in given.items() if value is not None}
         with self._lock:
-            return Stream(self._stream_engine(), self._decoder(search), chunk, rate)
-
-    def _stream_engine(self) -> StreamEngine:
-        if self._streams is None:
-            engine, running = self.engine, self.engine.running
-            self._streams = StreamEngine(engine.folder, running.model, running.requested, engine.threads)
-        return self._streams
-
-    def _decoder(self, search: dict[str, Any]) -> Decoder:
-        """Return a search's decoder; the last one is cached, so that its language model is read once."""
-        if not search:
-            return self._pipeline.decoder
-        if self._stream_search is None or self._stream_search[0] != search:
-            self._stream_search = search, decoder(self.engine.vocabulary, search)
-        return self._stream_search[1]
+            if self._streams is None:
+                engine, running = self.engine, self.engine.running
+                self._streams = StreamEngine(engine.folder, running.model, running.requested, engine.threads)
+            found = self._pipeline.decoder
+            if search:  # the last one is kept, so that its language model is read once
+                if self._stream_search is None or self._stream_search[0] != search:
+                    self._stream_search = search, decoder(self.engine.vocabulary, search)
+                found = self._stream_search[1]
+            return Stream(self._streams, found, chunk, rate)
 
     def close(self) -> None:
         super().close()

@@ -71,9 +71,13 @@ def tokenize(request: TokenizeRequest) -> int:
     config = layout.CodecConfig.read(request.bundle)
     folders = {}
     for name, folder in _folders(request).items():
-        if not request.force and _is_encoded(name, folder, request, config):
-            print(f"{folder}: already encoded from this list by this codec; --force encodes it again")
-            continue
+        if not request.force and (folder / MANIFEST).is_file():
+            codes = Codes(folder)
+            if codes.made_from is not None and codes.books.codec == config.codec:
+                [manifest] = _corpus(request, name).prepare(needs_text=False).values()
+                if codes.made_from == manifest.digest():
+                    print(f"{folder}: already encoded from this list by this codec; --force encodes it again")
+                    continue
         check_place(folder, request.force)
         folders[name] = folder
     if not folders:
@@ -132,17 +136,6 @@ def _corpus(request: TokenizeRequest, name: str) -> Corpus:
 
 
 # ---------------------------------------------------------------------- a split
-
-
-def _is_encoded(name: str, folder: Path, request: TokenizeRequest, config: layout.CodecConfig) -> bool:
-    """Whether the folder has the codes of the split's manifest by this codec, from an earlier call."""
-    if not (folder / MANIFEST).is_file():
-        return False
-    codes = Codes(folder)
-    if codes.made_from is None or codes.books.codec != config.codec:
-        return False
-    [manifest] = _corpus(request, name).prepare(needs_text=False).values()
-    return codes.made_from == manifest.digest()
 
 
 def _tokenize(codec: CodecModel, name: str, folder: Path, request: TokenizeRequest) -> None:
