@@ -78,7 +78,17 @@ def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
     if len(text) > MAX_CHARACTERS:
         raise invalid(f"input has {len(text)} characters, the limit is {MAX_CHARACTERS}: send the text in parts",
                       "input", "string_above_max_length")
-    speaker, kind = _speaker(fields.get("voice"), served), _format(fields)
+    voice = fields.get("voice")
+    if isinstance(voice, dict) and set(voice) == {"id"}:
+        voice = voice["id"]
+    if not isinstance(voice, (str, type(None))):
+        raise invalid('voice must be a name, or {"id": NAME}', "voice")
+    with refused_for("voice", "voice_not_found"):
+        speaker = speaker_of(served.config, voice)
+    kind = _text(fields, "response_format") or _DEFAULT
+    if kind not in kinds():
+        raise invalid(f"response_format {shown(kind)} is not available here; use one of {', '.join(kinds())}",
+                      "response_format", "unsupported_value")
     with refused_for("speed"):
         speed = check_speed(1.0 if (given := fields.get("speed")) is None else given)
     streamed = _text(fields, "stream_format") or _AUDIO
@@ -88,7 +98,15 @@ def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
     if _text(fields, "instructions"):
         raise invalid(f"the model {served.name} can't follow instructions; leave them out",
                       "instructions", "unsupported_parameter")
-    return SpeechForm(served, _pieces(text, fields, served), speaker, kind, speed, streamed == _SSE)
+    skip = fields.get("skip_unknown")
+    if not isinstance(skip, (bool, type(None))):
+        raise invalid(f"skip_unknown must be true or false, not {shown(skip)}", "skip_unknown")
+    try:
+        pieces = list(PhraseReader(served.config, bool(skip)).read(text))
+    except UnspeakableText as error:
+        code = "unknown_characters" if isinstance(error, UnknownCharacters) else "empty_input"
+        raise invalid(str(error), "input", code) from None
+    return SpeechForm(served, pieces, speaker, kind, speed, streamed == _SSE)
 
 
 def _text(fields: dict[str, Any], name: str, needed: bool = False) -> str:
@@ -100,34 +118,6 @@ def _text(fields: dict[str, Any], name: str, needed: bool = False) -> str:
     if not isinstance(value, str):
         raise invalid(f"{name} must be a text, not {shown(value)}", name)
     return value
-
-
-def _speaker(value: object, served: ServedVoice) -> int:
-    if isinstance(value, dict) and set(value) == {"id"}:
-        value = value["id"]
-    if not isinstance(value, (str, type(None))):
-        raise invalid('voice must be a name, or {"id": NAME}', "voice")
-    with refused_for("voice", "voice_not_found"):
-        return speaker_of(served.config, value)
-
-
-def _format(fields: dict[str, Any]) -> str:
-    kind = _text(fields, "response_format") or _DEFAULT
-    if kind not in kinds():
-        raise invalid(f"response_format {shown(kind)} is not available here; use one of {', '.join(kinds())}",
-                      "response_format", "unsupported_value")
-    return kind
-
-
-def _pieces(text: str, fields: dict[str, Any], served: ServedVoice) -> list[Phrase]:
-    skip = fields.get("skip_unknown")
-    if not isinstance(skip, (bool, type(None))):
-        raise invalid(f"skip_unknown must be true or false, not {shown(skip)}", "skip_unknown")
-    try:
-        return list(PhraseReader(served.config, bool(skip)).read(text))
-    except UnspeakableText as error:
-        code = "unknown_characters" if isinstance(error, UnknownCharacters) else "empty_input"
-        raise invalid(str(error), "input", code) from None
 
 
 _MAX_IN_FLIGHT = 2  # sentences of one text in flight: a long text must not fill all batches
@@ -178,13 +168,8 @@ async def synthesise(context: RequestContext, form: SpeechForm, metrics: Metrics
     finally:
         work.close()
         for _, _, waiting in computing:
-            _discard(waiting)
-
-
-def _discard(future: asyncio.Future[Any]) -> None:
-    """Cancel a future, or retrieve its exception so that asyncio doesn't log it."""
-    if not future.cancel() and not future.cancelled():
-        future.exception()
+            if not waiting.cancel() and not waiting.cancelled():
+                waiting.exception()  # retrieved, so that asyncio doesn't log it
 
 
 def _encoded(stream: SoundStream, speech: Speech, last: bool) -> bytes:
