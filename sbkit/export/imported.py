@@ -67,7 +67,10 @@ def _open(request: ImportRequest, run: Path) -> Trained:
                          hint="name its folder, with a tokenizer and either a hyperparams.yaml for EncoderASR or a "
                               f"config.json; {own_run}")
     if is_folder(request.source):
-        if (config := _bundle(given)) is not None:
+        config = None
+        with contextlib.suppress(SbkitError):
+            config = layout.read(given)
+        if config is not None:
             raise SbkitError(f"{request.source} is already an sbkit bundle", hint=config.use.format(given))
         if not any((given / name).is_file() for name in (layout.CONFIG, layout.RECIPE)):
             raise SbkitError(f"{request.source} has neither a config.json of transformers nor a hyperparams.yaml for "
@@ -85,13 +88,6 @@ def _open(request: ImportRequest, run: Path) -> Trained:
         print(note)
     own, min_samples = published.model.own_code(encoder.frames), getattr(encoder.network, "min_samples", 1)
     return _trained(request, run, brain, ("transformers", _own_code(own, published.kept_order, tokenizer, min_samples)))
-
-
-def _bundle(folder: Path) -> layout.Bundle | None:
-    """The configuration of a folder if it is an sbkit bundle."""
-    with contextlib.suppress(SbkitError):
-        return layout.read(folder)
-    return None
 
 
 def _of_speechbrain(request: ImportRequest, run: Path, model: SpeechBrainModel) -> Trained:
