@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,6 +16,9 @@ from sbkit.infer.bundle_engine import LoadedBundle
 from sbkit.infer.codec_engine import CodecEngine, CodeEngine, SoundEngine
 from sbkit.infer.formats import AUTO
 from sbkit.infer.recordings import Recording, Source
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Seconds of a recording in one run, without the context at both ends.
 PIECE_SECONDS = 30.0
@@ -66,7 +69,7 @@ def batches(parts: Sequence[CodecChunk], config: layout.CodecConfig) -> list[lis
     return result
 
 
-class CodecModel(LoadedBundle[CodeEngine]):
+class CodecModel(LoadedBundle[CodeEngine], of=layout.CodecConfig):
     """A loaded codec, which any number of threads may call.
 
     >>> codec = sbkit.infer.load("bundle")                # doctest: +SKIP
@@ -83,6 +86,15 @@ class CodecModel(LoadedBundle[CodeEngine]):
     def __init__(self, engine: CodeEngine, sounds: SoundEngine):
         super().__init__(engine)
         self.sounds = sounds
+
+    @classmethod
+    def open(cls, bundle: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None) -> Self:
+        engine = CodeEngine(bundle, model, device, threads)
+        try:
+            return cls(engine, SoundEngine(bundle, engine.running.model, device, threads))
+        except BaseException:
+            engine.close()
+            raise
 
     @property
     def books(self) -> Books:
@@ -172,16 +184,6 @@ class CodecModel(LoadedBundle[CodeEngine]):
                 future.cancel()  # those after one that failed
         return [np.concatenate([kept for _, kept in sorted(each, key=lambda part: part[0])]) if each
                 else np.zeros(0, np.float32) for each in found]
-
-
-def codec(bundle: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None) -> CodecModel:
-    """Load a codec's bundle; the arguments are those of ``sbkit.infer.load``."""
-    engine = CodeEngine(bundle, model, device, threads)
-    try:
-        return CodecModel(engine, SoundEngine(bundle, engine.running.model, device, threads))
-    except BaseException:
-        engine.close()
-        raise
 
 
 def _numbered(error: SbkitError, message: str, number: int) -> SbkitError:

@@ -12,9 +12,8 @@ from pathlib import Path
 from sbkit.data.audio import AudioError
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.enhancer import EnhancerModel, enhancer
-from sbkit.infer.formats import ModelRequest
-from sbkit.infer.inputs import collect, lengths
+from sbkit.infer.enhancer import EnhancerModel
+from sbkit.infer.inputs import FilesRequest, collect, lengths
 from sbkit.infer.recordings import Recording
 from sbkit.infer.resynthesis import file_names
 from sbkit.infer.sound_file import SoundWriter
@@ -24,20 +23,15 @@ from sbkit.system.console import atomic_write, progress, time_span
 
 
 @dataclass(frozen=True)
-class EnhanceRequest(ModelRequest):
+class EnhanceRequest(FilesRequest):
     """What to enhance, and the output folder.
 
-    files : files, folders, manifests, ``-``
     to : the output folder
     overwrite : redo recordings whose output exists
-    schemes : URL schemes allowed in manifests
     """
 
-    bundle: Path
-    files: Sequence[str]
     to: Path
     overwrite: bool = False
-    schemes: Sequence[str] = ()
 
 
 def enhance(request: EnhanceRequest) -> int:
@@ -53,7 +47,7 @@ def enhance(request: EnhanceRequest) -> int:
     expected = lengths([recording for recording, _ in waiting], 1)
     errors: list[AudioError] = []
     began, seconds = time.perf_counter(), 0.0
-    with enhancer(request.bundle, request.model, request.device, request.threads) as model, \
+    with EnhancerModel.open(request.bundle, request.model, request.device, request.threads) as model, \
             disk.disk_errors_as_user_error(request.to):
         print(model.running, file=sys.stderr)
         request.to.mkdir(parents=True, exist_ok=True)

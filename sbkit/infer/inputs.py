@@ -11,12 +11,14 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sbkit.data.audio import SUFFIXES
 from sbkit.data.remote import Remote, check_schemes, scheme_of
 from sbkit.errors import SbkitError
+from sbkit.infer.formats import ModelRequest
 from sbkit.infer.recordings import Recording
 from sbkit.system import disk
 from sbkit.system.untrusted import standard_input
@@ -27,6 +29,19 @@ if TYPE_CHECKING:  # pyarrow, which transcribing alone doesn't need
 logger = logging.getLogger(__name__)
 
 STDIN = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesRequest(ModelRequest):
+    """A command's bundle, the recordings to run it on, and how.
+
+    files : files, folders, manifests, JSON lines, ``-``
+    schemes : URL schemes allowed in lists
+    """
+
+    bundle: Path
+    files: Sequence[str]
+    schemes: Sequence[str] = ()
 
 
 def collect(names: Sequence[str], references: str | None = None, schemes: Sequence[str] = ()) -> list[Recording]:

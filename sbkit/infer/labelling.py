@@ -34,8 +34,7 @@ from sbkit.decode.spans import Word, at_pauses
 from sbkit.errors import SbkitError
 from sbkit.export.layout import Config
 from sbkit.infer.engine import Engine
-from sbkit.infer.formats import ModelRequest
-from sbkit.infer.inputs import STDIN, collect
+from sbkit.infer.inputs import STDIN, FilesRequest, collect
 from sbkit.infer.pipeline import Options, Pipeline, PipelineResult
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import mean_confidence
@@ -77,25 +76,20 @@ EVERYTHING = RecordingShard()
 
 
 @dataclass(frozen=True)
-class LabelRequest(SearchRequest, ModelRequest):
+class LabelRequest(SearchRequest, FilesRequest):
     """What to label, and which labels to keep.
 
-    files : files, folders, manifests, JSON lines
     to : the folder of the corpus
     calibrate : a list with transcripts that the recogniser was not trained on
     keep : the minimum expected word accuracy of a row
-    schemes : URL schemes allowed in lists
     """
 
-    bundle: Path
-    files: Sequence[str]
     to: Path
     calibrate: str
     keep: float = 0.9
     shard: RecordingShard = EVERYTHING
     batch_seconds: float | None = None
     readers: int = 2
-    schemes: Sequence[str] = ()
 
 
 def label(request: LabelRequest) -> int:

@@ -20,7 +20,7 @@ from sbkit.data import publish
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.codec import CodecModel, codec
+from sbkit.infer.codec import CodecModel
 from sbkit.infer.codec_engine import books_of
 from sbkit.infer.formats import ModelRequest
 from sbkit.infer.sound_file import write_sound
@@ -57,7 +57,7 @@ def resynthesize(request: ResynthesizeRequest) -> int:
     codes = {name: Codes(folder, books) for name, folder in _folders(request.folder).items()}
     for each in codes.values():
         each.check()
-    with codec(request.bundle, request.model, request.device, request.threads) as loaded:
+    with CodecModel.open(request.bundle, request.model, request.device, request.threads) as loaded:
         print(loaded.running, file=sys.stderr)
         began, seconds = time.perf_counter(), 0.0
         with publish.temporary_folder(to) as staging:

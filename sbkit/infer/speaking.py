@@ -21,7 +21,6 @@ from sbkit.infer.formats import ModelRequest
 from sbkit.infer.sentences import PhraseReader
 from sbkit.infer.sound_file import SoundStream, SoundWriter, kind_of
 from sbkit.infer.voice import Voice, check_speed, speaker_of
-from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress, time_span
 from sbkit.system.untrusted import standard_input
@@ -66,7 +65,7 @@ def speak(request: SpeakRequest) -> int:
         count = sum(len(piece.ids) for piece in reader.read(_blocks(text, request)))
         if reader.unknown.counts:
             print(f"left out because the voice never learnt it: {reader.unknown}", file=sys.stderr)
-        with Voice(VoiceEngine(request.bundle, request.model, request.device, request.threads)) as voice:
+        with Voice.open(request.bundle, request.model, request.device, request.threads) as voice:
             print(voice.running, file=sys.stderr)
             text.seek(0)
             # In another thread: Ctrl-C in a callback of libsndfile would be lost.

@@ -26,7 +26,7 @@ from sbkit.data.splits import ALIASES, SPLITS
 from sbkit.data.text import AsWritten
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.codec import CodecModel, codec
+from sbkit.infer.codec import CodecModel
 from sbkit.infer.formats import ModelRequest
 from sbkit.infer.resynthesis import file_name
 from sbkit.system import disk
@@ -82,7 +82,7 @@ def tokenize(request: TokenizeRequest) -> int:
         folders[name] = folder
     if not folders:
         return 0
-    with codec(request.bundle, request.model, request.device, request.threads) as loaded:
+    with CodecModel.open(request.bundle, request.model, request.device, request.threads) as loaded:
         print(loaded.running, file=sys.stderr)
         for name, folder in folders.items():
             _tokenize(loaded, name, folder, request)
