@@ -49,7 +49,10 @@ class Features(nn.Module):
         # Kernels [2 * bins, 1, n_fft] of a convolution: windowed cosines, then sines.
         waves = fourier(stft.n_fft, stft.n_fft, torch.float64).t() * window
         self.register_buffer("fourier", waves.float()[:, None].contiguous())
-        self.register_buffer("mel", _mel(bank))
+        linear = copy.deepcopy(bank).eval()
+        linear.log_mel = False
+        with torch.no_grad():  # the filters [F, bins, 1], by applying the bank to each bin alone
+            self.register_buffer("mel", linear(torch.eye(bank.n_stft)[None])[0].t().contiguous()[..., None])
         self.amin, self.multiplier, self.top_db = bank.amin, bank.multiplier, bank.top_db
         self.offset = bank.multiplier * bank.db_multiplier
         cosine = getattr(features, "compute_dct", None)
@@ -132,14 +135,6 @@ def _check(features: nn.Module, stft: STFT, bank: Filterbank, hop_samples: int) 
     if stft.hop_length != hop_samples:
         raise SbkitError(f"the recipe's hop_length is {hop_samples} samples, but {name}'s is {stft.hop_length}",
                          hint=f"give {name} `hop_length: !ref <hop_length>`")
-
-
-def _mel(bank: Filterbank) -> Tensor:
-    """Compute the filters [F, bins, 1] by applying the bank to each bin alone."""
-    bank = copy.deepcopy(bank).eval()
-    bank.log_mel = False
-    with torch.no_grad():
-        return bank(torch.eye(bank.n_stft)[None])[0].t().contiguous()[..., None]
 
 
 def _repeat_last(feats: Tensor, frames: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.enhancer import EnhancerModel
 from sbkit.infer.inputs import FilesRequest, collect, lengths
-from sbkit.infer.recordings import Recording
 from sbkit.infer.resynthesis import file_names
 from sbkit.infer.sound_file import SoundWriter
 from sbkit.infer.transcription import SOME_FAILED
@@ -39,7 +37,13 @@ def enhance(request: EnhanceRequest) -> int:
     layout.EnhancerConfig.read(request.bundle)
     recordings = collect(request.files, schemes=request.schemes)
     paths = [request.to / f"{name}.wav" for name in file_names(each.id for each in recordings)]
-    _check_output(request.to, recordings, paths)
+    if request.to.exists() and not request.to.is_dir():
+        raise SbkitError(f"{request.to} is a file", hint="--to must be a folder for the enhanced recordings")
+    existing = {path.resolve() for path in paths if path.exists()}
+    for recording in recordings:
+        if isinstance(recording.audio, str) and Path(recording.audio).resolve() in existing:
+            raise SbkitError(f"{recording.audio} would be overwritten by its enhanced copy",
+                             hint="choose another folder with --to")
     waiting = [(recording, path) for recording, path in zip(recordings, paths, strict=True)
                if request.overwrite or not path.exists()]
     if len(waiting) < len(recordings):
@@ -53,10 +57,15 @@ def enhance(request: EnhanceRequest) -> int:
         request.to.mkdir(parents=True, exist_ok=True)
         with progress(what="enhancing", total=round(sum(expected)), unit="s", show=bool(waiting)) as bar:
             for recording, path in waiting:
+                rate = model.sample_rate
                 try:
-                    for part in _write(model, recording, path):
-                        seconds += part
-                        bar.update(min(round(seconds), bar.total) - bar.n)
+                    with atomic_write(path, "wb") as file, \
+                            contextlib.closing(SoundWriter(file, "wav", rate)) as writer:
+                        for samples in model.blocks(recording.blocks(rate)):
+                            writer.add(samples)
+                            seconds += len(samples) / rate
+                            bar.update(min(round(seconds), bar.total) - bar.n)
+                        writer.end()
                 except AudioError as error:
                     errors.append(error)
                     continue
@@ -69,24 +78,3 @@ def enhance(request: EnhanceRequest) -> int:
     print(f"{request.to}: {len(waiting) - len(errors)} recordings, {seconds:.1f} s; it took {time_span(elapsed)}"
           f"{factor}")
     return SOME_FAILED if errors else 0
-
-
-def _check_output(to: Path, recordings: Sequence[Recording], paths: Sequence[Path]) -> None:
-    """Raise if the output isn't a folder, or if a recording would be overwritten."""
-    if to.exists() and not to.is_dir():
-        raise SbkitError(f"{to} is a file", hint="--to must be a folder for the enhanced recordings")
-    existing = {path.resolve() for path in paths if path.exists()}
-    for recording in recordings:
-        if isinstance(recording.audio, str) and Path(recording.audio).resolve() in existing:
-            raise SbkitError(f"{recording.audio} would be overwritten by its enhanced copy",
-                             hint="choose another folder with --to")
-
-
-def _write(model: EnhancerModel, recording: Recording, path: Path) -> Iterator[float]:
-    """Write an enhanced recording; yields the seconds of each part."""
-    rate = model.sample_rate
-    with atomic_write(path, "wb") as file, contextlib.closing(SoundWriter(file, "wav", rate)) as writer:
-        for samples in model.blocks(recording.blocks(rate)):
-            writer.add(samples)
-            yield len(samples) / rate
-        writer.end()

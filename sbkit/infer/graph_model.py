@@ -113,14 +113,12 @@ class GraphModel(LoadedBundle[GraphEngine], of=layout.GraphConfig):
 
         audio : a path, the bytes of a file, a binary file, or float samples [S] at the model's rate
         """
-        signals = [self._samples(each) for each in (audio if isinstance(audio, list) else [audio])]
+        signals, rate = [], self.engine.config.sample_rate
+        for each in audio if isinstance(audio, list) else [audio]:
+            recording = Recording.of(each)
+            if recording.seconds(rate) > MAX_SECONDS:
+                raise SbkitError(f"{recording.name} is {recording.seconds(rate):.0f} s long, but this model takes "
+                                 f"whole recordings of up to {MAX_SECONDS:g} s", hint="split it")
+            signals.append(recording.samples(rate))
         found = [self.engine.output(each) for each in self.engine.run(signals)]
         return found if isinstance(audio, list) else found[0]
-
-    def _samples(self, audio: Source) -> np.ndarray:
-        recording = Recording.of(audio)
-        rate = self.engine.config.sample_rate
-        if recording.seconds(rate) > MAX_SECONDS:
-            raise SbkitError(f"{recording.name} is {recording.seconds(rate):.0f} s long, but this model takes "
-                             f"whole recordings of up to {MAX_SECONDS:g} s", hint="split it")
-        return recording.samples(rate)

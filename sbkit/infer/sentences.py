@@ -144,19 +144,13 @@ def words(blocks: Iterable[str], longest: int) -> Iterator[TextWord]:
             place = TextPosition(line, character)
         pending += run
         character += len(run)
-        while (cut := _cut(pending, longest)) is not None:
+        while len(pending) > 2 * longest:  # too long, but not cut before a combining mark
+            cut = next((at for at in range(longest, 0, -1) if not unicodedata.combining(pending[at])), longest)
             yield from _parts(pending[:cut], place, joined, breaks > 1)
             pending, joined, breaks = pending[cut:], True, 0
             place = TextPosition(line, place.character + cut)
     if pending:
         yield from _parts(pending, place, joined, breaks > 1)
-
-
-def _cut(word: str, longest: int) -> int | None:
-    """Find where to cut a word that is too long, but not before a combining mark."""
-    if len(word) <= 2 * longest:
-        return None
-    return next((at for at in range(longest, 0, -1) if not unicodedata.combining(word[at])), longest)
 
 
 def _parts(text: str, place: TextPosition, joined: bool, first: bool) -> Iterator[TextWord]:

@@ -214,13 +214,12 @@ class MessageReader:
 
     async def watch(self, seconds: float) -> None:
         """Raise ``ApiError`` 408 if no message comes for ``seconds``; cheaper than a timeout per message."""
-        while (left := seconds - self._waited) > 0:
+        left = seconds
+        while left > 0:
             await asyncio.sleep(left)
+            since = self._waits_since
+            left = seconds if since is None else since + seconds - time.monotonic()
         raise _idle(seconds)
-
-    @property
-    def _waited(self) -> float:
-        return 0.0 if self._waits_since is None else time.monotonic() - self._waits_since
 
 
 def _idle(seconds: float) -> ApiError:
