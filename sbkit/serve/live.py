@@ -302,32 +302,29 @@ class LiveSessions:
     async def session(self, websocket: WebSocket, registry: Registry) -> None:
         """Run a session in a slot of its client; raises ``ApiError`` 429 before it begins if there is none."""
         with self._shares.slot(address(websocket.scope), "live sessions", 30):
-            await self._session(websocket, registry)
-
-    async def _session(self, websocket: WebSocket, registry: Registry) -> None:
-        offered = websocket.scope.get("subprotocols", [])
-        await websocket.accept(subprotocol=PROTOCOL if PROTOCOL in offered else None)
-        session = None
-        try:
-            reader = MessageReader(websocket)
-            session = LiveSession(websocket, reader, *await _start(reader, registry), self._limits)
-            self.sessions.add(session)
-            if self._ending:
-                session.end()
-            await session.run()
-        except WebSocketDisconnect:
-            pass
-        except ApiError as error:
-            self._metrics.refused.labels(error.code or error.status).inc()
-            await _send_error(websocket, error, _POLICY)
-        except Exception as error:
-            _log.exception("session %s failed", websocket.scope[REQUEST_ID])
-            await _send_error(websocket, failed(websocket.scope[REQUEST_ID], error), _INTERNAL)
-        finally:
-            if session is not None:
-                session.close()
-                self.sessions.discard(session)
-                self._metrics.audio.labels(session.served.name).inc(session.seconds)
+            offered = websocket.scope.get("subprotocols", [])
+            await websocket.accept(subprotocol=PROTOCOL if PROTOCOL in offered else None)
+            session = None
+            try:
+                reader = MessageReader(websocket)
+                session = LiveSession(websocket, reader, *await _start(reader, registry), self._limits)
+                self.sessions.add(session)
+                if self._ending:
+                    session.end()
+                await session.run()
+            except WebSocketDisconnect:
+                pass
+            except ApiError as error:
+                self._metrics.refused.labels(error.code or error.status).inc()
+                await _send_error(websocket, error, _POLICY)
+            except Exception as error:
+                _log.exception("session %s failed", websocket.scope[REQUEST_ID])
+                await _send_error(websocket, failed(websocket.scope[REQUEST_ID], error), _INTERNAL)
+            finally:
+                if session is not None:
+                    session.close()
+                    self.sessions.discard(session)
+                    self._metrics.audio.labels(session.served.name).inc(session.seconds)
 
 
 async def _send_error(websocket: WebSocket, error: ApiError, code: int) -> None:
