@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Iterable
-from typing import Any, cast
 
 import numpy as np
 import soxr
@@ -59,12 +57,6 @@ def check_samples(given: object) -> np.ndarray:
         raise SbkitError(f"a piece of a stream has samples of up to {peak:.4g}, but floats go from -1 to 1",
                          hint="divide 16-bit samples by 32768, or give them as int16")
     return samples
-
-
-def as_pieces(given: object) -> Iterable[Any]:
-    """Return an iterable of a stream's pieces; anything else is the only piece, valid or not."""
-    single = not isinstance(given, Iterable) or isinstance(given, (np.ndarray, str, bytes, bytearray))
-    return cast("Iterable[Any]", [given] if single else given)
 
 
 def from_pcm(data: bytes) -> np.ndarray:

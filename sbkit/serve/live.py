@@ -206,12 +206,6 @@ class MessageReader:
             raise invalid("the text message is too long")
         return parse_object(message["text"], "a text message")
 
-    async def receive_within(self, seconds: float) -> bytes | dict[str, Any]:
-        try:
-            return await asyncio.wait_for(self.receive(), seconds)
-        except (asyncio.TimeoutError, TimeoutError):
-            raise _idle(seconds) from None
-
     async def watch(self, seconds: float) -> None:
         """Raise ``ApiError`` 408 if no message comes for ``seconds``; cheaper than a timeout per message."""
         left = seconds
@@ -338,7 +332,10 @@ async def _send_error(websocket: WebSocket, error: ApiError, code: int) -> None:
 
 async def _start(reader: MessageReader, registry: Registry) -> tuple[ServedModel, int, int | None]:
     """Receive the first message, and return the model, the sample rate and the milliseconds of a chunk."""
-    first = await reader.receive_within(_START_SECONDS)
+    try:
+        first = await asyncio.wait_for(reader.receive(), _START_SECONDS)
+    except (asyncio.TimeoutError, TimeoutError):
+        raise _idle(_START_SECONDS) from None
     if isinstance(first, bytes) or first.get("type") != "start":
         raise invalid('the first message must be {"type": "start", "model": NAME, "sample_rate": HERTZ}')
     if unknown := sorted(set(first) - _START_FIELDS):

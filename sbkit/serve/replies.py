@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import json
 import math
@@ -84,15 +83,6 @@ def delta(text: str) -> bytes:
 def done(transcript: Transcript) -> bytes:
     return event({"type": "transcript.text.done", "text": transcript.text, "usage": _usage(transcript),
                   **_warning(transcript)})
-
-
-def audio_delta(data: bytes) -> bytes:
-    return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
-
-
-def audio_done(symbols: int, frames: int) -> bytes:
-    usage = {"input_tokens": symbols, "output_tokens": frames, "total_tokens": symbols + frames}
-    return event({"type": "speech.audio.done", "usage": usage})
 
 
 _SLOW_READER_SECONDS = 60.0  # a client that takes longer to read a part is dropped

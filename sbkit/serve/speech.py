@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import time
@@ -181,9 +182,12 @@ def _encoded(stream: SoundStream, speech: Speech, last: bool) -> bytes:
 
 def _part(each: bytes | Usage, sse: bool) -> bytes:
     """A part of a response: the bytes, or an event; usage is sent only as an event."""
+    if not sse:
+        return each if isinstance(each, bytes) else b""
     if isinstance(each, bytes):
-        return replies.audio_delta(each) if sse else each
-    return replies.audio_done(each.symbols, each.frames) if sse else b""
+        return replies.event({"type": "speech.audio.delta", "audio": base64.b64encode(each).decode()})
+    return replies.event({"type": "speech.audio.done", "usage": {
+        "input_tokens": each.symbols, "output_tokens": each.frames, "total_tokens": each.symbols + each.frames}})
 
 
 async def stream_body(first: bytes | Usage, rest: AsyncGenerator[bytes | Usage, None], sse: bool, request: str,
