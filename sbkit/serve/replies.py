@@ -29,14 +29,9 @@ def reply(transcript: Transcript, kind: str, granularities: Sequence[str]) -> Re
         return PlainTextResponse(FORMATS[_AS_TEXT[kind]](transcript), media_type=media, headers=headers)
     if kind == "json":
         return JSONResponse({"text": transcript.text, "usage": _usage(transcript), **_warning(transcript)})
-    return _Verbose(verbose(transcript, granularities))
-
-
-class _Verbose(JSONResponse):
-    """A response that is encoded piece by piece: encoding hours of audio at once would block all threads."""
-
-    def render(self, content: Any) -> bytes:  # whatever JSON holds
-        return "".join(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(content)).encode()
+    # Encoded piece by piece, because encoding hours of audio at once would block all threads.
+    pieces = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(verbose(transcript, granularities))
+    return Response("".join(pieces), media_type="application/json")
 
 
 def verbose(transcript: Transcript, granularities: Sequence[str]) -> dict[str, Any]:

@@ -125,12 +125,8 @@ _MAX_IN_FLIGHT = 2  # sentences of one text in flight: a long text must not fill
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class Usage:
-    """The symbols of a text, and the frames of its speech."""
-
-    symbols: int = 0
-    frames: int = 0
+Usage = tuple[int, int]
+"""The symbols of a text, and the frames of its speech."""
 
 
 async def synthesise(context: RequestContext, form: SpeechForm, metrics: Metrics
@@ -138,7 +134,7 @@ async def synthesise(context: RequestContext, form: SpeechForm, metrics: Metrics
     """Yield the bytes of a text's speech as they are ready, then its usage. A sentence is computed while the one before
     it is read, so that a slow reader takes no thread and little memory."""
     began, name = time.monotonic(), form.served.name
-    stream, usage = SoundStream(form.kind, form.served.config.sample_rate), Usage()
+    stream, symbols, frames = SoundStream(form.kind, form.served.config.sample_rate), 0, 0
     work = context.work(form.served.batcher.backlog)
     pending = deque(pauses(iter(form.pieces), form.speed))
     computing: deque[tuple[Phrase, float, asyncio.Future[Any]]] = deque()
@@ -156,16 +152,16 @@ async def synthesise(context: RequestContext, form: SpeechForm, metrics: Metrics
                 found: SpeechOutput = await context.wait_for(waiting)
             speech = spoken(piece, found, form.served.config, pause)
             data = await context.wait_for(context.run_in_thread(_encoded, stream, speech, not (pending or computing)))
-            usage.symbols += len(piece.ids)
-            work.done(usage.symbols / form.speed)
-            usage.frames += int(found.frames.sum())
+            symbols += len(piece.ids)
+            work.done(symbols / form.speed)
+            frames += int(found.frames.sum())
             metrics.spoken.labels(name).inc(speech.seconds)
             if data:
                 if first:
                     metrics.first_audio.labels(name).observe(time.monotonic() - began)
                     first = False
                 yield data
-        yield usage
+        yield symbols, frames
     finally:
         work.close()
         for _, _, waiting in computing:
@@ -186,8 +182,9 @@ def _part(each: bytes | Usage, sse: bool) -> bytes:
         return each if isinstance(each, bytes) else b""
     if isinstance(each, bytes):
         return replies.event({"type": "speech.audio.delta", "audio": base64.b64encode(each).decode()})
+    symbols, frames = each
     return replies.event({"type": "speech.audio.done", "usage": {
-        "input_tokens": each.symbols, "output_tokens": each.frames, "total_tokens": each.symbols + each.frames}})
+        "input_tokens": symbols, "output_tokens": frames, "total_tokens": symbols + frames}})
 
 
 async def stream_body(first: bytes | Usage, rest: AsyncGenerator[bytes | Usage, None], sse: bool, request: str,
