@@ -72,7 +72,13 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
     """
     to = request.to.resolve()  # a link to a bundle stays a link
     publish.clean_up(to)
-    _check(request)
+    if request.to.is_file():
+        raise SbkitError(f"{request.to} is a file", hint="name a folder for the bundle")
+    if request.to.exists() and not request.force:
+        raise SbkitError(f"{request.to} exists", hint="--force replaces it")
+    if request.to.exists() and not (request.to / layout.CONFIG).is_file() and any(request.to.iterdir()):
+        raise SbkitError(f"{request.to} is neither a bundle nor empty, so it is not replaced",
+                         hint="choose another folder")
     trained = open_model() if open_model else source.open_run(
         request.run, request.checkpoint, request.average, bundles, request.mean, request.accept_worse)
     with publish.temporary_folder(to) as temporary:
@@ -91,16 +97,6 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
     print(told, end="")
     print(f"\n{request.to}  ({config.use.format(request.to)})")
     return 0
-
-
-def _check(request: ExportRequest) -> None:
-    if request.to.is_file():
-        raise SbkitError(f"{request.to} is a file", hint="name a folder for the bundle")
-    if request.to.exists() and not request.force:
-        raise SbkitError(f"{request.to} exists", hint="--force replaces it")
-    if request.to.exists() and not (request.to / layout.CONFIG).is_file() and any(request.to.iterdir()):
-        raise SbkitError(f"{request.to} is neither a bundle nor empty, so it is not replaced",
-                         hint="choose another folder")
 
 
 def _formats(request: ExportRequest, exported: Exported) -> list[str]:

@@ -59,47 +59,33 @@ def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_second
         longest = float(durations.max()) if len(durations) else 0.0
     clips: list[Clip] = []
     if corpus and manifests["test"].is_file():
-        found = corpus.manifest("test")
-        clips = _utterances(found if max_seconds is None
-                            else found.select(np.flatnonzero(found.durations <= max_seconds)), sample_rate, count,
-                            column)
+        manifest = corpus.manifest("test")
+        if max_seconds is not None:
+            manifest = manifest.select(np.flatnonzero(manifest.durations <= max_seconds))
+        texts, order = manifest.column(column or "text"), np.argsort(manifest.durations, kind="stable")
+        positions = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))
+        for i in order[positions]:
+            row = manifest.row(int(i))
+            try:
+                signal = read_utterance(row.wav, row.start, row.duration, sample_rate=sample_rate,
+                                        remote=manifest.remote)
+            except AudioError:  # moved or damaged since training; the other clips are enough
+                continue
+            clips.append(Clip(signal, texts[int(i)], row.id))
     origin = f"{len(clips)} utterances of the test split" if clips else "noise, because there is no test audio"
     hint = None if clips else "a comparison on noise means little: restore the run's audio, or import with --corpus"
     if not clips:
         clips = [Clip(_noise(seconds, sample_rate), None, f"{seconds:g} s of noise") for seconds in _SYNTHETIC_SECONDS]
     longest = longest or max(len(clip.signal) for clip in clips) / sample_rate
-    clips.append(_long(clips, longest * LONGER, sample_rate, max_seconds))
-    clips.insert(0, Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of a clip"))
-    return ComparisonClips(clips, origin, longest, hint)
-
-
-def _utterances(manifest: Manifest, sample_rate: int, count: int, column: str | None) -> list[Clip]:
-    texts = manifest.column(column or "text")
-    order = np.argsort(manifest.durations, kind="stable")
-    positions = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))
-    clips = []
-    for i in order[positions]:
-        row = manifest.row(int(i))
-        try:
-            signal = read_utterance(row.wav, row.start, row.duration, sample_rate=sample_rate,
-                                    remote=manifest.remote)
-        except AudioError:  # moved or damaged since training; the other clips are enough
-            continue
-        clips.append(Clip(signal, texts[int(i)], row.id))
-    return clips
-
-
-def _long(clips: list[Clip], seconds: float, sample_rate: int, max_seconds: float | None) -> Clip:
-    """Join clips until they are longer than ``seconds``, and cut the result to ``max_seconds``.
-
-    It has no text, because error rates are of utterances.
-    """
+    # One clip is longer than any utterance in training. It has no text, because error rates are of utterances.
     parts: list[np.ndarray] = []
-    while sum(map(len, parts)) <= seconds * sample_rate:
+    while sum(map(len, parts)) <= longest * LONGER * sample_rate:
         parts.append(clips[-1 - len(parts) % len(clips)].signal)
     joined = np.concatenate(parts)
-    return Clip(joined if max_seconds is None else joined[:int(max_seconds * sample_rate)], None,
-                f"{len(parts)} clips joined")
+    clips.append(Clip(joined if max_seconds is None else joined[:int(max_seconds * sample_rate)], None,
+                      f"{len(parts)} clips joined"))
+    clips.insert(0, Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of a clip"))
+    return ComparisonClips(clips, origin, longest, hint)
 
 
 def _noise(seconds: float, sample_rate: int) -> np.ndarray:

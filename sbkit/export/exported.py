@@ -139,7 +139,10 @@ class Exported:
             values = result if isinstance(result, (tuple, list)) else (result,)
             if not all(isinstance(value, Tensor) for value in values) or \
                     len(values) not in (len(names), len(self.outputs)):
-                raise SbkitError(f"compute_forward returns {_type_name(result)}, and the graph "
+                parts = result if isinstance(result, (tuple, list)) else ()
+                kind = "a tensor" if isinstance(result, Tensor) else \
+                    f"{type(result).__name__}({', '.join(type(part).__name__ for part in parts)})"
+                raise SbkitError(f"compute_forward returns {kind}, and the graph "
                                  f"{', '.join(self.outputs)}, so they can't be compared",
                                  hint="convert the first into the second: Exported(..., from_forward=function)")
             outputs = self.outputs if len(values) == len(self.outputs) else dict.fromkeys(names, ())
@@ -177,10 +180,3 @@ class Exported:
     def readme(self, name: str, config: OwnBundle, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
         """Make the text of the bundle's README.md; ``of_targets`` are the targets' sections."""
         return readme.text(name, config, comparison, of_targets)
-
-
-def _type_name(result: object) -> str:
-    if isinstance(result, Tensor):
-        return "a tensor"
-    parts = result if isinstance(result, (tuple, list)) else ()
-    return f"{type(result).__name__}({', '.join(type(part).__name__ for part in parts)})"

@@ -42,8 +42,17 @@ class Features(nn.Module):
         stft, bank = features.compute_STFT, features.compute_fbanks
         _check(features, stft, bank, hop_samples)
         self.hop, self.size = stft.hop_length, stft.n_fft
-        self.register_buffer("fourier", _fourier(stft))
-        self.register_buffer("mel", _mel(bank))
+        window, left = torch.zeros(stft.n_fft, dtype=torch.float64), (stft.n_fft - stft.win_length) // 2
+        window[left : left + stft.win_length] = stft.window.double()  # torch.stft centres a short window
+        if stft.normalized_stft:
+            window /= math.sqrt(stft.n_fft)
+        # Kernels [2 * bins, 1, n_fft] of a convolution: windowed cosines, then sines.
+        waves = fourier(stft.n_fft, stft.n_fft, torch.float64).t() * window
+        self.register_buffer("fourier", waves.float()[:, None].contiguous())
+        linear = copy.deepcopy(bank).eval()
+        linear.log_mel = False
+        with torch.no_grad():  # the filters [F, bins, 1], by applying the bank to each bin alone
+            self.register_buffer("mel", linear(torch.eye(bank.n_stft)[None])[0].t().contiguous()[..., None])
         self.amin, self.multiplier, self.top_db = bank.amin, bank.multiplier, bank.top_db
         self.offset = bank.multiplier * bank.db_multiplier
         cosine = getattr(features, "compute_dct", None)
@@ -68,17 +77,15 @@ class Features(nn.Module):
         level = torch.maximum(level, loudest - self.top_db)
         if self.cosine is not None:
             level = functional.conv1d(level, self.cosine)
-        return self._add_context(level.transpose(1, 2), frames), frames
-
-    def _add_context(self, feats: Tensor, frames: Tensor) -> Tensor:
-        """Append deltas and context frames, at an utterance's end as if the batch ended there."""
+        feats = level.transpose(1, 2)
+        # Deltas and context frames are, at an utterance's end, as if the batch ended there.
         if self.deltas is not None:
             first = self.deltas(_repeat_last(feats, frames))
             second = self.deltas(_repeat_last(first, frames))
             feats = torch.cat([feats, first, second], dim=2)
         if self.context is not None:
             feats = self.context(feats.masked_fill(~lengths_to_mask(frames, feats.shape[1])[..., None], 0.0))
-        return feats
+        return feats, frames
 
 
 class TracedFeatures(nn.Module):
@@ -128,25 +135,6 @@ def _check(features: nn.Module, stft: STFT, bank: Filterbank, hop_samples: int) 
     if stft.hop_length != hop_samples:
         raise SbkitError(f"the recipe's hop_length is {hop_samples} samples, but {name}'s is {stft.hop_length}",
                          hint=f"give {name} `hop_length: !ref <hop_length>`")
-
-
-def _fourier(stft: STFT) -> Tensor:
-    """Make convolution kernels [2 * bins, 1, n_fft] of windowed cosines, then sines."""
-    size, length = stft.n_fft, stft.win_length
-    window = torch.zeros(size, dtype=torch.float64)
-    left = (size - length) // 2  # torch.stft centres a short window
-    window[left : left + length] = stft.window.double()
-    if stft.normalized_stft:
-        window /= math.sqrt(size)
-    return (fourier(size, size, torch.float64).t() * window).float()[:, None].contiguous()
-
-
-def _mel(bank: Filterbank) -> Tensor:
-    """Compute the filters [F, bins, 1] by applying the bank to each bin alone."""
-    bank = copy.deepcopy(bank).eval()
-    bank.log_mel = False
-    with torch.no_grad():
-        return bank(torch.eye(bank.n_stft)[None])[0].t().contiguous()[..., None]
 
 
 def _repeat_last(feats: Tensor, frames: Tensor) -> Tensor:

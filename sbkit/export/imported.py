@@ -67,14 +67,24 @@ def _open(request: ImportRequest, run: Path) -> Trained:
                          hint="name its folder, with a tokenizer and either a hyperparams.yaml for EncoderASR or a "
                               f"config.json; {own_run}")
     if is_folder(request.source):
-        if (config := _bundle(given)) is not None:
+        config = None
+        with contextlib.suppress(SbkitError):
+            config = layout.read(given)
+        if config is not None:
             raise SbkitError(f"{request.source} is already an sbkit bundle", hint=config.use.format(given))
         if not any((given / name).is_file() for name in (layout.CONFIG, layout.RECIPE)):
             raise SbkitError(f"{request.source} has neither a config.json of transformers nor a hyperparams.yaml for "
                              "EncoderASR", hint=f"name a folder with all files of a model; {own_run}")
     folder = recipe_folder(request.source)
     if folder is not None:
-        return _of_speechbrain(request, run, SpeechBrainModel(request.source, folder, request.trust_code))
+        # SpeechBrain builds the model's layers; they replace those of a CTC recipe.
+        model = SpeechBrainModel(request.source, folder, request.trust_code)
+        brain, tokenizer = _brain(request, run, "ctc", model.piece_model, sample_rate=model.sample_rate, d_model=8,
+                                  nhead=1, d_ffn=8, num_encoder_layers=1)
+        brain.recognizer = type(brain.recognizer)(model.features, model.layers, nn.Identity(),
+                                                  normalize=model.normalize, hop_samples=model.hop_samples)
+        brain.modules = nn.ModuleDict({"model": model.layers})
+        return _trained(request, run, brain, ("SpeechBrain", _own_code(model.own_code(), model.order, tokenizer, 1)))
     published = PublishedSource.of(request.source)
     brain, tokenizer = _brain(request, run, "finetune", published.piece_model(), init_from=request.source,
                               head_kernel=0, encoder={
@@ -85,23 +95,6 @@ def _open(request: ImportRequest, run: Path) -> Trained:
         print(note)
     own, min_samples = published.model.own_code(encoder.frames), getattr(encoder.network, "min_samples", 1)
     return _trained(request, run, brain, ("transformers", _own_code(own, published.kept_order, tokenizer, min_samples)))
-
-
-def _bundle(folder: Path) -> layout.Bundle | None:
-    """The configuration of a folder if it is an sbkit bundle."""
-    with contextlib.suppress(SbkitError):
-        return layout.read(folder)
-    return None
-
-
-def _of_speechbrain(request: ImportRequest, run: Path, model: SpeechBrainModel) -> Trained:
-    """Open a model whose layers SpeechBrain has built; they replace those of a CTC recipe."""
-    brain, tokenizer = _brain(request, run, "ctc", model.piece_model, sample_rate=model.sample_rate, d_model=8, nhead=1,
-                              d_ffn=8, num_encoder_layers=1)
-    brain.recognizer = type(brain.recognizer)(model.features, model.layers, nn.Identity(), normalize=model.normalize,
-                                              hop_samples=model.hop_samples)
-    brain.modules = nn.ModuleDict({"model": model.layers})
-    return _trained(request, run, brain, ("SpeechBrain", _own_code(model.own_code(), model.order, tokenizer, 1)))
 
 
 def _brain(request: ImportRequest, run: Path, task: str, model: bytes,

@@ -414,7 +414,19 @@ class VoiceConfig(Bundle):
             if len(symbol) != 1 or unicodedata.normalize("NFC", symbol) != symbol:
                 raise SbkitError(f"{path}: the symbol {symbol!a} is not one character in Unicode's form NFC",
                                  hint="export the model again")
-        _check_rules(str(path), self.text)
+        if self.text is None:
+            return
+        if self.text.keys() - TextRules().options().keys():
+            raise SbkitError(f"{path}: text must have options of TextRules, not {shown(self.text)}",
+                             hint="was it written by a newer sbkit?")
+        try:
+            rules = TextRules(**self.text)
+        except (SbkitError, TypeError) as error:
+            raise SbkitError(f"{path}: {error}", hint="export the model again") from None
+        pairs = [*rules.replace.items(), *rules.case_pairs.items()]
+        if len(pairs) > _MAX_RULES or any(len(each) > _MAX_RULE for pair in pairs for each in pair):
+            raise SbkitError(f"{path}: text has more than {_MAX_RULES} replacement rules, or one of more than "
+                             f"{_MAX_RULE} characters", hint="export the model again")
 
 
 @dataclass(kw_only=True)
@@ -482,19 +494,14 @@ def read(folder: str | Path) -> Bundle:
         raise SbkitError(f"{path} has version {shown(version)}, but this sbkit reads version {VERSION}",
                          hint="install a newer sbkit" if isinstance(version, int) and version > VERSION else None)
     name = values.pop("kind", CTC)
-    kind = _kind(name) if isinstance(name, str) else None
+    if isinstance(name, str) and name not in KINDS:  # of an installed package
+        for point in entry_points(group=ENTRY_POINTS, name=name):
+            point.load()
+    kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise SbkitError(f"{path} is of kind {shown(name)}, but this sbkit reads {', '.join(KINDS)}",
                          hint="install a newer sbkit, or import the code that defines that kind")
     return kind.of(values, path)
-
-
-def _kind(name: str) -> type[Bundle] | None:
-    """Find a kind by its name, including those of installed packages."""
-    if name not in KINDS:
-        for point in entry_points(group=ENTRY_POINTS, name=name):
-            point.load()
-    return KINDS.get(name)
 
 
 def _parse(kind: type[T], values: object, where: str) -> T:
@@ -525,23 +532,6 @@ def _refuse(where: str, name: str, found: object, allowed: Schema) -> None:
 def _check_state(where: str, state: dict[str, dict[str, Any]]) -> None:
     if sum(math.prod(part["shape"]) for part in state.values()) > MAX_STATE:
         raise SbkitError(f"{where}: state has more than {MAX_STATE:,} numbers", hint="export the model again")
-
-
-def _check_rules(where: str, text: object) -> None:
-    """Refuse options that ``TextRules`` doesn't have, and too many or too long rules."""
-    if text is None:
-        return
-    if not isinstance(text, dict) or text.keys() - TextRules().options().keys():
-        raise SbkitError(f"{where}: text must have options of TextRules, not {shown(text)}",
-                         hint="was it written by a newer sbkit?")
-    try:
-        rules = TextRules(**text)
-    except (SbkitError, TypeError) as error:
-        raise SbkitError(f"{where}: {error}", hint="export the model again") from None
-    pairs = [*rules.replace.items(), *rules.case_pairs.items()]
-    if len(pairs) > _MAX_RULES or any(len(each) > _MAX_RULE for pair in pairs for each in pair):
-        raise SbkitError(f"{where}: text has more than {_MAX_RULES} replacement rules, or one of more than {_MAX_RULE} "
-                         "characters", hint="export the model again")
 
 
 def _check_formats(path: Path, name: str, files: dict[str, str], models: dict[str, str]) -> None:

@@ -29,22 +29,29 @@ def main_outputs(outputs: Mapping[str, tuple[str, ...]]) -> list[str]:
 def split_batch(outputs: Mapping[str, tuple[str, ...]], values: Sequence[np.ndarray]) -> list[Output]:
     """Split a graph's outputs by utterance and cut off the padding; ``outputs`` is as in ``Exported``."""
     arrays = dict(zip(outputs, values, strict=True))
-    parts = [tuple(_cut(arrays, outputs[name], arrays[name][i], i) for name in main_outputs(outputs))
-             for i in range(len(values[0]))]
-    return [one[0] if len(one) == 1 else one for one in parts]
-
-
-def _cut(arrays: Mapping[str, np.ndarray], dimensions: tuple[str, ...], value: np.ndarray, row: int) -> np.ndarray:
-    has_lengths = len(dimensions) > 1 and dimensions[1] in arrays
-    return value[: int(arrays[dimensions[1]][row])] if has_lengths else value
+    found: list[Output] = []
+    for row in range(len(values[0])):
+        parts = []
+        for name in main_outputs(outputs):
+            lengths = arrays.get(outputs[name][1]) if len(outputs[name]) > 1 else None
+            parts.append(arrays[name][row] if lengths is None else arrays[name][row][: int(lengths[row])])
+        found.append(parts[0] if len(parts) == 1 else tuple(parts))
+    return found
 
 
 def open_runner(name: str, path: Path) -> Call:
     """Open a graph that was written in one of the formats onnx, int8 and torch."""
-    return (_program if name == layout.TORCH else _session)(path)
+    if name == layout.TORCH:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about read-only buffers, which are never written to
+            module = torch.export.load(path).module()
 
+        @torch.no_grad()
+        def call(*inputs: np.ndarray) -> list[np.ndarray]:
+            values = module(*map(torch.from_numpy, inputs))
+            return [value.numpy() for value in (values if isinstance(values, tuple) else (values,))]
 
-def _session(path: Path) -> Call:
+        return call
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -52,19 +59,6 @@ def _session(path: Path) -> Call:
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
     return lambda *inputs: session.run(None, dict(zip(names, inputs, strict=True)))
-
-
-def _program(path: Path) -> Call:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about read-only buffers, which are never written to
-        module = torch.export.load(path).module()
-
-    @torch.no_grad()
-    def call(*inputs: np.ndarray) -> list[np.ndarray]:
-        values = module(*map(torch.from_numpy, inputs))
-        return [value.numpy() for value in (values if isinstance(values, tuple) else (values,))]
-
-    return call
 
 
 def on_waveforms(call: Call, outputs: Mapping[str, tuple[str, ...]], min_samples: int = 1) -> Runner:

@@ -64,7 +64,10 @@ def of_brain(brain: Task, run: Path, facts: dict[str, Any], bundles: Bundles | N
             module.float().eval()
     adapters.merge(brain.modules)
     if bundles is not None and brain.recogniser is not None:
-        _set_recogniser(brain, brain.recogniser, bundles)
+        try:
+            brain.take_recogniser(bundles.recogniser(brain.recogniser, brain.keys.sample_rate))
+        except SbkitError as error:  # its bundle may be gone
+            logger.warning("Recognised words are not compared: %s", error)
     exported = brain.exported(run)
     if exported is None:
         raise SbkitError(f"{type(brain).__name__} does not say what to export",
@@ -85,14 +88,6 @@ def _forward(brain: Task, signal: Tensor, samples: int) -> Any:  # depends on th
     except Exception as error:
         raise SbkitError(f"compute_forward fails on a recording alone, so the export can't be compared with it: "
                          f"{summary(error)}", hint="give it what it needs in your task's method clip_batch") from error
-
-
-def _set_recogniser(brain: Task, folder: str, bundles: Bundles) -> None:
-    """Set the recogniser that transcribes the exported model's audio, if its bundle still exists."""
-    try:
-        brain.take_recogniser(bundles.recogniser(folder, brain.keys.sample_rate))
-    except SbkitError as error:
-        logger.warning("Recognised words are not compared: %s", error)
 
 
 def _facts(keys: TaskKeys, brain: Brain, used: Sequence[Checkpoint], averaged: bool, mean: float | None,

@@ -55,7 +55,10 @@ class Windows:
         windows = []
         while self.wanted <= 0:
             windows.append(self._next(self.frames))
-        self._drop_old()
+        # What neither the next window nor the mirror image at the end will need is dropped.
+        start = min(self._first(), self.received - self.size)
+        if start > self._start:
+            self._kept, self._start = self._kept[start - self._start:].copy(), start
         return windows
 
     def finish(self) -> list[Window]:
@@ -83,9 +86,3 @@ class Windows:
             window[:used] = self._kept[indices - self._start]
         self.next_frame += self.moves
         return Window(window, frames)
-
-    def _drop_old(self) -> None:
-        """Drop the samples that neither the next window nor the mirror image at the end will need."""
-        start = min(self._first(), self.received - self.size)
-        if start > self._start:
-            self._kept, self._start = self._kept[start - self._start:].copy(), start

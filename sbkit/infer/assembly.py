@@ -37,7 +37,8 @@ class Assembly:
         return self.first_open == self.expected
 
     def add(self, number: int, chunk: Chunk, log_probs: np.ndarray, frame_samples: int, decoder: Decoder) -> None:
-        """Add the output [T, V] for a chunk; a pause closes the stretch."""
+        """Add the output [T, V] for a chunk; a pause closes the stretch, and speech without one is split after
+        ``_MAX_CHUNKS``."""
         if chunk.keep is None:
             stop, samples = None, len(chunk.signal) - chunk.skip * frame_samples
         else:
@@ -45,10 +46,6 @@ class Assembly:
         # A copy: a view would keep the whole batch in memory.
         self.parts[number] = log_probs[chunk.skip : stop].copy(), chunk.continues
         self.samples += samples
-        self._close(decoder)
-
-    def _close(self, decoder: Decoder) -> None:
-        """Turn chunks up to a pause into stretches; speech without pauses is split after ``_MAX_CHUNKS``."""
         end = self.first_open
         while end in self.parts:
             continues = self.parts[end][1]
@@ -99,9 +96,22 @@ class StableWords:
         if not self._decoder.joins:
             self.end()
         elif self._frames > self._decode_at:
-            found = self._decode()
-            self._finalise(words(found, self._vocabulary), self._first + int(max(
-                (part.frame + part.spans.ends[-1] - self._first for part in found if len(part.spans)), default=0)))
+            parts = self._decode()
+            found, frame = words(parts, self._vocabulary), self._vocabulary.config.frame_seconds
+            end = self._first + self._frames
+            last_end = max((int(part.frame + part.spans.ends[-1]) for part in parts if len(part.spans)),
+                           default=self._first)
+            if (end - last_end) * frame >= PAUSE_SECONDS:
+                self.words += found
+                self._restart_at(end)
+                return
+            # Don't cut through a token that ends one word and begins the next.
+            count = next((i for i in range(len(found) - 1, 0, -1) if found[i].start >= found[i - 1].end), 0)
+            if count:
+                self.words += found[:count]
+                self._restart_at(round(found[count].start / frame))
+            # The length to decode again doubles, so that an endless word stays cheap.
+            self._decode_at = 2 * self._frames
 
     def end(self) -> None:
         """Settle the remaining words: the recording is over."""
@@ -111,20 +121,6 @@ class StableWords:
 
     def _decode(self) -> list[DecodedTokens]:
         return [DecodedTokens(self._first + part.frame, part.spans) for part in self._decoder.tokens([self._open])[0]]
-
-    def _finalise(self, found: list[Word], last_end: int) -> None:
-        frame, end = self._vocabulary.config.frame_seconds, self._first + self._frames
-        if (end - last_end) * frame >= PAUSE_SECONDS:
-            self.words += found
-            self._restart_at(end)
-            return
-        # Don't cut through a token that ends one word and begins the next.
-        count = next((i for i in range(len(found) - 1, 0, -1) if found[i].start >= found[i - 1].end), 0)
-        if count:
-            self.words += found[:count]
-            self._restart_at(round(found[count].start / frame))
-        # The length to decode again doubles, so that an endless word stays cheap.
-        self._decode_at = 2 * self._frames
 
     def _restart_at(self, frame: int) -> None:
         self._open = self._decoder.after(self._open, frame - self._first)

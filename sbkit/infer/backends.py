@@ -116,7 +116,13 @@ class Torch:
     def _load(self, path: Path, gpu: int | None, interface: Interface) -> tuple[torch.nn.Module, torch.device]:
         """Load the program onto a device, run it once, and check that it ran there."""
         device = torch_device(gpu)
-        program = _load_program(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about read-only buffers, which are never written
+            try:
+                program = self._torch.export.load(path)
+            except Exception as error:
+                raise SbkitError(f"{path} can't be loaded: {first_line(error)}",
+                                 hint="is the file complete? export it again") from error
         try:
             module = move_program(program, device).module()
             found = self._run(module, device, list(interface.inputs.values()))
@@ -193,18 +199,6 @@ def _keep_fake_tensors_alive() -> None:
     used.wait()
 
 
-def _load_program(path: Path) -> torch.export.ExportedProgram:
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about read-only buffers, which are never written
-        try:
-            return torch.export.load(path)
-        except Exception as error:
-            raise SbkitError(f"{path} can't be loaded: {first_line(error)}",
-                             hint="is the file complete? export it again") from error
-
-
 def torch_device(gpu: int | None) -> torch.device:
     """Return torch's device for a GPU's number, or the CPU for None; raises ``DeviceUnavailable``."""
     import torch
@@ -231,16 +225,16 @@ def check_no_pickles(path: Path) -> None:
                     payload = json.loads(archive.read(entry))
                     if any(each.get("use_pickle", True) for each in payload["config"].values()):
                         raise SbkitError(f"{path}: {name} refers to pickles", hint="export the run again")
-                elif not _harmless(name, entry.file_size):
+                    continue
+                parent, _, base = name.rpartition("/")
+                if name.startswith("data/sample_inputs/"):
+                    harmless = entry.file_size == 0
+                elif parent in ("data/weights", "data/constants"):
+                    harmless = base.startswith(("weight_", "tensor_"))
+                else:
+                    harmless = parent in ("models", ".data") or name in (
+                        "archive_format", "archive_version", "byteorder", "version")
+                if not harmless:
                     raise SbkitError(f"{path} contains {name}, which may be a pickle", hint="export the run again")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         raise SbkitError(f"{path} can't be read: {error}", hint="is the file complete? export the run again") from None
-
-
-def _harmless(name: str, size: int) -> bool:
-    if name.startswith("data/sample_inputs/"):
-        return size == 0
-    parent, _, base = name.rpartition("/")
-    if parent in ("data/weights", "data/constants"):
-        return base.startswith(("weight_", "tensor_"))
-    return parent in ("models", ".data") or name in ("archive_format", "archive_version", "byteorder", "version")

@@ -153,15 +153,13 @@ class BundleEngine(ABC):
     def _open(self, path: Path, model: str, device: DeviceChoice) -> None:
         formats.check_file(path, self.config)
         self.backend = open_graph(path, model, device, self.threads, self._interface(), self.compile, self.spin)
-        self._compare(path, self.backend.metadata)
-        self._warm_up(path)
-
-    def _compare(self, path: Path, metadata: Mapping[str, str]) -> None:
-        """Raise if the file's metadata differs from config.json."""
         for name, expected in self.config.onnx_metadata().items():
-            if (actual := metadata.get(name, expected)) != expected:
-                raise SbkitError(f"{path} was exported with {name} {_short(actual)}, but {layout.CONFIG} says "
-                                 f"{_short(expected)}", hint="do both come from the same export? export it again")
+            if (actual := self.backend.metadata.get(name, expected)) != expected:
+                short = [each if len(each) <= _SHOWN else f"{each[:_SHOWN // 2]} ... {each[-_SHOWN // 2:]}"
+                         for each in (actual, expected)]
+                raise SbkitError(f"{path} was exported with {name} {short[0]}, but {layout.CONFIG} says {short[1]}",
+                                 hint="do both come from the same export? export it again")
+        self._warm_up(path)
 
     @abstractmethod
     def _interface(self) -> Interface:
@@ -213,18 +211,34 @@ def closed_error() -> SbkitError:
     return SbkitError("the model was closed", hint="load it again")
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN // 2]} ... {text[-_SHOWN // 2:]}"
-
-
+#: Loads each kind of bundle, given its folder, model, device, threads and other options that it takes.
+LOADERS: layout.ByKind[Callable[..., Any]] = layout.ByKind()
 E = TypeVar("E", bound=BundleEngine)
 
 
 class LoadedBundle(Generic[E]):
-    """A loaded bundle, which any number of threads may call."""
+    """A loaded bundle, which any number of threads may call.
+
+    A subclass names the configuration of the kind that it loads, ``class Voice(LoadedBundle[VoiceEngine],
+    of=VoiceConfig)``, and so is in ``LOADERS``.
+    """
+
+    engine_type: ClassVar[Any]
+    """The class of :attr:`engine`, for :meth:`open`."""
+
+    def __init_subclass__(cls, of: type[Bundle] | None = None) -> None:
+        super().__init_subclass__()
+        if of is not None:
+            LOADERS[of] = cls.open
 
     def __init__(self, engine: E):
         self.engine = engine
+
+    @classmethod
+    def open(cls, bundle: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
+             threads: int | None = None) -> Self:
+        """Load a bundle of this kind; the arguments are those of ``sbkit.infer.load``."""
+        return cls(cls.engine_type(bundle, model, device, threads))
 
     @property
     def running(self) -> Placement:

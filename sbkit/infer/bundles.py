@@ -33,26 +33,28 @@ class Aligner:
 
     def align(self, signals: Sequence[np.ndarray], sample_rate: int, texts: Sequence[str]) -> list[Alignment | str]:
         """Align waveforms [S] with their texts; a text that can't be aligned gives the reason."""
-        scores = self._model.engine.run(_at_rate(signals, sample_rate, self._config.sample_rate))
-        return [self._align(each, text) for each, text in zip(scores, texts, strict=True)]
-
-    def _align(self, scores: np.ndarray, text: str) -> Alignment | str:
         import torch
 
         from sbkit.decode.greedy import align
 
         symbols, config = self._model.engine.vocabulary.symbols, self._config
-        if np.isnan(scores).any():
-            return "the recogniser's output is not a number"
-        try:
-            ids = spell(text, symbols, config.word_separator)
-            [spans] = align(torch.from_numpy(scores)[None], torch.tensor([len(scores)]), torch.tensor([ids]),
-                            torch.tensor([len(ids)]), config.blank_id, ids=["this one"])
-        except SbkitError as error:
-            return str(error)
-        frame = config.frame_seconds
-        return Alignment([symbols[number] for number in spans.ids], spans.starts * frame, spans.ends * frame,
-                         config.word_separator)
+        found: list[Alignment | str] = []
+        outputs = self._model.engine.run(_at_rate(signals, sample_rate, config.sample_rate))
+        for scores, text in zip(outputs, texts, strict=True):
+            if np.isnan(scores).any():
+                found.append("the recogniser's output is not a number")
+                continue
+            try:
+                ids = spell(text, symbols, config.word_separator)
+                [spans] = align(torch.from_numpy(scores)[None], torch.tensor([len(scores)]), torch.tensor([ids]),
+                                torch.tensor([len(ids)]), config.blank_id, ids=["this one"])
+            except SbkitError as error:
+                found.append(str(error))
+                continue
+            frame = config.frame_seconds
+            found.append(Alignment([symbols[number] for number in spans.ids], spans.starts * frame, spans.ends * frame,
+                                   config.word_separator))
+        return found
 
     def close(self) -> None:
         self._model.close()

@@ -96,7 +96,19 @@ class TerminalCaptions(Captions):
     def show(self, line: TranscriptLine) -> None:
         words, settled = [word.text for word in line.words[self._kept :]], len(line.settled) - self._kept
         rows = _rows(words, self._space, max(2, shutil.get_terminal_size().columns - 1))
-        self._draw([self._row(row, settled) for row in rows])
+        texts = []
+        for row in rows:
+            text, dim = "", False
+            for piece in row:
+                text += self._space if text and piece.begins else ""
+                if self._dims and not dim and piece.word >= settled:
+                    text, dim = text + _DIM, True
+                text += piece.text
+            texts.append(text + _NORMAL * dim)
+        if texts != self._drawn:
+            up = f"\x1b[{len(self._drawn) - 1}A" if len(self._drawn) > 1 else ""
+            self._out.write(up + "\r" + _ERASE_BELOW + "\n".join(texts))
+            self._drawn = texts
         if line.complete:
             self._out.write("\n")
             self._kept, self._drawn = 0, [""]
@@ -112,21 +124,6 @@ class TerminalCaptions(Captions):
             self._out.write("\n")
             self._kept, self._drawn = 0, [""]
             self._out.flush()
-
-    def _draw(self, rows: list[str]) -> None:
-        if rows != self._drawn:
-            up = f"\x1b[{len(self._drawn) - 1}A" if len(self._drawn) > 1 else ""
-            self._out.write(up + "\r" + _ERASE_BELOW + "\n".join(rows))
-            self._drawn = rows
-
-    def _row(self, row: list[_CaptionPart], settled: int) -> str:
-        text, dim = "", False
-        for piece in row:
-            text += self._space if text and piece.begins else ""
-            if self._dims and not dim and piece.word >= settled:
-                text, dim = text + _DIM, True
-            text += piece.text
-        return text + _NORMAL * dim
 
 
 class _CaptionPart(NamedTuple):

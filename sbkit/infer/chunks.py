@@ -46,21 +46,15 @@ def cut(blocks: Iterable[np.ndarray], rate: int, frame_samples: int, chunk_secon
         pending += len(block)
         while pending > size:
             signal = np.concatenate(waiting)
-            length, beyond = _best_cut(signal[done:size], rate, frame_samples, context)
+            (length, pause), beyond = _quietest(signal[done:size], rate, frame_samples), 0
+            if not pause:  # the cut goes through speech, and must leave room for what is included beyond it
+                beyond, (length, _) = context, _quietest(signal[done : size - context], rate, frame_samples)
             end = done + length
             yield Chunk(signal[: end + beyond], done // frame_samples, length // frame_samples, beyond > 0)
             first = max(end - beyond, 0)
             waiting, pending, done = [signal[first:]], len(signal) - first, end - first
     if pending > done:
         yield Chunk(np.concatenate(waiting), done // frame_samples, None)
-
-
-def _best_cut(signal: np.ndarray, rate: int, frame_samples: int, context: int) -> tuple[int, int]:
-    """Return the number of samples before the cut, in whole frames, and how many beyond it to include."""
-    length, pause = _quietest(signal, rate, frame_samples)
-    if pause:
-        return length, 0
-    return _quietest(signal[: len(signal) - context], rate, frame_samples)[0], context
 
 
 def _quietest(signal: np.ndarray, rate: int, frame_samples: int) -> tuple[int, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,6 +16,9 @@ from sbkit.infer.bundle_engine import LoadedBundle
 from sbkit.infer.codec_engine import CodecEngine, CodeEngine, SoundEngine
 from sbkit.infer.formats import AUTO
 from sbkit.infer.recordings import Recording, Source
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Seconds of a recording in one run, without the context at both ends.
 PIECE_SECONDS = 30.0
@@ -66,7 +69,7 @@ def batches(parts: Sequence[CodecChunk], config: layout.CodecConfig) -> list[lis
     return result
 
 
-class CodecModel(LoadedBundle[CodeEngine]):
+class CodecModel(LoadedBundle[CodeEngine], of=layout.CodecConfig):
     """A loaded codec, which any number of threads may call.
 
     >>> codec = sbkit.infer.load("bundle")                # doctest: +SKIP
@@ -83,6 +86,15 @@ class CodecModel(LoadedBundle[CodeEngine]):
     def __init__(self, engine: CodeEngine, sounds: SoundEngine):
         super().__init__(engine)
         self.sounds = sounds
+
+    @classmethod
+    def open(cls, bundle: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None) -> Self:
+        engine = CodeEngine(bundle, model, device, threads)
+        try:
+            return cls(engine, SoundEngine(bundle, engine.running.model, device, threads))
+        except BaseException:
+            engine.close()
+            raise
 
     @property
     def books(self) -> Books:
@@ -118,7 +130,13 @@ class CodecModel(LoadedBundle[CodeEngine]):
         kept = [number for number, error in enumerate(errors) if error is None]
         codes = iter(self._run(self.engine, [signals[number] for number in kept], [frames[number] for number in kept],
                                stride, 1))
-        return [error or self._checked_codes(next(codes)) for error in errors]
+        found: list[np.ndarray | SbkitError] = []
+        for error in errors:
+            try:
+                found.append(error or self.books.check(next(codes), f"the output of {self.running.file}"))
+            except InvalidCode as invalid:
+                found.append(invalid)
+        return found
 
     def decode(self, codes: Sequence[ArrayLike]) -> list[np.ndarray]:
         """Compute the samples [T * stride] float32 of each recording's codes [T, Q], independent of the others.
@@ -126,31 +144,23 @@ class CodecModel(LoadedBundle[CodeEngine]):
         Raises ``InvalidCode`` for the first id that is not in its codebook, before any graph runs.
         """
         _check_list(codes, "decode", "codes")
-        checked = [self._checked(each, number) for number, each in enumerate(codes)]
+        checked = []
+        for number, given in enumerate(codes):
+            try:
+                checked.append(found := self.books.check(given, f"recording {number}"))
+            except InvalidCode as error:
+                raise _numbered(error, error.message, number) from None
+            if found.ndim != 2:
+                raise SbkitError(f"recording {number}: its codes must be [frames, {found.shape[-1]}], not "
+                                 f"{list(found.shape)}")
         for number, each in enumerate(checked):
-            if (error := too_long(len(each), self.engine.config)) is not None:
-                raise _numbered(error, f"recording {number}: {error.message}", number)
+            if (long := too_long(len(each), self.engine.config)) is not None:
+                raise _numbered(long, f"recording {number}: {long.message}", number)
         return self._run(self.sounds, checked, list(map(len, checked)), 1, self.engine.config.stride)
 
     def close(self) -> None:
         super().close()
         self.sounds.close()
-
-    def _checked_codes(self, codes: np.ndarray) -> np.ndarray | SbkitError:
-        try:
-            return self.books.check(codes, f"the output of {self.running.file}")
-        except InvalidCode as error:
-            return error
-
-    def _checked(self, codes: ArrayLike, number: int) -> np.ndarray:
-        try:
-            found = self.books.check(codes, f"recording {number}")
-        except InvalidCode as error:
-            raise _numbered(error, error.message, number) from None
-        if found.ndim != 2:
-            raise SbkitError(f"recording {number}: its codes must be [frames, {found.shape[-1]}], not "
-                             f"{list(found.shape)}")
-        return found
 
     def _run(self, engine: CodecEngine, given: list[np.ndarray], frames: list[int], per_frame: int, out_per_frame: int,
              ) -> list[np.ndarray]:
@@ -174,16 +184,6 @@ class CodecModel(LoadedBundle[CodeEngine]):
                 future.cancel()  # those after one that failed
         return [np.concatenate([kept for _, kept in sorted(each, key=lambda part: part[0])]) if each
                 else np.zeros(0, np.float32) for each in found]
-
-
-def codec(bundle: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None) -> CodecModel:
-    """Load a codec's bundle; the arguments are those of ``sbkit.infer.load``."""
-    engine = CodeEngine(bundle, model, device, threads)
-    try:
-        return CodecModel(engine, SoundEngine(bundle, engine.running.model, device, threads))
-    except BaseException:
-        engine.close()
-        raise
 
 
 def _numbered(error: SbkitError, message: str, number: int) -> SbkitError:

@@ -44,7 +44,8 @@ class CodeEngine(CodecEngine):
     may be in no codebook."""
 
     def _interface(self) -> Interface:
-        return Interface(dict(zip(layout.INPUTS, self._pad([self._example()]), strict=True)), layout.CODES)
+        example = pad([self._example()], self.config.min_samples)
+        return Interface(dict(zip(layout.INPUTS, example, strict=True)), layout.CODES)
 
     def _example(self) -> np.ndarray:
         return np.zeros(_EXAMPLE_FRAMES * self.config.stride, np.float32)
@@ -53,11 +54,8 @@ class CodeEngine(CodecEngine):
         [codes] = self._run([self._example()])
         self.books.check(codes, f"the output of {path.name}")
 
-    def _pad(self, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        return pad(parts, self.config.min_samples)
-
     def run_batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
-        codes, frames = self.compute(*self._pad(parts))
+        codes, frames = self.compute(*pad(parts, self.config.min_samples))
         expected = [-(-len(part) // self.config.stride) for part in parts]
         if frames.tolist() != expected or codes.ndim != 3 or len(codes) != len(parts) or codes.shape[1] < max(expected):
             raise SbkitError(f"the codec output {frames.tolist()} frames instead of {expected}", hint=_HINT)
@@ -71,16 +69,14 @@ class SoundEngine(CodecEngine):
         return self.config.decoders
 
     def _interface(self) -> Interface:
-        return Interface(dict(zip(layout.CODES, self._pad([self._example()]), strict=True)), layout.INPUTS)
+        example = pad([self._example()], self.config.min_frames)
+        return Interface(dict(zip(layout.CODES, example, strict=True)), layout.INPUTS)
 
     def _example(self) -> np.ndarray:
         return np.tile(np.array(self.config.books, np.int64) - 1, (_EXAMPLE_FRAMES, 1))  # the last entry of each book
 
-    def _pad(self, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        return pad(parts, self.config.min_frames)
-
     def run_batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
-        signals, lengths = self.compute(*self._pad(parts))
+        signals, lengths = self.compute(*pad(parts, self.config.min_frames))
         expected = [len(part) * self.config.stride for part in parts]
         if lengths.tolist() != expected or signals.ndim != 2 or len(signals) != len(parts) \
                 or signals.shape[1] < max(expected):

@@ -229,20 +229,17 @@ def _search(kind: type[S], vocabulary: Vocabulary, options: Mapping[str, Any]) -
 
 
 def _transducer(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
+    """Open the prediction and the joint network too, on the CPU, because they process one frame at a time."""
     config = vocabulary.config
     assert isinstance(config, TransducerConfig) and vocabulary.folder is not None, "the vocabulary of a bundle"
-    joint = _joint(vocabulary.folder, config)
-    return BeamTransducer(vocabulary, joint, search) if search else GreedyTransducer(vocabulary, joint)
-
-
-def _joint(folder: Path, config: TransducerConfig) -> GraphJoint:
-    """Open a bundle's prediction and joint network on the CPU, because they process one frame at a time."""
-    tokens, states = np.zeros((_ROWS, config.context), np.int64), np.zeros((_ROWS, config.joint_size), np.float32)
+    folder, tokens = vocabulary.folder, np.zeros((_ROWS, config.context), np.int64)
+    states = np.zeros((_ROWS, config.joint_size), np.float32)
     decoder = _open_graph(folder / config.decoder, config, Interface({"tokens": tokens}, ["predicted"]),
                           config.joint_size)
     joiner = _open_graph(folder / config.joiner, config,
                          Interface({"encoded": states, "predicted": states}, ["scores"]), config.vocabulary)
-    return GraphJoint(decoder, joiner, config.vocabulary, config.context, config.blank_id)
+    joint = GraphJoint(decoder, joiner, config.vocabulary, config.context, config.blank_id)
+    return BeamTransducer(vocabulary, joint, search) if search else GreedyTransducer(vocabulary, joint)
 
 
 def _open_graph(path: Path, config: TransducerConfig, interface: Interface, width: int) -> Callable[..., np.ndarray]:

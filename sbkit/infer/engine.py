@@ -59,7 +59,14 @@ class Engine(BatchEngine):
     # ------------------------------------------------------------------ within the worker
 
     def _warm_up(self, path: Path) -> None:
-        self._buckets = self._shapes(self._requested_buckets) if self.compile else []
+        if self.compile:
+            config, buckets = self.config, self._requested_buckets
+            if buckets is None:
+                longest = max(self._usual_seconds(), _SECONDS[0])
+                seconds = [*(each for each in _SECONDS if each < longest), longest]
+                buckets = [(rows, each) for rows in (_BATCHES if config.batching else (1,)) for each in seconds]
+            self._buckets = sorted((rows, max(round(each * config.sample_rate), config.min_samples))
+                                   for rows, each in buckets)
         for utterances, samples in self._buckets or [(1, self.config.sample_rate // 2)]:
             self._run([np.zeros(samples, dtype=np.float32)] * utterances)
 
@@ -73,8 +80,13 @@ class Engine(BatchEngine):
         return Interface(dict(zip(layout.INPUTS, example, strict=True)), self.config.outputs)
 
     def run_batch(self, signals: list[np.ndarray]) -> list[np.ndarray]:
-        longest = max(self.config.min_samples, *map(len, signals))
-        rows, samples = self._bucket(len(signals), longest)
+        rows, samples = len(signals), max(self.config.min_samples, *map(len, signals))
+        if self._buckets:  # the smallest one that the batch fits in
+            fitting = [(r, s) for r, s in self._buckets if r >= rows and s >= samples]
+            if not fitting:
+                raise SbkitError(f"a batch of {rows} utterances of {samples / self.config.sample_rate:.1f} s fits no "
+                                 "shape that the model was compiled for", hint="give the engine larger buckets")
+            rows, samples = min(fitting, key=lambda shape: shape[0] * shape[1])
         fillers = [np.zeros(1, dtype=np.float32)] * (rows - len(signals))  # of a bucket with more rows
         return self._split(self.compute(*pad([*signals, *fillers], samples)), len(signals))
 
@@ -88,23 +100,3 @@ class Engine(BatchEngine):
                              f"{layout.CONFIG} says {self.config.width}",
                              hint="do all files come from the same export?")
         return [log_probs[i, : frames[i]] for i in range(count)]
-
-    # ------------------------------------------------------------------ shapes
-
-    def _shapes(self, buckets: Sequence[tuple[int, float]] | None) -> list[tuple[int, int]]:
-        if buckets is None:
-            longest = max(self._usual_seconds(), _SECONDS[0])
-            seconds = [*(each for each in _SECONDS if each < longest), longest]
-            buckets = [(rows, each) for rows in (_BATCHES if self.config.batching else (1,)) for each in seconds]
-        rate = self.config.sample_rate
-        return sorted((rows, max(round(seconds * rate), self.config.min_samples)) for rows, seconds in buckets)
-
-    def _bucket(self, rows: int, samples: int) -> tuple[int, int]:
-        """The shape to pad a batch to: its own, or the smallest bucket that it fits in."""
-        if not self._buckets:
-            return rows, samples
-        fitting = [(r, s) for r, s in self._buckets if r >= rows and s >= samples]
-        if not fitting:
-            raise SbkitError(f"a batch of {rows} utterances of {samples / self.config.sample_rate:.1f} s fits no shape "
-                             "that the model was compiled for", hint="give the engine larger buckets")
-        return min(fitting, key=lambda shape: shape[0] * shape[1])

@@ -111,12 +111,14 @@ class LiveEnhancer:
         return sound.clip(-1.0, 1.0)
 
 
-class EnhancerModel(LoadedBundle[EnhanceEngine]):
+class EnhancerModel(LoadedBundle[EnhanceEngine], of=layout.EnhancerConfig):
     """A loaded enhancer, which any number of threads may call.
 
     >>> model = sbkit.infer.load("bundle")                # doctest: +SKIP
     >>> samples = model.enhance("noisy.mp3")              # doctest: +SKIP
     """
+
+    engine_type = EnhanceEngine
 
     def enhance(self, audio: Source) -> np.ndarray:
         """Return a recording's samples [S] float32 at :attr:`sample_rate` without noise.
@@ -141,7 +143,3 @@ class EnhancerModel(LoadedBundle[EnhanceEngine]):
         seconds : the length of a piece that is enhanced at once; by default one frame
         """
         return LiveEnhancer(self.engine, seconds)
-
-
-def enhancer(bundle: str | Path, model: str, device: str, threads: int | None) -> EnhancerModel:
-    return EnhancerModel(EnhanceEngine(bundle, model, device, threads))

@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sbkit.data.audio import AudioError
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.enhancer import EnhancerModel, enhancer
-from sbkit.infer.formats import ModelRequest
-from sbkit.infer.inputs import collect, lengths
-from sbkit.infer.recordings import Recording
+from sbkit.infer.enhancer import EnhancerModel
+from sbkit.infer.inputs import FilesRequest, collect, lengths
 from sbkit.infer.resynthesis import file_names
 from sbkit.infer.sound_file import SoundWriter
 from sbkit.infer.transcription import SOME_FAILED
@@ -24,20 +21,15 @@ from sbkit.system.console import atomic_write, progress, time_span
 
 
 @dataclass(frozen=True)
-class EnhanceRequest(ModelRequest):
+class EnhanceRequest(FilesRequest):
     """What to enhance, and the output folder.
 
-    files : files, folders, manifests, ``-``
     to : the output folder
     overwrite : redo recordings whose output exists
-    schemes : URL schemes allowed in manifests
     """
 
-    bundle: Path
-    files: Sequence[str]
     to: Path
     overwrite: bool = False
-    schemes: Sequence[str] = ()
 
 
 def enhance(request: EnhanceRequest) -> int:
@@ -45,7 +37,13 @@ def enhance(request: EnhanceRequest) -> int:
     layout.EnhancerConfig.read(request.bundle)
     recordings = collect(request.files, schemes=request.schemes)
     paths = [request.to / f"{name}.wav" for name in file_names(each.id for each in recordings)]
-    _check_output(request.to, recordings, paths)
+    if request.to.exists() and not request.to.is_dir():
+        raise SbkitError(f"{request.to} is a file", hint="--to must be a folder for the enhanced recordings")
+    existing = {path.resolve() for path in paths if path.exists()}
+    for recording in recordings:
+        if isinstance(recording.audio, str) and Path(recording.audio).resolve() in existing:
+            raise SbkitError(f"{recording.audio} would be overwritten by its enhanced copy",
+                             hint="choose another folder with --to")
     waiting = [(recording, path) for recording, path in zip(recordings, paths, strict=True)
                if request.overwrite or not path.exists()]
     if len(waiting) < len(recordings):
@@ -53,16 +51,21 @@ def enhance(request: EnhanceRequest) -> int:
     expected = lengths([recording for recording, _ in waiting], 1)
     errors: list[AudioError] = []
     began, seconds = time.perf_counter(), 0.0
-    with enhancer(request.bundle, request.model, request.device, request.threads) as model, \
+    with EnhancerModel.open(request.bundle, request.model, request.device, request.threads) as model, \
             disk.disk_errors_as_user_error(request.to):
         print(model.running, file=sys.stderr)
         request.to.mkdir(parents=True, exist_ok=True)
         with progress(what="enhancing", total=round(sum(expected)), unit="s", show=bool(waiting)) as bar:
             for recording, path in waiting:
+                rate = model.sample_rate
                 try:
-                    for part in _write(model, recording, path):
-                        seconds += part
-                        bar.update(min(round(seconds), bar.total) - bar.n)
+                    with atomic_write(path, "wb") as file, \
+                            contextlib.closing(SoundWriter(file, "wav", rate)) as writer:
+                        for samples in model.blocks(recording.blocks(rate)):
+                            writer.add(samples)
+                            seconds += len(samples) / rate
+                            bar.update(min(round(seconds), bar.total) - bar.n)
+                        writer.end()
                 except AudioError as error:
                     errors.append(error)
                     continue
@@ -75,24 +78,3 @@ def enhance(request: EnhanceRequest) -> int:
     print(f"{request.to}: {len(waiting) - len(errors)} recordings, {seconds:.1f} s; it took {time_span(elapsed)}"
           f"{factor}")
     return SOME_FAILED if errors else 0
-
-
-def _check_output(to: Path, recordings: Sequence[Recording], paths: Sequence[Path]) -> None:
-    """Raise if the output isn't a folder, or if a recording would be overwritten."""
-    if to.exists() and not to.is_dir():
-        raise SbkitError(f"{to} is a file", hint="--to must be a folder for the enhanced recordings")
-    existing = {path.resolve() for path in paths if path.exists()}
-    for recording in recordings:
-        if isinstance(recording.audio, str) and Path(recording.audio).resolve() in existing:
-            raise SbkitError(f"{recording.audio} would be overwritten by its enhanced copy",
-                             hint="choose another folder with --to")
-
-
-def _write(model: EnhancerModel, recording: Recording, path: Path) -> Iterator[float]:
-    """Write an enhanced recording; yields the seconds of each part."""
-    rate = model.sample_rate
-    with atomic_write(path, "wb") as file, contextlib.closing(SoundWriter(file, "wav", rate)) as writer:
-        for samples in model.blocks(recording.blocks(rate)):
-            writer.add(samples)
-            yield len(samples) / rate
-        writer.end()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,8 +14,12 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.bundle_engine import LoadedBundle
 from sbkit.infer.engine import Engine
+from sbkit.infer.formats import AUTO
 from sbkit.infer.recordings import Recording, Source
 from sbkit.infer.sound_file import write_sound
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Longest recording in seconds: these models take whole recordings.
 MAX_SECONDS = 600.0
@@ -95,22 +100,25 @@ class GraphEngine(Engine):
                  for name, value in named.items()} for row in range(count)]
 
 
-class GraphModel(LoadedBundle[GraphEngine]):
+class GraphModel(LoadedBundle[GraphEngine], of=layout.GraphConfig):
     """A loaded model, which any number of threads may call."""
+
+    @classmethod
+    def open(cls, bundle: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None,
+             compile: str | None = None, buckets: Sequence[tuple[int, float]] | None = None) -> Self:
+        return cls(GraphEngine(bundle, model, device, threads, compile, buckets))
 
     def run(self, audio: Source | list[Source]) -> Output | list[Output]:
         """Run the model on a recording of any format, or on a list of them, with results in the same order.
 
         audio : a path, the bytes of a file, a binary file, or float samples [S] at the model's rate
         """
-        signals = [self._samples(each) for each in (audio if isinstance(audio, list) else [audio])]
+        signals, rate = [], self.engine.config.sample_rate
+        for each in audio if isinstance(audio, list) else [audio]:
+            recording = Recording.of(each)
+            if recording.seconds(rate) > MAX_SECONDS:
+                raise SbkitError(f"{recording.name} is {recording.seconds(rate):.0f} s long, but this model takes "
+                                 f"whole recordings of up to {MAX_SECONDS:g} s", hint="split it")
+            signals.append(recording.samples(rate))
         found = [self.engine.output(each) for each in self.engine.run(signals)]
         return found if isinstance(audio, list) else found[0]
-
-    def _samples(self, audio: Source) -> np.ndarray:
-        recording = Recording.of(audio)
-        rate = self.engine.config.sample_rate
-        if recording.seconds(rate) > MAX_SECONDS:
-            raise SbkitError(f"{recording.name} is {recording.seconds(rate):.0f} s long, but this model takes "
-                             f"whole recordings of up to {MAX_SECONDS:g} s", hint="split it")
-        return recording.samples(rate)

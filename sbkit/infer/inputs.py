@@ -11,12 +11,14 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sbkit.data.audio import SUFFIXES
 from sbkit.data.remote import Remote, check_schemes, scheme_of
 from sbkit.errors import SbkitError
+from sbkit.infer.formats import ModelRequest
 from sbkit.infer.recordings import Recording
 from sbkit.system import disk
 from sbkit.system.untrusted import standard_input
@@ -27,6 +29,19 @@ if TYPE_CHECKING:  # pyarrow, which transcribing alone doesn't need
 logger = logging.getLogger(__name__)
 
 STDIN = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesRequest(ModelRequest):
+    """A command's bundle, the recordings to run it on, and how.
+
+    files : files, folders, manifests, JSON lines, ``-``
+    schemes : URL schemes allowed in lists
+    """
+
+    bundle: Path
+    files: Sequence[str]
+    schemes: Sequence[str] = ()
 
 
 def collect(names: Sequence[str], references: str | None = None, schemes: Sequence[str] = ()) -> list[Recording]:
@@ -48,24 +63,66 @@ def collect(names: Sequence[str], references: str | None = None, schemes: Sequen
         logger.warning("There is no audio in %s: looked for %s", ", ".join(empty), ", ".join(SUFFIXES))
     if not found:
         raise SbkitError(f"there is no audio in {', '.join(names)}", hint=f"looked for {', '.join(SUFFIXES)}")
-    _make_unique(found)
+    # Equal ids get their file's suffix, then a number, so that their outputs don't collide.
+    times = Counter(each.id for each in found)
+    for each in found:
+        if times[each.id] > 1 and isinstance(each.audio, str):
+            each.id += os.path.splitext(each.audio)[1]
+    times = Counter(each.id for each in found)
+    taken = set(times)
+    for each in found:
+        if times[each.id] > 1:
+            each.id = next(name for number in itertools.count(1) if (name := f"{each.id}-{number}") not in taken)
+            taken.add(each.id)
     if references is not None:
-        _add_references(found, Path(references))
+        texts = _texts(Path(references))
+        for each in found:
+            keys = [each.id, Path(each.id).name]
+            if isinstance(each.audio, str):
+                keys += [Path(each.audio).name, Path(each.audio).stem, each.audio]
+            each.reference = next((texts[key] for key in keys if key in texts), each.reference)
+        if not any(each.reference for each in found):
+            raise SbkitError(f"{references} has none of the recordings",
+                             hint="it must name them by their ids or file names")
     return found
 
 
 def _named(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
     if name == STDIN:
-        yield Recording(_from_stdin(), "stdin", called="standard input")
+        audio = standard_input("audio", "cat clip.mp3 | sbkit ... -")
+        # Saved to a file, because decoders seek in it and it may not fit in memory.
+        handle, saved = tempfile.mkstemp(prefix="sbkit-stdin-")
+        atexit.register(Path(saved).unlink, missing_ok=True)
+        with disk.disk_errors_as_user_error(saved), open(handle, "wb") as copy:
+            shutil.copyfileobj(audio.buffer, copy, 1 << 20)
+        yield Recording(saved, "stdin", called="standard input")
         return
-    path = Path(name)
+    path, remote = Path(name), Remote(schemes)
     if path.is_dir():
         for file in sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES and each.is_file()):
             yield Recording(str(file), _decoded_name(file.relative_to(path).with_suffix("")))
     elif path.suffix.lower() in (".csv", ".tsv") and path.is_file():
-        yield from _rows(path, Remote(schemes))
+        from sbkit.data.manifest import Manifest
+
+        for row in Manifest.read(path):
+            # Relative to the list's folder, as in training, unless only the working directory has it.
+            beside = os.path.join(path.parent, row.wav)  # an absolute one stays
+            wav = row.wav if "://" in row.wav or (os.path.exists(row.wav) and not os.path.exists(beside)) else beside
+            yield Recording(wav, row.id, row.start, row.duration, row.text.strip() or None, remote=remote)
     elif path.suffix.lower() in (".json", ".jsonl", ".ndjson") and path.is_file():
-        yield from _json_rows(path, Remote(schemes))
+        from sbkit.data.manifest import MAX_SECONDS
+        from sbkit.data.sources.json_lines import JsonLines
+
+        source = JsonLines({"train": path}, {})
+        source.needs_text = False
+        rows = source.read("train", show_progress=False)
+        for place, problem in rows.malformed:
+            raise SbkitError(f"{path.parent / place}: {problem}")
+        for i in range(len(rows)):
+            length = float(rows.durations[i])
+            yield Recording(rows.wavs[i], rows.ids[i], float(rows.starts[i]),
+                            length if 0 <= length <= MAX_SECONDS else None, rows.texts[i].strip() or None,
+                            remote=remote)
     elif not path.exists() and "?offset=" not in name and "://" not in name:
         raise SbkitError(f"{name}: no such file")
     else:
@@ -77,45 +134,6 @@ def _decoded_name(path: str | os.PathLike[str]) -> str:
     return os.fsencode(path).decode("utf-8", "replace")
 
 
-def _rows(path: Path, remote: Remote) -> Iterator[Recording]:
-    from sbkit.data.manifest import Manifest
-
-    for row in Manifest.read(path):
-        yield Recording(_beside(row.wav, path.parent), row.id, row.start, row.duration, row.text.strip() or None,
-                        remote=remote)
-
-
-def _beside(wav: str, folder: Path) -> str:
-    """A path relative to the list's folder, as in training, unless only the working directory has it."""
-    beside = os.path.join(folder, wav)  # an absolute one stays
-    return wav if "://" in wav or (os.path.exists(wav) and not os.path.exists(beside)) else beside
-
-
-def _json_rows(path: Path, remote: Remote) -> Iterator[Recording]:
-    from sbkit.data.manifest import MAX_SECONDS
-    from sbkit.data.sources.json_lines import JsonLines
-
-    source = JsonLines({"train": path}, {})
-    source.needs_text = False
-    rows = source.read("train", show_progress=False)
-    for name, problem in rows.malformed:
-        raise SbkitError(f"{path.parent / name}: {problem}")
-    for i in range(len(rows)):
-        length = float(rows.durations[i])
-        yield Recording(rows.wavs[i], rows.ids[i], float(rows.starts[i]),
-                        length if 0 <= length <= MAX_SECONDS else None, rows.texts[i].strip() or None, remote=remote)
-
-
-def _from_stdin() -> str:
-    """Save standard input to a file, because decoders seek in it and it may not fit in memory."""
-    audio = standard_input("audio", "cat clip.mp3 | sbkit ... -")
-    handle, name = tempfile.mkstemp(prefix="sbkit-stdin-")
-    atexit.register(Path(name).unlink, missing_ok=True)
-    with disk.disk_errors_as_user_error(name), open(handle, "wb") as file:
-        shutil.copyfileobj(audio.buffer, file, 1 << 20)
-    return name
-
-
 def lengths(recordings: Sequence[Recording], rate: int) -> list[float]:
     """The seconds of recordings by their headers; 0 for one that can't be read, which is reported later."""
     found = []
@@ -125,36 +143,6 @@ def lengths(recordings: Sequence[Recording], rate: int) -> list[float]:
         except SbkitError:
             found.append(0.0)
     return found
-
-
-def _make_unique(recordings: list[Recording]) -> None:
-    """Add a suffix or a number to equal ids, so that their outputs don't collide."""
-    def repeated() -> set[str]:
-        return {name for name, times in Counter(each.id for each in recordings).items() if times > 1}
-
-    duplicates = repeated()
-    for each in recordings:
-        if each.id in duplicates and isinstance(each.audio, str):
-            each.id += os.path.splitext(each.audio)[1]
-    duplicates = repeated()
-    taken = {each.id for each in recordings}
-    for each in recordings:
-        if each.id in duplicates:
-            each.id = next(name for number in itertools.count(1) if (name := f"{each.id}-{number}") not in taken)
-            taken.add(each.id)
-
-
-def _add_references(recordings: list[Recording], path: Path) -> None:
-    """Read references from a list, matched by id or file name."""
-    texts = _texts(path)
-    for each in recordings:
-        names = [each.id, Path(each.id).name]
-        if isinstance(each.audio, str):
-            names += [Path(each.audio).name, Path(each.audio).stem, each.audio]
-        each.reference = next((texts[name] for name in names if name in texts), each.reference)
-    if not any(each.reference for each in recordings):
-        raise SbkitError(f"{path} has none of the recordings",
-                         hint="it must name them by their ids or file names")
 
 
 def _texts(path: Path) -> dict[str, str]:

@@ -34,8 +34,7 @@ from sbkit.decode.spans import Word, at_pauses
 from sbkit.errors import SbkitError
 from sbkit.export.layout import Config
 from sbkit.infer.engine import Engine
-from sbkit.infer.formats import ModelRequest
-from sbkit.infer.inputs import STDIN, collect
+from sbkit.infer.inputs import STDIN, FilesRequest, collect
 from sbkit.infer.pipeline import Options, Pipeline, PipelineResult
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import mean_confidence
@@ -77,25 +76,20 @@ EVERYTHING = RecordingShard()
 
 
 @dataclass(frozen=True)
-class LabelRequest(SearchRequest, ModelRequest):
+class LabelRequest(SearchRequest, FilesRequest):
     """What to label, and which labels to keep.
 
-    files : files, folders, manifests, JSON lines
     to : the folder of the corpus
     calibrate : a list with transcripts that the recogniser was not trained on
     keep : the minimum expected word accuracy of a row
-    schemes : URL schemes allowed in lists
     """
 
-    bundle: Path
-    files: Sequence[str]
     to: Path
     calibrate: str
     keep: float = 0.9
     shard: RecordingShard = EVERYTHING
     batch_seconds: float | None = None
     readers: int = 2
-    schemes: Sequence[str] = ()
 
 
 def label(request: LabelRequest) -> int:
@@ -170,7 +164,19 @@ def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
     if len(recordings) < MIN_UTTERANCES:
         raise SbkitError(f"{request.calibrate}: {len(recordings)} recordings with a transcript can't show how reliable "
                          "confidences are", hint=f"give at least {MIN_UTTERANCES}")
-    _check_not_trained_on(request, recordings, pipeline.engine.config.trained.get("checkpoint"))
+    # If the bundle or the list is in the folder of the run, which the exported checkpoint's name identifies, it says
+    # what the model was trained on.
+    run, of_list = request.bundle.resolve().parent, Path(request.calibrate).resolve().parent.parent
+    checkpoint = pipeline.engine.config.trained.get("checkpoint")
+    if (of_list / RECIPE).is_file() and any(each.name == checkpoint for each in of_list.glob("*/CKPT*")):
+        run = of_list
+    train = run / MANIFESTS / "train.csv"
+    if train.is_file():
+        manifest = Manifest.read(train)
+        trained = {_place(*row) for row in zip(manifest.wavs, manifest.starts.tolist(), strict=True)}
+        if seen := sum(_place(str(each.audio), each.start) in trained for each in recordings):
+            raise SbkitError(f"{request.calibrate}: the model was trained on {seen} of its {len(recordings)} "
+                             f"recordings ({train}), and is overconfident on them", hint=_HINT)
     rules = TextRules.for_language(pipeline.engine.config.language)
     references, hypotheses, confidences = [], [], []
     for result in sorted(_run(pipeline, recordings, "calibrating"), key=lambda each: each.index):
@@ -190,25 +196,6 @@ def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
     except SbkitError as error:
         raise SbkitError(f"{request.calibrate}: {error.message}", hint=error.hint) from None
     return asdict(Calibration.fit(np.array(confidences), accuracy, counts)) | found._asdict()
-
-
-def _check_not_trained_on(request: LabelRequest, recordings: Sequence[Recording], checkpoint: object) -> None:
-    """Raise if the model was trained on these recordings. Checked if the bundle or the list is in its run's folder.
-
-    checkpoint : the name of the exported one, which identifies that folder
-    """
-    run, of_list = request.bundle.resolve().parent, Path(request.calibrate).resolve().parent.parent
-    if (of_list / RECIPE).is_file() and any(each.name == checkpoint for each in of_list.glob("*/CKPT*")):
-        run = of_list
-    train = run / MANIFESTS / "train.csv"
-    if not train.is_file():
-        return
-    manifest = Manifest.read(train)
-    trained = {_place(*row) for row in zip(manifest.wavs, manifest.starts.tolist(), strict=True)}
-    seen = sum(_place(str(each.audio), each.start) in trained for each in recordings)
-    if seen:
-        raise SbkitError(f"{request.calibrate}: the model was trained on {seen} of its {len(recordings)} recordings "
-                         f"({train}), and is overconfident on them", hint=_HINT)
 
 
 def _run(pipeline: Pipeline, recordings: Sequence[Recording], what: str) -> Iterator[PipelineResult]:
@@ -308,22 +295,25 @@ def cut_at_pauses(words: Sequence[Word], duration: float, longest: float) -> lis
 
 def _write(request: LabelRequest, path: Path, calibration: Calibration, errors: Mapping[str, str]) -> int:
     """Write the rows that are kept and those that are left out, print a summary, and return the exit code."""
-    name, longest = f"{request.shard.name}.jsonl", Config.read(request.bundle).chunk_seconds
+    file, longest = f"{request.shard.name}.jsonl", Config.read(request.bundle).chunk_seconds
     rows: Counter[str] = Counter()
     hours: Counter[str] = Counter()
     candidates: list[tuple[float, float]] = []  # expected accuracies and hours
-    with atomic_write(request.to / name) as kept, atomic_write(request.to / FOLDER / f"left_out-{name}") as rest:
+    with atomic_write(request.to / file) as kept, atomic_write(request.to / FOLDER / f"left_out-{file}") as rest:
         for recording in _read_lines(path):
             hours[NO_WORDS] += (recording["duration"] - sum(each[1] for each in recording["pieces"])) / 3600
-            for row, confidence in _rows(recording):
+            for start, duration, text, confidence in recording["pieces"]:
+                name = recording["id"] + (f"-{start:.2f}" if len(recording["pieces"]) > 1 else "")
+                row = {"id": name, "audio_filepath": json.loads(recording["key"])[0], "offset": start,
+                       "duration": duration, "text": text}
                 expected = 0.0 if confidence is None else float(calibration(np.float64(confidence)))
-                reason = NO_WORDS if confidence is None else NO_PAUSE if row["duration"] > longest else (
+                reason = NO_WORDS if confidence is None else NO_PAUSE if duration > longest else (
                     UNLIKE if confidence < calibration.lowest else
                     KEPT if expected >= request.keep else UNSURE)
                 rows[reason] += 1
-                hours[reason] += row["duration"] / 3600
+                hours[reason] += duration / 3600
                 if reason in (KEPT, UNSURE):
-                    candidates.append((expected, row["duration"] / 3600))
+                    candidates.append((expected, duration / 3600))
                 row["confidence"] = round(expected, 4)
                 line = row if reason == KEPT else row | {"reason": reason}
                 (kept if reason == KEPT else rest).write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -333,14 +323,6 @@ def _write(request: LabelRequest, path: Path, calibration: Calibration, errors: 
             rest.write(json.dumps(line, ensure_ascii=False) + "\n")
     _report(request, rows, hours, candidates, errors)
     return SOME_FAILED if errors else 0
-
-
-def _rows(recording: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float | None]]:
-    """The rows of a transcribed recording, and the recogniser's confidence in each."""
-    for start, duration, text, confidence in recording["pieces"]:
-        name = recording["id"] + (f"-{start:.2f}" if len(recording["pieces"]) > 1 else "")
-        yield {"id": name, "audio_filepath": json.loads(recording["key"])[0], "offset": start, "duration": duration,
-               "text": text}, confidence
 
 
 def _report(request: LabelRequest, rows: Mapping[str, int], hours: Mapping[str, float],

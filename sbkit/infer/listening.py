@@ -78,7 +78,14 @@ class CtrlC(AbstractContextManager["CtrlC"]):
 
 def listen(request: ListenRequest) -> int:
     """Listen until the samples end or Ctrl-C, and return the exit code."""
-    _check(request)
+    if request.source not in (STDIN, None):
+        missing = "" if Path(request.source).exists() else ", and there is no such file"
+        raise SbkitError(f"listen takes a microphone, or - for standard input, but not {request.source}{missing}",
+                         hint=f"files are for: sbkit transcribe {request.bundle} {request.source}; or, if it is "
+                              f"raw 16-bit PCM: sbkit listen {request.bundle} - < {request.source}")
+    if request.source == STDIN and request.microphone is not None:
+        raise SbkitError(f"- reads standard input, so it can't also use the microphone {request.microphone}",
+                         hint="leave out one of them")
     search = request.search  # raises before a model is loaded
     with CtrlC() as ctrl_c:
         try:
@@ -88,24 +95,21 @@ def listen(request: ListenRequest) -> int:
             return _STOPPED
 
 
-def _check(request: ListenRequest) -> None:
-    """Raise for an invalid source before a model is loaded."""
-    if request.source not in (STDIN, None):
-        missing = "" if Path(request.source).exists() else ", and there is no such file"
-        raise SbkitError(f"listen takes a microphone, or - for standard input, but not {request.source}{missing}",
-                         hint=f"files are for: sbkit transcribe {request.bundle} {request.source}; or, if it is "
-                              f"raw 16-bit PCM: sbkit listen {request.bundle} - < {request.source}")
-    if request.source == STDIN and request.microphone is not None:
-        raise SbkitError(f"- reads standard input, so it can't also use the microphone {request.microphone}",
-                         hint="leave out one of them")
-
-
 def _listen(engine: StreamEngine, request: ListenRequest, search: dict[str, Any] | None, ctrl_c: CtrlC) -> int:
-    source = _source(request, engine.config.sample_rate)
+    source: Pcm | Microphone
+    if request.source == STDIN:
+        rate = request.rate or engine.config.sample_rate
+        pcm = standard_input("16-bit PCM", f"arecord -t raw -f S16_LE -r {rate} | sbkit listen BUNDLE -")
+        source = Pcm(open(pcm.fileno(), "rb", closefd=False), rate)  # noqa: SIM115  not ours to close
+    else:
+        source = Microphone(request.rate, engine.config.sample_rate, request.microphone)
     stream = Stream(engine, decoder(engine.vocabulary, search), request.chunk, source.rate)
     print(f"{engine.running}\nlistening to {source.name} at {source.rate} Hz in chunks of "
           f"{1000 * stream.chunk_seconds:g} ms; Ctrl-C ends it", file=sys.stderr)
-    captions, lines, code = _captions(engine, request), Lines(engine.config.chunk_seconds), 0
+    captions: Captions = Json(engine.vocabulary.text, sys.stdout) if request.json else \
+        TerminalCaptions(engine.vocabulary.space, sys.stdout) if sys.stdout.isatty() else \
+        Plain(engine.vocabulary.text, sys.stdout)
+    lines, code = Lines(engine.config.chunk_seconds), 0
     failed: SbkitError | None = None
 
     def show(results: list[StreamResult]) -> None:
@@ -131,19 +135,3 @@ def _listen(engine: StreamEngine, request: ListenRequest, search: dict[str, Any]
     if failed is not None:
         raise failed
     return code
-
-
-def _source(request: ListenRequest, own: int) -> Pcm | Microphone:
-    if request.source == STDIN:
-        rate = request.rate or own
-        pcm = standard_input("16-bit PCM", f"arecord -t raw -f S16_LE -r {rate} | sbkit listen BUNDLE -")
-        return Pcm(open(pcm.fileno(), "rb", closefd=False), rate)
-    return Microphone(request.rate, own, request.microphone)
-
-
-def _captions(engine: StreamEngine, request: ListenRequest) -> Captions:
-    if request.json:
-        return Json(engine.vocabulary.text, sys.stdout)
-    if sys.stdout.isatty():
-        return TerminalCaptions(engine.vocabulary.space, sys.stdout)
-    return Plain(engine.vocabulary.text, sys.stdout)

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from sbkit.decode.hotwords import phrase_boosts
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import LoadedBundle
-from sbkit.infer.codec import codec
+from sbkit.infer.bundle_engine import LOADERS, LoadedBundle
 from sbkit.infer.decoding import Decoder, decoder
 from sbkit.infer.engine import Engine
-from sbkit.infer.enhancer import enhancer
 from sbkit.infer.formats import AUTO
-from sbkit.infer.graph_model import GraphEngine, GraphModel
 from sbkit.infer.pipeline import Options, Pipeline
 from sbkit.infer.recordings import Recording, Source
 from sbkit.infer.stream import Stream
 from sbkit.infer.stream_engine import StreamEngine
 from sbkit.infer.transcript import Transcript
-from sbkit.infer.voice import Voice
-from sbkit.infer.voice_engine import VoiceEngine
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
-class Model(LoadedBundle[Engine]):
+class Model(LoadedBundle[Engine], of=layout.Config):
     """A loaded recogniser, which any number of threads may call.
 
     engine : runs the model
@@ -41,6 +39,12 @@ class Model(LoadedBundle[Engine]):
         self._lock = threading.Lock()
         self._streams: StreamEngine | None = None
         self._stream_search: tuple[dict[str, Any], Decoder] | None = None
+
+    @classmethod
+    def open(cls, bundle: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None,
+             compile: str | None = None, options: Options | None = None,
+             buckets: Sequence[tuple[int, float]] | None = None) -> Self:
+        return cls(Engine(bundle, model, device, threads, compile, buckets), options)
 
     @overload
     def transcribe(self, audio: list[Source]) -> list[Transcript]: ...
@@ -84,47 +88,21 @@ class Model(LoadedBundle[Engine]):
                  "word_score": word_score, "beam": beam}
         search = {name: value for name, value in given.items() if value is not None}
         with self._lock:
-            return Stream(self._stream_engine(), self._decoder(search), chunk, rate)
-
-    def _stream_engine(self) -> StreamEngine:
-        if self._streams is None:
-            engine, running = self.engine, self.engine.running
-            self._streams = StreamEngine(engine.folder, running.model, running.requested, engine.threads)
-        return self._streams
-
-    def _decoder(self, search: dict[str, Any]) -> Decoder:
-        """Return a search's decoder; the last one is cached, so that its language model is read once."""
-        if not search:
-            return self._pipeline.decoder
-        if self._stream_search is None or self._stream_search[0] != search:
-            self._stream_search = search, decoder(self.engine.vocabulary, search)
-        return self._stream_search[1]
+            if self._streams is None:
+                engine, running = self.engine, self.engine.running
+                self._streams = StreamEngine(engine.folder, running.model, running.requested, engine.threads)
+            found = self._pipeline.decoder
+            if search:  # the last one is kept, so that its language model is read once
+                if self._stream_search is None or self._stream_search[0] != search:
+                    self._stream_search = search, decoder(self.engine.vocabulary, search)
+                found = self._stream_search[1]
+            return Stream(self._streams, found, chunk, rate)
 
     def close(self) -> None:
         super().close()
         with self._lock:
             if self._streams is not None:
                 self._streams.close()
-
-
-def _recogniser(bundle: str | Path, model: str, device: str, threads: int | None, compile: str | None = None,
-                options: Options | None = None, buckets: Sequence[tuple[int, float]] | None = None) -> Model:
-    return Model(Engine(bundle, model, device, threads, compile, buckets), options)
-
-
-def _graph(bundle: str | Path, model: str, device: str, threads: int | None, compile: str | None = None,
-           buckets: Sequence[tuple[int, float]] | None = None) -> GraphModel:
-    return GraphModel(GraphEngine(bundle, model, device, threads, compile, buckets))
-
-
-def _voice(bundle: str | Path, model: str, device: str, threads: int | None) -> Voice:
-    return Voice(VoiceEngine(bundle, model, device, threads))
-
-
-#: Loads each kind of bundle, given its folder, model, device, threads and other options that it takes.
-LOADERS: layout.ByKind[Callable[..., Any]] = layout.ByKind({
-    layout.Config: _recogniser, layout.GraphConfig: _graph, layout.VoiceConfig: _voice, layout.CodecConfig: codec,
-    layout.EnhancerConfig: enhancer})
 
 
 def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int | None = None,

@@ -62,10 +62,20 @@ def open_session(path: Path, gpu: int | None, threads: int | None, interface: In
     """
     runtime = load_runtime()
     if gpu is not None:
-        _check_has_cuda(runtime)
+        if CUDA not in runtime.get_available_providers():
+            build = next(iter(onnxruntimes()), "onnxruntime")
+            raise DeviceUnavailable(f"this {build} ({runtime.__version__}) has no CUDA",
+                                    hint=f"pip uninstall -y {build}; pip install onnxruntime-gpu; or use --device cpu")
         if hasattr(runtime, "preload_dlls"):
             runtime.preload_dlls()  # CUDA and cuDNN from pip, which the loader doesn't find
-    session = _new_session(runtime, path, gpu, _settings(runtime, threads, spin))
+    settings = runtime.SessionOptions()
+    settings.log_severity_level = 3
+    settings.add_session_config_entry(_RECORD_PROVIDERS, "1")
+    if threads:
+        settings.intra_op_num_threads = threads
+    if not spin:
+        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = _new_session(runtime, path, gpu, settings)
     _check_device(session, gpu)
     interface.check(path, [each.name for each in session.get_inputs()], [each.name for each in session.get_outputs()])
     try:
@@ -76,7 +86,9 @@ def open_session(path: Path, gpu: int | None, threads: int | None, interface: In
                                     hint=_LIBRARIES) from error
         raise SbkitError(f"{path} can't be run: {first_line(error)}", hint="export it again") from error
     _check_device(session, gpu)
-    operators = _operators(session)
+    graphs = session.get_provider_graph_assignment_info() \
+        if hasattr(session, "get_provider_graph_assignment_info") else []
+    operators = dict(Counter(each.ep_name for each in graphs for _ in each.get_nodes()).most_common())
     note = ""
     if gpu is not None:
         if operators and CUDA not in operators:
@@ -103,30 +115,17 @@ def load_runtime() -> ModuleType:
     return onnxruntime
 
 
-def _check_has_cuda(runtime: ModuleType) -> None:
-    if CUDA not in runtime.get_available_providers():
-        build = next(iter(onnxruntimes()), "onnxruntime")
-        raise DeviceUnavailable(f"this {build} ({runtime.__version__}) has no CUDA",
-                                hint=f"pip uninstall -y {build}; pip install onnxruntime-gpu; or use --device cpu")
-
-
-def _settings(runtime: ModuleType, threads: int | None, spin: bool) -> Any:  # onnxruntime.SessionOptions
-    settings = runtime.SessionOptions()
-    settings.log_severity_level = 3
-    settings.add_session_config_entry(_RECORD_PROVIDERS, "1")
-    if threads:
-        settings.intra_op_num_threads = threads
-    if not spin:
-        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return settings
-
-
 def _new_session(runtime: ModuleType, path: Path, gpu: int | None,
                  settings: Any) -> Session:  # onnxruntime.SessionOptions
     providers: list[Any] = [CPU]  # names, or pairs of a name and options
     if gpu is not None:
         providers.insert(0, (CUDA, {"device_id": str(gpu), **_CUDA_OPTIONS}))
-    _check_weight_files(runtime, path)
+    if tuple(map(int, runtime.__version__.split(".")[:2])) < _CHECKS_WEIGHTS and path.stat().st_size:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            if _WEIGHT_FILE.search(data):
+                raise SbkitError(f"{path} has its weights in other files, and onnxruntime {runtime.__version__} "
+                                 "would read any file of this machine that a model names",
+                                 hint="pip install 'onnxruntime>=1.24', which takes Python 3.11 or later")
     try:
         return runtime.InferenceSession(str(path), settings, providers=providers, enable_fallback=0)
     except Exception as error:
@@ -134,17 +133,6 @@ def _new_session(runtime: ModuleType, path: Path, gpu: int | None,
             raise DeviceUnavailable(f"{path.name} can't be opened there: {first_line(error)}") from error
         raise SbkitError(f"{path} can't be loaded: {first_line(error)}",
                          hint="is the file complete? export it again") from error
-
-
-def _check_weight_files(runtime: ModuleType, path: Path) -> None:
-    """Raise if a model names files of weights and this ONNX Runtime doesn't check that they are in its folder."""
-    if tuple(map(int, runtime.__version__.split(".")[:2])) >= _CHECKS_WEIGHTS or not path.stat().st_size:
-        return
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if _WEIGHT_FILE.search(data):
-            raise SbkitError(f"{path} has its weights in other files, and onnxruntime {runtime.__version__} "
-                             "would read any file of this machine that a model names",
-                             hint="pip install 'onnxruntime>=1.24', which takes Python 3.11 or later")
 
 
 def _check_device(session: Session, gpu: int | None) -> None:
@@ -158,10 +146,3 @@ def _check_device(session: Session, gpu: int | None) -> None:
     number = session.get_provider_options()[CUDA].get("device_id")
     if number != str(gpu):
         raise DeviceUnavailable(f"onnxruntime took cuda:{number}", hint="nvidia-smi lists the GPUs of this machine")
-
-
-def _operators(session: Session) -> dict[str, int]:
-    if not hasattr(session, "get_provider_graph_assignment_info"):
-        return {}
-    parts = session.get_provider_graph_assignment_info()
-    return dict(Counter(part.ep_name for part in parts for _ in part.get_nodes()).most_common())

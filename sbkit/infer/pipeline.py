@@ -144,12 +144,19 @@ class Pipeline:
                     elif item.error is None:
                         partial.setdefault(item.recording, Assembly()).expected = item.chunks
                         _move_if_complete(item.recording, partial, ready)
+                    elif isinstance(item.error, AudioError):
+                        waiting[:] = [each for each in waiting if each.recording != item.recording]
+                        partial[item.recording] = Assembly(expected=-1)  # its remaining chunks are dropped
+                        yield PipelineResult(item.recording, None, item.error)
                     else:
-                        yield self._failed(item.recording, item.error, partial, waiting)
+                        raise item.error
                     continue
                 break
             while waiting and len(running) < _BATCHES_RUNNING:
-                batch = self._take(waiting)
+                # The longest waiting chunk, and those of similar length that fit in a batch with it.
+                waiting.sort(key=lambda each: len(each.chunk.signal), reverse=True)
+                count = max(1, int(self._budget // len(waiting[0].chunk.signal))) if self.engine.config.batching else 1
+                batch, waiting[:count] = waiting[:count], []
                 running.append((batch, self.engine.submit([each.chunk.signal for each in batch])))
             if running:
                 batch, future = running.popleft()
@@ -161,24 +168,7 @@ class Pipeline:
                 yield from self._finish(recordings, ready)
         yield from self._finish(recordings, ready)
 
-    def _take(self, waiting: list[_ReadChunk]) -> list[_ReadChunk]:
-        """Take the longest waiting chunk, and those of similar length that fit in a batch with it."""
-        waiting.sort(key=lambda each: len(each.chunk.signal), reverse=True)
-        longest = len(waiting[0].chunk.signal)
-        count = max(1, int(self._budget // longest)) if self.engine.config.batching else 1
-        batch, waiting[:count] = waiting[:count], []
-        return batch
-
     # ------------------------------------------------------------------ words
-
-    @staticmethod
-    def _failed(recording: int, error: BaseException, partial: dict[int, Assembly], waiting: list[_ReadChunk]
-                ) -> PipelineResult:
-        if not isinstance(error, AudioError):
-            raise error
-        waiting[:] = [each for each in waiting if each.recording != recording]
-        partial[recording] = Assembly(expected=-1)  # its remaining chunks are dropped
-        return PipelineResult(recording, None, error)
 
     def _finish(self, recordings: Sequence[Recording], ready: dict[int, Assembly]) -> Iterator[PipelineResult]:
         if not ready:

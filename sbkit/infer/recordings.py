@@ -76,22 +76,19 @@ class Recording:
 
     def blocks(self, rate: int) -> Iterator[np.ndarray]:
         """Yield mono float32 blocks at ``rate``; raises ``AudioError`` if it can't be read."""
-        if isinstance(self.audio, np.ndarray):
-            yield from _samples(self.audio, self.name)
-        else:
+        if not isinstance(self.audio, np.ndarray):
             yield from _decoded(self, self.audio, rate)
+            return
+        signal = self.audio
+        if signal.ndim != 1 or not len(signal) or not np.issubdtype(signal.dtype, np.floating):
+            raise AudioError(self.name, f"samples must be floats [S], not {signal.dtype} {list(signal.shape)}")
+        signal = np.ascontiguousarray(signal, dtype=np.float32)
+        audio.check_values(self.name, signal)
+        yield signal
 
 
 #: What can be transcribed.
 Source = str | os.PathLike[str] | bytes | BinaryIO | np.ndarray | Recording
-
-
-def _samples(signal: np.ndarray, name: str) -> Iterator[np.ndarray]:
-    if signal.ndim != 1 or not len(signal) or not np.issubdtype(signal.dtype, np.floating):
-        raise AudioError(name, f"samples must be floats [S], not {signal.dtype} {list(signal.shape)}")
-    signal = np.ascontiguousarray(signal, dtype=np.float32)
-    audio.check_values(name, signal)
-    yield signal
 
 
 def _decoded(recording: Recording, source: str | os.PathLike[str] | bytes | BinaryIO,

@@ -20,7 +20,7 @@ from sbkit.data import publish
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.codec import CodecModel, codec
+from sbkit.infer.codec import CodecModel
 from sbkit.infer.codec_engine import books_of
 from sbkit.infer.formats import ModelRequest
 from sbkit.infer.sound_file import write_sound
@@ -53,11 +53,20 @@ def resynthesize(request: ResynthesizeRequest) -> int:
     books = books_of(layout.CodecConfig.read(request.bundle))
     to = request.to.resolve()
     publish.clean_up(to)
-    _check_output(request)
-    codes = {name: Codes(folder, books) for name, folder in _folders(request.folder).items()}
+    if request.to.exists() and not request.force:
+        raise SbkitError(f"{request.to} exists", hint="choose another folder, or replace it with --force")
+    ours = request.to.is_dir() and (any(request.to.glob(SOUNDS)) or any(request.to.glob(f"*/{SOUNDS}"))
+                                    or not any(request.to.iterdir()))
+    if request.to.exists() and not ours:
+        raise SbkitError(f"{request.to} has files that sbkit resynthesize didn't write, so it is not replaced",
+                         hint="choose another folder")
+    folders = {each.parent.name: each.parent for each in sorted(request.folder.glob(f"*/{MANIFEST}"))}
+    if (request.folder / MANIFEST).is_file() or not folders:  # without splits
+        folders = {"": request.folder}
+    codes = {name: Codes(folder, books) for name, folder in folders.items()}
     for each in codes.values():
         each.check()
-    with codec(request.bundle, request.model, request.device, request.threads) as loaded:
+    with CodecModel.open(request.bundle, request.model, request.device, request.threads) as loaded:
         print(loaded.running, file=sys.stderr)
         began, seconds = time.perf_counter(), 0.0
         with publish.temporary_folder(to) as staging:
@@ -68,22 +77,6 @@ def resynthesize(request: ResynthesizeRequest) -> int:
     print(f"{request.to}: {count:,} recordings, {time_span(seconds)}; it took {time_span(elapsed)} (real-time factor "
           f"{elapsed / seconds:.4f})")
     return 0
-
-
-def _check_output(request: ResynthesizeRequest) -> None:
-    to = request.to
-    if to.exists() and not request.force:
-        raise SbkitError(f"{to} exists", hint="choose another folder, or replace it with --force")
-    ours = to.is_dir() and (any(to.glob(SOUNDS)) or any(to.glob(f"*/{SOUNDS}")) or not any(to.iterdir()))
-    if to.exists() and not ours:
-        raise SbkitError(f"{to} has files that sbkit resynthesize didn't write, so it is not replaced",
-                         hint="choose another folder")
-
-
-def _folders(folder: Path) -> dict[str, Path]:
-    """The folder of codes under an empty name, or each split's folder under its name."""
-    splits = {each.parent.name: each.parent for each in sorted(folder.glob(f"*/{MANIFEST}"))}
-    return {"": folder} if (folder / MANIFEST).is_file() or not splits else splits
 
 
 def _write(codec: CodecModel, codes: Codes, folder: Path, what: str, format: str) -> float:

@@ -13,9 +13,8 @@ import numpy as np
 
 from sbkit.data.audio import AudioError
 from sbkit.errors import SbkitError
-from sbkit.infer.formats import ModelRequest
 from sbkit.infer.graph_model import GraphEngine, GraphModel, Output
-from sbkit.infer.inputs import check_output_paths, collect, output_path
+from sbkit.infer.inputs import FilesRequest, check_output_paths, collect, output_path
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcription import SOME_FAILED, summarise
 from sbkit.system.console import atomic_write, progress
@@ -25,20 +24,15 @@ _MAX_PRINTED = 10_000
 
 
 @dataclass(frozen=True)
-class RunRequest(ModelRequest):
+class RunRequest(FilesRequest):
     """The model to run, and its recordings.
 
-    files : files, folders, manifests, ``-``
     output : the folder for files; None: print lines of JSON
     formats : any of ``npz`` (all outputs), ``json`` and ``wav`` (the first output, if it is audio)
-    schemes : URL schemes allowed in manifests
     """
 
-    bundle: Path
-    files: Sequence[str]
     output: Path | None = None
     formats: Sequence[str] = ("npz",)
-    schemes: Sequence[str] = ()
 
 
 def run(request: RunRequest) -> int:

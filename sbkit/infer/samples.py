@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Iterable
-from typing import Any, cast
 
 import numpy as np
 import soxr
@@ -29,7 +27,19 @@ def as_int(value: object) -> int | None:
 
 def check_samples(given: object) -> np.ndarray:
     """Return samples [N] as an array of floats from -1 to 1, or int16; raises if they can't be samples."""
-    samples = _array(given)
+    if isinstance(given, (str, os.PathLike)):
+        raise SbkitError(f"a piece of a stream is {str(given)[:80]!r}, but must be an array of samples",
+                         hint="read the file first: samples, rate = soundfile.read(FILE); or transcribe it")
+    if isinstance(given, (bytes, bytearray)):
+        raise SbkitError("a piece of a stream is bytes, but must be an array of samples",
+                         hint="for 16-bit PCM: np.frombuffer(data, np.int16)")
+    try:
+        samples = np.asarray(given)
+    except (TypeError, ValueError) as error:
+        raise SbkitError(f"a piece of a stream is not an array of samples: {first_line(error)}") from None
+    if samples.dtype.kind == "O":
+        raise SbkitError(f"a piece of a stream is {type(given).__name__}, but must be an array of samples",
+                         hint="give floats from -1 to 1, or int16")
     if samples.ndim != 1:
         raise SbkitError(f"a piece of a stream has the shape {[*samples.shape]}, but must be one channel's [N]",
                          hint="mix the channels: samples.mean(1), if they are [N, channels]" if samples.ndim == 2
@@ -46,29 +56,6 @@ def check_samples(given: object) -> np.ndarray:
     if peak > _LOUDEST:
         raise SbkitError(f"a piece of a stream has samples of up to {peak:.4g}, but floats go from -1 to 1",
                          hint="divide 16-bit samples by 32768, or give them as int16")
-    return samples
-
-
-def as_pieces(given: object) -> Iterable[Any]:
-    """Return an iterable of a stream's pieces; anything else is the only piece, valid or not."""
-    single = not isinstance(given, Iterable) or isinstance(given, (np.ndarray, str, bytes, bytearray))
-    return cast("Iterable[Any]", [given] if single else given)
-
-
-def _array(given: object) -> np.ndarray:
-    if isinstance(given, (str, os.PathLike)):
-        raise SbkitError(f"a piece of a stream is {str(given)[:80]!r}, but must be an array of samples",
-                         hint="read the file first: samples, rate = soundfile.read(FILE); or transcribe it")
-    if isinstance(given, (bytes, bytearray)):
-        raise SbkitError("a piece of a stream is bytes, but must be an array of samples",
-                         hint="for 16-bit PCM: np.frombuffer(data, np.int16)")
-    try:
-        samples = np.asarray(given)
-    except (TypeError, ValueError) as error:
-        raise SbkitError(f"a piece of a stream is not an array of samples: {first_line(error)}") from None
-    if samples.dtype.kind == "O":
-        raise SbkitError(f"a piece of a stream is {type(given).__name__}, but must be an array of samples",
-                         hint="give floats from -1 to 1, or int16")
     return samples
 
 

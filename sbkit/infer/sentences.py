@@ -111,10 +111,12 @@ class PhraseReader:
             elif pauses:
                 yield from buffer.flush(CLAUSE_PAUSE)
             yield from buffer.add(written, ids, word.joined)
-            if _ends_sentence(word.text):
+            bare = word.text.rstrip(CLOSING)
+            abbreviated = bare.endswith(".") and _ABBREVIATION.fullmatch(bare.lstrip(OPENING))
+            if bare.endswith(tuple(ENDS)) and not abbreviated:
                 yield from buffer.flush(SENTENCE_PAUSE)
             # The voice can't pause at a mark that is not one of its symbols.
-            pauses = _ends_clause(word.text) and word.text.rstrip(CLOSING)[-1] not in self._symbols
+            pauses = _ends_clause(word.text) and bare[-1] not in self._symbols
         if unknown.counts and not self._skip:
             raise unknown.error()
         yield from buffer.flush(SENTENCE_PAUSE)
@@ -142,19 +144,13 @@ def words(blocks: Iterable[str], longest: int) -> Iterator[TextWord]:
             place = TextPosition(line, character)
         pending += run
         character += len(run)
-        while (cut := _cut(pending, longest)) is not None:
+        while len(pending) > 2 * longest:  # too long, but not cut before a combining mark
+            cut = next((at for at in range(longest, 0, -1) if not unicodedata.combining(pending[at])), longest)
             yield from _parts(pending[:cut], place, joined, breaks > 1)
             pending, joined, breaks = pending[cut:], True, 0
             place = TextPosition(line, place.character + cut)
     if pending:
         yield from _parts(pending, place, joined, breaks > 1)
-
-
-def _cut(word: str, longest: int) -> int | None:
-    """Find where to cut a word that is too long, but not before a combining mark."""
-    if len(word) <= 2 * longest:
-        return None
-    return next((at for at in range(longest, 0, -1) if not unicodedata.combining(word[at])), longest)
 
 
 def _parts(text: str, place: TextPosition, joined: bool, first: bool) -> Iterator[TextWord]:
@@ -163,13 +159,6 @@ def _parts(text: str, place: TextPosition, joined: bool, first: bool) -> Iterato
     for part in _SENTENCE.findall(text):
         yield TextWord(part, TextPosition(place.line, place.character + at), joined or at > 0, first and not at)
         at += len(part)
-
-
-def _ends_sentence(word: str) -> bool:
-    bare = word.rstrip(CLOSING)
-    if bare.endswith("."):
-        return _ABBREVIATION.fullmatch(bare.lstrip(OPENING)) is None
-    return bare.endswith(tuple(ENDS))
 
 
 def _ends_clause(word: str) -> bool:
@@ -190,7 +179,11 @@ class _PhraseBuffer:
             whole = len(part) == len(ids)
             word = SpelledWord(text if whole else text[begin : begin + self._max_symbols], part, joined or begin > 0)
             if self._size([*self._words, word]) > self._max_symbols:
-                yield from self._cut_clause(word)
+                # End the phrase at the last mark between clauses, if any.
+                marks = [count for count, each in enumerate(self._words, 1) if _ends_clause(each.text)]
+                if marks:
+                    done, self._words = self._words[: marks[-1]], self._words[marks[-1] :]
+                    yield self._phrase(done, 0.0 if (self._words or [word])[0].joined else CLAUSE_PAUSE)
             if self._size([*self._words, word]) > self._max_symbols:
                 yield from self.flush(0.0 if word.joined else WORD_PAUSE)
             self._words.append(word)
@@ -200,15 +193,6 @@ class _PhraseBuffer:
         if self._words:
             yield self._phrase(self._words, pause)
             self._words = []
-
-    def _cut_clause(self, next_word: SpelledWord) -> Iterator[Phrase]:
-        """Yield the words up to the last mark between clauses, if any."""
-        words = [*self._words, next_word]
-        for count in range(len(self._words), 0, -1):
-            if _ends_clause(self._words[count - 1].text):
-                yield self._phrase(self._words[:count], 0.0 if words[count].joined else CLAUSE_PAUSE)
-                self._words = self._words[count:]
-                return
 
     def _size(self, words: list[SpelledWord]) -> int:
         return sum(len(word.ids) for word in words) + sum(len(self._space) for word in words[1:] if not word.joined)

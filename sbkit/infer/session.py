@@ -163,17 +163,12 @@ class Session:
             self._results += results
             enqueue = self._should_enqueue()
             self._changed.notify_all()
-        self._notify()
-        if enqueue:
-            self._enqueue(self)
-
-    def _notify(self) -> None:
-        """Call ``on_result``. If that fails, only this stream ends."""
         callback = self._on_result
-        if callback is None:
-            return
         try:
-            callback()
-        except Exception as error:
+            if callback is not None:
+                callback()
+        except Exception as error:  # only this stream ends
             self._on_result = None
             self.fail(error)
+        if enqueue:
+            self._enqueue(self)

@@ -59,23 +59,29 @@ class Microphone:
     """
 
     def __init__(self, rate: int | None, own: int, device: str | None = None):
-        self._library = _sounddevice()
+        try:
+            import sounddevice
+        except ImportError:
+            raise SbkitError("a microphone needs the package sounddevice", hint="pip install 'sbkit[listen]'; or pipe "
+                             "16-bit PCM into: sbkit listen BUNDLE -") from None
+        except OSError as error:
+            raise SbkitError(f"sounddevice can't be used: {first_line(error)}",
+                             hint="install PortAudio, such as: apt install libportaudio2; or pipe 16-bit PCM into: "
+                                  "sbkit listen BUNDLE -") from error
+        self._library: ModuleType = sounddevice
         self.warning: str | None = None
         self._device = int(device) if device is not None and device.isdecimal() else device
         try:
-            found = self._library.query_devices(self._device, "input")
-            self.name, self.rate = str(found["name"]), self._supported_rate(rate or own, rate is None, found)
-        except (self._library.PortAudioError, ValueError) as error:
+            found: dict[str, Any] = sounddevice.query_devices(self._device, "input")
+            self.name, self.rate = str(found["name"]), rate or own
+            try:
+                sounddevice.check_input_settings(device=self._device, channels=1, dtype="int16", samplerate=self.rate)
+            except sounddevice.PortAudioError:
+                if rate is not None:
+                    raise
+                self.rate = round(found["default_samplerate"])
+        except (sounddevice.PortAudioError, ValueError) as error:
             raise self._unusable(error) from error
-
-    def _supported_rate(self, rate: int, fallback: bool, found: dict[str, Any]) -> int:
-        try:
-            self._library.check_input_settings(device=self._device, channels=1, dtype="int16", samplerate=rate)
-        except self._library.PortAudioError:
-            if not fallback:
-                raise
-            return round(found["default_samplerate"])
-        return rate
 
     def __iter__(self) -> Iterator[np.ndarray]:
         blocks: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
@@ -98,19 +104,6 @@ class Microphone:
         return SbkitError(f"the microphone can't be used: {first_line(error)}",
                           hint="python -m sounddevice lists them, for --microphone; or pipe 16-bit PCM into: "
                                "sbkit listen BUNDLE -")
-
-
-def _sounddevice() -> ModuleType:
-    try:
-        import sounddevice
-    except ImportError:
-        raise SbkitError("a microphone needs the package sounddevice",
-                         hint="pip install 'sbkit[listen]'; or pipe 16-bit PCM into: sbkit listen BUNDLE -") from None
-    except OSError as error:
-        raise SbkitError(f"sounddevice can't be used: {first_line(error)}",
-                         hint="install PortAudio, such as: apt install libportaudio2; or pipe 16-bit PCM into: "
-                              "sbkit listen BUNDLE -") from error
-    return sounddevice
 
 
 _SNIFFED_BYTES = 1_443  # the longest frame of an MP3, and the start of the next

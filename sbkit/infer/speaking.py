@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from sbkit.infer.formats import ModelRequest
 from sbkit.infer.sentences import PhraseReader
 from sbkit.infer.sound_file import SoundStream, SoundWriter, kind_of
 from sbkit.infer.voice import Voice, check_speed, speaker_of
-from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress, time_span
 from sbkit.system.untrusted import standard_input
@@ -55,7 +54,10 @@ def speak(request: SpeakRequest) -> int:
         raise SbkitError("give a text, - for standard input, or --file FILE",
                          hint='sbkit speak BUNDLE "good morning" --to morning.wav')
     config = layout.VoiceConfig.read(request.bundle)
-    kind = _kind(request.to)
+    if request.to == STD and sys.stdout.isatty():
+        raise SbkitError("--to - writes sound to standard output, but that is a terminal",
+                         hint="sbkit speak BUNDLE TEXT --to - | aplay")
+    kind = _LIVE if request.to == STD else kind_of(Path(request.to))
     speaker_of(config, request.voice)
     check_speed(request.speed)
     with _opened(request) as text:
@@ -63,28 +65,26 @@ def speak(request: SpeakRequest) -> int:
         count = sum(len(piece.ids) for piece in reader.read(_blocks(text, request)))
         if reader.unknown.counts:
             print(f"left out because the voice never learnt it: {reader.unknown}", file=sys.stderr)
-        with Voice(VoiceEngine(request.bundle, request.model, request.device, request.threads)) as voice:
+        with Voice.open(request.bundle, request.model, request.device, request.threads) as voice:
             print(voice.running, file=sys.stderr)
             text.seek(0)
-            with _output(request.to, kind, config.sample_rate) as write:
-                _speak(voice, text, request, write, count)
+            # In another thread: Ctrl-C in a callback of libsndfile would be lost.
+            with _encoder(request.to, kind, config.sample_rate) as encoder, \
+                    ThreadPoolExecutor(1, "sbkit-sound") as thread:
+                began, seconds = time.perf_counter(), 0.0
+                parts = voice.say(_blocks(text, request), request.voice, request.speed, request.skip_unknown)
+                with progress(what="speaking", total=count, unit="char", show=count > config.max_symbols) as bar:
+                    for speech in parts:
+                        thread.submit(encoder.add, speech.samples).result()
+                        seconds += speech.seconds
+                        bar.update(min(len(speech.text), count - bar.n))
+                    bar.update(count - bar.n)
+                elapsed = time.perf_counter() - began
+                where = "" if request.to == STD else f" -> {request.to}"
+                factor = f" (real-time factor {elapsed / seconds:.4f})" if seconds else ""
+                print(f"{seconds:.1f} s of speech in {time_span(elapsed)}{factor}{where}", file=sys.stderr)
+                thread.submit(encoder.end).result()
     return 0
-
-
-def _speak(voice: Voice, text: IO[str], request: SpeakRequest, write: Callable[[np.ndarray], None],
-           count: int) -> None:
-    began, seconds = time.perf_counter(), 0.0
-    parts = voice.say(_blocks(text, request), request.voice, request.speed, request.skip_unknown)
-    with progress(what="speaking", total=count, unit="char", show=count > voice.engine.config.max_symbols) as bar:
-        for speech in parts:
-            write(speech.samples)
-            seconds += speech.seconds
-            bar.update(min(len(speech.text), count - bar.n))
-        bar.update(count - bar.n)
-    elapsed = time.perf_counter() - began
-    where = "" if request.to == STD else f" -> {request.to}"
-    factor = f" (real-time factor {elapsed / seconds:.4f})" if seconds else ""
-    print(f"{seconds:.1f} s of speech in {time_span(elapsed)}{factor}{where}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------- the text
@@ -152,23 +152,6 @@ class _Piped(SoundStream):
     def _send(self) -> None:
         sys.stdout.buffer.write(self.take())
         sys.stdout.buffer.flush()
-
-
-def _kind(to: str) -> str:
-    if to != STD:
-        return kind_of(Path(to))
-    if sys.stdout.isatty():
-        raise SbkitError("--to - writes sound to standard output, but that is a terminal",
-                         hint="sbkit speak BUNDLE TEXT --to - | aplay")
-    return _LIVE
-
-
-@contextlib.contextmanager
-def _output(to: str, kind: str, rate: int) -> Iterator[Callable[[np.ndarray], None]]:
-    """Yield a function that writes samples [S] in another thread: Ctrl-C in a callback of libsndfile would be lost."""
-    with _encoder(to, kind, rate) as encoder, ThreadPoolExecutor(1, "sbkit-sound") as thread:
-        yield lambda samples: thread.submit(encoder.add, samples).result()
-        thread.submit(encoder.end).result()
 
 
 @contextlib.contextmanager

@@ -54,7 +54,9 @@ class Stream:
         """Transcribe a new stream from start to end: an array [N], or an iterable of arrays, such as a microphone's.
         Each array is decoded before the next one is taken."""
         self.reset()
-        for piece in pieces.as_pieces(samples):
+        if not isinstance(samples, Iterable) or isinstance(samples, (np.ndarray, str, bytes, bytearray)):
+            samples = [samples]  # the only piece, valid or not
+        for piece in samples:
             yield from self._feed(piece)
         yield from self._finish()
 

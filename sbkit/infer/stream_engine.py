@@ -159,18 +159,6 @@ class StreamEngine(BundleEngine):
 
     def _next_step(self) -> None:
         """Run one step for the queued streams whose chunks are as large as the first one's."""
-        sessions, windows = [], []
-        for session in self._take():
-            window = session.next()
-            if window is None:
-                self._search(session, None)
-            else:
-                sessions.append(session)
-                windows.append(window)
-        if sessions:
-            self.take_step(sessions, windows)
-
-    def _take(self) -> list[Session]:
         with self._lock:
             queue, self._queue = self._queue, deque()
             taken: list[Session] = []
@@ -180,7 +168,16 @@ class StreamEngine(BundleEngine):
             more = bool(self._queue)
         if more:
             self.worker.submit(self._next_step)
-        return taken
+        sessions, windows = [], []
+        for session in taken:
+            window = session.next()
+            if window is None:
+                self._search(session, None)
+            else:
+                sessions.append(session)
+                windows.append(window)
+        if sessions:
+            self.take_step(sessions, windows)
 
     def take_step(self, sessions: list[Session], windows: list[Window]) -> None:
         try:

@@ -59,17 +59,16 @@ class Unknown:
     def __str__(self) -> str:
         """Name the first ``_CHARACTERS`` of them."""
         lines = any(place.line > 1 for places in self.places.values() for place in places)
-        shown = [self._described(character, lines) for character in list(self.places)[:_CHARACTERS]]
+        shown = []
+        for character, positions in list(self.places.items())[:_CHARACTERS]:
+            name = f"{character!r}" if character.isprintable() else f"U+{ord(character):04X}"
+            where = "; ".join((f"line {each.line}, " if lines else "") + f"character {each.character}"
+                              for each in positions)
+            more = self.counts[character] - len(positions)
+            shown.append(f"{name} ({where}{f'; {more} more' if more else ''})")
         if len(self.places) > _CHARACTERS:
             shown.append(f"{len(self.places) - _CHARACTERS} others")
         return ", ".join(shown)
-
-    def _described(self, character: str, lines: bool) -> str:
-        shown = f"{character!r}" if character.isprintable() else f"U+{ord(character):04X}"
-        places = [f"line {place.line}, character {place.character}" if lines else f"character {place.character}"
-                  for place in self.places[character]]
-        more = self.counts[character] - len(places)
-        return f"{shown} ({'; '.join(places)}{f'; {more} more' if more else ''})"
 
 
 class VoiceSymbols:
@@ -96,7 +95,11 @@ class VoiceSymbols:
         around the word, which need not be spoken."""
         written = self._normalised(word)
         positions = list(islice(places, len(word)))
-        missing = self._unknown_at(written)
+        # Marks around the word need not be spoken.
+        begin = len(written) - len(written.lstrip(OPENING + CLAUSE + ENDS))
+        end = len(written.rstrip(CLOSING + ENDS + CLAUSE))
+        missing = [at for at in range(begin, end)
+                   if written[at] not in self._characters and not self._is_dropped(written[at])]
         origins = _origins(word, written, self._normalised) if missing else []
         for at in missing:
             unknown.add(word[at] if len(word) == len(written) else written[at], positions[origins[at]])
@@ -128,13 +131,6 @@ class VoiceSymbols:
         if self._upper != self._lower and (self._rules is None or self._rules.case == "keep"):
             word = unicodedata.normalize("NFC", word.upper() if self._upper else word.lower())
         return word
-
-    def _unknown_at(self, written: str) -> list[int]:
-        """Find the characters of a word that the voice never learnt, except marks around it."""
-        begin = len(written) - len(written.lstrip(OPENING + CLAUSE + ENDS))
-        end = len(written.rstrip(CLOSING + ENDS + CLAUSE))
-        return [at for at in range(begin, end)
-                if written[at] not in self._characters and not self._is_dropped(written[at])]
 
     def _spoken(self, written: str) -> str:
         """Return the spoken part of a word, as in the voice's training texts; it may be several words."""

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from sbkit.codes import Codes, check_place, writing
-from sbkit.codes.shards import MANIFEST, CodesWriter, UnstorableUtterance
+from sbkit.codes.shards import MANIFEST, UnstorableUtterance
 from sbkit.data import exclusions
 from sbkit.data.audio import AudioError, read_utterance
 from sbkit.data.corpus import Corpus
@@ -26,7 +26,7 @@ from sbkit.data.splits import ALIASES, SPLITS
 from sbkit.data.text import AsWritten
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.codec import CodecModel, codec
+from sbkit.infer.codec import CodecModel
 from sbkit.infer.formats import ModelRequest
 from sbkit.infer.resynthesis import file_name
 from sbkit.system import disk
@@ -71,14 +71,18 @@ def tokenize(request: TokenizeRequest) -> int:
     config = layout.CodecConfig.read(request.bundle)
     folders = {}
     for name, folder in _folders(request).items():
-        if not request.force and _is_encoded(name, folder, request, config):
-            print(f"{folder}: already encoded from this list by this codec; --force encodes it again")
-            continue
+        if not request.force and (folder / MANIFEST).is_file():
+            codes = Codes(folder)
+            if codes.made_from is not None and codes.books.codec == config.codec:
+                [manifest] = _corpus(request, name).prepare(needs_text=False).values()
+                if codes.made_from == manifest.digest():
+                    print(f"{folder}: already encoded from this list by this codec; --force encodes it again")
+                    continue
         check_place(folder, request.force)
         folders[name] = folder
     if not folders:
         return 0
-    with codec(request.bundle, request.model, request.device, request.threads) as loaded:
+    with CodecModel.open(request.bundle, request.model, request.device, request.threads) as loaded:
         print(loaded.running, file=sys.stderr)
         for name, folder in folders.items():
             _tokenize(loaded, name, folder, request)
@@ -134,84 +138,59 @@ def _corpus(request: TokenizeRequest, name: str) -> Corpus:
 # ---------------------------------------------------------------------- a split
 
 
-def _is_encoded(name: str, folder: Path, request: TokenizeRequest, config: layout.CodecConfig) -> bool:
-    """Whether the folder has the codes of the split's manifest by this codec, from an earlier call."""
-    if not (folder / MANIFEST).is_file():
-        return False
-    codes = Codes(folder)
-    if codes.made_from is None or codes.books.codec != config.codec:
-        return False
-    [manifest] = _corpus(request, name).prepare(needs_text=False).values()
-    return codes.made_from == manifest.digest()
-
-
 def _tokenize(codec: CodecModel, name: str, folder: Path, request: TokenizeRequest) -> None:
     """Encode a split and print a summary."""
     corpus = _corpus(request, name)
     [manifest] = corpus.prepare(needs_text=False).values()
     left_out, began = exclusions.read(corpus.folder), time.perf_counter()
+    utterances, seconds, frames = 0, 0.0, 0
+    unusable: dict[str, list[tuple[int, str]]] = {UNDECODABLE: [], UNCODABLE: []}  # rows, and why
     with writing(folder, codec.books, request.force, made_from=manifest.digest()) as out:
-        encoder = _SplitEncoder(codec, manifest, out)
         with progress(what=f"tokenizing {name}", total=len(manifest), unit="clip") as bar:
             for window in _read(manifest, codec.sample_rate, request.readers):
-                encoder.add(window)
+                signals: list[tuple[int, np.ndarray]] = []
+                for row, future in window:
+                    try:
+                        signals.append((row, future.result()))
+                    except AudioError as error:
+                        unusable[UNDECODABLE].append((row, error.cause))
+                encoded = codec.encode_each([signal for _, signal in signals])
+                for (row, signal), codes in zip(signals, encoded, strict=True):
+                    if isinstance(codes, SbkitError):
+                        unusable[UNCODABLE].append((row, codes.message))
+                        continue
+                    try:
+                        out.add(manifest.ids[row], codes, manifest.texts[row] or None, manifest.speakers[row] or None)
+                    except UnstorableUtterance as unstorable:
+                        unusable[UNCODABLE].append((row, unstorable.cause))
+                        continue
+                    utterances, frames = utterances + 1, frames + len(codes)
+                    seconds += len(signal) / codec.sample_rate
                 bar.update(len(window))
-        left_out = pa.concat_tables([left_out, *encoder.left_out(name)])
+        left_out = pa.concat_tables([left_out, *(
+            exclusions.rows(name, reason, [manifest.ids[row] for row, _ in rows],
+                            [manifest.wavs[row] for row, _ in rows], [why for _, why in rows], versions=True)
+            for reason, rows in unusable.items() if rows)])
         exclusions.write(out.folder, [left_out])
-        _report_left_out(name, folder, left_out, encoder)
+        _report_left_out(name, folder, left_out, utterances)
     elapsed = time.perf_counter() - began
     books, size = codec.books, sum(each.stat().st_size for each in folder.iterdir())
-    print(f"{folder}: {encoder.utterances:,} utterances, {time_span(encoder.seconds)}, {encoder.frames:,} frames at "
-          f"{books.bit_rate:.0f} bit/s, {disk.size(size)} instead of "
-          f"{disk.size(2 * codec.sample_rate * encoder.seconds)} as 16-bit samples; it took {time_span(elapsed)} "
-          f"(real-time factor {elapsed / encoder.seconds:.4f})")
+    print(f"{folder}: {utterances:,} utterances, {time_span(seconds)}, {frames:,} frames at {books.bit_rate:.0f} "
+          f"bit/s, {disk.size(size)} instead of {disk.size(2 * codec.sample_rate * seconds)} as 16-bit samples; it "
+          f"took {time_span(elapsed)} (real-time factor {elapsed / seconds:.4f})")
 
 
-class _SplitEncoder:
-    """Encodes the rows of a split, and counts them."""
-
-    def __init__(self, codec: CodecModel, manifest: Manifest, out: CodesWriter):
-        self._codec, self._manifest, self._out = codec, manifest, out
-        self.utterances, self.seconds, self.frames = 0, 0.0, 0
-        self._left_out: dict[str, list[tuple[int, str]]] = {UNDECODABLE: [], UNCODABLE: []}
-
-    def add(self, window: Window) -> None:
-        signals: list[tuple[int, np.ndarray]] = []
-        for row, future in window:
-            try:
-                signals.append((row, future.result()))
-            except AudioError as error:
-                self._left_out[UNDECODABLE].append((row, error.cause))
-        manifest, encoded = self._manifest, self._codec.encode_each([signal for _, signal in signals])
-        for (row, signal), codes in zip(signals, encoded, strict=True):
-            if isinstance(codes, SbkitError):
-                self._left_out[UNCODABLE].append((row, codes.message))
-                continue
-            try:
-                self._out.add(manifest.ids[row], codes, manifest.texts[row] or None, manifest.speakers[row] or None)
-            except UnstorableUtterance as error:
-                self._left_out[UNCODABLE].append((row, error.cause))
-                continue
-            self.utterances, self.frames = self.utterances + 1, self.frames + len(codes)
-            self.seconds += len(signal) / self._codec.sample_rate
-
-    def left_out(self, split: str) -> list[pa.Table]:
-        return [exclusions.rows(split, reason, [self._manifest.ids[row] for row, _ in rows],
-                                [self._manifest.wavs[row] for row, _ in rows], [why for _, why in rows], versions=True)
-                for reason, rows in self._left_out.items() if rows]
-
-
-def _report_left_out(name: str, folder: Path, left_out: pa.Table, encoder: _SplitEncoder) -> None:
+def _report_left_out(name: str, folder: Path, left_out: pa.Table, utterances: int) -> None:
     """Print how many rows were left out and why; raise if all were."""
-    rows = encoder.utterances + left_out.num_rows
+    rows = utterances + left_out.num_rows
     reasons = Counter(left_out["reason"].to_pylist())
     counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
     examples = [f"{id[:_SHOWN]}: {detail or reason}" for id, detail, reason
                 in zip(*(left_out[column][:_LISTED].to_pylist() for column in ("ID", "detail", "reason")), strict=True)]
-    if not encoder.utterances:
+    if not utterances:
         raise SbkitError(f"all {rows:,} rows of {name} were left out: {counted}", hint=f"for example {examples[0]}")
     if left_out.num_rows:
-        print(f"{name}: {rows:,} rows read, {encoder.utterances:,} kept, {left_out.num_rows:,} left out: {counted}\n  "
+        print(f"{name}: {rows:,} rows read, {utterances:,} kept, {left_out.num_rows:,} left out: {counted}\n  "
               + "\n  ".join(examples) + f"\n  all are in {folder / exclusions.NAME}", file=sys.stderr)
 
 
@@ -223,7 +202,10 @@ def _read(manifest: Manifest, sample_rate: int, readers: int) -> Iterator[Window
     ahead: deque[Window] = deque()
     pool = ThreadPoolExecutor(readers, "sbkit-reader")
     try:
-        for window in _windows(manifest.durations):
+        # Windows of a few minutes, or of one row that is longer.
+        ends = np.cumsum(manifest.durations, dtype=np.float64) // AT_ONCE_SECONDS
+        cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(manifest.durations)]
+        for window in (range(*pair) for pair in itertools.pairwise(cuts) if pair[0] < pair[1]):
             ahead.append([(row, pool.submit(
                 read_utterance, manifest.wavs[row], float(manifest.starts[row]), float(manifest.durations[row]),
                 sample_rate=sample_rate, remote=manifest.remote)) for row in window])
@@ -232,10 +214,3 @@ def _read(manifest: Manifest, sample_rate: int, readers: int) -> Iterator[Window
         yield from ahead
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _windows(durations: np.ndarray) -> list[range]:
-    """Split rows into windows of a few minutes, or of one row that is longer."""
-    ends = np.cumsum(durations, dtype=np.float64) // AT_ONCE_SECONDS
-    cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(durations)]
-    return [range(*pair) for pair in itertools.pairwise(cuts) if pair[0] < pair[1]]

@@ -17,8 +17,7 @@ from sbkit.decode.search_options import SearchRequest
 from sbkit.errors import SbkitError, printable
 from sbkit.export.layout import CONFIG
 from sbkit.infer.engine import Engine
-from sbkit.infer.formats import ModelRequest
-from sbkit.infer.inputs import check_output_paths, collect, lengths, output_path
+from sbkit.infer.inputs import FilesRequest, check_output_paths, collect, lengths, output_path
 from sbkit.infer.pipeline import Options, Pipeline, PipelineResult
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import FORMATS, Transcript, check_formats
@@ -32,19 +31,15 @@ _SHOWN = 20  # number of errors shown on the screen
 
 
 @dataclass(frozen=True)
-class TranscribeRequest(SearchRequest, ModelRequest):
+class TranscribeRequest(SearchRequest, FilesRequest):
     """What to transcribe, and how.
 
-    files : files, folders, manifests, ``-``
     output : the folder for transcripts; None: print them
     formats : any of ``txt, json, srt, vtt, ctm``
     overwrite : redo existing transcripts
     references : a manifest, or lines ``name<TAB>text``, to score against
-    schemes : URL schemes allowed in manifests
     """
 
-    bundle: Path
-    files: Sequence[str]
     output: Path | None = None
     formats: Sequence[str] = ("txt",)
     batch_seconds: float | None = None
@@ -52,7 +47,6 @@ class TranscribeRequest(SearchRequest, ModelRequest):
     readers: int = 2
     overwrite: bool = False
     references: str | None = None
-    schemes: Sequence[str] = ()
 
 
 def transcribe(request: TranscribeRequest) -> int:

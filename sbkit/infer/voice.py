@@ -77,8 +77,10 @@ def joined(parts: Sequence[Speech], pieces: Sequence[Phrase]) -> Speech:
                    words=words, sentences=sentences)
 
 
-class Voice(LoadedBundle[VoiceEngine]):
+class Voice(LoadedBundle[VoiceEngine], of=VoiceConfig):
     """A loaded voice, which any number of threads may call."""
+
+    engine_type = VoiceEngine
 
     @property
     def voices(self) -> list[str]:

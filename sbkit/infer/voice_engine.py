@@ -55,21 +55,17 @@ class VoiceEngine(BatchEngine):
 
     def submit(self, lines: Sequence[SpeechInput]) -> Future[Any]:
         """Queue a batch; the future has a ``SpeechOutput`` for each line."""
+        symbols, speakers = len(self.config.symbols), len(self.config.speakers)
         for line in lines:
             if not 0 < len(line) <= self.config.max_symbols:
                 raise ValueError(f"a line must have 1 to {self.config.max_symbols} symbols, not {len(line)}")
-            self._check(line)
+            if not all(isinstance(each, (int, np.integer)) and 1 <= each < symbols for each in line.ids):
+                raise ValueError(f"ids of symbols must be whole numbers from 1 to {symbols - 1}")
+            if not isinstance(line.speaker, (int, np.integer)) or not 0 <= line.speaker < speakers:
+                raise ValueError(f"a speaker must be a whole number from 0 to {speakers - 1}, not {line.speaker!r}")
+            if not 0 < line.speed < np.inf:
+                raise ValueError(f"a speed must be a number above 0, not {line.speed!r}")
         return super().submit(lines)
-
-    def _check(self, line: SpeechInput) -> None:
-        """Raise for ids that are out of range."""
-        symbols, speakers = len(self.config.symbols), len(self.config.speakers)
-        if not all(isinstance(each, (int, np.integer)) and 1 <= each < symbols for each in line.ids):
-            raise ValueError(f"ids of symbols must be whole numbers from 1 to {symbols - 1}")
-        if not isinstance(line.speaker, (int, np.integer)) or not 0 <= line.speaker < speakers:
-            raise ValueError(f"a speaker must be a whole number from 0 to {speakers - 1}, not {line.speaker!r}")
-        if not 0 < line.speed < np.inf:
-            raise ValueError(f"a speed must be a number above 0, not {line.speed!r}")
 
     # ------------------------------------------------------------------ within the worker
 
@@ -94,16 +90,15 @@ class VoiceEngine(BatchEngine):
         if [each.ndim for each in found] != [2, 1, 2] or any(len(each) != len(lines) for each in found):
             raise SbkitError(f"the voice output {[list(each.shape) for each in found]} for {len(lines)} texts",
                              hint="export it again")
-        return [_unpad(*parts) for parts in zip(*found, lengths.tolist(), strict=True)]
-
-
-def _unpad(audio: np.ndarray, samples: int, durations: np.ndarray, symbols: int) -> SpeechOutput:
-    """Remove a row's padding; raises if its output is invalid."""
-    if not 0 <= samples <= len(audio):
-        raise SbkitError(f"the voice output {len(audio)} samples but {samples} as their number", hint="export it again")
-    audio, frames = audio[:samples], durations[:symbols]
-    for what, wrong in (("samples", not np.isfinite(audio).all()), ("durations", frames.min() < 0)):
-        if wrong:
-            raise SbkitError(f"the voice output {what} that are not numbers", hint="was it trained to the end?")
-    # Copies: a view would keep the whole batch in memory.
-    return SpeechOutput(audio.clip(-1.0, 1.0), frames.astype(np.int64))
+        speech = []
+        for audio, samples, durations, symbols in zip(*found, lengths.tolist(), strict=True):
+            if not 0 <= samples <= len(audio):
+                raise SbkitError(f"the voice output {len(audio)} samples but {samples} as their number",
+                                 hint="export it again")
+            audio, frames = audio[:samples], durations[:symbols]  # without the row's padding
+            for what, wrong in (("samples", not np.isfinite(audio).all()), ("durations", frames.min() < 0)):
+                if wrong:
+                    raise SbkitError(f"the voice output {what} that are not numbers", hint="was it trained to the end?")
+            # Copies: a view would keep the whole batch in memory.
+            speech.append(SpeechOutput(audio.clip(-1.0, 1.0), frames.astype(np.int64)))
+        return speech

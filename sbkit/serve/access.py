@@ -122,18 +122,24 @@ class AccessControl:
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         began, path = time.monotonic(), scope["path"]
-        sender = _ResponseSender(send, self._cors_headers(headers))
+        origin = headers.get("origin")
+        allowed = origin is not None and (origin in self._origins or "*" in self._origins)
+        sender = _ResponseSender(send, {"access-control-allow-origin": origin, "vary": "origin"}
+                                 if origin is not None and allowed else {})
         scope[REQUEST_ID] = sender.id
         try:
             if self._hosts is not None and not self._hosts.allow(headers.get("host")):
                 raise ApiError(421, f"this server doesn't answer to the name {headers['host'][:80]!r}; start it with "
                                "--allow-host NAME", code="host_not_allowed")
-            self._check_origin(headers)
+            if origin is not None and not allowed and origin.lower() not in [
+                    f"{scheme}://{headers.get('host', '').lower()}" for scheme in ("http", "https")]:
+                raise ApiError(403, f"web pages from {origin[:80]} may not use this server; start it with "
+                               "--allow-origin", code="origin_not_allowed")
             if "\ufffd" in path:  # stands for what is not UTF-8
                 raise ApiError(400, "the path is not UTF-8")
             if self._stopping() and path not in PROBES:
                 raise stopping()
-            if scope["type"] == "http" and scope["method"] == "OPTIONS" and "origin" in headers:
+            if scope["type"] == "http" and scope["method"] == "OPTIONS" and origin is not None:
                 requested = headers.get("access-control-request-headers", "authorization")
                 await Response(None, 204, {"access-control-allow-methods": "GET, POST",
                                            "access-control-allow-headers": requested})(scope, receive, sender.send)
@@ -161,28 +167,6 @@ class AccessControl:
             if path not in PROBES:
                 _log.info("%s %s %s: %d after %.2f s (%s)", ascii((scope.get("client") or "?")[0])[1:-1][:45],
                           scope.get("method", "WebSocket")[:10], label, status, seconds, sender.id)
-
-    # ------------------------------------------------------------------ checks
-
-    def _check_origin(self, headers: dict[str, str]) -> None:
-        """Raise if the request comes from a page of another server that is not allowed."""
-        origin = headers.get("origin")
-        if origin is None or self._allowed(origin):
-            return
-        if origin.lower() not in [f"{scheme}://{headers.get('host', '').lower()}" for scheme in ("http", "https")]:
-            raise ApiError(403, f"web pages from {origin[:80]} may not use this server; start it with --allow-origin",
-                           code="origin_not_allowed")
-
-    def _allowed(self, origin: str) -> bool:
-        return origin in self._origins or "*" in self._origins
-
-    def _cors_headers(self, headers: dict[str, str]) -> dict[str, str]:
-        origin = headers.get("origin")
-        if origin is None or not self._allowed(origin):
-            return {}
-        return {"access-control-allow-origin": origin, "vary": "origin"}
-
-    # ------------------------------------------------------------------ answers
 
     async def _send_error(self, scope: Scope, receive: Receive, sender: _ResponseSender, error: ApiError) -> None:
         self._metrics.refused.labels(error.code or error.status).inc()

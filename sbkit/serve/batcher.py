@@ -92,9 +92,30 @@ class Batcher:
         with self._lock:
             if self._running:
                 return
-            batch = self._next_batch()
-            if not batch:
-                return
+            if self._retry:
+                batch = [self._retry.popleft()]
+            else:
+                # The oldest signal of the client whose turn it is, and those of the most similar length that fit in a
+                # batch with it.
+                by_turn = sorted(self._waiting, key=lambda each: self._turns.get(each.client, 0))
+                oldest = next((each for each in by_turn if each.future.set_running_or_notify_cancel()), None)
+                rest = [each for each in self._waiting if not (each is oldest or each.future.cancelled())]
+                self._waiting = rest
+                if oldest is None:
+                    return
+                self._batches += 1
+                waiting = {each.client for each in rest}
+                self._turns = {client: at for client, at in self._turns.items() if client in waiting}
+                self._turns[oldest.client] = self._batches
+                batch, longest = [oldest], len(oldest.signal)
+                for other in sorted(rest, key=lambda each: abs(len(each.signal) - len(batch[0].signal))):
+                    if len(batch) >= self._rows:
+                        break
+                    padded = max(longest, len(other.signal))
+                    if padded * (len(batch) + 1) <= self._budget and other.future.set_running_or_notify_cancel():
+                        batch.append(other)
+                        longest = padded
+                self._waiting = [each for each in rest if not (each.future.running() or each.future.cancelled())]
             self._running, self._started = True, time.monotonic()
         self._log(len(batch))
         try:
@@ -104,31 +125,6 @@ class Batcher:
             self._finish(batch, [error] * len(batch))
         else:
             future.add_done_callback(lambda done: self._done(batch, done))
-
-    def _next_batch(self) -> list[_Query]:
-        """Take the oldest signal of the client whose turn it is, and those of the most similar length that fit in a
-        batch with it."""
-        if self._retry:
-            return [self._retry.popleft()]
-        by_turn = sorted(self._waiting, key=lambda each: self._turns.get(each.client, 0))
-        oldest = next((each for each in by_turn if each.future.set_running_or_notify_cancel()), None)
-        rest = self._waiting = [each for each in self._waiting if not (each is oldest or each.future.cancelled())]
-        if oldest is None:
-            return []
-        self._batches += 1
-        waiting = {each.client for each in rest}
-        self._turns = {client: at for client, at in self._turns.items() if client in waiting}
-        self._turns[oldest.client] = self._batches
-        batch, longest = [oldest], len(oldest.signal)
-        for other in sorted(rest, key=lambda each: abs(len(each.signal) - len(oldest.signal))):
-            if len(batch) >= self._rows:
-                break
-            padded = max(longest, len(other.signal))
-            if padded * (len(batch) + 1) <= self._budget and other.future.set_running_or_notify_cancel():
-                batch.append(other)
-                longest = padded
-        self._waiting = [each for each in rest if not (each.future.running() or each.future.cancelled())]
-        return batch
 
     def _done(self, batch: list[_Query], done: Future[Any]) -> None:
         error = CancelledError() if done.cancelled() else done.exception()

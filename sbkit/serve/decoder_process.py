@@ -55,7 +55,9 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
                 granted = max(4 * samples, 0 if granted else 4 * int(seconds * rate))
                 if not reserve(granted):
                     return {"no_room": granted}
-            _write(out, memoryview(block.data).cast("B"))
+            rest = memoryview(block.data).cast("B")
+            while rest:  # a nearly full disk writes only part, and only the count shows it
+                rest = rest[out.write(rest) :]
         out.flush()
         if not samples:
             return {"refused": "has no samples"}
@@ -72,39 +74,25 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
         return {"failed": str(error)}
 
 
-def _write(out: BinaryIO, data: memoryview) -> None:
-    """Write all of it: a nearly full disk writes only part, and only the count shows it."""
-    while data:
-        data = data[out.write(data) :]
-
-
-def _limit(memory: int, file_bytes: int) -> None:
-    bounds = [(resource.RLIMIT_FSIZE, file_bytes), (resource.RLIMIT_CORE, 0)]
-    if sys.platform != "darwin":  # macOS can't limit address space
-        bounds.append((resource.RLIMIT_AS, memory))
-    for what, limit in bounds:
-        hard = resource.getrlimit(what)[1]
-        if hard != resource.RLIM_INFINITY:
-            limit = min(limit, hard)
-        resource.setrlimit(what, (limit, limit))
-
-
-def _limit_cpu(seconds: float) -> None:
-    """Let the kernel end this process if the request takes longer."""
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))
-
-
 def main(handle: int, memory: int, file_bytes: int) -> None:
     with socket.socket(fileno=handle) as server:
-        _limit(memory, file_bytes)
+        bounds = [(resource.RLIMIT_FSIZE, file_bytes), (resource.RLIMIT_CORE, 0)]
+        if sys.platform != "darwin":  # macOS can't limit address space
+            bounds.append((resource.RLIMIT_AS, memory))
+        for what, limit in bounds:
+            hard = resource.getrlimit(what)[1]
+            if hard != resource.RLIM_INFINITY:
+                limit = min(limit, hard)
+            resource.setrlimit(what, (limit, limit))
         server.sendall(READY)
         while True:
             line, handles, _, _ = socket.recv_fds(server, 4096, 2)
             if not line:
                 return
             request = json.loads(line)
-            _limit_cpu(request["cpu_seconds"])
+            # The kernel ends this process if the request takes longer.
+            hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+            resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + request["cpu_seconds"]) + 1, hard))
             with os.fdopen(handles[0], "rb") as file, os.fdopen(handles[1], "wb", buffering=0) as out:
                 reply = decode(file, out, request["rate"], request["seconds"], lambda size: _reserve(server, size))
             server.sendall(json.dumps(reply).encode() + b"\n")

@@ -180,29 +180,28 @@ class Decoders:
                 upload.fileno()  # from here on it is on disk
             with self._queue.slot(job):
                 reply = self._decode(upload, out, grow, rate, job)
-            samples = self._check_reply(reply, grow)
+            if (cause := reply.get("refused")) is not None:  # a clause, or about a file: 'its header claims ...'
+                clause = f"can't be used: {cause}" if cause.startswith("its ") else cause
+                if cause.endswith("Format not recognised"):
+                    clause = f"{cause}; send WAV, FLAC, MP3 or Ogg"
+                raise invalid(f"the audio {clause}", "file", "invalid_audio")
+            if "too_long" in reply:
+                raise invalid(f"the audio is {reply['too_long']}; the limit of this server is "
+                              f"{self._limits.max_audio_seconds:g} s", "file", "audio_too_long")
+            if "no_room" in reply:
+                grow(reply["no_room"])  # raises with the reason
+                raise no_room("there was no room on the server's disk")
+            if "full" in reply:
+                with disk_errors_as_api_error():
+                    raise OSError(reply["full"], "")
+            if "failed" in reply:
+                raise RuntimeError(f"a recording could not be decoded: {reply['failed']}")
+            samples: int = reply["samples"]
             reservation.resize(4 * samples)
             if work is not None:
                 work.correct(samples / rate)
             undo.pop_all()
             return Wave(out, samples, reservation, reply["warning"])
-
-    def _check_reply(self, reply: dict[str, Any], grow: Callable[[int], None]) -> int:
-        """The number of samples by a decoder's reply; raises ``ApiError`` for a refusal."""
-        if "refused" in reply:
-            raise invalid(f"the audio {_as_clause(reply['refused'])}", "file", "invalid_audio")
-        if "too_long" in reply:
-            raise invalid(f"the audio is {reply['too_long']}; the limit of this server is "
-                          f"{self._limits.max_audio_seconds:g} s", "file", "audio_too_long")
-        if "no_room" in reply:
-            grow(reply["no_room"])  # raises with the reason
-            raise no_room("there was no room on the server's disk")
-        if "full" in reply:
-            with disk_errors_as_api_error():
-                raise OSError(reply["full"], "")
-        if "failed" in reply:
-            raise RuntimeError(f"a recording could not be decoded: {reply['failed']}")
-        return reply["samples"]
 
     def _decode(self, upload: IO[bytes], out: IO[bytes], grow: Callable[[int], None], rate: int,
              job: Job) -> dict[str, Any]:
@@ -215,7 +214,17 @@ class Decoders:
                 return True
             return False
 
-        decoder = self._acquire(job)
+        while True:
+            job.check()
+            with contextlib.suppress(queue.Empty):
+                free = self._free.get(timeout=_POLL_SECONDS)
+                break
+        try:
+            with disk_errors_as_api_error():
+                decoder = free or self._start()
+        except BaseException:
+            self._free.put(None)
+            raise
         while True:
             fresh = decoder.fresh
             try:
@@ -225,7 +234,12 @@ class Decoders:
                 reply = decoder.decode(request, (upload.fileno(), out.fileno()), reserve, job,
                                         2 * self._limits.decode_seconds)
             except BaseException as error:
-                replaced = self._replace(decoder)
+                self.running.discard(decoder)
+                decoder.close()
+                self._restarted()
+                replaced = None  # if the machine has no room for a process now
+                with contextlib.suppress(OSError):
+                    replaced = self._start()
                 if isinstance(error, DecoderDied) and error.again and not fresh and replaced is not None:
                     decoder = replaced
                     continue
@@ -238,41 +252,11 @@ class Decoders:
                 self._free.put(decoder)
                 return reply
 
-    def _acquire(self, job: Job) -> _Decoder:
-        while True:
-            job.check()
-            with contextlib.suppress(queue.Empty):
-                found = self._free.get(timeout=_POLL_SECONDS)
-                break
-        try:
-            with disk_errors_as_api_error():
-                return found or self._start()
-        except BaseException:
-            self._free.put(None)
-            raise
-
     def _start(self) -> _Decoder:
         decoder = _Decoder(self._command, self._memory, self._file_bytes)
         self.running.add(decoder)
         return decoder
 
-    def _replace(self, decoder: _Decoder) -> _Decoder | None:
-        """Start a replacement; None if the machine has no room for a process now."""
-        self.running.discard(decoder)
-        decoder.close()
-        self._restarted()
-        try:
-            return self._start()
-        except OSError:
-            return None
-
     def close(self) -> None:
         for each in list(self.running):
             each.close()
-
-
-def _as_clause(cause: str) -> str:
-    """Turn a cause about a file, such as 'its header claims ...', into a clause about the audio."""
-    if cause.endswith("Format not recognised"):
-        return f"{cause}; send WAV, FLAC, MP3 or Ogg"
-    return f"can't be used: {cause}" if cause.startswith("its ") else cause

@@ -71,9 +71,19 @@ class CorrectionForm:
 
 
 async def read(request: Request, kind: Callable[[FormData, Registry], F], registry: Callable[[], Registry]) -> F:
-    """Read a form, and check it as one of a kind: :func:`transcription`, :func:`outputs` or
-    :func:`correction`."""
-    headers = _headers(request.headers.get("content-type", ""))
+    """Read a form, and check it as one of a kind: ``transcription``, ``outputs`` or ``correction``."""
+    content_type = request.headers.get("content-type", "")
+    if len(content_type) > _TYPE_BYTES:
+        raise invalid(f"the content type is longer than {_TYPE_BYTES} characters")
+    media, options = parse_options_header(content_type)
+    if media != b"multipart/form-data":
+        raise invalid("the body must be multipart/form-data with the fields file and model")
+    if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
+        raise invalid("the form must be UTF-8: leave out the charset")
+    if not _BOUNDARY.fullmatch(boundary := options.get(b"boundary", b"")):
+        raise invalid("the form can't be read: its boundary is missing or invalid")
+    # Starlette's parser would use any codec that a client names, and some take minutes. Latin-1 keeps every byte.
+    headers = Headers({"content-type": f'multipart/form-data; charset=latin-1; boundary="{boundary.decode()}"'})
     try:
         with disk_errors_as_api_error():
             form = await _FormParser(headers, _pieces(request), max_files=1, max_fields=_MAX_FIELDS,
@@ -88,21 +98,6 @@ async def read(request: Request, kind: Callable[[FormData, Registry], F], regist
     except BaseException:
         await form.close()
         raise
-
-
-def _headers(content_type: str) -> Headers:
-    """The headers for Starlette's parser. It decodes texts as Latin-1, which keeps every byte; it would use any codec
-    that a client names, and some take minutes."""
-    if len(content_type) > _TYPE_BYTES:
-        raise invalid(f"the content type is longer than {_TYPE_BYTES} characters")
-    kind, options = parse_options_header(content_type)
-    if kind != b"multipart/form-data":
-        raise invalid("the body must be multipart/form-data with the fields file and model")
-    if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
-        raise invalid("the form must be UTF-8: leave out the charset")
-    if not _BOUNDARY.fullmatch(boundary := options.get(b"boundary", b"")):
-        raise invalid("the form can't be read: its boundary is missing or invalid")
-    return Headers({"content-type": f'multipart/form-data; charset=latin-1; boundary="{boundary.decode()}"'})
 
 
 def _utf8(text: str) -> str:
@@ -152,21 +147,38 @@ def _model(registry: Registry, kind: type[S], form: FormData, known: frozenset[s
 
 def transcription(form: FormData, registry: Registry) -> Form:
     served = _model(registry, ServedModel, form, _FIELDS)
-    _language(_text(form, "language"), served)
-    _temperature(_text(form, "temperature"))
+    asked, own = _text(form, "language"), served.config.language
+    if asked and own and len({code.replace("_", "-").split("-")[0].lower() for code in (asked, own)}) > 1:
+        raise invalid(f"the model {served.name} is for {own!r}, not {asked[:40]!r}", "language", "unsupported_value")
+    temperature = _text(form, "temperature")
+    try:
+        valid = 0 <= float(temperature or 0) <= 1
+    except ValueError:
+        valid = False
+    if temperature and not valid:
+        raise invalid(f"temperature {temperature[:40]!r} must be a number from 0 to 1", "temperature")
     if _text(form, "chunking_strategy") not in (None, "", "auto"):
         raise invalid("chunking_strategy can only be 'auto' here", "chunking_strategy", "unsupported_value")
     kind = _text(form, "response_format") or "json"
     if kind not in FORMATS:
         raise invalid(f"response_format {kind[:40]!r} must be one of {', '.join(FORMATS)}", "response_format",
                       "unsupported_value")
-    granularities = tuple(_granularities(form))
+    granularities: list[str] = []
+    for value in [*form.getlist("timestamp_granularities[]"), *form.getlist("timestamp_granularities")]:
+        if not isinstance(value, str) or value not in GRANULARITIES:
+            shown = repr(value[:40]) if isinstance(value, str) else "a file"
+            raise invalid(f"timestamp_granularities: {shown} must be one of {', '.join(GRANULARITIES)}",
+                          "timestamp_granularities", "unsupported_value")
+        granularities.append(value)
     if granularities and kind != "verbose_json":
         raise invalid("timestamp_granularities needs response_format verbose_json", "timestamp_granularities")
-    stream = _boolean(_text(form, "stream"))
+    given = _text(form, "stream") or "false"
+    if given.lower() not in ("false", "0", "true", "1"):
+        raise invalid(f"stream is {given[:40]!r}, but must be true or false", "stream")
+    stream = given.lower() in ("true", "1")
     if stream and kind not in _STREAMABLE:
         raise invalid(f"{kind} can't be streamed; use json", "response_format", "unsupported_value")
-    return Form(_file(form), served, kind, granularities or ("segment",), stream)
+    return Form(_file(form), served, kind, tuple(granularities) or ("segment",), stream)
 
 
 def _text(form: FormData, name: str) -> str | None:
@@ -188,52 +200,6 @@ def _file(form: FormData) -> IO[bytes]:
     if not values[0].size:
         raise invalid("the file is empty", "file", "invalid_audio")
     return values[0].file
-
-
-def _language(value: str | None, served: ServedModel) -> None:
-    language = served.config.language
-    if not value or not language:
-        return
-    if _primary(value) != _primary(language):
-        raise invalid(f"the model {served.name} is for {language!r}, not {value[:40]!r}", "language",
-                      "unsupported_value")
-
-
-def _primary(code: str) -> str:
-    return code.replace("_", "-").split("-")[0].lower()
-
-
-def _temperature(value: str | None) -> None:
-    if not value:
-        return
-    try:
-        number = float(value)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise invalid(f"temperature {value[:40]!r} must be a number from 0 to 1", "temperature")
-
-
-def _granularities(form: FormData) -> list[str]:
-    names = ("timestamp_granularities[]", "timestamp_granularities")
-    values: list[str] = []
-    for value in (value for name in names for value in form.getlist(name)):
-        if isinstance(value, str) and value in GRANULARITIES:
-            values.append(value)
-        else:
-            shown = repr(value[:40]) if isinstance(value, str) else "a file"
-            raise invalid(f"timestamp_granularities: {shown} must be one of {', '.join(GRANULARITIES)}",
-                          "timestamp_granularities", "unsupported_value")
-    return values
-
-
-def _boolean(value: str | None) -> bool:
-    value = value or "false"
-    if value.lower() in ("false", "0"):
-        return False
-    if value.lower() in ("true", "1"):
-        return True
-    raise invalid(f"stream is {value[:40]!r}, but must be true or false", "stream")
 
 
 def limited(request: Request, limits: Limits, reserve: Callable[[int], None]) -> Request:

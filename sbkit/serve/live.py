@@ -206,21 +206,14 @@ class MessageReader:
             raise invalid("the text message is too long")
         return parse_object(message["text"], "a text message")
 
-    async def receive_within(self, seconds: float) -> bytes | dict[str, Any]:
-        try:
-            return await asyncio.wait_for(self.receive(), seconds)
-        except (asyncio.TimeoutError, TimeoutError):
-            raise _idle(seconds) from None
-
     async def watch(self, seconds: float) -> None:
         """Raise ``ApiError`` 408 if no message comes for ``seconds``; cheaper than a timeout per message."""
-        while (left := seconds - self._waited) > 0:
+        left = seconds
+        while left > 0:
             await asyncio.sleep(left)
+            since = self._waits_since
+            left = seconds if since is None else since + seconds - time.monotonic()
         raise _idle(seconds)
-
-    @property
-    def _waited(self) -> float:
-        return 0.0 if self._waits_since is None else time.monotonic() - self._waits_since
 
 
 def _idle(seconds: float) -> ApiError:
@@ -303,32 +296,29 @@ class LiveSessions:
     async def session(self, websocket: WebSocket, registry: Registry) -> None:
         """Run a session in a slot of its client; raises ``ApiError`` 429 before it begins if there is none."""
         with self._shares.slot(address(websocket.scope), "live sessions", 30):
-            await self._session(websocket, registry)
-
-    async def _session(self, websocket: WebSocket, registry: Registry) -> None:
-        offered = websocket.scope.get("subprotocols", [])
-        await websocket.accept(subprotocol=PROTOCOL if PROTOCOL in offered else None)
-        session = None
-        try:
-            reader = MessageReader(websocket)
-            session = LiveSession(websocket, reader, *await _start(reader, registry), self._limits)
-            self.sessions.add(session)
-            if self._ending:
-                session.end()
-            await session.run()
-        except WebSocketDisconnect:
-            pass
-        except ApiError as error:
-            self._metrics.refused.labels(error.code or error.status).inc()
-            await _send_error(websocket, error, _POLICY)
-        except Exception as error:
-            _log.exception("session %s failed", websocket.scope[REQUEST_ID])
-            await _send_error(websocket, failed(websocket.scope[REQUEST_ID], error), _INTERNAL)
-        finally:
-            if session is not None:
-                session.close()
-                self.sessions.discard(session)
-                self._metrics.audio.labels(session.served.name).inc(session.seconds)
+            offered = websocket.scope.get("subprotocols", [])
+            await websocket.accept(subprotocol=PROTOCOL if PROTOCOL in offered else None)
+            session = None
+            try:
+                reader = MessageReader(websocket)
+                session = LiveSession(websocket, reader, *await _start(reader, registry), self._limits)
+                self.sessions.add(session)
+                if self._ending:
+                    session.end()
+                await session.run()
+            except WebSocketDisconnect:
+                pass
+            except ApiError as error:
+                self._metrics.refused.labels(error.code or error.status).inc()
+                await _send_error(websocket, error, _POLICY)
+            except Exception as error:
+                _log.exception("session %s failed", websocket.scope[REQUEST_ID])
+                await _send_error(websocket, failed(websocket.scope[REQUEST_ID], error), _INTERNAL)
+            finally:
+                if session is not None:
+                    session.close()
+                    self.sessions.discard(session)
+                    self._metrics.audio.labels(session.served.name).inc(session.seconds)
 
 
 async def _send_error(websocket: WebSocket, error: ApiError, code: int) -> None:
@@ -342,7 +332,10 @@ async def _send_error(websocket: WebSocket, error: ApiError, code: int) -> None:
 
 async def _start(reader: MessageReader, registry: Registry) -> tuple[ServedModel, int, int | None]:
     """Receive the first message, and return the model, the sample rate and the milliseconds of a chunk."""
-    first = await reader.receive_within(_START_SECONDS)
+    try:
+        first = await asyncio.wait_for(reader.receive(), _START_SECONDS)
+    except (asyncio.TimeoutError, TimeoutError):
+        raise _idle(_START_SECONDS) from None
     if isinstance(first, bytes) or first.get("type") != "start":
         raise invalid('the first message must be {"type": "start", "model": NAME, "sample_rate": HERTZ}')
     if unknown := sorted(set(first) - _START_FIELDS):

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from sbkit.decode.spans import PAUSE_SECONDS, Word, at_pauses
-from sbkit.decode.streaming import StreamResult
 from sbkit.infer.assembly import words
 from sbkit.infer.chunks import CONTEXT_SECONDS
 from sbkit.infer.lines import Lines, TranscriptLine
@@ -97,7 +96,6 @@ class ChunkRecogniser(LiveRecogniser):
         self._session = streams.open(served.decoder.stream(), chunk_ms, notify)
         self.chunk_seconds, self.ahead_seconds = self._session.chunk_seconds, self._session.ahead_seconds
         self._lines = Lines(served.chunk_seconds)
-        self._done_seconds = 0.0
 
     @property
     def wanted(self) -> float:
@@ -122,23 +120,16 @@ class ChunkRecogniser(LiveRecogniser):
                 results = self._session.take(0)
             self._progressed.set()
             if results:
-                return self._as_update(results)
+                changed = [line for each in results for line in self._lines.add(each)]
+                shown = [line for line in changed if line.complete or line is changed[-1]]
+                return Update(shown, results[-1].seconds)
             if self._session.finished:
                 return None
-            await self._wait()
-
-    async def _wait(self) -> None:
-        before = self._done_seconds
-        try:
-            await asyncio.wait_for(self._changed.wait(), self._seconds)
-        except (asyncio.TimeoutError, TimeoutError):
-            if self._session.busy and self._done_seconds == before:
-                raise too_late(self._seconds) from None
-
-    def _as_update(self, results: Sequence[StreamResult]) -> Update:
-        changed = [line for each in results for line in self._lines.add(each)]
-        self._done_seconds = results[-1].seconds
-        return Update([line for line in changed if line.complete or line is changed[-1]], self._done_seconds)
+            try:
+                await asyncio.wait_for(self._changed.wait(), self._seconds)
+            except (asyncio.TimeoutError, TimeoutError):
+                if self._session.busy:
+                    raise too_late(self._seconds) from None
 
     def close(self) -> None:
         self._session.close()
@@ -216,13 +207,23 @@ class Tail:
         if end:
             self._drop(until)
             return words, [], until
-        count, cut = _last_pause(words, until)
+        # Words before the last pause are final.
+        after = [*(word.start for word in words[1:]), until]
+        gaps = [start - word.end for word, start in zip(words, after, strict=False)]  # no word: no gap
+        count = next((number for number in range(len(words), 0, -1) if gaps[number - 1] >= PAUSE_SECONDS), 0)
         if count:
-            self._drop(cut)
+            self._drop(words[count - 1].end + min(gaps[count - 1] / 2, _AFTER_WORD_SECONDS))
         elif not words:
             self._drop(until - _KEPT_SECONDS)
         elif samples >= self._longest:
-            count, cut = _widest_gap(words, first, until)
+            # Cut at the widest gap, preferably in the second half; a single word goes to its own side.
+            middle, inner = (first + until) / 2, range(1, len(words))
+            if inner:
+                late = [number for number in inner if words[number - 1].end >= middle] or inner
+                count = max(late, key=lambda number: (gaps[number - 1], number))
+                cut = (words[count - 1].end + words[count].start) / 2
+            else:
+                count, cut = (1, until) if words[0].start < middle else (0, middle)
             self._drop(cut, context=True)
         return words[:count], words[count:], until
 
@@ -236,27 +237,6 @@ class Tail:
         # A copy: a view would keep the whole old array in memory.
         self._signal = self._signal[start - self.start :].copy()
         self.start, self._skip = start, frames - start // self._frame
-
-
-def _last_pause(words: Sequence[Word], until: float) -> tuple[int, float]:
-    """Find the number of words before the last pause, and where to cut it; 0 if there is none."""
-    for count in range(len(words), 0, -1):
-        after = words[count].start if count < len(words) else until
-        gap = after - words[count - 1].end
-        if gap >= PAUSE_SECONDS:
-            return count, words[count - 1].end + min(gap / 2, _AFTER_WORD_SECONDS)
-    return 0, 0.0
-
-
-def _widest_gap(words: Sequence[Word], first: float, until: float) -> tuple[int, float]:
-    """Find a cut at the widest gap, preferably in the second half; a single word goes to its own side."""
-    middle = (first + until) / 2
-    gaps = [(words[i].start - words[i - 1].end, i) for i in range(1, len(words)) if words[i - 1].end >= middle]
-    gaps = gaps or [(words[i].start - words[i - 1].end, i) for i in range(1, len(words))]
-    if gaps:
-        _, count = max(gaps)
-        return count, (words[count - 1].end + words[count].start) / 2
-    return (1, until) if words[0].start < middle else (0, middle)
 
 
 class TailRecogniser(LiveRecogniser):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import json
 import math
@@ -14,7 +13,7 @@ from typing import Any
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from sbkit.infer.transcript import FORMATS, Segment, Transcript
+from sbkit.infer.transcript import FORMATS, Transcript
 
 #: Content types of the text formats.
 _AS_TEXT = {"text": "txt", "srt": "srt", "vtt": "vtt"}
@@ -30,14 +29,9 @@ def reply(transcript: Transcript, kind: str, granularities: Sequence[str]) -> Re
         return PlainTextResponse(FORMATS[_AS_TEXT[kind]](transcript), media_type=media, headers=headers)
     if kind == "json":
         return JSONResponse({"text": transcript.text, "usage": _usage(transcript), **_warning(transcript)})
-    return _Verbose(verbose(transcript, granularities))
-
-
-class _Verbose(JSONResponse):
-    """A response that is encoded piece by piece: encoding hours of audio at once would block all threads."""
-
-    def render(self, content: Any) -> bytes:  # whatever JSON holds
-        return "".join(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(content)).encode()
+    # Encoded piece by piece, because encoding hours of audio at once would block all threads.
+    pieces = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(verbose(transcript, granularities))
+    return Response("".join(pieces), media_type="application/json")
 
 
 def verbose(transcript: Transcript, granularities: Sequence[str]) -> dict[str, Any]:
@@ -47,26 +41,22 @@ def verbose(transcript: Transcript, granularities: Sequence[str]) -> dict[str, A
         **_warning(transcript),
     }
     if "segment" in granularities:
-        body["segments"] = [_segment(i, each) for i, each in enumerate(transcript.segments)]
+        # What clients written for Whisper drop segments by is computed. ``no_speech_prob`` is the probability that the
+        # surest of its words was not said: if nobody spoke, none was. What these models don't have (a seek position,
+        # ids of tokens, a temperature) is left out.
+        body["segments"] = []
+        for i, each in enumerate(transcript.segments):
+            confidences = [max(word.confidence, 1e-6) for word in each.words]
+            text = each.text.encode()
+            body["segments"].append({
+                "id": i, "start": round(each.start, 3), "end": round(each.end, 3), "text": each.text,
+                "avg_logprob": round(sum(map(math.log, confidences)) / len(confidences), 4),
+                "compression_ratio": round(len(text) / len(zlib.compress(text)), 4),
+                "no_speech_prob": round(max(0.0, 1 - max(confidences)), 4),
+            })
     if "word" in granularities:
         body["words"] = [{"word": word.text, **word.facts()} for word in transcript.words]
     return body
-
-
-def _segment(number: int, segment: Segment) -> dict[str, Any]:
-    """Make a segment of verbose_json, with what clients written for Whisper drop segments by, computed.
-
-    ``no_speech_prob`` is the probability that the surest of its words was not said: if nobody spoke, none was. What
-    these models don't have (a seek position, ids of tokens, a temperature) is left out.
-    """
-    confidences = [max(word.confidence, 1e-6) for word in segment.words]
-    text = segment.text.encode()
-    return {
-        "id": number, "start": round(segment.start, 3), "end": round(segment.end, 3), "text": segment.text,
-        "avg_logprob": round(sum(map(math.log, confidences)) / len(confidences), 4),
-        "compression_ratio": round(len(text) / len(zlib.compress(text)), 4),
-        "no_speech_prob": round(max(0.0, 1 - max(confidences)), 4),
-    }
 
 
 def _usage(transcript: Transcript) -> dict[str, Any]:
@@ -88,15 +78,6 @@ def delta(text: str) -> bytes:
 def done(transcript: Transcript) -> bytes:
     return event({"type": "transcript.text.done", "text": transcript.text, "usage": _usage(transcript),
                   **_warning(transcript)})
-
-
-def audio_delta(data: bytes) -> bytes:
-    return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
-
-
-def audio_done(symbols: int, frames: int) -> bytes:
-    usage = {"input_tokens": symbols, "output_tokens": frames, "total_tokens": symbols + frames}
-    return event({"type": "speech.audio.done", "usage": usage})
 
 
 _SLOW_READER_SECONDS = 60.0  # a client that takes longer to read a part is dropped

@@ -168,7 +168,9 @@ class _Server:
             for held in (self.state.decoders, self.state.registry, self.state.corrections):
                 if held is not None:
                     held.close()
-            if self._watchdog is not None and not any(map(_blocks_exit, threading.enumerate())):
+            blocking = [each for each in threading.enumerate() if each.is_alive() and not each.daemon
+                        and each is not threading.current_thread()]
+            if self._watchdog is not None and not blocking:
                 self._watchdog.cancel()
         if self._error is not None:
             raise self._error
@@ -222,7 +224,3 @@ class _Server:
         if self.state.decoders is not None:
             self.state.decoders.close()
         os._exit(1)
-
-
-def _blocks_exit(thread: threading.Thread) -> bool:
-    return thread.is_alive() and not thread.daemon and thread is not threading.current_thread()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import time
@@ -78,7 +79,17 @@ def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
     if len(text) > MAX_CHARACTERS:
         raise invalid(f"input has {len(text)} characters, the limit is {MAX_CHARACTERS}: send the text in parts",
                       "input", "string_above_max_length")
-    speaker, kind = _speaker(fields.get("voice"), served), _format(fields)
+    voice = fields.get("voice")
+    if isinstance(voice, dict) and set(voice) == {"id"}:
+        voice = voice["id"]
+    if not isinstance(voice, (str, type(None))):
+        raise invalid('voice must be a name, or {"id": NAME}', "voice")
+    with refused_for("voice", "voice_not_found"):
+        speaker = speaker_of(served.config, voice)
+    kind = _text(fields, "response_format") or _DEFAULT
+    if kind not in kinds():
+        raise invalid(f"response_format {shown(kind)} is not available here; use one of {', '.join(kinds())}",
+                      "response_format", "unsupported_value")
     with refused_for("speed"):
         speed = check_speed(1.0 if (given := fields.get("speed")) is None else given)
     streamed = _text(fields, "stream_format") or _AUDIO
@@ -88,7 +99,15 @@ def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
     if _text(fields, "instructions"):
         raise invalid(f"the model {served.name} can't follow instructions; leave them out",
                       "instructions", "unsupported_parameter")
-    return SpeechForm(served, _pieces(text, fields, served), speaker, kind, speed, streamed == _SSE)
+    skip = fields.get("skip_unknown")
+    if not isinstance(skip, (bool, type(None))):
+        raise invalid(f"skip_unknown must be true or false, not {shown(skip)}", "skip_unknown")
+    try:
+        pieces = list(PhraseReader(served.config, bool(skip)).read(text))
+    except UnspeakableText as error:
+        code = "unknown_characters" if isinstance(error, UnknownCharacters) else "empty_input"
+        raise invalid(str(error), "input", code) from None
+    return SpeechForm(served, pieces, speaker, kind, speed, streamed == _SSE)
 
 
 def _text(fields: dict[str, Any], name: str, needed: bool = False) -> str:
@@ -102,44 +121,12 @@ def _text(fields: dict[str, Any], name: str, needed: bool = False) -> str:
     return value
 
 
-def _speaker(value: object, served: ServedVoice) -> int:
-    if isinstance(value, dict) and set(value) == {"id"}:
-        value = value["id"]
-    if not isinstance(value, (str, type(None))):
-        raise invalid('voice must be a name, or {"id": NAME}', "voice")
-    with refused_for("voice", "voice_not_found"):
-        return speaker_of(served.config, value)
-
-
-def _format(fields: dict[str, Any]) -> str:
-    kind = _text(fields, "response_format") or _DEFAULT
-    if kind not in kinds():
-        raise invalid(f"response_format {shown(kind)} is not available here; use one of {', '.join(kinds())}",
-                      "response_format", "unsupported_value")
-    return kind
-
-
-def _pieces(text: str, fields: dict[str, Any], served: ServedVoice) -> list[Phrase]:
-    skip = fields.get("skip_unknown")
-    if not isinstance(skip, (bool, type(None))):
-        raise invalid(f"skip_unknown must be true or false, not {shown(skip)}", "skip_unknown")
-    try:
-        return list(PhraseReader(served.config, bool(skip)).read(text))
-    except UnspeakableText as error:
-        code = "unknown_characters" if isinstance(error, UnknownCharacters) else "empty_input"
-        raise invalid(str(error), "input", code) from None
-
-
 _MAX_IN_FLIGHT = 2  # sentences of one text in flight: a long text must not fill all batches
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class Usage:
-    """The symbols of a text, and the frames of its speech."""
-
-    symbols: int = 0
-    frames: int = 0
+Usage = tuple[int, int]
+"""The symbols of a text, and the frames of its speech."""
 
 
 async def synthesise(context: RequestContext, form: SpeechForm, metrics: Metrics
@@ -147,7 +134,7 @@ async def synthesise(context: RequestContext, form: SpeechForm, metrics: Metrics
     """Yield the bytes of a text's speech as they are ready, then its usage. A sentence is computed while the one before
     it is read, so that a slow reader takes no thread and little memory."""
     began, name = time.monotonic(), form.served.name
-    stream, usage = SoundStream(form.kind, form.served.config.sample_rate), Usage()
+    stream, symbols, frames = SoundStream(form.kind, form.served.config.sample_rate), 0, 0
     work = context.work(form.served.batcher.backlog)
     pending = deque(pauses(iter(form.pieces), form.speed))
     computing: deque[tuple[Phrase, float, asyncio.Future[Any]]] = deque()
@@ -165,26 +152,21 @@ async def synthesise(context: RequestContext, form: SpeechForm, metrics: Metrics
                 found: SpeechOutput = await context.wait_for(waiting)
             speech = spoken(piece, found, form.served.config, pause)
             data = await context.wait_for(context.run_in_thread(_encoded, stream, speech, not (pending or computing)))
-            usage.symbols += len(piece.ids)
-            work.done(usage.symbols / form.speed)
-            usage.frames += int(found.frames.sum())
+            symbols += len(piece.ids)
+            work.done(symbols / form.speed)
+            frames += int(found.frames.sum())
             metrics.spoken.labels(name).inc(speech.seconds)
             if data:
                 if first:
                     metrics.first_audio.labels(name).observe(time.monotonic() - began)
                     first = False
                 yield data
-        yield usage
+        yield symbols, frames
     finally:
         work.close()
         for _, _, waiting in computing:
-            _discard(waiting)
-
-
-def _discard(future: asyncio.Future[Any]) -> None:
-    """Cancel a future, or retrieve its exception so that asyncio doesn't log it."""
-    if not future.cancel() and not future.cancelled():
-        future.exception()
+            if not waiting.cancel() and not waiting.cancelled():
+                waiting.exception()  # retrieved, so that asyncio doesn't log it
 
 
 def _encoded(stream: SoundStream, speech: Speech, last: bool) -> bytes:
@@ -196,9 +178,13 @@ def _encoded(stream: SoundStream, speech: Speech, last: bool) -> bytes:
 
 def _part(each: bytes | Usage, sse: bool) -> bytes:
     """A part of a response: the bytes, or an event; usage is sent only as an event."""
+    if not sse:
+        return each if isinstance(each, bytes) else b""
     if isinstance(each, bytes):
-        return replies.audio_delta(each) if sse else each
-    return replies.audio_done(each.symbols, each.frames) if sse else b""
+        return replies.event({"type": "speech.audio.delta", "audio": base64.b64encode(each).decode()})
+    symbols, frames = each
+    return replies.event({"type": "speech.audio.done", "usage": {
+        "input_tokens": symbols, "output_tokens": frames, "total_tokens": symbols + frames}})
 
 
 async def stream_body(first: bytes | Usage, rest: AsyncGenerator[bytes | Usage, None], sse: bool, request: str,

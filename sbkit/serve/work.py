@@ -117,7 +117,22 @@ class RequestContext:
         def put(each: object) -> None:
             loop.call_soon_threadsafe(results.put_nowait, each)
 
-        running = asyncio.wrap_future(self.job.watch(await self._submit(lambda: call(put), backlog)))
+        client, slots = self.job.client, self._slots
+        granted = slots.queue.acquire(client)  # this client's turn
+        try:
+            turn = asyncio.wrap_future(self.job.watch(granted))
+            while not granted.done():  # how long those before it take may be known only once they run
+                wait = max(slots.mean_work * slots.queue.ahead(client, granted), backlog.seconds(client))
+                if wait + time.monotonic() > self.until:
+                    raise busy("your address has as many waiting requests as can start within the time limit", wait)
+                await self.wait_for(asyncio.wait({turn}, timeout=_POLL_SECONDS))
+            await self.wait_for(turn)
+            started = slots.start(lambda: call(put), client)  # its slot is free when the thread is
+        except BaseException:
+            if not granted.cancel():
+                slots.queue.release(client)
+            raise
+        running = asyncio.wrap_future(self.job.watch(started))
         running.add_done_callback(results.put_nowait)  # the future itself, after all reports
         try:
             while (each := await self.wait_for(results.get())) is not running:
@@ -126,24 +141,6 @@ class RequestContext:
         finally:
             self.job.cancel()
             running.cancel()
-
-    async def _submit(self, call: Callable[[], T], backlog: Backlog) -> Future[T]:
-        """Start a call in a thread when it is this client's turn; its slot is free when the thread is."""
-        client = self.job.client
-        granted = self._slots.queue.acquire(client)
-        try:
-            future = asyncio.wrap_future(self.job.watch(granted))
-            while not granted.done():  # how long those before it take may be known only once they run
-                wait = max(self._slots.mean_work * self._slots.queue.ahead(client, granted), backlog.seconds(client))
-                if wait + time.monotonic() > self.until:
-                    raise busy("your address has as many waiting requests as can start within the time limit", wait)
-                await self.wait_for(asyncio.wait({future}, timeout=_POLL_SECONDS))
-            await self.wait_for(future)
-            return self._slots.start(call, client)
-        except BaseException:
-            if not granted.cancel():
-                self._slots.queue.release(client)
-            raise
 
     async def wait_for(self, wanted: Awaitable[T]) -> T:
         """Wait for something, within the deadline and while the client is connected."""

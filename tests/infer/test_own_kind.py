@@ -15,8 +15,8 @@ import soundfile
 import sbkit.infer
 from sbkit.errors import SbkitError
 from sbkit.export import layout
+from sbkit.infer.bundle_engine import LOADERS
 from sbkit.infer.decoding import DECODERS
-from sbkit.infer.model import LOADERS
 from sbkit.serve import registry
 from sbkit.serve.served import BundleOptions
 

@@ -17,6 +17,7 @@ from sbkit.codes import Books, Codes, InvalidCode, writing
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.infer import resynthesis
+from sbkit.infer.codec import CodecModel
 from sbkit.infer.resynthesis import ResynthesizeRequest, file_name, file_names
 from sbkit.system import disk
 
@@ -137,7 +138,7 @@ def planted(folder, index, id):
 def test_an_id_in_no_codebook_is_refused_and_nothing_is_left(codec_bundle, tmp_path, monkeypatch, level, size, beyond):
     id = -1 if beyond is None else size + beyond
     folder = planted(codes(tmp_path / "codes"), (3 + 17, level), id)
-    monkeypatch.setattr(resynthesis, "codec", lambda *_: pytest.fail("nothing must be loaded"))
+    monkeypatch.setattr(CodecModel, "open", lambda *_: pytest.fail("nothing must be loaded"))
     with pytest.raises(InvalidCode) as raised:
         resynthesis.resynthesize(ResynthesizeRequest(codec_bundle, folder, tmp_path / "out", device="cpu"))
     error = raised.value

@@ -106,7 +106,7 @@ def test_a_split_whose_folder_would_be_that_of_the_lists_is_refused_before_anyth
         codec_bundle, corpus, tmp_path, monkeypatch, capsys, name):
     folder, _ = corpus
     (folder / "other.csv").rename(folder / f"{name}.csv")
-    monkeypatch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
+    monkeypatch.setattr(CodecModel, "open", lambda *_: pytest.fail("nothing must be loaded"))
     message = f"the split '{name}' can't be encoded: {tmp_path / 'out' / 'manifests'} is where the corpus's "
     for words in ((folder / f"{name}.csv",), (folder, "--split", name)):
         assert message in refused(capsys, codec_bundle, *words, "--to", tmp_path / "out")
@@ -121,7 +121,7 @@ def test_splits_that_would_share_a_folder_are_refused_before_anything_is_coded(
     (folder / "other.csv").rename(folder / f"{names[1]}.csv")
     words = codec_bundle, folder, "--split", names[1], "--to", tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
+        patch.setattr(CodecModel, "open", lambda *_: pytest.fail("nothing must be loaded"))
         assert f"the splits {names[1]!r} and {names[0]!r} would both be {tmp_path / 'out'}" in refused(
             capsys, *words, "--split", names[0])
     assert not (tmp_path / "out").exists()
@@ -213,13 +213,13 @@ def test_what_is_there_is_replaced_only_if_asked_for(codec_bundle, corpus, tmp_p
     tokenize(*words)
     before = (tmp_path / "out" / "dev" / "manifest.json").stat().st_mtime_ns
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
+        patch.setattr(CodecModel, "open", lambda *_: pytest.fail("nothing must be loaded"))
         tokenize(*words)
         assert "dev: already encoded from this list by this codec" in capsys.readouterr().out
     rows = (folder / "dev.csv").read_text()
     (folder / "dev.csv").write_text(rows.replace("speaker1", "another"))
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
+        patch.setattr(CodecModel, "open", lambda *_: pytest.fail("nothing must be loaded"))
         assert "dev already exists; choose another folder, or replace it with --force" in refused(capsys, *words)
     (folder / "dev.csv").write_text(rows)
     tokenize(*words, "--force")
