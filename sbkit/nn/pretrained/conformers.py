@@ -138,7 +138,10 @@ class Parakeet(Conformer):
         count = self.feature_frames(samples)[:, None, None]
         frames = signals.shape[1] // _HOP
         power = self.power(functional.pad(signals, (_SIZE // 2, _SIZE // 2)))[:, :frames]
-        level = _log1p(product(power, self.mel) / self._FLOOR)
+        # log(1 + energy), exact for small values too, which runtimes' own log1p is not.
+        energy = product(power, self.mel) / self._FLOOR
+        whole = 1 + energy
+        level = torch.where(whole == 1, energy, whole.log() * (energy / (whole - 1)))
         inside = lengths_to_mask(count[:, 0, 0], frames)[..., None]
         feats, squares = centred(level, inside, count, 1)
         return (feats / ((squares / (count - 1)).sqrt() + self._EPSILON)).masked_fill(~inside, 0.0)
@@ -196,9 +199,3 @@ class Lasr(Conformer):
 
     def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
         return self.out_norm(super().forward(signals, samples))
-
-
-def _log1p(values: Tensor) -> Tensor:
-    """Compute log(1 + values), exact for small values too, which runtimes' own is not."""
-    whole = 1 + values
-    return torch.where(whole == 1, values, whole.log() * (values / (whole - 1)))

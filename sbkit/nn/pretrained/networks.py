@@ -247,7 +247,18 @@ class Wav2Vec2(Network):
         states = self.masked(states[0] if isinstance(states, tuple) else states, counts[-1])
         inside, encoder = lengths_to_mask(counts[-1], states.shape[1]), self.encoder
         states = states.masked_fill(~inside[..., None], 0.0)
-        states = states + _positions(encoder.pos_conv_embed, states, inside)
+        positions, embed = states.transpose(1, 2), encoder.pos_conv_embed
+        if (norm := getattr(embed, "batch_norm", None)) is not None:
+            # Always with pretraining's statistics: a batch's would include padding.
+            positions = functional.batch_norm(positions, norm.running_mean, norm.running_var, norm.weight, norm.bias,
+                                              eps=norm.eps)
+            positions = positions.masked_fill(~inside[:, None], 0.0)
+        if positions.is_cuda:  # cuDNN runs each group separately, in bf16 three times as slow as in fp32 (on an H200)
+            with torch.autocast("cuda", enabled=False):
+                positions = embed.conv(positions.float()).to(positions.dtype)
+        else:
+            positions = embed.conv(positions)
+        states = states + embed.activation(embed.padding(positions)).transpose(1, 2)
         states = encoder.dropout(states if self.norm_first else encoder.layer_norm(states))
         more: dict[str, Tensor] = {}  # WavLM's layers pass on a bias by distance
         for layer in self.stack:
@@ -381,17 +392,16 @@ def differences(here: Settings, there: Settings) -> list[str]:
 
     Values that only affect training, such as dropout, or the head are not compared.
     """
-    own, other = map(_definition, (here, there))
+    both = []
+    for settings in (here, there):
+        config = make_config(settings, EncoderOptions()).to_dict()
+        values = {name: config[name] for name in ("model_type", *_DEFINING) if name in config}
+        if "feat_extract_norm" in values:
+            values["do_normalize"] = _normalizes(settings, values["feat_extract_norm"])
+        both.append({name: list(value) if isinstance(value, tuple) else value for name, value in values.items()})
+    own, other = both
     return [f"{name}: {other[name]} there, {value} here" for name, value in own.items()
             if name in other and other[name] != value]
-
-
-def _definition(settings: Settings) -> dict[str, Any]:
-    config = make_config(settings, EncoderOptions()).to_dict()
-    values = {name: config[name] for name in ("model_type", *_DEFINING) if name in config}
-    if "feat_extract_norm" in values:
-        values["do_normalize"] = _normalizes(settings, values["feat_extract_norm"])
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each family has a class for it
@@ -437,7 +447,7 @@ def plain_values(found: Mapping[str, Any], ranges: Mapping[str, Any], where: str
     values = {name: value for name, value in found.items() if name in ranges and value is not None}
     for name, value in values.items():
         if not _fits(value, ranges[name]):
-            raise SbkitError(f"{where} has {name}: {shown(value)}, but that must be {_described(ranges[name])}",
+            raise SbkitError(f"{where} has {name}: {shown(value)}, which no model that sbkit knows has",
                              hint="fetch it again, or take another model")
     return values
 
@@ -454,18 +464,6 @@ def _fits(value: object, what: Any) -> bool:  # as in _DEFINING
         return isinstance(value, what)
     low, high = what
     return type(value) in (int, type(low)) and low <= value <= high
-
-
-def _described(what: Any) -> str:  # as in _DEFINING
-    if isinstance(what, dict):
-        return "an object with " + " and ".join(f"{name}, {_described(each)}" for name, each in what.items())
-    if isinstance(what, list):
-        return f"a list of up to {_LONGEST}, each {_described(what[0])}"
-    if isinstance(what, set):
-        return " or ".join(sorted(what))
-    if isinstance(what, type):
-        return "true or false" if what is bool else "a text"
-    return f"a {'whole ' if isinstance(what[0], int) else ''}number from {what[0]} to {what[1]}"
 
 
 def check_size(kind: type[Network], config: Any, source: str,  # each family has a class for it
@@ -518,37 +516,16 @@ def normalized(signals: Tensor, samples: Tensor) -> Tensor:
     return (signals * torch.rsqrt(squares / count + _EPSILON)).masked_fill(~inside, 0.0)
 
 
-def _channel_norm(norm: nn.GroupNorm, states: Tensor, frames: Tensor) -> Tensor:
-    """Apply a GroupNorm with one channel per group to [B, C, T], over each utterance's own frames [B]."""
-    count = frames[:, None, None]
-    states, squares = centred(states.float(), lengths_to_mask(frames, states.shape[2])[:, None], count, 2)
-    return states * (torch.rsqrt(squares / count + norm.eps) * norm.weight[:, None]) + norm.bias[:, None]
-
-
 def _convolved(layers: Iterable[Any], signals: Tensor, counts: Sequence[Tensor]) -> Tensor:
     """Run waveforms [B, S] through convolutions, whose frame counts [B] are ``counts``: [B, T, C]."""
     states = signals[:, None]
     for layer, frames in zip(layers, counts, strict=True):
         states, norm = layer.conv(states), getattr(layer, "layer_norm", None)
-        if isinstance(norm, nn.GroupNorm):
-            states = _channel_norm(norm, states, frames)
+        if isinstance(norm, nn.GroupNorm):  # one channel a group, here over each utterance's own frames
+            count = frames[:, None, None]
+            states, squares = centred(states.float(), lengths_to_mask(frames, states.shape[2])[:, None], count, 2)
+            states = states * (torch.rsqrt(squares / count + norm.eps) * norm.weight[:, None]) + norm.bias[:, None]
         elif norm is not None:
             states = norm(states.transpose(1, 2)).transpose(1, 2)
         states = layer.activation(states)
     return states.transpose(1, 2)
-
-
-def _positions(embed: Any, states: Tensor, inside: Tensor) -> Tensor:  # ``embed``: each family has a class for it
-    """Compute convolutional position embeddings of states [B, T, D]; the states' padding must be zero."""
-    states = states.transpose(1, 2)
-    norm = getattr(embed, "batch_norm", None)
-    if norm is not None:  # always with pretraining's statistics: a batch's would include padding
-        states = functional.batch_norm(states, norm.running_mean, norm.running_var, norm.weight, norm.bias,
-                                       eps=norm.eps)
-        states = states.masked_fill(~inside[:, None], 0.0)
-    if states.is_cuda:  # cuDNN runs each group separately, in bf16 three times as slow as in fp32 (seen on an H200)
-        with torch.autocast("cuda", enabled=False):
-            states = embed.conv(states.float()).to(states.dtype)
-    else:
-        states = embed.conv(states)
-    return embed.activation(embed.padding(states)).transpose(1, 2)
