@@ -185,7 +185,7 @@ def test_a_model_without_a_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize("name, values, told", [
-    ("tokenizer_config.json", {"tokenizer_class": "RagTokenizer"}, "has tokenizer_class: 'RagTokenizer', but that"),
+    ("tokenizer_config.json", {"tokenizer_class": "RagTokenizer"}, "has tokenizer_class: 'RagTokenizer', which no model"),
     ("tokenizer_config.json", {"extra_ids": 10**9}, "has extra_ids: 1000000000, which no model"),
     ("tokenizer_config.json", {"added_tokens_decoder": {str(i): {"content": f"<{i}>"} for i in range(200_000)}},
      "tokenizer_config.json has 200,000 entries for a model of 32 tokens"),
