@@ -141,6 +141,8 @@ class Network(nn.Module, ABC):
     """Possible prefixes of its tensors' names in a larger model."""
     reinitialised: tuple[str, ...] = ("masked_spec_embed",)
     """Tensors that only training uses, which a source may lack."""
+    front: tuple[str, ...] = ()
+    """The names of the modules of the convolutional front end."""
     normalizes = False
     """Whether the loudness of inputs is normalised."""
     longest_seconds: float | None = None
@@ -156,22 +158,16 @@ class Network(nn.Module, ABC):
         """The layers above the transformer."""
 
     @property
-    def front(self) -> list[nn.Parameter]:
-        """The parameters of the convolutional front end."""
-        return []
-
-    @property
     def stack(self) -> nn.ModuleList:
         """The layers of the transformer, lowest first."""
-        return self.encoder.layers  # type: ignore[union-attr, return-value]
+        holder: Any = getattr(self, "encoder", self)
+        return holder.layers
 
-    def _add_mask(self) -> None:
-        """Add the value of masked frames, if there are any."""
+    def add_mask_and_adapter(self, model: Any, config: Any) -> None:  # each family has classes for both
+        """Add the value of masked frames, if there are any, and the layers above the transformer, if the config has
+        them."""
         if self.time.share:
             self.masked_spec_embed = nn.Parameter(torch.empty(self.width).uniform_())
-
-    def _add_adapter(self, model: Any, config: Any) -> None:  # each family has classes for both
-        """Add the layers above the transformer, if the config has them."""
         if getattr(model, "adapter", None) is not None:
             self.adapter, self.width = FrameAdapter(model.adapter), config.output_hidden_size
 
@@ -197,7 +193,7 @@ class Wav2Vec2(Network):
     is the same as for the utterance alone.
     """
 
-    prefixes = ("wav2vec2.", "hubert.", "wavlm.")
+    prefixes, front = ("wav2vec2.", "hubert.", "wavlm."), ("feature_extractor",)
 
     def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
         super().__init__(settings, options, config)
@@ -216,12 +212,7 @@ class Wav2Vec2(Network):
         self.encoder.layers = lowest(self.encoder.layers, options.layers)
         self.normalizes = _normalizes(settings, config.feat_extract_norm)
         self.norm_first: bool = config.do_stable_layer_norm
-        self._add_mask()
-        self._add_adapter(model, config)
-
-    @property
-    def front(self) -> list[nn.Parameter]:
-        return list(self.feature_extractor.parameters())
+        self.add_mask_and_adapter(model, config)
 
     def frames(self, samples: N) -> N:
         count = self._counts(samples)[-1]
@@ -292,8 +283,7 @@ class W2vBert(Network):
         self.encoder.layers = lowest(self.encoder.layers, options.layers)
         self.min_samples = self.features.size + (_STACKED - 1) * self.features.hop
         """The smallest number of samples with a state."""
-        self._add_mask()
-        self._add_adapter(model, config)
+        self.add_mask_and_adapter(model, config)
         self.intermediate_ffn = model.intermediate_ffn
 
     def frames(self, samples: N) -> N:
@@ -338,14 +328,14 @@ class FrameAdapter(nn.Module):
     def __init__(self, original: Any):  # each family has a class for it
         super().__init__()
         self.proj, self.proj_layer_norm, self.layers = original.proj, original.proj_layer_norm, original.layers
-        if any(_shorter(_convolution(layer), 1) < 1 for layer in self.layers):
+        if any(shorter(_convolution(layer), 1) < 1 for layer in self.layers):
             raise SbkitError("the layers between encoder and head (add_adapter) take more frames at once than a short "
                              "utterance has", hint="take a model whose adapter_kernel_size is 3, as it usually is")
 
     def frames(self, count: N) -> N:
         """Return the number of states for a number of frames."""
         for layer in self.layers:
-            count = _shorter(_convolution(layer), count)
+            count = shorter(_convolution(layer), count)
         return count
 
     def forward(self, states: Tensor, counts: Tensor) -> Tensor:
@@ -355,11 +345,11 @@ class FrameAdapter(nn.Module):
         for layer in self.layers:
             conv = _convolution(layer)
             if hasattr(layer, "conv"):
-                states, counts = _gated(conv, states, counts), _shorter(conv, counts)
+                states, counts = _gated(conv, states, counts), shorter(conv, counts)
                 continue
             residual = _gated(conv, layer.residual_layer_norm(states), counts)
             states = _gated(layer.self_attn_conv, layer.self_attn_layer_norm(states), counts)
-            counts = _shorter(conv, counts)
+            counts = shorter(conv, counts)
             inside = lengths_to_mask(counts, states.shape[1])[:, None, None]
             states = residual + layer.self_attn_dropout(layer.self_attn(states, attention_mask=inside)[0])
             states = states + layer.ffn(layer.ffn_layer_norm(states))
@@ -370,7 +360,8 @@ def _convolution(layer: Any) -> nn.Conv1d:  # as above
     return layer.conv if hasattr(layer, "conv") else layer.residual_conv
 
 
-def _shorter(conv: nn.Conv1d, count: N) -> N:
+def shorter(conv: nn.Conv1d | nn.Conv2d, count: N) -> N:
+    """Return the number of frames after a strided convolution."""
     return (count + 2 * int(conv.padding[0]) - conv.kernel_size[0]) // conv.stride[0] + 1
 
 

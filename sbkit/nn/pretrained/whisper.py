@@ -31,7 +31,7 @@ class Whisper(Network):
     """
 
     auto, inside = "AutoModelForAudioClassification", "encoder."  # the auto class of a model without a decoder
-    prefixes = ("model.encoder.", "encoder.")
+    prefixes, front = ("model.encoder.", "encoder."), ("conv1", "conv2")
     reinitialised = ()
 
     def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
@@ -45,14 +45,6 @@ class Whisper(Network):
         self.max_frames: int = config.max_source_positions
         self.longest_seconds = self.max_frames * _STRIDE * HOP / _RATE
         self.whole_window = options.whole_window
-
-    @property
-    def front(self) -> list[nn.Parameter]:
-        return [*self.conv1.parameters(), *self.conv2.parameters()]
-
-    @property
-    def stack(self) -> nn.ModuleList:
-        return self.layers
 
     def frames(self, samples: N) -> N:
         return (self.features.frames(at_least(samples, 1)) + _STRIDE - 1) // _STRIDE
