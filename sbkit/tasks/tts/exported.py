@@ -61,12 +61,12 @@ class SoundComparison(Comparison):
     def max_difference(self, expected: list[np.ndarray], found: list[np.ndarray]) -> float:
         if not all(np.isfinite(sound).all() for sound in found):
             return float("inf")
-        return float(np.mean([self._one(mine, theirs) for mine, theirs in zip(expected, found, strict=True)]))
-
-    def _one(self, mine: np.ndarray, theirs: np.ndarray) -> float:
-        size = max(len(mine), len(theirs))
-        pair = (torch.from_numpy(np.pad(each, (0, size - len(each))))[None] for each in (theirs, mine))
-        return float(DECIBELS * self._distance(*pair, torch.tensor([size])))
+        distances = []
+        for mine, theirs in zip(expected, found, strict=True):
+            size = max(len(mine), len(theirs))
+            pair = (torch.from_numpy(np.pad(each, (0, size - len(each))))[None] for each in (theirs, mine))
+            distances.append(float(DECIBELS * self._distance(*pair, torch.tensor([size]))))
+        return float(np.mean(distances))
 
     def threshold(self, tolerance: float) -> float:
         return MAX_DIFFERENCE
