@@ -91,8 +91,9 @@ def ctc_loss(
     with torch.autocast(device.type, enabled=False):
         dtype = torch.float64 if log_probs.dtype == torch.float64 else torch.float32
         log_probs = log_probs.log_softmax(-1, dtype=dtype) if from_logits else log_probs.to(dtype)
-        if not has_values(log_probs):
-            losses = _by_sizes(log_probs, targets)
+        if not has_values(log_probs):  # right in shape and in the memory kept for backward
+            states = log_probs.new_empty(*log_probs.shape[:2], 2 * targets.shape[1] + 1)
+            losses = log_probs.sum((1, 2)) + states.sum((1, 2))
         elif use_kernels(log_probs, targets):
             losses = by_kernels(log_probs, targets, frames, labels, blank)
         else:
@@ -120,12 +121,6 @@ def by_torch(
         zero_infinity=True,
     )
     return losses
-
-
-def _by_sizes(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return a loss for fake tensors, right in shape and in the memory kept for backward."""
-    states = log_probs.new_empty(*log_probs.shape[:2], 2 * targets.shape[1] + 1)
-    return log_probs.sum((1, 2)) + states.sum((1, 2))
 
 
 def by_kernels(

@@ -47,16 +47,12 @@ class GlobalNorm(nn.Module):
         if not self.known:
             if self._missing_allowed:
                 return x
-            self._check_loaded()
+            if self.deviation.isnan().any():
+                raise SbkitError("GlobalNorm has no mean and deviation of the features yet",
+                                 hint="`sbkit train` computes them when it prepares a corpus; the checkpoints of a run "
+                                      "have them if normalize is among the checkpointer's recoverables")
+            self.known = True  # asked only once, since it syncs with the host
         return (x - self.mean) / self.deviation
-
-    def _check_loaded(self) -> None:
-        """Raise unless the buffers have been filled; only once, since it syncs with the host."""
-        if self.deviation.isnan().any():
-            raise SbkitError("GlobalNorm has no mean and deviation of the features yet",
-                             hint="`sbkit train` computes them when it prepares a corpus; the checkpoints of a run "
-                                  "have them if normalize is among the checkpointer's recoverables")
-        self.known = True
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:  # torch's hook, which says no more of them
         super()._load_from_state_dict(*args, **kwargs)

@@ -132,12 +132,9 @@ def guard_indices(indices: torch.Tensor, size: int, *, name: str, ids: Sequence[
     """
     if indices.is_floating_point() or indices.dtype == torch.bool:
         raise SbkitError(f"{name}: indices must be integers, got {indices.dtype}")
-    on_host = indices.device.type == "cpu" and type(indices) in (torch.Tensor, torch.nn.Parameter)
-    return (_guard_on_host if on_host else guard_on_device)(indices, IndexTable(name, size, ids, tuple(forbidden)),
-                                                              lengths)
-
-
-def _guard_on_host(indices: torch.Tensor, table: IndexTable, lengths: torch.Tensor | None) -> torch.Tensor:
+    table = IndexTable(name, size, ids, tuple(forbidden))
+    if indices.device.type != "cpu" or not has_values(indices):
+        return guard_on_device(indices, table, lengths)
     values = indices.detach().numpy()  # in numpy, so that it does not count as a host sync
     outside = (values < 0) | (values >= table.size)
     bad = outside | np.isin(values, table.forbidden) if table.forbidden else outside

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -172,14 +172,6 @@ def fourier(size: int, bins: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.cat([angles.cos(), -angles.sin()], dim=1).to(dtype)
 
 
-def _povey(size: int) -> Tensor:
-    return torch.hann_window(size, periodic=False, dtype=torch.float64).pow(_POVEY)
-
-
-def _hann(size: int) -> Tensor:
-    return torch.hann_window(size, dtype=torch.float64)
-
-
 def kaldi_filters(sample_rate: int, bins: int, bands: int, low: float, high: float,
                   dtype: torch.dtype = torch.float32) -> Tensor:
     """Make triangular filters, evenly spaced on the mel scale: [bins / 2 + 1, bands].
@@ -213,5 +205,7 @@ def _slaney_mel(hertz: float) -> float:
     return hertz / _LINEAR if hertz < 1000.0 else _BEND + math.log(hertz / 1000.0) / _FACTOR
 
 
-_WINDOWS = {"povey": _povey, "hann": _hann}
+_WINDOWS: dict[str, Callable[[int], Tensor]] = {
+    "povey": lambda size: torch.hann_window(size, periodic=False, dtype=torch.float64).pow(_POVEY),
+    "hann": lambda size: torch.hann_window(size, dtype=torch.float64)}
 _FILTERS = {"kaldi": kaldi_filters, "slaney": slaney_filters}

@@ -25,19 +25,17 @@ class LengthRule:
 
     def __init__(self, outputs: list[int], width: int | None = None):
         self.width = width
-        self.factor = self._period(outputs)
+        count = len(outputs)
+        for factor in range(1, count // 3):
+            if all(outputs[t] + 1 == outputs[t + factor] for t in range(count // 3, count - factor)):
+                break
+        else:
+            raise ValueError("the layers do not subsample their input by an integer factor, such as 4")
+        self.factor = factor
         for t in reversed(range(1, len(outputs) - self.factor)):  # too short for reflected padding: extrapolate
             outputs[t] = outputs[t] or max(outputs[t + self.factor] - 1, 0)
         self.outputs = outputs  # for integers, since shape checks allow no real tensors
         self.table = torch.tensor(outputs)
-
-    @staticmethod
-    def _period(outputs: list[int]) -> int:
-        n = len(outputs)
-        for factor in range(1, n // 3):
-            if all(outputs[t] + 1 == outputs[t + factor] for t in range(n // 3, n - factor)):
-                return factor
-        raise ValueError("the layers do not subsample their input by an integer factor, such as 4")
 
     @classmethod
     def identity(cls) -> LengthRule:

@@ -40,21 +40,25 @@ class ECAPA(lobes.ECAPA_TDNN):
         mask = lengths_to_mask(frames, feats.shape[1])[:, None]
         first, *layers = self.blocks
         x, found = _block(first, feats.transpose(1, 2), frames), []
-        for layer in layers:
-            x = _squeezed(layer, x, frames, mask)
+        for layer in layers:  # each: Res2Net, then squeeze-and-excitation
+            kept = x if layer.shortcut is None else layer.shortcut(x)
+            group, *parts = _block(layer.tdnn1, x, frames).chunk(layer.res2net_block.scale, 1)
+            groups = [group]
+            for number, (block, part) in enumerate(zip(layer.res2net_block.blocks, parts, strict=True)):
+                groups.append(_block(block, part + groups[-1] if number else part, frames))
+            x, squeeze = _block(layer.tdnn2, torch.cat(groups, 1), frames), layer.se_block
+            mean = (x * mask).sum(2, keepdim=True) / mask.sum(2, keepdim=True)
+            x = squeeze.sigmoid(squeeze.conv2(squeeze.relu(squeeze.conv1(mean)))) * x + kept
             found.append(x)
-        pooled = self._pooled(_block(self.mfa, torch.cat(found, 1), frames), mask)
-        return self.fc(self.asp_bn(pooled))[..., 0]
-
-    def _pooled(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Compute attention-weighted means and deviations of channels: [B, C, T] -> [B, 2 C, 1]."""
+        # Attention-weighted means and deviations of channels: [B, C, T] -> [B, 2 C, 1].
+        x = _block(self.mfa, torch.cat(found, 1), frames)
         pooling, seen = self.asp, x
         if pooling.global_context:
             whole = torch.cat(_statistics(x, mask / mask.sum(2, keepdim=True)), 1)
             seen = torch.cat([x, whole[..., None].expand(-1, -1, x.shape[2])], 1)
         scores = pooling.conv(pooling.tanh(pooling.tdnn(seen)))
         weights = scores.float().masked_fill(~mask, -torch.inf).softmax(2)
-        return torch.cat(_statistics(x, weights), 1)[..., None]
+        return self.fc(self.asp_bn(torch.cat(_statistics(x, weights), 1)[..., None]))[..., 0]
 
 
 class XVector(Xvector):
@@ -83,19 +87,6 @@ class XVector(Xvector):
 def _block(block: lobes.TDNNBlock, x: Tensor, frames: Tensor) -> Tensor:
     """Run a TDNN block on [B, C, T]."""
     return block.dropout(block.norm(block.activation(_convolved(block.conv, x, frames))))
-
-
-def _squeezed(layer: lobes.SERes2NetBlock, x: Tensor, frames: Tensor, mask: Tensor) -> Tensor:
-    """Run a block of ECAPA-TDNN on [B, C, T]: Res2Net, then squeeze-and-excitation."""
-    kept = x if layer.shortcut is None else layer.shortcut(x)
-    first, *parts = _block(layer.tdnn1, x, frames).chunk(layer.res2net_block.scale, 1)
-    found = [first]
-    for number, (block, part) in enumerate(zip(layer.res2net_block.blocks, parts, strict=True)):
-        found.append(_block(block, part + found[-1] if number else part, frames))
-    x = _block(layer.tdnn2, torch.cat(found, 1), frames)
-    squeeze = layer.se_block
-    mean = (x * mask).sum(2, keepdim=True) / mask.sum(2, keepdim=True)
-    return squeeze.sigmoid(squeeze.conv2(squeeze.relu(squeeze.conv1(mean)))) * x + kept
 
 
 def _convolved(conv: Conv1d, x: Tensor, frames: Tensor) -> Tensor:

@@ -48,7 +48,9 @@ class SpecAugment(nn.Module):
             raise ValueError(f"fill is {fill!r}, but must be mean or zero")
         self.time_masks, self.time_share = time_masks, time_share
         self.frequency_masks, self.frequency_width = frequency_masks, frequency_width
-        if ramp is not None and not _is_ramp(ramp):
+        if ramp is not None and not (
+                isinstance(ramp, Sequence) and len(ramp) == 2 and all(isinstance(each, (int, float)) for each in ramp)
+                and 0 <= ramp[0] <= ramp[1] <= 1):
             raise ValueError(f"ramp is {ramp!r}, not two shares between 0 and 1, the smaller one first")
         self.time_warp, self.fill, self.ramp = time_warp, fill, ramp
         # What limits a time mask, a band and the warp. Products are rounded once, by the host.
@@ -121,11 +123,6 @@ class SpecAugment(nn.Module):
         return (f"time_masks={self.time_masks}, time_share={self.time_share}, "
                 f"frequency_masks={self.frequency_masks}, frequency_width={self.frequency_width}, "
                 f"time_warp={self.time_warp}, ramp={self.ramp}")
-
-
-def _is_ramp(ramp: object) -> bool:
-    return (isinstance(ramp, Sequence) and len(ramp) == 2 and all(isinstance(each, (int, float)) for each in ramp)
-            and 0 <= ramp[0] <= ramp[1] <= 1)
 
 
 def _spans(draw: Tensor, sizes: Tensor, widest: Tensor, size: int) -> Tensor:

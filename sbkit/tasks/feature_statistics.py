@@ -13,7 +13,6 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -138,18 +137,22 @@ def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None =
     parallel: dict[str, Any] = {"worker_init_fn": init_worker, "prefetch_factor": _PREFETCHED} if workers else {}
     loader = QuietDataLoader(_Sums(settings, manifest), batch_size=None, collate_fn=_unchanged, num_workers=workers,
                      generator=torch.Generator(), **parallel)
-    sums, frames, unread = np.zeros(1), 0, 0
-    with _one_thread(), plain_worker_errors():
-        with starting_workers() if workers else contextlib.nullcontext():
-            results = iter(loader)
-        for each in progress(results, what="statistics of features", total=len(manifest), unit="utterance"):
-            if isinstance(each, str):
-                unread += 1
-                if unread <= _MAX_LOGGED:
-                    logger.warning("left out of the statistics: %s", each)
-                continue
-            frames += each[0]
-            sums = sums + each[1]
+    sums, frames, unread, threads = np.zeros(1), 0, 0, torch.get_num_threads()
+    torch.set_num_threads(1)  # as in workers: sums depend on the number of threads
+    try:
+        with plain_worker_errors():
+            with starting_workers() if workers else contextlib.nullcontext():
+                results = iter(loader)
+            for each in progress(results, what="statistics of features", total=len(manifest), unit="utterance"):
+                if isinstance(each, str):
+                    unread += 1
+                    if unread <= _MAX_LOGGED:
+                        logger.warning("left out of the statistics: %s", each)
+                    continue
+                frames += each[0]
+                sums = sums + each[1]
+    finally:
+        torch.set_num_threads(threads)
     if frames == 0:
         raise SbkitError("no frame of the training split could be used for its statistics",
                          hint="is its audio still where the manifest says?")
@@ -228,14 +231,3 @@ def _plain(value: object) -> bool:
 
 def _unchanged(result: Any) -> Any:  # of any type
     return result
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Context with one thread, as in workers: sums depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -346,7 +346,14 @@ class Task(Brain):
         if stage == Stage.TEST:
             self.tested = self.tested_results(rows, loss, unread)
             super().close_stage(stage, loss, epoch)
-            self._end_test({**self.tested.stats, **({"unread": len(unread)} if unread else {})})
+            if self.tested.unread:
+                logger.warning("%s", describe_unread("test", self.tested.unread, self.tested.utterances))
+            stats = {**self.tested.stats, **({"unread": len(unread)} if unread else {})}
+            loaded = getattr(self.keys.epoch_counter, "current", None)
+            if self.keys.train_logger is not None:
+                self.keys.train_logger.log_stats({"Epoch loaded": loaded},
+                                                 test_stats=self.mixture_parts.for_log(stats, ALL))
+            self._log("test", loaded, stats)
             return
         stats = {"loss": loss, **self.mixture_parts.validation_stats(rows, self.stats)}
         if unread:  # rates leave them out, so they are always shown together
@@ -356,7 +363,24 @@ class Task(Brain):
         if self.annealing is not None and self.opt_class is not None and epoch is not None:
             self.annealing.after_validation(self.optimizer, epoch, loss)
         super().close_stage(stage, loss, epoch)
-        self._end_epoch(epoch, stats)
+        progress: dict[str, Any] = {"epoch": epoch, "steps": self.optimizer_step}
+        if self.opt_class is not None:
+            progress["lr"] = self.trainer.learning_rate
+        if self.keys.train_logger is not None:
+            self.keys.train_logger.log_stats(progress, self.train_stats, self.mixture_parts.for_log(stats))
+        self._log("epoch", epoch, stats)
+        if self.checkpointer is None:
+            return
+        if self.metric.name not in stats:  # the epoch is saved first, so that it needn't be trained again
+            self.checkpointer.save_checkpoint(meta={"loss": stats["loss"], "epoch": epoch})
+            ranks.raise_on_main(SbkitError(
+                f"{type(self).__name__} chooses the best checkpoint by {self.metric.name!r}, but its validation gives "
+                f"{', '.join(stats)}", hint="return it from stats, or name one of these in metric; the epoch is saved"))
+        meta = {self.metric.name: stats[self.metric.name], "loss": stats["loss"], "epoch": epoch}
+        self.checkpointer.save_and_keep_only(
+            meta=meta, num_to_keep=self.keys.keep_checkpoints, keep_every=self.keys.keep_every or None,
+            **{"min_keys" if self.metric.lower_is_better else "max_keys": [self.metric.name]},
+        )
 
     # ------------------------------------------------------------ evaluation
 
@@ -423,37 +447,6 @@ class Task(Brain):
         return None
 
     # ------------------------------------------------------------ logs and checkpoints
-
-    def _end_test(self, stats: dict[str, float]) -> None:
-        if self.tested.unread:
-            logger.warning("%s", describe_unread("test", self.tested.unread, self.tested.utterances))
-        epoch = getattr(self.keys.epoch_counter, "current", None)
-        if self.keys.train_logger is not None:
-            self.keys.train_logger.log_stats({"Epoch loaded": epoch}, test_stats=self.mixture_parts.for_log(stats, ALL))
-        self._log("test", epoch, stats)
-
-    def _end_epoch(self, epoch: int | None, stats: dict[str, float]) -> None:
-        progress: dict[str, Any] = {"epoch": epoch, "steps": self.optimizer_step}
-        if self.opt_class is not None:
-            progress["lr"] = self.trainer.learning_rate
-        if self.keys.train_logger is not None:
-            self.keys.train_logger.log_stats(progress, self.train_stats, self.mixture_parts.for_log(stats))
-        self._log("epoch", epoch, stats)
-        if self.checkpointer is not None:
-            self._refuse_unknown_metric(epoch, stats)
-            meta = {self.metric.name: stats[self.metric.name], "loss": stats["loss"], "epoch": epoch}
-            self.checkpointer.save_and_keep_only(
-                meta=meta, num_to_keep=self.keys.keep_checkpoints, keep_every=self.keys.keep_every or None,
-                **{"min_keys" if self.metric.lower_is_better else "max_keys": [self.metric.name]},
-            )
-
-    def _refuse_unknown_metric(self, epoch: int | None, stats: Mapping[str, float]) -> None:
-        """Raise if the best checkpoint can't be chosen, after saving the epoch, so that it needn't be trained again."""
-        if self.metric.name not in stats:
-            self.checkpointer.save_checkpoint(meta={"loss": stats["loss"], "epoch": epoch})
-            ranks.raise_on_main(SbkitError(
-                f"{type(self).__name__} chooses the best checkpoint by {self.metric.name!r}, but its validation gives "
-                f"{', '.join(stats)}", hint="return it from stats, or name one of these in metric; the epoch is saved"))
 
     def _log(self, kind: str, epoch: int | None, stats: dict[str, float]) -> None:
         if self.metrics_log is not None:

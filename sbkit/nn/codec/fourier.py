@@ -61,7 +61,8 @@ def mel_filters(size: int, bands: int, sample_rate: int) -> Tensor:
     A band narrower than a bin gets the bin nearest to its centre, so that none is empty.
     """
     top = _mel(sample_rate / 2)
-    edges = torch.tensor([_hertz(top * i / (bands + 1)) for i in range(bands + 2)], dtype=torch.float64)
+    edges = torch.tensor([700 * (10 ** (top * i / (bands + 1) / 2595) - 1) for i in range(bands + 2)],
+                         dtype=torch.float64)
     bins = torch.arange(size // 2 + 1, dtype=torch.float64)[:, None] * (sample_rate / size)
     rising = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2])
     falling = (edges[2:] - bins) / (edges[2:] - edges[1:-1])
@@ -73,10 +74,6 @@ def mel_filters(size: int, bands: int, sample_rate: int) -> Tensor:
 
 def _mel(hertz: float) -> float:
     return 2595 * math.log10(1 + hertz / 700)
-
-
-def _hertz(mel: float) -> float:
-    return 700 * (10 ** (mel / 2595) - 1)
 
 
 #: Power below which a band, or a bin, counts as silent, 60 dB below that of noise at full scale.

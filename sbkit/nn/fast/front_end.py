@@ -104,25 +104,16 @@ class ConvBlock(convolution.ConvBlock):
     """``ConvBlock``: [B, T, F] or [B, T, F, C] to [B, T', F', C']; fuses norm, activation and dropout on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = _through(self.convs, x)
+        out, rest = x, [self.convs]
+        if type(self.convs) is containers.Sequential and fused.known(self.convs):
+            rest = list(self.convs.values())
+        while rest:
+            three: Layer = rest[:3]  # perhaps a norm, an activation and a dropout that kernels do in one pass
+            normed = None
+            if tuple(map(type, three)) in _FUSED and not three[1].inplace and fused.known(three[0]):
+                normed = fused.activated_norm(out, three[0].norm, three[1], three[2])
+            out, rest = (rest[0](out), rest[1:]) if normed is None else (normed, rest[3:])
         return self.drop(out + self.reduce_conv(x)) if self.reduce_conv else out
-
-
-def _through(layers: Layer, x: Tensor) -> Tensor:
-    if type(layers) is not containers.Sequential or not fused.known(layers):
-        return layers(x)
-    rest = list(layers.values())
-    while rest:
-        normed = _normed(x, *rest[:3]) if len(rest) > 2 else None
-        x, rest = (rest[0](x), rest[1:]) if normed is None else (normed, rest[3:])
-    return x
-
-
-def _normed(x: Tensor, norm: Layer, activation: Layer, drop: Layer) -> Tensor | None:
-    """Apply norm, activation and dropout in one pass; None if the kernels don't support them."""
-    kinds = type(norm), type(activation), type(drop)
-    supported = kinds in _FUSED and not activation.inplace and fused.known(norm)
-    return fused.activated_norm(x, norm.norm, activation, drop) if supported else None
 
 
 _FUSED = {(normalization.LayerNorm, nn.LeakyReLU, kind) for kind in (nn.Dropout, Dropout)}

@@ -65,7 +65,16 @@ def load() -> str | None:
     if _functions:
         return None
     try:
-        library, functions = ctypes.CDLL(str(_built())), {}
+        if os.environ.get("SBKIT_KERNELS", "1") == "0":
+            raise Unavailable("SBKIT_KERNELS=0")
+        if platform.system() != "Linux":
+            raise Unavailable(f"they are written for Linux, not {platform.system()}")
+        compiler, runtime = find_compiler(), openmp()
+        version = run_compiler([compiler, "--version"])
+        parts = [*(source.read_text(encoding="utf-8") for source in SOURCES), version, *FLAGS, str(runtime),
+                 _processor()]
+        library = ctypes.CDLL(str(cached_library(parts, lambda folder: _compile(compiler, runtime, folder))))
+        functions = {}
         for name, arguments in _ARGUMENTS.items():
             for dtype, suffix in _SUFFIX.items():
                 function = getattr(library, f"{name}_{suffix}")
@@ -100,18 +109,6 @@ def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
             x = x.data_ptr()
         addresses.append(x)
     _functions[name, dtype](*addresses)
-
-
-def _built() -> Path:
-    """Return the path of the compiled library, from the cache or newly built."""
-    if os.environ.get("SBKIT_KERNELS", "1") == "0":
-        raise Unavailable("SBKIT_KERNELS=0")
-    if platform.system() != "Linux":
-        raise Unavailable(f"they are written for Linux, not {platform.system()}")
-    compiler, runtime = find_compiler(), openmp()
-    version = run_compiler([compiler, "--version"])
-    parts = [*(source.read_text(encoding="utf-8") for source in SOURCES), version, *FLAGS, str(runtime), _processor()]
-    return cached_library(parts, lambda folder: _compile(compiler, runtime, folder))
 
 
 def _compile(compiler: str, runtime: Path, folder: Path) -> Path:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from sbkit.nn.kaldi import fourier, framed, full_precision, kaldi_filters, product, slaney_filters, spectrum
 from sbkit.nn.lengths import N, centred, lengths_to_mask
-from sbkit.nn.pretrained.networks import EncoderOptions, Network, at_least, lowest, make, padded
+from sbkit.nn.pretrained.networks import EncoderOptions, Network, at_least, lowest, make, padded, shorter
 from sbkit.nn.pretrained.source import Settings
 
 _RATE, _HOP, _SIZE, _BINS = 16_000, 160, 400, 512
@@ -44,11 +44,9 @@ class Conformer(Network):
         for name, part in encoder.named_children():
             self.add_module(name, part)
         self.layers = lowest(encoder.layers, options.layers)
+        self.strided = [layer for layer in self.get_submodule(self.front[0]).modules()
+                        if isinstance(layer, (nn.Conv1d, nn.Conv2d))]
         self.dropout: float = config.dropout
-
-    @property
-    def stack(self) -> nn.ModuleList:
-        return self.layers
 
     def train(self, mode: bool = True) -> Conformer:
         """Set the mode of all modules except batch normalisation."""
@@ -67,12 +65,14 @@ class Conformer(Network):
         """Waveforms [B, S] and sample counts [B] to features [B, T, F]."""
 
     @abstractmethod
-    def subsampled(self, feats: Tensor, counts: Tensor) -> Tensor:
-        """Features [B, T, F] of ``counts`` [B] frames to [B, T', D]."""
+    def subsampled(self, feats: Tensor, counts: Tensor) -> tuple[Tensor, Any]:  # whatever the layers take
+        """Features [B, T, F] of ``counts`` [B] frames to [B, T', D] and position embeddings."""
 
-    @abstractmethod
-    def positions(self, states: Tensor) -> Any:  # whatever the layers take
-        """Compute the position embeddings of states [B, T, D]."""
+    def frames(self, samples: N) -> N:
+        count = self.feature_frames(at_least(samples, self.min_samples))
+        for conv in self.strided:
+            count = shorter(conv, count)
+        return count
 
     def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
         """[B, S], [B] -> [B, T, D]."""
@@ -81,13 +81,13 @@ class Conformer(Network):
         with full_precision(signals):
             feats = self.features(signals.float(), samples)
         with self.front_context():
-            states = self.subsampled(self.masked(feats, counts), counts)
-        positions = self.positions(states)
+            states, positions = self.subsampled(self.masked(feats, counts), counts)
         states = functional.dropout(states, self.dropout, self.training)
         inside = lengths_to_mask(self.frames(samples), states.shape[1])[:, None, None]
         for layer in self.layers:
             states = layer(states, attention_mask=inside, position_embeddings=positions)
-        return states
+        norm: Any = getattr(self, "out_norm", None)  # LASR's
+        return states if norm is None else norm(states)
 
     def power(self, signals: Tensor) -> Tensor:
         """Waveforms [B, S] to the power spectra [B, T, N] of whole frames."""
@@ -104,7 +104,7 @@ class Parakeet(Conformer):
     levels are relative to their floor, and spectra are computed in fp64.
     """
 
-    normalizes = True
+    normalizes, front = True, ("subsampling",)
     spectral_dtype = torch.float64
     mel: Tensor
     subsampling: Any  # a class of transformers' that isn't public
@@ -118,19 +118,8 @@ class Parakeet(Conformer):
         self.scale: float = config.hidden_size ** 0.5 if config.scale_input else 1.0
         self.min_samples = 2 * _HOP  # one frame has no deviation
 
-    @property
-    def front(self) -> list[nn.Parameter]:
-        return list(self.subsampling.parameters())
-
     def feature_frames(self, samples: N) -> N:
         return samples // _HOP
-
-    def frames(self, samples: N) -> N:
-        count = self.feature_frames(at_least(samples, self.min_samples))
-        for layer in self.subsampling.layers:
-            if isinstance(layer, nn.Conv2d):
-                count = (count + 2 * (layer.kernel_size[0] // 2) - layer.kernel_size[0]) // layer.stride[0] + 1
-        return count
 
     def features(self, signals: Tensor, samples: Tensor) -> Tensor:
         before = functional.pad(signals, (1, 0))[:, :-1]
@@ -138,25 +127,26 @@ class Parakeet(Conformer):
         count = self.feature_frames(samples)[:, None, None]
         frames = signals.shape[1] // _HOP
         power = self.power(functional.pad(signals, (_SIZE // 2, _SIZE // 2)))[:, :frames]
-        level = _log1p(product(power, self.mel) / self._FLOOR)
+        # log(1 + energy), exact for small values too, which runtimes' own log1p is not.
+        energy = product(power, self.mel) / self._FLOOR
+        whole = 1 + energy
+        level = torch.where(whole == 1, energy, whole.log() * (energy / (whole - 1)))
         inside = lengths_to_mask(count[:, 0, 0], frames)[..., None]
         feats, squares = centred(level, inside, count, 1)
         return (feats / ((squares / (count - 1)).sqrt() + self._EPSILON)).masked_fill(~inside, 0.0)
 
-    def subsampled(self, feats: Tensor, counts: Tensor) -> Tensor:
-        return self.subsampling(feats, lengths_to_mask(counts, feats.shape[1])) * self.scale
-
-    def positions(self, states: Tensor) -> Tensor:
-        return self.encode_positions(states)
+    def subsampled(self, feats: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        states = self.subsampling(feats, lengths_to_mask(counts, feats.shape[1])) * self.scale
+        return states, self.encode_positions(states)
 
 
 class Lasr(Conformer):
     """LASR's Conformer, as in MedASR: a frame every 40 ms."""
 
+    front = ("subsampler",)
     mel: Tensor
     subsampler: Any  # a class of transformers' that isn't public
     rotary_emb: Any  # as well
-    out_norm: nn.LayerNorm
     _LOW, _HIGH, _FLOOR = 125.0, 7500.0, 1e-5
 
     def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
@@ -164,41 +154,16 @@ class Lasr(Conformer):
         self.register_buffer("mel", kaldi_filters(_RATE, _BINS, config.num_mel_bins, self._LOW, self._HIGH,
                                                   torch.float64), persistent=False)
         frames = 1
-        for conv in self._convolutions:
+        for conv in self.strided:
             frames = (frames - 1) * conv.stride[0] + conv.kernel_size[0]
         self.min_samples = _SIZE + (frames - 1) * _HOP
-
-    @property
-    def _convolutions(self) -> list[nn.Conv1d]:
-        return [self.subsampler.conv_0, self.subsampler.conv_1]
-
-    @property
-    def front(self) -> list[nn.Parameter]:
-        return list(self.subsampler.parameters())
 
     def feature_frames(self, samples: N) -> N:
         return (samples - _SIZE) // _HOP + 1
 
-    def frames(self, samples: N) -> N:
-        count = self.feature_frames(at_least(samples, self.min_samples))
-        for conv in self._convolutions:
-            count = (count - conv.kernel_size[0]) // conv.stride[0] + 1
-        return count
-
     def features(self, signals: Tensor, samples: Tensor) -> Tensor:
         return product(self.power(signals), self.mel).clamp(min=self._FLOOR).log()
 
-    def subsampled(self, feats: Tensor, counts: Tensor) -> Tensor:
-        return self.subsampler(feats)
-
-    def positions(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rotary_emb(states, torch.arange(states.shape[1], device=states.device)[None])
-
-    def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
-        return self.out_norm(super().forward(signals, samples))
-
-
-def _log1p(values: Tensor) -> Tensor:
-    """Compute log(1 + values), exact for small values too, which runtimes' own is not."""
-    whole = 1 + values
-    return torch.where(whole == 1, values, whole.log() * (values / (whole - 1)))
+    def subsampled(self, feats: Tensor, counts: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        states = self.subsampler(feats)
+        return states, self.rotary_emb(states, torch.arange(states.shape[1], device=states.device)[None])

@@ -177,13 +177,19 @@ class CTCModel:
         roles = {"blank": blank} | {role: index for role in _NAMES if (
             index := getattr(own, f"{role}_token_id")) is not None and index < size and index != blank}
         silent = frozenset(index for index in own.all_special_ids if index < size and index != delimiter) - {blank}
-        pieces = [_piece(own, index) for index in range(size)]
+        pieces = [str(own.convert_ids_to_tokens(index)).replace(" ", _SPACE) for index in range(size)]
+        if getattr(own, "do_lower_case", False):
+            pieces = [piece.lower() for piece in pieces]
         if delimiter is not None and delimiter < size:
             pieces[delimiter] = _SPACE
         for role, name in _NAMES.items():
             if roles.get(role) in silent:
                 pieces[roles[role]] = name
-        return Tokens(pieces, roles, silent, *_scores(own))
+        model = json.loads(own.backend_tokenizer.to_str())["model"] if own.is_fast else {}  # one with pieces
+        if model.get("type") == "Unigram" or not model:
+            return Tokens(pieces, roles, silent, dict(model.get("vocab", {})))
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", ())]
+        return Tokens(pieces, roles, silent, {"".join(pair): -float(rank) for rank, pair in enumerate(pairs)}, True)
 
     def own_code(self, frames: Callable[[int], int]) -> Callable[[np.ndarray], tuple[np.ndarray, str]]:
         """Return transformers' own model and tokenizer, from a waveform [S] to log-probabilities [T, V] and text.
@@ -199,17 +205,14 @@ class CTCModel:
         @torch.no_grad()
         def run(signal: np.ndarray) -> tuple[np.ndarray, str]:
             try:
-                return compute(signal)
+                inputs = extractor(signal, sampling_rate=self.settings.sample_rate, return_tensors="pt")
+                if adapted and "input_features" in inputs:  # without padding, which an adapter would see
+                    inputs = {name: value[:, :int(inputs["attention_mask"].sum())] for name, value in inputs.items()}
+                scores = model(**inputs).logits[0, :frames(len(signal))].log_softmax(-1)
+                text = own.decode(scores.argmax(-1).tolist(), clean_up_tokenization_spaces=False)
             except Exception as error:  # of any kind, if its files don't fit each other
                 raise SbkitError(f"transformers itself can't run {self.source}: {summary(error)}",
                                  hint="are its config.json and preprocessor_config.json of one model?") from error
-
-        def compute(signal: np.ndarray) -> tuple[np.ndarray, str]:
-            inputs = extractor(signal, sampling_rate=self.settings.sample_rate, return_tensors="pt")
-            if adapted and "input_features" in inputs:  # without padding, which an adapter would see
-                inputs = {name: value[:, :int(inputs["attention_mask"].sum())] for name, value in inputs.items()}
-            scores = model(**inputs).logits[0, :frames(len(signal))].log_softmax(-1)
-            text = own.decode(scores.argmax(-1).tolist(), clean_up_tokenization_spaces=False)
             for token in silent:
                 text = text.replace(token.lower() if getattr(own, "do_lower_case", False) else token, "")
             return scores.numpy(), text
@@ -227,19 +230,3 @@ class CTCModel:
                  for name, new in names.items()}
         found["head.weight"] = found["head.weight"].flatten(1)  # a convolution's, in some families
         return found
-
-
-def _piece(tokenizer: Any, index: int) -> str:  # each family has a class for it
-    piece = str(tokenizer.convert_ids_to_tokens(index)).replace(" ", _SPACE)
-    return piece.lower() if getattr(tokenizer, "do_lower_case", False) else piece
-
-
-def _scores(tokenizer: Any) -> tuple[dict[str, float], bool]:  # as there
-    """Return the scores of a tokenizer with pieces, and whether they are ranks of merges."""
-    if not tokenizer.is_fast:
-        return {}, False
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    if model.get("type") == "Unigram":
-        return dict(model["vocab"]), False
-    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", ())]
-    return {"".join(pair): -float(rank) for rank, pair in enumerate(pairs)}, True

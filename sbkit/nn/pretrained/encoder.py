@@ -206,7 +206,7 @@ class Weights:
     def __init__(self, encoder: Encoder):
         self.loadables = {"encoder": encoder}
         self.paths = {"encoder": Path(encoder.source)}
-        self.custom_hooks = {"encoder": _load}
+        self.custom_hooks = {"encoder": lambda encoder, path: encoder.load()}
 
     def is_loadable(self, name: str) -> bool:
         """Whether there is something to load under this name."""
@@ -244,14 +244,9 @@ def build_network(settings: Settings, options: EncoderOptions,
         raise SbkitError(f"{settings.source}: its config.json describes no encoder: {first_line(error)}",
                          hint="fetch it again, or take an encoder that transformers can build") from error
     replace_layers(network)
-    for parameter in network.front:
-        parameter.requires_grad_(not options.freeze_front)
+    for name in kind.front:
+        network.get_submodule(name).requires_grad_(not options.freeze_front)
     return network
-
-
-def _load(encoder: Encoder, path: str) -> None:
-    """Load the weights; called with the arguments of SpeechBrain's Pretrainer hooks."""
-    encoder.load()
 
 
 def _named(named: str | None, init_from: str | Path | None) -> str:

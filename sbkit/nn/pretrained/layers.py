@@ -50,15 +50,13 @@ class FeedForward(_Replacement):
     def forward(self, states: Tensor) -> Tensor:
         """States [B, T, D] to [B, T, D]."""
         wide = self.intermediate_dense(states)
-        if not (self.training and torch.is_grad_enabled() and self._would_keep()):
+        # The second layer would keep its input if it trains; with adapters it is another class, and has randomness.
+        keeps = type(self.output_dense) is nn.Linear and self.output_dense.weight.requires_grad
+        if not (self.training and torch.is_grad_enabled() and keeps):
             return cast(Tensor, self.output_dropout(self._narrowed(wide)))
         random = getattr(self.intermediate_dropout, "p", 1.0) > 0
         out = checkpoint(self._narrowed, wide, use_reentrant=False, preserve_rng_state=random)
         return cast(Tensor, self.output_dropout(out))
-
-    def _would_keep(self) -> bool:
-        """Whether the second layer would keep its input (it trains), and has no randomness (no adapters)."""
-        return type(self.output_dense) is nn.Linear and self.output_dense.weight.requires_grad
 
     def _narrowed(self, wide: Tensor) -> Tensor:
         return cast(Tensor, self.output_dense(self.intermediate_dropout(self.intermediate_act_fn(wide))))
@@ -82,8 +80,14 @@ class GatedAttention(_Replacement):
                 **rest: object) -> tuple[Tensor, None, Tensor]:
         """States [B, T, D] to the same, with the bias by distance [H, T, T], which is shared by all layers."""
         states = hidden_states
-        if position_bias is None:
-            position_bias = self._bias(states.shape[1], states.device)
+        if position_bias is None:  # half of the buckets have one distance each, the others grow
+            time, exact = torch.arange(states.shape[1], device=states.device), self.buckets // 2
+            distance = time[None, :] - time[:, None]
+            far = distance.abs()
+            wide = exact + (torch.log(far.float() / exact) / math.log(self.max_distance / exact)
+                            * (self.buckets - exact)).long()
+            bucket = torch.where(far < exact, far, wide.clamp(max=self.buckets - 1)) + (distance > 0) * self.buckets
+            position_bias = cast(Tensor, self.rel_attn_embed(bucket)).permute(2, 0, 1)
         gates = self.gru_rel_pos_linear(states.unflatten(-1, self.heads).transpose(1, 2))
         one, other = torch.sigmoid(gates.unflatten(-1, (2, 4)).sum(-1)).chunk(2, dim=-1)
         gate = one * (other * self.gru_rel_pos_const - 1.0) + 2.0
@@ -94,16 +98,6 @@ class GatedAttention(_Replacement):
         out = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias,
                                                       dropout_p=self.dropout if self.training else 0.0)
         return self.out_proj(out.transpose(1, 2).flatten(2)), None, position_bias
-
-    def _bias(self, size: int, device: torch.device) -> Tensor:
-        """Make the bias by distance [H, T, T]: half of the buckets have one distance each, the others grow."""
-        time, exact = torch.arange(size, device=device), self.buckets // 2
-        distance = time[None, :] - time[:, None]
-        far = distance.abs()
-        wide = exact + (torch.log(far.float() / exact) / math.log(self.max_distance / exact)
-                        * (self.buckets - exact)).long()
-        bucket = torch.where(far < exact, far, wide.clamp(max=self.buckets - 1)) + (distance > 0) * self.buckets
-        return cast(Tensor, self.rel_attn_embed(bucket)).permute(2, 0, 1)
 
 
 class RelativeAttention(_Replacement):

@@ -141,6 +141,8 @@ class Network(nn.Module, ABC):
     """Possible prefixes of its tensors' names in a larger model."""
     reinitialised: tuple[str, ...] = ("masked_spec_embed",)
     """Tensors that only training uses, which a source may lack."""
+    front: tuple[str, ...] = ()
+    """The names of the modules of the convolutional front end."""
     normalizes = False
     """Whether the loudness of inputs is normalised."""
     longest_seconds: float | None = None
@@ -156,22 +158,16 @@ class Network(nn.Module, ABC):
         """The layers above the transformer."""
 
     @property
-    def front(self) -> list[nn.Parameter]:
-        """The parameters of the convolutional front end."""
-        return []
-
-    @property
     def stack(self) -> nn.ModuleList:
         """The layers of the transformer, lowest first."""
-        return self.encoder.layers  # type: ignore[union-attr, return-value]
+        holder: Any = getattr(self, "encoder", self)
+        return holder.layers
 
-    def _add_mask(self) -> None:
-        """Add the value of masked frames, if there are any."""
+    def add_mask_and_adapter(self, model: Any, config: Any) -> None:  # each family has classes for both
+        """Add the value of masked frames, if there are any, and the layers above the transformer, if the config has
+        them."""
         if self.time.share:
             self.masked_spec_embed = nn.Parameter(torch.empty(self.width).uniform_())
-
-    def _add_adapter(self, model: Any, config: Any) -> None:  # each family has classes for both
-        """Add the layers above the transformer, if the config has them."""
         if getattr(model, "adapter", None) is not None:
             self.adapter, self.width = FrameAdapter(model.adapter), config.output_hidden_size
 
@@ -197,7 +193,7 @@ class Wav2Vec2(Network):
     is the same as for the utterance alone.
     """
 
-    prefixes = ("wav2vec2.", "hubert.", "wavlm.")
+    prefixes, front = ("wav2vec2.", "hubert.", "wavlm."), ("feature_extractor",)
 
     def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
         super().__init__(settings, options, config)
@@ -216,12 +212,7 @@ class Wav2Vec2(Network):
         self.encoder.layers = lowest(self.encoder.layers, options.layers)
         self.normalizes = _normalizes(settings, config.feat_extract_norm)
         self.norm_first: bool = config.do_stable_layer_norm
-        self._add_mask()
-        self._add_adapter(model, config)
-
-    @property
-    def front(self) -> list[nn.Parameter]:
-        return list(self.feature_extractor.parameters())
+        self.add_mask_and_adapter(model, config)
 
     def frames(self, samples: N) -> N:
         count = self._counts(samples)[-1]
@@ -247,7 +238,18 @@ class Wav2Vec2(Network):
         states = self.masked(states[0] if isinstance(states, tuple) else states, counts[-1])
         inside, encoder = lengths_to_mask(counts[-1], states.shape[1]), self.encoder
         states = states.masked_fill(~inside[..., None], 0.0)
-        states = states + _positions(encoder.pos_conv_embed, states, inside)
+        positions, embed = states.transpose(1, 2), encoder.pos_conv_embed
+        if (norm := getattr(embed, "batch_norm", None)) is not None:
+            # Always with pretraining's statistics: a batch's would include padding.
+            positions = functional.batch_norm(positions, norm.running_mean, norm.running_var, norm.weight, norm.bias,
+                                              eps=norm.eps)
+            positions = positions.masked_fill(~inside[:, None], 0.0)
+        if positions.is_cuda:  # cuDNN runs each group separately, in bf16 three times as slow as in fp32 (on an H200)
+            with torch.autocast("cuda", enabled=False):
+                positions = embed.conv(positions.float()).to(positions.dtype)
+        else:
+            positions = embed.conv(positions)
+        states = states + embed.activation(embed.padding(positions)).transpose(1, 2)
         states = encoder.dropout(states if self.norm_first else encoder.layer_norm(states))
         more: dict[str, Tensor] = {}  # WavLM's layers pass on a bias by distance
         for layer in self.stack:
@@ -281,8 +283,7 @@ class W2vBert(Network):
         self.encoder.layers = lowest(self.encoder.layers, options.layers)
         self.min_samples = self.features.size + (_STACKED - 1) * self.features.hop
         """The smallest number of samples with a state."""
-        self._add_mask()
-        self._add_adapter(model, config)
+        self.add_mask_and_adapter(model, config)
         self.intermediate_ffn = model.intermediate_ffn
 
     def frames(self, samples: N) -> N:
@@ -327,14 +328,14 @@ class FrameAdapter(nn.Module):
     def __init__(self, original: Any):  # each family has a class for it
         super().__init__()
         self.proj, self.proj_layer_norm, self.layers = original.proj, original.proj_layer_norm, original.layers
-        if any(_shorter(_convolution(layer), 1) < 1 for layer in self.layers):
+        if any(shorter(_convolution(layer), 1) < 1 for layer in self.layers):
             raise SbkitError("the layers between encoder and head (add_adapter) take more frames at once than a short "
                              "utterance has", hint="take a model whose adapter_kernel_size is 3, as it usually is")
 
     def frames(self, count: N) -> N:
         """Return the number of states for a number of frames."""
         for layer in self.layers:
-            count = _shorter(_convolution(layer), count)
+            count = shorter(_convolution(layer), count)
         return count
 
     def forward(self, states: Tensor, counts: Tensor) -> Tensor:
@@ -344,11 +345,11 @@ class FrameAdapter(nn.Module):
         for layer in self.layers:
             conv = _convolution(layer)
             if hasattr(layer, "conv"):
-                states, counts = _gated(conv, states, counts), _shorter(conv, counts)
+                states, counts = _gated(conv, states, counts), shorter(conv, counts)
                 continue
             residual = _gated(conv, layer.residual_layer_norm(states), counts)
             states = _gated(layer.self_attn_conv, layer.self_attn_layer_norm(states), counts)
-            counts = _shorter(conv, counts)
+            counts = shorter(conv, counts)
             inside = lengths_to_mask(counts, states.shape[1])[:, None, None]
             states = residual + layer.self_attn_dropout(layer.self_attn(states, attention_mask=inside)[0])
             states = states + layer.ffn(layer.ffn_layer_norm(states))
@@ -359,7 +360,8 @@ def _convolution(layer: Any) -> nn.Conv1d:  # as above
     return layer.conv if hasattr(layer, "conv") else layer.residual_conv
 
 
-def _shorter(conv: nn.Conv1d, count: N) -> N:
+def shorter(conv: nn.Conv1d | nn.Conv2d, count: N) -> N:
+    """Return the number of frames after a strided convolution."""
     return (count + 2 * int(conv.padding[0]) - conv.kernel_size[0]) // conv.stride[0] + 1
 
 
@@ -381,17 +383,16 @@ def differences(here: Settings, there: Settings) -> list[str]:
 
     Values that only affect training, such as dropout, or the head are not compared.
     """
-    own, other = map(_definition, (here, there))
+    both = []
+    for settings in (here, there):
+        config = make_config(settings, EncoderOptions()).to_dict()
+        values = {name: config[name] for name in ("model_type", *_DEFINING) if name in config}
+        if "feat_extract_norm" in values:
+            values["do_normalize"] = _normalizes(settings, values["feat_extract_norm"])
+        both.append({name: list(value) if isinstance(value, tuple) else value for name, value in values.items()})
+    own, other = both
     return [f"{name}: {other[name]} there, {value} here" for name, value in own.items()
             if name in other and other[name] != value]
-
-
-def _definition(settings: Settings) -> dict[str, Any]:
-    config = make_config(settings, EncoderOptions()).to_dict()
-    values = {name: config[name] for name in ("model_type", *_DEFINING) if name in config}
-    if "feat_extract_norm" in values:
-        values["do_normalize"] = _normalizes(settings, values["feat_extract_norm"])
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each family has a class for it
@@ -437,7 +438,7 @@ def plain_values(found: Mapping[str, Any], ranges: Mapping[str, Any], where: str
     values = {name: value for name, value in found.items() if name in ranges and value is not None}
     for name, value in values.items():
         if not _fits(value, ranges[name]):
-            raise SbkitError(f"{where} has {name}: {shown(value)}, but that must be {_described(ranges[name])}",
+            raise SbkitError(f"{where} has {name}: {shown(value)}, which no model that sbkit knows has",
                              hint="fetch it again, or take another model")
     return values
 
@@ -454,18 +455,6 @@ def _fits(value: object, what: Any) -> bool:  # as in _DEFINING
         return isinstance(value, what)
     low, high = what
     return type(value) in (int, type(low)) and low <= value <= high
-
-
-def _described(what: Any) -> str:  # as in _DEFINING
-    if isinstance(what, dict):
-        return "an object with " + " and ".join(f"{name}, {_described(each)}" for name, each in what.items())
-    if isinstance(what, list):
-        return f"a list of up to {_LONGEST}, each {_described(what[0])}"
-    if isinstance(what, set):
-        return " or ".join(sorted(what))
-    if isinstance(what, type):
-        return "true or false" if what is bool else "a text"
-    return f"a {'whole ' if isinstance(what[0], int) else ''}number from {what[0]} to {what[1]}"
 
 
 def check_size(kind: type[Network], config: Any, source: str,  # each family has a class for it
@@ -518,37 +507,16 @@ def normalized(signals: Tensor, samples: Tensor) -> Tensor:
     return (signals * torch.rsqrt(squares / count + _EPSILON)).masked_fill(~inside, 0.0)
 
 
-def _channel_norm(norm: nn.GroupNorm, states: Tensor, frames: Tensor) -> Tensor:
-    """Apply a GroupNorm with one channel per group to [B, C, T], over each utterance's own frames [B]."""
-    count = frames[:, None, None]
-    states, squares = centred(states.float(), lengths_to_mask(frames, states.shape[2])[:, None], count, 2)
-    return states * (torch.rsqrt(squares / count + norm.eps) * norm.weight[:, None]) + norm.bias[:, None]
-
-
 def _convolved(layers: Iterable[Any], signals: Tensor, counts: Sequence[Tensor]) -> Tensor:
     """Run waveforms [B, S] through convolutions, whose frame counts [B] are ``counts``: [B, T, C]."""
     states = signals[:, None]
     for layer, frames in zip(layers, counts, strict=True):
         states, norm = layer.conv(states), getattr(layer, "layer_norm", None)
-        if isinstance(norm, nn.GroupNorm):
-            states = _channel_norm(norm, states, frames)
+        if isinstance(norm, nn.GroupNorm):  # one channel a group, here over each utterance's own frames
+            count = frames[:, None, None]
+            states, squares = centred(states.float(), lengths_to_mask(frames, states.shape[2])[:, None], count, 2)
+            states = states * (torch.rsqrt(squares / count + norm.eps) * norm.weight[:, None]) + norm.bias[:, None]
         elif norm is not None:
             states = norm(states.transpose(1, 2)).transpose(1, 2)
         states = layer.activation(states)
     return states.transpose(1, 2)
-
-
-def _positions(embed: Any, states: Tensor, inside: Tensor) -> Tensor:  # ``embed``: each family has a class for it
-    """Compute convolutional position embeddings of states [B, T, D]; the states' padding must be zero."""
-    states = states.transpose(1, 2)
-    norm = getattr(embed, "batch_norm", None)
-    if norm is not None:  # always with pretraining's statistics: a batch's would include padding
-        states = functional.batch_norm(states, norm.running_mean, norm.running_var, norm.weight, norm.bias,
-                                       eps=norm.eps)
-        states = states.masked_fill(~inside[:, None], 0.0)
-    if states.is_cuda:  # cuDNN runs each group separately, in bf16 three times as slow as in fp32 (seen on an H200)
-        with torch.autocast("cuda", enabled=False):
-            states = embed.conv(states.float()).to(states.dtype)
-    else:
-        states = embed.conv(states)
-    return embed.activation(embed.padding(states)).transpose(1, 2)

@@ -160,7 +160,13 @@ def weights(source: str) -> list[Path]:
         shards = list(files.values()) if isinstance(files, dict) else []
         if not shards or not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
             raise SbkitError(f"{path} names no files of weights", hint="download it again")
-        return [_shard(source, shard, path) for shard in sorted(set(shards))]
+        found = []
+        for shard in sorted(set(shards)):
+            if (there := present(source, shard)) is None:
+                raise SbkitError(f"{path.parent} lacks {shard}, one of the files that {path.name} names",
+                                 hint="the download is incomplete: download it again")
+            found.append(there)
+        return found
     raise SbkitError(f"the pretrained source {source} has no weights",
                      hint=f"it must have one of {', '.join(WEIGHTS)}")
 
@@ -184,23 +190,10 @@ def adapter(source: str, language: str) -> Path:
         elif (folder / f"adapter.{language}.bin").is_file():
             hint = f"adapter.{language}.bin is a pickle, and not read: fetch {name}"
         else:
-            there = _languages(folder)
-            hint = f"it has those of {', '.join(there)}" if there else f"copy {name} into it"
+            there = sorted(path.name.split(".")[1] for path in folder.glob(_ADAPTER.format("*")))
+            more = [f"{len(there) - _LISTED} more"] if len(there) > _LISTED else []
+            hint = f"it has those of {', '.join([*there[:_LISTED], *more])}" if there else f"copy {name} into it"
         raise SbkitError(f"{source} has no adapter for the language {language} ({name})", hint=hint) from None
-
-
-def _languages(folder: Path) -> list[str]:
-    found = sorted(path.name.split(".")[1] for path in folder.glob(_ADAPTER.format("*")))
-    more = [f"{len(found) - _LISTED} more"] if len(found) > _LISTED else []
-    return [*found[:_LISTED], *more]
-
-
-def _shard(source: str, name: str, index: Path) -> Path:
-    try:
-        return find(source, name)
-    except _NoSuchFile:
-        raise SbkitError(f"{index.parent} lacks {name}, one of the files that {index.name} names",
-                         hint="the download is incomplete: download it again") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -220,58 +213,45 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def _fetched(source: str, name: str) -> Path:
     """Return the path of a repository's file; asks the hub only for what the cache lacks."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub import (
+        constants,
+        errors,
+        get_hf_file_metadata,
+        hf_hub_download,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
 
     repository, _, at = source.partition("@")
-    revision = at or None
+    page, revision = f"{constants.ENDPOINT}/{repository}", at or None
     try:
         cached = try_to_load_from_cache(repository, name, revision=revision)
         if isinstance(cached, str):
             return Path(cached)
         if cached is not None:  # the cache knows that there is no such file
-            raise EntryNotFoundError(f"{source} has no {name}")
-        with contextlib.suppress(HfHubHTTPError):  # fails fast: if the hub is offline, a download retries for 30 s
+            raise errors.EntryNotFoundError(f"{source} has no {name}")
+        with contextlib.suppress(errors.HfHubHTTPError):  # fails fast: offline, a download retries for 30 s
             get_hf_file_metadata(hf_hub_url(repository, name, revision=revision))
         return Path(hf_hub_download(repository, name, revision=revision))
-    except LocalEntryNotFoundError as error:  # also an EntryNotFoundError
-        raise _explained(error, source, name) from error
-    except EntryNotFoundError as error:
-        raise _NoSuchFile(f"{source} has no {name}", hint="is it a model for transformers?") from error
     except Exception as error:  # any error of the network or the hub
-        raise _explained(error, source, name) from error
-
-
-def _explained(error: Exception, source: str, name: str) -> SbkitError:
-    from huggingface_hub import constants, errors
-
-    page = f"{constants.ENDPOINT}/{source.partition('@')[0]}"
-    meanings = [
-        (constants.HF_HUB_OFFLINE, f"no folder has this name, its {name} is not in the hub's cache, and "
-         "HF_HUB_OFFLINE forbids downloads", "unset HF_HUB_OFFLINE to download it, or name a folder"),
-        (isinstance(error, errors.GatedRepoError), "access has to be requested",
-         f"request it on {page}, then `hf auth login` or set HF_TOKEN"),
-        (isinstance(error, errors.RevisionNotFoundError), "it has no such revision",
-         f"its branches and commits are on {page}/commits/main"),
-        (isinstance(error, errors.RepositoryNotFoundError), "no folder has this name, and the hub has no such "
-         "model, or it is private", "check the name; for a private one `hf auth login` or set HF_TOKEN"),
-    ]
-    for means, what, hint in meanings:
-        if means:
-            return SbkitError(f"the pretrained source {source}: {what}", hint=hint)
-    while isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # the reason; the hub's own error is a paragraph of advice
-    again = "continues the download" if _begun(source.partition("@")[0]) else "downloads it"
-    return SbkitError(f"the pretrained source {source}: no folder has this name, and its {name} can't be downloaded "
-                      f"from {constants.ENDPOINT}: {first_line(error)}",
-                      hint=f"with a network, starting again {again}; without one, name a folder, or set HF_HOME to a "
-                           "cache that has it")
-
-
-def _begun(repository: str) -> bool:
-    """Whether the cache has an incomplete file of this repository."""
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
-    return any(folder.glob("blobs/*.incomplete"))
+        lost = isinstance(error, errors.LocalEntryNotFoundError)  # for lack of a network, also an EntryNotFoundError
+        if isinstance(error, errors.EntryNotFoundError) and not lost:
+            raise _NoSuchFile(f"{source} has no {name}", hint="is it a model for transformers?") from error
+        if constants.HF_HUB_OFFLINE:
+            what = (f"no folder has this name, its {name} is not in the hub's cache, and HF_HUB_OFFLINE forbids "
+                    "downloads")
+            hint = "unset HF_HUB_OFFLINE to download it, or name a folder"
+        elif isinstance(error, errors.GatedRepoError):  # also a RepositoryNotFoundError
+            what, hint = "access has to be requested", f"request it on {page}, then `hf auth login` or set HF_TOKEN"
+        elif isinstance(error, errors.RevisionNotFoundError):
+            what, hint = "it has no such revision", f"its branches and commits are on {page}/commits/main"
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            what = "no folder has this name, and the hub has no such model, or it is private"
+            hint = "check the name; for a private one `hf auth login` or set HF_TOKEN"
+        else:  # the hub's own error, if it has one below it, is a paragraph of advice
+            reason = error.__cause__ if lost and isinstance(error.__cause__, Exception) else error
+            what = (f"no folder has this name, and its {name} can't be downloaded from {constants.ENDPOINT}: "
+                    f"{first_line(reason)}")
+            hint = ("with a network, starting again continues the download; without one, name a folder, or set HF_HOME "
+                    "to a cache that has it")
+        raise SbkitError(f"the pretrained source {source}: {what}", hint=hint) from error

@@ -119,13 +119,10 @@ def fill(model: nn.Module, files: TensorFiles) -> None:
 
 def _groups(names: Iterable[str]) -> str:
     """Format names of tensors by module, all layers as one: ``encoder.layers (12), lm_head (2)``."""
-    counted = Counter(_group(name) for name in sorted(names))
+    counted: Counter[str] = Counter()
+    for name in sorted(names):
+        head = re.split(r"\.\d+\.", name, maxsplit=1)[0]
+        counted[head if head != name else ".".join(head.split(".")[:-1][:3]) or name] += 1
     shown = [f"{group} ({count})" for group, count in counted.most_common(_LISTED)]
     more = [f"{len(counted) - _LISTED} more kinds"] if len(counted) > _LISTED else []
     return ", ".join([*shown, *more])
-
-
-def _group(name: str) -> str:
-    head = re.split(r"\.\d+\.", name, maxsplit=1)[0]
-    parts = head.split(".")
-    return ".".join(parts[:-1][:3]) or name if head == name else head

@@ -31,7 +31,7 @@ class Whisper(Network):
     """
 
     auto, inside = "AutoModelForAudioClassification", "encoder."  # the auto class of a model without a decoder
-    prefixes = ("model.encoder.", "encoder.")
+    prefixes, front = ("model.encoder.", "encoder."), ("conv1", "conv2")
     reinitialised = ()
 
     def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
@@ -46,21 +46,18 @@ class Whisper(Network):
         self.longest_seconds = self.max_frames * _STRIDE * HOP / _RATE
         self.whole_window = options.whole_window
 
-    @property
-    def front(self) -> list[nn.Parameter]:
-        return [*self.conv1.parameters(), *self.conv2.parameters()]
-
-    @property
-    def stack(self) -> nn.ModuleList:
-        return self.layers
-
     def frames(self, samples: N) -> N:
         return (self.features.frames(at_least(samples, 1)) + _STRIDE - 1) // _STRIDE
 
     def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
         """[B, S], [B] -> [B, T, D]."""
-        if self.frames(signals.shape[1]) > self.max_frames:
-            signals = self._without_padding(signals, samples)
+        if self.frames(signals.shape[1]) > self.max_frames:  # beyond the window there may only be padding
+            limit, longest_samples = self.max_frames * _STRIDE * HOP, int(samples.max())  # syncs with the host
+            if longest_samples > limit:
+                raise SbkitError(f"Whisper's encoder takes at most {self.longest_seconds:g} s, but an utterance has "
+                                 f"{longest_samples / _RATE:g} s",
+                                 hint="leave out longer ones with corpus.max_duration")
+            signals = signals[:, :limit]
         longest = self.frames(signals.shape[1])
         if self.whole_window:
             feats = self.features(padded(signals, self.max_frames * _STRIDE * HOP))
@@ -79,15 +76,6 @@ class Whisper(Network):
         for layer in self.layers:
             states = layer(states, attention_mask=inside)
         return self.layer_norm(states[:, :longest])
-
-    def _without_padding(self, signals: Tensor, samples: Tensor) -> Tensor:
-        """Cut off padding beyond the window; raises if an utterance is longer. It syncs with the host."""
-        limit = self.max_frames * _STRIDE * HOP
-        longest = int(samples.max())
-        if longest > limit:
-            raise SbkitError(f"Whisper's encoder takes at most {self.longest_seconds:g} s, but an utterance has "
-                             f"{longest / _RATE:g} s", hint="leave out longer ones with corpus.max_duration")
-        return signals[:, :limit]
 
 
 HOP = 160

@@ -53,26 +53,19 @@ class StreamingEncoder(nn.Module):
         """
         real = lengths_to_mask(frames, features.shape[1])
         feats = features if self.normalize is None else self.normalize(features)
-        x, front = self._front_end(feats.masked_fill(~real[..., None], 0.0), state.front)
+        feats = feats.masked_fill(~real[..., None], 0.0)
+        parts = state.front.split([shape.numel() for shape in self._front], 1)
+        before = tuple(part.unflatten(1, shape) for part, shape in zip(parts, self._front, strict=True))
+        shift = feats.shape[1] - self.ahead * self.subsampling
+        out, front_after = self.frontend.forward_step(feats[:, :shift], before)
+        if self.ahead:  # these frames come again, so the state is that before them
+            out = torch.cat([out, self.frontend.forward_step(feats[:, shift:], front_after)[0]], 1)
+        front = torch.cat([part.flatten(1) for part in front_after], 1)
         counts = torch.div(frames + self.subsampling - 1, self.subsampling, rounding_mode="floor")
-        x, after = layers.step(self.encoder, x, counts, state, self.ahead)
-        after = _select_state(frames > 0, after._replace(front=front), state)
+        x, after = layers.step(self.encoder, out.flatten(2), counts, state, self.ahead)
+        advances = frames > 0  # rows without real frames keep their state
+        after = EncoderState(*(torch.where(advances.view(-1, *(1,) * (new.dim() - 1)), new, old)
+                               for new, old in zip(after._replace(front=front), state, strict=True)))
         outputs = self.head(x).float()
         final = counts - self.ahead * (frames == features.shape[1])
         return outputs.log_softmax(-1) if self.scores_tokens else outputs, final, after
-
-    def _front_end(self, feats: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the front end: [B, T, F] and its packed state to [B, T', D], and its state for the next chunk."""
-        parts = packed.split([shape.numel() for shape in self._front], 1)
-        before = tuple(part.unflatten(1, shape) for part, shape in zip(parts, self._front, strict=True))
-        shift = feats.shape[1] - self.ahead * self.subsampling
-        x, after = self.frontend.forward_step(feats[:, :shift], before)
-        if self.ahead:
-            x = torch.cat([x, self.frontend.forward_step(feats[:, shift:], after)[0]], 1)
-        return x.flatten(2), torch.cat([part.flatten(1) for part in after], 1)
-
-
-def _select_state(advances: Tensor, after: EncoderState, before: EncoderState) -> EncoderState:
-    """Take the next state of rows [B] with real frames, and the state before of others."""
-    return EncoderState(*(torch.where(advances.view(-1, *(1,) * (new.dim() - 1)), new, old)
-                          for new, old in zip(after, before, strict=True)))

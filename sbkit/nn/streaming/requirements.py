@@ -10,7 +10,6 @@ from speechbrain.nnet.attention import RoPEMHA
 
 from sbkit.errors import SbkitError
 from sbkit.nn.adapters import HOULSBY
-from sbkit.nn.fast.fused import Layer
 from sbkit.nn.kaldi import FilterBank
 
 Recognizer = Any  # sbkit.tasks.recognise's, which this package can't import
@@ -40,19 +39,14 @@ def for_step(recognizer: Recognizer) -> Iterator[Missing]:
     elif not isinstance(layers.layers[0].mha_layer, RoPEMHA):
         yield Missing("encoder", f"its attention is {layers.attention_type}, but a stream needs rotary positions",
                       "attention_type: RoPEMHA", "attention_type")
-    elif _adapted(layers):
+    elif any(hasattr(part, HOULSBY) for part in (layers, *(
+            part for each in layers.layers for part in (each, each.mha_layer, each.convolution_module)))):
         yield Missing("encoder", "it has adapters after whole layers, attention or convolution modules, whose forward "
                       "a step doesn't call", "LoRA, or adapters of other parts, such as *.ffn_module1")
     if not hasattr(recognizer.frontend, "forward_step"):
         named = "it has no front end" if recognizer.frontend is None else \
             f"its front end, {type(recognizer.frontend).__name__}, takes whole utterances only"
         yield Missing("frontend", named, "sbkit.nn.causal.CausalFrontEnd")
-
-
-def _adapted(layers: Layer) -> bool:
-    """Whether there is an adapter after a module whose forward a step doesn't call."""
-    parts = [part for each in layers.layers for part in (each, each.mha_layer, each.convolution_module)]
-    return any(hasattr(part, HOULSBY) for part in (layers, *parts))
 
 
 def for_stream(recognizer: Recognizer) -> Iterator[Missing]:

@@ -221,12 +221,8 @@ class VoiceModel(nn.Module):
         # NaN in the sound tells the caller; codes from logits that aren't finite would sound like any others.
         vectors = self.quantiser.embed(codes).masked_fill(~finite[..., None], torch.nan)
         sound = self.head(self.decoder(vectors, total), total * self.decoder.fold)
-        return sound.clamp(-1.0, 1.0), total * self.stride, self._of_symbols(frames, lengths)
-
-    @staticmethod
-    def _of_symbols(frames: Tensor, lengths: Tensor) -> Tensor:
-        """Add the silences [B, U + 2] to the first and the last symbol: [B, U]."""
         at = torch.arange(frames.shape[1] - 2, device=frames.device)
         after = frames.gather(1, lengths[:, None] + 1)
         inside = frames[:, 1:-1] * lengths_to_mask(lengths, at.shape[0])
-        return inside + (at == 0) * frames[:, :1] + (at == lengths[:, None] - 1) * after
+        of_symbols = inside + (at == 0) * frames[:, :1] + (at == lengths[:, None] - 1) * after
+        return sound.clamp(-1.0, 1.0), total * self.stride, of_symbols

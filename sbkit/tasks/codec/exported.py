@@ -83,7 +83,10 @@ class DecoderGraph(Companion):
 
     def comparisons(self, clips: ComparisonClips, config: layout.CodecConfig, folder: Path
                     ) -> Mapping[str, Comparison]:
-        codes = [Clip(self._encoded(clip.signal), None, clip.name) for clip in clips.alone]
+        with torch.no_grad():
+            encoded = [self.coder.encode(torch.from_numpy(clip.signal)[None], torch.tensor([len(clip.signal)]))[0][0]
+                       for clip in clips.alone]
+        codes = [Clip(each.numpy(), None, clip.name) for each, clip in zip(encoded, clips.alone, strict=True)]
         comparison = Comparison(ComparisonClips(codes, clips.origin, clips.longest), self._decoded,
                                 config.sample_rate / config.stride)
         comparison.what = "samples"
@@ -97,10 +100,6 @@ class DecoderGraph(Companion):
             return [signal[:length] for signal, length in zip(signals, lengths, strict=True)]
 
         return {"from its codes": run}
-
-    @torch.no_grad()
-    def _encoded(self, signal: np.ndarray) -> np.ndarray:
-        return self.coder.encode(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))[0][0].numpy()
 
     @torch.no_grad()
     def _decoded(self, codes: np.ndarray) -> np.ndarray:

@@ -125,15 +125,12 @@ class CodecResults(SoundResults):
         if "PESQ" in stats:
             rows.append(["PESQ", f"{stats['PESQ']:.2f}", "quality, 1 to 4.6"])
         rows.append(["mel distance", f"{stats.get('mel_distance', math.nan):.2f} dB", "between spectra; 0: identical"])
+        bits = sum(math.log2(size) for size in self.books.sizes)
+        coded = self.books.bit_rate * sum(map(entropy, used(self.rows, self.books))) / bits
         rows += [*self.error_rate_rows(),
-                 ["bit rate", f"{self.books.bit_rate:.0f} bit/s", f"{self._entropy():.0f} with entropy coding"],
+                 ["bit rate", f"{self.books.bit_rate:.0f} bit/s", f"{coded:.0f} with entropy coding"],
                  ["real-time factor", f"{stats['coding_real_time_factor']:.4f}", "of coding and decoding together"]]
         return Table("How it sounds", ["measure", "value", "note"], rows)
-
-    def _entropy(self) -> float:
-        """Compute the bit rate with entropy coding."""
-        bits = sum(math.log2(size) for size in self.books.sizes)
-        return self.books.bit_rate * sum(map(entropy, used(self.rows, self.books))) / bits
 
     def _books(self) -> Table:
         """Make the table of how much of each codebook is used."""

@@ -136,31 +136,24 @@ class Codec(SpeechTask):
             if batch.weight:
                 self.rows += self._rows(outputs, sound, batch, stage)
             return Loss(total, count)
-        extras = {"spectral": (spectral, count)}
-        if self.keys.adversarial_from:
-            term, parts = self._adversarial(sound, batch, frames)
-            total = total + term
-            extras |= {name: (part, count) for name, part in parts.items()}
-        return Loss(total, count, extras)
-
-    def graph_key(self) -> bool:
-        """Return whether the next step trains the codec against the discriminators."""
-        return bool(self.keys.adversarial_from) and self.optimizer_step >= self.keys.adversarial_from
-
-    def _adversarial(self, sound: Tensor, batch: Batch, frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what adversarial training adds to the loss, a sum over frames, and its parts."""
-        discriminators, keys = self.keys.discriminators, self.keys
+        extras, keys, discriminators = {"spectral": (spectral, count)}, self.keys, self.keys.discriminators
+        if not keys.adversarial_from:
+            return Loss(total, count, extras)
         assert discriminators is not None, "the keys would clash"
         if self.optimizer_step < keys.adversarial_from:
-            return discriminators.idle(), {}
+            return Loss(total + discriminators.idle(), count, extras)
         signals = sound, batch.signals, batch.signal_lengths
         adversarial, feature_distance = discriminators.generator_losses(*signals)
         # Names in the logs of earlier runs.
         parts = {"noticed": adversarial, "apart": feature_distance,
                  "mistaken": discriminators.discriminator_loss(*signals)}
         sums = {name: (part * frames).sum() for name, part in parts.items()}
-        return (keys.adversarial_weight * sums["noticed"] + keys.feature_weight * sums["apart"] + sums["mistaken"],
-                sums)
+        term = keys.adversarial_weight * sums["noticed"] + keys.feature_weight * sums["apart"] + sums["mistaken"]
+        return Loss(total + term, count, extras | {name: (part, count) for name, part in sums.items()})
+
+    def graph_key(self) -> bool:
+        """Return whether the next step trains the codec against the discriminators."""
+        return bool(self.keys.adversarial_from) and self.optimizer_step >= self.keys.adversarial_from
 
     # ------------------------------------------------------------ validation and test
 

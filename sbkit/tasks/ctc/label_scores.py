@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +11,6 @@ from speechbrain.core import Stage
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sbkit.data.batch import Batch
 from sbkit.data.columns import BatchColumns
 from sbkit.data.loader import EvalLoader
 from sbkit.data.manifest import Manifest
@@ -53,7 +52,17 @@ def score(run: Path, manifest: Manifest, device: str | torch.device) -> list[Lab
     with loader, torch.no_grad(), progress(what=run.name, total=len(manifest), unit="row") as bar:
         brain.open_stage(Stage.VALID)
         for batch in loaders.on_device(loader, loader, str(brain.device)):
-            scores += _of_batch(brain, search, batch)
+            with brain.evaluation_ctx:
+                outputs = brain.compute_forward(batch, Stage.VALID)
+            log_probs = outputs.ctc.float().log_softmax(-1)
+            best = [nbest[0] for nbest in search.decode(log_probs, outputs.frames)]
+            ids = [torch.from_numpy(one.spans.ids) for one in best]
+            hypotheses = _likelihoods(brain, log_probs, outputs.frames, pad_sequence(ids, batch_first=True),
+                                      torch.tensor([len(each) for each in ids]))
+            labels = _likelihoods(brain, log_probs, outputs.frames, batch.tokens, batch.token_lengths)
+            scores += [LabelScore(name, text, one.text, hypothesis - label, one.confidence or 0.0)
+                       for name, text, one, hypothesis, label in zip(batch.ids, batch.texts, best, hypotheses, labels,
+                                                                     strict=True)]
             bar.update(len(batch))
     with atomic_write(path) as out:
         json.dump({"of": key, "scores": scores}, out)
@@ -67,19 +76,6 @@ def _search(brain: CTC, labels: Sequence[str], path: Path) -> BeamSearch:
     search = BeamSearch(brain.keys.tokenizer, lm=path, unit=unit, blank_id=brain.keys.blank_index)
     search.load()
     return search
-
-
-def _of_batch(brain: CTC, search: BeamSearch, batch: Batch) -> Iterator[LabelScore]:
-    with brain.evaluation_ctx:
-        outputs = brain.compute_forward(batch, Stage.VALID)
-    log_probs = outputs.ctc.float().log_softmax(-1)
-    best = [nbest[0] for nbest in search.decode(log_probs, outputs.frames)]
-    ids = [torch.from_numpy(one.spans.ids) for one in best]
-    hypotheses = _likelihoods(brain, log_probs, outputs.frames, pad_sequence(ids, batch_first=True),
-                              torch.tensor([len(each) for each in ids]))
-    labels = _likelihoods(brain, log_probs, outputs.frames, batch.tokens, batch.token_lengths)
-    for name, text, one, hypothesis, label in zip(batch.ids, batch.texts, best, hypotheses, labels, strict=True):
-        yield LabelScore(name, text, one.text, hypothesis - label, one.confidence or 0.0)
 
 
 def _likelihoods(brain: CTC, log_probs: Tensor, frames: Tensor, tokens: Tensor, lengths: Tensor) -> list[float]:

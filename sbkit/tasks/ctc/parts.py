@@ -64,7 +64,8 @@ def has_decoder(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     key = keys.encoder_key
     encoder, node = getattr(keys, key), built.nodes[key]
     layers = node.value.get("num_decoder_layers") if isinstance(node.value, dict) else None
-    if not _decodes(encoder):
+    takes = signature(encoder.forward).parameters.values()
+    if not any(each.name == "pad_idx" or each.kind == each.VAR_KEYWORD for each in takes):
         lacks, hint = f"{key} has none: {type(encoder).__name__} takes no tokens", \
             "take an encoder with a decoder, such as SpeechBrain's TransformerASR"
     elif isinstance(encoder, TransformerInterface) and layers is not None and static(layers) == 0:
@@ -75,12 +76,6 @@ def has_decoder(keys: CTCKeys, built: Built, findings: Findings) -> bool:
                    f"it is {keys.ctc_weight:g}, so an attention decoder trains, but {lacks}",
                    f"write ctc_weight: 1.0, or {hint}")
     return False
-
-
-def _decodes(encoder: nn.Module) -> bool:
-    """Whether a module's forward takes tokens and their padding id, which joint training passes."""
-    takes = signature(encoder.forward).parameters.values()
-    return any(each.name == "pad_idx" or each.kind == each.VAR_KEYWORD for each in takes)
 
 
 def has_inner_layers(keys: CTCKeys, built: Built, findings: Findings) -> bool:

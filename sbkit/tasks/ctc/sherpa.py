@@ -142,7 +142,14 @@ class SherpaWhole(Target):
         size = layout.size(folder, model)
         comparison.add_words(self.name, transcribe, size)
         run = reference(self.recognizer, config.min_samples)
-        changed = self.compared(comparison.clips, config, folder, lambda signal: run(_as_changed(signal)))
+
+        def as_changed(signal: np.ndarray) -> np.ndarray:
+            """Change a waveform [S] like sherpa-onnx and then the graph, and compute the checkpoint's outputs."""
+            x = torch.from_numpy(signal)[None]
+            x = (x - x.mean()) / (x.var(correction=0) + _EPSILON).sqrt()
+            return run((x - _level_of_silence(x))[0].numpy())
+
+        changed = self.compared(comparison.clips, config, folder, as_changed)
         changed.max_changed_share = 0.0
         changed.add_words(self.name, transcribe, size)
         comparison.companions[self.name] = {"as it changes recordings": changed}
@@ -153,13 +160,6 @@ class SherpaWhole(Target):
 
     def readme(self) -> str:
         return readme.sherpa(self.sample_rate)
-
-
-def _as_changed(signal: np.ndarray) -> np.ndarray:
-    """Change a waveform [S] like sherpa-onnx and then the graph."""
-    x = torch.from_numpy(signal)[None]
-    x = (x - x.mean()) / (x.var(correction=0) + _EPSILON).sqrt()
-    return (x - _level_of_silence(x))[0].numpy()
 
 
 class CTCStream(SherpaStream):

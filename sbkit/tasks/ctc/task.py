@@ -97,7 +97,11 @@ class CTC(RecognitionTask):
         views = self.views if training else 1
         feats, feat_frames = model.features(batch.signals, batch.signal_lengths, training=training, views=views,
                                             real=batch.real)
-        with layer_outputs(model.encoder, self._intermediate_layers() if training else []) as states:
+        inner = (self.keys.intermediate_layers or []) if training and self.keys.intermediate_ctc else []
+        if training and self.keys.intermediate_ctc and not inner and hasattr(model.encoder, "encode"):
+            middle = len(stack(model.encoder)[1]) // 2  # layers of a user's encoder may return anything
+            inner = [middle] if middle else []
+        with layer_outputs(model.encoder, inner) as states:
             if self.joint:
                 tokens = functional.pad(self.safe_tokens(batch), (1, 0), value=self.keys.ends[0])
                 encoded, frames, decoded = model.encode_and_decode(feats, feat_frames, tokens.repeat(views, 1))
@@ -130,9 +134,15 @@ class CTC(RecognitionTask):
             log_probs = scores.ctc.log_softmax(-1, dtype=torch.float32)
             weight, = self._consistency_weight.on(log_probs.device)
             total = total + weight * consistency(log_probs, scores.frames * ctc.feasible)
-        if scores.attention is not None:
-            share = self.keys.ctc_weight
-            total = share * total + (1 - share) * self._cross_entropy(scores.attention, batch, ctc.feasible)
+        if scores.attention is not None:  # cross-entropy of the tokens and of the end of sentence
+            share, target = self.keys.ctc_weight, functional.pad(self.safe_tokens(batch), (0, 1))
+            target = target.scatter(1, batch.token_lengths[:, None], self.keys.ends[1])
+            beyond = torch.arange(target.shape[1], device=target.device) > batch.token_lengths[:, None]
+            beyond = beyond | ~ctc.feasible[:, None]  # utterances that aren't in the step's mean
+            attention = functional.cross_entropy(
+                scores.attention.float().flatten(0, 1), target.masked_fill(beyond, -100).flatten(), ignore_index=-100,
+                reduction="sum", label_smoothing=self.keys.label_smoothing)
+            total = share * total + (1 - share) * attention
         if stage == Stage.TRAIN:
             spoken = (ctc.losses * (batch.token_lengths > 0)).sum()
             return Loss(total, count, {self.loss_of_tokens: (spoken, tokens)})
@@ -156,33 +166,10 @@ class CTC(RecognitionTask):
         except SbkitError:  # a user's encoder with other names of layers
             return None
 
-    def _intermediate_layers(self) -> list[int]:
-        if not self.keys.intermediate_ctc:
-            return []
-        layers, encoder = self.keys.intermediate_layers, self.recognizer.encoder
-        if layers or not hasattr(encoder, "encode"):  # layers of a user's encoder may return anything
-            return layers or []
-        middle = len(stack(encoder)[1]) // 2
-        return [middle] if middle else []
-
     def _ctc(self, scores: Tensor, frames: Tensor, batch: Batch) -> CTCLoss:
         return ctc_loss(
             scores, batch.tokens, frames, batch.token_lengths, blank=self.keys.blank_index, ids=batch.ids,
             real=batch.real
-        )
-
-    def _cross_entropy(self, scores: Tensor, batch: Batch, counted: Tensor) -> Tensor:
-        """Sum the label-smoothed cross-entropy of the tokens and the end of sentence: [B, U + 1, V] to a scalar.
-
-        counted : [B], True for utterances in the step's mean
-        """
-        target = functional.pad(self.safe_tokens(batch), (0, 1))
-        target = target.scatter(1, batch.token_lengths[:, None], self.keys.ends[1])
-        beyond = torch.arange(target.shape[1], device=target.device) > batch.token_lengths[:, None]
-        beyond = beyond | ~counted[:, None]
-        return functional.cross_entropy(
-            scores.float().flatten(0, 1), target.masked_fill(beyond, -100).flatten(), ignore_index=-100,
-            reduction="sum", label_smoothing=self.keys.label_smoothing,
         )
 
     # ------------------------------------------------------------ transcripts

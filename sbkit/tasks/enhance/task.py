@@ -67,7 +67,16 @@ class EnhancementResults(SoundResults):
            sample_rate: int) -> EnhancementResults:
         """Compute the results of a test from its rows."""
         found = cls({"loss": loss, **measures(rows)}, len(rows), dict(unread), sample_rate=sample_rate, rows=rows)
-        found.tables = [found._by_noise()]
+        lines = []
+        for low, high in zip((-np.inf, *_EDGES), (*_EDGES, np.inf), strict=True):
+            some = [row for row in rows if low <= row.before < high]
+            if some:
+                stats = measures(some)
+                lines.append([f"{low:g} to {high:g} dB".replace("-inf to", "below").replace("to inf dB", "dB and more"),
+                              len(some), *(f"{stats[name]:.3g}" if name in stats else "" for name in (
+                                  "SI_SNR", "SI_SNRi", "STOI_of_noisy", "STOI"))])
+        found.tables = [Table("By the SI-SNR of the noisy recording", [
+            "noisy SI-SNR", "utterances", "SI-SNR, dB", "improvement, dB", "noisy STOI", "STOI"], lines)]
         return found
 
     def headline(self) -> str:
@@ -85,19 +94,6 @@ class EnhancementResults(SoundResults):
     def sounds(self, row: EnhancedRow) -> Mapping[str, np.ndarray]:
         assert row.sound is not None, "only clips that were kept get here"
         return dict(zip(("noisy", self.maker, "clean"), row.sound, strict=True))
-
-    def _by_noise(self) -> Table:
-        """Make the table of improvements by the amount of noise."""
-        lines = []
-        for low, high in zip((-np.inf, *_EDGES), (*_EDGES, np.inf), strict=True):
-            rows = [row for row in self.rows if low <= row.before < high]
-            if rows:
-                stats = measures(rows)
-                lines.append([f"{low:g} to {high:g} dB".replace("-inf to", "below").replace("to inf dB", "dB and more"),
-                              len(rows), *(f"{stats[name]:.3g}" if name in stats else "" for name in (
-                                  "SI_SNR", "SI_SNRi", "STOI_of_noisy", "STOI"))])
-        return Table("By the SI-SNR of the noisy recording", ["noisy SI-SNR", "utterances", "SI-SNR, dB",
-                                                              "improvement, dB", "noisy STOI", "STOI"], lines)
 
 
 @dataclass(kw_only=True)

@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import torch
 from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
-from torch import Tensor, nn
+from torch import Tensor
 
 from sbkit.errors import SbkitError
 from sbkit.nn.streaming import requirements
-from sbkit.nn.streaming.requirements import Missing
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.tasks.recognise.keys import EncoderKeys
@@ -45,7 +44,10 @@ def chunks_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
                            f"that runs step by step on a stream: {missing.reason}",
                            f"use {missing.instead}, or write lookahead: 0")
         elif fits[missing.part]:
-            _warn(missing, keys, built, findings)
+            key = {"encoder": keys.encoder_key, "frontend": "CNN"}.get(missing.part, missing.part)
+            node = built.nodes.get(key) or built.nodes["chunks"]
+            findings.warning("chunks", *_location(node, missing.argument), "the model trains in chunks but can't be "
+                             f"exported for streams: {missing.reason}", f"use {missing.instead}")
     return all(fits.values()) and not stepless
 
 
@@ -107,35 +109,25 @@ def _same_before(compute: Callable[[Tensor], Tensor], keys: EncoderKeys) -> bool
 
 def check_front_end(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     """Check that the front end is causal."""
-    if keys.CNN is None or not _sees_later_frames(keys.CNN, keys):
+    if keys.CNN is None:
+        return True
+    each, frames = Recognizer.of(keys).frontend_rule.factor, 8
+    front = copy.deepcopy(keys.CNN).eval()
+    for weights in front.parameters():
+        weights.normal_(std=0.1)  # a check leaves them uninitialised
+    feats = torch.randn(1, 2 * frames * each, keys.n_mels)
+    later = feats.clone()
+    later[:, frames * each :] += 1.0
+    if torch.allclose(front(feats)[:, :frames], front(later)[:, :frames], atol=1e-5):
         return True
     _refuse(findings, built.nodes["CNN"], "", "its frames depend on features of later frames, which may be in the next "
             "chunk", "use sbkit.nn.causal.CausalFrontEnd")
     return False
 
 
-def _sees_later_frames(module: nn.Module, keys: EncoderKeys) -> bool:
-    each, frames = Recognizer.of(keys).frontend_rule.factor, 8
-    front = copy.deepcopy(module).eval()
-    for weights in front.parameters():
-        weights.normal_(std=0.1)  # a check leaves them uninitialised
-    feats = torch.randn(1, 2 * frames * each, keys.n_mels)
-    later = feats.clone()
-    later[:, frames * each :] += 1.0
-    return not torch.allclose(front(feats)[:, :frames], front(later)[:, :frames], atol=1e-5)
-
-
 def _refuse(findings: Findings, node: Node, argument: str, message: str, suggestion: str) -> None:
     """Add a finding at an argument of a part, or at the part if it doesn't have that argument."""
     findings.error("chunks", *_location(node, argument), message, f"{suggestion}, or leave chunks out")
-
-
-def _warn(missing: Missing, keys: EncoderKeys, built: Built, findings: Findings) -> None:
-    """Add a finding about a model with chunks that can't be exported for streams."""
-    key = {"encoder": keys.encoder_key, "frontend": "CNN"}.get(missing.part, missing.part)
-    node = built.nodes.get(key) or built.nodes["chunks"]
-    findings.warning("chunks", *_location(node, missing.argument), "the model trains in chunks but can't be exported "
-                     f"for streams: {missing.reason}", f"use {missing.instead}")
 
 
 def _location(node: Node, argument: str) -> tuple[Place, str]:

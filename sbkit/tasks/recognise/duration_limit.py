@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -45,21 +45,20 @@ def durations_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
 
 def refuse_longer(keys: EncoderKeys, manifests: Mapping[str, Manifest]) -> None:
     """Raise if a prepared corpus has utterances that are longer than the encoder takes."""
-    max_seconds = longest_seconds(getattr(keys, keys.encoder_key))
-    if max_seconds is not None and (problems := list(_longer(keys, manifests, max_seconds))):
-        raise SbkitError("; ".join(problems), hint="leave them out, with max_duration: "
-                         f"{_max_duration(keys, max_seconds):g} and limit_splits: [{', '.join(manifests)}] under "
-                         "corpus, or cut them")
-
-
-def _longer(keys: EncoderKeys, manifests: Mapping[str, Manifest], max_seconds: float) -> Iterator[str]:
+    max_seconds, problems = longest_seconds(getattr(keys, keys.encoder_key)), []
+    if max_seconds is None:
+        return
     for split, manifest in manifests.items():
         seconds = planned_seconds(keys.augment, manifest.durations) if split == "train" else manifest.durations
         places = np.flatnonzero(np.round(seconds * keys.sample_rate) > max_seconds * keys.sample_rate)
         if len(places):
             ids = listed([f"{manifest.ids[int(i)]} ({seconds[i]:.1f} s)" for i in places], limit=3)
-            yield (f"{split}: {len(places)} of {len(manifest)} utterances are longer than the {max_seconds:g} s that "
-                   f"the encoder takes: {ids}")
+            problems.append(f"{split}: {len(places)} of {len(manifest)} utterances are longer than the "
+                            f"{max_seconds:g} s that the encoder takes: {ids}")
+    if problems:
+        raise SbkitError("; ".join(problems), hint="leave them out, with max_duration: "
+                         f"{_max_duration(keys, max_seconds):g} and limit_splits: [{', '.join(manifests)}] under "
+                         "corpus, or cut them")
 
 
 def _max_duration(keys: EncoderKeys, max_seconds: float) -> float:

@@ -13,7 +13,6 @@ from torch import nn
 from sbkit.data.manifest import Manifest
 from sbkit.data.reader import SupportsEncode
 from sbkit.errors import SbkitError
-from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.trace import Trace
@@ -55,22 +54,7 @@ def check_sizes(traced: Trace, findings: Findings, heads: Iterable[str]) -> None
     size = built.hparams.get("output_neurons")
     if not isinstance(size, int) or isinstance(size, bool):
         return
-    _check_special(built, size, findings)
-    node = built.nodes["output_neurons"]
-    for key in heads:
-        shape = traced.shape(key)
-        if shape is not None and shape[-1] != size:
-            where = built.nodes.get(key, node)
-            findings.error("vocabulary", where.place, key,
-                           f"it gives {shape[-1]} scores a frame, but output_neurons is {size}",
-                           "write `n_neurons: !ref <output_neurons>`")
-    _check_embedding(built, size, findings)
-    _check_tokenizer(built, size, findings)
-
-
-def _check_special(built: Built, size: int, findings: Findings) -> None:
-    """Check that blank, bos and eos are in the vocabulary, distinct, and the same as the tokenizer's."""
-    tokenizer = built.hparams.get("tokenizer")
+    tokenizer: Any = built.hparams.get("tokenizer")  # of any class; only those with these attributes are checked
     seen: dict[int, str] = {}
     for name in _INDICES:
         index = built.hparams.get(name)
@@ -86,11 +70,15 @@ def _check_special(built: Built, size: int, findings: Findings) -> None:
             findings.error("vocabulary", node.place, name, f"it is {index}, but the tokenizer's is {theirs}",
                            f"set {name} to {theirs}")
         seen.setdefault(index, name)
-
-
-def _check_embedding(built: Built, size: int, findings: Findings) -> None:
-    """Check that the decoder's embedding has a row for each token."""
-    for key in ENCODERS:
+    node = built.nodes["output_neurons"]
+    for key in heads:
+        shape = traced.shape(key)
+        if shape is not None and shape[-1] != size:
+            where = built.nodes.get(key, node)
+            findings.error("vocabulary", where.place, key,
+                           f"it gives {shape[-1]} scores a frame, but output_neurons is {size}",
+                           "write `n_neurons: !ref <output_neurons>`")
+    for key in ENCODERS:  # a decoder's embedding needs a row for each token
         target = getattr(built.hparams.get(key), "custom_tgt_module", None)
         for table in target.modules() if isinstance(target, nn.Module) else ():
             if isinstance(table, nn.Embedding) and table.num_embeddings != size:
@@ -98,21 +86,16 @@ def _check_embedding(built: Built, size: int, findings: Findings) -> None:
                 report("vocabulary", node.place_of("tgt_vocab"), node.key_of("tgt_vocab"),
                        f"the decoder knows {table.num_embeddings} tokens, but output_neurons is {size}",
                        "write `tgt_vocab: !ref <output_neurons>`")
-
-
-def _check_tokenizer(built: Built, size: int, findings: Findings) -> None:
-    """Check the tokenizer's size: that of its file if it exists, else its argument."""
-    tokenizer: Any = built.hparams.get("tokenizer")  # of any class; only those with these attributes are checked
-    node = built.nodes.get("tokenizer")
-    if node is None or not hasattr(tokenizer, "vocab_size") or not hasattr(tokenizer, "path"):
+    # The tokenizer's size is that of its file if it exists, else its argument.
+    if "tokenizer" not in built.nodes or not hasattr(tokenizer, "vocab_size") or not hasattr(tokenizer, "path"):
         return
     declared = tokenizer.vocab_size
     if declared is not None and declared != size:
+        node = built.nodes["tokenizer"]
         findings.error("vocabulary", node.place_of("vocab_size"), node.key_of("vocab_size"),
                        f"the tokenizer has {declared} entries, but output_neurons is {size}",
                        "write `vocab_size: !ref <output_neurons>`")
-        return
-    if tokenizer.path.exists():
+    elif tokenizer.path.exists():
         try:
             tokenizer.load().check(size)
         except SbkitError as error:

@@ -41,11 +41,6 @@ def frame_seconds(model: Recognizer, keys: EncoderKeys) -> float:
     return model.subsampling * model.hop_samples / keys.sample_rate
 
 
-def _partial(words: Sequence[Word], space: str) -> PartialTranscript:
-    confidence = sum(word.confidence for word in words) / len(words) if words else None
-    return PartialTranscript(space.join(word.text for word in words), confidence)
-
-
 class DecodingTask(ASR):
     """A recogniser that decodes transcripts from scores of its encoder states."""
 
@@ -118,25 +113,23 @@ class LiveTest:
         inputs = self.task.search_input(scores)
         if search is None:
             return self._prefixes(self.task.greedy(inputs, frames), cuts)
-        if live:
-            return self._by_streams(search, inputs, cuts)
-        return [[PartialTranscript(best[0].text, best[0].confidence, nbest_entries(best))]
-                for best in search.decode(inputs, frames)]
-
-    def _by_streams(self, search: TokenSearch, inputs: Tensor,
-                    cuts: Sequence[Sequence[int]]) -> list[list[PartialTranscript]]:
-        """Search each utterance as a stream that ends with its last chunk."""
+        if not live:
+            return [[PartialTranscript(best[0].text, best[0].confidence, nbest_entries(best))]
+                    for best in search.decode(inputs, frames)]
         spelling, transcripts = search.spelling(self.frame_seconds), []
-        for scores, ends in zip(inputs.cpu().numpy(), cuts, strict=True):
-            stream = search.stream(spelling)
+        space = "" if search.separator is None else " "
+        for row, ends in zip(inputs.cpu().numpy(), cuts, strict=True):
+            stream = search.stream(spelling)  # which ends with the utterance's last chunk
             settled: list[Word] = []
             partials = []
             for start, end in pairwise([0, *ends]):
-                results = stream.feed(scores[start:end])
+                results = stream.feed(row[start:end])
                 if end == ends[-1]:
                     results.append(stream.finish())
                 settled += [word for each in results for word in each.settled]
-                partials.append(_partial(settled + results[-1].partial, "" if search.separator is None else " "))
+                words = settled + results[-1].partial
+                confidence = sum(word.confidence for word in words) / len(words) if words else None
+                partials.append(PartialTranscript(space.join(word.text for word in words), confidence))
             transcripts.append(partials)
         return transcripts
 

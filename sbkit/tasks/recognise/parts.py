@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from inspect import signature
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sbkit.nn.lengths import feature_frames, takes_lengths
 from sbkit.recipe.build import Built
-from sbkit.recipe.source import Findings, Node
+from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import SECONDS, on_fake_tensors
 from sbkit.recipe.values import static
 from sbkit.tasks.recognise.chunk_check import chunks_fit
@@ -37,21 +37,17 @@ def _rates_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
         part = getattr(keys, key)
         for module in part.modules() if isinstance(part, nn.Module) else ():
             rate = getattr(module, "sample_rate", keys.sample_rate)
-            if rate != keys.sample_rate:
-                _report_rate(built.nodes[key], signature(type(part)).parameters, rate, keys.sample_rate, findings)
-                return False
+            if rate == keys.sample_rate:
+                continue
+            node, read = built.nodes[key], f"but recordings are read at {keys.sample_rate} (sample_rate)"
+            if "sample_rate" in signature(type(part)).parameters:
+                findings.error("sample-rate", node.place_of("sample_rate"), node.key_of("sample_rate"),
+                               f"it is {rate}, {read}", "write `sample_rate: !ref <sample_rate>`")
+            else:
+                findings.error("sample-rate", node.place, node.key, f"it takes {rate} samples a second, {read}",
+                               f"write sample_rate: {rate} at the top of the recipe")
+            return False
     return True
-
-
-def _report_rate(node: Node, takes: Collection[str], rate: int, read: int, findings: Findings) -> None:
-    if "sample_rate" in takes:
-        findings.error("sample-rate", node.place_of("sample_rate"), node.key_of("sample_rate"),
-                       f"it is {rate}, but recordings are read at {read} (sample_rate)",
-                       "write `sample_rate: !ref <sample_rate>`")
-    else:
-        findings.error("sample-rate", node.place, node.key,
-                       f"it takes {rate} samples a second, but recordings are read at {read} (sample_rate)",
-                       f"write sample_rate: {rate} at the top of the recipe")
 
 
 def _features_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
@@ -66,7 +62,10 @@ def _features_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     if len(shape) != 3:  # a user's encoder may take something else
         return True
     frames, width = shape[1:]
-    expected = _expected_frames(features, samples, round(keys.sample_rate * keys.hop_length / 1000))
+    hop = round(keys.sample_rate * keys.hop_length / 1000)
+    # By the layer's own rule, unless that isn't one for every hop.
+    few, more = (feature_frames(features, samples + hop * each, hop) for each in (0, 100))
+    expected = few if more - few == 100 else samples // hop + 1
     wrong = {}
     if frames != expected:
         wrong["hop_length"] = f"{frames} frames of {SECONDS:g} s, but a hop_length of {keys.hop_length:g} ms gives " \
@@ -91,12 +90,6 @@ def _levels_kept(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
             "add nonspeech, as hparams/ctc.yaml has it; GlobalNorm, as in hparams/streaming.yaml, keeps the level "
             "besides")
     return True
-
-
-def _expected_frames(features: nn.Module, samples: int, hop: int) -> int:
-    """Return how many frames there should be: by the layer's own rule, unless that isn't one for every ``hop``."""
-    few, more = (feature_frames(features, samples + hop * each, hop) for each in (0, 100))
-    return few if more - few == 100 else samples // hop + 1
 
 
 def _of_silence(features: nn.Module, samples: int) -> Tensor:

@@ -98,17 +98,13 @@ def best_weights(recorder: Recorder, rows: Sequence[Any]) -> BestWeights:
 
     best = attempt(itertools.product(LM_WEIGHTS, WORD_SCORES))
     for _ in range(ROUNDS):
-        before, best = best, attempt(_around(best))
+        lms, words = ([round(at + step * size, 4) for step in (-1, 0, 1)]
+                      for at, size in zip(best, FINER, strict=True))
+        before, best = best, attempt(itertools.product(lms, words))
         if best == before:
             break
     found = dataclasses.replace(search.weights, lm=best[0], word=best[1])
     return BestWeights(found, tried[best], rate([row.hypothesis.split() for row in rows]))
-
-
-def _around(pair: tuple[float, float]) -> Iterator[tuple[float, float]]:
-    for steps in itertools.product((-1, 0, 1), repeat=2):
-        lm, word = (round(at + step * size, 4) for at, step, size in zip(pair, steps, FINER, strict=True))
-        yield lm, word
 
 
 _PER_PROCESS = 1000  # utterances for which starting another process pays off

@@ -11,7 +11,6 @@ any shape, zeros at first, and a number. This differs from a bundle's own stream
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
@@ -105,7 +104,13 @@ class SherpaStream(Target):
 
     def __init__(self, recognizer: Recognizer, milliseconds: int, compared: Compare):
         graph = StreamingGraph(recognizer)
-        _check(graph)
+        bank = graph.bank
+        settings = {**bank.settings, "high": bank.settings["high"] or bank.sample_rate / 2}
+        other = ", ".join(f"{name}: {settings[name]}" for name, value in _FEATURES.items() if settings[name] != value)
+        if other:
+            raise SbkitError("sherpa-onnx computes other features for streams than this model was trained on "
+                             f"({other})", hint="train with the compute_features of hparams/streaming.yaml, or leave "
+                             "out --target sherpa")
         self.recognizer, self.graph, self.milliseconds, self.compared = recognizer, graph, milliseconds, compared
         self.frames = milliseconds * SAMPLE_RATE // _HOP // 1000
         """Features of a window."""
@@ -155,25 +160,21 @@ class SherpaStream(Target):
 
     def compare(self, folder: Path, config: Config, comparison: Comparison) -> None:
         """Compare sherpa-onnx's transcripts of clips, followed by silence, with the checkpoint's."""
-        streamed = self.compared(comparison.clips, config, folder, self._reference())
+        assert self.recognizer.chunks is not None, "others are refused"
+        run = reference(self.recognizer, chunks=self.recognizer.chunks.config(self.chunk))
+
+        def outputs(signal: np.ndarray) -> np.ndarray:
+            """Compute the checkpoint's outputs for the windows that sherpa-onnx uses: a frame must follow each."""
+            whole = with_silence(signal, self.tail)
+            windows = (self.graph.bank.frames(len(whole)) - 1 - self.frames) // self.shift + 1
+            return run(whole)[: windows * self.shift // self.graph.step.subsampling]
+
+        streamed = self.compared(comparison.clips, config, folder, outputs)
         streamed.max_changed_share = 0.0
         recognizer = self.open_recognizer(folder)
         streamed.add_words(layout.SHERPA, lambda signal: transcribe(recognizer, signal, self.tail),
                            layout.size(folder, config.models[self.name]))
         comparison.companions[self.name] = {f"{self.milliseconds} ms": streamed}
-
-    def _reference(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Return a function from a waveform [S] to the checkpoint's outputs for the windows that sherpa-onnx uses."""
-        assert self.recognizer.chunks is not None, "others are refused"
-        run = reference(self.recognizer, chunks=self.recognizer.chunks.config(self.chunk))
-
-        def outputs(signal: np.ndarray) -> np.ndarray:
-            whole = with_silence(signal, self.tail)
-            after_first = self.graph.bank.frames(len(whole)) - 1 - self.frames  # a frame must follow each window
-            windows = after_first // self.shift + 1
-            return run(whole)[: windows * self.shift // self.graph.step.subsampling]
-
-        return outputs
 
 
 def chunk_milliseconds(chunks: Chunks, frame_seconds: float, milliseconds: int | None) -> int:
@@ -185,16 +186,6 @@ def chunk_milliseconds(chunks: Chunks, frame_seconds: float, milliseconds: int |
         raise SbkitError(f"--chunk {milliseconds}: the model wasn't trained for chunks of {milliseconds} ms",
                          hint=f"it was trained for {', '.join(map(str, sizes))}")
     return milliseconds
-
-
-def _check(graph: StreamingGraph) -> None:
-    """Raise if sherpa-onnx would run the model differently from how it was trained."""
-    bank = graph.bank
-    settings = {**bank.settings, "high": bank.settings["high"] or bank.sample_rate / 2}
-    other = ", ".join(f"{name}: {settings[name]}" for name, value in _FEATURES.items() if settings[name] != value)
-    if other:
-        raise SbkitError(f"sherpa-onnx computes other features for streams than this model was trained on ({other})",
-                         hint="train with the compute_features of hparams/streaming.yaml, or leave out --target sherpa")
 
 
 def check_version() -> None:

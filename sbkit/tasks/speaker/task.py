@@ -98,7 +98,19 @@ class VerificationResults(Results):
     def of(cls, scored: ScoredTrials, rows: Sequence[SpeakerRow], unread: Mapping[str, str]) -> VerificationResults:
         """Make the results of a test."""
         found = cls(scored.stats, len(rows), dict(unread), scored=scored, rows=rows)
-        found.tables = [found._kinds(), found._wrong()]
+        trials, kinds, threshold = scored.trials, [], scored.rates.threshold
+        for name, chosen in (("same", trials.same), ("different", ~trials.same)):
+            scores = scored.scores[chosen]
+            wrong = scores < threshold if name == "same" else scores >= threshold
+            kinds.append([name, len(scores), f"{scores.mean():.3f}" if len(scores) else "", f"{wrong.mean():.2%}"
+                          if len(scores) else ""])
+        worst = [[found._kind(each), f"{scored.scores[each]:.3f}", rows[trials.first[each]].id,
+                  rows[trials.second[each]].id] for each in scored.worst()]
+        found.tables = [
+            Table("Trials", ["speakers", "trials", "mean score", "errors"], kinds,
+                  f"from a score of {threshold:.3f} on, a trial counts as the same speaker; there, both kinds of "
+                  "errors are equally frequent"),
+            Table("The worst trials", ["error", "score", "first", "second"], worst)]
         return found
 
     def headline(self) -> str:
@@ -132,25 +144,6 @@ class VerificationResults(Results):
 
     def _kind(self, trial: int) -> str:
         return "same speaker, rejected" if self.scored.trials.same[trial] else "different speakers, accepted"
-
-    def _kinds(self) -> Table:
-        """Make the table of the trials of each kind, with their scores."""
-        rows, threshold = [], self.scored.rates.threshold
-        for name, chosen in (("same", self.scored.trials.same), ("different", ~self.scored.trials.same)):
-            found = self.scored.scores[chosen]
-            wrong = found < threshold if name == "same" else found >= threshold
-            rows.append([name, len(found), f"{found.mean():.3f}" if len(found) else "", f"{wrong.mean():.2%}"
-                         if len(found) else ""])
-        return Table("Trials", ["speakers", "trials", "mean score", "errors"], rows,
-                     f"from a score of {threshold:.3f} on, a trial counts as the same speaker; there, both kinds of "
-                     "errors are equally frequent")
-
-    def _wrong(self) -> Table:
-        """Make the table of the worst trials."""
-        trials = self.scored.trials
-        return Table("The worst trials", ["error", "score", "first", "second"],
-                     [[self._kind(each), f"{self.scored.scores[each]:.3f}", self.rows[trials.first[each]].id,
-                       self.rows[trials.second[each]].id] for each in self.scored.worst()])
 
 
 @dataclass(kw_only=True)

@@ -170,15 +170,12 @@ class ExportedTransducer(ExportedRecognizer):
     def compared(self, clips: ComparisonClips, config: TransducerConfig, folder: Path,
                  reference: Callable[[np.ndarray], np.ndarray]) -> TransducerComparison:
         vocabulary = Vocabulary.read(folder, config)
-        return TransducerComparison(
-            clips, reference, config.sample_rate, TorchJoint(self.keys.transducer, self.keys.blank_index),
-            self._exported_joint(folder, config), lambda spans: vocabulary.text(vocabulary.spelling.words(spans)),
-            self.keys.tokenizer.decode)
-
-    def _exported_joint(self, folder: Path, config: TransducerConfig) -> Joint:
         decoder, joiner = (open_runner(layout.ONNX, folder / name) for name in (config.decoder, config.joiner))
-        return GraphJoint(lambda tokens: decoder(tokens)[0], lambda *states: joiner(*states)[0], config.vocabulary,
-                          config.context, config.blank_id)
+        exported = GraphJoint(lambda tokens: decoder(tokens)[0], lambda *states: joiner(*states)[0], config.vocabulary,
+                              config.context, config.blank_id)
+        return TransducerComparison(
+            clips, reference, config.sample_rate, TorchJoint(self.keys.transducer, self.keys.blank_index), exported,
+            lambda spans: vocabulary.text(vocabulary.spelling.words(spans)), self.keys.tokenizer.decode)
 
     def readme(self, name: str, config: TransducerConfig, comparison: Comparison,
                of_targets: Sequence[str] = ()) -> str:

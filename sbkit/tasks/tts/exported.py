@@ -61,12 +61,12 @@ class SoundComparison(Comparison):
     def max_difference(self, expected: list[np.ndarray], found: list[np.ndarray]) -> float:
         if not all(np.isfinite(sound).all() for sound in found):
             return float("inf")
-        return float(np.mean([self._one(mine, theirs) for mine, theirs in zip(expected, found, strict=True)]))
-
-    def _one(self, mine: np.ndarray, theirs: np.ndarray) -> float:
-        size = max(len(mine), len(theirs))
-        pair = (torch.from_numpy(np.pad(each, (0, size - len(each))))[None] for each in (theirs, mine))
-        return float(DECIBELS * self._distance(*pair, torch.tensor([size])))
+        distances = []
+        for mine, theirs in zip(expected, found, strict=True):
+            size = max(len(mine), len(theirs))
+            pair = (torch.from_numpy(np.pad(each, (0, size - len(each))))[None] for each in (theirs, mine))
+            distances.append(float(DECIBELS * self._distance(*pair, torch.tensor([size]))))
+        return float(np.mean(distances))
 
     def threshold(self, tolerance: float) -> float:
         return MAX_DIFFERENCE
@@ -107,8 +107,9 @@ class ExportedVoice(Exported):
         texts = list(Manifest.read(path).texts) if path is not None and path.is_file() else []
         texts = sorted({text for text in texts if self.keys.symbols.encode(text)}, key=lambda text: (len(text), text))
         origin = f"{min(count, len(texts))} texts of the run's test split"
-        if not texts:
-            texts = _made_up(self.keys.symbols.characters or self.keys.symbols.names[1:])
+        if not texts:  # of several lengths, with all symbols in them
+            symbols = self.keys.symbols.characters or self.keys.symbols.names[1:]
+            texts = ["".join(symbols[(i * 7 + size) % len(symbols)] for i in range(size)) for size in (3, 10, 30, 60)]
             origin = "made-up texts, since the run's corpus is missing"
         places = np.unique(np.linspace(0, len(texts) - 1, min(count, len(texts))).round().astype(int))
         chosen = [texts[i] for i in places]
@@ -131,14 +132,16 @@ class ExportedVoice(Exported):
                                                                for name, dims in self.inputs.items()})
 
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.VoiceConfig:
-        keys, voice = self.keys, self.graph
+        keys, voice, corpus = self.keys, self.graph, self.keys.corpus
         assert isinstance(voice, VoiceModel), "of made it so"
+        rules = None if corpus is None or type(corpus.text) is not TextRules else {
+            name: value for name, value in corpus.text.options().items() if name != "alphabet"}
         return layout.VoiceConfig(
             sample_rate=self.sample_rate, symbols=keys.symbols.names, speakers=keys.speakers.names,
             max_symbols=keys.max_symbols, frame_seconds=voice.stride / self.sample_rate,
             codec=(labels.pinned_facts(keys) or labels.label_facts(keys) or {}).get("codec"),
             books=list(keys.quantiser.sizes),
-            spelling=keys.symbols.spelling, characters=keys.symbols.characters, text=_rules(keys.corpus))
+            spelling=keys.symbols.spelling, characters=keys.symbols.characters, text=rules)
 
     def metadata(self, config: layout.VoiceConfig) -> dict[str, str]:
         return {**super().metadata(config), "language": config.language or "",
@@ -200,18 +203,6 @@ If you publish its speech, say that it is synthetic.
         parts += [_USE[each].format(**values) for each in _USE if each in config.models]
         parts.append(readme.compared(comparison))
         return "\n".join(parts)
-
-
-def _rules(corpus: Corpus | None) -> dict[str, object] | None:
-    """Return the options of the corpus's text rules; None if there are none."""
-    if corpus is None or type(corpus.text) is not TextRules:
-        return None
-    return {name: value for name, value in corpus.text.options().items() if name != "alphabet"}
-
-
-def _made_up(symbols: Sequence[str]) -> list[str]:
-    """Make texts of several lengths, with all symbols in them."""
-    return ["".join(symbols[(i * 7 + size) % len(symbols)] for i in range(size)) for size in (3, 10, 30, 60)]
 
 
 _USE = {

@@ -56,28 +56,26 @@ class TTSKeys(TaskKeys):
     def wrong_bundles(self) -> list[Problem]:
         """Return the problems of the bundles that a corpus is labelled with: only missing ones if there are any, and
         only those of the wrong kind before the codec's parts are compared."""
-        return list(self._missing_bundles()) or list(self._other_kinds()) or list(self._other_codec())
-
-    def _missing_bundles(self) -> Iterator[Problem]:
+        missing, other = [], []
         for name, folder, recipe in (("codec", self.codec, "codec"), ("recogniser", self.recogniser, "ctc")):
             hint = f"name a bundle, --{name} BUNDLE: sbkit export makes one of a run of hparams/{recipe}.yaml"
             if folder is None:
-                yield Problem(name, "it is null, but a voice can't be trained without it", hint)
+                missing.append(Problem(name, "it is null, but a voice can't be trained without it", hint))
             elif not Path(folder, layout.CONFIG).is_file():
-                yield Problem(name, f"there is no bundle in {folder}", hint)
-
-    def _other_kinds(self) -> Iterator[Problem]:
-        """Yield bundles of the wrong kind or sample rate; opening one that can't be read raises later."""
+                missing.append(Problem(name, f"there is no bundle in {folder}", hint))
+        if missing:
+            return missing
         for name, folder, kind in (("codec", self.codec, layout.CodecConfig),
                                    ("recogniser", self.recogniser, layout.Config)):
-            with contextlib.suppress(SbkitError):
+            with contextlib.suppress(SbkitError):  # opening one that can't be read raises later
                 found = layout.read(folder or "")
                 if not isinstance(found, kind):
-                    yield Problem(name, f"the bundle {folder} has {found.what}, but {kind.what} is needed here",
-                                  f"name another one: --{name} BUNDLE")
+                    other.append(Problem(name, f"the bundle {folder} has {found.what}, but {kind.what} is needed here",
+                                         f"name another one: --{name} BUNDLE"))
                 elif name == "codec" and found.sample_rate != self.sample_rate:
-                    yield Problem("sample_rate", f"it is {self.sample_rate}, but the codec's is {found.sample_rate}",
-                                  f"--sample_rate {found.sample_rate}")
+                    other.append(Problem("sample_rate", f"it is {self.sample_rate}, but the codec's is "
+                                         f"{found.sample_rate}", f"--sample_rate {found.sample_rate}"))
+        return other or list(self._other_codec())
 
     def _other_codec(self) -> Iterator[Problem]:
         """Yield parts that differ from the codec's, in their sizes or in the names and shapes of their weights."""

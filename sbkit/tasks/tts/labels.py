@@ -21,7 +21,7 @@ from sbkit.data.audio import read_utterance
 from sbkit.data.loader import eval_batches
 from sbkit.data.manifest import Manifest, Utterance
 from sbkit.data.symbols import Symbols
-from sbkit.decode.durations import Alignment, durations, symbol_durations
+from sbkit.decode.durations import durations, symbol_durations
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn.codec import Quantiser
 from sbkit.runs import initial
@@ -237,15 +237,13 @@ def _batch(rows: Sequence[Utterance], keys: TTSKeys, codec: CodecBundle, aligner
     for (row, signal), codes, alignment in zip(read, codec.encode_each(signals), alignments, strict=True):
         if isinstance(codes, SbkitError):
             yield row, codes.message
+        elif isinstance(alignment, str):
+            yield row, alignment
+        elif ends := keys.symbols.write(row.text).ends:
+            frames = durations(row.text, alignment, signal, keys.sample_rate, len(codes))
+            yield row, Label(codes, symbol_durations(frames, ends), row.speaker)
         else:
-            yield row, alignment if isinstance(alignment, str) else _one(row, signal, codes, alignment, keys)
-
-
-def _one(row: Utterance, signal: np.ndarray, codes: np.ndarray, alignment: Alignment, keys: TTSKeys) -> Label | str:
-    if not (ends := keys.symbols.write(row.text).ends):
-        return "its text has no symbol of the voice"
-    frames = durations(row.text, alignment, signal, keys.sample_rate, len(codes))
-    return Label(codes, symbol_durations(frames, ends), row.speaker)
+            yield row, "its text has no symbol of the voice"
 
 
 def targets(found: Sequence[Label | None], symbols: int, frames: int, quantiser: Quantiser, device: torch.device,

@@ -159,10 +159,23 @@ class TTS(SpeechTask):
     def compute_forward(self, batch: Batch, stage: Stage) -> VoiceOutput:
         """Compute frame states from texts with the recordings' durations; in a test, also synthesise the texts."""
         text, lengths = batch.tokens, batch.token_lengths
-        found = [self._label(stage, *each) for each in zip(batch.ids, batch.texts, strict=True)]
-        self._warn_unknown_speaker(batch, found)
-        speaker = torch.tensor([self._speaker(label) for label in found]).to(batch.tokens.device, non_blocking=True)
-        targets = self._targets(batch, found)
+        found: list[Label | None] = []
+        for each in zip(batch.ids, batch.texts, strict=True):
+            several = (self.labels.get(split, *each) for split in _SPLITS[stage])
+            found.append(next((label for label in several if label is not None), None))
+        speakers = self.keys.speakers
+        nameless = [] if self._warned or not speakers.several or len(speakers.names) < 2 else [
+            name for name, words, label in zip(batch.ids, batch.texts, found, strict=True) if words and label is None]
+        if nameless:
+            self._warned = True
+            logger.warning("%s has no labels, so its speaker is unknown: it and others like it get the first voice, %s",
+                           nameless[0], speakers.names[0])
+        numbers = [0 if label is None else speakers.number(label.speaker) for label in found]
+        speaker = torch.tensor(numbers).to(batch.tokens.device, non_blocking=True)
+        frames = batch.signals.shape[1] // self.voice.stride + 1
+        targets = labels.targets(found, batch.tokens.shape[1], frames, self.keys.quantiser, batch.tokens.device)
+        if not any(batch.texts):  # stand-ins get made-up labels
+            targets = targets._replace(known=torch.ones_like(targets.known))
         predicted = self.voice.teacher_forced(text, lengths, speaker, targets.frames, targets.chosen.shape[1])
         if stage != Stage.TEST:
             return VoiceOutput(predicted, targets)
@@ -182,30 +195,6 @@ class TTS(SpeechTask):
         if stage != Stage.TRAIN and batch.weight:
             self.rows += self._rows(outputs, batch, (right * known).sum(1), lengths, stage)
         return Loss(total, count, {"codes": (codes, count), "durations": (durations, symbols)})
-
-    def _targets(self, batch: Batch, found: Sequence[Label | None]) -> Targets:
-        """Return the labels of a batch on its device. Stand-ins, which have no text, get made-up ones."""
-        frames = batch.signals.shape[1] // self.voice.stride + 1
-        targets = labels.targets(found, batch.tokens.shape[1], frames, self.keys.quantiser, batch.tokens.device)
-        return targets if any(batch.texts) else targets._replace(known=torch.ones_like(targets.known))
-
-    def _label(self, stage: Stage, name: str, text: str) -> Label | None:
-        labels = (self.labels.get(split, name, text) for split in _SPLITS[stage])
-        return next((label for label in labels if label is not None), None)
-
-    def _warn_unknown_speaker(self, batch: Batch, found: Sequence[Label | None]) -> None:
-        """Warn once if there are several voices and an utterance's speaker is unknown."""
-        speakers = self.keys.speakers
-        if self._warned or not speakers.several or len(speakers.names) < 2:
-            return
-        if nameless := [name for name, text, label in zip(batch.ids, batch.texts, found, strict=True)
-                        if text and label is None]:
-            self._warned = True
-            logger.warning("%s has no labels, so its speaker is unknown: it and others like it get the first voice, %s",
-                           nameless[0], speakers.names[0])
-
-    def _speaker(self, label: Label | None) -> int:
-        return self.keys.speakers.number(label.speaker) if label is not None else 0
 
     # ------------------------------------------------------------ validation and test
 

@@ -189,13 +189,12 @@ def without_a_layer(folder):
     (changed(num_attention_heads=3), r"its config\.json describes no encoder: .*divisible"),
     (config("{}"), r"has no model_type in its config.json"),
     (changed(model_type=["wav2vec2"]), "is of an unknown kind"),
-    *((changed(**{name: value}), rf"the config\.json of .* has {name}: .*, but that must be {what}")
-      for name, value, what in (
-          ("num_hidden_layers", 10**9, "a whole number from 1 to 256"), ("num_hidden_layers", True, "a whole number"),
-          ("num_hidden_layers", 2.5, "a whole number"), ("layer_norm_eps", float("nan"), r"a number from 0\.0 to 1\.0"),
-          ("hidden_act", "evil/kernel", "gelu or "), ("conv_dim", [2**28], "a list of up to 32, each a whole"),
-          ("conv_dim", [32] * 40, "a list"), ("conv_stride", [0, 2, 2], "a list"), ("conv_bias", "yes", "true or"),
-          ("do_stable_layer_norm", {"a": 1}, "true or false"))),
+    *((changed(**{name: value}), rf"the config\.json of .* has {name}: .*, which no model that sbkit knows has")
+      for name, value in (
+          ("num_hidden_layers", 10**9), ("num_hidden_layers", True), ("num_hidden_layers", 2.5),
+          ("layer_norm_eps", float("nan")), ("hidden_act", "evil/kernel"), ("conv_dim", [2**28]),
+          ("conv_dim", [32] * 40), ("conv_stride", [0, 2, 2]), ("conv_bias", "yes"),
+          ("do_stable_layer_norm", {"a": 1}))),
     (changed(conv_stride=[64, 64, 64]), "conv_kernel and conv_stride that make a frame of 16 seconds"),
     *((changed(**more), rf"its config\.json describes [\d,]+ numbers that its weights lack, such as {name}")
       for more, name in (({"num_hidden_layers": 256, "intermediate_size": 65_536}, r"encoder\.layers\.\d+\.feed_f"),
@@ -286,7 +285,7 @@ def test_without_a_network_what_the_cache_lacks_is_told(cache, folder):
 @pytest.mark.parametrize("kind, words", [
     ("RepositoryNotFoundError", "the hub has no such model, or it is private; check the name"),
     ("GatedRepoError", "access has to be requested; request it on"), ("RevisionNotFoundError", "no such revision"),
-    ("ConnectionError", "can't be downloaded from .*: no route; with a network, starting again downloads it; without"),
+    ("ConnectionError", "can't be downloaded from .*: no route; with a network, starting again continues"),
 ])
 def test_what_the_hub_says_is_told_in_a_line(cache, monkeypatch, kind, words):
     import httpx
@@ -315,12 +314,8 @@ def test_where_no_hub_answers_that_is_told_at_once_with_ways_out(cache, monkeypa
         Encoder("someone/encoder")
     assert time.monotonic() - began < 10, "a download tries again and again"
     assert "\n" not in str(error.value) and "locate the file on the Hub" not in str(error.value)
-    assert error.value.hint == ("with a network, starting again downloads it; without one, name a folder, or set "
-                                "HF_HOME to a cache that has it")
-    (cache / "models--someone--encoder" / "blobs").mkdir(parents=True)
-    (cache / "models--someone--encoder" / "blobs" / "abc.incomplete").touch()
-    with pytest.raises(SbkitError, match="with a network, starting again continues the download"):
-        Encoder("someone/encoder")
+    assert error.value.hint == ("with a network, starting again continues the download; without one, name a folder, or "
+                                "set HF_HOME to a cache that has it")
 
 
 def test_the_hubs_paragraph_of_advice_gives_way_to_what_happened(cache, monkeypatch):
