@@ -20,6 +20,10 @@ class StreamEvents(Protocol):
     """Frames of the stream so far."""
 
     @property
+    def known(self) -> int:
+        """Frames of which all events are known; in silence, those after them may still become some."""
+
+    @property
     def frame(self) -> np.ndarray:
         """The frame of each event, counted from the first of the stream."""
 
@@ -180,7 +184,7 @@ class BeamStream(StreamSearch, Generic[S]):
             results += self._close_before(frame)
             self._settle_if_too_long(frame)
             line.step()
-        results += self._close_before(self._events.frames)
+        results += self._close_before(self._events.known)
         self._settle_shared()
         partial = self._write(line.spans_to(line.best()))
         now = self._result(partial, False, self._events.frames)

@@ -143,7 +143,7 @@ class StateStream:
 
     def __init__(self) -> None:
         self.kept: np.ndarray | None = None
-        self.frames = 0
+        self.frames = self.known = 0
 
     @property
     def frame(self) -> np.ndarray:
@@ -154,6 +154,7 @@ class StateStream:
             raise not_a_number()
         self.kept = states if self.kept is None else np.concatenate([self.kept, states])
         self.frames += len(states)
+        self.known = self.frames
 
     def drop(self, count: int) -> None:
         if self.kept is not None:
