@@ -10,7 +10,7 @@ import numpy as np
 
 from sbkit.decode.beam_stream import BeamStream, LineSearch
 from sbkit.decode.fusion import FusionWeights
-from sbkit.decode.posteriors import NEAR_SPEECH, Events, events, near_speech, spans_of
+from sbkit.decode.posteriors import Events, FramesOfStream, events, spans_of
 from sbkit.decode.prefix_search import CTCSearch, TokenHypothesis
 from sbkit.decode.spans import Spelling, TokenSpans
 from sbkit.decode.token_search import Hypothesis, TokenSearch
@@ -62,40 +62,35 @@ class EventStream:
         self._spelling, labels = spelling, len(spelling.symbols)
         self._options = (blank_id, threshold, max_tokens)
         self._before = np.zeros((0, labels), np.float32)  # the last known frame, whose token the next may continue
-        self._held = np.zeros((0, labels), np.float32)  # frames of silence, or speech begins soon after them
-        self._spoken = np.zeros(NEAR_SPEECH, bool)  # the frames before those
+        self._stream = FramesOfStream()
         none = np.zeros(0, np.int64)
         self.kept = Events(first=np.zeros(2, np.int64), offset=np.zeros(1), frame=none, run=none,
                            pause=np.zeros(0, bool), blank=np.zeros(0), begin=np.zeros(1, np.int64), token=none,
                            prob=np.zeros(0), labels=labels)
         """All events that were not dropped, as one utterance; frames count from the stream's first."""
-        self.frames = 0
+
+    @property
+    def frames(self) -> int:
+        return self._stream.frames
+
+    @property
+    def known(self) -> int:
+        return self._stream.known
 
     @property
     def frame(self) -> np.ndarray:
         return self.kept.frame
 
-    @property
-    def known(self) -> int:
-        return self.frames - len(self._held)
-
     def feed(self, log_probs: np.ndarray) -> None:
         """Add the events of log-probabilities [T, V]."""
         self._spelling.check(log_probs)
         blank, first = self._options[0], self.known
-        several = np.concatenate([self._held, log_probs])
-        spoken = np.concatenate([self._spoken, several.max(1) > several[:, blank]])
-        near = near_speech(spoken)[NEAR_SPEECH:]
-        count = max(int(np.append(np.flatnonzero(near), -1).max()) + 1, len(several) - NEAR_SPEECH)
-        self.frames += len(log_probs)
-        self._held, self._spoken = several[count:].copy(), spoken[count:count + NEAR_SPEECH]
-        if not count:
+        frames, near = self._stream.feed(log_probs, log_probs.max(1, initial=-np.inf) > log_probs[:, blank])
+        if not len(frames):
             return
-        silent = ~near[:count]
-        several = several[:count].astype(np.float32)
-        several[silent], several[silent, blank] = -np.inf, 0.0
-        known = len(self._before)
-        several = np.concatenate([self._before, several])
+        frames = frames.astype(np.float32)
+        frames[~near], frames[~near, blank] = -np.inf, 0.0
+        known, several = len(self._before), np.concatenate([self._before, frames])
         more = events(several[None], np.array([len(several)]), *self._options, near=np.ones((1, len(several)), bool))
         run = self.kept.run.copy()
         if known and len(more.frame) and not more.frame[0]:  # the last frame has tokens, so it has an event already

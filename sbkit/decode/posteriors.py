@@ -30,6 +30,31 @@ def near_speech(spoken: np.ndarray) -> np.ndarray:
     return marked
 
 
+class FramesOfStream:
+    """Passes a stream's frames on once it is known whether they are near speech: those in silence some frames later."""
+
+    def __init__(self) -> None:
+        self.frames = 0
+        self._spoken = np.zeros(NEAR_SPEECH, bool)  # of the last known frames, and of those that are held
+        self._held: np.ndarray | None = None
+
+    @property
+    def known(self) -> int:
+        return self.frames - (0 if self._held is None else len(self._held))
+
+    def feed(self, frames: np.ndarray, spoken: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Take frames [T, ...] and whether something is said in them [T]; return those [N, ...] that are known now,
+        and whether tokens may begin in them [N]."""
+        frames = frames if self._held is None else np.concatenate([self._held, frames])
+        self.frames += len(spoken)
+        spoken = np.concatenate([self._spoken, spoken])
+        near = near_speech(spoken)[NEAR_SPEECH:]
+        last = len(near) - int(near[::-1].argmax()) if near.any() else 0
+        count = max(last, len(frames) - NEAR_SPEECH)
+        self._held, self._spoken = frames[count:].copy(), spoken[count:]
+        return frames[:count], near[:count]
+
+
 @dataclass(frozen=True)
 class Events:
     """Frames of a batch that can change a transcript, one utterance after another.
