@@ -78,7 +78,7 @@ class Json(Captions):
 
 
 class TerminalCaptions(Captions):
-    """Rewrites the line in progress in a terminal, with words that may change in dim letters.
+    """Rewrites the line in progress in a terminal, with words that may change in dim letters; … while nobody speaks.
 
     Only rows that have words that may change are rewritten.
 
@@ -90,13 +90,14 @@ class TerminalCaptions(Captions):
         super().__init__(out)
         self._space = space
         self._dims = not os.environ.get("NO_COLOR")
+        self._silence = f"{_DIM}…{_NORMAL}" if self._dims else "…"
         self._kept = 0  # words in rows that are final
         self._drawn = [""]  # the rows after those
 
     def show(self, line: TranscriptLine) -> None:
         words, settled = [word.text for word in line.words[self._kept :]], len(line.settled) - self._kept
         rows = _rows(words, self._space, max(2, shutil.get_terminal_size().columns - 1))
-        self._draw([self._row(row, settled) for row in rows])
+        self._draw([self._row(row, settled) for row in rows] if line.words else [self._silence])
         if line.complete:
             self._out.write("\n")
             self._kept, self._drawn = 0, [""]
@@ -108,6 +109,8 @@ class TerminalCaptions(Captions):
         self._out.flush()
 
     def close(self) -> None:
+        if self._drawn == [self._silence]:
+            self._draw([""])
         if self._drawn != [""]:
             self._out.write("\n")
             self._kept, self._drawn = 0, [""]
