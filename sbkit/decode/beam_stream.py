@@ -16,8 +16,9 @@ from sbkit.decode.streaming import StreamResult, StreamSearch, count_settled
 class StreamEvents(Protocol):
     """The events of a stream that were not dropped."""
 
-    frames: int
-    """Frames of the stream so far."""
+    @property
+    def frames(self) -> int:
+        """Frames of the stream so far."""
 
     @property
     def known(self) -> int:
