@@ -248,7 +248,7 @@ def try_behaviour(request: EvaluateRequest, recipe: Recipe, brain: Brain, manife
     found = Behaviour.of(trials, texts[:len(trials)], rate,
                          f", with {request.label().strip('-')}" if request.label() else "")
     heard = words_in_noises(paths, [len(each) / rate for each in noises], texts[len(trials):])
-    return Behaviour(found.tables + [heard] * (heard is not None), found.figures)
+    return Behaviour([*found.tables, *([] if heard is None else [heard])], found.figures)
 
 
 def _batch_seconds(keys: TaskKeys) -> float:
