@@ -10,7 +10,7 @@ import numpy as np
 
 from sbkit.decode.beam_stream import BeamStream, LineSearch
 from sbkit.decode.fusion import FusionWeights
-from sbkit.decode.posteriors import Events, events, spans_of
+from sbkit.decode.posteriors import Events, FramesOfStream, events, spans_of
 from sbkit.decode.prefix_search import CTCSearch, TokenHypothesis
 from sbkit.decode.spans import Spelling, TokenSpans
 from sbkit.decode.token_search import Hypothesis, TokenSearch
@@ -61,13 +61,21 @@ class EventStream:
     def __init__(self, spelling: Spelling, blank_id: int, threshold: float, max_tokens: int):
         self._spelling, labels = spelling, len(spelling.symbols)
         self._options = (blank_id, threshold, max_tokens)
-        self._before = np.zeros((0, labels), np.float32)  # the last frame, whose token the next may continue
+        self._before = np.zeros((0, labels), np.float32)  # the last known frame, whose token the next may continue
+        self._stream = FramesOfStream()
         none = np.zeros(0, np.int64)
         self.kept = Events(first=np.zeros(2, np.int64), offset=np.zeros(1), frame=none, run=none,
                            pause=np.zeros(0, bool), blank=np.zeros(0), begin=np.zeros(1, np.int64), token=none,
                            prob=np.zeros(0), labels=labels)
         """All events that were not dropped, as one utterance; frames count from the stream's first."""
-        self.frames = 0
+
+    @property
+    def frames(self) -> int:
+        return self._stream.frames
+
+    @property
+    def known(self) -> int:
+        return self._stream.known
 
     @property
     def frame(self) -> np.ndarray:
@@ -76,21 +84,23 @@ class EventStream:
     def feed(self, log_probs: np.ndarray) -> None:
         """Add the events of log-probabilities [T, V]."""
         self._spelling.check(log_probs)
-        if not len(log_probs):
+        blank, first = self._options[0], self.known
+        frames, near = self._stream.feed(log_probs, log_probs.max(1, initial=-np.inf) > log_probs[:, blank])
+        if not len(frames):
             return
-        known = len(self._before)
-        several = np.concatenate([self._before, log_probs])
-        more = events(several[None], np.array([len(several)]), *self._options)
+        frames = frames.astype(np.float32)
+        frames[~near], frames[~near, blank] = -np.inf, 0.0
+        known, several = len(self._before), np.concatenate([self._before, frames])
+        more = events(several[None], np.array([len(several)]), *self._options, near=np.ones((1, len(several)), bool))
         run = self.kept.run.copy()
         if known and len(more.frame) and not more.frame[0]:  # the last frame has tokens, so it has an event already
             if len(run):
                 run[-1] += more.run[0] - 1
             more = more.between(1, len(more.frame))
-        more = replace(more, frame=more.frame.astype(np.int64) + self.frames - known, offset=np.zeros(1))
+        more = replace(more, frame=more.frame.astype(np.int64) + first - known, offset=np.zeros(1))
         joined = Events.join([replace(self.kept, run=run), more])
         self.kept = replace(joined, first=np.array([0, len(joined.frame)]), offset=np.zeros(1))
-        self._before = log_probs[-1:].copy()
-        self.frames += len(log_probs)
+        self._before = several[-1:].copy()
 
     def drop(self, count: int) -> None:
         kept = self.kept.between(count, len(self.kept.frame))

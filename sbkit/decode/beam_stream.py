@@ -16,8 +16,13 @@ from sbkit.decode.streaming import StreamResult, StreamSearch, count_settled
 class StreamEvents(Protocol):
     """The events of a stream that were not dropped."""
 
-    frames: int
-    """Frames of the stream so far."""
+    @property
+    def frames(self) -> int:
+        """Frames of the stream so far."""
+
+    @property
+    def known(self) -> int:
+        """Frames of which all events are known; in silence, those after them may still become some."""
 
     @property
     def frame(self) -> np.ndarray:
@@ -178,7 +183,7 @@ class BeamStream(StreamSearch, Generic[S]):
             results += self._close_before(frame)
             self._settle_if_too_long(frame)
             line.step()
-        results += self._close_before(self._events.frames)
+        results += self._close_before(self._events.known)
         self._settle_shared()
         partial = self._write(line.spans_to(line.best()))
         now = self._result(partial, False, self._events.frames)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sbkit.decode.greedy import align
+from sbkit.decode.posteriors import near_speech
 from sbkit.decode.spans import check_shapes, refuse_nan
 from sbkit.decode.token_search import Hypothesis
 from sbkit.errors import SbkitError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Step = Callable[[Tensor, Tensor], Tensor]
 End = tuple[float, float, tuple[int, ...]]  # score, CTC's log-probability, tokens
 _IMPOSSIBLE = -1e30  # a log-probability; finite, so that the difference of two is not NaN
+_SILENT = -1e4  # CTC's log-probability of a token where nobody speaks: no decoder is so sure of one
 _POSSIBLE = -1e20  # scores above this are of real hypotheses
 
 
@@ -88,6 +90,10 @@ class JointSearch:
         outside = torch.arange(log_probs.shape[1], device=lengths.device) >= lengths[:, None]
         log_probs = log_probs.masked_fill(outside[..., None], 0.0)  # values beyond the end are arbitrary
         refuse_nan(log_probs.sum(-1).cpu().numpy())
+        spoken = (log_probs.amax(-1) > log_probs[..., self.blank_id]).cpu().numpy()
+        silent = torch.from_numpy(~near_speech(spoken)).to(log_probs.device)[..., None]
+        blank = torch.arange(log_probs.shape[-1], device=log_probs.device) == self.blank_id
+        log_probs = log_probs.masked_fill(silent & ~blank, _SILENT).masked_fill(silent & blank, 0.0)
         found: list[list[End]] = [[] for _ in range(len(lengths))]
         rows, beams = torch.arange(len(lengths), device=log_probs.device), self._begin(log_probs, lengths)
         while len(rows):

@@ -15,6 +15,44 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NO_BLANK = -15.0  # log-probability of a blank that is too unlikely to split a token in two
+#: A token begins at most this many frames before or after one in which any token is likelier than the blank. Elsewhere
+#: nobody speaks: a search, which adds up all places where a word may be, finds one sooner or later in any noise.
+NEAR_SPEECH = 8
+
+
+def near_speech(spoken: np.ndarray) -> np.ndarray:
+    """Mark the frames [..., T] in which tokens may begin, given those in which a token is likelier than the blank."""
+    frames = spoken.shape[-1]
+    before = np.concatenate([np.zeros((*spoken.shape[:-1], 1), np.int64), spoken.cumsum(-1)], -1)
+    places = np.arange(frames)
+    marked: np.ndarray = before[..., np.minimum(places + NEAR_SPEECH + 1, frames)] \
+        > before[..., np.maximum(places - NEAR_SPEECH, 0)]
+    return marked
+
+
+class FramesOfStream:
+    """Passes a stream's frames on once it is known whether they are near speech: those in silence some frames later."""
+
+    def __init__(self) -> None:
+        self.frames = 0
+        self._spoken = np.zeros(NEAR_SPEECH, bool)  # of the last known frames, and of those that are held
+        self._held: np.ndarray | None = None
+
+    @property
+    def known(self) -> int:
+        return self.frames - (0 if self._held is None else len(self._held))
+
+    def feed(self, frames: np.ndarray, spoken: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Take frames [T, ...] and whether something is said in them [T]; return those [N, ...] that are known now,
+        and whether tokens may begin in them [N]."""
+        frames = frames if self._held is None else np.concatenate([self._held, frames])
+        self.frames += len(spoken)
+        spoken = np.concatenate([self._spoken, spoken])
+        near = near_speech(spoken)[NEAR_SPEECH:]
+        last = len(near) - int(near[::-1].argmax()) if near.any() else 0
+        count = max(last, len(frames) - NEAR_SPEECH)
+        self._held, self._spoken = frames[count:].copy(), spoken[count:]
+        return frames[:count], near[:count]
 
 
 @dataclass(frozen=True)
@@ -23,7 +61,7 @@ class Events:
 
     Runs of frames where only the blank is likely just end the token before, and runs where only one token is likely
     are equivalent to their first frame; both are folded, which does not change the result of a search. ``offset`` is
-    the score that they add to every hypothesis.
+    the score that they add to every hypothesis. Frames farther than ``NEAR_SPEECH`` from speech are blanks.
 
     Arrays: [B] utterances, [E] events, [N] likely tokens of all events.
     """
@@ -76,13 +114,14 @@ class Events:
 
 
 def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_id: int = 0, threshold: float = -7.0,
-           max_tokens: int = 20) -> Events:
+           max_tokens: int = 20, near: np.ndarray | None = None) -> Events:
     """Keep the likely tokens of each frame.
 
     log_probs : [B, T, V] log-probabilities: an array, or a tensor on any device, of which only likely tokens are copied
     lengths : [B] frames of each utterance, integers
     threshold : log-probability below which a token is dropped; the best token of a frame is always kept
     max_tokens : tokens kept per frame
+    near : [B, T] the frames in which tokens may begin; None: those of ``near_speech``
     """
     check_shapes(log_probs, lengths)
     sizes = np.asarray(lengths.tolist())
@@ -94,6 +133,12 @@ def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_i
     best[inside] = top
     refuse_nan(best)
     refuse_scores(top)
+    if near is None:
+        spoken = np.zeros(inside.shape, bool)
+        spoken[inside] = top > blank
+        near = near_speech(spoken)
+    kept = near[inside][row]
+    row, token, value = row[kept], token[kept], value[kept]
     row, token, value = strongest(row, token, value, max_tokens)
     counts = np.bincount(row, minlength=len(top))  # likely tokens per frame
     begin = np.concatenate([[0], np.cumsum(counts)])

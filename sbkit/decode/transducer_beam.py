@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sbkit.decode import posteriors
 from sbkit.decode.beam_stream import BeamStream, LineSearch
 from sbkit.decode.fusion import Fusion, FusionWeights
-from sbkit.decode.posteriors import strongest
 from sbkit.decode.prefix_search import Beams, Extensions, Search, TokenHypothesis
 from sbkit.decode.spans import Spelling, TokenSpans
 from sbkit.decode.token_search import TokenSearch
-from sbkit.decode.transducer import MAX_TOKENS_PER_FRAME, Joint, not_a_number, spans_of
+from sbkit.decode.transducer import MAX_TOKENS_PER_FRAME, Joint, TransducerSearch, not_a_number, spans_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,15 +34,23 @@ _NEXT = np.uint64(0x27D4EB2F165667C5)
 
 @dataclass(frozen=True)
 class States:
-    """Encoder states [T, J] of a batch's utterances."""
+    """Encoder states [T, J] of a batch's utterances in frames [T] near speech."""
 
     rows: Sequence[np.ndarray]
+    frames: Sequence[np.ndarray]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def part(self, start: int, stop: int) -> States:
-        return States(self.rows[start:stop])
+        return States(self.rows[start:stop], self.frames[start:stop])
+
+
+def _said_in(tokens: TokenSpans, first: int, count: int) -> np.ndarray:
+    """Whether any of the tokens is said in each of some frames."""
+    said = np.zeros(count, bool)
+    said[tokens.starts - first] = True
+    return said
 
 
 class TransducerPrefixSearch(Search):
@@ -102,7 +110,7 @@ class TransducerPrefixSearch(Search):
         row, token = row[emitted], token[emitted]
         value = log_probs[row, token]
         if np.bincount(row).max(initial=0) > self.max_tokens:
-            row, token, value = strongest(row, token, value, self.max_tokens)
+            row, token, value = posteriors.strongest(row, token, value, self.max_tokens)
         parent, probs = inside[row], np.exp(value.astype(np.float64))
         extended = beams.other[parent] * probs
         kept = self._preselect(beams, len(event), stay, parent, token.astype(np.int64), extended)
@@ -118,14 +126,21 @@ class TransducerBeam(TokenSearch):
     """Its prediction and joint network, set before the first search."""
 
     def events(self, scores: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> States:
-        rows = scores if isinstance(scores, np.ndarray) else scores.detach().float().cpu().numpy()
-        return States([row[:count] for row, count in zip(rows, lengths.tolist(), strict=True)])
+        padded = scores if isinstance(scores, np.ndarray) else scores.detach().float().cpu().numpy()
+        return self.near_speech([row[:count] for row, count in zip(padded, lengths.tolist(), strict=True)])
+
+    def near_speech(self, rows: Sequence[np.ndarray]) -> States:
+        """Keep the states [T, J] of utterances that are near speech, where greedy decoding finds some."""
+        greedy = TransducerSearch(self.joint, len(rows)).feed(rows) if rows else []
+        frames = [np.flatnonzero(posteriors.near_speech(_said_in(tokens, 0, len(row))))
+                  for tokens, row in zip(greedy, rows, strict=True)]
+        return States([row[near] for row, near in zip(rows, frames, strict=True)], frames)
 
     def join(self, batches: Sequence[States]) -> States:
-        return States([row for each in batches for row in each.rows])
+        return States([row for each in batches for row in each.rows], [row for each in batches for row in each.frames])
 
     def stream(self, spelling: Spelling) -> BeamStream[StateStream]:
-        return BeamStream(TransducerLine(*self._options(self.weights, self.beam)), StateStream(), spelling)
+        return BeamStream(TransducerLine(*self._options(self.weights, self.beam)), StateStream(self.joint), spelling)
 
     def _options(self, weights: FusionWeights, beam: int) -> tuple[Any, ...]:  # of a TransducerPrefixSearch
         return self.joint, self.fusion, weights, beam, self.width, self.token_threshold, self.token_beam
@@ -134,30 +149,37 @@ class TransducerBeam(TokenSearch):
                       ) -> list[list[tuple[TokenHypothesis, TokenSpans]]]:
         found = TransducerPrefixSearch(*self._options(weights, max(self.beam, self.nbest))).run(batch, nbest)
         begins = accumulate(map(len, batch.rows), initial=0)
-        return [[(each, spans_of(each.tokens, each.events - begin, each.probs)) for each in hypotheses]
-                for hypotheses, begin in zip(found, begins, strict=False)]
+        return [[(each, spans_of(each.tokens, frames[each.events - begin], each.probs)) for each in hypotheses]
+                for hypotheses, begin, frames in zip(found, begins, batch.frames, strict=False)]
 
 
 class StateStream:
-    """The states [T, J] of a stream, whose events are its frames."""
+    """The states [T, J] of a stream, whose events are its frames near speech."""
 
-    def __init__(self) -> None:
+    def __init__(self, joint: Joint) -> None:
+        self._greedy, self._stream = TransducerSearch(joint), posteriors.FramesOfStream()
         self.kept: np.ndarray | None = None
-        self.frames = 0
+        self.frame = np.zeros(0, np.int64)
 
     @property
-    def frame(self) -> np.ndarray:
-        return np.arange(self.frames - (0 if self.kept is None else len(self.kept)), self.frames)
+    def frames(self) -> int:
+        return self._stream.frames
+
+    @property
+    def known(self) -> int:
+        return self._stream.known
 
     def feed(self, states: np.ndarray) -> None:
         if not np.isfinite(states).all():
             raise not_a_number()
-        self.kept = states if self.kept is None else np.concatenate([self.kept, states])
-        self.frames += len(states)
+        [tokens], first = self._greedy.feed([states]), self.known
+        found, near = self._stream.feed(states, _said_in(tokens, self.frames, len(states)))
+        self.kept = found[near] if self.kept is None else np.concatenate([self.kept, found[near]])
+        self.frame = np.append(self.frame, first + np.flatnonzero(near))
 
     def drop(self, count: int) -> None:
-        if self.kept is not None:
-            self.kept = self.kept[count:].copy()  # a view would keep what was dropped in memory
+        if self.kept is not None:  # copies: views would keep what was dropped in memory
+            self.kept, self.frame = self.kept[count:].copy(), self.frame[count:].copy()
 
 
 class TransducerLine(LineSearch[StateStream], TransducerPrefixSearch):

@@ -22,7 +22,7 @@ from sbkit.errors import SbkitError, is_out_of_memory, summary
 from sbkit.export import graph, layout, parity, source
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
-from sbkit.export.silence import try_silence
+from sbkit.export.silence import try_behaviour
 from sbkit.export.source import Trained
 from sbkit.runs.keys import Bundles
 from sbkit.runs.restore import BEST
@@ -83,7 +83,8 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
         request.run, request.checkpoint, request.average, bundles, request.mean, request.accept_worse)
     with publish.temporary_folder(to) as temporary:
         comparison, config = _write_and_compare(temporary, trained, request)
-        told = "" if bundles is None else try_silence(temporary, config, bundles)
+        told = "" if bundles is None else try_behaviour(
+            temporary, config, bundles, comparison.clips.alone)
         publish.publish(temporary, to, request.force)
     print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
     if comparison.has_words and layout.INT8 in comparison.formats():

@@ -78,7 +78,7 @@ class Json(Captions):
 
 
 class TerminalCaptions(Captions):
-    """Rewrites the line in progress in a terminal, with words that may change in dim letters.
+    """Rewrites the line in progress in a terminal, with words that may change in dim letters; … while nobody speaks.
 
     Only rows that have words that may change are rewritten.
 
@@ -90,14 +90,15 @@ class TerminalCaptions(Captions):
         super().__init__(out)
         self._space = space
         self._dims = not os.environ.get("NO_COLOR")
+        self._silence = f"{_DIM}…{_NORMAL}" if self._dims else "…"
         self._kept = 0  # words in rows that are final
         self._drawn = [""]  # the rows after those
 
     def show(self, line: TranscriptLine) -> None:
         words, settled = [word.text for word in line.words[self._kept :]], len(line.settled) - self._kept
         rows = _rows(words, self._space, max(2, shutil.get_terminal_size().columns - 1))
-        texts = []
-        for row in rows:
+        texts = [] if line.words else [self._silence]
+        for row in rows if line.words else []:
             text, dim = "", False
             for piece in row:
                 text += self._space if text and piece.begins else ""
@@ -105,10 +106,7 @@ class TerminalCaptions(Captions):
                     text, dim = text + _DIM, True
                 text += piece.text
             texts.append(text + _NORMAL * dim)
-        if texts != self._drawn:
-            up = f"\x1b[{len(self._drawn) - 1}A" if len(self._drawn) > 1 else ""
-            self._out.write(up + "\r" + _ERASE_BELOW + "\n".join(texts))
-            self._drawn = texts
+        self._draw(texts)
         if line.complete:
             self._out.write("\n")
             self._kept, self._drawn = 0, [""]
@@ -120,10 +118,18 @@ class TerminalCaptions(Captions):
         self._out.flush()
 
     def close(self) -> None:
+        if self._drawn == [self._silence]:
+            self._draw([""])
         if self._drawn != [""]:
             self._out.write("\n")
             self._kept, self._drawn = 0, [""]
             self._out.flush()
+
+    def _draw(self, rows: list[str]) -> None:
+        if rows != self._drawn:
+            up = f"\x1b[{len(self._drawn) - 1}A" if len(self._drawn) > 1 else ""
+            self._out.write(up + "\r" + _ERASE_BELOW + "\n".join(rows))
+            self._drawn = rows
 
 
 class _CaptionPart(NamedTuple):

@@ -174,10 +174,9 @@ class BeamTransducer(Decoder):
     at_once = 32
 
     def __init__(self, vocabulary: Vocabulary, joint: Joint, options: Mapping[str, Any]):
-        from sbkit.decode.transducer_beam import States, TransducerBeam
+        from sbkit.decode.transducer_beam import TransducerBeam
 
         self._spelling, self._search = vocabulary.spelling, _search(TransducerBeam, vocabulary, options)
-        self._states = States
         self._search.joint = joint
         self._lock = threading.Lock()
         self._waiting: list[LazySpans] = []
@@ -205,7 +204,7 @@ class BeamTransducer(Decoder):
         todo = [(each, states) for each in stretches if (states := each.states) is not None]
         with self._lock:
             self._waiting = [each for each in self._waiting if each not in stretches]
-        found = self._search.search(self._states([states for _, states in todo]))
+        found = self._search.search(self._search.near_speech([states for _, states in todo]))
         for (each, _), [best, *_] in zip(todo, found, strict=True):
             each.spans, each.states = best.spans, None
 

@@ -17,7 +17,8 @@ import soundfile
 import torch
 from speechbrain.core import Stage
 
-from sbkit.data.audio import AudioError, read_utterance
+from sbkit.data.audio import AudioError, audio_info, read_utterance
+from sbkit.data.augment import recorded_noise
 from sbkit.data.columns import BatchColumns, Declared
 from sbkit.data.corpus import Corpus
 from sbkit.data.loader import EvalLoader
@@ -27,7 +28,7 @@ from sbkit.data.sources import ONE_SPLIT, Named, Source
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
 from sbkit.score import chunk_size
-from sbkit.score.behaviour import Behaviour, silences, speeches
+from sbkit.score.behaviour import SECONDS, Behaviour, silences, speeches, words_in_noises
 from sbkit.score.report import write_report
 from sbkit.score.results import Results
 from sbkit.score.run_files import CORPORA, EVALUATIONS, RESULT
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 #: Utterances of a test set that the battery of a recogniser's behaviour changes.
 BEHAVIOUR_CLIPS = 20
+#: Recordings of the user's noises in which it looks for speech, at most.
+BEHAVIOUR_NOISES = 100
 _TEST = ("test", "testing")  # names of the split that is scored by default
 _SCORED = ("source", "manifest", "checkpoints", "decoder", "precision")  # keys of result.json that identify a result
 
@@ -217,17 +220,30 @@ def try_behaviour(request: EvaluateRequest, recipe: Recipe, brain: Brain, manife
             clips.append((read_utterance(row.wav, row.start, row.duration, sample_rate=rate, remote=manifest.remote),
                           row.text))
     trials = [*silences(rate), *speeches([clip for clip in clips if clip[1].split()], rate)]
+    nonspeech, paths, noises = vars(recipe.keys).get("nonspeech"), list[str](), list[np.ndarray]()
+    if nonspeech is not None and nonspeech.files is not None and Path(nonspeech.files.folder).is_dir():
+        listed = nonspeech.files.check()  # does somebody speak in them?
+        for number, path in enumerate(listed[::-(-len(listed) // BEHAVIOUR_NOISES)]):
+            with contextlib.suppress(AudioError):
+                size = round(rate * min(SECONDS, audio_info(path)[0]))
+                noises.append(recorded_noise(path, size, rate, np.random.default_rng(number)).astype(np.float32))
+                paths.append(path)
+    signals = [*(trial.signal for trial in trials), *noises]
     with tempfile.TemporaryDirectory(prefix="sbkit-") as folder:  # of this rank
-        wavs = [f"{folder}/{number:05}.wav" for number in range(len(trials))]
-        for wav, trial in zip(wavs, trials, strict=True):
-            soundfile.write(wav, trial.signal, rate, subtype="FLOAT")
-        battery = Manifest(ids=[Path(wav).stem for wav in wavs], wavs=wavs, texts=[each.reference for each in trials],
-                           durations=[len(each.signal) / rate for each in trials])
+        wavs = [f"{folder}/{number:05}.wav" for number in range(len(signals))]
+        for wav, signal in zip(wavs, signals, strict=True):
+            soundfile.write(wav, signal, rate, subtype="FLOAT")
+        battery = Manifest(ids=[Path(wav).stem for wav in wavs], wavs=wavs,
+                           texts=[each.reference for each in trials] + [""] * len(noises),
+                           durations=[len(signal) / rate for signal in signals])
         with brain.searching():
             transcribe(request, recipe, brain, battery, "behaviour")
     written = {row.id: row.hypothesis for row in brain.all_rows()}
-    return Behaviour.of(trials, [written[name] for name in battery.ids], rate,
-                        f", with {request.label().strip('-')}" if request.label() else "")
+    texts = [written[name] for name in battery.ids]
+    found = Behaviour.of(trials, texts[:len(trials)], rate,
+                         f", with {request.label().strip('-')}" if request.label() else "")
+    heard = words_in_noises(paths, [len(each) / rate for each in noises], texts[len(trials):])
+    return Behaviour([*found.tables, *([] if heard is None else [heard])], found.figures)
 
 
 def write(scored: CheckpointResult, manifest: Manifest) -> str:

@@ -25,6 +25,7 @@ LEVELS = (-20, -45, -80)
 SECONDS, TIMES, SHORT_SECONDS = 10.0, 3, 3.0
 _SNRS = (20, 10, 5, 0, -5)
 _SPEEDS = (0.8, 0.9, 1.1, 1.2)
+_WORST = 10  # recordings of the user's noises that are named
 _PAUSE = 3.0  # seconds of a quiet room before and after an utterance
 
 
@@ -161,6 +162,18 @@ class Behaviour:
             tables.append(Table("The same utterances, changed", ["speech", "WER %", "95 % interval"], rows,
                                 f"{count} utterances of the test set{how}."))
         return cls(tables, figures)
+
+
+def words_in_noises(paths: Sequence[str], seconds: Sequence[float], texts: Sequence[str]) -> Table | None:
+    """List the recordings of the user's noises for which most words a minute were written; None without any."""
+    counts = [60 * len(text.split()) / length for text, length in zip(texts, seconds, strict=True)]
+    worst = [place for place in np.argsort(counts, kind="stable")[::-1].tolist() if counts[place]]
+    if not worst:
+        return None
+    return Table("Noises of nonspeech: folder in which the model hears words", ["recording", "words a minute", "text"],
+                 [[paths[place], f"{counts[place]:.1f}", texts[place]] for place in worst[:_WORST]],
+                 f"{len(worst)} of {len(paths)} that were tried, the worst first. Take out those in which "
+                 "somebody speaks: training on them teaches to write nothing for speech.")
 
 
 def _range(words: float, minutes: float) -> str:

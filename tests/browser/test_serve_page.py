@@ -154,9 +154,10 @@ LINES = "document.getElementById('words').innerText.split('\\n').filter(Boolean)
 def speak(browser, server):
     """What stood there when all was said, and what stood there before it was settled."""
     opened(browser, server)
-    browser.run("""window.soft = []; window.both = []; new MutationObserver(() => {
+    browser.run("""window.soft = []; window.both = []; window.heard = []; new MutationObserver(() => {
       const [firm, soft] = ["firm", "soft"].map((name) => document.querySelector("#words ." + name)?.innerText.trim());
       if (soft) window.soft.push(soft);
+      window.heard.push([document.getElementById("heard").innerText, Boolean(soft || firm)]);
       if (firm) window.both.push([firm, soft]);
     }).observe(document.getElementById("words"), {subtree: true, childList: true, characterData: true})""")
     browser.run("document.getElementById('speak').click()")
@@ -175,6 +176,8 @@ def test_what_is_spoken_appears_while_it_is_spoken(browser, server):
         lines, soft = speak(browser, server)
     assert lines == SAID
     assert any(SAID[0].startswith(text) and text != SAID[0] for text in soft), "word by word"
+    heard = browser.run("window.heard")
+    assert ["Speech is heard.", True] in heard and ["Nobody is heard speaking.", False] in heard
     serving.until(lambda: server.counted("sbkit_live_sessions") == 0)
     quiet(browser, server.url, "blob:")
 

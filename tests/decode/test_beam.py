@@ -134,6 +134,21 @@ def test_a_lexicon_allows_its_words_alone_however_they_are_spelled(tmp_path):
     assert decode(BeamSearch(PIECES, lexicon=["bbbb"]), peaked([1, 0, 1]))[0][0].text == ""
 
 
+def test_long_noise_costs_no_words_with_a_language_model_or_hot_words(tmp_path):
+    letters = ["<unk>", "▁", *"abcdefgh"]
+    _, lm = exhaustive.language_model(tmp_path / "words.arpa", ["he had bad eggs", "bed", "he had head"])
+
+    def noise(seed):  # of a model that isn't sure that nobody speaks
+        others = 0.1 * np.random.default_rng(seed).dirichlet(np.full(9, 0.3), 250)
+        return np.log(np.concatenate([np.full((250, 1), 0.9), others], 1) + 1e-9).astype(np.float32)
+
+    said = np.concatenate([noise(0), peaked([1, 9, 0, 6, 0, 1, 9, 2, 2, 5], labels=10), noise(1)])
+    for options in ({}, {"lm": lm}, {"hot_words": ["bed", "he"]}):
+        (silent, *_), (spoken, *_) = decode(BeamSearch(letters, **options), noise(2), said)
+        assert (silent.text, spoken.text) == ("", "he had")
+        assert spoken.spans.starts[0] >= 249 and spoken.spans.ends[-1] <= 261
+
+
 def test_hot_words_win_where_the_sound_leaves_a_choice(lm):
     log_probs = unsure({1: 0.8, 3: 0.15})
     assert decode(BeamSearch(PIECES), log_probs)[0][0].text == "a"

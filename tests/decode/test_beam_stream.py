@@ -84,6 +84,18 @@ def test_a_pause_ends_a_line_once_though_unlikely_tokens_are_in_it(searches):
     assert not decoder.finish().endpoint
 
 
+def test_noise_shows_nothing_and_ends_a_line(searches):
+    tokens = 0.03 * np.random.default_rng(0).dirichlet([0.3] * 4, 240)
+    noise = np.split(np.log(np.concatenate([np.full((240, 1), 0.97), tokens], 1) + 1e-9).astype(np.float32), 30)
+    for how in ("alone", "pieces"):
+        decoder = stream(searches[how])
+        assert not any(each.partial or each.settled for piece in noise for each in decoder.feed(piece))
+        shown = [each for piece in (say([0, 1, 2, 0]), *noise) for each in decoder.feed(piece)]
+        [end] = [each for each in shown if each.endpoint]
+        assert end.seconds < 12 and [word.text for each in shown for word in each.settled] == ["ab"]
+        assert not any(each.partial for each in shown[shown.index(end) + 1:])
+
+
 def test_a_word_that_just_begins_keeps_the_pause_before_it_from_ending_the_line(searches):
     decoder = stream(searches["alone"])
     decoder.feed(say([1, 2] + [0] * 16))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sbkit.decode import joint
 from sbkit.decode.joint import JointSearch
 from sbkit.errors import SbkitError
 from tests.decode import exhaustive
@@ -67,7 +68,9 @@ def test_the_best_of_all_sequences_are_found(seed, frames, weight, bonus):
     step, (log_probs, lengths) = decoder(seed), random_batch(seed, frames)
     expected = every_score(log_probs[0], step, 0, weight, bonus)
     search = JointSearch(Tokens(), beam=60, ctc_weight=weight, nbest=4, token_score=bonus)
-    [found] = search.decode(log_probs, lengths, step)
+    with pytest.MonkeyPatch.context() as patch:  # also in frames in which nobody speaks
+        patch.setattr(joint, "near_speech", np.ones_like)
+        [found] = search.decode(log_probs, lengths, step)
     best = sorted(expected.items(), key=lambda each: -each[1])[:4]
     assert [one.score for one in found] == pytest.approx([score for _, score in best], abs=1e-4)
     for one in found:
@@ -103,6 +106,21 @@ def test_long_sure_utterances_are_said_as_they_are():
     [[one]] = JointSearch(Tokens(), beam=4).decode(log_probs, torch.tensor([240]), step)
     assert one.spans.ids.tolist() == said
     assert one.spans.starts.tolist() == list(range(0, 240, 4))
+
+
+def test_a_decoder_that_invents_words_is_not_believed_where_nobody_speaks():
+    frames = torch.full((2, 120, LABELS), 0.05)
+    frames[..., BLANK] = 0.8
+    frames[1, 60, 3], frames[1, 60, BLANK] = 0.8, 0.05
+
+    def step(tokens, rows):
+        following = torch.full((len(tokens), LABELS), -12.0)
+        following[:, 4 if tokens.shape[1] < 4 else EOS] = 0.0
+        return following.log_softmax(-1)
+
+    [silent], [spoken] = JointSearch(Tokens(), ctc_weight=0.1).decode(frames.log(), torch.tensor([120, 120]), step)
+    assert silent.text == "" and spoken.text
+    assert abs(spoken.spans.starts - 60).max() <= 8
 
 
 def test_a_batch_of_nothing():

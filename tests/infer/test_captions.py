@@ -81,7 +81,7 @@ def test_complete_lines_stay_and_the_one_in_progress_is_all_there(width, lines, 
                 screen.take(out.getvalue())
                 out.seek(0)
                 out.truncate()
-                assert "".join(screen.text).replace(" ", "") == done + "".join(settled + partial)
+                assert "".join(screen.text).replace(" ", "") == done + ("".join(settled + partial) or "…")
             if settled:
                 terminal.show(TranscriptLine(words(settled), [], True))
                 done += "".join(settled)
@@ -98,6 +98,20 @@ def test_words_break_where_they_end(at):
         terminal.show(TranscriptLine(said[:count], said[count:count + 1], count == 6))
     screen.take(out.getvalue())
     assert screen.text == ["ab cd efg", "hij k lmn", ""]
+
+
+def test_a_mark_shows_that_nobody_speaks_until_somebody_does(at):
+    out, screen, shown = io.StringIO(), Screen(at(40)), []
+    terminal = TerminalCaptions(" ", out)
+    for said, complete in ([], False), (["a"], False), (["a"], True), ([], False):
+        terminal.show(TranscriptLine(words(said), [], complete))
+        screen.take(out.getvalue())
+        shown.append(screen.text)
+        out.seek(0)
+        out.truncate()
+    terminal.close()
+    screen.take(out.getvalue())
+    assert [*shown, screen.text] == [["…"], ["a"], ["a", ""], ["a", "…"], ["a", ""]]
 
 
 def test_rows_of_settled_words_are_written_once(at):

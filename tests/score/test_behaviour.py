@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sounds import speechlike
 
-from sbkit.score.behaviour import LEVELS, SILENCES, ZEROS, BatteryClip, Behaviour, silences, speeches
+from sbkit.score.behaviour import (
+    LEVELS,
+    SILENCES,
+    ZEROS,
+    BatteryClip,
+    Behaviour,
+    silences,
+    speeches,
+    words_in_noises,
+)
 
 RATE = 16_000
 
@@ -59,3 +68,10 @@ def test_wrong_words_are_rated_by_what_was_changed():
                              "behaviour.speed_0.8": 50}
     assert [row[:2] for row in found.tables[1].rows] == [["telephone", "0.00"], ["speed 0.8", "50.00"]]
     assert "with hot words" in found.tables[0].remark
+
+
+def test_noises_with_words_in_them_are_named_the_worst_first():
+    found = words_in_noises(["a.wav", "b.wav", "c.wav"], [10.0, 5.0, 10.0], ["one", "", "three of them"])
+    assert found.rows == [["c.wav", "18.0", "three of them"], ["a.wav", "6.0", "one"]]
+    assert found.remark.startswith("2 of 3")
+    assert words_in_noises(["a.wav"], [10.0], [""]) is None
