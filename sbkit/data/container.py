@@ -1,0 +1,91 @@
+"""Recordings that libsndfile can't read (MP4 and M4A, WebM and Matroska, AAC), with the optional package av.
+
+It holds FFmpeg's libraries, which open more than sound: playlists, other files, devices. Here a file's first bytes
+choose one of three demuxers, no other one is tried, and only codecs of sound are opened. The length is counted from the
+packets, which decodes nothing, because a header may lie or lack it, as that of a browser's recording does.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+#: FFmpeg's demuxers by the names of ``sbkit.data.tar.KINDS``.
+DEMUXERS = {"MP4": "mov", "WebM": "matroska", "AAC": "aac"}
+CODECS = ("aac", "aac_fixed", "alac", "flac", "libopus", "mp3", "mp3float", "opus", "vorbis")
+
+
+class ContainerFile:
+    """The first audio stream of a file, with what ``sbkit.data.audio`` uses of ``soundfile.SoundFile``; read once, from
+    the beginning.
+
+    source : a descriptor, which stays open, or the bytes of the file
+    kind : one of ``DEMUXERS``
+
+    Raises ``ValueError`` if there is no such package, or nothing that can be decoded.
+    """
+
+    subtype = extra_info = ""
+
+    def __init__(self, source: int | bytes, kind: str):
+        try:
+            import av
+        except ImportError:
+            raise ValueError(f"is {kind} audio, which needs the package av: pip install 'sbkit[av]'") from None
+        self.format, self._av = kind, av
+        self._file = open(source, "rb", closefd=False) if isinstance(source, int) else io.BytesIO(source)
+        self._left, self._blocks = np.zeros((0, 1), np.float32), self._decode()
+        try:
+            with self._open() as opened:
+                stream = opened.streams.best("audio")
+                if stream is None or stream.codec_context.name not in CODECS:
+                    raise ValueError("holds no audio" if stream is None else
+                                     f"holds audio of a kind that isn't decoded ({stream.codec_context.name})")
+                self.samplerate, self.channels = stream.codec_context.sample_rate, stream.codec_context.channels
+                seconds = float(stream.duration * stream.time_base) if stream.duration else \
+                    (opened.duration or 0) / av.time_base
+                # What begins before 0 is the encoder's delay. Gaps between packets are not filled when it is decoded.
+                length = sum(min(packet.duration, max(0, packet.duration + (packet.pts or 0)))
+                             for packet in opened.demux(stream) if packet.duration)
+                self.frames = int(length * stream.time_base * self.samplerate)
+                # AAC has no header for the whole file, so the length that FFmpeg gives is an estimate.
+                self.declared = max(self.frames, 0 if kind == "AAC" else round(seconds * self.samplerate))
+        except av.FFmpegError as error:
+            raise ValueError(f"cannot be decoded: damaged or cut off ({error.strerror})") from None
+
+    def _open(self) -> Any:  # av has types only where it is installed
+        self._file.seek(0)
+        opened = self._av.open(self._file, format=DEMUXERS[self.format],
+                               container_options={"codec_whitelist": ",".join(CODECS)})
+        for stream in opened.streams.audio:
+            stream.codec_context.thread_count = 1
+        return opened
+
+    def _decode(self) -> Iterator[np.ndarray]:
+        """Decode blocks [S, C] up to what is damaged; the reader notices that samples are missing."""
+        try:
+            with self._open() as opened:
+                # One rate and layout, also if the stream changes them, and floats from whatever the codec decodes to.
+                resampler = self._av.AudioResampler(format="flt", rate=self.samplerate)
+                for frame in opened.decode(opened.streams.best("audio")):
+                    for block in resampler.resample(frame):
+                        yield block.to_ndarray().reshape(-1, block.layout.nb_channels)
+        except (self._av.FFmpegError, ValueError):
+            return
+
+    def read(self, frames: int, dtype: str = "float32", always_2d: bool = True) -> np.ndarray:
+        """Return the next samples [S, C], at most ``frames``; fewer at the end."""
+        parts, held = [self._left], len(self._left)
+        while held < frames and (block := next(self._blocks, None)) is not None:
+            parts.append(block)
+            held += len(block)
+        signal = np.concatenate([part for part in parts if len(part)] or parts[:1])
+        self._left = signal[frames:]
+        return signal[:frames]
+
+    def close(self) -> None:
+        self._blocks = iter(())
+        self._file.close()
