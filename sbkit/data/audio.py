@@ -1,11 +1,11 @@
 """Reads audio: a file, bytes or a member of a shard as float32 mono at the wanted sample rate.
 
-libsndfile decodes (WAV, FLAC, MP3, Ogg Vorbis and Opus; ``sbkit.data.container`` the rest), soxr resamples. Decoding takes four fifths of reading a 48 kHz
-MP3. With quality "MQ", soxr keeps 0 to 7.3 kHz within 0.1 dB (7.5 kHz: -0.5), attenuates everything above 8 kHz by
-100 dB, and distorts a tone below 7 kHz 110 dB below its level, which is less than 16 bits can represent. "HQ" would
-change nothing audible for 2 to 3 % more time, "LQ" would lose everything above 6 kHz and save no time. The filter is
-computed in 20 microseconds, so it isn't cached. (Not faster: matrix products, FFTs, decoding and resampling block by
-block in the cache, reusing a buffer.)
+libsndfile decodes (WAV, FLAC, MP3, Ogg Vorbis and Opus; ``sbkit.data.container`` the rest), soxr resamples. Decoding
+takes four fifths of reading a 48 kHz MP3. With quality "MQ", soxr keeps 0 to 7.3 kHz within 0.1 dB (7.5 kHz: -0.5),
+attenuates everything above 8 kHz by 100 dB, and distorts a tone below 7 kHz 110 dB below its level, which is less than
+16 bits can represent. "HQ" would change nothing audible for 2 to 3 % more time, "LQ" would lose everything above 6 kHz
+and save no time. The filter is computed in 20 microseconds, so it isn't cached. (Not faster: matrix products, FFTs,
+decoding and resampling block by block in the cache, reusing a buffer.)
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ packets, which decodes nothing, because a header may lie or lack it, as that of 
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,7 @@ class ContainerFile:
         except ImportError:
             raise ValueError(f"is {kind} audio, which needs the package av: pip install 'sbkit[av]'") from None
         self.format, self._av = kind, av
-        self._file = open(source, "rb", closefd=False) if isinstance(source, int) else io.BytesIO(source)
+        self._file = os.fdopen(source, "rb", closefd=False) if isinstance(source, int) else io.BytesIO(source)
         self._left, self._blocks = np.zeros((0, 1), np.float32), self._decode()
         try:
             with self._open() as opened:

@@ -72,7 +72,8 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
         audio_info(b"\0\0\0\x20ftypM4A \0\0\0\0")
 
 
-@pytest.mark.parametrize("data", [b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n", b"ffconcat version 1.0\nfile 'a.wav'\n"])
+@pytest.mark.parametrize("data", [b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n",
+                                  b"ffconcat version 1.0\nfile 'a.wav'\n"])
 def test_lists_of_other_files_are_not_opened(data, tmp_path):
     (tmp_path / "list.m4a").write_bytes(data)
     with pytest.raises(AudioError, match="cannot be decoded"):
