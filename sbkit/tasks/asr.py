@@ -244,6 +244,7 @@ class ASR(Task):
             masks=masks is not None and getattr(masks, "ramp", None) is None,
             schedule=self.schedule if self.opt_class is not None else None,
             thaw=int(max((step for step in thaws if math.isfinite(step)), default=0)),
+            freezes=any(flattened(keys.freeze or {}).values()),
             trained=keys.pretrainer is not None or keys.init_from is not None,
             fastest=max([1.0, *flattened(keys.learning_rates or {}).values()]), keys=frozenset(vars(self.hparams)))
 
