@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,8 @@ import numpy as np
 #: FFmpeg's demuxers by the names of ``sbkit.data.tar.KINDS``.
 DEMUXERS = {"MP4": "mov", "WebM": "matroska", "AAC": "aac"}
 CODECS = ("aac", "aac_fixed", "alac", "flac", "libopus", "mp3", "mp3float", "opus", "vorbis")
+#: In an MP4's boxes: how many packets it has, which need no bytes of their own in the list if all have one size.
+_COUNT = re.compile(rb"(?=st(?:sz|z2).{8}(.{4})|trun.{4}(.{4}))", re.DOTALL)
 
 
 class ContainerFile:
@@ -39,6 +43,8 @@ class ContainerFile:
         self.format, self._av = kind, av
         self._file = os.fdopen(source, "rb", closefd=False) if isinstance(source, int) else io.BytesIO(source)
         self._left, self._blocks = np.zeros((0, 1), np.float32), self._decode()
+        if kind == "MP4":
+            self._check_counts()
         try:
             with self._open() as opened:
                 stream = opened.streams.best("audio")
@@ -56,6 +62,20 @@ class ContainerFile:
                 self.declared = max(self.frames, 0 if kind == "AAC" else round(seconds * self.samplerate))
         except av.FFmpegError as error:
             raise ValueError(f"cannot be decoded: damaged or cut off ({error.strerror})") from None
+
+    def _check_counts(self) -> None:
+        """Raise ``ValueError`` if an MP4 claims more packets than it has bytes: FFmpeg takes memory for each."""
+        size, at = self._file.seek(0, os.SEEK_END), 0
+        while at + 8 <= size:
+            self._file.seek(at)
+            length, name = struct.unpack(">I4s", self._file.read(8))
+            if length == 1:
+                length = int.from_bytes(self._file.read(8), "big")
+            length = length if length >= 8 else size - at  # 0: the last box, which goes on to the end
+            box = b"" if name == b"mdat" else self._file.read(length)
+            if any(int.from_bytes(found[1] or found[2], "big") > size for found in _COUNT.finditer(box)):
+                raise ValueError("cannot be decoded: damaged (it claims more packets than it has bytes)")
+            at += length
 
     def _open(self) -> Any:  # av has types only where it is installed
         self._file.seek(0)

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import struct
 import sys
 
 import numpy as np
@@ -64,6 +65,15 @@ def test_the_servers_decoder_writes_its_samples():
     out = io.BytesIO()
     reply = decode(io.BytesIO(contained(speechlike(1.0, 48_000), 48_000, "webm")), out, 16_000, 60)
     assert abs(reply["samples"] - 16_000) < 1000 and len(out.getvalue()) == 4 * reply["samples"]
+
+
+def test_an_mp4_that_claims_packets_without_end_takes_no_memory_for_them():
+    data = bytearray(contained(speechlike(1.0, 16_000), 16_000, "m4a"))
+    sizes, chunks = data.index(b"stsz"), data.index(b"stsc")
+    data[sizes + 8 : sizes + 16] = struct.pack(">II", 1, 60_000_000)  # of a byte each: two gigabytes of FFmpeg's index
+    data[chunks + 16 : chunks + 20] = struct.pack(">I", 60_000_000)
+    with pytest.raises(AudioError, match="claims more packets than it has bytes"):
+        audio_info(bytes(data))
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
