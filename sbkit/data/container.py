@@ -48,10 +48,12 @@ class ContainerFile:
         try:
             with self._open() as opened:
                 stream = opened.streams.best("audio")
-                if stream is None or stream.codec_context.name not in CODECS:
-                    raise ValueError("holds no audio" if stream is None else
-                                     f"holds audio of a kind that isn't decoded ({stream.codec_context.name})")
-                self.samplerate, self.channels = stream.codec_context.sample_rate, stream.codec_context.channels
+                if stream is None:
+                    raise ValueError("holds no audio")
+                codec = stream.codec_context  # None: FFmpeg itself doesn't know it
+                if codec is None or codec.name not in CODECS:
+                    raise ValueError(f"holds audio of a kind that isn't decoded ({codec.name if codec else 'unknown'})")
+                self.samplerate, self.channels = codec.sample_rate, codec.channels
                 seconds = float(stream.duration * stream.time_base) if stream.duration else \
                     (opened.duration or 0) / av.time_base
                 # What begins before 0 is the encoder's delay. Gaps between packets are not filled when it is decoded.
@@ -82,7 +84,8 @@ class ContainerFile:
         opened = self._av.open(self._file, format=DEMUXERS[self.format],
                                container_options={"codec_whitelist": ",".join(CODECS)})
         for stream in opened.streams.audio:
-            stream.codec_context.thread_count = 1
+            if stream.codec_context is not None:
+                stream.codec_context.thread_count = 1
         return opened
 
     def _decode(self) -> Iterator[np.ndarray]:

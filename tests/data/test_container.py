@@ -29,6 +29,8 @@ def test_its_samples_are_where_they_were_recorded(suffix, rate, tmp_path):
     assert abs(seconds - 2.0 - delay) < 0.1 and (found, channels) == (48_000 if suffix == "webm" else rate, 1)
     signal, expected = read_audio(tmp_path / "clip")[round(16_000 * delay) :], soxr.resample(sound, rate, 16_000)
     assert np.corrcoef(signal[800:28_000], expected[800:28_000])[0, 1] > 0.97
+    blocks = Recording(tmp_path / "clip", start=delay).samples(16_000)
+    assert np.corrcoef(blocks[800:28_000], expected[800:28_000])[0, 1] > 0.97
     part = read_audio(tmp_path / "clip", start=0.75 + delay, duration=0.5)
     assert len(part) == 8000 and np.corrcoef(part[100:-100], expected[12_100:19_900])[0, 1] > 0.97
 
