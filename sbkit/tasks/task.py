@@ -264,10 +264,6 @@ class Task(Brain):
                     "The warm-up takes %d steps and the run has %d, so the learning rate reaches only %.3g of %g: use "
                     "a shorter one, such as --schedule.warmup 0.2, a share of the run",
                     warmup, steps, schedule(steps), schedule.peak)
-        thaw = max((step for step in self.trainer.freezing.until.values() if step < float("inf")), default=0)
-        if thaw >= steps > 0 and not self.test_only and ranks.is_main():
-            logger.warning("What is frozen until step %d never trains, because the run has %d steps: take more "
-                           "(--min_steps 1000), or freeze for fewer", thaw, steps)
         self.begin_run(texts, steps)
 
     @property

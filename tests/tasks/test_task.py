@@ -130,15 +130,6 @@ def test_a_warm_up_longer_than_the_run_is_told_before_it_starts(warmup, told, ca
             "one, such as --schedule.warmup 0.2" in caplog.text) is told
 
 
-@pytest.mark.parametrize(("freeze", "told"), [({"head": 4}, True), ({"head": 3}, False), ({"head.bias": True}, False)])
-def test_a_part_that_is_frozen_until_after_the_run_is_told_before_it_starts(freeze, told, caplog):
-    brain = Counts({"head": torch.nn.Linear(1, 1)}, partial(torch.optim.SGD, lr=9.0), {"freeze": freeze},
-                   {"device": "cpu"})
-    brain.open_run(["one"], 4)
-    assert ("never trains, because the run has 4 steps: take more (--min_steps 1000), or freeze for fewer" in
-            caplog.text) is told
-
-
 @pytest.mark.parametrize(("peak", "level", "reached"), [(0.2, "WARNING", "0.00125"), (0.002, "INFO", "0.00125"),
                                                         (0.001, "INFO", "0.001"), (0.0001, "", "")])
 def test_a_peak_that_rise_keeps_out_of_reach_is_told(peak, level, reached, caplog):
