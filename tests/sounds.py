@@ -35,6 +35,30 @@ def encoded(signal: np.ndarray, rate: int, kind: str = "wav", **options) -> byte
     return file.getvalue()
 
 
+#: How the package av writes the kinds of ``sbkit.data.container``: format and codec, by suffix.
+CONTAINERS = {"m4a": ("ipod", "aac"), "mp4": ("mp4", "aac"), "webm": ("webm", "libopus"), "aac": ("adts", "aac")}
+
+
+def contained(signal: np.ndarray, rate: int, suffix: str, video: bool = False) -> bytes:
+    """The bytes of a phone's or a browser's recording of a signal [S]; the test is skipped without the package av."""
+    av = pytest.importorskip("av", reason="the package av, which reads and writes such files, is not installed")
+    kind, codec = CONTAINERS[suffix]
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as out:
+        picture = out.add_stream("mpeg4", rate=5, width=16, height=16, pix_fmt="yuv420p") if video else None
+        stream = out.add_stream(codec, rate=rate, layout="mono")
+        convert = av.AudioResampler(format=stream.codec_context.format, layout="mono", rate=rate)
+        if picture is not None:
+            out.mux(picture.encode(av.VideoFrame(16, 16, "yuv420p")) + picture.encode(None))
+        for start in range(0, len(signal), 4096):
+            block = av.AudioFrame.from_ndarray(signal[None, start : start + 4096], "fltp", "mono")
+            block.sample_rate, block.pts = rate, start
+            for frame in convert.resample(block):
+                out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    return file.getvalue()
+
+
 def real_data(name: str) -> Path:
     """A folder of real recordings; the test is skipped where it is absent."""
     beside = Path(__file__).resolve().parents[2] / "shared" / "data"

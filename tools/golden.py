@@ -445,7 +445,7 @@ SCENARIOS: dict[str, Callable[[Place], Figures]] = {
     "pieces": _training("pieces", *FLAGSHIP, "--token_type", "unigram", "--output_neurons", "18"),
     "resumed": _resumed,
     "streaming": _training("streaming", "hparams/streaming.yaml", *RECOGNISER, *CONFORMER),
-    "ssl": _pretrained("ssl", "hparams/finetune.yaml"),
+    "ssl": _pretrained("ssl", "hparams/finetune.yaml", "--freeze.encoder", "2"),
     "lora": _pretrained("lora", "recipes/CommonVoice/ASR/CTC/hparams/lora.yaml"),
     "codec": _training("codec-run", *CODEC),
     "enhancer": _training("enhancer", *ENHANCER),

@@ -1,11 +1,11 @@
 """Reads audio: a file, bytes or a member of a shard as float32 mono at the wanted sample rate.
 
-libsndfile decodes (WAV, FLAC, MP3, Ogg Vorbis and Opus), soxr resamples. Decoding takes four fifths of reading a 48 kHz
-MP3. With quality "MQ", soxr keeps 0 to 7.3 kHz within 0.1 dB (7.5 kHz: -0.5), attenuates everything above 8 kHz by
-100 dB, and distorts a tone below 7 kHz 110 dB below its level, which is less than 16 bits can represent. "HQ" would
-change nothing audible for 2 to 3 % more time, "LQ" would lose everything above 6 kHz and save no time. The filter is
-computed in 20 microseconds, so it isn't cached. (Not faster: matrix products, FFTs, decoding and resampling block by
-block in the cache, reusing a buffer.)
+libsndfile decodes (WAV, FLAC, MP3, Ogg Vorbis and Opus; ``sbkit.data.container`` the rest), soxr resamples. Decoding
+takes four fifths of reading a 48 kHz MP3. With quality "MQ", soxr keeps 0 to 7.3 kHz within 0.1 dB (7.5 kHz: -0.5),
+attenuates everything above 8 kHz by 100 dB, and distorts a tone below 7 kHz 110 dB below its level, which is less than
+16 bits can represent. "HQ" would change nothing audible for 2 to 3 % more time, "LQ" would lose everything above 6 kHz
+and save no time. The filter is computed in 20 microseconds, so it isn't cached. (Not faster: matrix products, FFTs,
+decoding and resampling block by block in the cache, reusing a buffer.)
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy as np
 import soundfile
 import soxr
 
-from sbkit.data import mp3, true_length
+from sbkit.data import container, mp3, tar, true_length
 from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.errors import SbkitError
 from sbkit.system import untrusted
 
 #: File name suffixes of recordings.
-SUFFIXES = (".aif", ".aifc", ".aiff", ".au", ".caf", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".rf64", ".snd", ".sph",
-            ".w64", ".wav", ".wave")
+SUFFIXES = (".aac", ".aif", ".aifc", ".aiff", ".au", ".caf", ".flac", ".m4a", ".mp3", ".mp4", ".oga", ".ogg", ".opus",
+            ".rf64", ".snd", ".sph", ".w64", ".wav", ".wave", ".webm")
 #: The most that one call decodes, so that a damaged header can't fill the memory.
 MAX_SECONDS = 4 * 3600.0
 #: A sample rate outside this range means that the header is damaged.
@@ -318,6 +318,10 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
             raise AudioError(name, "holds no audio")
         if file.frames > NO_LENGTH:
             raise AudioError(name, "its header does not say how long it is")
+        if isinstance(file, container.ContainerFile):
+            declared, actual = file.declared, file.frames
+            yield OpenRecording(file, name, 0, lambda: (declared, actual))
+            return
         last = max(file.frames - VORBIS_PAGE, 0) if file.subtype == "VORBIS" else file.frames if exact else 0
         yield OpenRecording(file, name, last, functools.partial(true_length.frames, file, read, size))
     except soundfile.SoundFileError as error:
@@ -333,8 +337,13 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
             os.close(handle)
 
 
-def _decoder(source: int | bytes) -> soundfile.SoundFile:
-    """libsndfile's decoder of an open file or of bytes."""
+def _decoder(source: int | bytes) -> soundfile.SoundFile | container.ContainerFile:
+    """The decoder of an open file or of bytes: libsndfile's, unless it is a container that libsndfile can't read."""
+    begin = b""
+    with contextlib.suppress(IsADirectoryError):  # libsndfile refuses it below
+        begin = os.pread(source, tar.BEGIN, 0) if isinstance(source, int) else bytes(source[: tar.BEGIN])
+    if (kind := tar.kind_of(begin)) is not None and kind.name in container.DEMUXERS:
+        return container.ContainerFile(source, kind.name)
     return soundfile.SoundFile(source if isinstance(source, int) else io.BytesIO(source), closefd=False)
 
 

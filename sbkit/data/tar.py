@@ -18,6 +18,9 @@ class SoundKind(NamedTuple):
 
 
 _MP3 = SoundKind("MP3", "mp3", ((0, b"ID3"),))
+_AAC = SoundKind("AAC", "aac", ())
+#: Enough to know each kind: AAC's longest frame, and the header of the next.
+BEGIN = (1 << 13) + 6
 KINDS = (
     SoundKind("WAV", "wav", ((0, b"RIFF"), (0, b"RF64"))), SoundKind("FLAC", "flac", ((0, b"fLaC"),)),
     SoundKind("Ogg (Vorbis, Opus)", "ogg", ((0, b"OggS"),)), _MP3, SoundKind("AIFF", "aiff", ((0, b"FORM"),)),
@@ -28,7 +31,11 @@ KINDS = (
 
 
 def kind_of(begin: bytes) -> SoundKind | None:
-    """Return the kind of file that begins like this; None if unknown. An MP3 without a tag begins with two frames."""
+    """Return the kind of file that begins like this; None if unknown. An MP3 without a tag, and AAC, begin with two
+    frames."""
+    if len(begin) > 6 and begin[0] == 0xFF and begin[1] & 0xF6 == 0xF0:  # ADTS: "layer" 0, then a frame's size
+        size = (begin[3] & 3) << 11 | begin[4] << 3 | begin[5] >> 5
+        return _AAC if size > 6 and begin[size : size + 2] == begin[:2] else None
     for kind in KINDS:
         if any(begin[at:].startswith(mark) for at, mark in kind.marks):
             return kind

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from sbkit.data.augment import planned_seconds
 from sbkit.nn.accelerate import restore
+from sbkit.nn.adapters import Adapters
 from sbkit.recipe import flops, speed
 from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.flops import FlopCounter
@@ -180,6 +181,8 @@ class CostEstimate:
     """Steps after which all temporarily frozen parts are trained; the estimate is for the time after that."""
     runs: int = 0
     """The number of finished runs on this machine from which the time was fitted."""
+    full_weights: int = 0
+    """``weights`` if all that adapters keep frozen trained as well; 0: there are no adapters."""
 
     @property
     def step_memory(self) -> int:
@@ -212,7 +215,9 @@ class CostEstimate:
             "too-large", written.place if written else Place(), written.key if written else "max_batch_seconds",
             f"a micro-batch of {self.cost.batch_seconds:g} s needs about {_gib(self.step_memory)}, {self.device} has "
             f"{_gib(memory)}", f"set max_batch_seconds to {self.largest_text(memory)} or less: the optimizer steps "
-            "stay the same, with more micro-batches")
+            "stay the same, with more micro-batches" if self.largest(memory) >= self.cost.seconds else
+            f"not even one utterance of {self.cost.seconds:g} s fits: set a lower max_duration, "
+            "activation_checkpointing, or, for a pretrained encoder, train adapters (docs/finetune.md#adapters)")
 
 
 def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: str,
@@ -236,13 +241,17 @@ def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: 
         hours = None if usable is None else cost.operations * 100 / (usable * EFFICIENCY)
     freeze = hparams.get("freeze")
     thaws = [value for value in flattened(freeze).values() if value is not True] if freeze else []
+    # What adapters keep frozen could train instead, which makes fewer errors if its gradients and states fit.
+    frozen = sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
+    full = weights + frozen * copies if any(isinstance(each, Adapters) for each in hparams.values()) else 0
     layers = [layer for root in owned.roots.values() for layer in root.modules()]
     inexact = [f"{what} needs less memory than is counted here{why}" for what, why, applies in (
         ("activation_checkpointing", "", hparams.get("activation_checkpointing")),
         ("an LSTM or GRU", ": what cuDNN saves of it is unknown", any(isinstance(each, nn.RNNBase) for each in layers))
     ) if applies]
     return CostEstimate(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad),
-                        weights, cost, hours, str(device), measured, inexact, int(max(thaws, default=0)))
+                        weights, cost, hours, str(device), measured, inexact, int(max(thaws, default=0)),
+                        full_weights=full)
 
 
 def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: float | None = None, passes: int = 1,
@@ -291,6 +300,15 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
     remarks = [*_remarks(estimate), *filter(None, [cost.layers])]
     if estimate.unfreezes:
         remarks.append(f"freeze: these are for the time after step {estimate.unfreezes}; before, less is needed")
+    if estimate.full_weights:
+        whole = replace(estimate, weights=estimate.full_weights)
+        fitting = [f"{size} GB" for size in SIZES if whole.largest(size * 1e9) >= cost.seconds]
+        where = f"fits on {estimate.device}" if total is not None and whole.largest(total) >= cost.seconds else \
+            f"doesn't fit on {estimate.device}" if total is not None else f"fits from {fitting[0]} on" if fitting else \
+            "fits on no single GPU"
+        remarks.append(f"training the whole encoder instead of adapters takes {_gib(estimate.full_weights)} of "
+                       f"weights, gradients and optimizer, and {where}; where it fits it makes fewer errors "
+                       "(docs/finetune.md#adapters)")
     return Section("Cost", ["what", "how much"], rows, remarks, values)
 
 

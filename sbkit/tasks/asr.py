@@ -238,12 +238,16 @@ class ASR(Task):
         if self.loss_of_tokens is not None:
             self.progress.chance = self.keys.tokenizer.entropy(texts)
         super().open_run(texts, steps)
-        keys, masks, thaws = self.keys, self.keys.spec_augment, self.trainer.freezing.until.values()
+        keys, masks, until = self.keys, self.keys.spec_augment, self.trainer.freezing.until.values()
+        thaw = int(max(filter(math.isfinite, until), default=0))
+        if thaw >= steps > 0 and not self.test_only and ranks.is_main():
+            logger.warning("What is frozen until step %d never trains, because the run has %d steps: take more "
+                           "(--min_steps 1000), or freeze for fewer", thaw, steps)
         self.notices.setup = Setup(
             max_norm=self.max_grad_norm, planned=steps,
             masks=masks is not None and getattr(masks, "ramp", None) is None,
             schedule=self.schedule if self.opt_class is not None else None,
-            thaw=int(max((step for step in thaws if math.isfinite(step)), default=0)),
+            thaw=thaw, freezes=any(flattened(keys.freeze or {}).values()),
             trained=keys.pretrainer is not None or keys.init_from is not None,
             fastest=max([1.0, *flattened(keys.learning_rates or {}).values()]), keys=frozenset(vars(self.hparams)))
 

@@ -58,6 +58,7 @@ class Setup(NamedTuple):
     planned : optimizer steps of the whole run
     schedule : of the learning rate
     thaw : steps until the last frozen part trains
+    freezes : ``freeze`` freezes a part, at first or for good
     trained : the initial weights are pretrained, by a pretrainer or init_from
     fastest : the highest factor of the learning rate of any part
     keys : names at the top of the recipe, so that advice can use them
@@ -68,6 +69,7 @@ class Setup(NamedTuple):
     planned: int = 0
     schedule: Schedule | None = None
     thaw: int = 0
+    freezes: bool = False
     trained: bool = False
     fastest: float = 1.0
     keys: Container[str] = ("lr", "min_steps")
@@ -161,9 +163,13 @@ class LearningNotices:
         steps = max(1000, 200 * math.ceil(setup.planned / 100))
         more = f"more steps: {setup.option('min_steps', 'batching.min_steps')} {steps} or more in a new run"
         advice = [] if self._state["learnt"] >= 1 else [more]
+        if setup.trained and not setup.freezes:
+            parts = "encoder: 100" if "encoder" in setup.keys else "CNN: 100, Transformer: 100"
+            advice.append("the new head first, in a new run, before the encoder forgets what it knows: --freeze "
+                          f"'{{{parts}}}'")
         if setup.trained and 0 < setup.fastest * highest < HEAD_RATE / 2:
             factor = f"--learning_rates '{{ctc_lin: {HEAD_RATE / highest:.0f}}}'"
-            advice.append("the new head first, before the encoder forgets what it knows: --freeze '{encoder: 100}', or "
+            advice.append("a higher rate for the new head: "
                           f"{f'--head_lr {HEAD_RATE:g}' if 'head_lr' in setup.keys else factor}")
         if 0 < highest < 0.1 * usual:
             advice.append(f"a higher learning rate: {setup.option('lr', 'schedule.peak')} {usual:g} (it has reached "

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sounds import encoded, speechlike
+from sounds import contained, encoded, speechlike
 
 from sbkit.data.manifest import Column
 from sbkit.data.prepare import REASONS, RowLimits, prepare_split, recording_keys, summarize
@@ -238,3 +238,19 @@ def test_training_rows_in_which_nobody_speaks_are_kept_and_counted(clips):
     assert counts(report) == {"no text": 1, "few words": 1}, "a text of which the rules leave nothing was spoken"
     assert report.notices[0] == "1 row without a text, trained on as silence (nonspeech), such as u1"
     assert list(prepare(source)[0].texts) == ["one two three", "two"]
+
+
+def test_recordings_of_phones_and_browsers_are_rows_like_others(tmp_path):
+    for suffix in ("m4a", "mp4", "webm", "aac"):
+        (tmp_path / f"clip.{suffix}").write_bytes(contained(speechlike(1.0, 48000), 48000, suffix))
+    for suffix in ("m4a", "webm"):
+        data = contained(speechlike(4.0, 48000), 48000, suffix)
+        (tmp_path / f"cut.{suffix}").write_bytes(data[: len(data) // 2])
+    (tmp_path / "bomb.m4a").write_bytes(contained(np.zeros(48000 * 60, np.float32), 48000, "m4a"))
+    names = ("clip.m4a", "clip.mp4", "clip.webm", "clip.aac", "cut.m4a", "cut.webm", "bomb.m4a")
+    manifest, report = prepare(rows(tmp_path, *((name, "some words") for name in names)), RowLimits(max_duration=20.0))
+    assert manifest.durations == pytest.approx([1.0] * 4, abs=0.1)
+    assert counts(report) == {"undecodable": 2, "too long": 1}
+    assert [re.sub(r"[\d.]+ of", "", each) for each in report.left_out["undecodable"]["examples"]] == [
+        "u4: cannot be decoded: damaged or cut off (Invalid data found when processing input)",
+        "u5: cut off:  4.01 s can be read"]

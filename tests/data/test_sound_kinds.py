@@ -40,6 +40,7 @@ def test_an_mp3_is_known_by_two_of_its_frames_at_any_rate(rate, level):
 
 
 @pytest.mark.parametrize(("data", "expected"), [
+    (b"\xff\xf1\x50\x40\x01\x1f\xfc\0\xff\xf1", "AAC"), (b"\xff\xf1\x50\x40\x01\x1f\xfc\0\0\0", None),
     (b"ID3\x04\0\0", "MP3"), (b"\x1a\x45\xdf\xa3\x9f", "WebM"), (b"\0\0\0\x20ftypisom", "MP4"),
 ])
 def test_so_are_those_that_soundfile_does_not_write(data, expected):

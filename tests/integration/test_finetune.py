@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 RECIPE = ROOT / "hparams" / "finetune.yaml"
 DRAWING = ("--dropout 0.1 --head_dropout 0.1 --mask_time_prob 0.3 --mask_time_length 3 --mask_feature_prob 0.1 "
-           "--layer_decay 0.9").split()
+           "--layer_decay 0.9 --freeze.encoder 2").split()
 STILL = ("--dropout 0 --head_dropout 0 --mask_time_prob 0 --mask_feature_prob 0 --number_of_epochs 1 "
          "--freeze.encoder 3").split()
 SMALL = ("--num_workers 1 --least_steps 0 --step_seconds 4 --number_of_epochs 2 --noprogressbar --precision fp32 "

@@ -1,5 +1,7 @@
 """The cost estimate warns of a micro-batch that the GPU has no room for, where the recipe sets its size."""
 
+import dataclasses
+
 import pytest
 import torch
 from written import SMALL
@@ -37,6 +39,22 @@ def test_a_micro_batch_that_is_too_large_is_blamed_on_the_value_that_batching_ha
     assert warning == (
         f"{place}: warning: max_batch_seconds: a micro-batch of 60 s needs about 9.00 GiB, cuda has 8.00 GiB; set "
         "max_batch_seconds to 43 s or less: the optimizer steps stay the same, with more micro-batches")
+
+
+def test_where_not_even_one_utterance_fits_adapters_are_named(needs_nine):
+    (warning,) = warnings(dataclasses.replace(needs_nine, weights=6 * cost.GIB), BATCHING)
+    assert "not even one utterance of 20 s fits" in warning and "docs/finetune.md#adapters" in warning
+
+
+@pytest.mark.parametrize(("card", "full", "says"), [
+    (8, 3, "takes 3.00 GiB of weights, gradients and optimizer, and fits on cuda"), (8, 6, "doesn't fit on cuda"),
+    (None, 6, "fits from 16 GB on"), (None, 500, "fits on no single GPU")])
+def test_of_adapters_it_says_whether_the_whole_encoder_could_train(monkeypatch, card, full, says):
+    monkeypatch.setattr(cost, "memory_of", lambda device: card and card * cost.GIB)
+    made = cost.CostEstimate(1, 0, cost.GIB, cost.BatchCost(3, 20.0, 8 * cost.GIB, 1e9), None, "cuda",
+                             full_weights=full * cost.GIB)
+    assert any(says in remark for remark in cost.section(made).remarks)
+    assert not any("adapters" in remark for remark in cost.section(dataclasses.replace(made, full_weights=0)).remarks)
 
 
 def test_one_that_was_tried_and_fits_is_not(needs_nine):

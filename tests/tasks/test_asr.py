@@ -224,7 +224,17 @@ def test_what_a_recipe_does_with_its_rate_and_its_parts_is_known_to_its_notices(
     vars(brain.keys).update(TOKENS)
     brain.open_run(["yes"], 9000)
     assert brain.notices.setup.thaw == 30 and brain.notices.setup.schedule is None
-    assert brain.notices.setup.fastest == 7
+    assert brain.notices.setup.fastest == 7 and brain.notices.setup.freezes
     begin(brain)
     brain.open_step(2)
     assert brain.trainer.learning_rate == 2e-6
+
+
+@pytest.mark.parametrize(("freeze", "told"), [
+    ({"layer": 9}, True), ({"layer": 8}, False), ({"layer.bias": True}, False)])
+def test_a_part_that_is_frozen_until_after_the_run_is_told_before_it_starts(freeze, told, caplog):
+    brain = Parrot({"layer": torch.nn.Linear(1, 1)}, hparams={"freeze": freeze}, run_opts={"device": "cpu"})
+    vars(brain.keys).update(TOKENS)
+    brain.open_run(["yes"], 9)
+    assert ("never trains, because the run has 9 steps: take more (--min_steps 1000), or freeze for fewer" in
+            caplog.text) is told

@@ -55,7 +55,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         encoder = args.encoder or draw(Path(folder) / "encoder", **(TINY if args.tiny else {}))
-        keys = ["--encoder_source", str(encoder), "--max_batch_seconds", "40", "--step_seconds", "40", *rest]
+        keys = ["--encoder_source", str(encoder), "--max_batch_seconds", "40", "--step_seconds", "40",
+                "--freeze", "null", *rest]
         results = train.compare(args, keys, Path(folder), "finetune")
     print(train.show(results))
     if args.json:

@@ -1,0 +1,115 @@
+"""Recordings that libsndfile can't read (MP4 and M4A, WebM and Matroska, AAC), with the optional package av.
+
+It holds FFmpeg's libraries, which open more than sound: playlists, other files, devices. Here a file's first bytes
+choose one of three demuxers, no other one is tried, and only codecs of sound are opened. The length is counted from the
+packets, which decodes nothing, because a header may lie or lack it, as that of a browser's recording does.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+#: FFmpeg's demuxers by the names of ``sbkit.data.tar.KINDS``.
+DEMUXERS = {"MP4": "mov", "WebM": "matroska", "AAC": "aac"}
+CODECS = ("aac", "aac_fixed", "alac", "flac", "libopus", "mp3", "mp3float", "opus", "vorbis")
+#: In an MP4's boxes: how many packets it has, which need no bytes of their own in the list if all have one size.
+_COUNT = re.compile(rb"(?=st(?:sz|z2).{8}(.{4})|trun.{4}(.{4}))", re.DOTALL)
+
+
+class ContainerFile:
+    """The first audio stream of a file, with what ``sbkit.data.audio`` uses of ``soundfile.SoundFile``; read once, from
+    the beginning.
+
+    source : a descriptor, which stays open, or the bytes of the file
+    kind : one of ``DEMUXERS``
+
+    Raises ``ValueError`` if there is no such package, or nothing that can be decoded.
+    """
+
+    subtype = extra_info = ""
+
+    def __init__(self, source: int | bytes, kind: str):
+        try:
+            import av
+        except ImportError:
+            raise ValueError(f"is {kind} audio, which needs the package av: pip install 'sbkit[av]'") from None
+        self.format, self._av = kind, av
+        self._file = os.fdopen(source, "rb", closefd=False) if isinstance(source, int) else io.BytesIO(source)
+        self._left, self._blocks = np.zeros((0, 1), np.float32), self._decode()
+        if kind == "MP4":
+            self._check_counts()
+        try:
+            with self._open() as opened:
+                stream = opened.streams.best("audio")
+                if stream is None:
+                    raise ValueError("holds no audio")
+                codec = stream.codec_context  # None: FFmpeg itself doesn't know it
+                if codec is None or codec.name not in CODECS:
+                    raise ValueError(f"holds audio of a kind that isn't decoded ({codec.name if codec else 'unknown'})")
+                self.samplerate, self.channels = codec.sample_rate, codec.channels
+                seconds = float(stream.duration * stream.time_base) if stream.duration else \
+                    (opened.duration or 0) / av.time_base
+                # What begins before 0 is the encoder's delay. Gaps between packets are not filled when it is decoded.
+                length = sum(min(packet.duration, max(0, packet.duration + (packet.pts or 0)))
+                             for packet in opened.demux(stream) if packet.duration)
+                self.frames = int(length * stream.time_base * self.samplerate)
+                # AAC has no header for the whole file, so the length that FFmpeg gives is an estimate.
+                self.declared = max(self.frames, 0 if kind == "AAC" else round(seconds * self.samplerate))
+        except av.FFmpegError as error:
+            raise ValueError(f"cannot be decoded: damaged or cut off ({error.strerror})") from None
+
+    def _check_counts(self) -> None:
+        """Raise ``ValueError`` if an MP4 claims more packets than it has bytes: FFmpeg takes memory for each."""
+        size, at = self._file.seek(0, os.SEEK_END), 0
+        while at + 8 <= size:
+            self._file.seek(at)
+            length, name = struct.unpack(">I4s", self._file.read(8))
+            if length == 1:
+                length = int.from_bytes(self._file.read(8), "big")
+            length = length if length >= 8 else size - at  # 0: the last box, which goes on to the end
+            box = b"" if name == b"mdat" else self._file.read(length)
+            if any(int.from_bytes(found[1] or found[2], "big") > size for found in _COUNT.finditer(box)):
+                raise ValueError("cannot be decoded: damaged (it claims more packets than it has bytes)")
+            at += length
+
+    def _open(self) -> Any:  # av has types only where it is installed
+        self._file.seek(0)
+        opened = self._av.open(self._file, format=DEMUXERS[self.format],
+                               container_options={"codec_whitelist": ",".join(CODECS)})
+        for stream in opened.streams.audio:
+            if stream.codec_context is not None:
+                stream.codec_context.thread_count = 1
+        return opened
+
+    def _decode(self) -> Iterator[np.ndarray]:
+        """Decode blocks [S, C] up to what is damaged; the reader notices that samples are missing."""
+        try:
+            with self._open() as opened:
+                # One rate and layout, also if the stream changes them, and floats from whatever the codec decodes to.
+                resampler = self._av.AudioResampler(format="flt", rate=self.samplerate)
+                for frame in opened.decode(opened.streams.best("audio")):
+                    for block in resampler.resample(frame):
+                        yield block.to_ndarray().reshape(-1, block.layout.nb_channels)
+        except (self._av.FFmpegError, ValueError):
+            return
+
+    def read(self, frames: int, dtype: str = "float32", always_2d: bool = True) -> np.ndarray:
+        """Return the next samples [S, C], at most ``frames``; fewer at the end."""
+        parts, held = [self._left], len(self._left)
+        while held < frames and (block := next(self._blocks, None)) is not None:
+            parts.append(block)
+            held += len(block)
+        signal = np.concatenate([part for part in parts if len(part)] or parts[:1])
+        self._left = signal[frames:]
+        return signal[:frames]
+
+    def close(self) -> None:
+        self._blocks = iter(())
+        self._file.close()

@@ -1,0 +1,110 @@
+"""What phones and browsers record: read like any other file, within the same limits, or refused in plain words."""
+
+import functools
+import io
+import struct
+import sys
+
+import numpy as np
+import pytest
+import soxr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sounds import CONTAINERS, contained, speechlike
+
+from sbkit.data.audio import AudioError, audio_info, read_audio
+from sbkit.infer.recordings import Recording
+from sbkit.serve.decoder_process import decode
+
+
+@pytest.mark.parametrize("suffix", CONTAINERS)
+@pytest.mark.parametrize("rate", [16_000, 44_100, 48_000])
+def test_its_samples_are_where_they_were_recorded(suffix, rate, tmp_path):
+    if (suffix, rate) == ("webm", 44_100):
+        pytest.skip("Opus knows no 44.1 kHz")
+    sound = speechlike(2.0, rate)
+    (tmp_path / "clip").write_bytes(contained(sound, rate, suffix))
+    seconds, found, channels = audio_info(tmp_path / "clip", whole=True)
+    delay = 0 if suffix != "aac" else 1024 / rate  # the encoder's, which bare AAC has no place to write down
+    assert abs(seconds - 2.0 - delay) < 0.1 and (found, channels) == (48_000 if suffix == "webm" else rate, 1)
+    signal, expected = read_audio(tmp_path / "clip")[round(16_000 * delay) :], soxr.resample(sound, rate, 16_000)
+    assert np.corrcoef(signal[800:28_000], expected[800:28_000])[0, 1] > 0.97
+    blocks = Recording(tmp_path / "clip", start=delay).samples(16_000)
+    assert np.corrcoef(blocks[800:28_000], expected[800:28_000])[0, 1] > 0.97
+    part = read_audio(tmp_path / "clip", start=0.75 + delay, duration=0.5)
+    assert len(part) == 8000 and np.corrcoef(part[100:-100], expected[12_100:19_900])[0, 1] > 0.97
+
+
+def test_a_video_is_read_for_its_sound():
+    seconds, rate, _ = audio_info(contained(speechlike(1.0, 16_000), 16_000, "mp4", video=True))
+    assert abs(seconds - 1) < 0.1 and rate == 16_000
+
+
+@pytest.mark.parametrize(("suffix", "says"), [
+    ("m4a", "damaged or cut off"), ("mp4", "damaged or cut off"), ("webm", "cut off: 2")])
+def test_one_that_was_cut_off_is_refused_from_a_corpus(suffix, says):
+    data = contained(speechlike(4.0, 48_000), 48_000, suffix)
+    with pytest.raises(AudioError, match=says):
+        audio_info(data[: len(data) * 6 // 10], whole=True)
+
+
+def test_what_is_there_of_a_webm_that_was_cut_off_is_transcribed_with_a_warning():
+    data = contained(speechlike(4.0, 48_000), 48_000, "webm")
+    recording = Recording(data[: len(data) * 6 // 10])
+    assert 32_000 < len(recording.samples(16_000)) < 48_000 and "cut off: 2" in recording.warning
+
+
+@pytest.mark.parametrize("suffix", CONTAINERS)
+def test_the_servers_decoder_refuses_one_that_is_too_long_before_it_decodes_it(suffix, monkeypatch):
+    """Silence takes few bytes: an hour of it is an upload of some hundred kilobytes."""
+    data = contained(np.zeros(48_000 * 120, np.float32), 48_000, suffix)
+    assert len(data) < 500_000
+    monkeypatch.setattr(Recording, "blocks", lambda *_: pytest.fail("it was decoded"))
+    assert set(decode(io.BytesIO(data), io.BytesIO(), 16_000, 60)) == {"too_long"}
+
+
+def test_the_servers_decoder_writes_its_samples():
+    out = io.BytesIO()
+    reply = decode(io.BytesIO(contained(speechlike(1.0, 48_000), 48_000, "webm")), out, 16_000, 60)
+    assert abs(reply["samples"] - 16_000) < 1000 and len(out.getvalue()) == 4 * reply["samples"]
+
+
+def test_an_mp4_that_claims_packets_without_end_takes_no_memory_for_them():
+    data = bytearray(contained(speechlike(1.0, 16_000), 16_000, "m4a"))
+    sizes, chunks = data.index(b"stsz"), data.index(b"stsc")
+    data[sizes + 8 : sizes + 16] = struct.pack(">II", 1, 60_000_000)  # of a byte each: two gigabytes of FFmpeg's index
+    data[chunks + 16 : chunks + 20] = struct.pack(">I", 60_000_000)
+    with pytest.raises(AudioError, match="claims more packets than it has bytes"):
+        audio_info(bytes(data))
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(AudioError, match=r"is MP4 audio, which needs the package av: pip install 'sbkit\[av\]'"):
+        audio_info(b"\0\0\0\x20ftypM4A \0\0\0\0")
+
+
+@pytest.mark.parametrize("data", [b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n",
+                                  b"ffconcat version 1.0\nfile 'a.wav'\n"])
+def test_lists_of_other_files_are_not_opened(data, tmp_path):
+    (tmp_path / "list.m4a").write_bytes(data)
+    with pytest.raises(AudioError, match="cannot be decoded"):
+        audio_info(tmp_path / "list.m4a")
+
+
+@functools.cache
+def short(suffix):
+    return contained(speechlike(0.3, 16_000), 16_000, suffix)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(CONTAINERS)), st.data())
+def test_a_damaged_one_is_read_or_refused(suffix, data):
+    whole = bytearray(short(suffix))
+    for _ in range(data.draw(st.integers(1, 8))):
+        whole[data.draw(st.integers(8, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        signal = read_audio(bytes(whole[: data.draw(st.integers(len(whole) // 2, len(whole)))]))
+    except AudioError:
+        return
+    assert np.isfinite(signal).all() and len(signal) < 10 * 16_000
