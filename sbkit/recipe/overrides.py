@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from sbkit.recipe.files import Files, levels
+from sbkit.recipe.files import Files, levels, referred
 from sbkit.recipe.report import COMMAND_LINE, did_you_mean
 from sbkit.recipe.source import BASE, INCLUDE, Findings, Node, Place
 from sbkit.system import renamed
@@ -146,19 +147,24 @@ def _insert(into: Node, given: Node) -> None:
 
 
 def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str], partial: bool = False) -> None:
-    """Apply overrides to a mapping; a new key comes before the next one of ``given`` that the mapping has already.
+    """Apply overrides to a mapping; a new key comes before the next one of its file that the mapping has already.
 
     So a recipe and its base are built in the order in which they read, which random initial weights depend on.
 
     partial : the mapping holds overrides of an included file, so its keys aren't all there are
     """
     partial = partial or root.tag.startswith(INCLUDE)
-    order, waiting = list(root.value), list[Any]()
+    order, waiting = list(root.value), dict[str, list[Any]]()
     for key in given.value:
+        file = given.place_of(key).file
         if key not in root.value:
-            waiting.append(key)
-        elif waiting:
-            order[order.index(key):order.index(key)], waiting = waiting, []
+            waiting.setdefault(file, []).append(key)
+        elif file in waiting:
+            added = waiting.pop(file)
+            needed = referred([(Path(file), given.value[each]) for each in added])  # a reference to one below may fail
+            at = max(order.index(key), *(1 + i for i, each in enumerate(order) if each in needed), 0)
+            order[at:at] = added
+    order += itertools.chain(*waiting.values())
     for key, new in given.value.items():
         target = root.value.get(key)
         if new.place == _NO_VALUE and target is not None and not _may_be_true(root, target):
@@ -179,7 +185,7 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
         else:
             findings.error("override-structure", new.place, target.key,
                            f"{target.key} has no parts that could be set one by one ({target.place})", _advise(target))
-    root.value = {key: root.value[key] for key in (*order, *waiting) if key in root.value}
+    root.value = {key: root.value[key] for key in order if key in root.value}
 
 
 def _may_be_true(root: Node, target: Node) -> bool:

@@ -153,6 +153,8 @@ def test_keys_that_a_recipe_adds_are_built_before_the_key_of_its_base_that_they_
         ("seed", 1), ("num_encoder_layers", 2), ("num_decoder_layers", 3), ("model", 4), ("width", 1), ("used", 3),
         ("end", 5)]
     assert "num_encoder_layers: 2    # alike" in merged(tmp_path / "recipe.yaml", {})
+    given = "folder: !ref <run>/b\n    seed: 3\n"
+    assert both(tmp_path, over(given), base="seed: 1\nname: a\nrun: !ref <name>/<seed>\n")["folder"] == "a/3/b"
 
 
 @pytest.mark.parametrize("word, expected", [
