@@ -40,8 +40,8 @@ def files(task: str) -> dict[Path, Path]:
     flagship = HOME / RECIPES / f"{task}.yaml"
     based = [path.relative_to(HOME) for path in sorted((HOME / "recipes").rglob(f"{RECIPES}/*.yaml"))
              if any(below.samefile(flagship) for below, _ in chain(path, Findings()))]
-    own = [path.relative_to(HOME) for path, _ in chain(flagship, Findings())]
-    return {place: HOME / place for place in (README, Path("train.py"), *own, *based)}
+    read = [path.relative_to(HOME) for path, _ in chain(flagship, Findings())]
+    return {place: HOME / place for place in (README, Path("train.py"), *read, *based)}
 
 
 def write(folder: Path, task: str) -> list[Path]:
