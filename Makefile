@@ -12,7 +12,7 @@ TESTERS ?= $(shell $(PYTHON) -c 'import os; n = os.cpu_count() or 1; print(min(2
 # Python keeps what it compiles, whatever the shell says: tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo demo-speech test test-fast test-long tried lint format docs dist bench gpu clean
+.PHONY: help install demo demo-speech test test-fast test-long tried lint format docs pictures dist bench gpu clean
 
 help:
 	@echo "make demo       synthesise speech, train a recogniser on it, score it, use it (minutes, no GPU)"
@@ -22,6 +22,7 @@ help:
 	@echo "make tried      tries thousands of hostile files, kills and faults, and counts them in SECURITY.md"
 	@echo "make lint       ruff, and mypy: the types of all of sbkit/ and tools/"
 	@echo "make docs       docs/keys.md from what the classes declare"
+	@echo "make pictures   the README's pictures, from the run of make demo and a headless Chromium"
 	@echo "make dist       a wheel, in dist/"
 	@echo "make bench      speed against stock SpeechBrain in the same run"
 	@echo "make gpu        what works on this machine's GPUs, and how fast: 20 minutes, gpu-report.md"
@@ -79,6 +80,9 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python tools/keys_page.py
+
+pictures: $(STAMP) $(OUT)/bundle/config.json
+	$(BIN)/python -m tools.pictures $(OUT)
 
 # Without network: it needs setuptools, and none of what sbkit needs.
 dist:

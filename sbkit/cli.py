@@ -138,7 +138,8 @@ def dispatch(argv: list[str]) -> int:
         return 0
     from sbkit.recipe import arguments
 
-    return module.run(arguments.read_words(rest, module.OPTIONS, FORMER_OPTIONS.get(command, {}), command != "check"))
+    return module.run(arguments.read_words(rest, module.OPTIONS, FORMER_OPTIONS.get(command, {}), command != "check",
+                                           task=command not in ("check", "show")))
 
 
 def command_module(command: str) -> ModuleType:

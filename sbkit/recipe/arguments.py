@@ -17,7 +17,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import files
 from sbkit.recipe.overrides import NoValue, present_key, unknown_key, with_present_keys
 from sbkit.recipe.report import did_you_mean
-from sbkit.recipe.source import Findings
+from sbkit.recipe.source import BASE, INCLUDE, Findings
 
 if TYPE_CHECKING:
     from speechbrain.utils.run_opts import RunOptions
@@ -39,14 +39,16 @@ class CommandLine:
     check: bool = True
 
 
-def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str, str], keys: bool = True) -> list[str]:
-    """Refuse a recipe that isn't there, and keys that no task has, before torch is imported, which takes seconds.
+def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str, str], keys: bool = True,
+               task: bool = False) -> list[str]:
+    """Refuse wrong words, and paths and keys that they name, before torch is imported, which takes seconds.
 
     Returns the words with hyphens and underscores as the recipe and the options have them, and with present names.
 
     options : the names of the command's own options
     former : their former names
     keys : whether to refuse unknown keys; the check reports them with all else
+    task : whether to refuse a recipe without a task, and a corpus that isn't there
     """
     if all(word.startswith("-") for word in words):
         _raise("required: param_file")
@@ -69,7 +71,26 @@ def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str
         given |= {plain} - own.keys()
     present = {present_key(key, there) for key in given} - there
     brain = next((str(level.value["brain"].tag) for _, level in files.levels(found) if "brain" in level.value), "")
-    if not present or not keys or not brain.startswith("!name:sbkit.") or "brain" in given:  # others have own keys
+    if task and found and "brain" not in {*there, *given} and not (  # a base that can't be read may have it
+            BASE in found[-1][1].value and found[-1][1].value[BASE].tag.startswith(INCLUDE)):
+        from sbkit.recipe.keys import COMPLETE, SCRIPT
+
+        raise SbkitError(f"{words[0]} lacks brain", hint=f"{SCRIPT}; otherwise, {COMPLETE}")
+    if not keys or not brain.startswith("!name:sbkit.") or "brain" in given:  # others have own keys
+        return read
+    if task and "--no-check" not in read:
+        try:
+            source = with_present_keys(parse_overrides(read[1:]), there).get("data_folder")
+        except SbkitError:  # about another word; it is read again, and then reported
+            source = None
+        if isinstance(source, (str, Mapping)):
+            from sbkit.data.sources import check_exists
+
+            try:
+                check_exists(source)
+            except SbkitError as error:
+                raise SbkitError(f"--data_folder: {error.message}", hint=error.hint) from None
+    if not present:
         return read
     home, stock = Path(sbkit.__file__).parent, importlib.util.find_spec("speechbrain")
     sources = dict.fromkeys([home / "runs/keys.py", home / "train/keys.py", *home.glob("tasks/**/*.py")], _DECLARED)

@@ -88,8 +88,9 @@ def check_shadowed(files: Files, findings: Findings) -> None:
     """
     for i, (_, root) in enumerate(files[:-1]):
         for key in root.value:
-            blind = next((path for path, other in files[i + 1:] if key in other.value and _refers(other, key)), None)
-            if key != BASE and blind is not None:
+            there = any(key in level.value for _, level in levels(files[i + 1:]))
+            blind = next((path for path, other in files[i + 1:] if _refers(other, key)), None)
+            if key != BASE and there and blind is not None:
                 findings.error("shadowed", root.place_of(key), str(key),
                                f"it is beside `{BASE}`, so references in {blind.name} don't see it",
                                f"indent it, as one of the keys under `{BASE}`")

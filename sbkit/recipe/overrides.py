@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from sbkit.recipe.files import Files, levels
+from sbkit.recipe.files import Files, levels, referred
 from sbkit.recipe.report import COMMAND_LINE, did_you_mean
 from sbkit.recipe.source import BASE, INCLUDE, Findings, Node, Place
 from sbkit.system import renamed
@@ -102,17 +103,37 @@ def override(files: Files, given: Node, findings: Findings, declared: Collection
 
     declared : keys that aren't misspelt even if no file has them
     """
+    _apply(files[0][1], _placed(given, files), findings, declared)
+
+
+def _placed(given: Node, files: Files) -> Node:
+    """Nest each override under ``recipe`` as deep as its key is written.
+
+    That is where a file first has the key, under its own ``recipe`` included, or else the last file, so that all files
+    can refer to it.
+    """
     placed = Node({}, given.place, given.key)
     for key, value in given.value.items():
-        # It goes as deep as the first file with the key, or else into the last one, so that all files can refer to it.
-        into = placed
-        for _ in range(next((i for i, (_, root) in enumerate(files) if key in root.value), len(files) - 1)):
+        into, depth = placed, len(files) - 1
+        for i, file in enumerate(files):
+            inside = [level for _, level in levels([file])]
+            if (there := next((j for j, level in enumerate(inside) if key in level.value), None)) is not None:
+                depth = i + there
+                break
+        for _ in range(depth):
             into = into.value.setdefault(BASE, Node({}, given.place, BASE))
         if key == BASE and BASE in into.value and isinstance(value.value, dict):
             _insert(into.value[BASE], value)
         else:
-            into.value[key], into.key_places[key] = value, given.place_of(key)
-    _apply(files[0][1], placed, findings, declared)
+            _set(into, key, value, given)
+    return placed
+
+
+def _set(into: Node, key: object, value: Node, given: Node) -> None:
+    """Set a key as it is written in another mapping, with its place and comments."""
+    into.value[key], into.key_places[key] = value, given.place_of(key)
+    if key in given.comments:
+        into.comments[key] = given.comments[key]
 
 
 def _insert(into: Node, given: Node) -> None:
@@ -122,10 +143,28 @@ def _insert(into: Node, given: Node) -> None:
         if old is not None and isinstance(old.value, dict) and isinstance(value.value, dict) and not value.tag:
             _insert(old, value)
         else:
-            into.value[key], into.key_places[key] = value, given.place_of(key)
+            _set(into, key, value, given)
 
 
-def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str]) -> None:
+def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str], partial: bool = False) -> None:
+    """Apply overrides to a mapping; a new key comes before the next one of its file that the mapping has already.
+
+    So a recipe and its base are built in the order in which they read, which random initial weights depend on.
+
+    partial : the mapping holds overrides of an included file, so its keys aren't all there are
+    """
+    partial = partial or root.tag.startswith(INCLUDE)
+    order, waiting = list(root.value), dict[str, list[Any]]()
+    for key in given.value:
+        file = given.place_of(key).file
+        if key not in root.value:
+            waiting.setdefault(file, []).append(key)
+        elif file in waiting:
+            added = waiting.pop(file)
+            needed = referred([(Path(file), given.value[each]) for each in added])  # a reference to one below may fail
+            at = max(order.index(key), *(1 + i for i, each in enumerate(order) if each in needed), 0)
+            order[at:at] = added
+    order += itertools.chain(*waiting.values())
     for key, new in given.value.items():
         target = root.value.get(key)
         if new.place == _NO_VALUE and target is not None and not _may_be_true(root, target):
@@ -133,21 +172,20 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
             findings.error("no-value", new.place, target.key, "it has no value",
                            f"write one after it, such as --{target.key} {example or 'VALUE'}")
         elif target is None or new.tag or new.whole or not isinstance(new.value, dict):
-            if key not in declared:
+            if key not in declared and not partial:
                 _report_typo(root, key, new, findings)
-            root.value[key] = new
-            root.key_places[key] = given.place_of(key)
+            _set(root, key, new, given)
         elif isinstance(target.value, dict):
-            _apply(target, new, findings, declared)
+            _apply(target, new, findings, declared, partial and not target.tag)
         elif target.tag.startswith(TAKES_PARTS) and target.value in ("", None):
             places = {part: new.place_of(part) for part in new.value}
             root.value[key] = Node(new.value, target.place, target.key, target.tag, key_places=places)
         elif not new.dotted and target.scalar and not target.tag:
-            root.value[key] = new
-            root.key_places[key] = given.place_of(key)
+            _set(root, key, new, given)
         else:
             findings.error("override-structure", new.place, target.key,
                            f"{target.key} has no parts that could be set one by one ({target.place})", _advise(target))
+    root.value = {key: root.value[key] for key in order if key in root.value}
 
 
 def _may_be_true(root: Node, target: Node) -> bool:
@@ -174,10 +212,11 @@ def _advise(target: Node) -> str:
 
 
 def _report_typo(root: Node, key: object, new: Node, findings: Findings) -> None:
-    """Report a new key of a mapping that is similar to an existing one."""
-    if key in root.value or not isinstance(key, str) or root.tag.startswith(("!new:", "!name:", "!apply", INCLUDE)):
-        return  # arguments are compared with the signature, and overrides of an included file with that file
-    written = [k for k in root.value if isinstance(k, str) and root.place_of(k).file != COMMAND_LINE]
+    """Report a new key of a mapping that is similar to an existing one, unless one file has both."""
+    if key in root.value or not isinstance(key, str) or root.tag.startswith(("!new:", "!name:", "!apply")):
+        return  # arguments are compared with the signature
+    here = COMMAND_LINE, new.place.file
+    written = [k for k in root.value if isinstance(k, str) and root.place_of(k).file not in here]
     options = [k for k in written if root.value[k].tag or not new.tag]
     near = did_you_mean(key, options, cutoff=0.85)
     if near and not re.search(r"\d", key):  # layer1 beside layer2 is no typo

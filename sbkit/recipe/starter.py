@@ -39,8 +39,9 @@ def files(task: str) -> dict[Path, Path]:
         return {path.relative_to(own): path for path in places}
     flagship = HOME / RECIPES / f"{task}.yaml"
     based = [path.relative_to(HOME) for path in sorted((HOME / "recipes").rglob(f"{RECIPES}/*.yaml"))
-             if chain(path, Findings())[-1][0].samefile(flagship)]
-    return {place: HOME / place for place in (README, Path("train.py"), flagship.relative_to(HOME), *based)}
+             if any(below.samefile(flagship) for below, _ in chain(path, Findings()))]
+    read = [path.relative_to(HOME) for path, _ in chain(flagship, Findings())]
+    return {place: HOME / place for place in (README, Path("train.py"), *read, *based)}
 
 
 def write(folder: Path, task: str) -> list[Path]:

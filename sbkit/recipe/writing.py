@@ -34,6 +34,9 @@ class _Writer:
             above, behind = node.comments.get(key, ([], ""))
             yield from (indent + line for line in above)
             first, *rest = self.lines(child, indent)
+            if behind and rest and not child.tag and isinstance(child.value, list):  # else ruamel joins the lines below
+                yield indent + behind
+                behind = ""
             name = f"{scalar(key)}:" if isinstance(node.value, dict) else "-"
             yield f"{indent}{name} {first}{'    ' if behind else ''}{behind}"
             yield from rest

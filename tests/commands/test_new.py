@@ -20,7 +20,8 @@ def test_a_starter_holds_the_shipped_recipes_and_the_script_as_they_are(tmp_path
     then = {path for path, recipe in rest.items() if any(f"!include:{each.name}\n" in recipe and each.parent ==
                                                          path.parent for each in first)}
     recipes = {str(path.relative_to(ROOT)) for path in first | then}
-    assert written == {"README.md", "train.py", "hparams/ctc.yaml"} | recipes and recipes
+    bases = {f"hparams/base/{name}.yaml" for name in ("training", "recogniser", "conformer")}
+    assert written == {"README.md", "train.py", "hparams/ctc.yaml"} | bases | recipes and recipes
     for name in written - {"README.md"}:
         assert (folder / name).read_bytes() == (ROOT / name).read_bytes(), name
     assert not any(path.is_symlink() for path in folder.rglob("*")), "it stands without the package"

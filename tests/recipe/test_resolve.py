@@ -154,7 +154,12 @@ def test_a_key_beside_the_included_recipe_may_replace_what_nothing_refers_to(tmp
     (tmp_path / "base.yaml").write_text("width: 3\nouter: !ref <width> * 2\nbrain: first\n")
     root, findings = read(tmp_path, "recipe: !include:base.yaml {}\nbrain: second\n")
     assert findings == [] and plain(flatten(root))["brain"] == "second"
-    _, findings = read(tmp_path, "recipe: !include:base.yaml {}\nwidth: 5\n")
+    (tmp_path / "middle.yaml").write_text("recipe: !include:base.yaml\n    width: 7\n")
+    for name in ("base", "middle"):
+        _, findings = read(tmp_path, f"recipe: !include:{name}.yaml {{}}\nwidth: 5\n")
+        assert [f.code for f in findings] == ["shadowed"]
+    (tmp_path / "middle.yaml").write_text("recipe: !include:base.yaml\n    deep: 7\n    sizes: [!ref <deep>]\n")
+    _, findings = read(tmp_path, "recipe: !include:middle.yaml {}\ndeep: 5\n")
     assert [f.code for f in findings] == ["shadowed"]
 
 

@@ -1,7 +1,8 @@
-"""Every YAML that is shipped passes the check, and plain HyperPyYAML loads and builds it too."""
+"""Every shipped recipe passes the check, fits on a screen, and builds with plain HyperPyYAML as `show` prints it."""
 
 import inspect
 import json
+import re
 import textwrap
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from hyperpyyaml import load_hyperpyyaml
 from run_folders import sound
 from safetensors.torch import save_file
 
+from sbkit.cli import main
 from sbkit.export import layout
 from sbkit.nn.codec.coder import definition
-from sbkit.recipe import load
+from sbkit.recipe import files, load
 from sbkit.recipe.build import build
 from sbkit.recipe.check import check
 from sbkit.recipe.reading import read
@@ -23,13 +25,8 @@ from sbkit.system.renamed import FORMER
 from sbkit.train.muon import Muon
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted(str(p.relative_to(ROOT)) for folder in ("hparams", "recipes") for p in (ROOT / folder).rglob("*.yaml"))
-
-
-def refers_below(name: str) -> bool:
-    """Whether it refers to keys of the recipe that it rests on, which plain HyperPyYAML cannot."""
-    text = (ROOT / name).read_text()
-    return "!include:" in text and "!ref" in text
+SHIPPED = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("hparams/*.yaml"), *ROOT.glob("recipes/**/*.yaml")])
+SCREEN = 60
 
 
 def stand_ins(name: str, folder: Path) -> dict:
@@ -79,8 +76,8 @@ def test_there_are_recipes_to_check():
 def few_layers(name: str) -> dict:
     """One layer in each place, as those above it are the same, and few channels of an encoder of speakers, which are a
     loop over groups of them; the flagship is checked with all of its layers."""
-    below = {} if name == "hparams/ctc.yaml" else {key: value.value for _, recipe in load.chain(ROOT / name)
-                                                   for key, value in recipe.value.items()}
+    every = [level.value for _, level in files.levels(load.chain(ROOT / name))] if name != "hparams/ctc.yaml" else []
+    below = {key: value.value for level in every for key, value in level.items()}
     few = {key: 1 for key, value in below.items() if key.endswith("layers") and value not in (None, "null", 0, "0")}
     return few | {"channels": 32} if "speaker" in name.lower() else few
 
@@ -107,15 +104,22 @@ def test_a_shipped_recipe_has_no_key_without_effect_and_no_former_name(name):
     assert "every" in former and not former & set(root.value["opt_class"].value)
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if not refers_below(name)])
-def test_plain_hyperpyyaml_loads_and_builds_a_shipped_recipe(name, tmp_path):
-    own, given = load.chain(ROOT / name)[0][1].value, {}
-    for key, value in stand_ins(name, tmp_path).items():
-        (given if key in own or "recipe" not in own else given.setdefault("recipe", {}))[key] = value
-    with open(ROOT / name, encoding="utf-8") as stream, torch.device("meta"):  # weights without memory
-        hparams = load_hyperpyyaml(stream, given)
-    while "recipe" in hparams:
-        hparams = hparams.pop("recipe") | hparams
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_recipe_fits_on_a_screen_and_show_prints_it_whole_for_plain_hyperpyyaml(name, tmp_path, capsys):
+    """With the file and line of each value; the recipe and its bases can't be read by HyperPyYAML, which resolves
+    references of a file without those that it includes."""
+    assert len((ROOT / name).read_text().splitlines()) <= SCREEN
+    given = [f"--{key}={value}" for key, value in stand_ins(name, tmp_path).items()]
+    assert main(["show", str(ROOT / name), *given]) == 0
+    text = capsys.readouterr().out
+    written = [(path.name, path.read_text().splitlines()) for path, _ in load.chain(ROOT / name)]
+    told = re.findall(r"^(\w+): .*# (?:(\w+\.yaml):(\d+)|command line|default)$", text, re.M)
+    assert len(told) > 50 and {file for _, file, _ in told} >= {"", *dict(written)}
+    for key, file, line in told:
+        there = [lines[int(line) - 1] for name, lines in written if name == file and len(lines) >= int(line)]
+        assert not file or any(f"{key}:" in each for each in there), f"{file}:{line} has no {key}"
+    with torch.device("meta"):  # weights without memory
+        hparams = load_hyperpyyaml(text)
     assert all(isinstance(module, torch.nn.Module) for module in hparams["modules"].values())
     assert sum(p.numel() for p in hparams["model"].parameters()) > 1e6
 

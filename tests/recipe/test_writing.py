@@ -75,6 +75,10 @@ def test_comments_stay_where_they_are_written(tmp_path):
     text = """\
         masks: !new:collections.Counter
             a: 1    # of it
+        counts: !new:collections.OrderedDict
+            of:    # a list
+                - !new:collections.Counter
+                    a: 1    # its only one
         # ---- parts
         parts:
             one: !ref <masks>    # the first
@@ -87,8 +91,8 @@ def test_comments_stay_where_they_are_written(tmp_path):
     (tmp_path / "recipe.yaml").write_text(textwrap.dedent(text))
     lines = [line.strip() for line in merged(tmp_path / "recipe.yaml", {}).splitlines() if line.strip()]
     at = [next(i for i, line in enumerate(lines) if text in line) for text in (
-        "masks: ", "# of it", "# ---- parts", "one: ", "# the first", "other: ", "# ---- more", "more: ", "# the last",
-        "# the end")]
+        "masks: ", "# of it", "# a list", "of:", "# its only one", "# ---- parts", "one: ", "# the first", "other: ",
+        "# ---- more", "more: ", "# the last", "# the end")]
     assert at == sorted(at)
     assert both(tmp_path, textwrap.dedent(text))["parts"] == {"one": {"a": 1}, "other": {"a": 1}}
 
@@ -140,6 +144,28 @@ def test_keys_of_one_recipe_that_are_alike_are_overridden_together_over_two_incl
         assert "did you mean --number_of_decoders?" in str(wrong)
 
 
+def test_keys_that_a_recipe_adds_are_built_before_the_key_of_its_base_that_they_stand_above(tmp_path):
+    base = "seed: 1\nmodel: !PLACEHOLDER\nused: [!ref <model>]\n"
+    (tmp_path / "middle.yaml").write_text(over("width: 1", "used: 3"))
+    text = ("recipe: !include:middle.yaml\n    num_encoder_layers: 2    # alike\n    num_decoder_layers: 3\n"
+            "    model: !ref <num_encoder_layers> * 2\n    end: 5\n")
+    assert list(both(tmp_path, text, base=base).items()) == [
+        ("seed", 1), ("num_encoder_layers", 2), ("num_decoder_layers", 3), ("model", 4), ("width", 1), ("used", 3),
+        ("end", 5)]
+    assert "num_encoder_layers: 2    # alike" in merged(tmp_path / "recipe.yaml", {})
+    given = "folder: !ref <run>/b\n    seed: 3\n"
+    assert both(tmp_path, over(given), base="seed: 1\nname: a\nrun: !ref <name>/<seed>\n")["folder"] == "a/3/b"
+
+
+@pytest.mark.parametrize("word, expected", [
+    ("--lr", "it has no value; write one after it, such as --lr 3"), ("--lr.a=1", "lr has no parts that could be set"),
+    ("--masks.c=1", "Counter has no argument c"), ("--maskss.c=1", "did you mean --masks?")])
+def test_what_is_wrong_with_a_key_that_a_recipe_overrides_is_told_as_of_its_own(tmp_path, word, expected):
+    path = write(tmp_path, over("lr: 3", "masks: {a: 2}", "mask_count: 1"))
+    (tmp_path / "base.yaml").write_text("lr: !PLACEHOLDER\nmasks: !new:fractions.Fraction\nmask_counts: 0\n")
+    assert expected.replace("Counter", "Fraction") in "; ".join(map(str, check(path, parse_overrides([word])).errors))
+
+
 def test_the_command_line_has_the_last_word(tmp_path):
     text = over("masks: !new:collections.Counter {m: 1}") + "lone: 1\n"
     assert both(tmp_path, text, "--masks.n", "2", "--lone", "2")["parts"]["masks"] == {"m": 1, "n": 2}
@@ -164,7 +190,7 @@ def test_parts_of_what_has_none_are_refused_without_a_check_too(tmp_path):
 def test_every_argument_of_the_flagships_objects_can_be_given_on_the_command_line():
     """Those that the YAML doesn't write, too."""
     given = {}
-    for key, node in tree(FLAGSHIP).value.items():
+    for key, node in flatten(resolve(FLAGSHIP, {}, Findings())).value.items():
         if not key.startswith("__") and node.tag.startswith(("!new:", "!name:")) and not isinstance(node.value, list):
             taken = inspect.signature(locate(node.tag.partition(":")[2])).parameters.values()
             given[key] = {p.name: p.default for p in taken if isinstance(p.default, (bool, int, float, str))}

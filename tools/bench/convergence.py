@@ -29,6 +29,7 @@ from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
+from sbkit.recipe.resolve import flatten
 from sbkit.system.console import table
 from tools.bench.harness import RECIPE, ROOT, Results, as_words, call, discard, parse_checked, read_lines
 
@@ -121,7 +122,8 @@ def results_of(out: Path, peak: float, more: list[str]) -> Results:
 
 def recipe_hash() -> str:
     """Return a hash of the recipe's values, apart from those that each run sets."""
-    values = {key: value for key, value in load.tree(RECIPE).texts().items() if key.partition(".")[0] not in OWN}
+    texts = flatten(load.resolved(RECIPE, {})).texts()
+    values = {key: value for key, value in texts.items() if key.partition(".")[0] not in OWN}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -26,7 +26,10 @@ from sbkit.tasks.speaker.task import SpeakerRow, VerificationResults, scored
 
 RECIPE = Path(__file__).parents[3] / "hparams" / "speaker.yaml"
 SMALL = {"channels": 16, "embedding_size": 8, "speakers": ["s0", "s1", "s2"], "n_speakers": 3}
-XVECTOR = RECIPE.read_text().replace("sbkit.nn.speaker.ECAPA ", "sbkit.nn.speaker.XVector ")
+XVECTOR = f"""recipe: !include:{RECIPE}
+    embedding_model: !new:sbkit.nn.speaker.XVector
+        {{input_size: !ref <n_mels>, output_size: !ref <embedding_size>, channels: !ref <channels>}}
+"""
 
 
 def brain(folder, recipe=RECIPE, **given):
