@@ -164,7 +164,9 @@ class LearningNotices:
         more = f"more steps: {setup.option('min_steps', 'batching.min_steps')} {steps} or more in a new run"
         advice = [] if self._state["learnt"] >= 1 else [more]
         if setup.trained and not setup.freezes:
-            parts = "encoder: 100" if "encoder" in setup.keys else "CNN: 100, Transformer: 100"
+            parts = "CNN: 100, Transformer: 100"
+            if "encoder" in setup.keys:
+                parts = "encoder: 100"
             advice.append("the new head first, in a new run, before the encoder forgets what it knows: --freeze "
                           f"'{{{parts}}}'")
         if setup.trained and 0 < setup.fastest * highest < HEAD_RATE / 2:

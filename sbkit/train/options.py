@@ -49,7 +49,7 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
     minutes, steps = "ckpt_interval_minutes", "ckpt_interval_steps"
     for asked, other in ((minutes, steps), (steps, minutes)):  # from the command line, it replaces the recipe's other
         if hparams is not None and asked in opts.overridden_args and other not in opts.overridden_args:
-            hparams |= {other: 0} if other in hparams else {}
+            hparams |= dict.fromkeys({other} & hparams.keys(), 0)
     if float(pick(opts, hparams, minutes)) > 0 and int(pick(opts, hparams, steps)) > 0:
         raise SbkitError(f"{minutes} and {steps} are both set", hint="set one of them to 0")
     chosen = set(opts.overridden_args)

@@ -246,7 +246,7 @@ def test_audio_from_stdin_names_its_temporary_file(room, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(room.path))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO(bytes(100_000))))
     with room.full(), pytest.raises(SbkitError, match=rf"{room.path}/sbkit-stdin-\w+ could not be written: {REFUSED}"):
-        inputs._from_stdin()
+        inputs.collect(["-"])
 
 
 def test_what_no_stage_tells_is_one_line_of_the_command(monkeypatch, capsys):

@@ -7,6 +7,7 @@ in ``tests/nn``.
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 
@@ -43,13 +44,14 @@ def peeked(monkeypatch):
 
 
 def made(folder: Path, brain_class=CTC, parts=(), **overrides):
-    """Recipe and Brain without their numbers; ``parts``: (line, its other version) of the recipe."""
-    text = RECIPE.read_text()
+    """Recipe and Brain without their numbers; ``parts``: (line, its other version) of the recipe and its bases."""
+    shutil.copytree(RECIPE.parent, folder / "hparams")
     for line, other in parts:
-        assert text.count(line) == 1
-        text = text.replace(line, other)
-    (folder / "ctc.yaml").write_text(text)
-    hparams = load.load(folder / "ctc.yaml", {**TINY, "output_folder": str(folder / "run"), **overrides})
+        [path] = [each for each in (folder / "hparams" / "ctc.yaml", *(folder / "hparams").glob("base/*.yaml"))
+                  if line in each.read_text()]
+        assert path.read_text().count(line) == 1
+        path.write_text(path.read_text().replace(line, other))
+    hparams = load.load(folder / "hparams" / "ctc.yaml", {**TINY, "output_folder": str(folder / "run"), **overrides})
     brain = brain_class(hparams["modules"], hparams["opt_class"], hparams, {"device": "cpu", "noprogressbar": True},
                         hparams["checkpointer"])
     brain.modules.to("meta")

@@ -160,7 +160,7 @@ class Network(nn.Module, ABC):
     @property
     def stack(self) -> nn.ModuleList:
         """The layers of the transformer, lowest first."""
-        holder: Any = getattr(self, "encoder", self)
+        holder: Any = getattr(self, "encoder", self)  # of a class of transformers
         return holder.layers
 
     def add_mask_and_adapter(self, model: Any, config: Any) -> None:  # each family has classes for both
