@@ -23,6 +23,9 @@ from trained_runs import different, outcome, tones
 from tools.gpu import corpus
 
 KILLS = int(os.environ.get("SBKIT_KILLS", "2"))
+#: In the long run.
+LONG = 20
+pytestmark = pytest.mark.timeout(400 + 100 * KILLS)  # on a core that others use too
 SMALL = ("--no-check --noprogressbar --step_seconds 4 --max_batch_seconds 20 --number_of_epochs 2 "
          "--d_model 16 --nhead 2 --d_ffn 16 --num_encoder_layers 1 --cnn_channels 4 --lr 0.01 --num_workers 0 "
          "--precision fp32 --ckpt_interval_minutes 0 --ckpt_interval_steps 4 --log_interval 0 "
@@ -114,12 +117,13 @@ def test_a_command_that_is_killed_at_random_goes_on_to_the_same_result(command, 
         out, rounds, here = tmp_path / f"killed{rounds}", rounds + 1, 0
         while kills < KILLS and here < 4:
             until = time.monotonic() + drawn.uniform(0.05, 0.8) * seconds
-            if not processes.killed(lambda until=until: time.monotonic() > until, *words, out, cwd=tmp_path):
+            if not processes.killed(lambda until=until: time.monotonic() > until, *words, out, cwd=tmp_path,
+                                    timeout=200 + 2 * seconds):
                 break
             kills, here = kills + 1, here + 1
         processes.sbkit(*words, out, cwd=tmp_path)
         assert different(result(out), wanted) == [], f"after {kills} kills"
-    tried.record("kill -9 at random moments of label, prepare, clean, a run with old data, a transducer", kills)
+    tried.record("kill -9 at random moments of label, prepare, clean, a run with old data, a transducer", kills, LONG)
 
 
 def dying(seconds, victim, *words):
@@ -159,4 +163,4 @@ def test_a_run_one_of_whose_processes_is_killed_ends_as_the_one_never_stopped(ra
                 kills += 1
         processes.sbkit(*words, out, cwd=tmp_path, ranks=ranks)
         assert different(trained(tmp_path / out), wanted) == [], f"after {kills} kills"
-    tried.record("kill -9 at random moments of training on one process and on two", kills)
+    tried.record("kill -9 at random moments of training on one process and on two", kills, LONG)
