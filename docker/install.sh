@@ -18,7 +18,7 @@ apt-get update -q
 apt-get install -y -q --no-install-recommends ca-certificates g++ python3-dev python3-venv
 python3 -m venv /opt/venv
 pip="/opt/venv/bin/python -m pip install --no-cache-dir -q"
-$pip ${index:+--index-url "$index"} 'torch>=2.11,<2.12' 'torchaudio>=2.11,<2.12'
+$pip ${index:+--index-url "$index"} 'torch>=2.11,<2.12' 'torchaudio>=2.11,<2.11.1'
 $pip "$source[demo,export,serve,speech,ssl,tensorboard]"
 if [ "$device" = cuda ]; then  # the two have the same files, of which only one can be there
     /opt/venv/bin/python -m pip uninstall -y -q onnxruntime

@@ -89,7 +89,7 @@ def torch_pair() -> Iterator[MachineFinding]:
         yield MachineFinding("torchaudio",
                              f"{version_of('torchaudio')} doesn't work: {audio.get('error') or facts['ended']}",
                              IN_THE_WAY, "install the one that belongs to this torch: pip install --force-reinstall "
-                                  f"--no-deps 'torchaudio=={'.'.join(torch['version'].split('.')[:2])}.*'")
+                                  f"--no-deps 'torchaudio=={'.'.join(torch['version'].split('.')[:2])}.0'")
     else:
         yield MachineFinding("torchaudio", audio["version"])
 

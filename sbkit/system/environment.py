@@ -16,7 +16,7 @@ from sbkit.errors import SbkitError, shown
 from sbkit.system.cores import usable_cores
 
 #: What pip installs; setup.cfg has the same range.
-TORCH = "'torch>=2.10,<2.12' 'torchaudio>=2.10,<2.12'"
+TORCH = "'torch>=2.10,<2.12' 'torchaudio>=2.10,<2.11.1'"
 _OLDEST_TORCH = (2, 10)
 _PACKAGES = ("sbkit", "torch", "torchaudio", "speechbrain", "hyperpyyaml", "datasets", "sentencepiece", "numpy")
 
@@ -51,11 +51,12 @@ def check_torch(torch: str | None = None, torchaudio: str | None = None) -> None
     if _minor(torch) < _OLDEST_TORCH:
         raise SbkitError(f"torch {torch} is too old: before 2.10, a file of weights can corrupt memory",
                          hint=f"pip install {TORCH}: checkpoints stay valid")
-    if torchaudio is not None and _minor(torch) != _minor(torchaudio):
+    # torchaudio 2.11.1 takes a function that torch 2.11.0 doesn't have.
+    if torchaudio is not None and (_minor(torch) != _minor(torchaudio) or re.match(r"2\.11\.[1-9]", torchaudio)):
         wanted = ".".join(map(str, _minor(torch)))
         raise SbkitError(
             f"torch {torch} and torchaudio {torchaudio} are of different releases and cannot be loaded together",
-            hint=f"pip install 'torchaudio=={wanted}.*' (or {TORCH})",
+            hint=f"pip install 'torchaudio=={wanted}.0' (or {TORCH})",
         )
 
 
