@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     with atomic_write(recipe) as out:
         out.write(writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve())))
     # A recipe as it ran has no references left: its corpus is named where it is read.
-    keys = {"init_from": args.run.resolve(), "replay": f"{args.replay:g}", "corpus.source": source.resolve(),
+    keys = {"init_from": args.run.resolve(), "init_tokenizer": "keep", "replay": f"{args.replay:g}", "corpus.source": source.resolve(),
             **dict.fromkeys(("corpus.splits", "corpus.columns", "corpus.data_root", "corpus.exclude"), "null")}
     words = [str(recipe), "--no-check", *(f"--{key}={value}" for key, value in keys.items()),
              *(f"--{value}" for value in args.values)]
