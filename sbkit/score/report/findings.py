@@ -226,7 +226,7 @@ def _training(run: RunData) -> Iterator[RunFinding]:
             yield RunFinding(
                 min(gain, 0.9), "The WER was still falling when training ended",
                 f"It fell from {rate(earlier[1])} to {rate(last[1])} over the last two epochs: train longer.",
-                "curves", earlier[1] - last[1])
+                "curves", min(earlier[1] - last[1], last[1]))
         elif best[0] < 0.7 * last[0] and last[1] > 1.03 * best[1]:
             yield RunFinding(
                 min(1.0, last[1] / max(best[1], 1e-9) - 1), f"The WER was best in epoch {best[0]} of {last[0]}",
