@@ -29,7 +29,7 @@ class Corrections:
 
     A recording is one row, however often it is corrected: the last words count.
 
-    max_bytes : the most that its recordings may take together
+    max_bytes : the most that its recordings and their list may take together
     """
 
     def __init__(self, folder: Path, max_bytes: int):
@@ -69,7 +69,9 @@ class Corrections:
                "text": text, **known, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         with self._writing:
             fresh = not path.exists()
-            if fresh and self._bytes + len(data) > self._max_bytes:
+            listed = self._list.stat().st_size if self._list.exists() else 0
+            # The list counts too: recordings may be of a sample, and words of many bytes.
+            if self._bytes + len(data) * fresh + listed + len(json.dumps(row)) > self._max_bytes:
                 raise no_room(f"this server keeps {self._max_bytes // MEGABYTE} MB of corrections, and they are full")
             try:
                 if fresh:

@@ -141,3 +141,18 @@ def test_on_a_full_disk_nothing_is_kept_in_part_and_a_recording_can_still_be_for
     kept.delete(name)
     kept.close()
     assert not rows(tmp_path)
+
+
+def test_long_words_of_short_recordings_do_not_fill_the_disk_either(tmp_path):
+    kept = Corrections(tmp_path, 20_000)
+    short = kept.save(np.zeros(1), 16_000, "a", heard=None)["id"]
+    for number in range(5):
+        kept.save(np.full(1, (number + 1) / 10), 16_000, "a" * MAX_CHARACTERS, heard=None)
+    with pytest.raises(ApiError, match="corrections, and they are full"):
+        for number in range(5, 10):
+            kept.save(np.full(1, (number + 1) / 11), 16_000, "a" * MAX_CHARACTERS, heard="a" * MAX_CHARACTERS)
+    with pytest.raises(ApiError, match="corrections, and they are full"):  # nor are they made longer later
+        kept.save(np.zeros(1), 16_000, "\U0001f600" * MAX_CHARACTERS, heard=None)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.*")) <= 20_000
+    kept.delete(short)
+    kept.close()
