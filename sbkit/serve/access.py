@@ -141,7 +141,7 @@ class AccessControl:
                 raise stopping()
             if scope["type"] == "http" and scope["method"] == "OPTIONS" and origin is not None:
                 requested = headers.get("access-control-request-headers", "authorization")
-                await Response(None, 204, {"access-control-allow-methods": "GET, POST",
+                await Response(None, 204, {"access-control-allow-methods": "GET, POST, DELETE",
                                            "access-control-allow-headers": requested})(scope, receive, sender.send)
                 return
             if self._keys and path not in _WITHOUT_KEY and not self._keys.allow(_key(headers)):

@@ -29,7 +29,7 @@ class Corrections:
 
     A recording is one row, however often it is corrected: the last words count.
 
-    max_bytes : the most that its recordings may take together
+    max_bytes : the most that its recordings and their list may take together
     """
 
     def __init__(self, folder: Path, max_bytes: int):
@@ -37,14 +37,16 @@ class Corrections:
         try:
             self._clips.mkdir(parents=True, exist_ok=True)
             self._lock = Lock(folder)
-            lines = self._list.read_text(encoding="utf-8").splitlines() if self._list.exists() else []
-            self._rows: dict[str, dict[str, Any]] = {row["id"]: row for row in map(json.loads, lines)}
+            if self._lock.acquire() is False:
+                self._lock.close()
+                raise SbkitError(f"--corrections {folder}: another server writes there", hint="name another folder")
+            # Not splitlines, which also splits at what JSON leaves as it is, such as U+2028.
+            lines = self._list.read_text(encoding="utf-8").split("\n") if self._list.exists() else []
+            self._rows: dict[str, dict[str, Any]] = {row["id"]: row for row in map(json.loads, filter(None, lines))}
             self._bytes = sum(path.stat().st_size for path in self._clips.glob("*.wav"))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SbkitError(f"--corrections {folder}: cannot be used: {error}",
                              hint="name a folder that this server can write, new or made by --corrections") from None
-        if self._lock.acquire() is False:
-            raise SbkitError(f"--corrections {folder}: another server writes there", hint="name another folder")
         self._writing = threading.Lock()
 
     def close(self) -> None:
@@ -57,24 +59,32 @@ class Corrections:
             raise invalid("the text is empty: send the words that were spoken", "text")
         if len(text) > MAX_CHARACTERS or not text.isprintable():
             raise invalid(f"the text must have at most {MAX_CHARACTERS} characters, all of them printable", "text")
+        known = {name: value and " ".join(value.split())[:MAX_CHARACTERS] for name, value in facts.items()}
         file = io.BytesIO()
         soundfile.write(file, signal, rate, format="WAV", subtype="PCM_16")
         data = file.getvalue()
         name = hashlib.sha256(data).hexdigest()[:20]
         path = self._clips / f"{name}.wav"
         row = {"id": name, "audio_filepath": f"clips/{name}.wav", "duration": round(len(signal) / rate, 4),
-               "text": text, **facts, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+               "text": text, **known, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         with self._writing:
-            if not path.exists() and self._bytes + len(data) > self._max_bytes:
+            fresh = not path.exists()
+            listed = self._list.stat().st_size if self._list.exists() else 0
+            # The list counts too: recordings may be of a sample, and words of many bytes.
+            if self._bytes + len(data) * fresh + listed + len(json.dumps(row)) > self._max_bytes:
                 raise no_room(f"this server keeps {self._max_bytes // MEGABYTE} MB of corrections, and they are full")
             try:
-                if not path.exists():
+                if fresh:
                     with atomic_write(path, "wb") as out:
                         out.write(data)
-                    self._bytes += len(data)
                 self._write(self._rows | {name: row})
-            except SbkitError as error:  # of the disk
-                raise no_room(str(error)) from None
+            except BaseException as error:
+                if fresh:  # what was not saved is not kept
+                    path.unlink(missing_ok=True)
+                if isinstance(error, SbkitError):  # of the disk
+                    raise no_room(str(error)) from None
+                raise
+            self._bytes += len(data) * fresh
         return row
 
     def delete(self, name: str) -> None:
@@ -82,10 +92,14 @@ class Corrections:
         with self._writing:
             if name not in self._rows:
                 raise ApiError(404, f"there is no correction {name[:40]!r}", code="not_found")
-            self._write({each: row for each, row in self._rows.items() if each != name})
             path = self._clips / f"{name}.wav"
-            self._bytes -= path.stat().st_size if path.exists() else 0
-            path.unlink(missing_ok=True)
+            size = path.stat().st_size if path.exists() else 0
+            path.unlink(missing_ok=True)  # first: on a full disk, the list needs its room
+            self._bytes -= size
+            try:
+                self._write({each: row for each, row in self._rows.items() if each != name})
+            except SbkitError as error:
+                raise no_room(str(error)) from None
 
     def _write(self, rows: dict[str, dict[str, Any]]) -> None:
         with atomic_write(self._list) as out:

@@ -34,7 +34,7 @@ class Limits:
     max_disk_mb: float = limit(
         8192.0, "megabytes of the temporary folder for uploads and decoded audio, at most half of the free space; "
         "beyond that a request gets a 503")
-    max_corrections_mb: float = limit(1024.0, "megabytes of recordings in the folder of --corrections")
+    max_corrections_mb: float = limit(1024.0, "megabytes in the folder of --corrections")
     min_upload_kbs: float = limit(16.0, "slowest upload allowed, in kilobytes per second")
     upload_grace_seconds: float = limit(10.0, "time before the upload speed is checked")
     request_seconds: float = limit(300.0, "time limit for one request, including the upload")

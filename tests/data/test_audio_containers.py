@@ -4,6 +4,7 @@ import functools
 import io
 import struct
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -76,6 +77,29 @@ def test_an_mp4_that_claims_packets_without_end_takes_no_memory_for_them():
     data[chunks + 16 : chunks + 20] = struct.pack(">I", 60_000_000)
     with pytest.raises(AudioError, match="claims more packets than it has bytes"):
         audio_info(bytes(data))
+    size = len(data) * 3 // 4  # each less than the bytes, and both together more
+    data[sizes + 8 : sizes + 16] = struct.pack(">II", 1, size)
+    data += struct.pack(">I4sIII", 20, b"stsz", 0, 1, size)
+    with pytest.raises(AudioError, match="claims more packets than it has bytes"):
+        audio_info(bytes(data))
+    at = data.index(b"moov")  # the same list, compressed
+    packed = zlib.compress(data[at - 4 : at - 4 + int.from_bytes(data[at - 4 : at], "big")])
+    moov = [(b"dcom", b"zlib"), (b"cmvd", struct.pack(">I", len(data)) + packed)]
+    inside = b"".join(struct.pack(">I4s", 8 + len(each), name) + each for name, each in moov)
+    hidden = data[: at - 4] + struct.pack(">I4sI4s", 16 + len(inside), b"moov", 8 + len(inside), b"cmov") + inside
+    with pytest.raises(AudioError, match="its list of packets is compressed"):
+        audio_info(bytes(hidden))
+
+
+def test_a_title_is_not_taken_for_a_claim_and_a_box_may_claim_any_length(tmp_path):
+    data = contained(speechlike(1.0, 16_000), 16_000, "m4a")
+    titled = data + struct.pack(">I4s32s", 40, b"udta", b"my trunk is strong and destruntes")
+    assert audio_info(titled) == audio_info(data)
+    for length in (1 << 40, 1 << 62, (1 << 64) - 1):
+        (tmp_path / "long.m4a").write_bytes(long := data[:32] + struct.pack(">I4sQ", 1, b"moov", length) + data[32:])
+        for each in (long, tmp_path / "long.m4a"):
+            with pytest.raises(AudioError, match="cannot be decoded: damaged or cut off"):
+                audio_info(each)
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):

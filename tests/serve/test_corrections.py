@@ -1,10 +1,13 @@
 """Corrections: what a client sends is a corpus, and nobody fills the disk, loses a row or reads another's."""
 
+import errno
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import bundles
 import httpx
+import numpy as np
 import pytest
 import serving
 import soundfile
@@ -12,6 +15,7 @@ import soundfile
 from sbkit.data.corpus import Corpus
 from sbkit.errors import SbkitError
 from sbkit.serve.corrections import MAX_CHARACTERS, Corrections
+from sbkit.serve.errors import ApiError
 from sbkit.serve.limits import Limits
 
 
@@ -101,3 +105,54 @@ def test_without_a_folder_nothing_is_kept(bundle):
         found = send(server, "good", "words")
         assert found.status_code == 404 and "sbkit serve --corrections FOLDER does" in found.json()["error"]["message"]
         assert "/v1/audio/corrections" not in httpx.get(f"{server.base}/models").json()["data"][0]["endpoints"]
+
+
+def test_a_server_that_starts_again_finds_every_row_whatever_the_model_heard(tmp_path):
+    kept = Corrections(tmp_path, 1 << 20)
+    saved = kept.save(np.zeros(160), 16_000, "words", heard="one\u2028two\x85three\rfour " + "long " * MAX_CHARACTERS)
+    assert saved["heard"].startswith("one two three four long") and len(saved["heard"]) == MAX_CHARACTERS
+    kept.close()
+    row = json.dumps(saved | {"heard": "one\u2028two"}, ensure_ascii=False)  # of an older server
+    (tmp_path / "corrections.jsonl").write_text(f"{row}\n", encoding="utf-8")
+    kept = Corrections(tmp_path, 1 << 20)
+    kept.delete(saved["id"])
+    kept.close()
+    assert not rows(tmp_path) and not list((tmp_path / "clips").iterdir())
+
+
+def test_on_a_full_disk_nothing_is_kept_in_part_and_a_recording_can_still_be_forgotten(tmp_path, monkeypatch):
+    kept = Corrections(tmp_path, 1 << 20)
+    name = kept.save(np.zeros(160), 16_000, "words", heard=None)["id"]
+    replace = os.replace
+
+    def full(source, target):
+        if str(target).endswith(".jsonl"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ApiError, match="try again later"):
+        kept.save(np.ones(160) / 2, 16_000, "others", heard=None)
+    assert [each.stem for each in (tmp_path / "clips").iterdir()] == [name]
+    with pytest.raises(ApiError, match="try again later"):
+        kept.delete(name)
+    assert not list((tmp_path / "clips").iterdir())  # its words go with the next list
+    monkeypatch.undo()
+    kept.delete(name)
+    kept.close()
+    assert not rows(tmp_path)
+
+
+def test_long_words_of_short_recordings_do_not_fill_the_disk_either(tmp_path):
+    kept = Corrections(tmp_path, 20_000)
+    short = kept.save(np.zeros(1), 16_000, "a", heard=None)["id"]
+    for number in range(5):
+        kept.save(np.full(1, (number + 1) / 10), 16_000, "a" * MAX_CHARACTERS, heard=None)
+    with pytest.raises(ApiError, match="corrections, and they are full"):
+        for number in range(5, 10):
+            kept.save(np.full(1, (number + 1) / 11), 16_000, "a" * MAX_CHARACTERS, heard="a" * MAX_CHARACTERS)
+    with pytest.raises(ApiError, match="corrections, and they are full"):  # nor are they made longer later
+        kept.save(np.zeros(1), 16_000, "\U0001f600" * MAX_CHARACTERS, heard=None)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.*")) <= 20_000
+    kept.delete(short)
+    kept.close()

@@ -328,6 +328,7 @@ def test_unless_it_was_allowed(bundle):
         answer = httpx.options(f"{server.base}/audio/transcriptions", headers=headers)
         assert answer.status_code == 204
         assert answer.headers["access-control-allow-origin"] == "https://good.example"
+        assert answer.headers["access-control-allow-methods"] == "GET, POST, DELETE"  # all that routes take
         assert httpx.get(f"{server.base}/models", headers=headers).headers["access-control-allow-origin"]
         with connect(server.live, origin="https://good.example"):
             pass

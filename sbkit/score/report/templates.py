@@ -12,9 +12,10 @@ from markupsafe import Markup
 
 import sbkit
 
-#: Templates are named by their path below the package.
+#: Templates are named by their path below the package; None is shown as nothing.
 TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(sbkit.__file__).parent), autoescape=True,
-                               trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+                               trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+                               finalize=lambda value: "" if value is None else value)
 
 
 def render(template: str, script: str, **values: Any) -> str:

@@ -20,7 +20,7 @@ from sbkit.errors import SbkitError
 from sbkit.score import utterances
 from sbkit.score.report import suspect_page, write_report
 from sbkit.score.report.data import read
-from sbkit.score.results import Player, Results, SoundSample
+from sbkit.score.results import Player, Results, SoundSample, Table
 
 EVIL = '<script>alert("x")</script><img src=http://evil/x onerror=alert(1)>'
 
@@ -220,13 +220,15 @@ def test_players_stand_side_by_side_even_after_the_run_has_moved(tmp_path, wav):
     run_folders.sound(run / "test_sounds" / "01.wav", seed=1)
     sounds = [SoundSample("recording", wav, 0.0, 0.8), SoundSample("codec", "test_sounds/01.wav", 0.0, 0.8)]
     results = Results({"loss": 1.0, "STOI": 0.9, "mel_distance": 2.5}, 1,
-                      players=[Player("what is <said>", "a remark", sounds)])
+                      players=[Player("what is <said>", "a remark", sounds)],
+                      tables=[Table("Rates", ["of <b>", "rate"], [["a < b", None]])])
     results.write(run, Manifest(ids=[], durations=[], wavs=[], texts=[]), "test")
     page = Page(write_report(run.rename(tmp_path / "moved")))
     assert all(f"<h3>{name}</h3>" in page.source for name in ("Loss", "STOI", "Mel distance"))
     found = page.source.partition('id="listen"')[2].partition("</section>")[0]
     assert found.count('src="data:audio/mpeg;base64,') == 2
     assert "what is &lt;said&gt;" in found and "a remark" in found
+    assert '<td class="text">a &lt; b</td><td class="text"></td>' in page.source  # a cell without a value is empty
     assert found.index("recording") < found.index("codec")
 
 
