@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
             raise SbkitError(f"--set {value}: write KEY=VALUE")
     # Other corrections, other work: the same command resumes, and a new row begins anew from the old model.
     mark = hashlib.sha256(source.read_bytes() if source.is_file() else str(source.resolve()).encode()).hexdigest()[:8]
-    work = args.work or args.run.with_name(f"{args.run.name}-improved-{mark}")
+    folder = Path(os.path.abspath(args.run))  # "." has no name
+    work = args.work or folder.with_name(f"{folder.name}-improved-{mark}")
 
     from sbkit.system.environment import check_torch, training_command
 
@@ -66,8 +68,9 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.system.console import atomic_write, table
 
     new, recipe = work / "run", work / "recipe.yaml"
+    text = writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve()))
     with atomic_write(recipe) as out:
-        out.write(writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve())))
+        out.write(text)
     # A recipe as it ran has no references left: its corpus is named where it is read.
     keys = {"init_from": args.run.resolve(), "replay": f"{args.replay:g}", "corpus.source": source.resolve(),
             **dict.fromkeys(("corpus.splits", "corpus.columns", "corpus.data_root", "corpus.exclude"), "null")}
