@@ -80,7 +80,7 @@ def _needed(pretrainer: Pretrainer | None, filled: Collection[int]) -> dict[str,
     for name, obj in pretrainer.loadables.items():
         if not pretrainer.is_loadable(name):
             continue
-        tensors = []  # without those that pretrained weights need not have
+        tensors: list[object] = []  # without those that pretrained weights need not have
         if isinstance(obj, nn.Module):
             tensors = [tensor for key, tensor in obj.state_dict(keep_vars=True).items()
                        if not is_added(key) and key not in getattr(obj, "dispensable", ())]
