@@ -59,7 +59,6 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.runs import restore
     from sbkit.runs.evaluation import EvaluateRequest
     from sbkit.score.behaviour import SILENCE
-    from sbkit.score.old_set import OLD, OldSet
     from sbkit.score.report import data
     from sbkit.score.report.page import write_report
     from sbkit.score.run_files import MANIFESTS, RECIPE
@@ -92,8 +91,9 @@ def run(args: argparse.Namespace) -> int:
     assert before is not None and after is not None, "they were just written"
     of_new = compare(before.words, after.words)
     silence = [each.scored["behaviour"][SILENCE] for each in scores.values()]
-    old, now = OldSet.read(new), data.read(new).parts[OLD].words.rate
-    assert old is not None, "training with replay wrote it"
+    old_test = data.read(new).old_test
+    assert old_test is not None, "training with replay wrote it"
+    old, now = old_test
     page = write_report(scores["after"].folder, against=scores["before"].folder)
 
     why_not = []
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     low, high = old.interval
     print(table(["", "before", "after", ""], [
         ["new test, WER %", f"{of_new.rate_a:.2f}", f"{of_new.rate_b:.2f}", str(of_new)],
-        ["old test, WER %", f"{old.before:.2f} ({low:.2f} to {high:.2f})", f"{now:.2f}",
+        [f"old test, {old.metric} %", f"{old.before:.2f} ({low:.2f} to {high:.2f})", f"{now:.2f}",
          "worse" if old.is_worse(now) else "not worse"],
         ["silence, words a minute", *(f"{each:.1f}" for each in silence), ""]]))
     print(f"what changed, to hear: {page}")
