@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
             raise SbkitError(f"--set {value}: write KEY=VALUE")
     # Other corrections, other work: the same command resumes, and a new row begins anew from the old model.
     mark = hashlib.sha256(source.read_bytes() if source.is_file() else str(source.resolve()).encode()).hexdigest()[:8]
-    work = args.work or args.run.with_name(f"{args.run.name}-improved-{mark}")
+    folder = Path(os.path.abspath(args.run))  # "." has no name
+    work = args.work or folder.with_name(f"{folder.name}-improved-{mark}")
 
     from sbkit.system.environment import check_torch, training_command
 
@@ -57,7 +59,6 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.runs import restore
     from sbkit.runs.evaluation import EvaluateRequest
     from sbkit.score.behaviour import SILENCE
-    from sbkit.score.old_set import OLD, OldSet
     from sbkit.score.report import data
     from sbkit.score.report.page import write_report
     from sbkit.score.run_files import MANIFESTS, RECIPE
@@ -66,8 +67,9 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.system.console import atomic_write, table
 
     new, recipe = work / "run", work / "recipe.yaml"
+    text = writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve()))
     with atomic_write(recipe) as out:
-        out.write(writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve())))
+        out.write(text)
     # A recipe as it ran has no references left: its corpus is named where it is read.
     keys = {"init_from": args.run.resolve(), "init_tokenizer": "keep", "replay": f"{args.replay:g}", "corpus.source": source.resolve(),
             **dict.fromkeys(("corpus.splits", "corpus.columns", "corpus.data_root", "corpus.exclude"), "null")}
@@ -89,8 +91,9 @@ def run(args: argparse.Namespace) -> int:
     assert before is not None and after is not None, "they were just written"
     of_new = compare(before.words, after.words)
     silence = [each.scored["behaviour"][SILENCE] for each in scores.values()]
-    old, now = OldSet.read(new), data.read(new).parts[OLD].words.rate
-    assert old is not None, "training with replay wrote it"
+    old_test = data.read(new).old_test
+    assert old_test is not None, "training with replay wrote it"
+    old, now = old_test
     page = write_report(scores["after"].folder, against=scores["before"].folder)
 
     why_not = []
@@ -104,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     low, high = old.interval
     print(table(["", "before", "after", ""], [
         ["new test, WER %", f"{of_new.rate_a:.2f}", f"{of_new.rate_b:.2f}", str(of_new)],
-        ["old test, WER %", f"{old.before:.2f} ({low:.2f} to {high:.2f})", f"{now:.2f}",
+        [f"old test, {old.metric} %", f"{old.before:.2f} ({low:.2f} to {high:.2f})", f"{now:.2f}",
          "worse" if old.is_worse(now) else "not worse"],
         ["silence, words a minute", *(f"{each:.1f}" for each in silence), ""]]))
     print(f"what changed, to hear: {page}")

@@ -220,14 +220,16 @@ def try_behaviour(request: EvaluateRequest, recipe: Recipe, brain: Brain, manife
             clips.append((read_utterance(row.wav, row.start, row.duration, sample_rate=rate, remote=manifest.remote),
                           row.text))
     trials = [*silences(rate), *speeches([clip for clip in clips if clip[1].split()], rate)]
-    nonspeech, paths, noises = vars(recipe.keys).get("nonspeech"), list[str](), list[np.ndarray]()
-    if nonspeech is not None and nonspeech.files is not None and Path(nonspeech.files.folder).is_dir():
-        listed = nonspeech.files.check()  # does somebody speak in them?
-        for number, path in enumerate(listed[::-(-len(listed) // BEHAVIOUR_NOISES)]):
-            with contextlib.suppress(AudioError):
-                size = round(rate * min(SECONDS, audio_info(path)[0]))
-                noises.append(recorded_noise(path, size, rate, np.random.default_rng(number)).astype(np.float32))
-                paths.append(path)
+    nonspeech, recordings = vars(recipe.keys).get("nonspeech"), list[str]()
+    if nonspeech is not None and nonspeech.files is not None:
+        with contextlib.suppress(SbkitError):  # the folder may be gone or empty by now
+            recordings = nonspeech.files.check()
+    paths, noises = list[str](), list[np.ndarray]()  # does somebody speak in them?
+    for number, path in enumerate(recordings[::max(1, -(-len(recordings) // BEHAVIOUR_NOISES))]):
+        with contextlib.suppress(AudioError):
+            size = round(rate * min(SECONDS, audio_info(path)[0]))
+            noises.append(recorded_noise(path, size, rate, np.random.default_rng(number)).astype(np.float32))
+            paths.append(path)
     signals = [*(trial.signal for trial in trials), *noises]
     with tempfile.TemporaryDirectory(prefix="sbkit-") as folder:  # of this rank
         wavs = [f"{folder}/{number:05}.wav" for number in range(len(signals))]

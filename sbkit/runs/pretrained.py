@@ -74,14 +74,17 @@ def saved_ids(objects: Iterable[object]) -> set[int]:
 
 def _needed(pretrainer: Pretrainer | None, filled: Collection[int]) -> dict[str, Any]:
     """The objects that the pretrainer must load: those that aren't filled otherwise."""
+    if pretrainer is None:
+        return {}
     found = {}
-    for name, obj in pretrainer.loadables.items() if pretrainer is not None else ():
-        # All of a module, except tensors that pretrained weights need not have.
-        tensors = [tensor for key, tensor in obj.state_dict(keep_vars=True).items()
-                   if not is_added(key) and key not in getattr(obj, "dispensable", ())] \
-            if isinstance(obj, nn.Module) else []
-        is_filled = bool(tensors) and all(id(tensor) in filled for tensor in tensors)
-        if pretrainer is not None and pretrainer.is_loadable(name) and not is_filled:
+    for name, obj in pretrainer.loadables.items():
+        if not pretrainer.is_loadable(name):
+            continue
+        tensors: list[object] = []  # without those that pretrained weights need not have
+        if isinstance(obj, nn.Module):
+            tensors = [tensor for key, tensor in obj.state_dict(keep_vars=True).items()
+                       if not is_added(key) and key not in getattr(obj, "dispensable", ())]
+        if not tensors or any(id(tensor) not in filled for tensor in tensors):
             found[name] = obj
     return found
 

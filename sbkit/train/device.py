@@ -103,5 +103,3 @@ def parse(device: object) -> torch.device:
     except RuntimeError as error:
         raise SbkitError(f"device '{device}' is not a device that torch knows",
                          hint="write cpu, cuda, cuda:0, mps or xpu:1") from error
-
-

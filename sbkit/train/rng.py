@@ -187,4 +187,3 @@ class RngState:
                 part_ranks(rank, saved["step"], self.device)
         apply()
         self._again = None if end_of_epoch else apply
-

@@ -27,6 +27,14 @@ def test_mistakes_are_told_before_anything_is_trained(words, told, tmp_path, cap
     assert told in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_run_can_be_the_working_directory_and_a_refused_one_leaves_nothing(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hyperparams.yaml").write_text("lr: 1\n")
+    monkeypatch.chdir(tmp_path / "run")
+    assert main(["improve", ".", "--with", str(tmp_path), "--to", str(tmp_path / "bundle")]) == 2
+    assert "lacks output_folder" in capsys.readouterr().err and [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_what_is_not_surely_better_is_not_published(tmp_path):

@@ -26,7 +26,7 @@ from speechbrain.utils.checkpoints import (
 )
 from torch.optim import Optimizer
 
-from sbkit.errors import SbkitError, shown, summary
+from sbkit.errors import SbkitError, shown_names, summary
 from sbkit.recipe.report import listed
 from sbkit.system import untrusted
 from sbkit.train.checkpoint.files import CheckpointError
@@ -159,7 +159,7 @@ def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:  # 
             return untrusted.load_tensors(path, mmap=lazily)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))  # the rest is torch's advice to load it all the same
-        such = f", such as {shown(named[1])[1:-1]}" if named else ""
+        such = f", such as {shown_names([named[1]])}" if named else ""
         raise CheckpointError(
             f"{path} holds more than tensors and numbers{such}, so loading it could run code",
             hint="save it again as a state dict, or give the recoverable its own load hook",

@@ -1,0 +1,37 @@
+"""The battery of a recogniser's behaviour, around the search that answers it."""
+
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import soundfile
+
+from sbkit.data.manifest import Manifest
+from sbkit.data.nonspeech import NonSpeech
+from sbkit.runs import evaluation
+from sbkit.score.behaviour import silences
+
+
+@pytest.mark.parametrize("recordings, heard", [(["hum.wav"], ["hum.wav"]), ([], []), (None, [])],
+                         ids=["some", "emptied", "gone"])
+def test_noises_of_the_folder_are_tried_if_it_still_has_any(recordings, heard, tmp_path, monkeypatch):
+    folder = tmp_path / "noises"
+    if recordings is not None:
+        folder.mkdir()
+    for name in recordings or ():
+        soundfile.write(folder / name, np.full(8000, 0.1, np.float32), 16_000)
+    rows = []
+
+    def transcribe(request, recipe, brain, battery, label):
+        rows.extend(SimpleNamespace(id=row.id, hypothesis="words") for row in battery)
+
+    monkeypatch.setattr(evaluation, "transcribe", transcribe)
+    monkeypatch.setattr(evaluation, "silences", lambda rate: silences(rate, 0.5, 1))
+    found = evaluation.try_behaviour(
+        evaluation.EvaluateRequest(tmp_path),
+        SimpleNamespace(keys=SimpleNamespace(nonspeech=NonSpeech(folder=str(folder)))),
+        SimpleNamespace(searching=contextlib.nullcontext, all_rows=lambda: rows),
+        Manifest(ids=[], wavs=[], texts=[], durations=[]), 16_000)
+    listed = [row[0] for table in found.tables if "hears words" in table.title for row in table.rows]
+    assert listed == [str(folder / name) for name in heard]
