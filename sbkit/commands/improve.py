@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     source = kept if kept.is_file() else args.corrections
     if not source.exists():
         raise SbkitError(f"--with: there is no {args.corrections}", hint="sbkit serve --corrections FOLDER makes one")
+    if args.to.exists() and not (args.to / "config.json").exists():
+        raise SbkitError(f"--to: {args.to} is there and no bundle", hint="name a bundle, or a new folder")
     for value in args.values:
         if "=" not in value:
             raise SbkitError(f"--set {value}: write KEY=VALUE")
@@ -71,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     with atomic_write(recipe) as out:
         out.write(text)
     # A recipe as it ran has no references left: its corpus is named where it is read.
-    keys = {"init_from": args.run.resolve(), "init_tokenizer": "keep", "replay": f"{args.replay:g}", "corpus.source": source.resolve(),
+    keys = {"init_from": args.run.resolve(), "init_tokenizer": "keep", "replay": f"{args.replay:g}",
+            "corpus.source": source.resolve(),
             **dict.fromkeys(("corpus.splits", "corpus.columns", "corpus.data_root", "corpus.exclude"), "null")}
     words = [str(recipe), "--no-check", *(f"--{key}={value}" for key, value in keys.items()),
              *(f"--{value}" for value in args.values)]
@@ -86,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         out = work / name
         evaluate(EvaluateRequest(scored, on=str((new / MANIFESTS / "new" / "test.csv").resolve()), name="new", out=out,
                                  behaviour=True))
-        scores[name] = data.read(next(out.glob("new-*")))
+        scores[name] = data.read(out / "new-best")
     before, after = scores["before"].results, scores["after"].results
     assert before is not None and after is not None, "they were just written"
     of_new = compare(before.words, after.words)

@@ -183,7 +183,7 @@ class Decoders:
             if (cause := reply.get("refused")) is not None:  # a clause, or about a file: 'its header claims ...'
                 clause = f"can't be used: {cause}" if cause.startswith("its ") else cause
                 if cause.endswith("Format not recognised"):
-                    clause = f"{cause}; send WAV, FLAC, MP3 or Ogg"
+                    clause = f"{cause}; send WAV, FLAC, MP3, Ogg, M4A or WebM"
                 raise invalid(f"the audio {clause}", "file", "invalid_audio")
             if "too_long" in reply:
                 raise invalid(f"the audio is {reply['too_long']}; the limit of this server is "

@@ -18,12 +18,13 @@ LITTLE = ("--no-check --noprogressbar --d_model 16 --nhead 2 --num_encoder_layer
 
 @pytest.mark.parametrize("words, told", [
     (["nowhere", "--with", "{data}"], "nowhere"), (["{run}", "--with", "nowhere"], "--with: there is no nowhere"),
-    (["{run}", "--with", "{data}", "--set", "lr"], "--set lr: write KEY=VALUE")])
+    (["{run}", "--with", "{data}", "--set", "lr"], "--set lr: write KEY=VALUE"),
+    (["{run}", "--with", "{data}", "--to", "{run}"], "is there and no bundle")])
 def test_mistakes_are_told_before_anything_is_trained(words, told, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "hyperparams.yaml").write_text("output_folder: here\n")
     given = [word.format(data=tmp_path, run=tmp_path / "run") for word in words]
-    assert main(["improve", *given, "--to", str(tmp_path / "bundle")]) == 2
+    assert main(["improve", "--to", str(tmp_path / "bundle"), *given]) == 2
     assert told in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
