@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
     new, recipe = work / "run", work / "recipe.yaml"
     text = writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve()))
-    with atomic_write(recipe) as out:
-        out.write(text)
+    with atomic_write(recipe) as file:
+        file.write(text)
     # A recipe as it ran has no references left: its corpus is named where it is read.
     keys = {"init_from": args.run.resolve(), "init_tokenizer": "keep", "replay": f"{args.replay:g}",
             "corpus.source": source.resolve(),

@@ -20,7 +20,8 @@ def run(args: argparse.Namespace) -> int:
 
     folder: Path = args.folder
     if not folder.is_dir():
-        raise SbkitError(f"{folder} is a file" if folder.exists() else f"{folder} does not exist", hint="name the output_folder of a run, or a bundle")
+        raise SbkitError(f"{folder} is a file" if folder.exists() else f"{folder} does not exist",
+                         hint="name the output_folder of a run, or a bundle")
     if (folder / layout.CONFIG).exists():
         config = layout.read(folder)
         rows = [["what", f"a bundle: {config.what}"], ["sample rate", f"{config.sample_rate} Hz"],
