@@ -77,7 +77,7 @@ def tree(path: Path) -> Node:
 
 def merged(path: Path, overrides: Mapping[str, Any]) -> str:
     """The text of an equivalent recipe of one file: overrides applied, references and includes resolved."""
-    return writing.text(resolved(path, overrides))
+    return writing.text(flatten(resolved(path, overrides)))
 
 
 def resolved(path: Path, overrides: Mapping[str, Any]) -> Node:

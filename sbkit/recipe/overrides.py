@@ -173,7 +173,7 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
                            f"write one after it, such as --{target.key} {example or 'VALUE'}")
         elif target is None or new.tag or new.whole or not isinstance(new.value, dict):
             if key not in declared and not partial:
-                _report_typo(root, key, new, findings)
+                _report_typo(root, given, key, new, findings)
             _set(root, key, new, given)
         elif isinstance(target.value, dict):
             _apply(target, new, findings, declared, partial and not target.tag)
@@ -211,12 +211,16 @@ def _advise(target: Node) -> str:
     return f"give {target.key} one value"
 
 
-def _report_typo(root: Node, key: object, new: Node, findings: Findings) -> None:
-    """Report a new key of a mapping that is similar to an existing one, unless one file has both."""
+def _report_typo(root: Node, given: Node, key: object, new: Node, findings: Findings) -> None:
+    """Report a new key of a mapping that is similar to an existing one, unless one file has both.
+
+    given : all overrides of the mapping; one of them may have got its value from the command line
+    """
     if key in root.value or not isinstance(key, str) or root.tag.startswith(("!new:", "!name:", "!apply")):
         return  # arguments are compared with the signature
     here = COMMAND_LINE, new.place.file
-    written = [k for k in root.value if isinstance(k, str) and root.place_of(k).file not in here]
+    written = [k for k in root.value
+               if isinstance(k, str) and k not in given.value and root.place_of(k).file not in here]
     options = [k for k in written if root.value[k].tag or not new.tag]
     near = did_you_mean(key, options, cutoff=0.85)
     if near and not re.search(r"\d", key):  # layer1 beside layer2 is no typo

@@ -66,8 +66,8 @@ def test_rows_of_tokens_are_of_the_models_width(run, tmp_path):
     state = {name: value.contiguous() for name, value in
              torch.load(next(run.glob("save/*epoch1*/model.ckpt")), weights_only=True).items()}
     state["3.w.weight"] = torch.ones(28, 9)
-    save_file(state, tmp_path / "weights.safetensors")
-    (error,) = errors(tmp_path, init_from=str(tmp_path / "weights.safetensors"))
+    save_file(state, tmp_path / "model.safetensors")
+    (error,) = errors(tmp_path, init_from=str(tmp_path / "model.safetensors"))
     assert "ctc_lin.w.weight: 28x9 there, 28x16 here" in error.message
 
 
