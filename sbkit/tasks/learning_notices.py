@@ -163,12 +163,11 @@ class LearningNotices:
         steps = max(1000, 200 * math.ceil(setup.planned / 100))
         more = f"more steps: {setup.option('min_steps', 'batching.min_steps')} {steps} or more in a new run"
         advice = [] if self._state["learnt"] >= 1 else [more]
-        if setup.trained and not setup.freezes:
-            parts = "CNN: 100, Transformer: 100"
-            if "encoder" in setup.keys:
-                parts = "encoder: 100"
+        parts = [part for part in ("encoder", "CNN", "Transformer") if part in setup.keys]
+        if setup.trained and not setup.freezes and parts:
+            frozen = ", ".join(f"{part}: 100" for part in parts)
             advice.append("the new head first, in a new run, before the encoder forgets what it knows: --freeze "
-                          f"'{{{parts}}}'")
+                          f"'{{{frozen}}}'")
         if setup.trained and 0 < setup.fastest * highest < HEAD_RATE / 2:
             factor = f"--learning_rates '{{ctc_lin: {HEAD_RATE / highest:.0f}}}'"
             advice.append("a higher rate for the new head: "

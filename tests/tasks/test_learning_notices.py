@@ -89,7 +89,8 @@ def test_a_run_that_learns_gets_no_notice(steps, loss, given):
                  ["--batching.min_steps", "--schedule.peak 0.00067"], id="no such names in the recipe"),
     pytest.param(4000, STANDS, {"rate": 0.009, "warmup": 0.2, "limit": 0.0015}, [("chance", True)],
                  ["--schedule.max_lr_at_chance 0.0005 (it has reached 0.0015)"], id="a rate that waits"),
-    pytest.param(600, STANDS, {"rate": 3e-4, "setup": Setup(trained=True, keys=("lr", "head_lr"))}, [("chance", True)],
+    pytest.param(600, STANDS, {"rate": 3e-4, "setup": Setup(trained=True, keys=(
+        "lr", "head_lr", "CNN", "Transformer"))}, [("chance", True)],
                  ["the new head first, in a new run", "--freeze '{CNN: 100, Transformer: 100}'",
                   "a higher rate for the new head: --head_lr 0.01"], id="from trained weights"),
     pytest.param(600, STANDS, {"rate": 3e-4, "setup": Setup(trained=True, fastest=60, keys=("lr", "encoder"))},
