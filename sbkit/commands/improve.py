@@ -68,6 +68,9 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.system import processes
     from sbkit.system.console import atomic_write, table
 
+    if not (task := restore.read_run(args.run).task).writes_words:
+        raise SbkitError(f"{args.run} is no recogniser's run: it trained {task.__name__}",
+                         hint="words are corrected, so name a run that writes some")
     new, recipe = work / "run", work / "recipe.yaml"
     text = writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve()))
     with atomic_write(recipe) as file:

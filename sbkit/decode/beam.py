@@ -62,20 +62,12 @@ class EventStream:
         self._spelling, labels = spelling, len(spelling.symbols)
         self._options = (blank_id, threshold, max_tokens)
         self._before = np.zeros((0, labels), np.float32)  # the last known frame, whose token the next may continue
-        self._stream = FramesOfStream()
+        self.source = FramesOfStream()
         none = np.zeros(0, np.int64)
         self.kept = Events(first=np.zeros(2, np.int64), offset=np.zeros(1), frame=none, run=none,
                            pause=np.zeros(0, bool), blank=np.zeros(0), begin=np.zeros(1, np.int64), token=none,
                            prob=np.zeros(0), labels=labels)
         """All events that were not dropped, as one utterance; frames count from the stream's first."""
-
-    @property
-    def frames(self) -> int:
-        return self._stream.frames
-
-    @property
-    def known(self) -> int:
-        return self._stream.known
 
     @property
     def frame(self) -> np.ndarray:
@@ -84,8 +76,8 @@ class EventStream:
     def feed(self, log_probs: np.ndarray) -> None:
         """Add the events of log-probabilities [T, V]."""
         self._spelling.check(log_probs)
-        blank, first = self._options[0], self.known
-        frames, near = self._stream.feed(log_probs, log_probs.max(1, initial=-np.inf) > log_probs[:, blank])
+        blank, first = self._options[0], self.source.known
+        frames, near = self.source.feed(log_probs, log_probs.max(1, initial=-np.inf) > log_probs[:, blank])
         if not len(frames):
             return
         frames = frames.astype(np.float32)

@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from sbkit.decode.posteriors import FramesOfStream
 from sbkit.decode.prefix_search import EMPTY_HISTORY, Beams, Search
 from sbkit.decode.spans import Spelling, TokenSpans, Word
 from sbkit.decode.streaming import StreamResult, StreamSearch, count_settled
@@ -16,13 +17,8 @@ from sbkit.decode.streaming import StreamResult, StreamSearch, count_settled
 class StreamEvents(Protocol):
     """The events of a stream that were not dropped."""
 
-    @property
-    def frames(self) -> int:
-        """Frames of the stream so far."""
-
-    @property
-    def known(self) -> int:
-        """Frames of which all events are known; in silence, those after them may still become some."""
+    source: FramesOfStream
+    """Counts the stream's frames, and those of which all events are known; in silence, others may still become some."""
 
     @property
     def frame(self) -> np.ndarray:
@@ -183,15 +179,15 @@ class BeamStream(StreamSearch, Generic[S]):
             results += self._close_before(frame)
             self._settle_if_too_long(frame)
             line.step()
-        results += self._close_before(self._events.known)
+        results += self._close_before(self._events.source.known)
         self._settle_shared()
         partial = self._write(line.spans_to(line.best()))
-        now = self._result(partial, False, self._events.frames)
+        now = self._result(partial, False, self._events.source.frames)
         return [*results, now] if now.settled or partial or not results else results
 
     def finish(self) -> StreamResult:
-        self._end(self._events.frames)
-        return self._result([], self._in_line, self._events.frames)
+        self._end(self._events.source.frames)
+        return self._result([], self._in_line, self._events.source.frames)
 
     def _result(self, partial: list[Word], endpoint: bool, frame: int) -> StreamResult:
         words, self._settled = self._settled, []

@@ -35,11 +35,13 @@ class FramesOfStream:
 
     def __init__(self) -> None:
         self.frames = 0
+        """All frames so far."""
         self._spoken = np.zeros(NEAR_SPEECH, bool)  # of the last known frames, and of those that are held
         self._held: np.ndarray | None = None
 
     @property
     def known(self) -> int:
+        """The frames that were passed on."""
         return self.frames - (0 if self._held is None else len(self._held))
 
     def feed(self, frames: np.ndarray, spoken: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

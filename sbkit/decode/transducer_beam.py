@@ -157,23 +157,15 @@ class StateStream:
     """The states [T, J] of a stream, whose events are its frames near speech."""
 
     def __init__(self, joint: Joint) -> None:
-        self._greedy, self._stream = TransducerSearch(joint), posteriors.FramesOfStream()
+        self._greedy, self.source = TransducerSearch(joint), posteriors.FramesOfStream()
         self.kept: np.ndarray | None = None
         self.frame = np.zeros(0, np.int64)
-
-    @property
-    def frames(self) -> int:
-        return self._stream.frames
-
-    @property
-    def known(self) -> int:
-        return self._stream.known
 
     def feed(self, states: np.ndarray) -> None:
         if not np.isfinite(states).all():
             raise not_a_number()
-        [tokens], first = self._greedy.feed([states]), self.known
-        found, near = self._stream.feed(states, _said_in(tokens, self.frames, len(states)))
+        [tokens], first = self._greedy.feed([states]), self.source.known
+        found, near = self.source.feed(states, _said_in(tokens, self.source.frames, len(states)))
         self.kept = found[near] if self.kept is None else np.concatenate([self.kept, found[near]])
         self.frame = np.append(self.frame, first + np.flatnonzero(near))
 
