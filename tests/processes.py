@@ -187,18 +187,21 @@ def killed(when: Callable[[], bool], *words: object, cwd: Path = ROOT, timeout: 
            **environment: str) -> bool:
     """Start the same and kill it, and nothing that it started, as soon as something holds; False if it ended before."""
     words = str(cwd), *map(str, words)
-    process = _started(_program, os.devnull, os.devnull, ON_A_CPU | environment, command, words)
-    until = time.monotonic() + timeout
-    try:
-        while not when():
-            if process.exitcode == 0:
-                return False
-            assert process.exitcode is None and time.monotonic() < until, f"{words}: {process.exitcode}"
-            time.sleep(0.02)
-        return True
-    finally:
-        process.kill()
-        process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder, "said")
+        process = _started(_program, str(said), str(said), ON_A_CPU | environment, command, words)
+        until = time.monotonic() + timeout
+        try:
+            while not when():
+                if process.exitcode == 0:
+                    return False
+                assert process.exitcode is None and time.monotonic() < until, (
+                    f"{words}: {process.exitcode}\n{said.read_text()[-4000:]}")
+                time.sleep(0.02)
+            return True
+        finally:
+            process.kill()
+            process.join()
 
 
 def command(cwd: str, *words: str) -> None:

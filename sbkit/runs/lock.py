@@ -33,8 +33,9 @@ from sbkit.train.distributed import ending, ranks
 logger = logging.getLogger(__name__)
 
 BEAT, DEAD_AFTER = 10.0, 120.0  # seconds between heartbeats, and without one until a holder counts as dead
-#: Seconds to wait for a holder to end: any, and one of the same job, which the launcher is ending.
-PATIENCE, PATIENCE_SAME_JOB = 5.0, 60.0
+#: Seconds until a holder that is waited for is told, and until a run that doesn't end is an error: one that was just
+#: stopped may still be saving.
+TOLD_AFTER, PATIENCE = 5.0, 60.0
 _POLL_SECONDS = 0.2
 _LONGEST = 200  # characters of a command that are shown
 
@@ -53,7 +54,7 @@ class RunLock:
         self.folder, self.option = folder, option
         self._facts = {
             "host": socket.gethostname(), "pid": os.getpid(), "born": processes.born(os.getpid()),
-            "machine": processes.machine(), "namespace": processes.namespace(), "job": processes.job(),
+            "machine": processes.machine(), "namespace": processes.namespace(),
             "runs": runs, "command": command(),
         }
         self._number = 0
@@ -139,14 +140,14 @@ class RunLock:
         began, warned, holder = time.monotonic(), False, _LockHolder(path)
         while holder.alive is not False:
             waited = time.monotonic() - began
-            same_job = self._facts["job"] and holder.facts.get("job") == self._facts["job"]
-            patience = PATIENCE_SAME_JOB if same_job else PATIENCE
-            if holder.alive and holder.facts.get("runs", True) and waited > patience:
+            runs = holder.alive and holder.facts.get("runs", True)
+            if runs and waited > PATIENCE:
                 raise SbkitError(f"{self.folder} is in use by another run: {holder}",
                                  hint=f"wait for it, end it, or choose another place with {self.option}")
-            if not warned and waited > PATIENCE:
+            if not warned and waited > TOLD_AFTER:
                 warned = True
-                what = "is working there, waiting for it" if holder.alive else "held it, waiting for a sign of life"
+                what = f"is training there, waiting {PATIENCE:.0f} s for its end" if runs else \
+                    "is working there, waiting for it" if holder.alive else "held it, waiting for a sign of life"
                 logger.warning("%s: %s %s", self.folder, holder, what)
             time.sleep(_POLL_SECONDS)
             holder.refresh()

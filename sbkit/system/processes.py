@@ -116,11 +116,3 @@ def torchrun_environment(rank: int, world: int, port: int) -> dict[str, str]:
     """Return the environment that torchrun sets for each process of a job on this machine."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def job() -> str:
-    """Return an id of this process's torchrun job, the same after a restart; empty without torchrun."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if run != "none":
-        return run
-    return f"{machine()} {namespace()} {os.getppid()} {born(os.getppid())}"

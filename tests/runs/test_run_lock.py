@@ -47,6 +47,7 @@ class Other(Beside):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
+    monkeypatch.setattr(lock, "TOLD_AFTER", 0.2)
     monkeypatch.setattr(lock, "PATIENCE", 0.3)
 
 
@@ -93,20 +94,20 @@ def test_a_preparation_is_waited_for(tmp_path, caplog):
     assert "is working there, waiting for it" in caplog.text
 
 
-def test_a_holder_of_the_same_job_gets_time_to_go(tmp_path, monkeypatch):
-    with Other(tmp_path, TORCHELASTIC_RUN_ID="job 7") as other:
-        with pytest.raises(SbkitError):
-            RunLock(tmp_path).__enter__()
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
+def test_a_run_that_was_stopped_gets_time_to_save_and_who_waits_is_told_for_whom(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(lock, "PATIENCE", 30)
+    with Other(tmp_path) as other:
         threading.Timer(1.5, other.end).start()
         with RunLock(tmp_path):
             pass
+        assert f"process {other.process.pid} on " in caplog.text
+    assert "is training there, waiting 30 s for its end" in caplog.text
 
 
 def written(folder, number=1, **changes):
     """The file of a holder: this process, unless changes say something else."""
     facts = {"host": "far", "pid": os.getpid(), "born": processes.born(os.getpid()), "machine": processes.machine(),
-             "namespace": processes.namespace(), "job": "", "runs": True, "command": "sbkit train x.yaml",
+             "namespace": processes.namespace(), "runs": True, "command": "sbkit train x.yaml",
              "locked": False, "since": "2026-01-01 00:00:00", **changes}
     path = folder / f".held-{number}.json"
     path.write_text(json.dumps(facts))
