@@ -66,5 +66,6 @@ def put_for_traces(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _make(home: Path) -> None:
     """Of one layer: that a second follows, test_sherpa_stream.py shows of such graphs."""
     (home / "run").mkdir()
-    run = trained(home / "run", corpus(home / "data", train=6, dev=2, test=3), num_encoder_layers=1)
+    run = trained(home / "run", corpus(home / "data", train=6, dev=2, test=3), num_encoder_layers=1,
+                  chunks={"sizes": [8, 16]})
     assert main(["export", str(run), "--to", str(home / "bundle"), "--clips", "3"]) == 0

@@ -17,7 +17,7 @@ from sbkit.runs.restore import load_run
 from sbkit.tasks.recognise.graph import reference
 
 pytestmark = pytest.mark.slow  # its export takes some seconds
-CHUNKS = {320: 8, 640: 16, 1280: 32}
+CHUNKS = {320: 8, 640: 16}
 
 
 @pytest.fixture(scope="module")

@@ -145,6 +145,7 @@ def two_never_stopped(runs):
     return finished(runs / "two", processes=2, MIXTURE="1")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_of_padded_batches_ends_as_the_run_never_stopped(runs):
     expected = finished(runs / "padded", processes=2, PADDED="1")

@@ -30,6 +30,7 @@ def train(folder: Path, path: Path, epochs: int) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_part_is_added_to_a_run_that_is_resumed(tmp_path):
     tones(tmp_path / "large", 60, 6)

@@ -159,6 +159,7 @@ def test_cost_and_energy_are_of_all_devices():
                 fitted.remarks[0]) is far
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys, monkeypatch):
     run_folders.corpus(tmp_path / "data", 3.0, train=8, dev=2, test=2)

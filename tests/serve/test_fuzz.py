@@ -199,7 +199,7 @@ def received(socket):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sessions", [30, pytest.param(150, marks=pytest.mark.long)])
+@pytest.mark.parametrize("sessions", [12, pytest.param(150, marks=pytest.mark.long)])
 def test_whatever_comes_through_a_socket_ends_it_with_a_reason_and_the_next_session_is_right(bundle, sessions):
     rng = random.Random(7)
     start = json.dumps({"type": "start", "model": "level", "sample_rate": bundles.RATE})
