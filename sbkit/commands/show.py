@@ -1,4 +1,4 @@
-"""``sbkit show RECIPE.yaml [--key value ...]``: print the whole recipe as one file, with where each value comes from."""
+"""``sbkit show RECIPE.yaml [--key value ...]``: print the recipe as one file, with each value's origin."""
 
 from __future__ import annotations
 

@@ -268,7 +268,8 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
             parts.parameters[path].requires_grad_(False)
 
 
-def _check(node: Node, key: str, allowed: Patterns, parts: ParameterGroups, tops: list[str], findings: Findings) -> bool:
+def _check(node: Node, key: str, allowed: Patterns, parts: ParameterGroups, tops: list[str],
+           findings: Findings) -> bool:
     """Add findings about one of these keys; return whether there are any.
 
     tops : names with which those of parts begin, if a mistake elsewhere keeps the parts themselves from being built
