@@ -21,7 +21,7 @@ help:
 	@echo "make test-long  endurance: sieges, thousands of mutations, kills at every disk operation, the image's build"
 	@echo "make tried      tries thousands of hostile files, kills and faults, and counts them in SECURITY.md"
 	@echo "make lint       ruff, and mypy: the types of all of sbkit/ and tools/"
-	@echo "make docs       docs/keys.md from what the classes declare"
+	@echo "make docs       docs/reference/keys.md from what the classes declare"
 	@echo "make pictures   the README's pictures, from the run of make demo and a headless Chromium"
 	@echo "make dist       a wheel, in dist/"
 	@echo "make bench      speed against stock SpeechBrain in the same run"

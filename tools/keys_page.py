@@ -1,4 +1,4 @@
-"""Writes docs/keys.md from the classes that declare keys: ``make docs``. A test checks that the page is up to date."""
+"""Writes docs/reference/keys.md and commands.md from the code: ``make docs``. A test checks that they are up to date."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sbkit.tasks.transducer.keys import TransducerKeys
 from sbkit.tasks.tts.keys import TTSKeys
 from sbkit.train.keys import ScriptKeys, TrainKeys
 
-PAGE = Path(__file__).parents[1] / "docs" / "keys.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "keys.md"
 
 
 class Chapter(NamedTuple):
@@ -59,7 +59,7 @@ warning. On the command line, `--KEY VALUE` sets a key that the recipe has or th
 `--KEY.ARGUMENT VALUE` an argument of the object that the recipe builds there.
 
 "Object" is an object that the recipe builds with `!new:`, or a class that it names with `!name:`. The docstring of the
-class describes its arguments: `python -m pydoc sbkit.data.corpus.Corpus`. [extend.md](extend.md) has tasks with
+class describes its arguments: `python -m pydoc sbkit.data.corpus.Corpus`. [extend](../how-to/extend.md) has tasks with
 their own keys.
 """
 

@@ -180,7 +180,7 @@ def test_a_pretrained_encoder_that_trains_is_in_a_checkpoint(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_cost")
 def test_the_recipe_with_houlsbys_adapters_on_the_page_passes_the_check(tmp_path):
-    page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "finetune.md").read_text(encoding="utf-8")
     [block] = [block for block in page.split("\n\n") if "Houlsby\n" in block]
     path = tmp_path / "houlsby.yaml"
     path.write_text(textwrap.dedent(block).replace("!include:", f"!include:{ROOT}/"))

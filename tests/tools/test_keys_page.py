@@ -1,4 +1,4 @@
-"""docs/keys.md is what the classes declare."""
+"""docs/reference/keys.md is what the classes declare."""
 
 import pytest
 
