@@ -20,8 +20,8 @@ HOME = ["README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "sbkit/st
         *(f"recipes/CommonVoice/ASR/CTC/{name}.md" for name in ("README", "RESULTS")),
         "recipes/LJSpeech/TTS/README.md", "recipes/VoxCeleb/SpeakerRec/README.md"]
 PAGES = [*HOME, *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
-#: Its commands run in a folder of its own, by tests/integration/test_extend.py.
-ELSEWHERE = {"docs/how-to/extend.md"}
+#: Their commands run in folders of their own, by tests/integration/test_extend.py and test_tutorials.py.
+ELSEWHERE = {"docs/how-to/extend.md", "docs/tutorials/own-task.md", "docs/tutorials/speechbrain.md"}
 FLAGS = {"--json", "--measure", "--no-run", "--fresh"}
 
 
@@ -52,7 +52,7 @@ def test_every_command_of_sbkit_is_on_a_page():
 
 def test_the_list_of_what_runs_code_has_every_command_and_is_true(capsys):
     """A command can run code only if it reaches what builds a recipe; then its help says so."""
-    section = prose("docs/how-to/ship.md").partition("## What runs code\n")[2].partition("\n## ")[0]
+    section = prose("docs/explanation/what-runs-code.md")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     listed = [(name, answer[:3] == "yes") for names, _, answer in rows[2:] for name in re.findall(r"`(.*?)`", names)]
     assert sorted(name for name, _ in listed) == sorted([*cli.COMMANDS, *cli.RECIPE_COMMANDS])

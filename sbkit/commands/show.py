@@ -8,9 +8,9 @@ import sys
 from sbkit.system.environment import check_torch
 
 HELP = (
-    "Print the whole recipe as one file, which is a recipe too, with where each value comes from.\n"
+    "Print the recipe as one file, with where each value comes from.\n"
     "Behind each is a comment: the value of a reference, and its file and line, the command line, or that it is the\n"
-    "default of the task. Mistakes are printed as sbkit check does."
+    "default of the task. What is printed can be used as a recipe. Mistakes are printed as by check."
 )
 OPTIONS: tuple[str, ...] = ()
 

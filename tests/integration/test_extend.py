@@ -1,4 +1,5 @@
-"""What docs/how-to/extend.md says, done in a folder of one's own: a task that this repository does not know."""
+"""What docs/tutorials/own-task.md and docs/how-to/extend.md say, done in a folder of one's own: a task that this
+repository does not know."""
 
 import json
 import re
@@ -19,7 +20,8 @@ from sbkit.export import layout
 from sbkit.recipe import load
 from sbkit.rehearsal.corpus import write
 
-PAGE = (ROOT / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8")
+               for name in ("tutorials/own-task.md", "how-to/extend.md"))
 
 
 def files(page=PAGE):
