@@ -138,7 +138,8 @@ def commands_page() -> str:
             command = commands.choices[name]
             actions = [each for each in command._actions if each.dest not in ("help", "debug")]
             words = [_words(each) for each in actions if each.required and each.nargs not in ("*", "?")]
-            parts.append(f"`{' '.join(['sbkit', name, *words])}`\n\n{cli.COMMANDS[name][0].upper()}{cli.COMMANDS[name][1:]}.\n\n"
+            what = cli.COMMANDS[name]
+            parts.append(f"`{' '.join(['sbkit', name, *words])}`\n\n{what[0].upper()}{what[1:]}.\n\n"
                          "| argument | what it is |\n| --- | --- |\n")
             parts += [f"| `{_words(each)}` | {_text(_help(each))} |\n" for each in actions]
     return "".join(parts)
@@ -148,7 +149,8 @@ def _words(action: argparse.Action) -> str:
     """An argument as one types it."""
     value = action.metavar or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper())
     value = " ".join(value) if isinstance(value, tuple) else value
-    value = {"*": f"[{value} ...]", "+": f"{value} [{value} ...]", "?": f"[{value}]", 0: ""}.get(action.nargs or 1, value)
+    several = {"*": f"[{value} ...]", "+": f"{value} [{value} ...]", "?": f"[{value}]", 0: ""}
+    value = value if action.nargs is None else several.get(action.nargs, value)
     return " ".join(filter(None, [", ".join(action.option_strings), value]))
 
 

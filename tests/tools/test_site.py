@@ -24,7 +24,8 @@ def test_every_page_is_in_the_navigation():
 
 @pytest.mark.parametrize(("given", "address", "expected"), [
     ("[results](../../recipes/R.md#speed)", "https://x.org/s", "[results](https://x.org/s/blob/main/recipes/R.md#speed)"),
-    ("[results](../../recipes/R.md#speed)", None, "results"), ("[data](data.md#silence)", None, "[data](data.md#silence)"),
+    ("[results](../../recipes/R.md#speed)", None, "results"),
+    ("[data](data.md#silence)", None, "[data](data.md#silence)"),
     ("[there](https://x.org)", None, "[there](https://x.org)"), ("[above](#speed)", None, "[above](#speed)"),
     ("[keys](../reference/keys.md)", "https://x.org/s/", "[keys](../reference/keys.md)"),
 ])
@@ -34,7 +35,7 @@ def test_a_link_to_a_file_outside_of_the_docs_leads_to_the_repository(given, add
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="needs mkdocs-material: pip install '.[docs]'")
+@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="it needs pip install '.[docs]'")
 def test_the_site_is_built_without_a_warning_and_can_be_searched(tmp_path):
     done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path], cwd=ROOT,
                           env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
