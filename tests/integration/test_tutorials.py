@@ -1,4 +1,4 @@
-"""The tutorials' commands, in their order, on a small corpus with a small model; that of a task is in test_extend.py."""
+"""The tutorials' commands, in order, on a small corpus with a small model; the task's are in test_extend.py."""
 
 import json
 import os
