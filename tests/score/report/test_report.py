@@ -80,7 +80,8 @@ def right(rows):
 
 
 @pytest.mark.parametrize(("points", "expected"), [
-    ([(1, 4.0), (2, 2.0), (3, 0.0)], "loss: . training\n    4 |.\n      |     .\n    0 |          .\nepoch            1"),
+    ([(1, 4.0), (2, 2.0), (3, 0.0)],
+     "loss: . training\n    4 |.\n      |     .\n    0 |          .\nepoch            1"),
     ([(1, float("nan"))], ""), ([], ""),
 ])
 def test_the_curve_for_a_terminal_stands_where_its_points_are(points, expected):
