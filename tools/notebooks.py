@@ -17,7 +17,8 @@ _COMMAND = re.compile(r"(?!sbkit (?:serve|listen))(?:sbkit|pip|python|torchrun|m
 
 def notebook(page: str) -> dict[str, object]:
     """A page as a notebook: files that it writes out are written, Python and commands run, all else is text."""
-    cells, end = [], 0
+    cells: list[dict[str, object]] = []
+    end = 0
 
     def text(part: str) -> None:
         if part.strip():
