@@ -1,4 +1,4 @@
-"""Writes docs/reference/keys.md and commands.md from the code: ``make docs``. A test says if they are out of date."""
+"""Writes the pages of docs/reference that are made from the code: ``make docs``. A test says if they are old."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Container
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sbkit import cli
 from sbkit.recipe.keys import Declared, Keys
@@ -98,6 +98,13 @@ Made by `make docs` from what `sbkit COMMAND --help` prints; edit that, not this
 """
 
 
+_PYTHON = """# Python
+
+Made by `make docs` from docstrings; edit those, not this page. What trains is `sbkit.Brain`, a `speechbrain.core.Brain`
+([a script moved](../tutorials/speechbrain.md)), and a task ([your own](../tutorials/own-task.md)).
+"""
+
+
 def keys_page() -> str:
     """Return the text of the page of keys."""
     parts = [_HEAD]
@@ -113,12 +120,12 @@ def keys_page() -> str:
         parts.append(f"\n### {name.rpartition('.')[2]}\n\n`{name}`: {_text(doc.partition(chr(10) * 2)[0])}\n\n"
                      "| argument | default | what it is |\n| --- | --- | --- |\n")
         for names, said, more in re.findall(r"^(\w+(?:, \w+)*) ?: ?(.*)((?:\n    .*)*)", doc, re.M):
-            own = [each for each in names.split(", ") if each in known and known[each].default is not FORMER]
-            if own:
+            given = [each for each in names.split(", ") if each in known and known[each].default is not FORMER]
+            if given:
                 of_type = "" if re.match(r"\s+[A-Z]", more) and len(said) < 25 else said  # as numpy's style has it
                 defaults = dict.fromkeys("needed" if known[each].default is inspect.Parameter.empty else
-                                         _default(known[each].default) for each in own)
-                parts.append(f"| {', '.join(f'`{each}`' for each in own)} | {', '.join(defaults)} | "
+                                         _default(known[each].default) for each in given)
+                parts.append(f"| {', '.join(f'`{each}`' for each in given)} | {', '.join(defaults)} | "
                              f"{_text(of_type + ' ' + more)} |\n")
     return "".join(parts)
 
@@ -143,6 +150,41 @@ def commands_page() -> str:
                          "| argument | what it is |\n| --- | --- |\n")
             parts += [f"| `{_words(each)}` | {_text(_help(each))} |\n" for each in actions]
     return "".join(parts)
+
+
+def python_page() -> str:
+    """Return the text of the page of classes and functions."""
+    parts = [_PYTHON]
+    for package in ("sbkit.infer", "sbkit.codes"):
+        parts.append(f"\n## {package}\n\n{_text(inspect.getdoc(locate(package)) or '')}\n")
+        for name in locate(package).__all__:
+            value = locate(f"{package}.{name}")
+            what = (inspect.getdoc(value) or "").partition("\n\n")[0]
+            parts.append(f"\n### {package.rpartition('.')[2]}.{name}\n\n`{name}{_arguments(value)}`: {_text(what)}\n")
+            members, rows = dict[str, Any](), []
+            for base in reversed(value.__mro__) if inspect.isclass(value) else ():
+                members |= vars(base) if base.__module__.startswith("sbkit") else {}
+            for each, known in members.items():
+                function = getattr(known, "__func__", getattr(known, "fget", known))
+                said = _text((inspect.getdoc(function) or "").partition("\n\n")[0]) if callable(function) else ""
+                if said and each[0] != "_" and not inspect.isclass(known):
+                    rows.append(f"| `{each}{'' if isinstance(known, property) else _arguments(function)}` | {said} |\n")
+            if rows:
+                parts += ["\n| member | what it is |\n| --- | --- |\n", *rows]
+    return "".join(parts)
+
+
+def _arguments(function: Any) -> str:  # a class or a function
+    """Its arguments, with defaults that can be written."""
+    if inspect.isclass(function) and issubclass(function, BaseException):
+        return ""
+    words = []
+    for each in inspect.signature(function).parameters.values():
+        known = each.default is None or isinstance(each.default, (bool, int, float, str))
+        default = "" if each.default is inspect.Parameter.empty else f"={each.default!r}" if known else "=..."
+        words += ["*"] if each.kind is each.KEYWORD_ONLY and "*" not in words else []
+        words += [f"{each.name}{default}"] if each.name not in ("self", "cls") else []
+    return f"({', '.join(words)})"
 
 
 def _words(action: argparse.Action) -> str:
@@ -194,5 +236,5 @@ def _wrapped(words: list[str], width: int = 118) -> str:
 
 
 if __name__ == "__main__":
-    for name, page in (("keys", keys_page), ("commands", commands_page)):
+    for name, page in (("keys", keys_page), ("commands", commands_page), ("python", python_page)):
         (FOLDER / f"{name}.md").write_text(page(), encoding="utf-8")

@@ -7,7 +7,7 @@ from sbkit.tasks.ctc import CTC
 from tools import keys_page
 
 
-@pytest.mark.parametrize("name", ["keys", "commands"])
+@pytest.mark.parametrize("name", ["keys", "commands", "python"])
 def test_the_page_is_what_would_be_made(name):
     made = getattr(keys_page, f"{name}_page")()
     assert (keys_page.FOLDER / f"{name}.md").read_text(encoding="utf-8") == made, "run make docs"
@@ -20,6 +20,11 @@ def test_the_arguments_of_what_recipes_build_are_listed_with_their_defaults():
                 "| `limit_splits` | ['train'] | "):
         assert row in page
     assert "least_steps" not in page, "no former names"
+
+
+def test_what_bundles_are_used_with_is_listed():
+    page = keys_page.python_page()
+    assert "`load(" in page and "| `transcribe(" in page and "### codes.Codes" in page
 
 
 def test_each_option_of_a_command_is_listed():
