@@ -178,6 +178,15 @@ def test_a_link_leads_to_a_file_and_to_a_heading_in_it(page):
         assert not heading or heading in anchors(target), f"{link}: {target.name} has no such heading"
 
 
+def test_a_page_that_code_or_a_recipe_names_is_there():
+    named = {(str(path.relative_to(ROOT)), *found) for folder in ("sbkit", "hparams", "recipes", "tools", "docker")
+             for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in (".py", ".yaml", ".html", "")
+             for found in re.findall(r"(docs/[\w/-]+\.md)(?:#([\w-]+))?", path.read_text(encoding="utf-8"))}
+    assert len(named) > 10
+    assert [each for each in named if not (ROOT / each[1]).is_file() or (each[2] and each[2] not in anchors(each[1]))
+            ] == []
+
+
 def test_every_page_is_linked_to():
     linked = {(ROOT / page).parent.joinpath(link.partition("#")[0]).resolve()
               for page in PAGES for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in link}
