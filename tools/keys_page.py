@@ -148,7 +148,7 @@ def commands_page() -> str:
             what = cli.COMMANDS[name]
             parts.append(f"`{' '.join(['sbkit', name, *words])}`\n\n{what[0].upper()}{what[1:]}.\n\n"
                          "| argument | what it is |\n| --- | --- |\n")
-            parts += [f"| `{_words(each)}` | {_text(_help(each))} |\n" for each in actions]
+            parts += [f"| `{_words(each).replace('|', ' or ')}` | {_text(_help(each))} |\n" for each in actions]
     return "".join(parts)
 
 
