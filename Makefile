@@ -21,7 +21,7 @@ help:
 	@echo "make test-long  endurance: sieges, thousands of mutations, kills at every disk operation, the image's build"
 	@echo "make tried      tries thousands of hostile files, kills and faults, and counts them in SECURITY.md"
 	@echo "make lint       ruff, and mypy: the types of all of sbkit/ and tools/"
-	@echo "make docs       docs/keys.md from what the classes declare"
+	@echo "make docs       the documentation as a site, in site/; first the pages that are made from the code"
 	@echo "make pictures   the README's pictures, from the run of make demo and a headless Chromium"
 	@echo "make dist       a wheel, in dist/"
 	@echo "make bench      speed against stock SpeechBrain in the same run"
@@ -80,6 +80,7 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python tools/keys_page.py
+	$(BIN)/python -m mkdocs build --strict
 
 pictures: $(STAMP) $(OUT)/bundle/config.json
 	$(BIN)/python -m tools.pictures $(OUT)
@@ -97,4 +98,4 @@ gpu: $(STAMP)
 	$(BIN)/python -m tools.gpu
 
 clean:
-	rm -rf results gpu-report* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf results gpu-report* build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -44,7 +44,7 @@ FORMER_OPTIONS = {
 #: Commands that take a recipe and overrides, as SpeechBrain's scripts do; argparse never sees their arguments.
 RECIPE_COMMANDS = {
     "train": "train, test and report",
-    "show": "print the resolved recipe, with where each value comes from",
+    "show": "print the recipe as one file, with where each value comes from",
     "check": "report everything wrong with a recipe, what it costs and what fits in memory",
     "tune": "find the largest batch that fits, by trying; cached per model, device and precision",
     "prepare": "prepare the corpus and the tokenizer only, and report what was left out and why",

@@ -1,4 +1,4 @@
-"""docs/architecture.md tells of the house as it stands."""
+"""docs/explanation/architecture.md tells of the house as it stands."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from test_source import FILES, ORDER, room
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
 
 
 def test_every_file_and_folder_it_names_is_there():

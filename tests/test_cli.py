@@ -121,6 +121,7 @@ def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_pa
         "prepare {root}/hparams/ctc.yaml --data {{train:nowhere.csv}}": "--data_folder: ",
         "train script.yaml": "script.yaml lacks brain; if a SpeechBrain script trains it",
         "tune {root}/hparams/ctc.yaml --frehs": "did you mean --fresh?", "check nowhere.yaml": "there is no recipe",
+        "train {root}/hparams/ctc.yaml --data nowhere --no-check": "--data_folder: nowhere: no such file or folder",
         "new": "required: FOLDER", "trian": "did you mean train?", "export nowhere --to x": "nowhere does not exist",
         "evaluate nowhere": "nowhere does not exist; name the output_folder of a run",
         "rerun nowhere": "nowhere does not exist", "report nowhere": "nowhere does not exist",
@@ -176,8 +177,16 @@ def test_show_prints_each_value_with_where_it_comes_from(capsys):
     assert main(["show", str(ROOT / "tests/recipe/small.yaml"), "--d_model", "32"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "seed: 1    # small.yaml:2" and "d_model: 32    # command line" in lines
-    assert "    source: null    # small.yaml:10" in lines and "layer_decay: 1.0    # default" in lines
+    assert "    source: !ref <data_folder>    # null, small.yaml:10" in lines
+    assert "    folder: !ref <output_folder>/manifests    # results/small/1/manifests, small.yaml:11" in lines
+    assert "layer_decay: 1.0    # default" in lines
     assert yaml.compose("\n".join(lines)) is not None
+
+
+def test_show_tells_what_is_wrong_as_check_does(capsys):
+    assert main(["show", str(ROOT / "tests/recipe/small.yaml"), "--d_model", "abc"]) == 1
+    assert "command line: error: Transformer.d_model: TransformerASR's d_model must be a whole number" in \
+        capsys.readouterr().err
 
 
 def test_info_tells_a_run_from_a_bundle(tmp_path, capsys):
@@ -188,6 +197,17 @@ def test_info_tells_a_run_from_a_bundle(tmp_path, capsys):
     assert main(["info", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "not finished: the same command continues it" in out and out.endswith("# mine\n") and "tags" not in out
+
+
+@pytest.mark.parametrize(("name", "hint"), [
+    ("nope.yaml", "the working directory is "), ("hparams/nope.yaml", "the working directory is "),
+    ("hparams/ctcs.yaml", "did you mean hparams/ctc.yaml?"), ("hparam/ctc.yaml", "did you mean hparams/ctc.yaml?"),
+])
+def test_only_a_recipe_of_a_similar_name_is_suggested(name, hint, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SbkitError) as error:
+        arguments.locate(name)
+    assert error.value.hint.startswith(hint)
 
 
 def test_a_recipe_is_found_by_its_former_name(tmp_path):

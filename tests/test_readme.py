@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[1]
 HOME = ["README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "sbkit/starter/README.md", "tools/README.md",
         *(f"recipes/CommonVoice/ASR/CTC/{name}.md" for name in ("README", "RESULTS")),
         "recipes/LJSpeech/TTS/README.md", "recipes/VoxCeleb/SpeakerRec/README.md"]
-PAGES = [*HOME, *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
-#: Its commands run in a folder of its own, by tests/integration/test_extend.py.
-ELSEWHERE = {"docs/extend.md"}
+PAGES = [*HOME, *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+#: Their commands run in folders of their own, by tests/integration/test_extend.py and test_tutorials.py.
+ELSEWHERE = {"docs/how-to/extend.md", "docs/tutorials/own-task.md", "docs/tutorials/speechbrain.md"}
 FLAGS = {"--json", "--measure", "--no-run", "--fresh"}
 
 
@@ -52,7 +52,7 @@ def test_every_command_of_sbkit_is_on_a_page():
 
 def test_the_list_of_what_runs_code_has_every_command_and_is_true(capsys):
     """A command can run code only if it reaches what builds a recipe; then its help says so."""
-    section = prose("docs/ship.md").partition("## What runs code\n")[2].partition("\n## ")[0]
+    section = prose("docs/explanation/what-runs-code.md")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     listed = [(name, answer[:3] == "yes") for names, _, answer in rows[2:] for name in re.findall(r"`(.*?)`", names)]
     assert sorted(name for name, _ in listed) == sorted([*cli.COMMANDS, *cli.RECIPE_COMMANDS])
@@ -129,7 +129,7 @@ def test_a_page_exports_to_nothing_that_make_demo_has_made(page):
 @pytest.mark.slow
 def test_the_worked_example_builds(tmp_path, monkeypatch):
     """The Branchformer, put in the Conformer's place from the command line as the page about models shows it."""
-    [words] = [words for words in commands("docs/models.md") if "branchformer" in words]
+    [words] = [words for words in commands("docs/how-to/models.md") if "branchformer" in words]
     monkeypatch.chdir(ROOT)
     request = arguments.parse(words[words.index("hparams/ctc.yaml"):])
     report = check(request.path, {**request.overrides, "num_encoder_layers": 1, "output_folder": str(tmp_path)})
@@ -139,7 +139,7 @@ def test_the_worked_example_builds(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_mixture_on_the_page_about_data_builds(tmp_path):
-    blocks = re.findall(r"(?:^ {4}.*\n)+", prose("docs/data.md"), re.M)
+    blocks = re.findall(r"(?:^ {4}.*\n)+", prose("docs/how-to/data.md"), re.M)
     [block] = [block for block in blocks if "mixture.Mixture" in block]
     recipe = tmp_path / "mixture.yaml"
     recipe.write_text(re.sub("^ {4}", "", block, flags=re.M).replace("hparams/", f"{ROOT}/hparams/"))
@@ -151,7 +151,8 @@ def test_the_mixture_on_the_page_about_data_builds(tmp_path):
 @pytest.mark.slow
 def test_the_recipe_whose_encoder_has_weights_builds(tmp_path):
     """As the page about models shows it, resting on this checkout's flagship."""
-    [block] = [block for block in re.findall(r"(?:^ {4}.*\n)+", prose("docs/models.md"), re.M) if "Pretrainer" in block]
+    blocks = re.findall(r"(?:^ {4}.*\n)+", prose("docs/how-to/models.md"), re.M)
+    [block] = [block for block in blocks if "Pretrainer" in block]
     recipe = tmp_path / "finetune.yaml"
     recipe.write_text(re.sub("^ {4}", "", block, flags=re.M).replace("../hparams", str(ROOT / "hparams")))
     keys = {"output_folder": str(tmp_path), "d_model": 64, "num_encoder_layers": 1, "data_folder": None}
@@ -177,6 +178,15 @@ def test_a_link_leads_to_a_file_and_to_a_heading_in_it(page):
         assert not heading or heading in anchors(target), f"{link}: {target.name} has no such heading"
 
 
+def test_a_page_that_code_or_a_recipe_names_is_there():
+    named = {(str(path.relative_to(ROOT)), *found) for folder in ("sbkit", "hparams", "recipes", "tools", "docker")
+             for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in (".py", ".yaml", ".html", "")
+             for found in re.findall(r"(docs/[\w/-]+\.md)(?:#([\w-]+))?", path.read_text(encoding="utf-8"))}
+    assert len(named) > 10
+    assert [each for each in named if not (ROOT / each[1]).is_file() or (each[2] and each[2] not in anchors(each[1]))
+            ] == []
+
+
 def test_every_page_is_linked_to():
     linked = {(ROOT / page).parent.joinpath(link.partition("#")[0]).resolve()
               for page in PAGES for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in link}
@@ -191,7 +201,7 @@ def test_symptoms_are_quoted_as_they_are_said():
     """What the page about trouble quotes stands in some message, if with other capitals and names in place of dots."""
     said = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "sbkit").rglob("*.py")))
     said = re.sub(r'"\s*\n\s*f?"', "", said).lower()  # a text over two lines
-    symptoms = "".join(re.findall(r"^\|([^|]*)\|", prose("docs/troubleshooting.md"), re.MULTILINE))
+    symptoms = "".join(re.findall(r"^\|([^|]*)\|", prose("docs/how-to/troubleshooting.md"), re.MULTILINE))
     quoted = [either or other for either, other in re.findall(r'`([^`]+)`|"([^"]+)"', symptoms)]
     assert len(quoted) > 8
     assert not [text for text in quoted if not text.startswith("--")  # which is typed

@@ -238,7 +238,7 @@ def test_a_bare_any_is_found_unless_it_says_enough_or_its_line_says_why(code, fo
 
 def test_every_bare_any_has_its_reason():
     bare = [f"{path.relative_to(HOME.parent)}:{line}" for path in sorted(HOME.rglob("*.py"))
-            if path.parent.name != "own"  # what sbkit new writes, as docs/extend.md explains it
+            if path.parent.name != "own"  # what sbkit new writes, as docs/tutorials/own-task.md explains it
             for line in bare_in(nodes(path), path.read_text(encoding="utf-8"))]
     assert bare == [], "give it a type, or say on its line why it has none"
 

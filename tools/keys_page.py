@@ -1,13 +1,19 @@
-"""Writes docs/keys.md from the classes that declare keys: ``make docs``. A test checks that the page is up to date."""
+"""Writes the pages of docs/reference that are made from the code: ``make docs``. A test says if they are old."""
 
 from __future__ import annotations
 
+import argparse
+import inspect
+import re
 from collections.abc import Container
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from sbkit import cli
 from sbkit.recipe.keys import Declared, Keys
 from sbkit.recipe.names import RUN_OPTIONS
+from sbkit.recipe.signatures import locate
+from sbkit.system.renamed import FORMER
 from sbkit.tasks.codec.task import CodecKeys
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.enhance.task import EnhancementKeys
@@ -18,7 +24,7 @@ from sbkit.tasks.transducer.keys import TransducerKeys
 from sbkit.tasks.tts.keys import TTSKeys
 from sbkit.train.keys import ScriptKeys, TrainKeys
 
-PAGE = Path(__file__).parents[1] / "docs" / "keys.md"
+FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 
 
 class Chapter(NamedTuple):
@@ -48,6 +54,17 @@ CHAPTERS = (
     Chapter("Voice", TTSKeys, "`brain: !name:sbkit.tasks.tts.TTS` has those of every task and these."),
 )
 
+#: Classes that recipes build, whose arguments are listed.
+CLASSES = (
+    "sbkit.data.corpus.Corpus", "sbkit.data.mixture.Mixture", "sbkit.data.text.TextRules",
+    "sbkit.data.nonspeech.NonSpeech", "sbkit.data.tokens.Tokenizer", "sbkit.data.plan.Batching",
+    "sbkit.data.augment.AddNoise", "sbkit.data.augment.ApplyCodec", "sbkit.nn.spec_augment.SpecAugment",
+    "sbkit.train.schedule.Schedule", "sbkit.train.muon.Muon", "sbkit.train.averaging.EMA",
+    "sbkit.nn.pretrained.encoder.Encoder", "sbkit.nn.adapters.LoRA", "sbkit.nn.adapters.Houlsby",
+    "sbkit.nn.chunks.Chunks", "sbkit.nn.transducer.TransducerHead", "sbkit.nn.kaldi.FilterBank",
+    "sbkit.nn.global_norm.GlobalNorm",
+)
+
 _HEAD = """# Keys of a recipe
 
 Made by `make docs` from the declarations in the code; edit those, not this page.
@@ -58,9 +75,9 @@ before a run begins. A key that is neither listed here nor a run option is the r
 warning. On the command line, `--KEY VALUE` sets a key that the recipe has or that is listed here, and
 `--KEY.ARGUMENT VALUE` an argument of the object that the recipe builds there.
 
-"Object" is an object that the recipe builds with `!new:`, or a class that it names with `!name:`. The docstring of the
-class describes its arguments: `python -m pydoc sbkit.data.corpus.Corpus`. [extend.md](extend.md) has tasks with
-their own keys.
+"Object" is an object that the recipe builds with `!new:`, or a class that it names with `!name:`; the arguments of the
+most common are [below](#arguments-of-objects), and `python -m pydoc sbkit.data.augment` prints those of others.
+[extend](../how-to/extend.md) has tasks with their own keys.
 """
 
 _OPTIONS = """
@@ -75,15 +92,119 @@ fp32) and `--no-check` (start without checking the recipe).
 """
 
 
-def page() -> str:
-    """Return the text of the page."""
+_COMMANDS = """# Commands
+
+Made by `make docs` from what `sbkit COMMAND --help` prints; edit that, not this page.
+"""
+
+
+_PYTHON = """# Python
+
+Made by `make docs` from docstrings; edit those, not this page. What trains is `sbkit.Brain`, a `speechbrain.core.Brain`
+([a script moved](../tutorials/speechbrain.md)), and a task ([your own](../tutorials/own-task.md)).
+"""
+
+
+def keys_page() -> str:
+    """Return the text of the page of keys."""
     parts = [_HEAD]
     for title, keys, of in CHAPTERS:
         own = [declared for declared in keys.declared().values() if declared.by == keys.__name__]
         rows = [["key", "type", "range", "default", "what it is"], ["---"] * 5, *map(_row, own)]
         parts.append(f"\n## {title}\n\n{of}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows))
     parts.append(_OPTIONS.format(options=_wrapped([f"`{name}`" for name in sorted(RUN_OPTIONS)])))
+    parts.append("\n## Arguments of objects\n")
+    for name in CLASSES:
+        known = inspect.signature(locate(name)).parameters
+        doc = inspect.getdoc(locate(name)) or ""
+        parts.append(f"\n### {name.rpartition('.')[2]}\n\n`{name}`: {_text(doc.partition(chr(10) * 2)[0])}\n\n"
+                     "| argument | default | what it is |\n| --- | --- | --- |\n")
+        for names, said, more in re.findall(r"^(\w+(?:, \w+)*) ?: ?(.*)((?:\n    .*)*)", doc, re.M):
+            given = [each for each in names.split(", ") if each in known and known[each].default is not FORMER]
+            if given:
+                of_type = "" if re.match(r"\s+[A-Z]", more) and len(said) < 25 else said  # as numpy's style has it
+                defaults = dict.fromkeys("needed" if known[each].default is inspect.Parameter.empty else
+                                         _default(known[each].default) for each in given)
+                parts.append(f"| {', '.join(f'`{each}`' for each in given)} | {', '.join(defaults)} | "
+                             f"{_text(of_type + ' ' + more)} |\n")
     return "".join(parts)
+
+
+def commands_page() -> str:
+    """Return the text of the page of commands."""
+    parts = [_COMMANDS]
+    for group, names in cli.GROUPS.items():
+        parts.append(f"\n## {group.capitalize()}\n")
+        for name in names:
+            parts.append(f"\n### {name}\n\n")
+            if name in cli.RECIPE_COMMANDS:
+                parts.append(f"`sbkit {name} RECIPE --KEY VALUE`\n\n{_text(cli.command_module(name).HELP)}\n")
+                continue
+            parser = cli.parser_for([name])
+            [commands] = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+            command = commands.choices[name]
+            actions = [each for each in command._actions if each.dest not in ("help", "debug")]
+            words = [_words(each) for each in actions if each.required and each.nargs not in ("*", "?")]
+            what = cli.COMMANDS[name]
+            parts.append(f"`{' '.join(['sbkit', name, *words])}`\n\n{what[0].upper()}{what[1:]}.\n\n"
+                         "| argument | what it is |\n| --- | --- |\n")
+            parts += [f"| `{_words(each).replace('|', ' or ')}` | {_text(_help(each))} |\n" for each in actions]
+    return "".join(parts)
+
+
+def python_page() -> str:
+    """Return the text of the page of classes and functions."""
+    parts = [_PYTHON]
+    for package in ("sbkit.infer", "sbkit.codes"):
+        parts.append(f"\n## {package}\n\n{_text(inspect.getdoc(locate(package)) or '')}\n")
+        for name in locate(package).__all__:
+            value = locate(f"{package}.{name}")
+            what = (inspect.getdoc(value) or "").partition("\n\n")[0]
+            parts.append(f"\n### {package.rpartition('.')[2]}.{name}\n\n`{name}{_arguments(value)}`: {_text(what)}\n")
+            members, rows = dict[str, Any](), []
+            for base in reversed(value.__mro__) if inspect.isclass(value) else ():
+                members |= vars(base) if base.__module__.startswith("sbkit") else {}
+            for each, known in members.items():
+                function = getattr(known, "__func__", getattr(known, "fget", known))
+                said = _text((inspect.getdoc(function) or "").partition("\n\n")[0]) if callable(function) else ""
+                if said and each[0] != "_" and not inspect.isclass(known):
+                    rows.append(f"| `{each}{'' if isinstance(known, property) else _arguments(function)}` | {said} |\n")
+            if rows:
+                parts += ["\n| member | what it is |\n| --- | --- |\n", *rows]
+    return "".join(parts)
+
+
+def _arguments(function: Any) -> str:  # a class or a function
+    """Its arguments, with defaults that can be written."""
+    if inspect.isclass(function) and issubclass(function, BaseException):
+        return ""
+    words = []
+    for each in inspect.signature(function).parameters.values():
+        known = each.default is None or isinstance(each.default, (bool, int, float, str))
+        default = "" if each.default is inspect.Parameter.empty else f"={each.default!r}" if known else "=..."
+        words += ["*"] if each.kind is each.KEYWORD_ONLY and "*" not in words else []
+        words += [f"{each.name}{default}"] if each.name not in ("self", "cls") else []
+    return f"({', '.join(words)})"
+
+
+def _words(action: argparse.Action) -> str:
+    """An argument as one types it."""
+    value = action.metavar or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper())
+    value = " ".join(value) if isinstance(value, tuple) else value
+    several = {"*": f"[{value} ...]", "+": f"{value} [{value} ...]", "?": f"[{value}]", 0: ""}
+    value = value if action.nargs is None else several.get(action.nargs, value)
+    return " ".join(filter(None, [", ".join(action.option_strings), value]))
+
+
+def _help(action: argparse.Action) -> str:
+    return (action.help or "") % vars(action)
+
+
+def _text(text: str) -> str:
+    """A docstring or help in one line of a table."""
+    text = re.sub(r":\w+:`([^`]*)`", r"`\1`", text.replace("``", "`"))
+    text = re.sub(r"\s+", " ", text).strip().replace("|", "\\|")
+    return re.sub(r"`[^`]*`|<", lambda found: "&lt;" if found[0] == "<" else found[0], text)
 
 
 def _row(key: Declared) -> list[str]:
@@ -100,6 +221,7 @@ def _range(allowed: Container[object] | None) -> str:
 
 def _default(value: object) -> str:
     shown = {None: "null", True: "true", False: "false"}
+    value = list(value) if isinstance(value, tuple) else value
     return f"{shown[value] if value is None or isinstance(value, bool) else value}"
 
 
@@ -114,4 +236,5 @@ def _wrapped(words: list[str], width: int = 118) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for name, page in (("keys", keys_page), ("commands", commands_page), ("python", python_page)):
+        (FOLDER / f"{name}.md").write_text(page(), encoding="utf-8")

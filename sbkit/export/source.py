@@ -71,7 +71,7 @@ def of_brain(brain: Task, run: Path, facts: dict[str, Any], bundles: Bundles | N
     exported = brain.exported(run)
     if exported is None:
         raise SbkitError(f"{type(brain).__name__} does not say what to export",
-                         hint="define its method exported(run), as docs/extend.md shows")
+                         hint="define its method exported(run), as docs/how-to/extend.md shows")
     if exported.label_column is None:
         listed = BatchColumns(brain.columns, brain.keys).classes
         exported.label_column = next((name for name, labels in listed.items() if set(labels) == set(exported.labels)),

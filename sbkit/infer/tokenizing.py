@@ -99,7 +99,7 @@ def _splits(request: TokenizeRequest) -> list[str]:
     if unknown:
         raise SbkitError(f"{request.corpus} has no split {unknown[0]!r}", hint=f"it has {', '.join(names) or 'none'}")
     if not names:
-        raise SbkitError(f"{request.corpus} has no split", hint="docs/data.md says what a corpus may be")
+        raise SbkitError(f"{request.corpus} has no split", hint="docs/how-to/data.md says what a corpus may be")
     usual = sorted((name for name in names if _kind(name)), key=lambda name: SPLITS.index(_kind(name) or ""))
     return list(dict.fromkeys(request.splits)) or usual or names
 

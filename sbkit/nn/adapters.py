@@ -107,7 +107,7 @@ class Adapters(ABC):
             problems.insert(0, f"no layer of {type(self.module).__name__} is called {', '.join(missing)}")
         if problems:
             raise SbkitError(f"{type(self).__name__}: targets: {'; '.join(problems)}", hint=f"possible targets: "
-                             f"{_some(fitting)} (docs/finetune.md#adapters says which are of attention)")
+                             f"{_some(fitting)} (docs/how-to/finetune.md#adapters says which are of attention)")
         matched = [path for path in fitting if any(fnmatch.fnmatchcase(path, target) for target in self.targets)]
         return {path: fitting[path] for path in matched if not any(path.startswith(f"{outer}.") for outer in matched)}
 

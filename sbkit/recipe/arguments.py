@@ -78,7 +78,7 @@ def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str
         raise SbkitError(f"{words[0]} lacks brain", hint=f"{SCRIPT}; otherwise, {COMPLETE}")
     if not keys or not brain.startswith("!name:sbkit.") or "brain" in given:  # others have own keys
         return read
-    if task and "--no-check" not in read:
+    if task:
         try:
             source = with_present_keys(parse_overrides(read[1:]), there).get("data_folder")
         except SbkitError:  # about another word; it is read again, and then reported
@@ -182,7 +182,9 @@ def locate(name: str) -> Path:
             return path
     where = Path(name).parent
     around = where if where.is_dir() else where.parent
-    near = did_you_mean(name, [str(path) for path in around.glob("*.y*ml" if where.is_dir() else "*/*.y*ml")])
+    found = [str(path) for path in around.glob("*.y*ml" if where.is_dir() else "*/*.y*ml")]
+    stem = did_you_mean(Path(name).stem, [Path(each).stem for each in found])  # an equal folder isn't near
+    near = did_you_mean(name, [each for each in found if Path(each).stem == stem], cutoff=0)
     from sbkit.recipe import starter
 
     task = f" --task {Path(name).stem}" if Path(name).stem in starter.tasks() else ""

@@ -110,6 +110,7 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
         modules = ownership.check_modules(built, findings)
         if modules is None:
             if "modules" in root.value:
+                parts.check_named(built, torch.nn.ModuleDict(), False, findings)
                 report.notes.append("modules, devices, shapes and cost: the modules could not be built")
             return
         owned = ownership.Owned(modules)

@@ -217,7 +217,7 @@ class CostEstimate:
             f"{_gib(memory)}", f"set max_batch_seconds to {self.largest_text(memory)} or less: the optimizer steps "
             "stay the same, with more micro-batches" if self.largest(memory) >= self.cost.seconds else
             f"not even one utterance of {self.cost.seconds:g} s fits: set a lower max_duration, "
-            "activation_checkpointing, or, for a pretrained encoder, train adapters (docs/finetune.md#adapters)")
+            "activation_checkpointing, or, for a pretrained encoder, train adapters (docs/how-to/finetune.md#adapters)")
 
 
 def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: str,
@@ -308,7 +308,7 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
             "fits on no single GPU"
         remarks.append(f"training the whole encoder instead of adapters takes {_gib(estimate.full_weights)} of "
                        f"weights, gradients and optimizer, and {where}; where it fits it makes fewer errors "
-                       "(docs/finetune.md#adapters)")
+                       "(docs/how-to/finetune.md#adapters)")
     return Section("Cost", ["what", "how much"], rows, remarks, values)
 
 

@@ -26,7 +26,8 @@ TaskKeys = Any  # an object of its Keys
 #: A hint for a missing key that a run needs.
 COMPLETE = "hparams/ has a complete recipe for each task"
 #: What to do with a recipe that names no task.
-SCRIPT = "if a SpeechBrain script trains it, replace sb.Brain by sbkit.Brain there and start that (docs/train.md)"
+SCRIPT = ("if a SpeechBrain script trains it, replace sb.Brain by sbkit.Brain there and start that "
+          "(docs/tutorials/speechbrain.md)")
 #: The problem of a needed key that is null, as the end of a sentence.
 NULL = "is null, and a run needs it"
 #: Types of scalars: one, and several.
@@ -142,7 +143,7 @@ class Keys:
         """The problems of single keys."""
         problems = ((name, declared.problem(hparams[name]))
                     for name, declared in cls.declared().items() if name in hparams)
-        return [Problem(name, f"{name} {problem}", "docs/keys.md says what each key may be")
+        return [Problem(name, f"{name} {problem}", "docs/reference/keys.md says what each key may be")
                 for name, problem in problems if problem]
 
     @classmethod
@@ -175,7 +176,7 @@ class Keys:
                 f"of {type(value).__module__}.{type(value).__qualname__}")
             found.append(Problem(name, f"it is {given}, and must be {known.what}",
                                  "write !new: and that class after the key, with its arguments below it" if plain else
-                                 "docs/keys.md says what each key may be"))
+                                 "docs/reference/keys.md says what each key may be"))
         return found
 
     @classmethod

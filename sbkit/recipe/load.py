@@ -120,7 +120,7 @@ def open_recipe(hparams: dict[str, Any], path: Path) -> Recipe:
     declared = getattr(task, "Keys", None)
     if declared is None or not hasattr(task, "stand_in"):
         raise SbkitError(f"{path}: brain is {getattr(task, '__name__', task)!s}, which is not a task of sbkit",
-                         hint="derive it from sbkit.tasks.task.Task; docs/extend.md shows how")
+                         hint="derive it from sbkit.tasks.task.Task; docs/how-to/extend.md shows how")
     missing = [key for key in declared.needed() if key not in hparams]
     if missing:
         raise SbkitError(f"{path} lacks {', '.join(missing)}", hint=COMPLETE)

@@ -237,10 +237,12 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
     if "brain" not in built.nodes:  # a user's script may use these keys for something else
         return
     parts = ParameterGroups(modules, built.hparams)
+    given = built.nodes["modules"].value if "modules" in built.nodes else {}
+    tops = [] if complete else [*built.nodes, *(given if isinstance(given, dict) else ())]
     for key, allowed in BY_PART.items():
         node = built.nodes.get(key)
         if node is not None and built.hparams.get(key) is not None and \
-                _check(node, key, allowed, parts if complete else None, findings):
+                _check(node, key, allowed, parts, tops, findings):
             built.hparams[key] = None  # reported, and unusable for later checks
     for key in ("activation_checkpointing", "fsdp") if complete else ():
         if (named := built.hparams.get(key)) and isinstance(named, (str, type, Sequence)):
@@ -266,8 +268,12 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
             parts.parameters[path].requires_grad_(False)
 
 
-def _check(node: Node, key: str, allowed: Patterns, parts: ParameterGroups | None, findings: Findings) -> bool:
-    """Add findings about one of these keys; return whether there are any."""
+def _check(node: Node, key: str, allowed: Patterns, parts: ParameterGroups, tops: list[str],
+           findings: Findings) -> bool:
+    """Add findings about one of these keys; return whether there are any.
+
+    tops : names with which those of parts begin, if a mistake elsewhere keeps the parts themselves from being built
+    """
     before = len(findings)
     if not isinstance(node.value, dict):
         findings.error("setting", node.place, key, f"it must be {allowed}", f"write {key}: {{CNN: {allowed.example}}}")
@@ -278,7 +284,13 @@ def _check(node: Node, key: str, allowed: Patterns, parts: ParameterGroups | Non
             findings.error("setting", place, f"{key}.{pattern}",
                            f"it is {value if not isinstance(value, Node) else value.tag!r}, and must be "
                            f"{allowed.values}")
-        elif parts is not None and not parts.matching(pattern):
+        elif tops:
+            top = pattern.partition(".")[0]
+            if top not in tops and not set("*?[") & set(top):
+                near = did_you_mean(top, tops, cutoff=0.75)
+                findings.error("no-such-part", place, f"{key}.{pattern}", f"no part is called {top!r}",
+                               f"did you mean {near}?" if near else "parts are named by keys of the recipe")
+        elif not parts.matching(pattern):
             findings.error("no-such-part", place, f"{key}.{pattern}",
                            f"no trainable part is called {pattern!r}", parts.suggestion(pattern))
     return len(findings) > before

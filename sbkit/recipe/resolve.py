@@ -112,7 +112,10 @@ class _Resolver:
         if node.tag in ("!ref", "!copy"):
             if not node.scalar:
                 return self._error("bad-ref", node, f"{node.tag} takes a text such as <key>, not a list or mapping")
-            return self._follow(str(node.value), node, ())
+            found = self._follow(str(node.value), node, ())
+            if found.scalar and not found.tag and not found.wrong:
+                found.reference = str(node.value)
+            return found
         if node.tag == PLACEHOLDER:
             return self._error("placeholder", node, "you must set this value (!PLACEHOLDER)",
                                "write it into the YAML" if "[" in node.key else f"set it: --{node.key} VALUE")

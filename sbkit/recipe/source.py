@@ -59,6 +59,8 @@ class Node:
     """Whether a mistake in it is reported already."""
     source: Node | None = None
     """The scalar that it is a reference to."""
+    reference: str = ""
+    """The text of the reference that became this scalar."""
     dotted: bool = False
     """Whether it is a mapping of parts that were given one by one, as by ``--a.b 1``."""
     whole: bool = False

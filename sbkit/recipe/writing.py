@@ -14,6 +14,7 @@ from sbkit.recipe.values import TUPLE
 
 #: Texts that need no quotes: words and paths, unless they read as truth, null or a number.
 _PLAIN = re.compile(r"(?!(?:null|true|false|yes|no|on|off|y|n|inf|nan)$)[a-z_/][\w./-]*(?: \w[\w./-]*)*", re.IGNORECASE)
+_REFERENCE = re.compile(r"[\w<./][\w<>/.()*+ -]*>[\w<>/.()*+ -]*")
 _WIDTH = 100  # of a list in one line
 
 
@@ -76,7 +77,7 @@ def scalar(value: object, tagged: bool = False) -> str:
     if isinstance(value, str):
         if TUPLE.fullmatch(value) and not tagged:
             return f"!tuple {value}"
-        if _PLAIN.fullmatch(value):
+        if _PLAIN.fullmatch(value) or (tagged and _REFERENCE.fullmatch(value)):
             return value
     style = '"' if isinstance(value, str) else None
     written = yaml.safe_dump(value, default_style=style, width=math.inf, allow_unicode=True)

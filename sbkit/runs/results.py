@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from sbkit.runs.keys import TaskKeys
 from sbkit.runs.progress import read_progress
 from sbkit.runs.start_guard import StartGuard
 from sbkit.score.report import write_report
+from sbkit.score.report.data import read
+from sbkit.score.report.sections import loss_in_text
 from sbkit.score.results import Results, describe_unread
 from sbkit.score.run_files import EVALUATIONS, MANIFESTS, METRICS, PREPARED, RECIPE, TESTED
 from sbkit.system.console import atomic_write, stored_json
@@ -31,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 def show(results: Results, folder: Path, manifest: Manifest, left_out: str | None,
          metrics_log: MetricsLog | None) -> None:
-    """Write the files, print the results and the paths, and write the report."""
+    """Write the files and the report, and print the results and the paths, on a terminal also the curve of the loss."""
     results.write(folder, manifest, "test")
     for line in results.lines():
         print(f"\n{line}")
@@ -46,6 +49,8 @@ def show(results: Results, folder: Path, manifest: Manifest, left_out: str | Non
     if metrics_log is not None:
         metrics_log.close()
     try:  # its inputs are already saved, so an error must not fail the run
+        if metrics_log is not None and sys.stdout.isatty():
+            print(f"\n{loss_in_text(read(folder))}\n")
         print(f"report: {write_report(folder, remote=manifest.remote)}", flush=True)
     except (SbkitError, OSError) as error:
         logger.warning("The report could not be written: %s", error)

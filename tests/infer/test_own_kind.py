@@ -1,4 +1,4 @@
-"""A kind of bundle that sbkit does not know, as docs/extend.md has it: read, decoded, served, found by commands."""
+"""A kind of bundle that sbkit does not know, from docs/how-to/extend.md: read, decoded, served, found by commands."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from sbkit.serve import registry
 from sbkit.serve.served import BundleOptions
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
 MODULE = re.search(r"```python\n# backwards.py\n(.*?)```", PAGE, re.S)[1]
 
 

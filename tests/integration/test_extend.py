@@ -1,4 +1,5 @@
-"""What docs/extend.md says, done in a folder of one's own: a task that this repository does not know."""
+"""What docs/tutorials/own-task.md and docs/how-to/extend.md say, done in a folder of one's own: a task that this
+repository does not know."""
 
 import json
 import re
@@ -19,7 +20,8 @@ from sbkit.export import layout
 from sbkit.recipe import load
 from sbkit.rehearsal.corpus import write
 
-PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8")
+               for name in ("tutorials/own-task.md", "how-to/extend.md"))
 
 
 def files(page=PAGE):
@@ -238,7 +240,7 @@ def test_an_encoder_on_waveforms_is_trained_and_exported(parts):
 
 @pytest.mark.slow
 def test_the_encoder_that_the_page_on_models_writes_out_is_trained_exported_and_transcribes(tmp_path):
-    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "models.md").read_text(encoding="utf-8")
     shutil.copytree(ROOT / "hparams", tmp_path / "hparams")
     for name, text in files(page).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

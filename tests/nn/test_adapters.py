@@ -90,7 +90,7 @@ def test_both_go_together_and_dropout_is_of_the_added_part(model):
 def test_what_cannot_be_adapted_is_named_with_what_can(model):
     with pytest.raises(SbkitError, match="no layer of Model is called q_proj") as error:
         LoRA(model, "q_proj")
-    assert error.value.hint == "possible targets: ['*.first', '*.second'] (docs/finetune.md#adapters says " \
+    assert error.value.hint == "possible targets: ['*.first', '*.second'] (docs/how-to/finetune.md#adapters says " \
         "which are of attention)"
     with pytest.raises(SbkitError, match=r"targets: no layer of Model is called q_proj, \*\.v_proj; layers\.0 is a Bl"):
         LoRA(model, ["q_proj", "*.first", "layers.?", "*.v_proj"])

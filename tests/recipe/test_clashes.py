@@ -66,7 +66,7 @@ def test_all_that_a_load_refuses_is_told_with_its_line(tmp_path):
     path = write(tmp_path, f"{BASED}    ctc_weight: 0\n    n_mels: 40\n{nulls}label_smoothing: 2\n")
     with pytest.raises(SbkitError) as error:
         load.open_recipe(hparams(path, tmp_path), path)
-    wrong, hint = str(error.value).rsplit("; docs/", 1)
+    wrong, hint = str(error.value).rsplit("; docs/reference/", 1)
     assert set(wrong.split("; ")) == {
         f"{path}:2: ctc_weight is 0, and must be a number above 0, up to 1",
         f"{path}:8: label_smoothing is 2, and must be a number from 0 to 1",

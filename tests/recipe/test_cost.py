@@ -43,7 +43,7 @@ def test_a_micro_batch_that_is_too_large_is_blamed_on_the_value_that_batching_ha
 
 def test_where_not_even_one_utterance_fits_adapters_are_named(needs_nine):
     (warning,) = warnings(dataclasses.replace(needs_nine, weights=6 * cost.GIB), BATCHING)
-    assert "not even one utterance of 20 s fits" in warning and "docs/finetune.md#adapters" in warning
+    assert "not even one utterance of 20 s fits" in warning and "docs/how-to/finetune.md#adapters" in warning
 
 
 @pytest.mark.parametrize(("card", "full", "says"), [

@@ -531,6 +531,6 @@ def test_each_declared_key_says_what_it_does():
 
 
 def test_what_a_key_refers_to_is_there():
-    page = (RECIPE.parents[1] / "docs" / "keys.md").read_text(encoding="utf-8")
+    page = (RECIPE.parents[1] / "docs" / "reference" / "keys.md").read_text(encoding="utf-8")
     named = set(re.findall(r"\bsbkit(?:\.\w+)+", page))
     assert len(named) > 10 and all(map(locate, named))

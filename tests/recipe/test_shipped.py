@@ -20,6 +20,7 @@ from sbkit.recipe import files, load
 from sbkit.recipe.build import build
 from sbkit.recipe.check import check
 from sbkit.recipe.reading import read
+from sbkit.recipe.resolve import flatten
 from sbkit.recipe.source import Findings
 from sbkit.system.renamed import FORMER
 from sbkit.train.muon import Muon
@@ -109,11 +110,11 @@ def test_a_shipped_recipe_fits_on_a_screen_and_show_prints_it_whole_for_plain_hy
     """With the file and line of each value; the recipe and its bases can't be read by HyperPyYAML, which resolves
     references of a file without those that it includes."""
     assert len((ROOT / name).read_text().splitlines()) <= SCREEN
-    given = [f"--{key}={value}" for key, value in stand_ins(name, tmp_path).items()]
-    assert main(["show", str(ROOT / name), *given]) == 0
+    given = stand_ins(name, tmp_path)
+    assert main(["show", str(ROOT / name), *(f"--{key}={value}" for key, value in given.items())]) == 0
     text = capsys.readouterr().out
     written = [(path.name, path.read_text().splitlines()) for path, _ in load.chain(ROOT / name)]
-    told = re.findall(r"^(\w+): .*# (?:(\w+\.yaml):(\d+)|command line|default)$", text, re.M)
+    told = re.findall(r"^(\w+): .*[#,] (?:(\w+\.yaml):(\d+)|command line|default)$", text, re.M)
     assert len(told) > 50 and {file for _, file, _ in told} >= {"", *dict(written)}
     for key, file, line in told:
         there = [lines[int(line) - 1] for name, lines in written if name == file and len(lines) >= int(line)]
@@ -122,6 +123,11 @@ def test_a_shipped_recipe_fits_on_a_screen_and_show_prints_it_whole_for_plain_hy
         hparams = load_hyperpyyaml(text)
     assert all(isinstance(module, torch.nn.Module) for module in hparams["modules"].values())
     assert sum(p.numel() for p in hparams["model"].parameters()) > 1e6
+    (mine := tmp_path / "mine.yaml").write_text(text)
+    other = {"output_folder": "elsewhere", "seed": 7, **({"output_neurons": 31} if "output_neurons" in hparams else {})}
+    values, own = (flatten(load.resolved(path, {**given, **other})).texts()
+                   for path in (ROOT / name, mine))
+    assert own | values == own, "as a recipe, it follows the same keys"
 
 
 @pytest.mark.slow
@@ -174,7 +180,7 @@ def test_a_pretrained_encoder_that_trains_is_in_a_checkpoint(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_cost")
 def test_the_recipe_with_houlsbys_adapters_on_the_page_passes_the_check(tmp_path):
-    page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "finetune.md").read_text(encoding="utf-8")
     [block] = [block for block in page.split("\n\n") if "Houlsby\n" in block]
     path = tmp_path / "houlsby.yaml"
     path.write_text(textwrap.dedent(block).replace("!include:", f"!include:{ROOT}/"))

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("low", "high", "both")
-#: Tasks with one fault each, on top of the word spotter of docs/extend.md.
+#: Tasks with one fault each, on top of the word spotter of docs/tutorials/own-task.md.
 FAULTS = '''
 import os
 import threading
@@ -129,7 +129,7 @@ class Late(Spotter):
 def home(tmp_path_factory):
     """A folder with the word spotter, the tasks with faults, and recordings."""
     folder = tmp_path_factory.mktemp("mine")
-    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "tutorials" / "own-task.md").read_text(encoding="utf-8")
     for name, text in re.findall(r"```(?:python|yaml)\n# (spotter\S+)\n(.*?)```", page, re.S):
         (folder / name).write_text(text)
     (folder / "faults.py").write_text(FAULTS)

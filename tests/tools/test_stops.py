@@ -11,7 +11,7 @@ from toys import ToyTrainLoader, brain
 from sbkit.train.distributed import ranks
 from tools import golden, stops
 
-PAGE = (stops.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (stops.ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
 #: The most functions, files and calls of a step outside the model's layers, and calls between two steps.
 LIMITS, MOST_BETWEEN = (75, 16, 150), 10
 

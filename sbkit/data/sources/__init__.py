@@ -1,6 +1,6 @@
 """Sources of utterances: one module per kind of corpus, which all return the same kind of rows.
 
-``docs/data.md`` lists what a corpus's ``source`` may be, how it is recognised, and the names of its splits.
+``docs/how-to/data.md`` lists what a corpus's ``source`` may be, how it is recognised, and the names of its splits.
 
 Every row has an id, a recording (a path, or a member of a tar as ``x.tar?offset=O&size=N``), start and duration in
 seconds, a text, a speaker, and accent, age, gender and language if they are known. CSVs keep all their other columns

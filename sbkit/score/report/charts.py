@@ -152,6 +152,30 @@ def thinned(series: Series) -> Series:
     return replace(series, x=[float(m[0]) for m in means], y=[float(m[1]) for m in means])
 
 
+def in_text(title: str, series: Sequence[Series], ticks: Sequence[tuple[float, str]], width: int = 60,
+            height: int = 8) -> str:
+    """Draw the same chart with characters, for a terminal; empty if there is nothing to draw."""
+    series = [each for each in map(thinned, series) if len(each.x)]
+    if not series:
+        return ""
+    y = Scale(*_ends(series), height - 1, 0)
+    x = Scale(min(min(one.x) for one in series), max(max(one.x) for one in series), 0, width - 1)
+    cells = [[" "] * width for _ in range(height)]
+    marks = dict(zip([one.name for one in series], ".o+x", strict=False))
+    for one in series:  # beyond the picture, along its upper edge
+        for at, value in zip(one.x, one.y, strict=True):
+            cells[max(0, round(y(value)))][round(x(at))] = marks[one.name]
+    names, below = [f"{value + 0.0:.4g}" for value in (y.high, y.low)], [" "] * (width + 4)
+    for at, name in [ticks[0], ticks[-1]] if ticks else ():
+        start = min(max(0, round(x(at))), width - len(name))
+        below[start:start + len(name)] = name
+    edge = max(map(len, ["epoch", *names]))
+    lines = [f"{title}: {', '.join(f'{mark} {name}' for name, mark in marks.items())}"]
+    lines += [f"{names[0] if not row else names[1] if row == height - 1 else '':>{edge}} |{''.join(each).rstrip()}"
+              for row, each in enumerate(cells)]
+    return "\n".join([*lines, f"{'epoch':>{edge}}  {''.join(below).rstrip()}" if ticks else ""]).rstrip()
+
+
 # ---------------------------------------------------------------- pieces
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -139,24 +140,35 @@ def _column(found: RunComparison) -> tuple[str, ...]:
 # ---------------------------------------------------------------- training
 
 
+def _ticks(run: RunData) -> list[tuple[float, str]]:
+    return [(epoch["step"], str(epoch["epoch"])) for epoch in run.epochs if "step" in epoch]
+
+
+def _curve(runs: Sequence[RunData], key: str, name: str, colour: int = 1) -> list[Series]:
+    """The curve of each run from the lines within epochs or, if it was too short for those, from the epochs."""
+    found = []
+    for each in runs:
+        lines, of_lines = [line for line in each.steps if line.get(key) is not None], key
+        if whole := not lines:
+            of_lines = "train_loss" if key == "loss" else key
+            lines = [line for line in each.epochs if line.get(of_lines) is not None]
+        if lines:
+            found.append(Series(name if each is runs[0] else f"{name}, the other run", [line["step"] for line in lines],
+                                [line[of_lines] for line in lines], colour, each is not runs[0], dots=whole))
+    return found
+
+
+def loss_in_text(run: RunData) -> str:
+    """The chart of the loss for a terminal; empty before the first epoch."""
+    series = _curve([run], "loss", "training") + _curve([run], "valid_loss", "validation", 2)
+    return charts.in_text("loss", series, _ticks(run))
+
+
 def training(run: RunData, other: RunData | None) -> Section | None:
     """Chart loss, validation results, learning rate, speed and how the time of a step was spent."""
     both = [run] if other is None else [run, other]
     longest = max(both, key=lambda each: each.epochs[-1]["step"] if each.epochs else 0)
-    ticks = [(epoch["step"], str(epoch["epoch"])) for epoch in longest.epochs if "step" in epoch]
-
-    def curve(key: str, name: str, colour: int = 1) -> list[Series]:
-        """The curve of each run from the lines within epochs or, if it was too short for those, from the epochs."""
-        found = []
-        for each in both:
-            lines, of_lines = [line for line in each.steps if line.get(key) is not None], key
-            if whole := not lines:
-                of_lines = "train_loss" if key == "loss" else key
-                lines = [line for line in each.epochs if line.get(of_lines) is not None]
-            if lines:
-                found.append(Series(name if each is run else f"{name}, the other run", [line["step"] for line in lines],
-                                    [line[of_lines] for line in lines], colour, each is not run, dots=whole))
-        return found
+    ticks, curve = _ticks(longest), functools.partial(_curve, both)
 
     # Validation results: WER and CER in one chart, or each number with a curve for each part of a mixture.
     names = sorted({key.removeprefix("valid_") for epoch in run.epochs for key in epoch if key.startswith("valid_")}

@@ -1,4 +1,4 @@
-"""The layers that docs/finetune.md names for adapters are there in every family, and learn."""
+"""The layers that docs/how-to/finetune.md names for adapters are there in every family, and learn."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from sbkit.nn.adapters import HOULSBY, LORA, Houlsby, LoRA
 from sbkit.nn.pretrained import Encoder
 
-PAGE = (Path(__file__).parents[3] / "docs" / "finetune.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "finetune.md").read_text(encoding="utf-8")
 FAMILIES = {"wav2vec2-layer": "wav2vec 2.0", "hubert-group": "HuBERT", "wavlm-layer": "WavLM", "whisper": "Whisper",
             "w2v-bert": "w2v-BERT 2.0"}
 

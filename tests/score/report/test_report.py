@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import run_folders
@@ -17,8 +19,9 @@ from sbkit.cli import main
 from sbkit.data.manifest import Manifest
 from sbkit.data.suspects import Suspect
 from sbkit.errors import SbkitError
+from sbkit.runs import results
 from sbkit.score import utterances
-from sbkit.score.report import suspect_page, write_report
+from sbkit.score.report import charts, suspect_page, write_report
 from sbkit.score.report.data import read
 from sbkit.score.results import Player, Results, SoundSample, Table
 
@@ -74,6 +77,25 @@ def page_of(folder, rows, **options):
 def right(rows):
     """The same rows without an error."""
     return [dataclasses.replace(one, hypothesis=one.reference) for one in rows]
+
+
+@pytest.mark.parametrize(("points", "expected"), [
+    ([(1, 4.0), (2, 2.0), (3, 0.0)],
+     "loss: . training\n    4 |.\n      |     .\n    0 |          .\nepoch            1"),
+    ([(1, float("nan"))], ""), ([], ""),
+])
+def test_the_curve_for_a_terminal_stands_where_its_points_are(points, expected):
+    series = charts.Series("training", *zip(*points, strict=True)) if points else charts.Series("training", [], [])
+    assert charts.in_text("loss", [series], [(3, "1")], width=11, height=3) == expected
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_training_ends_with_its_curve_on_a_terminal_alone(run, terminal, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    results.show(Results({"accuracy": 0.5}, 2), run, Manifest.read(run / "manifests/test.csv"), None,
+                 SimpleNamespace(close=lambda: None))
+    said = capsys.readouterr().out
+    assert ("loss: . training, o validation\n" in said) == terminal and "report: " in said
 
 
 def test_the_page_says_what_the_files_say(run):
