@@ -12,10 +12,10 @@ from speechbrain.core import Stage
 from torch import nn
 
 from sbkit.nn import guard
+from sbkit.system import memory
 from sbkit.train import loaders
 from sbkit.train.batches import DataSource
 from sbkit.train.distributed import ranks
-from sbkit.train.memory import host
 from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.step import Loss, one_number
 from sbkit.train.trainer import Trainer
@@ -38,7 +38,7 @@ class EvaluationLoop:
         """
         brain, trainer, state = self.brain, self.trainer, self.trainer.state
         if trainer.device.type == "cpu":
-            host.trim()  # before the loader forks
+            memory.trim()  # before the loader forks
         state.step, average = 0, 0.0
         share = loaders.is_share(loader)
         sums = torch.zeros(2, device=brain.device)  # of losses, and their count: nothing waits for the device

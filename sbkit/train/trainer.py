@@ -22,6 +22,7 @@ from speechbrain.core import INTRA_EPOCH_CKPT_FLAG, Stage
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
 from sbkit.nn.peek import Peek
+from sbkit.system import memory
 from sbkit.train import bad_batch, loaders, rng
 from sbkit.train.averaging import EMA
 from sbkit.train.bad_batch import KeptBatch
@@ -34,7 +35,6 @@ from sbkit.train.distributed.sharding import ShardedModules
 from sbkit.train.freezing import Freezing
 from sbkit.train.graphs import MicroStep, StepGraphs
 from sbkit.train.keys import ScriptKeys
-from sbkit.train.memory import host
 from sbkit.train.memory.oom import is_out_of_memory, release
 from sbkit.train.monitor.display import Progress
 from sbkit.train.monitor.timing import EVERY, FIRST, StepTimes
@@ -518,7 +518,7 @@ class Trainer:
         All ranks try the largest of any rank, so they decide alike. Nothing that training depends on is changed. On a
         CPU there is nothing to find out, unless the memory of this process is limited.
         """
-        if not hasattr(train_set, "largest") or not (self.device.type == "cuda" or host.bounded()):
+        if not hasattr(train_set, "largest") or not (self.device.type == "cuda" or memory.bounded()):
             return
         problem = ""
 

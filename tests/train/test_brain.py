@@ -23,11 +23,11 @@ from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furth
 
 import sbkit
 from sbkit.errors import SbkitError
+from sbkit.system import memory
 from sbkit.train import options
 from sbkit.train.averaging import EMA
 from sbkit.train.bad_batch import replay
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.memory import host
 from sbkit.train.step import Loss
 from sbkit.train.trainer import NotFinite
 
@@ -310,7 +310,7 @@ def test_trying_the_largest_batch_leaves_nothing_behind(monkeypatch):
         def largest(self, epoch):
             return list(self.at(epoch, 2))
 
-    monkeypatch.setattr(host, "bounded", lambda: True)
+    monkeypatch.setattr(memory, "bounded", lambda: True)
     plain, tried = brain(Counting), brain(Counting)
     plain.fit([1], ToyTrainLoader(3))
     tried.fit([1], Planned(3))

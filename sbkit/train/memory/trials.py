@@ -30,9 +30,8 @@ from sbkit.recipe.cost import StepMeasurement, longest_utterance
 from sbkit.recipe.parts import permanently_frozen
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
-from sbkit.system import helper_process
+from sbkit.system import helper_process, memory
 from sbkit.train import device as devices
-from sbkit.train.memory import host
 from sbkit.train.memory.oom import is_out_of_memory
 
 #: Maximum number of buckets to try.
@@ -169,12 +168,12 @@ class BoundedTrial:
 def _serve_trials(pipe: Connection, args: list[str], size: int, slack: float) -> None:
     """Answer, in the separate process, whether batches fit."""
     request = arguments.parse(args)
-    host.keep_freed_memory()  # as a run does
+    memory.keep_freed_memory()  # as a run does
     with open_trial(request, torch.device("cpu")) as trial:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # hide libraries' last messages
         workers, rate = trial.brain.keys.num_workers, trial.brain.keys.sample_rate
         size -= BASE_BYTES + workers * WORKER_BYTES
-        host.bound(int(slack * size))
+        memory.bound(int(slack * size))
         while True:
             try:
                 utterances, seconds = pipe.recv()
@@ -184,7 +183,7 @@ def _serve_trials(pipe: Connection, args: list[str], size: int, slack: float) ->
                 # What a run's data workers have read ahead, in bytes.
                 ahead = round(max(0.0, utterances * seconds) * rate) * torch.float32.itemsize * (PREFETCH + 1) * workers
                 with mmap.mmap(-1, max(ahead, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
-                    fits, failure = trial.fits(utterances, seconds) and host.peak() + ahead <= size, ""
+                    fits, failure = trial.fits(utterances, seconds) and memory.peak() + ahead <= size, ""
             except Exception as error:
                 fits, failure = False, "" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             pipe.send((fits, failure))
