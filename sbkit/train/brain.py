@@ -38,7 +38,7 @@ from sbkit.train.evaluation import EvaluationLoop
 from sbkit.train.forward_state import restoring
 from sbkit.train.freezing import Freezing
 from sbkit.train.keys import ScriptKeys, TrainKeys
-from sbkit.train.memory.oom import oom_as_user_error
+from sbkit.train.memory.oom import is_out_of_memory, oom_as_user_error, release
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.timing import profiler
 from sbkit.train.optim import fused
@@ -306,8 +306,15 @@ class Brain(sb.core.Brain):
     @contextlib.contextmanager
     def no_sync(self, use: bool = True) -> Iterator[None]:
         """Accumulate gradients on each rank inside this context, without averaging them over ranks."""
-        with self.trainer.accumulating() if use else contextlib.nullcontext():
+        exchange = self.trainer.exchange if use else None
+        armed = exchange is not None and exchange.armed
+        if exchange is not None:
+            exchange.armed = False
+        try:
             yield
+        finally:
+            if exchange is not None:
+                exchange.armed = armed
 
     @torch.no_grad()
     def evaluate_batch(self, batch: MicroBatch, stage: Stage) -> torch.Tensor | Loss:
@@ -321,8 +328,17 @@ class Brain(sb.core.Brain):
         return self.trainer.loss_of(batch).loss
 
     def try_batch(self, batch: MicroBatch) -> bool:
-        """Take a step on this micro-batch alone; return False if it did not fit into memory."""
-        return self.trainer.try_step(batch)
+        """Take a step on this micro-batch alone; return False, without an update, if it did not fit into memory."""
+        try:
+            self.trainer.train_step(iter([(batch, True)]))
+            self.trainer.take_results()
+            return True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        self.zero_grad(set_to_none=True)
+        release(self.trainer.device)  # outside of the handler, whose frames hold the step's tensors
+        return False
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:

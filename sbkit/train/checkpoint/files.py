@@ -80,8 +80,12 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
             sums[file.relative_to(folder).as_posix()] = {
                 "bytes": os.fstat(handle.fileno()).st_size, "blake2b": _digest(handle),
             }
-    _write_text(folder / SUMS_NAME, json.dumps({"files": sums}, indent=1, sort_keys=True))
-    _write_text(folder / METAFNAME, "# yamllint disable\n" + yaml.safe_dump(meta))
+    for name, text in ((SUMS_NAME, json.dumps({"files": sums}, indent=1, sort_keys=True)),
+                       (METAFNAME, "# yamllint disable\n" + yaml.safe_dump(meta))):
+        with open(folder / name, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
     for inner in sorted({file.parent for file in files_in(folder)} | {folder}):
         disk.sync_folder(inner)
 
@@ -137,13 +141,6 @@ def sweep(folder: Path) -> list[str]:
         except OSError as error:  # a read-only folder, or another process was faster
             logger.debug("could not remove %s: %s", path, error)
     return removed
-
-
-def _write_text(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def files_in(folder: Path) -> list[Path]:
