@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -18,7 +20,7 @@ from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.data.loader import plain_worker_errors
 from sbkit.errors import SbkitError
-from sbkit.nn import attention_kernel
+from sbkit.nn import attention_kernel, guard, sync_batch_norm
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.nn.fast.norm import flatten_norms
 from sbkit.nn.finite import keep_finite
@@ -26,24 +28,25 @@ from sbkit.nn.tf32 import allow_tf32
 from sbkit.recipe.parts import ParameterGroups, trained_parts
 from sbkit.recipe.speed import Utilisation
 from sbkit.recipe.values import unwrapped
+from sbkit.system import memory
 from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import limit_torch_threads
 from sbkit.train import compiling, loaders, options, precision, rates, rng
 from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import Adapted
-from sbkit.train.distributed import parallel, ranks, sharding
+from sbkit.train.distributed import ranks, sharding
 from sbkit.train.distributed.exchange import GradientExchange
-from sbkit.train.evaluation import EvaluationLoop
 from sbkit.train.forward_state import restoring
 from sbkit.train.freezing import Freezing
 from sbkit.train.keys import ScriptKeys, TrainKeys
 from sbkit.train.memory.oom import is_out_of_memory, oom_as_user_error, release
+from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.timing import profiler
 from sbkit.train.optim import fused
 from sbkit.train.state import TrainState, state_view
-from sbkit.train.step import Loss, StepResult, is_last, losses_in_fp32, skips_itself, update, write_rates
+from sbkit.train.step import Loss, StepResult, is_last, losses_in_fp32, one_number, skips_itself, update, write_rates
 from sbkit.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -127,7 +130,6 @@ class Brain(sb.core.Brain):
                             if getattr(type(self), name) is not getattr(Brain, name)]
         self.trainer = Trainer(self, self.train_state, self.keys.average, freezing, self._rng,
                                lambda: self._save_intra_epoch_ckpt(), recipe_steps=bool(self._overridden))
-        self._evaluation = EvaluationLoop(self, self.trainer, "update_average" in self._overridden)
         self._factors: dict[str, float] = {}
         extra = {"rng": self._rng, "metrics": self.metrics_log, "ema": self.trainer.ema,
                  "scaler": self.scaler if self.scaler.is_enabled() else None}
@@ -208,7 +210,9 @@ class Brain(sb.core.Brain):
         if trainer.exchange is not None:  # of an earlier fit
             trainer.exchange.close()
         trainer.use()
-        parallel.convert_batch_norm(self.modules)
+        for name, module in self.modules.items() if ranks.world_size() > 1 else ():
+            if any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in module.modules()):
+                self.modules[name] = sync_batch_norm.convert(module)  # as SpeechBrain does on a GPU
         for module in self.layer_roots:  # before FSDP, which derives classes too
             keep_finite(module)
         if keys.activation_checkpointing:
@@ -220,7 +224,7 @@ class Brain(sb.core.Brain):
                 optimizer = unwrapped(self.opt_class)[0]
                 unshardable = {
                     "a recipe's own fit_batch": "fit_batch" in self._overridden, "ema": self.averages_weights,
-                    "freeze with a number of steps": trainer.freezing.unfreezes,
+                    "freeze with a number of steps": bool(trainer.freezing.unfreeze_steps),
                     "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
                     f"the optimizer {getattr(optimizer, '__name__', optimizer)} (AdamW can)":
                         getattr(optimizer, "needs_whole_parameters", False)}
@@ -419,9 +423,23 @@ class Brain(sb.core.Brain):
 
     # ------------------------------------------------------------ validation and test
 
+    @torch.no_grad()
     def _fit_valid(self, valid_set: DataSource | None, epoch: int, enable: bool) -> None:
-        if valid_set is not None:
-            self._evaluation.validate(valid_set, epoch, enable)
+        """Validate and call the hooks around it; a run that should stop saves the end of the training instead."""
+        if valid_set is None:
+            return
+        try:
+            self.open_stage(Stage.VALID, epoch)
+            loss = self.pass_over(valid_set, Stage.VALID, f"valid {epoch}", enable)
+            self.step = 0
+            ranks.barrier("validated")
+            if ranks.any_of({"stop": self.trainer.asked_to_stop})["stop"]:
+                self.train_state.back_to_training()
+                self.trainer.save_and_stop()
+        finally:
+            if self.checkpointer is not None:
+                self.checkpointer.drop()
+        self.close_stage(Stage.VALID, loss, epoch)
 
     def evaluate(
         self, test_set: DataSource, max_key: str | None = None, min_key: str | None = None,
@@ -442,11 +460,58 @@ class Brain(sb.core.Brain):
             return loss
 
     def pass_over(self, loader: DataSource, stage: Stage, name: str, show: bool) -> float:
-        """Evaluate each batch of a loader, without gradients, and return the average loss.
+        """Evaluate each batch of a loader, with averaged weights if the run keeps them, and return the average loss.
+
+        Call it without gradients. If the loader yields this rank's share, the average is exact over all ranks. No rank
+        waits for another before the end, so shares may differ in size. A stop signal ends the pass early.
 
         name, show : what to call the progress bar, and whether to show it
         """
-        return self._evaluation.run(loader, stage, name, show)
+        trainer = self.trainer
+        if self.device_type == "cpu":
+            memory.trim()  # before the loader forks
+        self.step, average = 0, 0.0
+        share, own_average = loaders.is_share(loader), "update_average" in self._overridden
+        sums = torch.zeros(2, device=self.device)  # of losses, and their count: nothing waits for the device
+        colour = self.tqdm_barcolor[stage.name.lower()] or None
+        display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
+        sharded = contextlib.nullcontext() if trainer.sharded is None else trainer.sharded.gathered()
+        averaged = contextlib.nullcontext() if trainer.ema is None else trainer.ema.swapped()
+        self.modules.eval()
+        # Also layers that only ``hparams`` holds: many recipes leave ``normalize`` out of ``modules``. Its statistics
+        # would include dev data, and ranks with shares of different sizes would wait for each other in it.
+        held = [layer for root in self.layer_roots[1:] for layer in root.modules() if layer.training]
+        with contextlib.ExitStack() as after, sharded, averaged, display:
+            for layer in held:
+                layer.training = False
+                after.callback(setattr, layer, "training", True)
+            for batch in loaders.iterator_of(loaders.on_device(loader, loader, self.device) if share else loader):
+                if trainer.asked_to_stop:
+                    break
+                self.step += 1
+                loss = self.evaluate_batch(batch, stage=stage)
+                self.close_batch(batch, stage)
+                if own_average:
+                    average = self.update_average(one_number(loss), average)
+                else:
+                    loss = loss if isinstance(loss, Loss) else Loss(one_number(loss), 1.0)
+                    total = loss.total.detach().to(sums).reshape(())
+                    count = loss.count if isinstance(loss.count, torch.Tensor) else torch.full_like(total, loss.count)
+                    sums += torch.where(torch.isfinite(total), torch.stack([total, count.to(total).reshape(())]), 0.0)
+                guard.poll()
+                display.count(batch)
+                if time.monotonic() >= display.draw_at:
+                    display.draw()
+                if self.debug and self.step == self.debug_batches:
+                    break
+            guard.poll(wait=True)  # raises now if a label was invalid
+        over_ranks = share or self.shares_validation
+        if over_ranks:
+            ranks.barrier(name)
+        if own_average:
+            return average
+        summed, counted = (ranks.sum_across(sums) if over_ranks else sums).tolist()
+        return summed / counted if counted else math.nan  # nothing was counted, such as clips too short for a loss
 
     @property
     def shares_validation(self) -> bool:

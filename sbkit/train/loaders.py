@@ -82,13 +82,11 @@ class LoaderCounts:
 
 def set_epoch(epoch: int, *holders: Any) -> None:
     """Set the epoch of all samplers, including those in a ``batch_sampler``, which SpeechBrain leaves out."""
-    found: dict[int, Any] = {}
-    for holder in holders:
-        for sampler in (holder, getattr(holder, "batch_sampler", None), getattr(holder, "sampler", None)):
-            if hasattr(sampler, "set_epoch"):
-                found[id(sampler)] = sampler
+    found = {id(sampler): sampler for holder in holders
+             for sampler in (holder, getattr(holder, "batch_sampler", None), getattr(holder, "sampler", None))}
     for each in found.values():
-        each.set_epoch(epoch)
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(epoch)
 
 
 def length(loader: DataSource) -> int | None:
@@ -131,8 +129,19 @@ def resolve_loader(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: d
     if dataset is None or planned:
         return dataset
     if not (isinstance(dataset, (DataLoader, LoopedLoader)) or is_share(dataset)):
-        if stage is not Stage.TRAIN and brain.shares_validation:
-            kwargs = share_kwargs(dataset, kwargs)
+        if stage is not Stage.TRAIN and brain.shares_validation and ranks.world_size() > 1:
+            if isinstance(dataset, IterableDataset):
+                raise SbkitError("an IterableDataset can't be split over ranks, but each rank evaluates only its share",
+                                 hint="give fit and evaluate an iterable that is not a Dataset and yields this rank's "
+                                      "share; a script can also remove share_validation")
+            kwargs = dict(kwargs)
+            if isinstance(dataset, DynamicItemDataset):
+                kwargs.setdefault("collate_fn", PaddedBatch)
+            which = "batch_sampler" if kwargs.get("batch_sampler") is not None else "sampler"
+            if kwargs.get(which) is None:
+                kwargs[which] = SequentialSampler(dataset)
+                kwargs.pop("shuffle", None)
+            kwargs[which] = ShareSampler(kwargs[which], ranks.rank(), ranks.world_size())
         dataset = brain.make_dataloader(dataset, stage=stage, **kwargs)
     ordinary = _with_workers(dataset)
     if ordinary is not None and getattr(ordinary.worker_init_fn, "func", None) is not _start_worker:
@@ -212,23 +221,3 @@ class ShareSampler(Sampler[Any]):
 
     def __len__(self) -> int:
         return len(range(self.rank, len(self.whole), self.world))
-
-
-def share_kwargs(dataset: DataSource, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return loader arguments that read this rank's share of a dataset."""
-    if ranks.world_size() == 1:
-        return kwargs
-    if isinstance(dataset, IterableDataset):
-        raise SbkitError("an IterableDataset can't be split over ranks, but each rank evaluates only its share",
-                         hint="give fit and evaluate an iterable that is not a Dataset and yields this rank's share; a "
-                              "script can also remove share_validation")
-    kwargs = dict(kwargs)
-    if isinstance(dataset, DynamicItemDataset):
-        kwargs.setdefault("collate_fn", PaddedBatch)
-    which = "batch_sampler" if kwargs.get("batch_sampler") is not None else "sampler"
-    whole = kwargs.get(which)
-    if whole is None:
-        whole = SequentialSampler(dataset)
-        kwargs.pop("shuffle", None)
-    kwargs[which] = ShareSampler(whole, ranks.rank(), ranks.world_size())
-    return kwargs

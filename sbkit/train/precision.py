@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from speechbrain.utils.autocast import AMPConfig, TorchAutocast
 from speechbrain.utils.run_opts import RunOptions
 from torch.amp.grad_scaler import GradScaler
@@ -35,15 +34,10 @@ class Scaler(GradScaler):
         # In place: a captured step knows it by its address.
         torch.where((count > 0) & torch.isfinite(count), scale, self.sum_scale, out=self.sum_scale)
 
-    def scale_of_sums(self, count: torch.Tensor) -> torch.Tensor:
-        """Return ``sum_scale`` for a step, the same on all ranks; the first step exchanges its ``count`` for it."""
+    def scale_of_sums(self, count: torch.Tensor) -> None:
+        """Set ``sum_scale`` in the first step, whose ``count`` ranks exchange for it; later ones have it."""
         if self.sum_scale is None:
-            count = count.clone()
-            if ranks.world_size() > 1:
-                dist.all_reduce(count)
-            self.follow_count(count / ranks.world_size())
-        assert self.sum_scale is not None
-        return self.sum_scale
+            self.follow_count(ranks.sum_across(count) / ranks.world_size())
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state and ``sum_scale``."""

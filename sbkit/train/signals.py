@@ -123,7 +123,7 @@ class StopSignals:
                 continue
             if self._first is None:
                 self._first = now
-                ending.allow_time_to_save()
+                ending.stopping.set()
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     sooner = " (press Ctrl-C again to stop at once)" if signum == signal.SIGINT else ""
                     write_now(f"\n{signal.Signals(signum).name}: saving a checkpoint after this step, then "

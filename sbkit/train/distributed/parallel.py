@@ -134,12 +134,3 @@ def communicates_in_forward(module: nn.Module) -> bool:
     if isinstance(module, InputNormalization):
         return module.norm_type == "global"
     return isinstance(module, (nn.SyncBatchNorm, sync_batch_norm.SyncBatchNorm))
-
-
-def convert_batch_norm(modules: nn.ModuleDict) -> None:
-    """Use batch statistics of all ranks, as SpeechBrain does on a GPU."""
-    if ranks.world_size() == 1:
-        return
-    for name, module in modules.items():
-        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
-            modules[name] = sync_batch_norm.convert(module)
