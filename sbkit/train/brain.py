@@ -15,6 +15,7 @@ import speechbrain as sb
 import torch
 import yaml
 from speechbrain.core import Stage
+from speechbrain.utils.autocast import AMPConfig, TorchAutocast
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.run_opts import RunOptions
 
@@ -43,7 +44,6 @@ from sbkit.train.keys import ScriptKeys, TrainKeys
 from sbkit.train.memory.oom import is_out_of_memory, oom_as_user_error, release
 from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.monitor.metrics import MetricsLog
-from sbkit.train.monitor.timing import profiler
 from sbkit.train.optim import fused
 from sbkit.train.state import TrainState, state_view
 from sbkit.train.step import Loss, StepResult, is_last, losses_in_fp32, one_number, skips_itself, update, write_rates
@@ -102,7 +102,11 @@ class Brain(sb.core.Brain):
         if hparams is None:
             self.hparams = SimpleNamespace()
         if self.profiler is not None:
-            self.profiler = profiler(self.profile_warmup, self.profile_steps, self.hparams.output_folder)
+            self.profiler = torch.profiler.profile(  # SpeechBrain's own has Python stacks, too
+                schedule=torch.profiler.schedule(wait=0, warmup=self.profile_warmup, active=self.profile_steps,
+                                                 repeat=1), record_shapes=True,
+                on_trace_ready=torch.profiler.tensorboard_trace_handler(
+                    os.path.join(self.hparams.output_folder, "profiler_logs")))
         self.keys = type(self).Keys.read(vars(self.hparams))
         allow_tf32(self.keys.tf32)
         for module in self.layer_roots:
@@ -111,8 +115,9 @@ class Brain(sb.core.Brain):
                 accelerate(module)
         self.rank, self.device_type = ranks.rank(), device.type
         self.precision, self.eval_precision = precision.chosen(run_opts, hparams)
-        self.training_ctx = precision.autocast(device.type, self.precision)
-        self.evaluation_ctx = precision.autocast(device.type, self.eval_precision)
+        self.training_ctx, self.evaluation_ctx = (
+            TorchAutocast(device_type=device.type, dtype=AMPConfig.from_name(name).dtype)  # nothing for fp32
+            for name in (self.precision, self.eval_precision))
         self.scaler = precision.Scaler(device.type, enabled=self.precision == "fp16")
         self.compiled = False
         self.utilisation: Utilisation | None = None
@@ -163,8 +168,13 @@ class Brain(sb.core.Brain):
         table = trained_parts(parts, self.trainer.freezing.until, self._factors, self.peak_rate)
         if table is not None and ranks.is_main():  # not all learn at one rate
             logger.info("%s", table.text())
-        sharding.save_unsharded(self.checkpointer)
-        if self.checkpointer is not None and self.checkpointer.recover_if_possible() is None:
+        if self.checkpointer is None:
+            return
+        for name, obj in self.checkpointer.recoverables.items():
+            if sharding.is_sharded(obj):  # so that its checkpoints are the same as those of full parameters
+                self.checkpointer.custom_save_hooks[name] = sharding.save_full
+                self.checkpointer.custom_load_hooks[name] = sharding.load_full
+        if self.checkpointer.recover_if_possible() is None:
             for written in self.checkpointer.recoverables.values():
                 if hasattr(written, "start_afresh"):
                     written.start_afresh()

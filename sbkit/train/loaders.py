@@ -82,11 +82,10 @@ class LoaderCounts:
 
 def set_epoch(epoch: int, *holders: Any) -> None:
     """Set the epoch of all samplers, including those in a ``batch_sampler``, which SpeechBrain leaves out."""
-    found = {id(sampler): sampler for holder in holders
-             for sampler in (holder, getattr(holder, "batch_sampler", None), getattr(holder, "sampler", None))}
-    for each in found.values():
-        if hasattr(each, "set_epoch"):
-            each.set_epoch(epoch)
+    found: list[Any] = [sampler for each in holders
+                        for sampler in (each, getattr(each, "batch_sampler", None), getattr(each, "sampler", None))]
+    for sampler in {id(sampler): sampler for sampler in found if hasattr(sampler, "set_epoch")}.values():
+        sampler.set_epoch(epoch)
 
 
 def length(loader: DataSource) -> int | None:

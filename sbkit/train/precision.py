@@ -1,4 +1,4 @@
-"""Precision: autocast contexts for fp32, bf16 and fp16, and the loss scale of fp16."""
+"""Precision: fp32, bf16 or fp16, as options say, and the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from speechbrain.utils.autocast import AMPConfig, TorchAutocast
 from speechbrain.utils.run_opts import RunOptions
 from torch.amp.grad_scaler import GradScaler
 
@@ -77,8 +76,3 @@ def hide_fp16(run_opts: RunOptions, hparams: Mapping[str, Any] | None, device_ty
         return run_opts
     hidden = {"precision": "fp32", "eval_precision": "fp32", "auto_mix_prec": False}
     return dataclasses.replace(run_opts, overridden_args=run_opts.overridden_args | set(hidden), **hidden)
-
-
-def autocast(device_type: str, precision: str) -> TorchAutocast:
-    """Return the autocast context for a precision; it does nothing for fp32."""
-    return TorchAutocast(device_type=device_type, dtype=AMPConfig.from_name(precision).dtype)

@@ -33,7 +33,9 @@ class TrainLog(ResumableLog, FileTrainLogger):
 
     def __init__(self, save_file: str | os.PathLike[str], precision: int = 2):
         super().__init__(save_file, precision)
-        self._file = ResumableFile(save_file, _written_again)
+        # A resumed run writes lines of epochs again, but not of a test in between.
+        self._file = ResumableFile(save_file, lambda line: " - test " not in line or " - train " in line
+                                   or " - valid " in line)
 
     @main_process_only
     def log_stats(
@@ -58,8 +60,3 @@ class TrainLog(ResumableLog, FileTrainLogger):
                              if 1 <= abs(value) < 1e5 else f"{value:.{digits + 1}g}" for key, value in stats.items()}
                      for stage, stats in given.items()}
             logger.info(" - ".join(self._stats_to_string(stats, stage) for stage, stats in shown.items()))
-
-
-def _written_again(line: str) -> bool:
-    """Return whether a resumed run writes this line again: lines of epochs, but not of a test in between."""
-    return " - test " not in line or " - train " in line or " - valid " in line

@@ -449,7 +449,8 @@ class Checkpointer(stock.Checkpointer):
                 if ckpt.path in skipped:
                     continue
                 reason = files.damage(ckpt.path)
-                if reason is None and not files.has_sums(ckpt.path):  # SpeechBrain may have been killed while saving
+                # Without sums it is SpeechBrain's, which may have been killed while saving.
+                if reason is None and not (ckpt.path / files.SUMS_NAME).exists():
                     needed = filter(self._is_required, self.recoverables)
                     missing = [name for name in needed if name not in ckpt.paramfiles]
                     reason = f"it holds no {', '.join(missing)}" if missing else None
@@ -472,7 +473,7 @@ class Checkpointer(stock.Checkpointer):
                 try:
                     self._call_load_hooks(chosen)
                 except NotLoaded as error:
-                    if files.has_sums(chosen.path):
+                    if (chosen.path / files.SUMS_NAME).exists():
                         raise
                     problem = str(error)  # without checksums, only loading shows damage
                 problem = next(filter(None, ranks.gather_objects(problem)), None)

@@ -26,7 +26,8 @@ from sbkit.system import disk
 
 logger = logging.getLogger(__name__)
 
-SUMS_NAME = f"{CKPT_PREFIX}.sums.json"  # SpeechBrain ignores it: it reads only *.ckpt and CKPT.yaml
+# Checksums. SpeechBrain writes none, and ignores them: it reads only *.ckpt and CKPT.yaml.
+SUMS_NAME = f"{CKPT_PREFIX}.sums.json"
 WRITING, REPLACED, DELETED = ".tmp-", ".old-", ".del-"  # prefixes of hidden folders, which are never listed
 CHUNK = 1 << 22
 DAY = 24 * 3600.0
@@ -237,8 +238,3 @@ def wait_for(path: Path, seconds: float) -> None:
             raise CheckpointError(f"rank {get_rank() or 0} does not see the checkpoint {path}",
                                   hint="the output folder must be on a disk that all machines share")
         time.sleep(0.5)
-
-
-def has_sums(path: Path) -> bool:
-    """Return whether a checkpoint has checksums; those that SpeechBrain wrote have none."""
-    return (path / SUMS_NAME).exists()

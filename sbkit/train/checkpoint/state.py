@@ -228,7 +228,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path
 
 # SpeechBrain can save this one but not load it, so a resume would fail
 DEFAULT_LOAD_HOOKS.setdefault(InverseSquareRootScheduler,
-                              lambda scheduler, path, end_of_epoch: vars(scheduler).update(load_file(path)))
+                              lambda obj, path, end_of_epoch: obj.__dict__.update(load_file(path)))
 
 
 def differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:

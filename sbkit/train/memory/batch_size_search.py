@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from sbkit.errors import SbkitError
-from sbkit.recipe import batch_size
 from sbkit.recipe.batch_size import MARGIN, BatchSize
 from sbkit.recipe.cost import GIB
 from sbkit.system import memory
@@ -71,13 +70,6 @@ def _fits(trial: Trial, args: list[str], gib: float, slack: float = 1.0) -> Iter
     total = torch.cuda.get_device_properties(trial.device).total_memory / GIB
     torch.cuda.set_per_process_memory_fraction(min(1.0, gib / total), trial.device)
     yield trial.fits
-
-
-def cached_result(trial: Trial, gib: float) -> BatchSize | None:
-    """Return the result of an earlier search under the same conditions, if there is one."""
-    same = [one for one in batch_size.cached(trial.cache)
-            if (one.gib, one.edges, one.most) == (gib, trial.edges, trial.most_seconds)]
-    return same[0] if same else None
 
 
 def search(edges: Sequence[float], fits: Callable[[int, float], bool], max_seconds: float,
