@@ -551,5 +551,4 @@ class Brain(sb.core.Brain):
     @mark_as_loader
     def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         with open(path, encoding="utf-8") as file:
-            state = yaml.safe_load(file)
-        self.train_state.load_state_dict(state, end_of_epoch)
+            self.train_state.load_state_dict(yaml.safe_load(file), end_of_epoch)

@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import speechbrain as sb
@@ -60,22 +61,17 @@ class LoaderCounts:
     def _save(self, path: str | os.PathLike[str]) -> None:
         counts = ranks.gather_objects(self.loader.state_dict())
         if ranks.is_main():
-            with open(path, "w", encoding="utf-8") as out:
-                json.dump(counts, out)
+            Path(path).write_text(json.dumps(counts), encoding="utf-8")
 
     @mark_as_loader
     def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         del end_of_epoch
-        with open(path, encoding="utf-8") as file:
-            counts = json.load(file)
+        counts = json.loads(Path(path).read_text(encoding="utf-8"))
         rank, world = ranks.rank(), ranks.world_size()
-        if len(counts) == world:
-            self.loader.load_state_dict(counts[rank])
-            return
-        part: dict[str, dict[str, Any] | int] = {}
-        for name in counts[0]:
+        part: dict[str, dict[str, Any] | int] = counts[rank] if len(counts) == world else {}
+        for name in () if len(counts) == world else counts[0]:
             values = [each[name] for each in counts]
-            part[name] = dict(itertools.chain.from_iterable(each.items() for each in values)) \
+            part[name] = {key: value for each in values for key, value in each.items()} \
                 if isinstance(values[0], dict) else sum(values) // world + (rank < sum(values) % world)
         self.loader.load_state_dict(part)
 

@@ -86,7 +86,12 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             logger.warning("Training runs outside the main thread, where stop signals can't be caught")
             return self
-        self._before = _handle(STOP_SIGNALS, self._note)
+
+        def note(signum: int, frame: FrameType | None) -> None:  # in the main thread
+            del frame
+            self.signum = self.signum or signum
+
+        self._before = _handle(STOP_SIGNALS, note)
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         _wakeups.add(self._writing)
@@ -108,11 +113,6 @@ class StopSignals:
             from sbkit.train.distributed import ranks  # imports torch: a signal is to be caught before
 
             ranks.raise_on_main(_stopped(self.signum, " after the end of training"))
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        """Record a signal, in the main thread."""
-        del frame
-        self.signum = self.signum or signum
 
     def _watch(self, reading: int) -> None:
         """Act on signals at once, in the thread; a 0 ends it."""

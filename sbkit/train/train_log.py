@@ -50,9 +50,8 @@ class TrainLog(ResumableLog, FileTrainLogger):
 
         What is shown has no exponents where numbers have a usual size: a WER is 100.00 there, 1.00e+02 in the file.
         """
-        stages = {None: stats_meta, "train": train_stats, "valid": valid_stats, "test": test_stats}
-
-        given = {stage: stats for stage, stats in stages.items() if stats is not None}
+        given = {stage: stats for stage, stats in ((None, stats_meta), ("train", train_stats), ("valid", valid_stats),
+                                                   ("test", test_stats)) if stats is not None}
         self._file.append(" - ".join(self._stats_to_string(stats, stage) for stage, stats in given.items()))
         if verbose:
             digits = self.precision

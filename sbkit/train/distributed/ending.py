@@ -12,7 +12,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
@@ -33,14 +32,6 @@ def schedule_exit(code: int) -> None:
     global _exit_code
     if _exit_code is None:
         _exit_code = code
-
-
-def exit_code_of(error: BaseException) -> int:
-    """Return the exit code of a process that this error ends."""
-    if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT
-    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
-    return code if isinstance(code, int) else 1
 
 
 def exit_is_scheduled() -> bool:
