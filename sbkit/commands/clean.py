@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from sbkit.errors import SbkitError
+from sbkit.system import memory
 from sbkit.system.environment import check_torch
-from sbkit.train.memory import host
 
 HELP = (
     "List training rows whose labels are probably wrong, using models not trained on them.\n"
@@ -21,7 +21,7 @@ OPTIONS: tuple[str, ...] = ("folds",)
 
 def run(argv: list[str]) -> int:
     check_torch()
-    host.reserve_little()
+    memory.reserve_little()
     import torch
 
     from sbkit.data.mixture import Mixture

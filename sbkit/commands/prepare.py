@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from sbkit.system import memory
 from sbkit.system.environment import check_torch
-from sbkit.train.memory import host
 
 HELP = "Prepare the corpus and the tokenizer only, and report what was left out and why."
 OPTIONS: tuple[str, ...] = ()
@@ -14,7 +14,7 @@ OPTIONS: tuple[str, ...] = ()
 
 def run(argv: list[str]) -> int:
     check_torch()
-    host.reserve_little()
+    memory.reserve_little()
     from sbkit.infer.bundles import BundleLoader
     from sbkit.recipe import arguments, load
     from sbkit.runs.lock import RunLock
@@ -24,7 +24,7 @@ def run(argv: list[str]) -> int:
     from sbkit.train.signals import end_by_signals
 
     request = arguments.parse(argv)
-    with end_by_signals(), oom.oom_as_user_error("cpu", hint=host.LIMIT_HINT):
+    with end_by_signals(), oom.oom_as_user_error("cpu", hint=memory.LIMIT_HINT):
         recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
         folder = recipe.keys.output_folder
         with RunLock(Path(folder), runs=False) if folder else contextlib.nullcontext():

@@ -17,7 +17,7 @@ OPTIONS: tuple[str, ...] = ("fresh", "memory")
 def run(argv: list[str]) -> int:
     check_torch()
     from sbkit.recipe import arguments
-    from sbkit.recipe.batch_size import store
+    from sbkit.recipe.batch_size import cached, store
     from sbkit.train import device as devices
     from sbkit.train.memory import batch_size_search as sizes
     from sbkit.train.memory.trials import open_trial
@@ -27,7 +27,9 @@ def run(argv: list[str]) -> int:
     device = devices.resolve(request.run_opts.device)
     gib = sizes.memory_budget(given.memory, device)
     with open_trial(request, device) as trial:
-        found = None if given.fresh else sizes.cached_result(trial, gib)
+        same = (gib, trial.edges, trial.most_seconds)
+        found = next((one for one in ([] if given.fresh else cached(trial.cache))
+                      if (one.gib, one.edges, one.most) == same), None)
         if found is None:
             found = sizes.find(trial, argv, gib)
             try:

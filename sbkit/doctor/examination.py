@@ -21,11 +21,11 @@ from sbkit.doctor import cards, folders, probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, MachineFinding, note_if, run_check
 from sbkit.errors import SbkitError
 from sbkit.recipe import finished_runs, price
+from sbkit.system import memory
 from sbkit.system.compiled import installed_compiler
 from sbkit.system.console import counted
 from sbkit.system.cores import usable_cores
 from sbkit.system.environment import TORCH, check_torch, onnxruntimes, version_of
-from sbkit.train.memory import host
 
 _PAIR = ("torch", "torchaudio")
 #: Python's versions whose forked processes may wait forever for a lock of a torch thread (CPython's issue 112275).
@@ -160,9 +160,9 @@ def cores() -> Iterator[MachineFinding]:
 
 def main_memory() -> Iterator[MachineFinding]:
     """Check free and total memory within the container's limit, and this process's own limit."""
-    total, free = host.total(), host.available()
+    total, free = memory.total(), memory.available()
     found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-    found += "; limited for this process (ulimit -v or -d)" if host.bounded() else ""
+    found += "; limited for this process (ulimit -v or -d)" if memory.bounded() else ""
     yield note_if(free < _LOW_MEMORY, "memory", found, "sbkit tune --memory finds batches that fit")
 
 

@@ -32,7 +32,6 @@ from sbkit.train import graphs
 from sbkit.train.batches import MicroBatch
 from sbkit.train.brain import Brain
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.compiling import is_compiling
 from sbkit.train.distributed import ranks
 
 #: The report's names of stages.
@@ -183,7 +182,7 @@ class Watch:
         if "called a synchronizing" not in str(message):
             self._shown(message, *args, **kwargs)
             return
-        if is_compiling():
+        if torch._guards.CompileContext.current_compile_id() is not None:  # it reads values for itself, once a graph
             return
         stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
         if any(file == graphs.__file__ for file, _ in stack):  # a capture, of which a run has a few

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sbkit.system import console, disk
+from sbkit.system import console, disk, memory
 from sbkit.system.environment import check_torch
 from sbkit.train.distributed import ending
-from sbkit.train.memory import host
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +30,7 @@ def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
     console.outlast_terminal()
     ending.watch_launcher()
     check_torch()
-    host.reserve_little()
+    memory.reserve_little()
     from sbkit.recipe import arguments, load
     from sbkit.train import device as devices
     from sbkit.train.signals import end_by_signals
@@ -41,7 +40,7 @@ def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
         load.check_overrides(request.path, request.overrides)
     device = devices.resolve(request.run_opts.device)
     if device.type == "cpu":
-        host.keep_freed_memory()
+        memory.keep_freed_memory()
     with end_by_signals():
         _run(request, device, open_bundles())
     return 0

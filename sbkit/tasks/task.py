@@ -43,7 +43,7 @@ from sbkit.tasks.mixture_parts import ALL, MixtureParts
 from sbkit.train.averaging import load_mean
 from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
-from sbkit.train.schedule import Annealing, called_as_speechbrains
+from sbkit.train.schedule import Annealing, SpeechBrainScheduler
 
 if TYPE_CHECKING:
     from sbkit.export.exported import Exported
@@ -99,7 +99,7 @@ class Task(Brain):
         self._unreadable: dict[str, str] = {}
         self._opened = 0  # the step that open_step prepared last
         given = self.keys.schedule
-        self.annealing = Annealing(given) if called_as_speechbrains(given) else None
+        self.annealing = Annealing(given) if isinstance(given, SpeechBrainScheduler) else None
         self.schedule: Any = given if self.annealing is None else None  # a Schedule, or a recipe's own that is like one
         if self.annealing is not None:
             self.save_too("schedule", given)

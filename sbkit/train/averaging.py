@@ -150,7 +150,7 @@ class EMA:
             raise RuntimeError("EMA.update() inside EMA.swapped(): training must use its own weights")
         params = self._params()
         if not self._averages:
-            self._averages = {name: _in_fp32(param) for name, param in params.items()}
+            self._averages = {name: param.to(_wide(param.dtype), copy=True) for name, param in params.items()}
         elif len(self._averages) > len(params):  # some were frozen since
             self._averages = {name: self._averages[name] for name in params}
         averages = [self._averages[name] for name in params]
@@ -168,7 +168,7 @@ class EMA:
         """Also average parameters that were unfrozen since the last update."""
         if self._averages:
             for name, param in self._params().items():
-                self._averages.setdefault(name, _in_fp32(param))
+                self._averages.setdefault(name, param.to(_wide(param.dtype), copy=True))
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
@@ -217,10 +217,6 @@ class EMA:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of averages: fp32 for half-precision parameters, which have too few digits."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _in_fp32(param: torch.Tensor) -> torch.Tensor:
-    return param.to(_wide(param.dtype), copy=True)
 
 
 stock.DEFAULT_SAVE_HOOKS[EMA] = stock.torch_save

@@ -40,18 +40,13 @@ def tensors_in(value: object, path: str = "") -> Iterator[tuple[str, torch.Tenso
         yield from tensors_in(item, f"{path}.{key}" if path else str(key))
 
 
-def _tensors(batch: object) -> list[torch.Tensor]:
-    """Return the tensors of a batch of any class that have a dimension."""
-    held = vars(batch) if hasattr(batch, "__dict__") and not isinstance(batch, (torch.Tensor, Mapping)) else batch
-    return [tensor for _, tensor in tensors_in(held) if tensor.dim()]
-
-
 def length(batch: object) -> int:
     """Return the number of utterances (or other examples) in a batch; 1 if unknown."""
     names = utterance_ids(batch)
     if names:
         return len(names)
-    found = [len(tensor) for tensor in _tensors(batch)]
+    held = vars(batch) if hasattr(batch, "__dict__") and not isinstance(batch, (torch.Tensor, Mapping)) else batch
+    found = [len(tensor) for _, tensor in tensors_in(held) if tensor.dim()]
     return found[0] if found and all(n == found[0] for n in found) else 1
 
 

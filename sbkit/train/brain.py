@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -13,12 +15,13 @@ import speechbrain as sb
 import torch
 import yaml
 from speechbrain.core import Stage
+from speechbrain.utils.autocast import AMPConfig, TorchAutocast
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.data.loader import plain_worker_errors
 from sbkit.errors import SbkitError
-from sbkit.nn import attention_kernel
+from sbkit.nn import attention_kernel, guard, sync_batch_norm
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.nn.fast.norm import flatten_norms
 from sbkit.nn.finite import keep_finite
@@ -26,24 +29,24 @@ from sbkit.nn.tf32 import allow_tf32
 from sbkit.recipe.parts import ParameterGroups, trained_parts
 from sbkit.recipe.speed import Utilisation
 from sbkit.recipe.values import unwrapped
+from sbkit.system import memory
 from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import limit_torch_threads
 from sbkit.train import compiling, loaders, options, precision, rates, rng
 from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import Adapted
-from sbkit.train.distributed import parallel, ranks, sharding
+from sbkit.train.distributed import ranks, sharding
 from sbkit.train.distributed.exchange import GradientExchange
-from sbkit.train.evaluation import EvaluationLoop
 from sbkit.train.forward_state import restoring
 from sbkit.train.freezing import Freezing
 from sbkit.train.keys import ScriptKeys, TrainKeys
-from sbkit.train.memory.oom import oom_as_user_error
+from sbkit.train.memory.oom import is_out_of_memory, oom_as_user_error, release
+from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.monitor.metrics import MetricsLog
-from sbkit.train.monitor.timing import profiler
 from sbkit.train.optim import fused
 from sbkit.train.state import TrainState, state_view
-from sbkit.train.step import Loss, StepResult, is_last, losses_in_fp32, skips_itself, update, write_rates
+from sbkit.train.step import Loss, StepResult, is_last, losses_in_fp32, one_number, skips_itself, update, write_rates
 from sbkit.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -99,7 +102,11 @@ class Brain(sb.core.Brain):
         if hparams is None:
             self.hparams = SimpleNamespace()
         if self.profiler is not None:
-            self.profiler = profiler(self.profile_warmup, self.profile_steps, self.hparams.output_folder)
+            self.profiler = torch.profiler.profile(  # SpeechBrain's own has Python stacks, too
+                schedule=torch.profiler.schedule(wait=0, warmup=self.profile_warmup, active=self.profile_steps,
+                                                 repeat=1), record_shapes=True,
+                on_trace_ready=torch.profiler.tensorboard_trace_handler(
+                    os.path.join(self.hparams.output_folder, "profiler_logs")))
         self.keys = type(self).Keys.read(vars(self.hparams))
         allow_tf32(self.keys.tf32)
         for module in self.layer_roots:
@@ -108,8 +115,9 @@ class Brain(sb.core.Brain):
                 accelerate(module)
         self.rank, self.device_type = ranks.rank(), device.type
         self.precision, self.eval_precision = precision.chosen(run_opts, hparams)
-        self.training_ctx = precision.autocast(device.type, self.precision)
-        self.evaluation_ctx = precision.autocast(device.type, self.eval_precision)
+        self.training_ctx, self.evaluation_ctx = (
+            TorchAutocast(device_type=device.type, dtype=AMPConfig.from_name(name).dtype)  # nothing for fp32
+            for name in (self.precision, self.eval_precision))
         self.scaler = precision.Scaler(device.type, enabled=self.precision == "fp16")
         self.compiled = False
         self.utilisation: Utilisation | None = None
@@ -127,7 +135,6 @@ class Brain(sb.core.Brain):
                             if getattr(type(self), name) is not getattr(Brain, name)]
         self.trainer = Trainer(self, self.train_state, self.keys.average, freezing, self._rng,
                                lambda: self._save_intra_epoch_ckpt(), recipe_steps=bool(self._overridden))
-        self._evaluation = EvaluationLoop(self, self.trainer, "update_average" in self._overridden)
         self._factors: dict[str, float] = {}
         extra = {"rng": self._rng, "metrics": self.metrics_log, "ema": self.trainer.ema,
                  "scaler": self.scaler if self.scaler.is_enabled() else None}
@@ -161,8 +168,13 @@ class Brain(sb.core.Brain):
         table = trained_parts(parts, self.trainer.freezing.until, self._factors, self.peak_rate)
         if table is not None and ranks.is_main():  # not all learn at one rate
             logger.info("%s", table.text())
-        sharding.save_unsharded(self.checkpointer)
-        if self.checkpointer is not None and self.checkpointer.recover_if_possible() is None:
+        if self.checkpointer is None:
+            return
+        for name, obj in self.checkpointer.recoverables.items():
+            if sharding.is_sharded(obj):  # so that its checkpoints are the same as those of full parameters
+                self.checkpointer.custom_save_hooks[name] = sharding.save_full
+                self.checkpointer.custom_load_hooks[name] = sharding.load_full
+        if self.checkpointer.recover_if_possible() is None:
             for written in self.checkpointer.recoverables.values():
                 if hasattr(written, "start_afresh"):
                     written.start_afresh()
@@ -208,7 +220,9 @@ class Brain(sb.core.Brain):
         if trainer.exchange is not None:  # of an earlier fit
             trainer.exchange.close()
         trainer.use()
-        parallel.convert_batch_norm(self.modules)
+        for name, module in self.modules.items() if ranks.world_size() > 1 else ():
+            if any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in module.modules()):
+                self.modules[name] = sync_batch_norm.convert(module)  # as SpeechBrain does on a GPU
         for module in self.layer_roots:  # before FSDP, which derives classes too
             keep_finite(module)
         if keys.activation_checkpointing:
@@ -220,7 +234,7 @@ class Brain(sb.core.Brain):
                 optimizer = unwrapped(self.opt_class)[0]
                 unshardable = {
                     "a recipe's own fit_batch": "fit_batch" in self._overridden, "ema": self.averages_weights,
-                    "freeze with a number of steps": trainer.freezing.unfreezes,
+                    "freeze with a number of steps": bool(trainer.freezing.unfreeze_steps),
                     "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
                     f"the optimizer {getattr(optimizer, '__name__', optimizer)} (AdamW can)":
                         getattr(optimizer, "needs_whole_parameters", False)}
@@ -306,8 +320,15 @@ class Brain(sb.core.Brain):
     @contextlib.contextmanager
     def no_sync(self, use: bool = True) -> Iterator[None]:
         """Accumulate gradients on each rank inside this context, without averaging them over ranks."""
-        with self.trainer.accumulating() if use else contextlib.nullcontext():
+        exchange = self.trainer.exchange if use else None
+        armed = exchange is not None and exchange.armed
+        if exchange is not None:
+            exchange.armed = False
+        try:
             yield
+        finally:
+            if exchange is not None:
+                exchange.armed = armed
 
     @torch.no_grad()
     def evaluate_batch(self, batch: MicroBatch, stage: Stage) -> torch.Tensor | Loss:
@@ -321,8 +342,17 @@ class Brain(sb.core.Brain):
         return self.trainer.loss_of(batch).loss
 
     def try_batch(self, batch: MicroBatch) -> bool:
-        """Take a step on this micro-batch alone; return False if it did not fit into memory."""
-        return self.trainer.try_step(batch)
+        """Take a step on this micro-batch alone; return False, without an update, if it did not fit into memory."""
+        try:
+            self.trainer.train_step(iter([(batch, True)]))
+            self.trainer.take_results()
+            return True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        self.zero_grad(set_to_none=True)
+        release(self.trainer.device)  # outside of the handler, whose frames hold the step's tensors
+        return False
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
@@ -403,9 +433,23 @@ class Brain(sb.core.Brain):
 
     # ------------------------------------------------------------ validation and test
 
+    @torch.no_grad()
     def _fit_valid(self, valid_set: DataSource | None, epoch: int, enable: bool) -> None:
-        if valid_set is not None:
-            self._evaluation.validate(valid_set, epoch, enable)
+        """Validate and call the hooks around it; a run that should stop saves the end of the training instead."""
+        if valid_set is None:
+            return
+        try:
+            self.open_stage(Stage.VALID, epoch)
+            loss = self.pass_over(valid_set, Stage.VALID, f"valid {epoch}", enable)
+            self.step = 0
+            ranks.barrier("validated")
+            if ranks.any_of({"stop": self.trainer.asked_to_stop})["stop"]:
+                self.train_state.back_to_training()
+                self.trainer.save_and_stop()
+        finally:
+            if self.checkpointer is not None:
+                self.checkpointer.drop()
+        self.close_stage(Stage.VALID, loss, epoch)
 
     def evaluate(
         self, test_set: DataSource, max_key: str | None = None, min_key: str | None = None,
@@ -426,11 +470,58 @@ class Brain(sb.core.Brain):
             return loss
 
     def pass_over(self, loader: DataSource, stage: Stage, name: str, show: bool) -> float:
-        """Evaluate each batch of a loader, without gradients, and return the average loss.
+        """Evaluate each batch of a loader, with averaged weights if the run keeps them, and return the average loss.
+
+        Call it without gradients. If the loader yields this rank's share, the average is exact over all ranks. No rank
+        waits for another before the end, so shares may differ in size. A stop signal ends the pass early.
 
         name, show : what to call the progress bar, and whether to show it
         """
-        return self._evaluation.run(loader, stage, name, show)
+        trainer = self.trainer
+        if self.device_type == "cpu":
+            memory.trim()  # before the loader forks
+        self.step, average = 0, 0.0
+        share, own_average = loaders.is_share(loader), "update_average" in self._overridden
+        sums = torch.zeros(2, device=self.device)  # of losses, and their count: nothing waits for the device
+        colour = self.tqdm_barcolor[stage.name.lower()] or None
+        display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
+        sharded = contextlib.nullcontext() if trainer.sharded is None else trainer.sharded.gathered()
+        averaged = contextlib.nullcontext() if trainer.ema is None else trainer.ema.swapped()
+        self.modules.eval()
+        # Also layers that only ``hparams`` holds: many recipes leave ``normalize`` out of ``modules``. Its statistics
+        # would include dev data, and ranks with shares of different sizes would wait for each other in it.
+        held = [layer for root in self.layer_roots[1:] for layer in root.modules() if layer.training]
+        with contextlib.ExitStack() as after, sharded, averaged, display:
+            for layer in held:
+                layer.training = False
+                after.callback(setattr, layer, "training", True)
+            for batch in loaders.iterator_of(loaders.on_device(loader, loader, self.device) if share else loader):
+                if trainer.asked_to_stop:
+                    break
+                self.step += 1
+                loss = self.evaluate_batch(batch, stage=stage)
+                self.close_batch(batch, stage)
+                if own_average:
+                    average = self.update_average(one_number(loss), average)
+                else:
+                    loss = loss if isinstance(loss, Loss) else Loss(one_number(loss), 1.0)
+                    total = loss.total.detach().to(sums).reshape(())
+                    count = loss.count if isinstance(loss.count, torch.Tensor) else torch.full_like(total, loss.count)
+                    sums += torch.where(torch.isfinite(total), torch.stack([total, count.to(total).reshape(())]), 0.0)
+                guard.poll()
+                display.count(batch)
+                if time.monotonic() >= display.draw_at:
+                    display.draw()
+                if self.debug and self.step == self.debug_batches:
+                    break
+            guard.poll(wait=True)  # raises now if a label was invalid
+        over_ranks = share or self.shares_validation
+        if over_ranks:
+            ranks.barrier(name)
+        if own_average:
+            return average
+        summed, counted = (ranks.sum_across(sums) if over_ranks else sums).tolist()
+        return summed / counted if counted else math.nan  # nothing was counted, such as clips too short for a loss
 
     @property
     def shares_validation(self) -> bool:
@@ -460,5 +551,4 @@ class Brain(sb.core.Brain):
     @mark_as_loader
     def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         with open(path, encoding="utf-8") as file:
-            state = yaml.safe_load(file)
-        self.train_state.load_state_dict(state, end_of_epoch)
+            self.train_state.load_state_dict(yaml.safe_load(file), end_of_epoch)

@@ -97,8 +97,3 @@ def compile_problem(device: str) -> str | None:
 def graphs() -> int:
     """Return the number of graphs compiled in this process; it should stop growing after warm-up."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def is_compiling() -> bool:
-    """Return whether torch.compile is at work in this thread, which reads values for itself, once a graph."""
-    return torch._guards.CompileContext.current_compile_id() is not None

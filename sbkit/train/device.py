@@ -9,7 +9,7 @@ import torch
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn import attention_kernel
-from sbkit.train.memory import host
+from sbkit.system import memory
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,8 @@ def described(device: Device) -> str:
     """
     device = parse(device)
     name, size = device.type, 0
-    if device.type == "cpu" and host.can_bound():
-        size = host.total()
+    if device.type == "cpu" and memory.can_bound():
+        size = memory.total()
     elif hasattr(getattr(torch, device.type, None), "get_device_properties"):
         found = getattr(torch, device.type).get_device_properties(device)
         name, size = found.name, found.total_memory

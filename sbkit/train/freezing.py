@@ -40,29 +40,23 @@ class Freezing:
         self._own = own
         self._until = {path: frozen_until(value) for path, value in values.items()
                        if frozen_until(value) > 0 and path not in own}
-        self._unfreeze_steps = sorted({step for step in self._until.values() if step < float("inf")})
+        self.unfreeze_steps = sorted({step for step in self._until.values() if step < float("inf")})
         self._stage = -1
         self.next_change: float | None = None
         """The number of steps after which ``update`` changes something next; None: nothing changes any more."""
-        self.update(int(self._unfreeze_steps[-1]) if self._unfreeze_steps else 0)
+        self.update(int(self.unfreeze_steps[-1]) if self.unfreeze_steps else 0)
 
-    @property
-    def unfreezes(self) -> bool:
-        """Whether something is unfrozen during the run."""
-        return bool(self._unfreeze_steps)
-
-    def update(self, step: int) -> bool:
-        """Freeze and unfreeze parameters for what follows this many steps; return whether that changed anything."""
-        self.next_change = min((turn for turn in self._unfreeze_steps if turn > step), default=None)
-        stage = sum(turn <= step for turn in self._unfreeze_steps)
+    def update(self, step: int) -> None:
+        """Freeze and unfreeze parameters for what follows this many steps."""
+        self.next_change = min((turn for turn in self.unfreeze_steps if turn > step), default=None)
+        stage = sum(turn <= step for turn in self.unfreeze_steps)
         if stage == self._stage:
-            return False
+            return
         self._stage = stage
         for parameter, until in self._parameters():
             parameter.requires_grad_(step >= until)
             _FROZEN[parameter] = True
         self._eval_frozen()
-        return True
 
     def _parameters(self) -> list[tuple[torch.nn.Parameter, float]]:
         """Return the parameters that the recipe freezes, each with the number of steps."""

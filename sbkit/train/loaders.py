@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import speechbrain as sb
@@ -60,35 +61,27 @@ class LoaderCounts:
     def _save(self, path: str | os.PathLike[str]) -> None:
         counts = ranks.gather_objects(self.loader.state_dict())
         if ranks.is_main():
-            with open(path, "w", encoding="utf-8") as out:
-                json.dump(counts, out)
+            Path(path).write_text(json.dumps(counts), encoding="utf-8")
 
     @mark_as_loader
     def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         del end_of_epoch
-        with open(path, encoding="utf-8") as file:
-            counts = json.load(file)
+        counts = json.loads(Path(path).read_text(encoding="utf-8"))
         rank, world = ranks.rank(), ranks.world_size()
-        if len(counts) == world:
-            self.loader.load_state_dict(counts[rank])
-            return
-        part: dict[str, dict[str, Any] | int] = {}
-        for name in counts[0]:
+        part: dict[str, dict[str, Any] | int] = counts[rank] if len(counts) == world else {}
+        for name in () if len(counts) == world else counts[0]:
             values = [each[name] for each in counts]
-            part[name] = dict(itertools.chain.from_iterable(each.items() for each in values)) \
+            part[name] = {key: value for each in values for key, value in each.items()} \
                 if isinstance(values[0], dict) else sum(values) // world + (rank < sum(values) % world)
         self.loader.load_state_dict(part)
 
 
 def set_epoch(epoch: int, *holders: Any) -> None:
     """Set the epoch of all samplers, including those in a ``batch_sampler``, which SpeechBrain leaves out."""
-    found: dict[int, Any] = {}
-    for holder in holders:
-        for sampler in (holder, getattr(holder, "batch_sampler", None), getattr(holder, "sampler", None)):
-            if hasattr(sampler, "set_epoch"):
-                found[id(sampler)] = sampler
-    for each in found.values():
-        each.set_epoch(epoch)
+    found: list[Any] = [sampler for each in holders
+                        for sampler in (each, getattr(each, "batch_sampler", None), getattr(each, "sampler", None))]
+    for sampler in {id(sampler): sampler for sampler in found if hasattr(sampler, "set_epoch")}.values():
+        sampler.set_epoch(epoch)
 
 
 def length(loader: DataSource) -> int | None:
@@ -131,8 +124,19 @@ def resolve_loader(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: d
     if dataset is None or planned:
         return dataset
     if not (isinstance(dataset, (DataLoader, LoopedLoader)) or is_share(dataset)):
-        if stage is not Stage.TRAIN and brain.shares_validation:
-            kwargs = share_kwargs(dataset, kwargs)
+        if stage is not Stage.TRAIN and brain.shares_validation and ranks.world_size() > 1:
+            if isinstance(dataset, IterableDataset):
+                raise SbkitError("an IterableDataset can't be split over ranks, but each rank evaluates only its share",
+                                 hint="give fit and evaluate an iterable that is not a Dataset and yields this rank's "
+                                      "share; a script can also remove share_validation")
+            kwargs = dict(kwargs)
+            if isinstance(dataset, DynamicItemDataset):
+                kwargs.setdefault("collate_fn", PaddedBatch)
+            which = "batch_sampler" if kwargs.get("batch_sampler") is not None else "sampler"
+            if kwargs.get(which) is None:
+                kwargs[which] = SequentialSampler(dataset)
+                kwargs.pop("shuffle", None)
+            kwargs[which] = ShareSampler(kwargs[which], ranks.rank(), ranks.world_size())
         dataset = brain.make_dataloader(dataset, stage=stage, **kwargs)
     ordinary = _with_workers(dataset)
     if ordinary is not None and getattr(ordinary.worker_init_fn, "func", None) is not _start_worker:
@@ -212,23 +216,3 @@ class ShareSampler(Sampler[Any]):
 
     def __len__(self) -> int:
         return len(range(self.rank, len(self.whole), self.world))
-
-
-def share_kwargs(dataset: DataSource, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return loader arguments that read this rank's share of a dataset."""
-    if ranks.world_size() == 1:
-        return kwargs
-    if isinstance(dataset, IterableDataset):
-        raise SbkitError("an IterableDataset can't be split over ranks, but each rank evaluates only its share",
-                         hint="give fit and evaluate an iterable that is not a Dataset and yields this rank's share; a "
-                              "script can also remove share_validation")
-    kwargs = dict(kwargs)
-    if isinstance(dataset, DynamicItemDataset):
-        kwargs.setdefault("collate_fn", PaddedBatch)
-    which = "batch_sampler" if kwargs.get("batch_sampler") is not None else "sampler"
-    whole = kwargs.get(which)
-    if whole is None:
-        whole = SequentialSampler(dataset)
-        kwargs.pop("shuffle", None)
-    kwargs[which] = ShareSampler(whole, ranks.rank(), ranks.world_size())
-    return kwargs

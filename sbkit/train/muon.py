@@ -75,7 +75,21 @@ class Muon(Optimizer):
                 raise SbkitError(f"{name} is {value}, and must be at least 0{' and below 1' if name in shares else ''}")
         if isinstance(orthogonalize_every, bool) or not isinstance(orthogonalize_every, int) or orthogonalize_every < 1:
             raise SbkitError(f"orthogonalize_every is {orthogonalize_every}, and must be a whole number, 1 or more")
-        self.matrices = _matrices(modules)
+        if not isinstance(modules, (list, tuple)) or not all(isinstance(module, nn.Module) for module in modules):
+            raise SbkitError(f"modules is {modules!r}, which is not a list of modules",
+                             hint="write modules: [!ref <Transformer>]")
+        found, embeddings = set(), set()
+        for part in (part for module in modules for part in module.modules()):
+            whole = isinstance(part, _MULTIPLIES) and getattr(part, "groups", 1) == 1
+            for name, parameter in part.named_parameters(recurse=False):
+                if name == "in_proj_weight" or (name == "weight" and whole):
+                    found.add(id(parameter))
+                elif isinstance(part, nn.Embedding):
+                    embeddings.add(id(parameter))
+        if not found:
+            raise SbkitError("modules holds no weight matrix, so Muon would be the same as AdamW",
+                             hint="write modules: [!ref <Transformer>], or opt_class: !name:torch.optim.AdamW")
+        self.matrices = found - embeddings
         """The ids of the parameters that Muon updates; AdamW updates the rest."""
         # Groups have the former names, which checkpoints hold.
         super().__init__(params, {"lr": lr, "strength": update_rms, "momentum": momentum, "every": orthogonalize_every,
@@ -180,25 +194,6 @@ class Muon(Optimizer):
                 if name not in state:
                     state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         return states
-
-
-def _matrices(modules: Sequence[nn.Module]) -> set[int]:
-    """Return the ids of weight matrices within modules, without embeddings."""
-    if not isinstance(modules, (list, tuple)) or not all(isinstance(module, nn.Module) for module in modules):
-        raise SbkitError(f"modules is {modules!r}, which is not a list of modules",
-                         hint="write modules: [!ref <Transformer>]")
-    found, embeddings = set(), set()
-    for part in (part for module in modules for part in module.modules()):
-        whole = isinstance(part, _MULTIPLIES) and getattr(part, "groups", 1) == 1
-        for name, parameter in part.named_parameters(recurse=False):
-            if name == "in_proj_weight" or (name == "weight" and whole):
-                found.add(id(parameter))
-            elif isinstance(part, nn.Embedding):
-                embeddings.add(id(parameter))
-    if not found:
-        raise SbkitError("modules holds no weight matrix, so Muon would be the same as AdamW",
-                         hint="write modules: [!ref <Transformer>], or opt_class: !name:torch.optim.AdamW")
-    return found - embeddings
 
 
 def _with_defaults(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from sbkit.recipe.values import unwrapped
 
@@ -32,8 +33,9 @@ def fused(opt_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     def build(params: Iterable[Any]) -> Optimizer:
         params = list(params)
         try:
-            has_kernels = all(tensor.is_floating_point() and tensor.device.type in _FUSED_ON
-                              for tensor in _tensors(params))
+            # The tensors among parameters, named parameters or parameter groups.
+            has_kernels = all(each.is_floating_point() and each.device.type in _FUSED_ON
+                              for each in tree_leaves(params) if isinstance(each, torch.Tensor))
             optimizer = opt_class(params, fused=True) if has_kernels else None
         except RuntimeError:  # Adagrad's kernel is for the CPU only
             optimizer = None
@@ -42,13 +44,3 @@ def fused(opt_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
         return optimizer
 
     return build
-
-
-def _tensors(params: Iterable[Any]) -> Iterable[torch.Tensor]:
-    """Yield the tensors among parameters, named parameters or parameter groups."""
-    for entry in params:
-        if isinstance(entry, dict):
-            inner = entry["params"]
-            yield from _tensors([inner] if isinstance(inner, torch.Tensor) else inner)
-        else:
-            yield entry[1] if isinstance(entry, tuple) else entry

@@ -1,4 +1,4 @@
-"""Precision: autocast contexts for fp32, bf16 and fp16, and the loss scale of fp16."""
+"""Precision: fp32, bf16 or fp16, as options say, and the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from speechbrain.utils.autocast import AMPConfig, TorchAutocast
 from speechbrain.utils.run_opts import RunOptions
 from torch.amp.grad_scaler import GradScaler
 
@@ -35,15 +33,10 @@ class Scaler(GradScaler):
         # In place: a captured step knows it by its address.
         torch.where((count > 0) & torch.isfinite(count), scale, self.sum_scale, out=self.sum_scale)
 
-    def scale_of_sums(self, count: torch.Tensor) -> torch.Tensor:
-        """Return ``sum_scale`` for a step, the same on all ranks; the first step exchanges its ``count`` for it."""
+    def scale_of_sums(self, count: torch.Tensor) -> None:
+        """Set ``sum_scale`` in the first step, whose ``count`` ranks exchange for it; later ones have it."""
         if self.sum_scale is None:
-            count = count.clone()
-            if ranks.world_size() > 1:
-                dist.all_reduce(count)
-            self.follow_count(count / ranks.world_size())
-        assert self.sum_scale is not None
-        return self.sum_scale
+            self.follow_count(ranks.sum_across(count) / ranks.world_size())
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state and ``sum_scale``."""
@@ -83,8 +76,3 @@ def hide_fp16(run_opts: RunOptions, hparams: Mapping[str, Any] | None, device_ty
         return run_opts
     hidden = {"precision": "fp32", "eval_precision": "fp32", "auto_mix_prec": False}
     return dataclasses.replace(run_opts, overridden_args=run_opts.overridden_args | set(hidden), **hidden)
-
-
-def autocast(device_type: str, precision: str) -> TorchAutocast:
-    """Return the autocast context for a precision; it does nothing for fp32."""
-    return TorchAutocast(device_type=device_type, dtype=AMPConfig.from_name(precision).dtype)

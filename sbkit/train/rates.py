@@ -44,7 +44,6 @@ def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], pa
         for group in optimizer.param_groups:
             names = dict.fromkeys(called[id(parameter)] for parameter in group["params"] if id(parameter) in called)
             group["name"] = f"{group.get('name') or ', '.join(names)} x {group['lr_scale']:.3g}"
-        for group in optimizer.param_groups:
             group["lr"] = group["lr"] * group["lr_scale"]
         ours = [{key: group[key] for key in ("lr_scale", "name")} for group in optimizer.param_groups]
         # The recipe's factors and names replace those of a saved state: it may have changed.

@@ -122,15 +122,9 @@ _PER_STEP = (("opt",), ("opt", "num_updates"))
 _PER_EPOCH = (("metric_value",), ("current_epoch",), ("optim_list", "current_epoch", "current_loss"))
 
 
-def called_as_speechbrains(scheduler: object) -> bool:
-    """Return whether a scheduler is called as those of ``speechbrain.nnet.schedulers``."""
-    kind = type(scheduler)
-    return hasattr(kind, "on_batch_end") or _called_with(kind) in (*_PER_STEP, *_PER_EPOCH)
-
-
 class _CalledAsSpeechBrains(type):
     def __instancecheck__(cls, other: object) -> bool:
-        return called_as_speechbrains(other)
+        return hasattr(type(other), "on_batch_end") or _called_with(type(other)) in (*_PER_STEP, *_PER_EPOCH)
 
 
 class SpeechBrainScheduler(metaclass=_CalledAsSpeechBrains):

@@ -86,7 +86,12 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             logger.warning("Training runs outside the main thread, where stop signals can't be caught")
             return self
-        self._before = _handle(STOP_SIGNALS, self._note)
+
+        def note(signum: int, frame: FrameType | None) -> None:  # in the main thread
+            del frame
+            self.signum = self.signum or signum
+
+        self._before = _handle(STOP_SIGNALS, note)
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         _wakeups.add(self._writing)
@@ -109,11 +114,6 @@ class StopSignals:
 
             ranks.raise_on_main(_stopped(self.signum, " after the end of training"))
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        """Record a signal, in the main thread."""
-        del frame
-        self.signum = self.signum or signum
-
     def _watch(self, reading: int) -> None:
         """Act on signals at once, in the thread; a 0 ends it."""
         echo = LAUNCHER_ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else ECHO_SECONDS
@@ -123,7 +123,7 @@ class StopSignals:
                 continue
             if self._first is None:
                 self._first = now
-                ending.allow_time_to_save()
+                ending.stopping.set()
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     sooner = " (press Ctrl-C again to stop at once)" if signum == signal.SIGINT else ""
                     write_now(f"\n{signal.Signals(signum).name}: saving a checkpoint after this step, then "

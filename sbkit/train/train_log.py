@@ -33,7 +33,9 @@ class TrainLog(ResumableLog, FileTrainLogger):
 
     def __init__(self, save_file: str | os.PathLike[str], precision: int = 2):
         super().__init__(save_file, precision)
-        self._file = ResumableFile(save_file, _written_again)
+        # A resumed run writes lines of epochs again, but not of a test in between.
+        self._file = ResumableFile(save_file, lambda line: " - test " not in line or " - train " in line
+                                   or " - valid " in line)
 
     @main_process_only
     def log_stats(
@@ -48,9 +50,8 @@ class TrainLog(ResumableLog, FileTrainLogger):
 
         What is shown has no exponents where numbers have a usual size: a WER is 100.00 there, 1.00e+02 in the file.
         """
-        stages = {None: stats_meta, "train": train_stats, "valid": valid_stats, "test": test_stats}
-
-        given = {stage: stats for stage, stats in stages.items() if stats is not None}
+        given = {stage: stats for stage, stats in ((None, stats_meta), ("train", train_stats), ("valid", valid_stats),
+                                                   ("test", test_stats)) if stats is not None}
         self._file.append(" - ".join(self._stats_to_string(stats, stage) for stage, stats in given.items()))
         if verbose:
             digits = self.precision
@@ -58,8 +59,3 @@ class TrainLog(ResumableLog, FileTrainLogger):
                              if 1 <= abs(value) < 1e5 else f"{value:.{digits + 1}g}" for key, value in stats.items()}
                      for stage, stats in given.items()}
             logger.info(" - ".join(self._stats_to_string(stats, stage) for stage, stats in shown.items()))
-
-
-def _written_again(line: str) -> bool:
-    """Return whether a resumed run writes this line again: lines of epochs, but not of a test in between."""
-    return " - test " not in line or " - train " in line or " - valid " in line

@@ -22,6 +22,7 @@ from speechbrain.core import INTRA_EPOCH_CKPT_FLAG, Stage
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
 from sbkit.nn.peek import Peek
+from sbkit.system import memory
 from sbkit.train import bad_batch, loaders, rng
 from sbkit.train.averaging import EMA
 from sbkit.train.bad_batch import KeptBatch
@@ -34,7 +35,6 @@ from sbkit.train.distributed.sharding import ShardedModules
 from sbkit.train.freezing import Freezing
 from sbkit.train.graphs import MicroStep, StepGraphs
 from sbkit.train.keys import ScriptKeys
-from sbkit.train.memory import host
 from sbkit.train.memory.oom import is_out_of_memory, release
 from sbkit.train.monitor.display import Progress
 from sbkit.train.monitor.timing import EVERY, FIRST, StepTimes
@@ -59,8 +59,6 @@ logger = logging.getLogger(__name__)
 #: What any rank may ask for with a step, so that all ranks do it at the same step: to stop, to save, and to agree anew
 #: on the parameters whose gradients are exchanged.
 FLAGS = ("stop", "save", "parameters")
-
-
 #: Time for the other ranks to end a trial of a batch that doesn't fit on one of them.
 TRIAL_SECONDS = 60.0
 
@@ -98,6 +96,7 @@ class Trainer:
         self.buffers = Buffers(self.modules)
         self.signals: StopSignals | None = None
         self._generators, self._write, self._recipe_steps = generators, write, recipe_steps
+        self._is_script = isinstance(brain.keys, ScriptKeys)
         self._progress: Progress | None = None
         self._saved_at, self._batches_since = time.monotonic(), 0
         self._unreached: set[str] = set()  # parameters that a warning has named
@@ -142,10 +141,6 @@ class Trainer:
             yield
         finally:
             self.signals = signals
-
-    @property
-    def _is_script(self) -> bool:
-        return isinstance(self.brain.keys, ScriptKeys)
 
     @property
     def asked_to_stop(self) -> bool:
@@ -359,7 +354,7 @@ class Trainer:
         if not self._tried:
             self._tried = True
             self._try_largest(train_set, epoch)
-        self._begin_interval()
+        self._saved_at, self._batches_since = time.monotonic(), 0
         if brain.profiler is not None:
             brain.profiler.start()
         self.times.reset()
@@ -518,7 +513,7 @@ class Trainer:
         All ranks try the largest of any rank, so they decide alike. Nothing that training depends on is changed. On a
         CPU there is nothing to find out, unless the memory of this process is limited.
         """
-        if not hasattr(train_set, "largest") or not (self.device.type == "cuda" or host.bounded()):
+        if not hasattr(train_set, "largest") or not (self.device.type == "cuda" or memory.bounded()):
             return
         problem = ""
 
@@ -548,7 +543,7 @@ class Trainer:
     def fits(self, batch: MicroBatch) -> bool:
         """Return whether forward and backward of a micro-batch fit into memory, beside the optimizer's states."""
         try:
-            with self.brain.restoring(), self.accumulating():
+            with self.brain.restoring(), self.brain.no_sync():
                 known = set().union(*(optimizer.state for optimizer in self.optimizers()))
                 # Two tensors for each parameter, as Adam has them.
                 held = [torch.empty_like(p) for p in self.modules.parameters()
@@ -563,31 +558,6 @@ class Trainer:
                 raise
         release(self.device)  # outside of the handler, whose frames hold the step's tensors
         return False
-
-    def try_step(self, batch: MicroBatch) -> bool:
-        """Take a step on a whole micro-batch; return False, without an update, if memory runs out."""
-        try:
-            self.train_step(iter([(batch, True)]))
-            self.take_results()
-            return True
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        self.brain.zero_grad(set_to_none=True)
-        release(self.device)
-        return False
-
-    @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Keep gradients of backwards inside this context on this rank."""
-        before = self.exchange.armed if self.exchange is not None else False
-        if self.exchange is not None:
-            self.exchange.armed = False
-        try:
-            yield
-        finally:
-            if self.exchange is not None:
-                self.exchange.armed = before
 
     # ------------------------------------------------------------ what the host learns of steps
 
@@ -634,10 +604,6 @@ class Trainer:
 
     # ------------------------------------------------------------ saving and leaving
 
-    def _begin_interval(self) -> None:
-        """Start the interval to the next checkpoint in the middle of an epoch."""
-        self._saved_at, self._batches_since = time.monotonic(), 0
-
     def _save(self) -> None:
         """Save a checkpoint in the middle of the epoch, after recording all steps so far."""
         self.take_results(wait=True)
@@ -646,7 +612,7 @@ class Trainer:
         guard.poll(wait=True)  # raises now if a label was invalid, so that nothing learnt from it is saved
         self.buffers.detect_changes()
         self._write()
-        self._begin_interval()
+        self._saved_at, self._batches_since = time.monotonic(), 0
 
     def save_and_stop(self) -> None:
         """Save a checkpoint and end the run, after a signal to any rank."""

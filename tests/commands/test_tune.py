@@ -10,12 +10,13 @@ import torch
 from sbkit import cli
 from sbkit.recipe import batch_size
 from sbkit.recipe.cost import GIB
+from sbkit.system import memory
 from sbkit.train import device as devices
-from sbkit.train.memory import batch_size_search, host, trials
+from sbkit.train.memory import batch_size_search, trials
 from sbkit.train.memory.trials import BASE_BYTES, WORKER_BYTES
 
 SMALL = Path(__file__).parents[1] / "recipe" / "small.yaml"
-on_linux = pytest.mark.skipif(not host.can_bound(), reason="only Linux keeps a process to a bound of memory")
+on_linux = pytest.mark.skipif(not memory.can_bound(), reason="only Linux keeps a process to a bound of memory")
 
 
 class _Fake:
@@ -62,7 +63,7 @@ def test_memory_that_can_not_be_had_is_an_error(words, expected, capsys):
 
 
 def test_a_system_that_can_not_bound_memory_is_an_error(monkeypatch, capsys):
-    monkeypatch.setattr(host, "can_bound", lambda: False)
+    monkeypatch.setattr(memory, "can_bound", lambda: False)
     assert cli.main(["tune", str(SMALL), "--device", "cpu"]) == 2
     assert "can't limit the memory of a process" in capsys.readouterr().err
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sbkit.system import cores
-from sbkit.train.memory import host
+from sbkit.system import cores, memory
 
 
 @pytest.fixture
@@ -69,10 +68,10 @@ def test_control_groups(machine, group, expected, files):
                                 "total_inactive_file 100000", "memory__memory_dot_usage_in_bytes": "300000"})])
 def test_the_memory_of_a_container_is_bounded_by_its_root(machine, group, files):
     machine(group, **files)
-    assert (host.total(), host.available()) == (1_000_000, 800_000)
+    assert (memory.total(), memory.available()) == (1_000_000, 800_000)
     machine("0::/\n", memory_dot_max="max")
     if "memory_dot_max" in files:
-        assert host.total() > 1_000_000
+        assert memory.total() > 1_000_000
 
 
 def test_a_library_is_asked_for_fewer_threads_than_the_machine_has_cores(machine, monkeypatch):

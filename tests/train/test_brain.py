@@ -23,15 +23,16 @@ from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furth
 
 import sbkit
 from sbkit.errors import SbkitError
+from sbkit.system import memory
 from sbkit.train import options
 from sbkit.train.averaging import EMA
 from sbkit.train.bad_batch import replay
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.memory import host
 from sbkit.train.step import Loss
 from sbkit.train.trainer import NotFinite
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+BAD = [math.nan, math.inf, -math.inf]
 
 
 # ------------------------------------------------------------------ what it takes
@@ -310,7 +311,7 @@ def test_trying_the_largest_batch_leaves_nothing_behind(monkeypatch):
         def largest(self, epoch):
             return list(self.at(epoch, 2))
 
-    monkeypatch.setattr(host, "bounded", lambda: True)
+    monkeypatch.setattr(memory, "bounded", lambda: True)
     plain, tried = brain(Counting), brain(Counting)
     plain.fit([1], ToyTrainLoader(3))
     tried.fit([1], Planned(3))
@@ -456,6 +457,20 @@ def test_a_fit_batch_that_calls_ours_averages_what_it_returns():
         toy.fit(range(1, 2), ToyTrainLoader(4))
     assert around.ends == [("TRAIN", pytest.approx(sum(around.returned) / 4))]
     assert furthest(state(plain), state(around)) < 1e-5
+
+
+@pytest.mark.parametrize("losses, mean", [
+    ([Loss(torch.tensor(6.0), torch.tensor(4)), Loss(torch.tensor([3.0]), 2.0)], 1.5),
+    ([torch.tensor(1.0), 2.0, Loss(torch.tensor(9.0), 1)], 4.0),
+    *(([Loss(torch.tensor(bad), 7.0), Loss(torch.tensor(6.0), 4.0), torch.tensor(bad)], 1.5) for bad in BAD),
+    (BAD, math.nan), ([Loss(torch.tensor(math.nan), torch.tensor(3))], math.nan), ([], math.nan),
+    ([Loss(torch.tensor(0.0), 0.0)], math.nan), ([Loss(torch.tensor(0.0), 0.0), math.nan], math.nan)])
+def test_the_mean_of_an_evaluation_is_by_count_of_what_is_finite(losses, mean):
+    """Of nothing, or of stand-ins alone, it is unknown."""
+    subject = brain()
+    subject.evaluate_batch = lambda batch, stage: batch  # each batch is its loss
+    with torch.no_grad():
+        assert subject.pass_over(losses, Stage.VALID, "valid", False) == pytest.approx(mean, nan_ok=True)
 
 
 def test_evaluation_weighs_by_count_and_leaves_out_what_is_not_finite():

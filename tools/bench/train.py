@@ -166,7 +166,7 @@ def work(args: argparse.Namespace, rest: list[str], sides: Mapping[str, MakeSide
 
     request = arguments.parse([str(args.recipe), "--device", args.device, *rest])
     if args.side == "sbkit" and args.device == "cpu":
-        from sbkit.train.memory.host import keep_freed_memory
+        from sbkit.system.memory import keep_freed_memory
 
         keep_freed_memory()
     hparams = load.load(request.path, {**request.overrides, **keys})

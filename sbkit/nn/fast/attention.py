@@ -182,8 +182,9 @@ def rotary_attention(mha: Layer, x: Tensor, mask: Tensor | None, table: tuple[Te
     left, after = 0 if before is None else before[0].shape[1], None
     qkv = functional.linear(x, mha.in_proj_weight).unflatten(-1, (heads, 3, size))
     cosines, sines = rotary_table(left + x.shape[1], size, qkv.dtype, qkv.device) if table is None else table
-    q, k = _rotated(qkv[..., :2, :], cosines[left:, None, None], sines[left:, None, None]).unbind(3)
-    v = qkv[..., 2, :]
+    both, v = qkv.split([2, 1], 3)  # whose gradients are joined in one pass
+    q, k = _rotated(both, cosines[left:, None, None], sines[left:, None, None]).unbind(3)
+    v = v.squeeze(3)
     if mha.vbias is not None:
         v = (v + mha.value_bias_weight.view(heads, size)).to(k.dtype)  # the weight is fp32 under autocast
     if before is not None:

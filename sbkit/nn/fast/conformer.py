@@ -33,7 +33,7 @@ def convolve(module: Layer, x: Tensor, mask: Tensor | None = None, chunk: int | 
     x = functional.linear(module.layer_norm(x), pointwise.weight.squeeze(-1), pointwise.bias)
     x = functional.glu(x, dim=-1)
     if mask is not None:
-        x = x.masked_fill(mask, 0.0)
+        x = torch.where(mask, 0.0, x)  # one kernel; masked_fill copies first
     (b, t, columns), inputs = x.shape, x.transpose(1, 2)
     if before is not None:
         inputs = torch.cat([before, inputs], 2)
@@ -57,7 +57,7 @@ def convolve(module: Layer, x: Tensor, mask: Tensor | None = None, chunk: int | 
     else:
         out = conv(inputs)
     out = module.after_conv((out[..., :t] if module.causal else out).transpose(1, 2))
-    return (out if mask is None else out.masked_fill(mask, 0.0)), inputs
+    return (out if mask is None else torch.where(mask, 0.0, out)), inputs
 
 
 def own_depthwise(module: Layer, x: Tensor) -> bool:

@@ -154,7 +154,8 @@ class Checkpointer(stock.Checkpointer):
                 self._warn_once(message)
             key_error = self._unknown_key(keys, [meta, *(ckpt.meta for ckpt in self._readable())])
             meta_to_save = {**self._standard_meta(end_of_epoch), **plain(meta)}
-            pending = PendingCheckpoint(self._path(name), meta_to_save, end_of_epoch, verbosity)
+            path = self._new_checkpoint_dirpath() if name is None else self._custom_checkpoint_dirpath(name)
+            pending = PendingCheckpoint(path, meta_to_save, end_of_epoch, verbosity)
             try:
                 pending.begin()
             except OSError as error:
@@ -221,7 +222,7 @@ class Checkpointer(stock.Checkpointer):
             pending, self._held = self._held, None
             if pending is None:
                 return None
-            pending.final = self._path(None)
+            pending.final = self._new_checkpoint_dirpath()
             pending.meta = {**self._standard_meta(end_of_epoch=False), **pending.meta}
             return pending.result if self._finish(pending, None) else None
 
@@ -243,9 +244,6 @@ class Checkpointer(stock.Checkpointer):
             return self._saved
 
         return ranks.run_on_main(last)
-
-    def _path(self, name: str | None) -> Path:
-        return self._new_checkpoint_dirpath() if name is None else self._custom_checkpoint_dirpath(name)
 
     def _standard_meta(self, end_of_epoch: bool) -> dict[str, Any]:
         """Return the meta data of every checkpoint, with a time later than all others, even if the clock went back."""
@@ -451,7 +449,8 @@ class Checkpointer(stock.Checkpointer):
                 if ckpt.path in skipped:
                     continue
                 reason = files.damage(ckpt.path)
-                if reason is None and not files.has_sums(ckpt.path):  # SpeechBrain may have been killed while saving
+                # Without sums it is SpeechBrain's, which may have been killed while saving.
+                if reason is None and not (ckpt.path / files.SUMS_NAME).exists():
                     needed = filter(self._is_required, self.recoverables)
                     missing = [name for name in needed if name not in ckpt.paramfiles]
                     reason = f"it holds no {', '.join(missing)}" if missing else None
@@ -474,7 +473,7 @@ class Checkpointer(stock.Checkpointer):
                 try:
                     self._call_load_hooks(chosen)
                 except NotLoaded as error:
-                    if files.has_sums(chosen.path):
+                    if (chosen.path / files.SUMS_NAME).exists():
                         raise
                     problem = str(error)  # without checksums, only loading shows damage
                 problem = next(filter(None, ranks.gather_objects(problem)), None)

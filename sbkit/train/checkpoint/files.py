@@ -26,7 +26,8 @@ from sbkit.system import disk
 
 logger = logging.getLogger(__name__)
 
-SUMS_NAME = f"{CKPT_PREFIX}.sums.json"  # SpeechBrain ignores it: it reads only *.ckpt and CKPT.yaml
+# Checksums. SpeechBrain writes none, and ignores them: it reads only *.ckpt and CKPT.yaml.
+SUMS_NAME = f"{CKPT_PREFIX}.sums.json"
 WRITING, REPLACED, DELETED = ".tmp-", ".old-", ".del-"  # prefixes of hidden folders, which are never listed
 CHUNK = 1 << 22
 DAY = 24 * 3600.0
@@ -80,8 +81,12 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
             sums[file.relative_to(folder).as_posix()] = {
                 "bytes": os.fstat(handle.fileno()).st_size, "blake2b": _digest(handle),
             }
-    _write_text(folder / SUMS_NAME, json.dumps({"files": sums}, indent=1, sort_keys=True))
-    _write_text(folder / METAFNAME, "# yamllint disable\n" + yaml.safe_dump(meta))
+    for name, text in ((SUMS_NAME, json.dumps({"files": sums}, indent=1, sort_keys=True)),
+                       (METAFNAME, "# yamllint disable\n" + yaml.safe_dump(meta))):
+        with open(folder / name, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
     for inner in sorted({file.parent for file in files_in(folder)} | {folder}):
         disk.sync_folder(inner)
 
@@ -137,13 +142,6 @@ def sweep(folder: Path) -> list[str]:
         except OSError as error:  # a read-only folder, or another process was faster
             logger.debug("could not remove %s: %s", path, error)
     return removed
-
-
-def _write_text(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -240,8 +238,3 @@ def wait_for(path: Path, seconds: float) -> None:
             raise CheckpointError(f"rank {get_rank() or 0} does not see the checkpoint {path}",
                                   hint="the output folder must be on a disk that all machines share")
         time.sleep(0.5)
-
-
-def has_sums(path: Path) -> bool:
-    """Return whether a checkpoint has checksums; those that SpeechBrain wrote have none."""
-    return (path / SUMS_NAME).exists()

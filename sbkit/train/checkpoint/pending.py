@@ -101,7 +101,7 @@ class BackgroundWriter:
             job()
         else:
             self._thread = thread
-            ending.let_finish(thread)
+            ending.writing.add(thread)
 
     def wait(self) -> None:
         """Wait for the job, and raise its error."""

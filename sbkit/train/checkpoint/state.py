@@ -88,26 +88,25 @@ def snapshot(state: T, tensors: bool = True) -> tuple[T, Callable[[], None]]:
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
     devices: set[torch.device] = set()
 
-    def tensor(value: torch.Tensor) -> torch.Tensor:
-        value = value.detach()
-        if value.device.type == "cpu" or value.layout != torch.strided:
-            return value.clone().cpu()
-        devices.add(value.device)
-        pinned = value.device.type == "cuda"
-        out = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
-        return out.copy_(value, non_blocking=pinned)
-
     def walk(value: Any) -> Any:  # of the same type as the value
         if isinstance(value, torch.Tensor) and not tensors:
             return value
         if isinstance(value, torch.Tensor):
-            if value.layout != torch.strided or type(value) not in (torch.Tensor, torch.nn.Parameter):
-                return tensor(value)
+            strided, pinned = value.layout == torch.strided, value.device.type == "cuda"
             # tied weights stay one tensor in the file, as with torch.save
-            key = (value.data_ptr(), value.device, value.shape, value.stride(), value.dtype)
-            if value.numel() == 0 or key not in copies:
-                copies[key] = tensor(value)
-            return copies[key]
+            key = (value.data_ptr(), value.device, value.shape, value.stride(), value.dtype) \
+                if strided and type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() else ()
+            if key in copies:
+                return copies[key]
+            if value.device.type == "cpu" or not strided:
+                copied = value.detach().clone().cpu()
+            else:
+                devices.add(value.device)
+                copied = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+                copied.copy_(value.detach(), non_blocking=pinned)
+            if key:
+                copies[key] = copied
+            return copied
         if isinstance(value, dict):
             new = copy.copy(value)  # keeps the class, and the _metadata of an OrderedDict
             for name, item in value.items():
@@ -118,13 +117,7 @@ def snapshot(state: T, tensors: bool = True) -> tuple[T, Callable[[], None]]:
         return copy.deepcopy(value)
 
     copied = walk(state)
-    events = []
-    for device in devices:
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                event = torch.cuda.Event()
-                event.record()
-                events.append(event)
+    events = [torch.cuda.current_stream(device).record_event() for device in devices if device.type == "cuda"]
 
     def ready() -> None:
         for event in events:
@@ -233,13 +226,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path
             hint="use the opt_class that this run started with, or start a new run from it with --init_from")
 
 
-def _load_attributes(obj: object, path: str | Path, end_of_epoch: bool) -> None:
-    del end_of_epoch
-    vars(obj).update(load_file(path))
-
-
 # SpeechBrain can save this one but not load it, so a resume would fail
-DEFAULT_LOAD_HOOKS.setdefault(InverseSquareRootScheduler, _load_attributes)
+DEFAULT_LOAD_HOOKS.setdefault(InverseSquareRootScheduler,
+                              lambda obj, path, end_of_epoch: obj.__dict__.update(load_file(path)))
 
 
 def differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:

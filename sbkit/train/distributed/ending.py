@@ -12,7 +12,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
@@ -23,13 +22,9 @@ logger = logging.getLogger(__name__)
 # Time limit for a checkpoint that is being written.
 _WRITING_SECONDS = 120.0
 
-_writing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+#: Threads that the end of the process waits for, even after an error.
+writing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _exit_code: int | None = None  # of the exit that is scheduled
-
-
-def let_finish(thread: threading.Thread) -> None:
-    """Wait for this thread at the end of the process, even after an error."""
-    _writing.add(thread)
 
 
 def schedule_exit(code: int) -> None:
@@ -37,14 +32,6 @@ def schedule_exit(code: int) -> None:
     global _exit_code
     if _exit_code is None:
         _exit_code = code
-
-
-def exit_code_of(error: BaseException) -> int:
-    """Return the exit code of a process that this error ends."""
-    if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT
-    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
-    return code if isinstance(code, int) else 1
 
 
 def exit_is_scheduled() -> bool:
@@ -55,7 +42,7 @@ def exit_is_scheduled() -> bool:
 def finish_writing(patience: float = _WRITING_SECONDS) -> None:
     """Wait until nothing is being written, for at most ``patience`` seconds."""
     until = time.monotonic() + patience
-    for thread in list(_writing):
+    for thread in list(writing):
         thread.join(max(0.0, until - time.monotonic()))
 
 
@@ -90,7 +77,8 @@ _LEAVING_SECONDS, _STOPPING_SECONDS = 5.0, 30.0
 #: Read at import, before slow imports, while the launcher is still the parent.
 _parent = os.getppid()
 _watching = False
-_stopping = threading.Event()
+#: Set after a stop signal, which may have ended torchrun, too: this process then gets time to save.
+stopping = threading.Event()
 _leaving = threading.Lock()
 
 
@@ -104,11 +92,6 @@ def watch_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and not _watching:
         _watching = True
         threading.Thread(target=_watch, name="launcher", daemon=True).start()
-
-
-def allow_time_to_save() -> None:
-    """Allow this process time to save after a stop signal, which may have ended torchrun, too."""
-    _stopping.set()
 
 
 def exit_if_orphaned() -> None:
@@ -132,7 +115,7 @@ def exit_with_error(reason: str) -> None:
 def _watch() -> None:
     while os.getppid() == _parent:
         time.sleep(POLL_SECONDS)
-    if _stopping.is_set():
+    if stopping.is_set():
         time.sleep(_STOPPING_SECONDS)
     exit_if_orphaned()
 

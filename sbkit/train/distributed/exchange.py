@@ -153,7 +153,14 @@ class GradientExchange:
             raise _reentrant("the model")
         self.missed = False
         if self.agree_each_time or not self._buckets:
-            self._agree()
+            # On the parameters that any rank reached since the last exchange.
+            arrival = torch.zeros(len(self._parameters), dtype=torch.int32)
+            reached = [i for i in self._reached if self._parameters[i].grad is not None]
+            arrival[reached] = torch.arange(1, len(reached) + 1, dtype=torch.int32)
+            dist.all_reduce(arrival, op=dist.ReduceOp.MAX, group=ranks.cpu_group())  # no wait for the device
+            order = [i for i in arrival.argsort(stable=True).tolist() if arrival[i]]
+            if set(order) != {i for bucket in self._buckets for i in bucket.members}:
+                self._make_buckets(order)
         while self._sent < len(self._buckets):
             self._send()
         for bucket in self._buckets:
@@ -164,15 +171,8 @@ class GradientExchange:
                 bucket.flat.div_(self.world)
         self._sent, self._queued, self._reached = 0, False, {}
 
-    def _agree(self) -> None:
-        """Make buckets of the parameters that any rank reached since the last exchange."""
-        arrival = torch.zeros(len(self._parameters), dtype=torch.int32)
-        reached = [i for i in self._reached if self._parameters[i].grad is not None]
-        arrival[reached] = torch.arange(1, len(reached) + 1, dtype=torch.int32)
-        dist.all_reduce(arrival, op=dist.ReduceOp.MAX, group=ranks.cpu_group())  # on the host: no wait for the device
-        order = [i for i in arrival.argsort(stable=True).tolist() if arrival[i]]
-        if set(order) == {i for bucket in self._buckets for i in bucket.members}:
-            return
+    def _make_buckets(self, order: list[int]) -> None:
+        """Make the buckets of parameters, which are sent in this order of their positions."""
         self._buckets = []
         complete: list[list[int]] = []
         begun: dict[tuple[torch.dtype, torch.device], list[int]] = {}

@@ -40,20 +40,19 @@ class Buffers:
         """The names of those that have changed so far, on any rank."""
         self._seen = self._sums() if ranks.world_size() > 1 else None
 
-    def _sums(self) -> torch.Tensor:
-        buffers = _syncable(self.modules).values()
-        return torch.tensor([_bits(buffer).sum(dtype=torch.int64).item() for buffer in buffers], dtype=torch.int64)
+    def _sums(self) -> dict[str, float]:  # whole numbers
+        return {name: _bits(buffer).sum(dtype=torch.int64).item() for name, buffer in self.modules.named_buffers()
+                if not buffer.is_complex()}
 
     def detect_changes(self) -> None:
         """Find the buffers that changed on any rank, and take rank 0's values; all ranks call it after a step."""
         if self._seen is None:
             return
         now = self._sums()
-        changed = (now != self._seen).to(torch.int32)
+        changed = torch.tensor([now[name] != self._seen.get(name) for name in now], dtype=torch.int32)
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=ranks.cpu_group())
-        for name, did in zip(_syncable(self.modules), changed.tolist(), strict=True):
-            if did and name not in self.changing:
-                self.changing.append(name)
+        self.changing += [name for name, did in zip(now, changed.tolist(), strict=True)
+                          if did and name not in self.changing]
         self._seen = now
         self.sync()
 
@@ -62,10 +61,6 @@ class Buffers:
         if self.changing:
             buffers = dict(self.modules.named_buffers())
             ranks.take_from_main(buffers[name] for name in self.changing)
-
-
-def _syncable(modules: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: buffer for name, buffer in modules.named_buffers() if not buffer.is_complex()}
 
 
 @torch.no_grad()
@@ -134,12 +129,3 @@ def communicates_in_forward(module: nn.Module) -> bool:
     if isinstance(module, InputNormalization):
         return module.norm_type == "global"
     return isinstance(module, (nn.SyncBatchNorm, sync_batch_norm.SyncBatchNorm))
-
-
-def convert_batch_norm(modules: nn.ModuleDict) -> None:
-    """Use batch statistics of all ranks, as SpeechBrain does on a GPU."""
-    if ranks.world_size() == 1:
-        return
-    for name, module in modules.items():
-        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
-            modules[name] = sync_batch_norm.convert(module)

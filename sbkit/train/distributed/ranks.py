@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -316,7 +317,9 @@ def _record_failure(error: BaseException) -> int:
     """Record that an error ends this rank, and return its exit code."""
     global _failed_here
     _failed_here = True
-    code = ending.exit_code_of(error)
+    code = error.code if isinstance(error, SystemExit) else \
+        128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+    code = code if isinstance(code, int) else 1
     if world_size() > 1:
         ending.schedule_exit(code)
     return code

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
-from speechbrain.utils.checkpoints import Checkpointer, hook_on_loading_state_dict_checkpoint
+from speechbrain.utils.checkpoints import hook_on_loading_state_dict_checkpoint
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -119,16 +119,6 @@ def is_sharded(obj: object) -> bool:
 def _is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is a ``DTensor``, without importing that class."""
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
-
-
-def save_unsharded(checkpointer: Checkpointer | None) -> None:
-    """Make checkpoints of sharded parameters the same as those of full ones."""
-    if checkpointer is None:
-        return
-    for name, obj in checkpointer.recoverables.items():
-        if is_sharded(obj):
-            checkpointer.custom_save_hooks[name] = save_full
-            checkpointer.custom_load_hooks[name] = load_full
 
 
 def save_full(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[str]) -> None:

@@ -1,1 +1,1 @@
-"""Memory of device and host: what fits into it, and what a user is told when something does not."""
+"""Memory of a device: what fits into it, and what a user is told when something does not."""

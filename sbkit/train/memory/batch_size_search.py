@@ -12,11 +12,10 @@ import numpy as np
 import torch
 
 from sbkit.errors import SbkitError
-from sbkit.recipe import batch_size
 from sbkit.recipe.batch_size import MARGIN, BatchSize
 from sbkit.recipe.cost import GIB
+from sbkit.system import memory
 from sbkit.system.console import progress, table
-from sbkit.train.memory import host
 from sbkit.train.memory.trials import BoundedTrial, Trial
 
 #: Relative precision of the number of utterances.
@@ -47,17 +46,17 @@ def memory_budget(requested: float | None, device: torch.device) -> float:
     elif device.type != "cpu":
         raise SbkitError(f"can't try batches on {device}, because its memory can't be limited",
                          hint="sbkit check estimates what a batch needs")
-    elif not host.can_bound():
+    elif not memory.can_bound():
         raise SbkitError(f"can't try batches on the CPU: {platform.system()} can't limit the memory of a process",
                          hint="sbkit check estimates what a batch needs")
     else:
-        available = host.total()
+        available = memory.total()
     if requested is not None and not 0 < requested <= available / GIB:
         raise SbkitError(f"--memory {requested:g}: there are {available / GIB:.1f} GiB",
                          hint="leave it out, or give a number above 0 and at most that")
     if requested is not None or device.type == "cuda":
         return round(available / GIB if requested is None else requested, 2)
-    free = FREE_SHARE * host.available() / GIB
+    free = FREE_SHARE * memory.available() / GIB
     return float(int(free)) if free >= 2 else round(free, 1)  # rounded, so that the next call finds this result
 
 
@@ -71,13 +70,6 @@ def _fits(trial: Trial, args: list[str], gib: float, slack: float = 1.0) -> Iter
     total = torch.cuda.get_device_properties(trial.device).total_memory / GIB
     torch.cuda.set_per_process_memory_fraction(min(1.0, gib / total), trial.device)
     yield trial.fits
-
-
-def cached_result(trial: Trial, gib: float) -> BatchSize | None:
-    """Return the result of an earlier search under the same conditions, if there is one."""
-    same = [one for one in batch_size.cached(trial.cache)
-            if (one.gib, one.edges, one.most) == (gib, trial.edges, trial.most_seconds)]
-    return same[0] if same else None
 
 
 def search(edges: Sequence[float], fits: Callable[[int, float], bool], max_seconds: float,

@@ -10,7 +10,7 @@ import torch
 
 from sbkit import errors
 from sbkit.errors import SbkitError, first_line
-from sbkit.train.memory import host
+from sbkit.system import memory
 
 #: oneDNN's message when there was no memory for compiled code (or another failure).
 NO_PRIMITIVE = "could not create a primitive"
@@ -21,7 +21,7 @@ HINT = "lower max_batch_seconds (sbkit tune finds the largest that fits), or try
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that a device, or the CPU, had no memory left."""
-    bounded = host.bounded() and isinstance(error, (RuntimeError, OSError))
+    bounded = memory.bounded() and isinstance(error, (RuntimeError, OSError))
     return isinstance(error, torch.OutOfMemoryError) or errors.is_out_of_memory(error) or (
         bounded and any(part in str(error) for part in _BOUNDED_MESSAGES))
 
@@ -41,6 +41,6 @@ def release(device: torch.device) -> None:
     """Release memory that is not in use, after a step that didn't fit."""
     gc.collect()
     if device.type == "cpu":
-        host.release_memory()
+        memory.release_memory()
     else:
         torch.get_device_module(device).empty_cache()

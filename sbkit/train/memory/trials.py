@@ -30,9 +30,8 @@ from sbkit.recipe.cost import StepMeasurement, longest_utterance
 from sbkit.recipe.parts import permanently_frozen
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
-from sbkit.system import helper_process
+from sbkit.system import helper_process, memory
 from sbkit.train import device as devices
-from sbkit.train.memory import host
 from sbkit.train.memory.oom import is_out_of_memory
 
 #: Maximum number of buckets to try.
@@ -83,7 +82,15 @@ def open_trial(request: arguments.CommandLine, device: torch.device) -> Iterator
         brain.on_fit_start()
         brain.open_step(brain.optimizer_step + 1)
         brain.trainer.freezing.train()
-        durations = _durations(request, recipe, Path(folder))
+        # Of the prepared corpus, if there is one; otherwise all lengths up to the longest allowed.
+        corpus = recipe.keys.corpus
+        manifest = corpus.manifest_path("train") if hasattr(corpus, "manifest_path") else None
+        if manifest is not None and manifest.is_relative_to(folder):  # as one below the recipe's own output folder
+            root = read(request.path, request.overrides, Findings())
+            named = root.value.get("output_folder") if root is not None else None
+            manifest = manifest if named is None else Path(str(named.value)) / manifest.relative_to(folder)
+        durations = Manifest.open_prepared(manifest).durations if manifest is not None and manifest.exists() else \
+            np.linspace(1.0, longest_utterance(recipe.hparams), 200, dtype=np.float32)
         logger = logging.getLogger("sbkit.train.distributed.parallel")  # the run itself will warn of unused layers
         before = logger.level
         logger.setLevel(logging.ERROR)
@@ -91,23 +98,6 @@ def open_trial(request: arguments.CommandLine, device: torch.device) -> Iterator
             yield Trial(brain, durations, device, batch_size.result_file(model, recipe.keys, brain.precision, device))
         finally:
             logger.setLevel(before)
-
-
-def _durations(request: arguments.CommandLine, recipe: load.Recipe, folder: Path) -> np.ndarray:
-    """Return the durations of the prepared corpus, if there is one, or all lengths up to the longest allowed.
-
-    folder : the temporary output folder of the recipe
-    """
-    corpus = recipe.keys.corpus
-    if hasattr(corpus, "manifest_path"):
-        manifest = corpus.manifest_path("train")
-        if manifest.is_relative_to(folder):  # as one below the recipe's own output folder
-            root = read(request.path, request.overrides, Findings())
-            named = root.value.get("output_folder") if root is not None else None
-            manifest = manifest if named is None else Path(str(named.value)) / manifest.relative_to(folder)
-        if manifest.exists():
-            return Manifest.open_prepared(manifest).durations
-    return np.linspace(1.0, longest_utterance(recipe.hparams), 200, dtype=np.float32)
 
 
 # ---------------------------------------------------------------------------------------- with little memory
@@ -136,7 +126,11 @@ class BoundedTrial:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._end()
+        if self._process is not None:
+            self._pipe.close()  # ends a process that is waiting
+            self._process.kill()
+            self._process.join()
+            self._process = None
 
     def fits(self, utterances: int, seconds: float) -> bool:
         """Return whether a step on such a batch fits into memory; if the process dies, it does not."""
@@ -155,26 +149,19 @@ class BoundedTrial:
         if failure:
             raise SbkitError(f"a step on {utterances} utterances of {seconds:g} s fails: {failure}", exit_code=1)
         if not fits:
-            self._end()
+            self.__exit__()
         return fits
-
-    def _end(self) -> None:
-        if self._process is not None:
-            self._pipe.close()  # ends a process that is waiting
-            self._process.kill()
-            self._process.join()
-            self._process = None
 
 
 def _serve_trials(pipe: Connection, args: list[str], size: int, slack: float) -> None:
     """Answer, in the separate process, whether batches fit."""
     request = arguments.parse(args)
-    host.keep_freed_memory()  # as a run does
+    memory.keep_freed_memory()  # as a run does
     with open_trial(request, torch.device("cpu")) as trial:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # hide libraries' last messages
         workers, rate = trial.brain.keys.num_workers, trial.brain.keys.sample_rate
         size -= BASE_BYTES + workers * WORKER_BYTES
-        host.bound(int(slack * size))
+        memory.bound(int(slack * size))
         while True:
             try:
                 utterances, seconds = pipe.recv()
@@ -184,7 +171,7 @@ def _serve_trials(pipe: Connection, args: list[str], size: int, slack: float) ->
                 # What a run's data workers have read ahead, in bytes.
                 ahead = round(max(0.0, utterances * seconds) * rate) * torch.float32.itemsize * (PREFETCH + 1) * workers
                 with mmap.mmap(-1, max(ahead, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
-                    fits, failure = trial.fits(utterances, seconds) and host.peak() + ahead <= size, ""
+                    fits, failure = trial.fits(utterances, seconds) and memory.peak() + ahead <= size, ""
             except Exception as error:
                 fits, failure = False, "" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             pipe.send((fits, failure))

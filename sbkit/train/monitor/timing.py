@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -11,13 +10,6 @@ import torch
 SECTIONS = ("data", "forward", "loss", "backward", "optimizer")
 #: One step in ``EVERY`` of a run is timed, from the third on: the first ones wait for workers and load kernels.
 EVERY, FIRST = 8, 2
-
-
-def profiler(warmup: int, steps: int, folder: str | os.PathLike[str]) -> torch.profiler.profile:
-    """Return SpeechBrain's profiler, which saves ``steps`` steps in ``folder/profiler_logs``, without Python stacks."""
-    return torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=0, warmup=warmup, active=steps, repeat=1), record_shapes=True,
-        on_trace_ready=torch.profiler.tensorboard_trace_handler(os.path.join(folder, "profiler_logs")))
 
 
 class StepTimes:

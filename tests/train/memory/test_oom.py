@@ -11,14 +11,15 @@ from processes import outcomes
 from toys import ToyBatch, ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, layers, state
 
 from sbkit.errors import SbkitError
+from sbkit.system import memory
 from sbkit.train import trainer
 from sbkit.train.distributed import ranks
-from sbkit.train.memory import host, oom
+from sbkit.train.memory import oom
 
 
 @pytest.fixture(autouse=True)
 def _bounded(monkeypatch):
-    monkeypatch.setattr(host, "bounded", lambda: True)  # where there is something to find out
+    monkeypatch.setattr(memory, "bounded", lambda: True)  # where there is something to find out
 
 
 @dataclasses.dataclass
@@ -125,7 +126,7 @@ def test_a_step_that_did_not_fit_leaves_nothing_behind():
 
 
 def narrow_second(hparams, normalised):
-    host.bounded, trainer.TRIAL_SECONDS = lambda: True, 2.0  # in this process alone
+    memory.bounded, trainer.TRIAL_SECONDS = lambda: True, 2.0  # in this process alone
     model = layers()
     if normalised:
         model[0] = torch.nn.Sequential(model[0], torch.nn.BatchNorm1d(8))
@@ -154,7 +155,7 @@ def test_libraries_say_it_in_different_ways(error, is_one):
 
 def test_what_onednn_says_is_about_memory_where_memory_is_bounded(monkeypatch):
     error = RuntimeError("could not create a primitive")
-    monkeypatch.setattr(host, "bounded", lambda: False)
+    monkeypatch.setattr(memory, "bounded", lambda: False)
     assert not oom.is_out_of_memory(error)
-    monkeypatch.setattr(host, "bounded", lambda: True)
+    monkeypatch.setattr(memory, "bounded", lambda: True)
     assert oom.is_out_of_memory(error)

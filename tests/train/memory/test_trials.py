@@ -11,10 +11,11 @@ import torch
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.recipe import arguments
-from sbkit.train.memory import host, trials
+from sbkit.system import memory
+from sbkit.train.memory import trials
 
 SMALL = Path(__file__).parents[2] / "recipe" / "small.yaml"
-on_linux = pytest.mark.skipif(not host.can_bound(), reason="only Linux keeps a process to a bound of memory")
+on_linux = pytest.mark.skipif(not memory.can_bound(), reason="only Linux keeps a process to a bound of memory")
 
 
 @pytest.fixture(autouse=True)
