@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -120,4 +121,9 @@ def run(args: argparse.Namespace) -> int:
     if why_not:
         print(f"not published, {args.to} is as it was:", *why_not, sep="\n  ", file=sys.stderr)
         return NOT_BETTER
-    return export(ExportRequest(new, args.to, force=True), BundleLoader())
+    replaces = args.to.exists()
+    export(ExportRequest(new, args.to, force=True, keep_previous=True), BundleLoader())
+    if replaces:
+        print(f"a server of {args.to} takes it by itself, within seconds and without losing a request; back: "
+              f"sbkit rollback {shlex.quote(str(args.to))}")
+    return 0
