@@ -275,7 +275,10 @@ def _transcribe(state: State, parsed: Form, reservation: DiskReservation, contex
         transcript = recognise(parsed.served, wave.blocks(), context.job, work, report if parsed.stream else None)
         transcript.warning = wave.warning
     state.metrics.audio.labels(parsed.served.name).inc(transcript.duration)
-    return transcript if parsed.stream else replies.reply(transcript, parsed.response_format, parsed.granularities)
+    if parsed.stream:
+        return transcript
+    worth = None if state.corrections is None else state.corrections.worth(transcript.words)
+    return replies.reply(transcript, parsed.response_format, parsed.granularities, worth)
 
 
 async def _events(found: AsyncIterator[str | Transcript], request: str) -> AsyncGenerator[bytes, None]:
