@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
+import math
 import os
 import shlex
 import sys
+import unicodedata
 from pathlib import Path
 
 from sbkit.commands.options import RUNS_CODE, require_run, share
@@ -15,6 +18,7 @@ from sbkit.errors import SbkitError
 NOT_BETTER = 1  # exit code
 #: Words a minute on silence that a model may write, unless it wrote as many before.
 MAX_SILENCE = 1.0
+SAME_LENGTH = 0.06  # seconds
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +36,52 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", dest="values", action="append", default=[], metavar="KEY=VALUE",
                         help="a key of the run's hyperparams.yaml for the new run, such as opt_class.lr=0.001 or "
                              "batching.min_steps=500 (repeatable)")
+
+
+def _usable(kept: Path, manifests: Path, out: Path) -> Path:
+    """Write the corrections that the run can be trained and judged with, and warn of the others, by reason."""
+    from sbkit.data.manifest import Manifest
+    from sbkit.data.splits import SPLITS
+    from sbkit.system.console import atomic_write
+
+    def letters(text: str) -> str:
+        return "".join(each for each in unicodedata.normalize("NFC", text.casefold()) if each.isalnum())
+
+    known, held_out = set[str](), dict[str, list[float]]()
+    for path in filter(Path.is_file, (manifests / f"{split}.csv" for split in SPLITS)):
+        manifest = Manifest.read(path)
+        for text, seconds in zip(manifest.texts, manifest.durations, strict=True):
+            known.update(letters(text))
+            if path.stem != "train":
+                held_out.setdefault(letters(text), []).append(float(seconds))
+    usable, left_out = [], dict[str, list[str]]()
+    for line in filter(None, kept.read_text(encoding="utf-8").split("\n")):
+        row = json.loads(line)
+        text = letters(row["text"])
+        # A recording that the server wrote anew has another name and other bytes, but its words and, but for the
+        # coding's padding, its length.
+        lengths = held_out.get(text, [])
+        if not text:
+            why = "without words"
+        elif sum(each in known for each in text) < len(text) / 2:
+            why = "in another script than the run's texts"
+        elif any(abs(row.get("duration", math.inf) - each) < SAME_LENGTH for each in lengths):
+            why = "recordings of the run's own dev or test, which has to stay unseen"
+        else:
+            usable.append(row | {"audio_filepath": str((kept.parent / row["audio_filepath"]).resolve())})
+            continue
+        left_out.setdefault(why, []).append(str(row.get("id", row["audio_filepath"])))
+    reasons = [f"{len(names)} {why}: {', '.join(names[:3])}" for why, names in left_out.items()]
+    sentences = len({letters(row["text"]) for row in usable})
+    if sentences < 3:
+        raise SbkitError(f"{kept} has {len(usable)} usable corrections of {sentences} "
+                         f"sentence{'s' * (sentences != 1)}" + "".join(f"; {each}" for each in reasons),
+                         hint="correct recordings of more sentences: a tenth of the sentences is the test, a tenth the dev")
+    if reasons:
+        print("corrections left out:", *reasons, sep="\n  ", file=sys.stderr)
+    with atomic_write(out) as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in usable)
+    return out
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
     if not (task := restore.read_run(args.run).task).writes_words:
         raise SbkitError(f"{args.run} is no recogniser's run: it trained {task.__name__}",
                          hint="words are corrected, so name a run that writes some")
+    if source == kept:
+        source = _usable(kept, args.run / MANIFESTS, work / "corrections.jsonl")
     new, recipe = work / "run", work / "recipe.yaml"
     text = writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve()))
     with atomic_write(recipe) as file:
@@ -86,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         code = training.wait()
     if code:
         raise SbkitError(f"the new run ended with code {code}: {new}", exit_code=1,
-                         hint="its messages above say why; the same command resumes it")
+                         hint="its messages above say why" + ("" if code == 2 else "; the same command resumes it"))
 
     scores = {}
     for name, scored in ("before", args.run), ("after", new):
