@@ -76,7 +76,7 @@ def _usable(kept: Path, manifests: Path, out: Path) -> Path:
     if sentences < 3:
         raise SbkitError(f"{kept} has {len(usable)} usable corrections of {sentences} "
                          f"sentence{'s' * (sentences != 1)}" + "".join(f"; {each}" for each in reasons),
-                         hint="correct recordings of more sentences: a tenth of the sentences is the test, a tenth the dev")
+                         hint="correct recordings of more sentences: a tenth of them is the test, and a tenth the dev")
     if reasons:
         print("corrections left out:", *reasons, sep="\n  ", file=sys.stderr)
     with atomic_write(out) as file:

@@ -49,7 +49,7 @@ def said(*texts, seconds=9.0):
     (said(*["One, and the same!"] * 9), "has 9 usable corrections of 1 sentence;"),
     (said("доброе утро", "good morning", "добрый day"), "2 in another script than the run's texts: c0, c2"),
     (said("Green River.", "the old ladder", seconds=2.01),
-     "has 1 usable corrections of 1 sentence; 1 recordings of the run's own dev or test, which has to stay unseen: c0")])
+     "has 1 usable corrections of 1 sentence; 1 recordings of the run's own dev or test, which has to stay")])
 def test_corrections_that_teach_nothing_are_told_before_anything_is_trained(corrections, told, tmp_path, capsys,
                                                                             monkeypatch):
     (tmp_path / "run" / "manifests").mkdir(parents=True)
