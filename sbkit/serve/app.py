@@ -249,6 +249,8 @@ def _correct(state: State, kept: Corrections, parsed: CorrectionForm, reservatio
         if wave.samples > MAX_CORRECTED_SECONDS * rate:
             raise invalid(f"the recording has {wave.samples / rate:.1f} s, and a correction is of at most "
                           f"{MAX_CORRECTED_SECONDS:g} s: cut it at a pause", "file", "invalid_audio")
+        if wave.warning is not None:  # its words may be those of the whole, as in a corpus
+            raise invalid(f"{wave.warning}: send all of the recording", "file", "invalid_audio")
         return JSONResponse(kept.save(np.concatenate(list(wave.blocks())), rate, parsed.text, heard=parsed.heard,
                                       model=parsed.served.name))
 

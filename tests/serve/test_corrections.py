@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import serving
 import soundfile
+from sounds import contained, speechlike
 
 from sbkit.data.corpus import Corpus
 from sbkit.decode.spans import Word
@@ -76,12 +77,25 @@ def test_a_recording_that_is_corrected_again_has_the_last_words_and_can_be_forgo
     ("good", " \n ", {}, 400, "the text is empty"), ("good", "a\0b", {}, 400, "all of them printable"),
     ("good", "a" * (MAX_CHARACTERS + 1), {}, 400, "at most 2000 characters"),
     (serving.silence(31, format="WAV"), "long", {}, 400, "31.0 s, and a correction is of at most 30 s"),
+    (contained(speechlike(2.0), 16_000, "m4a")[:-2000], "words", {}, 400, "damaged or cut off"),
+    (contained(np.zeros(16_000 * 40, np.float32), 16_000, "m4a"), "long", {}, 400, "a correction is of at most 30 s"),
+    (contained(speechlike(4.0, 48_000), 48_000, "webm")[:20_000], "words", {}, 400, "send all of the recording"),
+    (serving.wav("good people")[:-9000], "words", {}, 400, "send all of the recording"),
     (b"no audio", "words", {}, 400, "Format not recognised"), ("good", "words", {"model": "other"}, 404, "other"),
     ("good", "words", {"speaker": "me"}, 400, "does not support speaker")])
 def test_what_can_not_be_kept_is_refused_with_the_reason(server, said, text, fields, status, told):
     before = sorted(server.folder.rglob("*"))
     found = send(server, said, text, **fields)
     assert found.status_code == status and told in found.json()["error"]["message"]
+    assert sorted(server.folder.rglob("*")) == before
+
+
+def test_a_page_that_is_closed_while_it_sends_leaves_nothing(server):
+    before = sorted(server.folder.rglob("*"))
+    with serving.uploading(server, 100_000, "/v1/audio/corrections") as client:
+        client.send(b'--x\r\ncontent-disposition: form-data; name="text"\r\n\r\nwords\r\n--x\r\n')
+        serving.until(lambda: server.counted("sbkit_requests_inside") == 1)
+    serving.until(lambda: server.counted("sbkit_requests_inside") == 0)
     assert sorted(server.folder.rglob("*")) == before
 
 
