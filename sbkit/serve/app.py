@@ -30,7 +30,7 @@ from sbkit.serve.access import REQUEST_ID, AccessControl, ApiKeys, Hosts
 from sbkit.serve.backlog import Work
 from sbkit.serve.connection import ConnectionLimit
 from sbkit.serve.corrections import MAX_SECONDS as MAX_CORRECTED_SECONDS
-from sbkit.serve.corrections import Corrections
+from sbkit.serve.corrections import Corrections, worth
 from sbkit.serve.decoders import Decoders, Wave
 from sbkit.serve.disk import Disk, DiskReservation
 from sbkit.serve.errors import ApiError, failed, invalid, not_ready, refused_for, stopping, too_large
@@ -279,8 +279,8 @@ def _transcribe(state: State, parsed: Form, reservation: DiskReservation, contex
     state.metrics.audio.labels(parsed.served.name).inc(transcript.duration)
     if parsed.stream:
         return transcript
-    worth = None if state.corrections is None else state.corrections.worth(transcript.words)
-    return replies.reply(transcript, parsed.response_format, parsed.granularities, worth)
+    value = None if state.corrections is None else worth(transcript.words, state.corrections.words)
+    return replies.reply(transcript, parsed.response_format, parsed.granularities, value)
 
 
 async def _events(found: AsyncIterator[str | Transcript], request: str) -> AsyncGenerator[bytes, None]:

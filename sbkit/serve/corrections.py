@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,16 @@ from sbkit.system.console import atomic_write
 #: The longest recording that is corrected as one: longer ones are left out of training by most recipes.
 MAX_SECONDS = 30.0
 MAX_CHARACTERS = 2000
+
+
+def worth(words: Sequence[Word], corrected: Mapping[str, int]) -> float:
+    """How much can be learnt from correcting a recording, 0 to 1: the mean doubt of its words, where one that is in the
+    corrections n times counts 1 / (1 + n).
+
+    corrected : how many times, by the word in lower case
+    """
+    doubts = [(1 - word.confidence) / (1 + corrected.get(word.text.casefold(), 0)) for word in words]
+    return sum(doubts) / max(1, len(doubts))
 
 
 class Corrections:
@@ -54,7 +64,8 @@ class Corrections:
             # Not splitlines, which also splits at what JSON leaves as it is, such as U+2028.
             lines = data[:whole].decode("utf-8").split("\n")
             self._rows: dict[str, dict[str, Any]] = {row["id"]: row for row in map(json.loads, filter(None, lines))}
-            self._words = Counter(word for row in self._rows.values() for word in row["text"].casefold().split())
+            self.words = Counter(word for row in self._rows.values() for word in row["text"].casefold().split())
+            """How many times each word, in lower case, is in the corrections."""
             self._bytes = sum(path.stat().st_size for path in self._clips.glob("*.wav"))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SbkitError(f"--corrections {folder}: cannot be used: {error}",
@@ -63,12 +74,6 @@ class Corrections:
 
     def close(self) -> None:
         self._lock.close()
-
-    def worth(self, words: Sequence[Word]) -> float:
-        """How much can be learnt from correcting a recording, 0 to 1: the mean doubt of its words, where one that is in
-        the corrections n times counts 1 / (1 + n)."""
-        doubts = [(1 - word.confidence) / (1 + self._words[word.text.casefold()]) for word in words]
-        return sum(doubts) / max(1, len(doubts))
 
     def save(self, signal: np.ndarray, rate: int, text: str, **facts: str | None) -> dict[str, Any]:
         """Keep a recording [S] and its words; return its row."""
@@ -108,9 +113,9 @@ class Corrections:
                     raise no_room(str(error)) from None
                 raise
             self._bytes += len(data) * fresh
-            self._words.update(text.casefold().split())
+            self.words.update(text.casefold().split())
             if former is not None:
-                self._words.subtract(former["text"].casefold().split())
+                self.words.subtract(former["text"].casefold().split())
         return row
 
     def delete(self, name: str) -> None:
@@ -127,7 +132,7 @@ class Corrections:
                 self._write({each: row for each, row in self._rows.items() if each != name})
             except SbkitError as error:
                 raise no_room(str(error)) from None
-            self._words.subtract(row["text"].casefold().split())
+            self.words.subtract(row["text"].casefold().split())
 
     def _append(self, row: dict[str, Any]) -> None:
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()

@@ -16,7 +16,7 @@ from sounds import contained, speechlike
 from sbkit.data.corpus import Corpus
 from sbkit.decode.spans import Word
 from sbkit.errors import SbkitError
-from sbkit.serve.corrections import MAX_CHARACTERS, Corrections
+from sbkit.serve.corrections import MAX_CHARACTERS, Corrections, worth
 from sbkit.serve.errors import ApiError
 from sbkit.serve.limits import Limits
 
@@ -194,17 +194,20 @@ def test_what_is_doubtful_and_unlike_what_is_corrected_is_worth_most(tmp_path):
     def said(*words):
         return [Word(text, 0.0, 1.0, confidence) for text, confidence in words]
 
+    def value(words):
+        return worth(words, kept.words)
+
     kept = Corrections(tmp_path, 1 << 20)
     sure, unsure = said(("good", 0.9), ("birds", 0.9)), said(("good", 0.9), ("Birds", 0.3))
-    assert kept.worth(unsure) == pytest.approx(0.4) and kept.worth(sure) == pytest.approx(0.1) and kept.worth([]) == 0
+    assert value(unsure) == pytest.approx(0.4) and value(sure) == pytest.approx(0.1) and value([]) == 0
     name = kept.save(np.zeros(160), 16_000, "birds and BIRDS", heard=None)["id"]
-    assert kept.worth(unsure) == pytest.approx((0.1 + 0.7 / 3) / 2)
+    assert value(unsure) == pytest.approx((0.1 + 0.7 / 3) / 2)
     kept.save(np.zeros(160), 16_000, "bees", heard=None)
-    assert kept.worth(unsure) == pytest.approx(0.4)
+    assert value(unsure) == pytest.approx(0.4)
     kept.delete(name)
     kept.close()
     kept = Corrections(tmp_path, 1 << 20)
-    assert kept.worth(said(("bees", 0.5))) == 0.5
+    assert value(said(("bees", 0.5))) == 0.5
     kept.close()
 
 
