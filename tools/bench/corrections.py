@@ -7,7 +7,7 @@
 People record sentences of the demo corpus with other voices, every second one by telephone with noise, which the run
 never heard. They come in days of 30 recordings, of which a quarter is corrected: those of the greatest worth, or random
 ones, until there are so many minutes. The run is trained on with each choice, as ``sbkit improve`` does; keys are those
-of RUN's model, and of the new runs. The table has the WER on other sentences, by telephone and not, with 95 % intervals.
+of RUN's model, and of the new runs. The table has the WER on other sentences, by telephone and not, with intervals.
 """
 
 from __future__ import annotations
