@@ -86,6 +86,9 @@ def _usable(kept: Path, manifests: Path, out: Path) -> Path:
 
 def run(args: argparse.Namespace) -> int:
     require_run(args.run)
+    if (args.run / "config.json").is_file():
+        raise SbkitError(f"{args.run} is a bundle, which has no training data to mix in",
+                         hint="name the run that it was exported from; if that is gone, train a new one")
     kept = args.corrections / "corrections.jsonl"
     source = kept if kept.is_file() else args.corrections
     if not source.exists():

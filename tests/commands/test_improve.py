@@ -21,10 +21,13 @@ LITTLE = ("--no-check --noprogressbar --d_model 16 --nhead 2 --num_encoder_layer
 @pytest.mark.parametrize("words, told", [
     (["nowhere", "--with", "{data}"], "nowhere"), (["{run}", "--with", "nowhere"], "--with: there is no nowhere"),
     (["{run}", "--with", "{data}", "--set", "lr"], "--set lr: write KEY=VALUE"),
-    (["{run}", "--with", "{data}", "--to", "{run}"], "is there and no bundle")])
+    (["{run}", "--with", "{data}", "--to", "{run}"], "is there and no bundle"),
+    (["{run}/bundle", "--with", "{data}"], "is a bundle, which has no training data to mix in; name the run")])
 def test_mistakes_are_told_before_anything_is_trained(words, told, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "hyperparams.yaml").write_text("output_folder: here\n")
+    (tmp_path / "run" / "bundle").mkdir()
+    (tmp_path / "run" / "bundle" / "config.json").write_text("{}")
     given = [word.format(data=tmp_path, run=tmp_path / "run") for word in words]
     assert main(["improve", "--to", str(tmp_path / "bundle"), *given]) == 2
     assert told in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["run"]
