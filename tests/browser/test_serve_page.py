@@ -151,7 +151,7 @@ def test_of_several_recordings_the_doubtful_come_first_and_the_next_is_a_key_awa
          long=encoded(serving.silence(31)))
     assert browser.run(WAIT % "!document.getElementById('correct').hidden")
     told = browser.run("document.getElementById('state').innerText")
-    assert told.startswith("2 recordings to correct") and "bad: " in told and "long: longer than 30 s" in told
+    assert told.startswith("Recordings to correct: 2") and "bad: " in told and "long: longer than 30 s" in told
     assert browser.run("document.getElementById('correct-state').innerText") == "doubt"
     assert browser.run(WORDS) == ["doubt"]
     browser.run("document.querySelector('#fields input').focus()")
