@@ -99,7 +99,11 @@ def test_corrections_make_a_model_better_and_it_is_published(tmp_path):
     (kept / "corrections.jsonl").write_text("".join(json.dumps(
         {"audio_filepath": str(tmp_path / "new" / "en" / "clips" / row["path"]), "text": row["sentence"]}) + "\n"
         for row in rows))
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "config.json").write_text("{}")
     done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", "--set", "opt_class.lr=0.002", "--set",
                            "batching.min_steps=300", cwd=tmp_path)
     assert "Significantly better" in done.stdout and "not worse" in done.stdout
-    assert (tmp_path / "bundle" / "config.json").exists()
+    assert "trained" in json.loads((tmp_path / "bundle" / "config.json").read_text())
+    assert "a server of bundle takes it by itself" in done.stdout and "sbkit rollback bundle" in done.stdout
+    assert (tmp_path / "bundle.previous" / "config.json").read_text() == "{}"
