@@ -335,6 +335,8 @@ def _register_gauges(state: State, slots: RequestSlots) -> None:
           ["model", "file", "asked", "device", "provider"],
           lambda: [((each.name, used.file, used.requested, used.device, used.provider), 1.0)
                    for each in state.registry or () for used in each.placements])
+    gauge("bundle_refused", "1 if the bundle now in the folder can't be served in place of this one.", ["model"],
+          by_model(lambda each: float(each.refused is not None)))
     gauge("device_fault", "1 if the device is broken.", ["model"], by_model(lambda each: float(bool(each.fault))))
 
 

@@ -99,6 +99,7 @@ def test_a_spoiled_bundle_is_refused_and_the_old_one_serves_on(tmp_path, caplog,
         assert server.post("good").json()["text"] == "good"
         health = httpx.get(f"{server.url}/health")
         assert health.status_code == 200 and told in health.json()["models"]["level"]["refused_bundle"]
+        assert server.counted("sbkit_bundle_refused") == 1
         [line] = [each.getMessage() for each in caplog.records if each.name == "sbkit.serve.registry"]
         assert told in line and "the one before serves on" in line and "Traceback" not in line
         nothing(folder) if folder.exists() else None
