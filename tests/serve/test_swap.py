@@ -34,6 +34,7 @@ def loud(folder, **how):
     return make(folder, [*bundles.PIECES[:4], *(each.upper() for each in bundles.PIECES[4:])], **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 def test_requests_and_sessions_under_way_end_on_the_old_bundle_and_new_ones_get_the_new(tmp_path, streams):
     folder, texts, over = make(tmp_path / "level", streams=streams), [], threading.Event()
@@ -85,8 +86,8 @@ def flipped(data):
      "model.onnx is not what the export wrote"),
     (lambda folder: (folder / layout.CONFIG).write_text("{"), "cannot be read"),
     (lambda folder: bundles.change(folder, vocabulary=7), "tokens.txt"),
-    (lambda folder: (nothing(folder), graph_bundles.make(folder)), "it outputs tensors, and the model served here "
-     "recognises speech"),
+    pytest.param(lambda folder: (nothing(folder), graph_bundles.make(folder)),
+                 "it outputs tensors, and the model served here recognises speech", marks=pytest.mark.slow),
 ])
 def test_a_spoiled_bundle_is_refused_and_the_old_one_serves_on(tmp_path, caplog, spoil, told):
     folder = make(tmp_path / "level")
