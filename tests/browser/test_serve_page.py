@@ -163,6 +163,10 @@ def test_of_several_recordings_the_doubtful_come_first_and_the_next_is_a_key_awa
     assert browser.run(WAIT % "document.getElementById('correct-state').innerText.startsWith('Saved')")
     assert [json.loads(row)["text"] for row in rows.read_text().splitlines()] == ["doubt", "sure"]
     assert browser.run("document.getElementById('next').hidden")
+    browser.run("document.querySelector('#fields input').focus()")
+    browser.send("Input.insertText", text="un")
+    press(browser, "Enter", 13, modifiers=2)
+    assert browser.run(WAIT % "document.getElementById('correct-state').innerText.includes('Other words were saved')")
 
 
 def test_what_was_spoken_can_be_corrected_too(browser, correcting):
