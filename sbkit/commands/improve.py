@@ -48,16 +48,25 @@ def _usable(kept: Path, manifests: Path, out: Path) -> Path:
         return "".join(each for each in unicodedata.normalize("NFC", text.casefold()) if each.isalnum())
 
     known, held_out = set[str](), dict[str, list[float]]()
-    for path in filter(Path.is_file, (manifests / f"{split}.csv" for split in SPLITS)):
-        manifest = Manifest.read(path)
+    for file in filter(Path.is_file, (manifests / f"{split}.csv" for split in SPLITS)):
+        manifest = Manifest.read(file)
         for text, seconds in zip(manifest.texts, manifest.durations, strict=True):
             known.update(letters(text))
-            if path.stem != "train":
+            if file.stem != "train":
                 held_out.setdefault(letters(text), []).append(float(seconds))
     usable, left_out = [], dict[str, list[str]]()
-    for line in filter(None, kept.read_text(encoding="utf-8").split("\n")):
-        row = json.loads(line)
-        text = letters(row["text"])
+    lines = kept.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+            text, path = letters(row["text"]), kept.parent / row["audio_filepath"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number == len(lines):  # without its end: a server is writing it, or was killed meanwhile
+                continue
+            raise SbkitError(f"{kept}, line {number} is no correction: {error!r}", hint=(
+                'write {"audio_filepath": ..., "text": ...}, as sbkit serve --corrections does')) from None
         # A recording that the server wrote anew has another name and other bytes, but its words and, but for the
         # coding's padding, its length.
         lengths = held_out.get(text, [])
@@ -68,7 +77,7 @@ def _usable(kept: Path, manifests: Path, out: Path) -> Path:
         elif any(abs(row.get("duration", math.inf) - each) < SAME_LENGTH for each in lengths):
             why = "recordings of the run's own dev or test, which has to stay unseen"
         else:
-            usable.append(row | {"audio_filepath": str((kept.parent / row["audio_filepath"]).resolve())})
+            usable.append(row | {"audio_filepath": str(path.resolve())})
             continue
         left_out.setdefault(why, []).append(str(row.get("id", row["audio_filepath"])))
     reasons = [f"{len(names)} {why}: {', '.join(names[:3])}" for why, names in left_out.items()]
@@ -79,8 +88,10 @@ def _usable(kept: Path, manifests: Path, out: Path) -> Path:
                          hint="correct recordings of more sentences: a tenth of them is the test, and a tenth the dev")
     if reasons:
         print("corrections left out:", *reasons, sep="\n  ", file=sys.stderr)
-    with atomic_write(out) as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in usable)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in usable)
+    if not out.is_file() or out.read_text(encoding="utf-8") != text:  # as it was, a run that is resumed knows it
+        with atomic_write(out) as written:
+            written.write(text)
     return out
 
 

@@ -47,6 +47,8 @@ def said(*texts, seconds=9.0):
 
 
 @pytest.mark.parametrize("corrections, told", [
+    ([{"audio_filepath": "a.wav", "sentence": "good morning"}],
+     """corrections.jsonl, line 1 is no correction: KeyError('text'); write {"audio_filepath": ..., "text": ...}"""),
     ([], "has 0 usable corrections of 0 sentences"),
     (said(" ", "...", "—"), "3 without words: c0, c1, c2"),
     (said(*["One, and the same!"] * 9), "has 9 usable corrections of 1 sentence;"),
