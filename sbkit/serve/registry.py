@@ -164,6 +164,7 @@ class Registry:
             self._seen[name] = files
             if files == old.files:  # also when the old one was put back
                 old.refused = None
+                self._tried.pop(name, None)
             elif files == seen and files != self._tried.get(name):
                 self._tried[name] = files
                 try:

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import shutil
 import sys
 import threading
@@ -103,10 +102,13 @@ def test_a_spoiled_bundle_is_refused_and_the_old_one_serves_on(tmp_path, caplog,
         assert server.counted("sbkit_bundle_refused") == 1
         [line] = [each.getMessage() for each in caplog.records if each.name == "sbkit.serve.registry"]
         assert told in line and "the one before serves on" in line and "Traceback" not in line
-        nothing(folder) if folder.exists() else None
-        os.rename(new, folder)
-        server.state.registry.refresh()
-        assert httpx.get(f"{server.url}/health").json()["models"]["level"]["refused_bundle"] is None
+        folder.mkdir(exist_ok=True)
+        for refused in (False, True):  # the old one back, and the spoiled one once more
+            publish.exchange(new, folder)
+            server.state.registry.refresh()
+            server.state.registry.refresh()
+            health = httpx.get(f"{server.url}/health").json()["models"]["level"]
+            assert (health["refused_bundle"] is not None) == refused and server.post("good").json()["text"] == "good"
 
 
 def test_rollback_without_a_bundle_before_is_told(tmp_path, capsys):
