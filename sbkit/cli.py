@@ -59,6 +59,7 @@ COMMANDS = {
     "lm": "estimate a language model from text, for a search with --lm",
     "report": "write a page about a run: its curves, its errors, what to fix next",
     "improve": "train a run on with what people corrected, and publish the model if it got better",
+    "rollback": "put the bundle back that improve replaced; again puts the improved one back",
     "reproduce": "train a finished run again from its reproduce.json, and compare rows, losses and figures",
     "rerun": "compute a non-finite step again, layer by layer",
     "export": "export a run as a bundle that others can use",
@@ -82,7 +83,8 @@ GROUPS = {
     "data": ("demo-data", "prepare", "shard", "clean", "label", "tokenize", "resynthesize"),
     "train": ("new", "show", "check", "tune", "train", "improve", "rerun", "reproduce", "doctor"),
     "evaluate": ("info", "evaluate", "report", "lm"),
-    "ship": ("export", "import", "push", "transcribe", "listen", "speak", "enhance", "run", "serve"),
+    "ship": ("export", "import", "push", "transcribe", "listen", "speak", "enhance", "run", "serve",
+             "rollback"),
 }
 
 

@@ -154,10 +154,10 @@ def started(*command, env=None):
 
 
 @contextlib.contextmanager
-def uploading(server, length):
+def uploading(server, length, path="/v1/audio/transcriptions"):
     """A connection that has sent the headers of an upload of so many bytes."""
     client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    client.putrequest("POST", "/v1/audio/transcriptions")
+    client.putrequest("POST", path)
     client.putheader("content-type", "multipart/form-data; boundary=x")
     client.putheader("content-length", str(length))
     client.endheaders()

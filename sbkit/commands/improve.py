@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
+import math
 import os
+import shlex
 import sys
+import unicodedata
 from pathlib import Path
 
 from sbkit.commands.options import RUNS_CODE, require_run, share
@@ -14,6 +18,7 @@ from sbkit.errors import SbkitError
 NOT_BETTER = 1  # exit code
 #: Words a minute on silence that a model may write, unless it wrote as many before.
 MAX_SILENCE = 1.0
+SAME_LENGTH = 0.06  # seconds
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +38,68 @@ def add(parser: argparse.ArgumentParser) -> None:
                              "batching.min_steps=500 (repeatable)")
 
 
+def _usable(kept: Path, manifests: Path, out: Path) -> Path:
+    """Write the corrections that the run can be trained and judged with, and warn of the others, by reason."""
+    from sbkit.data.manifest import Manifest
+    from sbkit.data.splits import SPLITS
+    from sbkit.system.console import atomic_write
+
+    def letters(text: str) -> str:
+        return "".join(each for each in unicodedata.normalize("NFC", text.casefold()) if each.isalnum())
+
+    known, held_out = set[str](), dict[str, list[float]]()
+    for file in filter(Path.is_file, (manifests / f"{split}.csv" for split in SPLITS)):
+        manifest = Manifest.read(file)
+        for text, seconds in zip(manifest.texts, manifest.durations, strict=True):
+            known.update(letters(text))
+            if file.stem != "train":
+                held_out.setdefault(letters(text), []).append(float(seconds))
+    usable, left_out = [], dict[str, list[str]]()
+    lines = kept.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+            text, path = letters(row["text"]), kept.parent / row["audio_filepath"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number == len(lines):  # without its end: a server is writing it, or was killed meanwhile
+                continue
+            raise SbkitError(f"{kept}, line {number} is no correction: {error!r}", hint=(
+                'write {"audio_filepath": ..., "text": ...}, as sbkit serve --corrections does')) from None
+        # A recording that the server wrote anew has another name and other bytes, but its words and, but for the
+        # coding's padding, its length.
+        lengths = held_out.get(text, [])
+        if not text:
+            why = "without words"
+        elif sum(each in known for each in text) < len(text) / 2:
+            why = "in another script than the run's texts"
+        elif any(abs(row.get("duration", math.inf) - each) < SAME_LENGTH for each in lengths):
+            why = "recordings of the run's own dev or test, which has to stay unseen"
+        else:
+            usable.append(row | {"audio_filepath": str(path.resolve())})
+            continue
+        left_out.setdefault(why, []).append(str(row.get("id", row["audio_filepath"])))
+    reasons = [f"{len(names)} {why}: {', '.join(names[:3])}" for why, names in left_out.items()]
+    sentences = len({letters(row["text"]) for row in usable})
+    if sentences < 3:
+        raise SbkitError(f"{kept} has {len(usable)} usable corrections of {sentences} "
+                         f"sentence{'s' * (sentences != 1)}" + "".join(f"; {each}" for each in reasons),
+                         hint="correct recordings of more sentences: a tenth of them is the test, and a tenth the dev")
+    if reasons:
+        print("corrections left out:", *reasons, sep="\n  ", file=sys.stderr)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in usable)
+    if not out.is_file() or out.read_text(encoding="utf-8") != text:  # as it was, a run that is resumed knows it
+        with atomic_write(out) as written:
+            written.write(text)
+    return out
+
+
 def run(args: argparse.Namespace) -> int:
     require_run(args.run)
+    if (args.run / "config.json").is_file():
+        raise SbkitError(f"{args.run} is a bundle, which has no training data to mix in",
+                         hint="name the run that it was exported from; if that is gone, train a new one")
     kept = args.corrections / "corrections.jsonl"
     source = kept if kept.is_file() else args.corrections
     if not source.exists():
@@ -71,6 +136,8 @@ def run(args: argparse.Namespace) -> int:
     if not (task := restore.read_run(args.run).task).writes_words:
         raise SbkitError(f"{args.run} is no recogniser's run: it trained {task.__name__}",
                          hint="words are corrected, so name a run that writes some")
+    if source == kept:
+        source = _usable(kept, args.run / MANIFESTS, work / "corrections.jsonl")
     new, recipe = work / "run", work / "recipe.yaml"
     text = writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve()))
     with atomic_write(recipe) as file:
@@ -85,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         code = training.wait()
     if code:
         raise SbkitError(f"the new run ended with code {code}: {new}", exit_code=1,
-                         hint="its messages above say why; the same command resumes it")
+                         hint="its messages above say why" + ("" if code == 2 else "; the same command resumes it"))
 
     scores = {}
     for name, scored in ("before", args.run), ("after", new):
@@ -120,4 +187,9 @@ def run(args: argparse.Namespace) -> int:
     if why_not:
         print(f"not published, {args.to} is as it was:", *why_not, sep="\n  ", file=sys.stderr)
         return NOT_BETTER
-    return export(ExportRequest(new, args.to, force=True), BundleLoader())
+    replaces = args.to.exists()
+    export(ExportRequest(new, args.to, force=True, keep_previous=True), BundleLoader())
+    if replaces:
+        print(f"a server of {args.to} takes it by itself, within seconds and without losing a request; back: "
+              f"sbkit rollback {shlex.quote(str(args.to))}")
+    return 0

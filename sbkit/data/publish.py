@@ -46,8 +46,11 @@ def temporary_folder(to: Path) -> Iterator[Path]:
             lock.close()
 
 
-def publish(temporary: Path, to: Path, force: bool) -> None:
-    """Move the folder to ``to`` so that the old or the new one is complete there, even after a power cut."""
+def publish(temporary: Path, to: Path, force: bool, keep: Path | None = None) -> None:
+    """Move the folder to ``to`` so that the old or the new one is complete there, even after a power cut.
+
+    keep : where to move the folder that is replaced, which may be ``temporary`` itself: they change places
+    """
     temporary.chmod(0o755)
     # A few files are synced one by one; if there are many, or subfolders, the file system.
     inside = list(itertools.islice(temporary.iterdir(), _FEW + 1))
@@ -58,8 +61,14 @@ def publish(temporary: Path, to: Path, force: bool) -> None:
     try:
         if not (force and to.exists()):
             os.rename(temporary, to)
-        elif not exchange(temporary, to):
-            _replace(temporary, to)
+        else:
+            replaced_now = temporary if exchange(temporary, to) else _move_in(temporary, to)
+            if keep != replaced_now:
+                if keep is not None:
+                    shutil.rmtree(keep, ignore_errors=True)
+                    os.rename(replaced_now, keep)
+                elif replaced_now != temporary:  # whose owner removes it
+                    shutil.rmtree(replaced_now, ignore_errors=True)
     except OSError as error:
         if disk.disk_error(error):
             raise
@@ -82,6 +91,12 @@ def clean_up(to: Path) -> None:
                 logger.warning("Removed %s, left by a process that was killed", left)
 
 
+def previous(folder: str | Path) -> Path:
+    """Return the path where the bundle is kept that ``sbkit improve`` replaced."""
+    path = Path(folder).resolve()
+    return path.with_name(f"{path.name}.previous")
+
+
 def replaced(folder: str | Path) -> Path:
     """Return the path of the old folder during a replacement, on disks that can't exchange two folders."""
     path = Path(folder).resolve()
@@ -101,8 +116,9 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
-def _replace(temporary: Path, to: Path) -> None:
-    """Replace a folder in two steps; if killed between them, ``clean_up`` restores the old one."""
+def _move_in(temporary: Path, to: Path) -> Path:
+    """Replace a folder in two steps, and return where the old one is; if killed between them, ``clean_up`` restores
+    it."""
     old = replaced(to)
     os.rename(to, old)
     try:
@@ -111,4 +127,4 @@ def _replace(temporary: Path, to: Path) -> None:
         os.rename(old, to)
         raise
     disk.sync_folder(to.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    return old

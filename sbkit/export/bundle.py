@@ -40,7 +40,8 @@ class ExportRequest:
     """The options of ``sbkit export``.
 
     run : the output folder of a training
-    to, force : the bundle's folder, and whether it replaces an existing one
+    to, force, keep_previous : the bundle's folder, whether it replaces an existing one, and whether that is kept
+        beside it
     checkpoint, average, mean, accept_worse : which weights, as ``source.open_run`` takes them
     formats : which of the task's formats to write; None: all that pass the comparison. int8 is made from onnx
     tolerance : largest allowed difference from the checkpoint's outputs, unless the task sets a bound
@@ -61,6 +62,7 @@ class ExportRequest:
     clips: int = 40
     target: str | None = None
     chunk: int | None = None
+    keep_previous: bool = False
 
 
 def export(request: ExportRequest, bundles: Bundles | None = None,
@@ -85,7 +87,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
         comparison, config = _write_and_compare(temporary, trained, request)
         told = "" if bundles is None else try_behaviour(
             temporary, config, bundles, comparison.clips.alone)
-        publish.publish(temporary, to, request.force)
+        publish.publish(temporary, to, request.force, publish.previous(to) if request.keep_previous else None)
     print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
     if comparison.has_words and layout.INT8 in comparison.formats():
         print(f"{layout.INT8} has 8-bit weights, so some of its outputs differ: its {comparison.rate} may be "

@@ -30,7 +30,7 @@ from sbkit.serve.access import REQUEST_ID, AccessControl, ApiKeys, Hosts
 from sbkit.serve.backlog import Work
 from sbkit.serve.connection import ConnectionLimit
 from sbkit.serve.corrections import MAX_SECONDS as MAX_CORRECTED_SECONDS
-from sbkit.serve.corrections import Corrections
+from sbkit.serve.corrections import Corrections, worth
 from sbkit.serve.decoders import Decoders, Wave
 from sbkit.serve.disk import Disk, DiskReservation
 from sbkit.serve.errors import ApiError, failed, invalid, not_ready, refused_for, stopping, too_large
@@ -249,6 +249,8 @@ def _correct(state: State, kept: Corrections, parsed: CorrectionForm, reservatio
         if wave.samples > MAX_CORRECTED_SECONDS * rate:
             raise invalid(f"the recording has {wave.samples / rate:.1f} s, and a correction is of at most "
                           f"{MAX_CORRECTED_SECONDS:g} s: cut it at a pause", "file", "invalid_audio")
+        if wave.warning is not None:  # its words may be those of the whole, as in a corpus
+            raise invalid(f"{wave.warning}: send all of the recording", "file", "invalid_audio")
         return JSONResponse(kept.save(np.concatenate(list(wave.blocks())), rate, parsed.text, heard=parsed.heard,
                                       model=parsed.served.name))
 
@@ -275,7 +277,10 @@ def _transcribe(state: State, parsed: Form, reservation: DiskReservation, contex
         transcript = recognise(parsed.served, wave.blocks(), context.job, work, report if parsed.stream else None)
         transcript.warning = wave.warning
     state.metrics.audio.labels(parsed.served.name).inc(transcript.duration)
-    return transcript if parsed.stream else replies.reply(transcript, parsed.response_format, parsed.granularities)
+    if parsed.stream:
+        return transcript
+    value = None if state.corrections is None else worth(transcript.words, state.corrections.words)
+    return replies.reply(transcript, parsed.response_format, parsed.granularities, value)
 
 
 async def _events(found: AsyncIterator[str | Transcript], request: str) -> AsyncGenerator[bytes, None]:
@@ -330,6 +335,8 @@ def _register_gauges(state: State, slots: RequestSlots) -> None:
           ["model", "file", "asked", "device", "provider"],
           lambda: [((each.name, used.file, used.requested, used.device, used.provider), 1.0)
                    for each in state.registry or () for used in each.placements])
+    gauge("bundle_refused", "1 if the bundle now in the folder can't be served in place of this one.", ["model"],
+          by_model(lambda each: float(each.refused is not None)))
     gauge("device_fault", "1 if the device is broken.", ["model"], by_model(lambda each: float(bool(each.fault))))
 
 

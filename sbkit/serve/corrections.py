@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
+import os
 import threading
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,11 @@ import numpy as np
 import soundfile
 
 from sbkit.data.lock import Lock
+from sbkit.decode.spans import Word
 from sbkit.errors import SbkitError
 from sbkit.serve.errors import ApiError, invalid, no_room
 from sbkit.serve.limits import MEGABYTE
+from sbkit.system import disk
 from sbkit.system.console import atomic_write
 
 #: The longest recording that is corrected as one: longer ones are left out of training by most recipes.
@@ -24,10 +30,21 @@ MAX_SECONDS = 30.0
 MAX_CHARACTERS = 2000
 
 
+def worth(words: Sequence[Word], corrected: Mapping[str, int]) -> float:
+    """How much can be learnt from correcting a recording, 0 to 1: the mean doubt of its words, where one that is in the
+    corrections n times counts 1 / (1 + n).
+
+    corrected : how many times, by the word in lower case
+    """
+    doubts = [(1 - word.confidence) / (1 + corrected.get(word.text.casefold(), 0)) for word in words]
+    return sum(doubts) / max(1, len(doubts))
+
+
 class Corrections:
     """A folder with ``corrections.jsonl``, which ``--data_folder`` takes, and its recordings in ``clips``.
 
-    A recording is one row, however often it is corrected: the last words count.
+    A recording is one row, however often it is corrected: the last words count. A new row is appended; only one that
+    changes or goes costs a new list.
 
     max_bytes : the most that its recordings and their list may take together
     """
@@ -40,9 +57,15 @@ class Corrections:
             if self._lock.acquire() is False:
                 self._lock.close()
                 raise SbkitError(f"--corrections {folder}: another server writes there", hint="name another folder")
+            data = self._list.read_bytes() if self._list.exists() else b""
+            whole = data.rfind(b"\n") + 1  # a server that was killed while it appended a row left a part of it
+            if whole < len(data):
+                os.truncate(self._list, whole)
             # Not splitlines, which also splits at what JSON leaves as it is, such as U+2028.
-            lines = self._list.read_text(encoding="utf-8").split("\n") if self._list.exists() else []
+            lines = data[:whole].decode("utf-8").split("\n")
             self._rows: dict[str, dict[str, Any]] = {row["id"]: row for row in map(json.loads, filter(None, lines))}
+            self.words = Counter(word for row in self._rows.values() for word in row["text"].casefold().split())
+            """How many times each word, in lower case, is in the corrections."""
             self._bytes = sum(path.stat().st_size for path in self._clips.glob("*.wav"))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SbkitError(f"--corrections {folder}: cannot be used: {error}",
@@ -74,10 +97,15 @@ class Corrections:
             if self._bytes + len(data) * fresh + listed + len(json.dumps(row)) > self._max_bytes:
                 raise no_room(f"this server keeps {self._max_bytes // MEGABYTE} MB of corrections, and they are full")
             try:
+                former = self._rows.get(name)
+                row["corrected"] = 1 if former is None else former.get("corrected", 1) + (former["text"] != text)
                 if fresh:
                     with atomic_write(path, "wb") as out:
                         out.write(data)
-                self._write(self._rows | {name: row})
+                if former is None:
+                    self._append(row)
+                else:
+                    self._write(self._rows | {name: row})
             except BaseException as error:
                 if fresh:  # what was not saved is not kept
                     path.unlink(missing_ok=True)
@@ -85,12 +113,16 @@ class Corrections:
                     raise no_room(str(error)) from None
                 raise
             self._bytes += len(data) * fresh
+            self.words.update(text.casefold().split())
+            if former is not None:
+                self.words.subtract(former["text"].casefold().split())
         return row
 
     def delete(self, name: str) -> None:
         """Forget a recording and its words."""
         with self._writing:
-            if name not in self._rows:
+            row = self._rows.get(name)
+            if row is None:
                 raise ApiError(404, f"there is no correction {name[:40]!r}", code="not_found")
             path = self._clips / f"{name}.wav"
             size = path.stat().st_size if path.exists() else 0
@@ -100,6 +132,20 @@ class Corrections:
                 self._write({each: row for each, row in self._rows.items() if each != name})
             except SbkitError as error:
                 raise no_room(str(error)) from None
+            self.words.subtract(row["text"].casefold().split())
+
+    def _append(self, row: dict[str, Any]) -> None:
+        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        with disk.disk_errors_as_user_error(self._list), open(self._list, "ab", buffering=0) as out:
+            size = out.seek(0, os.SEEK_END)
+            try:
+                if out.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._list))
+                os.fsync(out.fileno())
+            except BaseException:
+                out.truncate(size)
+                raise
+        self._rows[row["id"]] = row
 
     def _write(self, rows: dict[str, dict[str, Any]]) -> None:
         with atomic_write(self._list) as out:

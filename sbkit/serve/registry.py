@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,9 +27,10 @@ from sbkit.serve.batcher import Batcher
 from sbkit.serve.errors import ApiError, invalid
 from sbkit.serve.job import Job
 from sbkit.serve.metrics import Metrics
-from sbkit.serve.served import BundleOptions, Served, device_facts
+from sbkit.serve.served import BundleOptions, Served, device_facts, folder_state
 from sbkit.system.cores import usable_cores
 
+_log = logging.getLogger(__name__)
 _MEASURE_SECONDS = 5.0  # of the signal for measuring the speed
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -141,10 +143,47 @@ S = TypeVar("S", bound=Served)
 
 
 class Registry:
-    """All models of the server."""
+    """All models of the server.
 
-    def __init__(self, served: Mapping[str, Served]):
-        self._served = dict(served)
+    options, metrics : as they were loaded with, for bundles that take their places
+    """
+
+    def __init__(self, served: Mapping[str, Served], options: BundleOptions, metrics: Metrics):
+        self._served, self._options, self._metrics = dict(served), options, metrics
+        self._seen = {each.name: each.files for each in self}  # at the last call of refresh
+        self._tried: dict[str, list[tuple[str | int, ...]]] = {}
+
+    def refresh(self) -> None:
+        """Load bundles that were put in the place of served ones, once their folders are the same at two calls.
+
+        New requests get the new model. Those under way hold the old one, whose engines end when nobody holds it. A
+        bundle that can't be served in its place is refused, and the old one serves on.
+        """
+        for name, old in list(self._served.items()):
+            files, seen = folder_state(old.folder), self._seen[name]
+            self._seen[name] = files
+            if files == old.files:  # also when the old one was put back
+                old.refused = None
+                self._tried.pop(name, None)
+            elif files == seen and files != self._tried.get(name):
+                self._tried[name] = files
+                try:
+                    config = layout.read(old.folder)
+                    kind = SERVED.of(config)
+                    if kind is not type(old):
+                        raise SbkitError(f"it {kind.does}, and the model served here {old.does}")
+                    for file, written in config.files.items():  # a served model is worth a second: no weights are wrong
+                        path = old.folder / file
+                        if file != layout.README and path.exists() and layout.fingerprint(path) != written:
+                            raise SbkitError(f"{path} is not what the export wrote", hint="copy the bundle again")
+                    self._served[name] = kind(name, old.folder, self._options, self._metrics)
+                except Exception as error:  # whatever a runtime raises for a broken graph
+                    old.refused = str(error) or repr(error)
+                    _log.error("%s: the bundle now in %s is refused, the one before serves on: %s", name, old.folder,
+                               old.refused)
+                else:
+                    _log.info("%s: serving the bundle that is now in %s: %s", name, old.folder,
+                              ", ".join(map(str, self._served[name].placements)))
 
     def __iter__(self) -> Iterator[Served]:
         return iter(self._served.values())
@@ -189,9 +228,10 @@ def load(bundles: Mapping[str, Path], options: BundleOptions, metrics: Metrics |
         for name, folder in bundles.items():
             loaded[name] = kinds[name](name, folder, options, metrics)
     except BaseException:
-        Registry(loaded).close()
+        for each in loaded.values():
+            each.close()
         raise
-    return Registry(loaded)
+    return Registry(loaded, options, metrics)
 
 
 _MAX_IN_FLIGHT = 4  # chunks of one recording in flight: a long recording must not fill all batches

@@ -22,7 +22,7 @@ STREAM = "text/event-stream"
 END_OF_STREAM = b"data: [DONE]\n\n"
 
 
-def reply(transcript: Transcript, kind: str, granularities: Sequence[str]) -> Response:
+def reply(transcript: Transcript, kind: str, granularities: Sequence[str], worth: float | None = None) -> Response:
     if kind in _AS_TEXT:
         media = "text/vtt" if kind == "vtt" else "text/plain"
         headers = {} if transcript.warning is None else {"x-warning": transcript.warning}
@@ -30,7 +30,8 @@ def reply(transcript: Transcript, kind: str, granularities: Sequence[str]) -> Re
     if kind == "json":
         return JSONResponse({"text": transcript.text, "usage": _usage(transcript), **_warning(transcript)})
     # Encoded piece by piece, because encoding hours of audio at once would block all threads.
-    pieces = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(verbose(transcript, granularities))
+    body = verbose(transcript, granularities) | ({} if worth is None else {"worth_correcting": round(worth, 4)})
+    pieces = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(body)
     return Response("".join(pieces), media_type="application/json")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -45,6 +46,16 @@ def device_facts(placement: Placement) -> dict[str, Any]:
     return {"asked": facts.pop("requested"), **facts}
 
 
+def folder_state(folder: Path) -> list[tuple[str | int, ...]]:
+    """What tells the files of a folder from others that are put in their place; empty if it is gone."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [(each.name, each.stat()) for each in entries]
+    except OSError:
+        return []
+    return sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
 class Served(ABC):
     """One bundle, loaded and warm."""
 
@@ -56,7 +67,11 @@ class Served(ABC):
     batcher: Batcher
 
     def __init__(self, name: str, folder: Path, options: BundleOptions, metrics: Metrics):
-        self.name, self.created = name, int(time.time())
+        self.name, self.folder, self.created = name, folder, int(time.time())
+        self.files = folder_state(folder)
+        """The state of the folder before it was read."""
+        self.refused: str | None = None
+        """Why the bundle that lies in the folder now is not served instead of this one."""
         self.engines: list[BundleEngine] = []
         """Those that are open, ``engine`` first."""
         try:
@@ -105,7 +120,8 @@ class Served(ABC):
     def facts(self) -> dict[str, Any]:
         """Facts for /health."""
         return {**device_facts(self.engine.running), "language": self.engine.config.language,
-                "sample_rate": self.engine.config.sample_rate, "endpoints": self.endpoints, "fault": self.fault}
+                "sample_rate": self.engine.config.sample_rate, "endpoints": self.endpoints, "fault": self.fault,
+                "refused_bundle": self.refused}
 
     @property
     def placements(self) -> list[Placement]:

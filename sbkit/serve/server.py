@@ -26,6 +26,7 @@ from sbkit.serve.served import BundleOptions
 KEY_VARIABLE = "SBKIT_API_KEY"
 _REQUIRED = ("starlette", "uvicorn", "prometheus_client", "python_multipart", "websockets")
 _POLL_SECONDS = 0.2
+_WATCH_SECONDS = 1.0  # between looks whether bundles were replaced
 #: What uvicorn logs, some with a traceback, for bad requests of clients.
 _CLIENT_ERRORS = ("without completing handshake", "Invalid HTTP request", "Invalid UTF-8", "Unsupported upgrade",
                    "No supported WebSocket library")
@@ -143,11 +144,15 @@ class _Server:
             proxy_headers=bool(request.trust_proxies),
             forwarded_allow_ips=",".join(request.trust_proxies), timeout_graceful_shutdown=grace))
         self._error: BaseException | None = None
+        self._ending = threading.Event()
         self._watchdog: threading.Timer | None = None
 
     def run(self) -> int:
+        from sbkit.serve import registry
+
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger(access.__name__).setLevel(logging.INFO)  # a line for each request
+        for room in (access.__name__, registry.__name__):  # a line for each request, and for each swap of a model
+            logging.getLogger(room).setLevel(logging.INFO)
         logging.getLogger("uvicorn.error").addFilter(
             lambda record: not any(each in record.getMessage() for each in _CLIENT_ERRORS))
         logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns about each malformed form
@@ -164,6 +169,7 @@ class _Server:
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+            self._ending.set()
             loading.join()  # Python's end aborts the process while another thread loads a model; the watchdog bounds it
             for held in (self.state.decoders, self.state.registry, self.state.corrections):
                 if held is not None:
@@ -183,6 +189,9 @@ class _Server:
             if not self.state.stopping:  # a stop closes the socket and the decoders during loading
                 self._error = error
             self._server.should_exit = True
+            return
+        while not self._ending.wait(_WATCH_SECONDS) and self.state.registry is not None:
+            self.state.registry.refresh()
 
     def load_models(self) -> None:
         from sbkit.serve import registry
@@ -208,6 +217,7 @@ class _Server:
     def _finish(self) -> None:
         """Finish requests and sessions in flight by one deadline; uvicorn cuts off sockets when it ends, and only waits
         for requests."""
+        self._ending.set()
         until = time.monotonic() + self._request.grace_seconds
         self._watchdog = threading.Timer(self._request.grace_seconds + _CLEANUP_SECONDS, self._give_up)
         self._watchdog.daemon = True

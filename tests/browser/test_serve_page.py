@@ -1,6 +1,7 @@
 """The server's page in a real browser: a file and a microphone become words, on a screen and on a phone."""
 
 import base64
+import io
 import json
 import time
 
@@ -61,10 +62,11 @@ def test_it_renders_without_an_error_and_without_a_network(browser, server, scre
                        f"each.getBoundingClientRect().right <= {wide})")
 
 
-def drop(browser, data, name):
-    """As if a person let go of a file over the page."""
-    browser.run(f"""(() => {{ const bytes = Uint8Array.from(atob("{data}"), (c) => c.charCodeAt(0));
-      const transfer = new DataTransfer(); transfer.items.add(new File([bytes], "{name}"));
+def drop(browser, data, name, **more):
+    """As if a person let go of files over the page."""
+    files = json.dumps([[data, name], *([each, name] for name, each in more.items())])
+    browser.run(f"""(() => {{ const transfer = new DataTransfer(); for (const [data, name] of {files})
+        transfer.items.add(new File([Uint8Array.from(atob(data), (c) => c.charCodeAt(0))], name));
       document.dispatchEvent(new DragEvent("drop", {{dataTransfer: transfer, bubbles: true, cancelable: true}}));
     }})()""")
 
@@ -133,6 +135,38 @@ def test_words_are_corrected_heard_saved_and_deleted_by_keyboard_alone(browser, 
     assert browser.run(WAIT % "document.getElementById('correct-state').innerText.startsWith('Deleted')")
     assert rows.read_text() == ""
     quiet(browser, server.url, "blob:")
+
+
+def unsure(text):
+    """A recording that spells a text between two letters: the model doubts it."""
+    file = io.BytesIO()
+    soundfile.write(file, bundles.say(text) + 0.45 / bundles.LEVELS, bundles.RATE, format="WAV", subtype="PCM_16")
+    return file.getvalue()
+
+
+def test_of_several_recordings_the_doubtful_come_first_and_the_next_is_a_key_away(browser, correcting):
+    server, rows = correcting
+    opened(browser, server)
+    drop(browser, encoded(serving.wav("sure")), "sure.wav", bad=encoded(b"no audio"), doubt=encoded(unsure("doubt")),
+         long=encoded(serving.silence(31)))
+    assert browser.run(WAIT % "!document.getElementById('correct').hidden")
+    told = browser.run("document.getElementById('state').innerText")
+    assert told.startswith("Recordings to correct: 2") and "bad: " in told and "long: longer than 30 s" in told
+    assert browser.run("document.getElementById('correct-state').innerText") == "doubt"
+    assert browser.run(WORDS) == ["doubt"]
+    browser.run("document.querySelector('#fields input').focus()")
+    press(browser, "Enter", 13, modifiers=2)
+    assert browser.run(WAIT % "document.activeElement.id === 'next'")
+    press(browser, "Enter", 13, text="\r")
+    assert browser.run(WORDS) == ["sure"] and browser.run(HELD) == "fields"
+    press(browser, "Enter", 13, modifiers=2)
+    assert browser.run(WAIT % "document.getElementById('correct-state').innerText.startsWith('Saved')")
+    assert [json.loads(row)["text"] for row in rows.read_text().splitlines()] == ["doubt", "sure"]
+    assert browser.run("document.getElementById('next').hidden")
+    browser.run("document.querySelector('#fields input').focus()")
+    browser.send("Input.insertText", text="un")
+    press(browser, "Enter", 13, modifiers=2)
+    assert browser.run(WAIT % "document.getElementById('correct-state').innerText.includes('Other words were saved')")
 
 
 def test_what_was_spoken_can_be_corrected_too(browser, correcting):

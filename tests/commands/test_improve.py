@@ -1,6 +1,7 @@
 """``sbkit improve``: a run goes on with corrections, and only a model that is surely better is published."""
 
 import json
+from types import SimpleNamespace
 
 import processes
 import pytest
@@ -8,6 +9,7 @@ from processes import ROOT
 from run_folders import corpus
 
 from sbkit.cli import main
+from sbkit.runs import restore
 
 SMALL = ("--no-check --noprogressbar --d_model 48 --nhead 2 --num_encoder_layers 2 --d_ffn 96 --cnn_channels 8 "
          "--cnn_first_channels 8 --number_of_epochs 6 --min_steps 200 --precision fp32 --num_workers 0").split()
@@ -19,10 +21,13 @@ LITTLE = ("--no-check --noprogressbar --d_model 16 --nhead 2 --num_encoder_layer
 @pytest.mark.parametrize("words, told", [
     (["nowhere", "--with", "{data}"], "nowhere"), (["{run}", "--with", "nowhere"], "--with: there is no nowhere"),
     (["{run}", "--with", "{data}", "--set", "lr"], "--set lr: write KEY=VALUE"),
-    (["{run}", "--with", "{data}", "--to", "{run}"], "is there and no bundle")])
+    (["{run}", "--with", "{data}", "--to", "{run}"], "is there and no bundle"),
+    (["{run}/bundle", "--with", "{data}"], "is a bundle, which has no training data to mix in; name the run")])
 def test_mistakes_are_told_before_anything_is_trained(words, told, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "hyperparams.yaml").write_text("output_folder: here\n")
+    (tmp_path / "run" / "bundle").mkdir()
+    (tmp_path / "run" / "bundle" / "config.json").write_text("{}")
     given = [word.format(data=tmp_path, run=tmp_path / "run") for word in words]
     assert main(["improve", "--to", str(tmp_path / "bundle"), *given]) == 2
     assert told in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -34,6 +39,34 @@ def test_a_run_can_be_the_working_directory_and_a_refused_one_leaves_nothing(tmp
     monkeypatch.chdir(tmp_path / "run")
     assert main(["improve", ".", "--with", str(tmp_path), "--to", str(tmp_path / "bundle")]) == 2
     assert "lacks output_folder" in capsys.readouterr().err and [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def said(*texts, seconds=9.0):
+    return [{"id": f"c{i}", "audio_filepath": f"clips/c{i}.wav", "duration": seconds, "text": text}
+            for i, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("corrections, told", [
+    ([{"audio_filepath": "a.wav", "sentence": "good morning"}],
+     """corrections.jsonl, line 1 is no correction: KeyError('text'); write {"audio_filepath": ..., "text": ...}"""),
+    ([], "has 0 usable corrections of 0 sentences"),
+    (said(" ", "...", "—"), "3 without words: c0, c1, c2"),
+    (said(*["One, and the same!"] * 9), "has 9 usable corrections of 1 sentence;"),
+    (said("доброе утро", "good morning", "добрый day"), "2 in another script than the run's texts: c0, c2"),
+    (said("Green River.", "the old ladder", seconds=2.01),
+     "has 1 usable corrections of 1 sentence; 1 recordings of the run's own dev or test, which has to stay")])
+def test_corrections_that_teach_nothing_are_told_before_anything_is_trained(corrections, told, tmp_path, capsys,
+                                                                            monkeypatch):
+    (tmp_path / "run" / "manifests").mkdir(parents=True)
+    (tmp_path / "run" / "hyperparams.yaml").write_text("output_folder: here\n")
+    for split, text in (("train", "good morning dear old ladder hands"), ("test", "green river")):
+        (tmp_path / "run" / "manifests" / f"{split}.csv").write_text(
+            f"ID,duration,wav,spk_id,wrd\n{split}0,2.0,{split}.wav,,{text}\n")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "corrections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in corrections))
+    monkeypatch.setattr(restore, "read_run", lambda run: SimpleNamespace(task=SimpleNamespace(writes_words=True)))
+    assert main(["improve", str(tmp_path / "run"), "--with", str(tmp_path / "kept"), "--to", str(tmp_path / "b")]) == 2
+    assert told in capsys.readouterr().err and not list(tmp_path.glob("run-improved*"))
 
 
 @pytest.mark.long
@@ -68,7 +101,11 @@ def test_corrections_make_a_model_better_and_it_is_published(tmp_path):
     (kept / "corrections.jsonl").write_text("".join(json.dumps(
         {"audio_filepath": str(tmp_path / "new" / "en" / "clips" / row["path"]), "text": row["sentence"]}) + "\n"
         for row in rows))
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "config.json").write_text("{}")
     done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", "--set", "opt_class.lr=0.002", "--set",
                            "batching.min_steps=300", cwd=tmp_path)
     assert "Significantly better" in done.stdout and "not worse" in done.stdout
-    assert (tmp_path / "bundle" / "config.json").exists()
+    assert "trained" in json.loads((tmp_path / "bundle" / "config.json").read_text())
+    assert "a server of bundle takes it by itself" in done.stdout and "sbkit rollback bundle" in done.stdout
+    assert (tmp_path / "bundle.previous" / "config.json").read_text() == "{}"

@@ -100,6 +100,21 @@ def test_with_errors_at_every_operation_the_bundle_is_whole_or_as_it_was(tmp_pat
     assert len(found) > 8 and set(found) == {1, 2}
 
 
+@exchanges
+def test_what_is_replaced_can_be_kept_and_changes_places_with_what_replaced_it(tmp_path, monkeypatch, exchange):
+    to, before = tmp_path / "b", publish.previous(tmp_path / "b")
+    if not exchange:
+        monkeypatch.setattr(publish, "exchange", lambda one, other: False)
+    for number in (1, 2, 3):
+        with publish.temporary_folder(to) as aside:
+            fill(aside, number)
+            publish.publish(aside, to, force=True, keep=before)
+    assert (bundle(to), bundle(before)) == (3, 2)
+    for found in ((2, 3), (3, 2)):
+        publish.publish(before, to, force=True, keep=before)
+        assert (bundle(to), bundle(before)) == found and hidden(to) == [before.name]
+
+
 def test_what_a_killed_export_left_is_said_at_the_next(tmp_path, caplog):
     to = tmp_path / "b"
     export(to, 1)

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from sbkit.decode.spans import Word
+from sbkit.infer.model import load
+from sbkit.infer.pipeline import Options
 from sbkit.infer.transcript import Transcript
 from sbkit.serve import served
 from sbkit.serve.replies import verbose
@@ -96,6 +98,23 @@ def test_figures_of_a_segment_are_computed_from_its_words(words):
     assert found["no_speech_prob"] == pytest.approx(1 - confidences.max(), abs=1e-4)
     assert found["compression_ratio"] == pytest.approx(len(text) / len(zlib.compress(text.encode())), abs=1e-4)
     assert set(found) == {"id", "start", "end", "text", "avg_logprob", "compression_ratio", "no_speech_prob"}
+
+
+@pytest.mark.parametrize("search", [None, {"beam": 4, "hot_words": {"birds": 2.0}}], ids=["greedy", "beam"])
+@pytest.mark.parametrize("make", [bundles.make, bundles.make_transducer])
+def test_figures_follow_what_the_model_hears_of_whichever_kind_it_is(make, search, tmp_path):
+    """None is a constant: words between two letters are less sure, noise less than both; silence has no sure one."""
+    noise = np.random.default_rng(0).uniform(0, 0.6, 40 * bundles.FRAME).astype(np.float32)
+    said = bundles.say("good people")
+    signals = [said, said + 0.4 / bundles.LEVELS, noise, np.zeros(bundles.RATE, np.float32)]
+    with load(make(tmp_path / "level"), device="cpu", threads=1, options=Options(search=search)) as model:
+        *found, silent = [verbose(model.transcribe(each.astype(np.float32)), ["segment", "word"]) for each in signals]
+    assert all(each["no_speech_prob"] > 0.9 for each in silent["segments"])
+    figures = {name: [each["segments"][0][name] for each in found] for name in ("avg_logprob", "no_speech_prob")}
+    least = [min(word["confidence"] for word in each["words"]) for each in found]
+    assert least[0] > 0.99 > least[1] > 0 and least[2] < least[0]
+    assert figures["avg_logprob"][0] > figures["avg_logprob"][1] and figures["avg_logprob"][0] > -0.01
+    assert figures["no_speech_prob"][0] < 0.01 < figures["no_speech_prob"][1] < 1
 
 
 def test_a_stream_has_deltas_and_all_of_the_text_exactly_once(client, long):

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import serving
 import soundfile
+from sounds import contained, speechlike
 
 from sbkit.data.corpus import Corpus
+from sbkit.decode.spans import Word
 from sbkit.errors import SbkitError
-from sbkit.serve.corrections import MAX_CHARACTERS, Corrections
+from sbkit.serve.corrections import MAX_CHARACTERS, Corrections, worth
 from sbkit.serve.errors import ApiError
 from sbkit.serve.limits import Limits
 
@@ -63,6 +65,8 @@ def test_a_recording_that_is_corrected_again_has_the_last_words_and_can_be_forgo
     [name] = {each.result().json()["id"] for each in sent}
     last = send(server, "good birds", "the last words").json()
     assert rows(server.folder) == [*before, last] and last["id"] == name
+    assert (before[0]["corrected"], last["corrected"]) == (1, 5), "whose words were replaced is told that they were"
+    assert send(server, "good birds", "the last words").json()["corrected"] == 5
     gone = httpx.delete(f"{server.base}/audio/corrections/{name}")
     assert gone.json() == {"id": name, "deleted": True} and rows(server.folder) == before
     assert not (server.folder / "clips" / f"{name}.wav").exists()
@@ -73,12 +77,25 @@ def test_a_recording_that_is_corrected_again_has_the_last_words_and_can_be_forgo
     ("good", " \n ", {}, 400, "the text is empty"), ("good", "a\0b", {}, 400, "all of them printable"),
     ("good", "a" * (MAX_CHARACTERS + 1), {}, 400, "at most 2000 characters"),
     (serving.silence(31, format="WAV"), "long", {}, 400, "31.0 s, and a correction is of at most 30 s"),
+    (contained(speechlike(2.0), 16_000, "m4a")[:-2000], "words", {}, 400, "damaged or cut off"),
+    (contained(np.zeros(16_000 * 40, np.float32), 16_000, "m4a"), "long", {}, 400, "a correction is of at most 30 s"),
+    (contained(speechlike(4.0, 48_000), 48_000, "webm")[:20_000], "words", {}, 400, "send all of the recording"),
+    (serving.wav("good people")[:-9000], "words", {}, 400, "send all of the recording"),
     (b"no audio", "words", {}, 400, "Format not recognised"), ("good", "words", {"model": "other"}, 404, "other"),
     ("good", "words", {"speaker": "me"}, 400, "does not support speaker")])
 def test_what_can_not_be_kept_is_refused_with_the_reason(server, said, text, fields, status, told):
     before = sorted(server.folder.rglob("*"))
     found = send(server, said, text, **fields)
     assert found.status_code == status and told in found.json()["error"]["message"]
+    assert sorted(server.folder.rglob("*")) == before
+
+
+def test_a_page_that_is_closed_while_it_sends_leaves_nothing(server):
+    before = sorted(server.folder.rglob("*"))
+    with serving.uploading(server, 100_000, "/v1/audio/corrections") as client:
+        client.send(b'--x\r\ncontent-disposition: form-data; name="text"\r\n\r\nwords\r\n--x\r\n')
+        serving.until(lambda: server.counted("sbkit_requests_inside") == 1)
+    serving.until(lambda: server.counted("sbkit_requests_inside") == 0)
     assert sorted(server.folder.rglob("*")) == before
 
 
@@ -123,17 +140,17 @@ def test_a_server_that_starts_again_finds_every_row_whatever_the_model_heard(tmp
 def test_on_a_full_disk_nothing_is_kept_in_part_and_a_recording_can_still_be_forgotten(tmp_path, monkeypatch):
     kept = Corrections(tmp_path, 1 << 20)
     name = kept.save(np.zeros(160), 16_000, "words", heard=None)["id"]
-    replace = os.replace
+    fsync = os.fsync
 
-    def full(source, target):
-        if str(target).endswith(".jsonl"):
-            raise OSError(errno.ENOSPC, "No space left on device", str(target))
-        replace(source, target)
+    def full(handle):
+        if "corrections.jsonl" in os.readlink(f"/proc/self/fd/{handle}"):  # or the new list in its place
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(handle)
 
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ApiError, match="try again later"):
         kept.save(np.ones(160) / 2, 16_000, "others", heard=None)
-    assert [each.stem for each in (tmp_path / "clips").iterdir()] == [name]
+    assert [each.stem for each in (tmp_path / "clips").iterdir()] == [name] == [row["id"] for row in rows(tmp_path)]
     with pytest.raises(ApiError, match="try again later"):
         kept.delete(name)
     assert not list((tmp_path / "clips").iterdir())  # its words go with the next list
@@ -156,3 +173,46 @@ def test_long_words_of_short_recordings_do_not_fill_the_disk_either(tmp_path):
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.*")) <= 20_000
     kept.delete(short)
     kept.close()
+
+
+def test_a_new_row_is_appended_and_one_that_a_killed_server_left_in_part_is_dropped(tmp_path):
+    kept, listed = Corrections(tmp_path, 1 << 20), tmp_path / "corrections.jsonl"
+    first = kept.save(np.zeros(160), 16_000, "one", heard=None)
+    same = listed.stat().st_ino
+    second = kept.save(np.ones(160) / 2, 16_000, "two", heard=None)
+    assert listed.stat().st_ino == same and rows(tmp_path) == [first, second], "the list wasn't written anew"
+    kept.close()
+    with listed.open("a") as out:
+        out.write('{"id": "abc", "text": "thr')
+    kept = Corrections(tmp_path, 1 << 20)
+    third = kept.save(np.ones(160) / 4, 16_000, "three", heard=None)
+    kept.close()
+    assert rows(tmp_path) == [first, second, third]
+
+
+def test_what_is_doubtful_and_unlike_what_is_corrected_is_worth_most(tmp_path):
+    def said(*words):
+        return [Word(text, 0.0, 1.0, confidence) for text, confidence in words]
+
+    def value(words):
+        return worth(words, kept.words)
+
+    kept = Corrections(tmp_path, 1 << 20)
+    sure, unsure = said(("good", 0.9), ("birds", 0.9)), said(("good", 0.9), ("Birds", 0.3))
+    assert value(unsure) == pytest.approx(0.4) and value(sure) == pytest.approx(0.1) and value([]) == 0
+    name = kept.save(np.zeros(160), 16_000, "birds and BIRDS", heard=None)["id"]
+    assert value(unsure) == pytest.approx((0.1 + 0.7 / 3) / 2)
+    kept.save(np.zeros(160), 16_000, "bees", heard=None)
+    assert value(unsure) == pytest.approx(0.4)
+    kept.delete(name)
+    kept.close()
+    kept = Corrections(tmp_path, 1 << 20)
+    assert value(said(("bees", 0.5))) == 0.5
+    kept.close()
+
+
+def test_a_transcript_says_what_its_correction_is_worth_only_where_some_are_kept(server, bundle):
+    answers = [server.post("unseen words", response_format="verbose_json").json()]
+    with serving.serving(bundle) as other:
+        answers.append(other.post("unseen words", response_format="verbose_json").json())
+    assert 0 <= answers[0]["worth_correcting"] <= 1 and "worth_correcting" not in answers[1]

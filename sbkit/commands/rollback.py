@@ -1,0 +1,27 @@
+"""``sbkit rollback``: put the bundle back that ``sbkit improve`` replaced."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path,
+                        help="the bundle that sbkit improve published; it changes places with the one before, which is "
+                             "kept in BUNDLE.previous, and a running server takes that")
+
+
+def run(args: argparse.Namespace) -> int:
+    from sbkit.data import publish
+    from sbkit.errors import SbkitError
+    from sbkit.export import layout
+
+    bundle, previous = args.bundle.resolve(), publish.previous(args.bundle)
+    if not previous.exists():
+        raise SbkitError(f"there is no {previous}", hint="sbkit improve --to BUNDLE keeps there what it replaces")
+    layout.read(previous)
+    publish.publish(previous, bundle, force=True, keep=previous)
+    print(f"{args.bundle} is the bundle that it was before; the other one is in {previous}, and the same command "
+          "brings it back")
+    return 0
