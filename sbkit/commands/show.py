@@ -15,10 +15,9 @@ def run(argv: list[str]) -> int:
     check_torch()
     from sbkit.recipe import arguments, load, writing
     from sbkit.recipe.names import declared
-    from sbkit.recipe.resolve import flatten
 
     request = arguments.parse(argv)
-    root = flatten(load.resolved(request.path, request.overrides))
+    root = load.resolved(request.path, request.overrides)
     for node in root.walk():
         keys = node.value if isinstance(node.value, dict) else ()
         node.comments = {key: ([], f"# {node.origin_of(key)[0]}") for key in keys}
