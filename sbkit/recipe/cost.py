@@ -6,6 +6,7 @@ same time. The hours are estimated from the number of operations, unless a measu
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -200,11 +201,13 @@ class CostEstimate:
         return f"{value // step * step} s"
 
     def check_fits(self, findings: Findings, batching: Node | None, tried: Sequence[BatchSize] = ()) -> None:
-        """Warn of a planned micro-batch that is too large for the GPU at hand, unless a trial has shown that it fits.
+        """Warn of a planned micro-batch that is too large for the device at hand, unless a trial has shown that it fits.
 
         batching : where the recipe builds its Batching, whose ``max_batch_seconds`` is to blame
         """
         memory = memory_of(self.device)
+        if torch.device(self.device).type == "cpu":
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if memory is None or self.step_memory <= USABLE * memory:
             return
         if any(one.seconds >= self.cost.batch_seconds for one in tried):
