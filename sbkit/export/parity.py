@@ -183,7 +183,8 @@ class Comparison:
         texts, seconds = _timed(lambda clip: transcribe(clip.signal), self.clips.alone)
         changed = [clip.name for clip, reference, output, scores
                    in zip(self.clips.alone, self.texts, texts, self.expected, strict=True)
-                   if reference.split() != output.split() and (self.max_changed_share > 0 or not self.undecided(scores))]
+                   if reference.split() != output.split()
+                   and (self.max_changed_share > 0 or not self.undecided(scores))]
         self.results.append(ParityResult(name, size, None, None, len(changed), self._wer(texts), self._wer_of(texts),
                                          self._rtf(seconds), changed=changed))
         return self.results[-1]
@@ -274,7 +275,8 @@ class Comparison:
         }
 
     def formats(self) -> dict[str, dict[str, Any]]:
-        return {result.format: {key: value for key, value in asdict(result).items() if key not in ("format", "where", "changed")}
+        unpublished = "format", "where", "changed"
+        return {result.format: {key: value for key, value in asdict(result).items() if key not in unpublished}
                 for result in self.results}
 
     def clip_names(self) -> str:

@@ -201,7 +201,7 @@ class CostEstimate:
         return f"{value // step * step} s"
 
     def check_fits(self, findings: Findings, batching: Node | None, tried: Sequence[BatchSize] = ()) -> None:
-        """Warn of a planned micro-batch that is too large for the device at hand, unless a trial has shown that it fits.
+        """Warn of a planned micro-batch that is too large for this device, unless a trial has shown that it fits.
 
         batching : where the recipe builds its Batching, whose ``max_batch_seconds`` is to blame
         """

@@ -174,7 +174,7 @@ def score(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Mani
     """Score the manifest on all ranks; every rank gets the whole result."""
     device = torch.device(brain.device)
     with brain.searching():
-        # The first utterance waits for what is done once, such as loading kernels: not a matter of the real-time factor.
+        # The first utterance waits for what is done once, such as loading kernels: no part of the real-time factor.
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             first = manifest.select(np.arange(min(ranks.world_size(), len(manifest))))
             transcribe(replace(request, workers=0), recipe, brain, first, label, show=False)
