@@ -267,7 +267,9 @@ def _walk(loss: Tensor, saved: SavedTensors) -> None:
                     pending[child] = [None] * len(inputs)
                     heapq.heappush(queue, (-child._sequence_nr(), next(order), child))
                 if pending[child][slot] is None:
-                    pending[child][slot] = _shaped(gradient, inputs[slot])
+                    wanted = inputs[slot]  # the shape and type that the node takes, as the engine gives it
+                    pending[child][slot] = (gradient if gradient.shape == wanted.shape else
+                                            gradient.sum_to_size(wanted.shape)).to(wanted.dtype)
                 del gradient
 
 
@@ -287,8 +289,3 @@ def _gradients(node: Node, given: list[Tensor | None]) -> list[tuple[Node, int, 
         found = found if isinstance(found, tuple) else (found,)
     return [(child, slot, one) for (child, slot), one in zip(edges, found, strict=False)
             if child is not None and one is not None and not hasattr(child, "variable")]
-
-
-def _shaped(gradient: Tensor, like: Any) -> Tensor:  # torch's InputMetadata, which has no type
-    """Give a gradient the shape and type that a node takes, as the engine does."""
-    return (gradient if gradient.shape == like.shape else gradient.sum_to_size(like.shape)).to(like.dtype)

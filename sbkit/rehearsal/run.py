@@ -188,7 +188,14 @@ class Launch:
         # Once one has failed, it is right for another to exit with a code.
         found += [self._crash(rank, code) for rank, code in silent.items() if code < 0 or not failed]
         found += self._compare_collectives(found) if self.name != "fail" else []
-        found += self._hang(found) if self.hangs else []
+        if self.hangs:  # say at which line each rank is
+            locations = [self._location(rank) for rank in range(self.world)]
+            where = [f"rank {rank} " + (f"is at {location[0]}:{location[1]}" if location else "has ended")
+                     for rank, location in enumerate(locations)]
+            stage = next((line["stage"] for line in reversed(found) if "stage" in line), self.name)
+            found.append(self._finding(
+                "hang", next(filter(None, locations), ("", 0)), f"the run hangs: {', '.join(where)}",
+                "does each rank reach this line, and do all call the same collectives?", stage))
         return [*found, {"launch": self.name, "rank": 0, "ended": ended}]
 
     def has_succeeded(self, lines: Sequence[Line]) -> bool:
@@ -238,15 +245,6 @@ class Launch:
         file = self._file(rank, "stack")
         frames = re.findall(r'File "(.*)", line (\d+)', file.read_text()) if file.exists() else []
         return own_location([(name, int(line)) for name, line in frames]) if frames else None
-
-    def _hang(self, found: Sequence[Line]) -> list[Line]:
-        """Return the finding that the run hangs, with the line at which each rank is."""
-        locations = [self._location(rank) for rank in range(self.world)]
-        where = [f"rank {rank} " + (f"is at {location[0]}:{location[1]}" if location else "has ended")
-                 for rank, location in enumerate(locations)]
-        stage = next((line["stage"] for line in reversed(found) if "stage" in line), self.name)
-        return [self._finding("hang", next(filter(None, locations), ("", 0)), f"the run hangs: {', '.join(where)}",
-                              "does each rank reach this line, and do all call the same collectives?", stage)]
 
     def _finding(self, code: str, location: Sequence[Any], message: str, suggestion: str, stage: str = "steps") -> Line:
         return {"launch": self.name, "rank": 0, "finding": {
