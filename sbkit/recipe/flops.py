@@ -232,11 +232,6 @@ class SavedTensors(saved_tensors_hooks):
         self.used.append(saved)
         return saved[0]
 
-    def free_used(self) -> None:
-        for saved in self.used:
-            saved.clear()
-        self.used.clear()
-
 
 def backward(compute: Callable[[], Tensor]) -> None:
     """Compute a loss and run backward from it, from node to node in the order of autograd's engine.
@@ -259,7 +254,9 @@ def _walk(loss: Tensor, saved: SavedTensors) -> None:
         while queue:
             node = heapq.heappop(queue)[-1]
             left = _gradients(node, pending.pop(node))
-            saved.free_used()
+            for used in saved.used:  # by this node
+                used.clear()
+            saved.used.clear()
             while left:
                 child, slot, gradient = left.pop()
                 inputs = child._input_metadata
