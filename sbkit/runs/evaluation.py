@@ -173,13 +173,13 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
 def score(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Manifest, label: str) -> CheckpointResult:
     """Score the manifest on all ranks; every rank gets the whole result."""
     device = torch.device(brain.device)
+    # The first utterance waits for what is done once, such as loading kernels: no part of the real-time factor.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), brain.searching():
+        first = manifest.select(np.arange(min(ranks.world_size(), len(manifest))))
+        transcribe(replace(request, workers=0), recipe, brain, first, label, show=False)
+    ranks.barrier("ready")
+    began = time.monotonic()
     with brain.searching():
-        # The first utterance waits for what is done once, such as loading kernels: no part of the real-time factor.
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            first = manifest.select(np.arange(min(ranks.world_size(), len(manifest))))
-            transcribe(replace(request, workers=0), recipe, brain, first, label, show=False)
-        ranks.barrier("ready")
-        began = time.monotonic()
         damaged, loss = transcribe(request, recipe, brain, manifest, label)
     took = max(ranks.gather_objects(time.monotonic() - began))
     damaged = {name: reason for part in ranks.gather_objects(damaged) for name, reason in part.items()}
