@@ -73,7 +73,15 @@ def rehearse(args: Sequence[str], count: int, card: Card) -> list[Line]:
 
 def main(folder: str) -> None:
     """Fork the processes of a rehearsal from this one, which imports everything once."""
-    _import_all()
+    with nullcard.without_driver():
+        import torch._dynamo
+        import torch._refs  # noqa: F401 (for fake tensors)
+
+        import sbkit.export.bundle
+        import sbkit.runs.training
+        import sbkit.train.memory.trials  # noqa: F401
+        from sbkit.rehearsal import no_values
+    no_values.install()
     job = json.loads(Path(folder, "job.json").read_text()) | {"figures": {}, "estimate": {}}
     found, waiting, running, succeeded = list[Line](), dict(DEPENDS_ON), dict[str, Launch](), set[str]()
     while waiting or running:
@@ -100,19 +108,6 @@ def main(folder: str) -> None:
         if not running and not any(succeeded.issuperset(after) for after in waiting.values()):
             break
     Path(folder, "found.json").write_text(json.dumps(found))
-
-
-def _import_all() -> None:
-    """Import everything that the processes need."""
-    with nullcard.without_driver():
-        import torch._dynamo
-        import torch._refs  # noqa: F401 (for fake tensors)
-
-        import sbkit.export.bundle
-        import sbkit.runs.training
-        import sbkit.train.memory.trials  # noqa: F401
-        from sbkit.rehearsal import no_values
-    no_values.install()
 
 
 class Launch:
