@@ -139,6 +139,17 @@ def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_pa
         assert (wrong[each] in message, code, torch) == (True, "2" if wrong[each] else "0", "False"), (each, message)
 
 
+@pytest.mark.slow
+def test_a_preparation_that_fails_leaves_nothing_in_a_folder_that_it_made(tmp_path, capsys):
+    for split in ("train", "dev", "test"):
+        (tmp_path / f"{split}.csv").write_text("ID,duration,wav,wrd\na,1.0,no.wav,hello\n")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["prepare", str(ROOT / "hparams/ctc.yaml"), "--data", str(tmp_path),
+                 "--output_folder", str(tmp_path / "results" / "run")]) == 2
+    assert "rows of the test split were left out: 1 missing clip" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_options_take_hyphens_and_underscores_and_former_names_with_a_line(tmp_path, capsys):
     assert main(["evaluate", str(tmp_path / "no"), "--max_wer", "5", "--on", "corpus"]) == 2
     assert capsys.readouterr().err.startswith("--on is now called --data_folder\nerror: ")

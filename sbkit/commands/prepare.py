@@ -19,16 +19,23 @@ def run(argv: list[str]) -> int:
     from sbkit.recipe import arguments, load
     from sbkit.runs.lock import RunLock
     from sbkit.runs.preparation import prepare_data
-    from sbkit.runs.start_guard import restore_previous
+    from sbkit.runs.start_guard import restore_previous, without_traces
     from sbkit.train.memory import oom
     from sbkit.train.signals import end_by_signals
 
     request = arguments.parse(argv)
-    with end_by_signals(), oom.oom_as_user_error("cpu", hint=memory.LIMIT_HINT):
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(end_by_signals())
+        opened.enter_context(oom.oom_as_user_error("cpu", hint=memory.LIMIT_HINT))
+        load.check_overrides(request.path, request.overrides)
+        # Known before its objects are built, because a checkpointer makes its folder.
+        written = load.resolved(request.path, request.overrides).value.get("output_folder")
+        if written is not None and isinstance(written.value, str):
+            opened.enter_context(without_traces(Path(written.value)))
         recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
         folder = recipe.keys.output_folder
-        with RunLock(Path(folder), runs=False) if folder else contextlib.nullcontext():
-            if folder:
-                restore_previous(Path(folder))
-            prepare_data(recipe, request.overrides, BundleLoader())
+        if folder:
+            opened.enter_context(RunLock(Path(folder), runs=False))
+            restore_previous(Path(folder))
+        prepare_data(recipe, request.overrides, BundleLoader())
     return 0

@@ -54,7 +54,6 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
     from sbkit.commands import prepare
     from sbkit.recipe import arguments, load, writing
     from sbkit.recipe.report import listed
-    from sbkit.recipe.resolve import flatten
     from sbkit.runs import initial, reproduction, restore
     from sbkit.system.console import atomic_write, table
     from sbkit.system.environment import describe
@@ -74,7 +73,7 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
         out.write(text if before is None else before)
     if before not in (None, text):
         raise SbkitError(f"{args.to} holds the run of another {args.file.name}", hint="choose another --to")
-    texts = flatten(load.resolved(recipe, {})).texts()
+    texts = load.resolved(recipe, {}).texts()
     source = "corpus.source" if "corpus.source" in texts else "data_folder"  # of a mixture
     words = reproduction.path_options(texts, ([] if args.source is None else [f"{source}={args.source}"]) + args.values)
 

@@ -21,11 +21,11 @@ def run(argv: list[str]) -> int:
     from sbkit.recipe.names import declared
     from sbkit.recipe.reading import read
     from sbkit.recipe.report import Report
-    from sbkit.recipe.resolve import compute, flatten
+    from sbkit.recipe.resolve import compute
     from sbkit.recipe.source import BASE, REFERENCE, Findings, Node
 
     request = arguments.parse(argv)
-    root = flatten(load.resolved(request.path, request.overrides))
+    root = load.resolved(request.path, request.overrides)
     # References stay, so that what is printed follows --key value as the recipe does: a corpus sets output_neurons. One
     # can name a key of the whole file with a plain value, or with a reference further above, as HyperPyYAML reads them.
     values = {f"<{key}>": node.value for key, node in root.items() if node.scalar and not node.tag}

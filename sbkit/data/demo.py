@@ -319,21 +319,18 @@ def plan_clips(count: int, grammar: Grammar, voices: dict[str, list[Speaker]], s
 def _new_sentence(grammar: Grammar, rng: random.Random, split: str, used: set[str]) -> str:
     for _ in range(RETRIES):
         text = expand(grammar, rng)
-        if _split_of(text) == split:
+        place, belongs = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32, "train"
+        for name, share in SHARES.items():
+            if place < share:
+                belongs = name
+                break
+            place -= share
+        if belongs == split:
             if text not in used:
                 used.add(text)
                 return text
             seen = text
     return seen  # the grammar has no new sentence; a repetition within the split does no harm
-
-
-def _split_of(text: str) -> str:
-    place = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
-    for split, share in SHARES.items():
-        if place < share:
-            return split
-        place -= share
-    return "train"
 
 
 def speak_clip(clip: DemoClip) -> np.ndarray:

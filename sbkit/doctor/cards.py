@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -30,7 +31,10 @@ def driver() -> Iterator[MachineFinding]:
     """Check that there is a driver, new enough for this torch."""
     torch = probe.inspect_library("torch").get("torch", {})
     text = _smi()
-    version = re.search(r"Driver Version: *([\d.]+)", text) or re.search(r"Kernel Module[^\d]*([\d.]+)", _proc())
+    version = re.search(r"Driver Version: *([\d.]+)", text)
+    if version is None:
+        with contextlib.suppress(OSError):  # without nvidia-smi
+            version = re.search(r"Kernel Module[^\d]*([\d.]+)", _DRIVER.read_text(errors="replace"))
     newest = re.search(r"CUDA Version: *([\d.]+)", text)
     if version is None:
         yield note_if(torch.get("cuda"), "NVIDIA driver", "none: training and models run on the CPU",
@@ -160,10 +164,3 @@ def _smi(*words: str) -> str:
         return ""
     done = subprocess.run([program, *words], capture_output=True, text=True, errors="replace", timeout=_SECONDS)
     return done.stdout if done.returncode == 0 else ""
-
-
-def _proc() -> str:
-    try:
-        return _DRIVER.read_text(errors="replace")
-    except OSError:
-        return ""

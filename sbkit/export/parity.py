@@ -13,6 +13,7 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.runners import Output, Runner
+from sbkit.recipe.report import listed
 from sbkit.score.rates import ErrorRates
 from sbkit.system import disk
 from sbkit.system.console import table
@@ -48,6 +49,8 @@ class ParityResult:
     """Real-time factor: seconds of computing per second of audio."""
     where: str = ""
     """The clip, output and frame in which it differs most."""
+    changed: Sequence[str] = ()
+    """The names of the clips whose words differ."""
 
 
 class Comparison:
@@ -143,14 +146,15 @@ class Comparison:
             expected = [self.expected[self.clips.alone.index(clip)] for clip in uneven]
             batched = run([clip.signal for clip in uneven])
             batch_difference = self.max_difference(expected, batched)
-        changed = sum(reference != output and not self.tied(*scores) for reference, output, *scores
-                      in zip(self.texts, texts, self.expected, found, strict=True))
+        changed = [clip.name for clip, reference, output, *scores
+                   in zip(self.clips.alone, self.texts, texts, self.expected, found, strict=True)
+                   if reference != output and not self.tied(*scores)]
         difference = self.max_difference(self.expected, found)
         where = self._where(self.clips.alone, self.expected, found)
         if batch_difference is not None and not batch_difference <= difference:
             where = f"{self._where(uneven, expected, batched)}, in a batch"
-        self.results.append(ParityResult(name, size, difference, batch_difference, changed, self._wer(texts),
-                                         self._wer_of(texts), self._rtf(seconds), where))
+        self.results.append(ParityResult(name, size, difference, batch_difference, len(changed), self._wer(texts),
+                                         self._wer_of(texts), self._rtf(seconds), where, changed))
         return self.results[-1]
 
     def _where(self, clips: Sequence[Clip], expected: Sequence[Output], found: Sequence[Output]) -> str:
@@ -177,10 +181,12 @@ class Comparison:
     def add_words(self, name: str, transcribe: Callable[[np.ndarray], str], size: int) -> ParityResult:
         """Run a program that outputs only words on the clips and record how they differ."""
         texts, seconds = _timed(lambda clip: transcribe(clip.signal), self.clips.alone)
-        changed = sum(reference.split() != output.split() and (self.max_changed_share > 0 or not self.undecided(scores))
-                      for reference, output, scores in zip(self.texts, texts, self.expected, strict=True))
-        self.results.append(ParityResult(name, size, None, None, changed, self._wer(texts), self._wer_of(texts),
-                                         self._rtf(seconds)))
+        changed = [clip.name for clip, reference, output, scores
+                   in zip(self.clips.alone, self.texts, texts, self.expected, strict=True)
+                   if reference.split() != output.split()
+                   and (self.max_changed_share > 0 or not self.undecided(scores))]
+        self.results.append(ParityResult(name, size, None, None, len(changed), self._wer(texts), self._wer_of(texts),
+                                         self._rtf(seconds), changed=changed))
         return self.results[-1]
 
     def _wer_of(self, texts: list[str]) -> float:
@@ -269,8 +275,19 @@ class Comparison:
         }
 
     def formats(self) -> dict[str, dict[str, Any]]:
-        return {result.format: {key: value for key, value in asdict(result).items() if key not in ("format", "where")}
+        unpublished = "format", "where", "changed"
+        return {result.format: {key: value for key, value in asdict(result).items() if key not in unpublished}
                 for result in self.results}
+
+    def clip_names(self) -> str:
+        """A line for each format whose words differ, with the names of these clips.
+
+        A bundle doesn't hold them: it may be published where its test set may not.
+        """
+        named = [(f"{name}, {mode}, {each.format}", each) for name, modes in self.companions.items()
+                 for mode, comparison in modes.items() for each in comparison.results]
+        named[:0] = [(each.format, each) for each in self.results]
+        return "".join(f"{name}: other words in {listed(each.changed, 5)}\n" for name, each in named if each.changed)
 
     def table(self) -> str:
         rows = self._rows()

@@ -82,10 +82,6 @@ class Transcript:
         } | ({} if self.warning is None else {"warning": self.warning})
 
 
-def as_txt(transcript: Transcript) -> str:
-    return transcript.text + "\n"
-
-
 def as_json(transcript: Transcript) -> str:
     return json.dumps(transcript.facts(), ensure_ascii=False, indent=1) + "\n"
 
@@ -110,7 +106,7 @@ def as_ctm(transcript: Transcript) -> str:
 
 
 FORMATS: dict[str, Callable[[Transcript], str]] = {
-    "txt": as_txt, "json": as_json, "srt": as_srt, "vtt": as_vtt, "ctm": as_ctm,
+    "txt": lambda transcript: transcript.text + "\n", "json": as_json, "srt": as_srt, "vtt": as_vtt, "ctm": as_ctm,
 }
 
 

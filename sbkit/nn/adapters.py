@@ -209,15 +209,11 @@ def _width(layer: nn.Module) -> int | None:
 def _some(paths: Iterable[str]) -> str:
     """Format the shortest unique patterns of layers for a message."""
     starred = dict.fromkeys(tuple("*" if part.isdigit() else part for part in path.split(".")) for path in paths)
-    patterns = [_pattern(each, starred) for each in starred]
+    patterns = []
+    for path in starred:  # the shortest end that no other path has, after ``*.``; the whole path if there is none
+        ends = (path[-count:] for count in range(1, len(path)))
+        unique = next((end for end in ends if set(end) != {"*"}
+                       and sum(other[-len(end):] == end for other in starred) == 1), None)
+        patterns.append(".".join(path if unique is None else ["*", *unique]))
     more = len(patterns) - _NAMED
     return f"{patterns[:_NAMED]}" + (f" and {more} more" if more > 0 else "")
-
-
-def _pattern(path: tuple[str, ...], paths: Iterable[tuple[str, ...]]) -> str:
-    """Return the shortest end of a path that no other path has, after ``*.``; the whole path if there is none."""
-    for count in range(1, len(path)):
-        end = path[-count:]
-        if set(end) != {"*"} and sum(other[-count:] == end for other in paths) == 1:
-            return ".".join(["*", *end])
-    return ".".join(path)

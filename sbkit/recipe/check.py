@@ -147,8 +147,13 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
         if complete:
             report.notes += filter(None, [devices.check_moved(owned, table, traced, findings)])
         sections = {"shapes": trace.section(traced), "start": start, "learning": learns, "labels": labels,
-                    "mixture": _mixture(traced, _device(run_opts)), "leaks": None if starting else _leaks(built),
-                    **costs}
+                    "mixture": _mixture(traced, _device(run_opts))}
+        corpus: object = built.hparams.get("corpus")
+        shared = stored_json(corpus.report_path).get("leaks") if isinstance(corpus, Corpus) and not starting else None
+        if shared is not None:  # the corpus is prepared
+            sections["leaks"] = Section("Shared by splits", leaks.COLUMNS, leaks.rows(shared), leaks.remarks(shared),
+                                        {"shared": shared})
+        sections |= costs
         report.sections |= {name: section for name, section in sections.items() if section is not None}
         if note:
             report.notes.append(note)
@@ -391,15 +396,6 @@ def _mixture(traced: trace.Trace, device: torch.device) -> Section | None:
     columns = [*mixture.COLUMNS, "in the whole run"]
     return Section("Mixture", columns, rows, values={row[0]: dict(zip(columns[1:], row[1:], strict=True))
                                                      for row in rows})
-
-
-def _leaks(built: Built) -> Section | None:
-    """Texts, speakers and audio that splits of a corpus share; None if the corpus is not prepared."""
-    corpus: object = built.hparams.get("corpus")
-    entries = stored_json(corpus.report_path).get("leaks") if isinstance(corpus, Corpus) else None
-    if entries is None:
-        return None
-    return Section("Shared by splits", leaks.COLUMNS, leaks.rows(entries), leaks.remarks(entries), {"shared": entries})
 
 
 def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | None, str]:

@@ -142,10 +142,21 @@ def check_choices(target: object, named: Mapping[Any, Node], node: Node, finding
     for base in target.__mro__:
         wanted = ARGUMENTS.get(base.__name__, {}) if base.__module__.startswith(_LIBRARIES) else {}
         for key in filter(named.__contains__, wanted):
-            value = static(named[key])
-            problem = None if named[key].unusable else _problem(target.__name__, key, value, wanted[key])
-            if problem:
-                findings.error("wrong-value", node.blame(key), node.key_of(key), *problem)
+            value, allowed, name = static(named[key]), wanted[key], target.__name__
+            message = suggestion = ""
+            if named[key].unusable:
+                continue
+            if isinstance(allowed, Range):
+                number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                text = isinstance(value, str) and looks_like_number(value) is None
+                if text or (number and value not in allowed._replace(whole=False)):
+                    message = f"{name}'s {key} must be {allowed}, not {value!r}"
+            elif isinstance(value, str) and value not in allowed:  # another check reports a wrong type
+                near = did_you_mean(value, allowed, cutoff=0.5)
+                message = f"{name} has no {key} {value!r}, it has {listed(allowed)}"
+                suggestion = f"did you mean {near}?" if near else ""
+            if message:
+                findings.error("wrong-value", node.blame(key), node.key_of(key), message, suggestion)
     if node.wrong:
         return
     clashes = [clash for base in target.__mro__ if base.__module__.startswith(_LIBRARIES)
@@ -165,16 +176,3 @@ def check_choices(target: object, named: Mapping[Any, Node], node: Node, finding
             place = node.blame(clash.key) if clash.fails else node.place_of(clash.key)
             hint = clash.suggestion if isinstance(clash.suggestion, str) else clash.suggestion(given)
             report("wrong-value", place, node.key_of(clash.key), clash.message.format_map(given), hint)
-
-
-def _problem(name: str, key: str, value: object, wanted: tuple[str, ...] | Range) -> tuple[str, str] | None:
-    """A message and a suggestion; None if the value is right, or of a wrong type, which another check reports."""
-    if isinstance(wanted, Range):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        text = isinstance(value, str) and looks_like_number(value) is None
-        if text or (number and value not in wanted._replace(whole=False)):
-            return f"{name}'s {key} must be {wanted}, not {value!r}", ""
-    elif isinstance(value, str) and value not in wanted:
-        near = did_you_mean(value, wanted, cutoff=0.5)
-        return f"{name} has no {key} {value!r}, it has {listed(wanted)}", f"did you mean {near}?" if near else ""
-    return None

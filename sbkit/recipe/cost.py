@@ -6,6 +6,7 @@ same time. The hours are estimated from the number of operations, unless a measu
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -104,7 +105,10 @@ class MemoryCounter(FlopCounter):
                 self._add(tensor.untyped_storage())
         temporary: list[torch.Tensor] = []  # tensors of these sizes
         if func._overloadpacket in _COPYING:
-            temporary = [each for each in args if isinstance(each, torch.Tensor) and not _is_dense(each)]
+            # Convolutions and norms take these two layouts without a copy.
+            temporary = [each for each in args if isinstance(each, torch.Tensor) and not (
+                each.is_contiguous()
+                or (each.dim() == 4 and each.is_contiguous(memory_format=torch.channels_last)))]
         elif func._overloadpacket is torch.ops.aten._softmax_backward_data:
             temporary = [args[1]]  # the product of gradient and output
         self.peak = max(self.peak, self.now + sum(each.numel() * each.element_size() for each in temporary))
@@ -122,11 +126,6 @@ class MemoryCounter(FlopCounter):
     def _free(self, key: int, size: int) -> None:
         del self.alive[key]
         self.now -= size
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether convolutions and norms take it without a copy."""
-    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
 def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float, typical: float | None = None) -> BatchCost:
@@ -200,11 +199,13 @@ class CostEstimate:
         return f"{value // step * step} s"
 
     def check_fits(self, findings: Findings, batching: Node | None, tried: Sequence[BatchSize] = ()) -> None:
-        """Warn of a planned micro-batch that is too large for the GPU at hand, unless a trial has shown that it fits.
+        """Warn of a planned micro-batch that is too large for this device, unless a trial has shown that it fits.
 
         batching : where the recipe builds its Batching, whose ``max_batch_seconds`` is to blame
         """
         memory = memory_of(self.device)
+        if torch.device(self.device).type == "cpu":
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if memory is None or self.step_memory <= USABLE * memory:
             return
         if any(one.seconds >= self.cost.batch_seconds for one in tried):

@@ -89,7 +89,9 @@ def check_shadowed(files: Files, findings: Findings) -> None:
     for i, (_, root) in enumerate(files[:-1]):
         for key in root.value:
             there = any(key in level.value for _, level in levels(files[i + 1:]))
-            blind = next((path for path, other in files[i + 1:] if _refers(other, key)), None)
+            named = re.compile(rf"<{re.escape(str(key))}[\[.>]")
+            blind = next((path for path, other in files[i + 1:]
+                          if any(named.search(str(node.value)) for node in _references(other))), None)
             if key != BASE and there and blind is not None:
                 findings.error("shadowed", root.place_of(key), str(key),
                                f"it is beside `{BASE}`, so references in {blind.name} don't see it",
@@ -112,12 +114,6 @@ def renamed_recipe(path: Path) -> Path:
 
 def _references(root: Node) -> list[Node]:
     return [node for node in root.walk() if node.tag in ("!ref", "!copy") and node.scalar]
-
-
-def _refers(root: Node, key: object) -> bool:
-    """Whether a reference in a file begins with this key."""
-    named = re.compile(rf"<{re.escape(str(key))}[\[.>]")
-    return any(named.search(str(node.value)) for node in _references(root))
 
 
 # ---------------------------------------------------------------------------------------------- reading one
@@ -161,9 +157,17 @@ def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
         mark = error.problem_mark or error.context_mark
         place = Place(name, mark.line + 1, mark.column + 1) if mark else Place(name)
         problem = (error.problem or error.context or str(error)).strip()
-        if glued := _glued_colon(text, place.line):
-            place, problem = Place(name, *glued), "no space after the colon"
-        findings.error("syntax", place, "", f"this is not valid YAML: {problem}", _advice(problem, text, place.line))
+        lines = text.splitlines()
+        for number in range(max(place.line - 1, 1), min(place.line, len(lines)) + 1):  # where it failed, or above
+            if glued := re.match(r"\s*(?:- +)?\w+:(?![ \n]|$|//)", lines[number - 1]):
+                place, problem = Place(name, number, glued.end()), "no space after the colon"
+                break
+        if problem.startswith("expected ' '"):
+            tag = re.search(r"!\w+", lines[place.line - 1])
+            advice = f"write a space after the tag: {tag[0] if tag else '!ref'} <key>"
+        else:
+            advice = next((hint for parts, hint in _ADVICE.items() if any(part in problem for part in parts)), "")
+        findings.error("syntax", place, "", f"this is not valid YAML: {problem}", advice)
         return None
     except (UnicodeDecodeError, ReaderError) as error:
         findings.error("syntax", Place(name), "", f"this is not UTF-8 text: {first_line(error)}",
@@ -192,14 +196,6 @@ def _comment_lines(upwards: Iterable[str]) -> list[str]:
     return [line.strip() for line in found][::-1]
 
 
-def _glued_colon(text: str, line: int) -> tuple[int, int] | None:
-    """The line and column of a ``key:value`` without a space, in the line where reading failed or the one above."""
-    for number, written in list(enumerate(text.splitlines(), 1))[max(line - 2, 0) : line]:
-        if match := re.match(r"\s*(?:- +)?\w+:(?![ \n]|$|//)", written):
-            return number, match.end()
-    return None
-
-
 #: What to do about a problem of the YAML, by parts of ruamel's messages.
 _ADVICE = {
     ("nested too deeply",): "is a bracket repeated?",
@@ -212,13 +208,6 @@ _ADVICE = {
     ("character '>'", "character '<'"): "write a reference with brackets in a separate line: - !ref <key[part]>",
     ("',' or ']'", "',' or '}'"): "a bracket is not closed",
 }
-
-
-def _advice(problem: str, text: str, line: int) -> str:
-    if problem.startswith("expected ' '"):
-        tag = re.search(r"!\w+", text.splitlines()[line - 1])
-        return f"write a space after the tag: {tag[0] if tag else '!ref'} <key>"
-    return next((advice for parts, advice in _ADVICE.items() if any(part in problem for part in parts)), "")
 
 
 class _Converter:

@@ -177,14 +177,6 @@ def cpu_model(environment: Mapping[str, Any]) -> str:
     return re.sub(r", \d+ cores?$", "", str(environment.get("cpu")))
 
 
-def setting_of(run: Mapping[str, Any], threads: int) -> Setting:
-    """The setting of a run, from the line of its log about its start, and its number of threads."""
-    on_cpu = not str(run["device"]).startswith("cuda")
-    cards = str(run["environment"].get("gpu", "")).split(" x ", 1)[-1]
-    return Setting(cpu_model(run["environment"]) if on_cpu else cards, run["precision"], threads if on_cpu else 0,
-                   run["devices"])
-
-
 def record(log: Iterable[Mapping[str, Any]], brain: type, threads: int, max_batch_seconds: float, dev_seconds: float,
            test_seconds: float) -> bool:
     """Add a finished run to the file unless it was resumed or short; return whether it was added.
@@ -204,7 +196,11 @@ def record(log: Iterable[Mapping[str, Any]], brain: type, threads: int, max_batc
     seconds = tests[0]["time"] - starts[0]["time"]
     if seconds < MIN_SECONDS:
         return False
-    setting, count = setting_of(starts[0], threads), epochs[-1]["step"]
+    run, count = starts[0], epochs[-1]["step"]
+    on_cpu = not str(run["device"]).startswith("cuda")
+    cards = str(run["environment"].get("gpu", "")).split(" x ", 1)[-1]
+    setting = Setting(cpu_model(run["environment"]) if on_cpu else cards, run["precision"], threads if on_cpu else 0,
+                      run["devices"])
     padded = sum(line["audio_s_per_s"] * line["train_seconds"] / (1 - (line["padding_share"] or 0.0))
                  for line in epochs)
     operations = epochs[-1]["flops_per_s"] / epochs[-1]["audio_s_per_s"]

@@ -232,11 +232,6 @@ class SavedTensors(saved_tensors_hooks):
         self.used.append(saved)
         return saved[0]
 
-    def free_used(self) -> None:
-        for saved in self.used:
-            saved.clear()
-        self.used.clear()
-
 
 def backward(compute: Callable[[], Tensor]) -> None:
     """Compute a loss and run backward from it, from node to node in the order of autograd's engine.
@@ -259,7 +254,9 @@ def _walk(loss: Tensor, saved: SavedTensors) -> None:
         while queue:
             node = heapq.heappop(queue)[-1]
             left = _gradients(node, pending.pop(node))
-            saved.free_used()
+            for used in saved.used:  # by this node
+                used.clear()
+            saved.used.clear()
             while left:
                 child, slot, gradient = left.pop()
                 inputs = child._input_metadata
@@ -267,7 +264,9 @@ def _walk(loss: Tensor, saved: SavedTensors) -> None:
                     pending[child] = [None] * len(inputs)
                     heapq.heappush(queue, (-child._sequence_nr(), next(order), child))
                 if pending[child][slot] is None:
-                    pending[child][slot] = _shaped(gradient, inputs[slot])
+                    wanted = inputs[slot]  # the shape and type that the node takes, as the engine gives it
+                    pending[child][slot] = (gradient if gradient.shape == wanted.shape else
+                                            gradient.sum_to_size(wanted.shape)).to(wanted.dtype)
                 del gradient
 
 
@@ -287,8 +286,3 @@ def _gradients(node: Node, given: list[Tensor | None]) -> list[tuple[Node, int, 
         found = found if isinstance(found, tuple) else (found,)
     return [(child, slot, one) for (child, slot), one in zip(edges, found, strict=False)
             if child is not None and one is not None and not hasattr(child, "variable")]
-
-
-def _shaped(gradient: Tensor, like: Any) -> Tensor:  # torch's InputMetadata, which has no type
-    """Give a gradient the shape and type that a node takes, as the engine does."""
-    return (gradient if gradient.shape == like.shape else gradient.sum_to_size(like.shape)).to(like.dtype)

@@ -77,23 +77,23 @@ def tree(path: Path) -> Node:
 
 def merged(path: Path, overrides: Mapping[str, Any]) -> str:
     """The text of an equivalent recipe of one file: overrides applied, references and includes resolved."""
-    return writing.text(flatten(resolved(path, overrides)))
+    return writing.text(resolved(path, overrides))
 
 
 def resolved(path: Path, overrides: Mapping[str, Any]) -> Node:
-    """The tree of that recipe."""
+    """The tree of that recipe, with all keys at one level."""
     root = resolve(path, overrides, findings := Findings(), call=True)
     findings[:] = [finding for finding in findings if finding.code not in _LOADED]
     if root is None or findings:
         raise findings.as_error()
-    return root
+    return flatten(root)
 
 
 def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Build the objects of a recipe; all errors name its file."""
     check_overrides(path, overrides)
     try:
-        hparams: dict[str, Any] = load_hyperpyyaml(writing.text(flatten(resolved(path, overrides))))
+        hparams: dict[str, Any] = load_hyperpyyaml(merged(path, overrides))
     except SbkitError:
         raise
     except OSError as error:

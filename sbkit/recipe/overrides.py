@@ -183,8 +183,15 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
         elif not new.dotted and target.scalar and not target.tag:
             _set(root, key, new, given)
         else:
+            advice = f"give {target.key} one value"
+            if target.tag in ("!ref", "!copy"):
+                advice = f"it is {target.tag} {target.value}: set the parts of that, or replace all of {target.key}"
+            elif isinstance(target.value, list) and target.tag:
+                advice = "its arguments are a list: write them there as key: value, or replace all of it"
+            elif target.value is None:
+                advice = "it is null: give it a value, or !new:CLASS and its arguments"
             findings.error("override-structure", new.place, target.key,
-                           f"{target.key} has no parts that could be set one by one ({target.place})", _advise(target))
+                           f"{target.key} has no parts that could be set one by one ({target.place})", advice)
     root.value = {key: root.value[key] for key in order if key in root.value}
 
 
@@ -198,17 +205,6 @@ def _may_be_true(root: Node, target: Node) -> bool:
             return True
         target = root.value[refers[1]]
     return True
-
-
-def _advise(target: Node) -> str:
-    """A hint how to override a value without named parts."""
-    if target.tag in ("!ref", "!copy"):
-        return f"it is {target.tag} {target.value}: set the parts of that, or replace all of {target.key}"
-    if isinstance(target.value, list) and target.tag:
-        return "its arguments are a list: write them there as key: value, or replace all of it"
-    if target.value is None:
-        return "it is null: give it a value, or !new:CLASS and its arguments"
-    return f"give {target.key} one value"
 
 
 def _report_typo(root: Node, given: Node, key: object, new: Node, findings: Findings) -> None:

@@ -191,16 +191,6 @@ def _pretrained(built: Built) -> set[int]:
     return {id(p) for module in collected.values() if isinstance(module, nn.Module) for p in module.parameters()}
 
 
-def _or_frozen(built: Built, trained: set[int]) -> str:
-    """Another suggestion, for weights that the pretrainer loads and that would be trained; otherwise empty."""
-    pretrained = _pretrained(built)
-    for key, module in built.hparams.items():
-        own = {id(p) for p in module.parameters()} if isinstance(module, nn.Module) else set()
-        if not own.isdisjoint(trained) and own <= pretrained:
-            return f"; or, to keep the pretrainer's weights, write `freeze: {{{key}: true}}`"
-    return ""
-
-
 def _kind(built: Built, key: str) -> str:
     obj = built.hparams.get(key)
     return type(obj).__name__ if isinstance(obj, nn.Module) else "a layer"
@@ -298,10 +288,16 @@ def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
             by_holders.setdefault(tuple(h for h, held in holders.items() if id(parameter) in held), []).append(name)
         for held_by, names in by_holders.items():
             if not held_by:
+                advice = f"add `{root_name}: !ref <{root_name}>` to the recoverables"
+                trained = {id(owned_by[name]) for name in names} & pretrained
+                for key, module in built.hparams.items():
+                    own = {id(p) for p in module.parameters()} if isinstance(module, nn.Module) else set()
+                    if not own.isdisjoint(trained) and own <= pretrained:
+                        advice += f"; or, to keep the pretrainer's weights, write `freeze: {{{key}: true}}`"
+                        break
                 findings.error("not-saved", node.place, "checkpointer.recoverables",
                                f"{len(names)} parameters of {root_name} are in no checkpoint, such as {names[0]}",
-                               f"add `{root_name}: !ref <{root_name}>` to the recoverables"
-                               + _or_frozen(built, {id(owned_by[name]) for name in names} & pretrained))
+                               advice)
             elif len(held_by) > 1:
                 findings.warning("saved-twice", node.place, "checkpointer.recoverables",
                                  f"{len(names)} parameters of {root_name} are saved by {' and by '.join(held_by)}",

@@ -51,15 +51,12 @@ def trained_parts(parts: ParameterGroups, until: Mapping[str, float], factors: M
         rows.append([part, f"{counts[0]:,}", ", ".join(_frozen(counts)), _range(scales), *rates])
     whole: Counter[float] = sum(sizes.values(), Counter())
     columns = ["part", "trained", "frozen", "rate factor", *([] if peak is None else ["peak rate"])]
-    return Section("What learns", columns, rows, [_summary(whole)], {
+    total, frozen = whole.total(), _frozen(whole)
+    first = " from the first step" if any(0 < step < FOR_GOOD for step in whole) else ""
+    summary = f"{whole[0]:,} of {total:,} parameters are trained{first} ({100 * whole[0] / max(1, total):.1f} %)"
+    summary += f"; frozen: {' and '.join(frozen)}" if frozen else ""
+    return Section("What learns", columns, rows, [summary], {
         "learn": whole[0], "frozen": {_when(step): count for step, count in sorted(whole.items()) if step}})
-
-
-def _summary(counts: Counter[float]) -> str:
-    total, frozen = counts.total(), _frozen(counts)
-    first = " from the first step" if any(0 < step < FOR_GOOD for step in counts) else ""
-    trained = f"{counts[0]:,} of {total:,} parameters are trained{first} ({100 * counts[0] / max(1, total):.1f} %)"
-    return f"{trained}; frozen: {' and '.join(frozen)}" if frozen else trained
 
 
 def _frozen(counts: Mapping[float, int]) -> list[str]:

@@ -51,7 +51,17 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked
     mistaken = {(f.file, f.line, f.key) for f in findings if f.code == "wrong-type" and f.severity == "error"}
     findings[:] = [f for f in findings if not f.code.endswith("-as-text") or f.severity == "error"
                    or (f.file, f.line, f.key) not in mistaken]
-    _check_needed(root, findings, path)
+    for key, known in declared(root).items():
+        if known.needed and key not in root.value:
+            near = did_you_mean(key, map(str, root.value), cutoff=0.8)
+            findings.error("missing-key", Place(str(path)), key, f"the recipe lacks this key: {known.what}",
+                           f"is {near} a misspelling of it?" if near else COMPLETE)
+        elif known.needed and static(root.value[key]) is None and not root.value[key].wrong:
+            _wrong(root.value[key], findings, "missing-key", f"it {NULL}", COMPLETE)
+    modules = root.value.get("modules")
+    if modules is not None and not modules.wrong and not isinstance(modules.value, dict):
+        findings.error("wrong-type", root.place_of("modules"), "modules", "modules is a mapping of names to modules",
+                       "write `model: !ref <model>` under it")
     _check_brain(root, findings)
     check_names(root, referred, findings)
     return root
@@ -126,20 +136,6 @@ def _wrong(node: Node, findings: Findings, code: str, message: str, suggestion: 
 
 
 # ---------------------------------------------------------------------------------------------- what a run needs
-
-
-def _check_needed(root: Node, findings: Findings, path: Path) -> None:
-    for key, known in declared(root).items():
-        if known.needed and key not in root.value:
-            near = did_you_mean(key, map(str, root.value), cutoff=0.8)
-            findings.error("missing-key", Place(str(path)), key, f"the recipe lacks this key: {known.what}",
-                           f"is {near} a misspelling of it?" if near else COMPLETE)
-        elif known.needed and static(root.value[key]) is None and not root.value[key].wrong:
-            _wrong(root.value[key], findings, "missing-key", f"it {NULL}", COMPLETE)
-    modules = root.value.get("modules")
-    if modules is not None and not modules.wrong and not isinstance(modules.value, dict):
-        findings.error("wrong-type", root.place_of("modules"), "modules", "modules is a mapping of names to modules",
-                       "write `model: !ref <model>` under it")
 
 
 def _check_brain(root: Node, findings: Findings) -> None:

@@ -155,7 +155,13 @@ class _Resolver:
         """The node that a reference names, possibly shared with others; a new one for a scalar."""
         if not REFERENCE.search(text):
             found = Node(text, node.place, node.key)
-            found.wrong = not seen and self._report_literal(text, node)
+            if not seen and "<" in text:
+                self._error("bad-ref", node, f"the bracket of {text!r} is not closed", "write <key>")
+                found.wrong = True
+            elif not seen and text in self.root.value:
+                self._error("bad-ref", node, f"this is not a reference, but the text {text!r}",
+                            f"write {node.tag} <{text}>")
+                found.wrong = True
             return found
         if len(seen) > 50:  # circular, which is reported elsewhere
             return self._unknown(node)
@@ -288,16 +294,6 @@ class _Resolver:
                 targets = [self._find(name, found, quietly=True) for name in names]
                 branches.append(iter([target for target in targets if target is not None]))
         return False
-
-    def _report_literal(self, text: str, node: Node) -> bool:
-        if "<" in text:
-            self._error("bad-ref", node, f"the bracket of {text!r} is not closed", "write <key>")
-        elif text in self.root.value:
-            self._error("bad-ref", node, f"this is not a reference, but the text {text!r}",
-                        f"write {node.tag} <{text}>")
-        else:
-            return False
-        return True
 
     def _error(self, code: str, node: Node, message: str, suggestion: str = "") -> Node:
         """Report a mistake; return the unknown node that replaces this one."""

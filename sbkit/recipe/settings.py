@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +43,17 @@ def check_settings(root: Node, findings: Findings) -> None:
             _report(root, key, f"it is {_shown(value)}, and must be a number", findings)
         elif _too_low(key, value):
             _report_too_low(root.place_of(key), key, key, value, findings)
-    if "average_checkpoints" in known:
-        _check_averaged(root, known, findings)
+    # Enough checkpoints must be kept to average, and their weights can't be averages already.
+    average = "average_checkpoints"
+    count = _number(root, known[average]) if average in known else None
+    if count is not None and count >= 2:
+        kept, for_good = _number(root, known["keep_checkpoints"]), _number(root, known["keep_every"])
+        if _averages(root):
+            _report(root, average, "ema averages weights as well", findings,
+                    f"use one of them: ema_decay: 0, or {average}: 1")
+        elif not for_good and kept is not None and kept < count:
+            _report(root, average, f"it is {count}, but keep_checkpoints is {kept}: fewer are kept", findings,
+                    f"set keep_checkpoints to {count} or more")
 
 
 def _check_declared(root: Node, known: Declared, value: object, findings: Findings) -> None:
@@ -83,21 +92,6 @@ def _report_too_low(place: Place, written: str, name: str, value: object, findin
                          "write 0 if that is meant")
     else:
         findings.error("setting", place, written, f"it is {value}, and must be {_MINIMUM[name]} or more")
-
-
-def _check_averaged(root: Node, known: Mapping[str, Declared], findings: Findings) -> None:
-    """Check that enough checkpoints are kept to average, and that their weights aren't averages already."""
-    key = "average_checkpoints"
-    count = _number(root, known[key])
-    if count is None or count < 2:
-        return
-    kept, for_good = _number(root, known["keep_checkpoints"]), _number(root, known["keep_every"])
-    if _averages(root):
-        _report(root, key, "ema averages weights as well", findings,
-                f"use one of them: ema_decay: 0, or {key}: 1")
-    elif not for_good and kept is not None and kept < count:
-        _report(root, key, f"it is {count}, but keep_checkpoints is {kept}: fewer are kept", findings,
-                f"set keep_checkpoints to {count} or more")
 
 
 def _number(root: Node, known: Declared) -> int | None:

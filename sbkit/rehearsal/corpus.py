@@ -13,7 +13,6 @@ import soundfile
 
 from sbkit.data.augment import planned_seconds
 from sbkit.data.columns import BatchColumns
-from sbkit.data.corpus import Corpus
 from sbkit.data.sources import Rows, Source, is_hub_address, open_source
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError, first_line
@@ -55,9 +54,14 @@ def write(recipe: Recipe, folder: Path, world: int) -> dict[str, Any]:
     keys, corpus = recipe.keys, recipe.keys.corpus
     batching = keys.batching
     step, text = min(batching.update_seconds, 1.2 * world * batching.max_batch_seconds), ""
-    if _exists(corpus):
+    source = corpus.source
+    on_hub = isinstance(source, (str, Path)) and is_hub_address(source)
+    if isinstance(source, (Source, Mapping)) or (source is not None and not on_hub and Path(source).exists()):
+        opened = source if isinstance(source, Source) else open_source(
+            source, cache=folder / "audio", language=corpus.language, columns=corpus.columns,
+            data_root=corpus.data_root, show_progress=False)
         short = copy.copy(corpus)
-        short.folder, short.source, short.report = folder, _FirstRows(_open_source(corpus, folder)), None
+        short.folder, short.source, short.report = folder, _FirstRows(opened), None
         kept = short.prepare(show_progress=False, needed=SPLITS, needs_text=recipe.task.needs_text(),
                             columns=recipe.task.columns)
         step = min(step, float(planned_seconds(recipe.hparams.get("augment"), kept["train"].durations).sum()) / STEPS)
@@ -75,23 +79,6 @@ def write(recipe: Recipe, folder: Path, world: int) -> dict[str, Any]:
         *(["--batching.clips_per", "null"] if batching.clips_per else []),
         # Replay does not change the size of a batch.
         *(["--replay", "null", "--replay_from", "null"] if vars(keys).get("replay") else [])]}
-
-
-def _exists(corpus: Corpus) -> bool:
-    source = corpus.source
-    if isinstance(source, Source):
-        return True
-    if source is None or (isinstance(source, (str, Path)) and is_hub_address(source)):
-        return False
-    return isinstance(source, Mapping) or Path(source).exists()
-
-
-def _open_source(corpus: Corpus, folder: Path) -> Source:
-    if isinstance(corpus.source, Source):
-        return corpus.source
-    assert corpus.source is not None, "it exists"
-    return open_source(corpus.source, cache=folder / "audio", language=corpus.language, columns=corpus.columns,
-                       data_root=corpus.data_root, show_progress=False)
 
 
 def refuse_words(recipe: Recipe, text: str) -> None:

@@ -66,7 +66,11 @@ def run_rank(launch: str, rank: int, job: Mapping[str, Any]) -> None:
         pass
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        if (missing := nullcard.lacks()) and _says_missing(error, missing[-1]):
+        missing, messages = nullcard.lacks(), ""
+        cause: BaseException | None = error
+        while missing and cause is not None:
+            messages, cause = f"{messages} {cause}", cause.__cause__ or cause.__context__
+        if missing and (missing[-1] in messages or "not supported" in messages.lower().replace("_", " ")):
             diary.write("skip", f"the null card has no {missing[-1]}")
         else:
             diary.add_error(error)
@@ -78,14 +82,6 @@ def run_rank(launch: str, rank: int, job: Mapping[str, Any]) -> None:
     dump_collectives(diary)
     diary.write("end", code)
     os._exit(code)
-
-
-def _says_missing(error: BaseException | None, function: str) -> bool:
-    """Return whether an error, or one of its causes, says that a function is missing."""
-    messages = ""
-    while error is not None:
-        messages, error = f"{messages} {error}", error.__cause__ or error.__context__
-    return function in messages or "not supported" in messages.lower().replace("_", " ")
 
 
 # ------------------------------------------------------------------------------------------- before anything runs

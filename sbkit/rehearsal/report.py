@@ -43,7 +43,12 @@ def assemble(recipe: str, found: Sequence[Line], count: int, card: Card, seconds
         figures |= line.get("figures", {}) if line.get("rank") == 0 else {}
         for each in (*line.get("report", {}).get("errors", ()), *line.get("report", {}).get("warnings", ())):
             report.add([Finding(**each)])
-    findings = _findings(found)
+    # The findings of all ranks, without duplicates; of errors that end a launch, only the first.
+    kept: dict[tuple[Any, ...], Line] = {}
+    for line in sorted((line for line in found if "finding" in line), key=lambda line: line.get("at", float("inf"))):
+        each = line["finding"] | {"stage": _report_stage(line["launch"], line["finding"]["stage"])}
+        kept.setdefault((line["launch"],) if each["ends"] else _identity(each), each)
+    findings = list({_identity(each): each for each in kept.values()}.values())
     report.add(Finding(**{name: value for name, value in each.items() if name not in ("stage", "ends")} |
                        {"file": each["file"] or recipe}) for each in findings)
     report.sections["rehearsal"] = _stages(found, findings, report, count, card, figures)
@@ -59,15 +64,6 @@ def assemble(recipe: str, found: Sequence[Line], count: int, card: Card, seconds
         report.sections["figures"] = _figures(figures, card)
         report.sections["memory"] = _memory(figures["timeline"], figures)
     return report
-
-
-def _findings(found: Sequence[Line]) -> list[Line]:
-    """Return the findings of all ranks, without duplicates; of errors that end a launch, only the first."""
-    kept: dict[tuple[Any, ...], Line] = {}
-    for line in sorted((line for line in found if "finding" in line), key=lambda line: line.get("at", float("inf"))):
-        each = line["finding"] | {"stage": _report_stage(line["launch"], line["finding"]["stage"])}
-        kept.setdefault((line["launch"],) if each["ends"] else _identity(each), each)
-    return list({_identity(each): each for each in kept.values()}.values())
 
 
 def _identity(finding: Line) -> tuple[Any, ...]:

@@ -73,7 +73,15 @@ def rehearse(args: Sequence[str], count: int, card: Card) -> list[Line]:
 
 def main(folder: str) -> None:
     """Fork the processes of a rehearsal from this one, which imports everything once."""
-    _import_all()
+    with nullcard.without_driver():
+        import torch._dynamo
+        import torch._refs  # noqa: F401 (for fake tensors)
+
+        import sbkit.export.bundle
+        import sbkit.runs.training
+        import sbkit.train.memory.trials  # noqa: F401
+        from sbkit.rehearsal import no_values
+    no_values.install()
     job = json.loads(Path(folder, "job.json").read_text()) | {"figures": {}, "estimate": {}}
     found, waiting, running, succeeded = list[Line](), dict(DEPENDS_ON), dict[str, Launch](), set[str]()
     while waiting or running:
@@ -100,19 +108,6 @@ def main(folder: str) -> None:
         if not running and not any(succeeded.issuperset(after) for after in waiting.values()):
             break
     Path(folder, "found.json").write_text(json.dumps(found))
-
-
-def _import_all() -> None:
-    """Import everything that the processes need."""
-    with nullcard.without_driver():
-        import torch._dynamo
-        import torch._refs  # noqa: F401 (for fake tensors)
-
-        import sbkit.export.bundle
-        import sbkit.runs.training
-        import sbkit.train.memory.trials  # noqa: F401
-        from sbkit.rehearsal import no_values
-    no_values.install()
 
 
 class Launch:
@@ -188,7 +183,14 @@ class Launch:
         # Once one has failed, it is right for another to exit with a code.
         found += [self._crash(rank, code) for rank, code in silent.items() if code < 0 or not failed]
         found += self._compare_collectives(found) if self.name != "fail" else []
-        found += self._hang(found) if self.hangs else []
+        if self.hangs:  # say at which line each rank is
+            locations = [self._location(rank) for rank in range(self.world)]
+            where = [f"rank {rank} " + (f"is at {location[0]}:{location[1]}" if location else "has ended")
+                     for rank, location in enumerate(locations)]
+            stage = next((line["stage"] for line in reversed(found) if "stage" in line), self.name)
+            found.append(self._finding(
+                "hang", next(filter(None, locations), ("", 0)), f"the run hangs: {', '.join(where)}",
+                "does each rank reach this line, and do all call the same collectives?", stage))
         return [*found, {"launch": self.name, "rank": 0, "ended": ended}]
 
     def has_succeeded(self, lines: Sequence[Line]) -> bool:
@@ -238,15 +240,6 @@ class Launch:
         file = self._file(rank, "stack")
         frames = re.findall(r'File "(.*)", line (\d+)', file.read_text()) if file.exists() else []
         return own_location([(name, int(line)) for name, line in frames]) if frames else None
-
-    def _hang(self, found: Sequence[Line]) -> list[Line]:
-        """Return the finding that the run hangs, with the line at which each rank is."""
-        locations = [self._location(rank) for rank in range(self.world)]
-        where = [f"rank {rank} " + (f"is at {location[0]}:{location[1]}" if location else "has ended")
-                 for rank, location in enumerate(locations)]
-        stage = next((line["stage"] for line in reversed(found) if "stage" in line), self.name)
-        return [self._finding("hang", next(filter(None, locations), ("", 0)), f"the run hangs: {', '.join(where)}",
-                              "does each rank reach this line, and do all call the same collectives?", stage)]
 
     def _finding(self, code: str, location: Sequence[Any], message: str, suggestion: str, stage: str = "steps") -> Line:
         return {"launch": self.name, "rank": 0, "finding": {

@@ -163,20 +163,17 @@ class Watch:
         self.diary.write("step", self.steps)
         if self.diary.launch == "train" and self.epoch == 1:
             if self.steps == WARMUP_STEPS:
-                self._start_recording()
+                # From here on, host waits and allocations are recorded, with their lines.
+                warnings.filterwarnings("always", "called a synchronizing")
+                warnings.filterwarnings("ignore", "Synchronization debug mode")
+                self._shown, warnings.showwarning = warnings.showwarning, self._show
+                torch.cuda.set_sync_debug_mode("warn")
+                torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
+                self._step_starts = [time.time_ns() // 1000]
             elif self.steps > WARMUP_STEPS:
                 self._counted += 1
                 self._step_starts.append(time.time_ns() // 1000)
         self.on_step(self.epoch, self.steps)
-
-    def _start_recording(self) -> None:
-        """Start recording host waits and allocations, with their lines."""
-        warnings.filterwarnings("always", "called a synchronizing")
-        warnings.filterwarnings("ignore", "Synchronization debug mode")
-        self._shown, warnings.showwarning = warnings.showwarning, self._show
-        torch.cuda.set_sync_debug_mode("warn")
-        torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
-        self._step_starts = [time.time_ns() // 1000]
 
     def _show(self, message: Warning | str, *args: Any, **kwargs: Any) -> None:
         if "called a synchronizing" not in str(message):
@@ -207,10 +204,7 @@ class Watch:
                 self.diary.report("wait", location, f"the host waits for the GPU {count / counted:.3g} times a step: "
                                   f"{linecache.getline(*location).strip() or 'in torch, in a backward'}",
                                   "keep the value on the device, or read it a step later")
-        self._find_growth(events)
-
-    def _find_growth(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Find lines whose tensors of several steps are still alive."""
+        # Lines whose tensors of several steps are still alive.
         live: dict[int, Mapping[str, Any]] = {}
         for event in events:
             captured = any(frame["filename"] == graphs.__file__ for frame in event.get("frames", ()))
@@ -223,7 +217,7 @@ class Watch:
             kept.setdefault(_location(event), []).append(event)
         for location, held in kept.items():
             steps = {sum(event["time_us"] >= start for start in self._step_starts) for event in held}
-            if len(steps) >= self._counted:  # of each step
+            if len(steps) >= counted:  # of each step
                 size = sum(event["size"] for event in held) / len(steps)
                 self.diary.report("growth", location, f"memory grows by {size / 2**20:.3g} MiB a step, because tensors "
                                   f"created here are never freed: {linecache.getline(*location).strip()}",

@@ -79,8 +79,8 @@ class RunLock:
     def _acquire(self) -> None:
         with disk.writing_into(self.folder, self.option):
             self.folder.mkdir(parents=True, exist_ok=True)
-            while not self._follow(self._newest()):
-                pass  # another process was quicker
+            while not self._follow(self._newest()):  # another process was quicker, or has removed its new folder again
+                self.folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._renew, name="run-lock", daemon=True)
         self._thread.start()
 
@@ -99,7 +99,7 @@ class RunLock:
         path = self._path(before + 1)
         try:
             lock = Lock(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        except FileExistsError:
+        except (FileExistsError, FileNotFoundError):
             return False
         self._lock, self._number = lock, before + 1
         try:

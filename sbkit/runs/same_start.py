@@ -7,7 +7,6 @@ import itertools
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import resolved
-from sbkit.recipe.resolve import flatten
 from sbkit.runs import reproduction
 from sbkit.train.distributed import ranks
 
@@ -24,7 +23,7 @@ def require(request: CommandLine) -> None:
                for name in request.run_opts.overridden_args if name not in _MAY_DIFFER}
     options["check"] = str(request.check)
     options["device"] = str(request.run_opts.device).partition(":")[0]
-    texts = flatten(resolved(request.path, request.overrides)).texts()
+    texts = resolved(request.path, request.overrides).texts()
     found = ranks.gather_objects((texts | options, set(request.overrides)))
     first = found[0][0]
     differing: list[tuple[str, dict[str, list[int]]]] = []

@@ -36,7 +36,7 @@ def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
     from sbkit.train.signals import end_by_signals
 
     request = arguments.parse(words)
-    if not request.check:  # the check reports these, too
+    if not request.check:  # the check reports these, too; loading does so again, but only after torch is imported
         load.check_overrides(request.path, request.overrides)
     device = devices.resolve(request.run_opts.device)
     if device.type == "cpu":
@@ -80,6 +80,8 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
     pretrained.fetch(recipe.keys.pretrainer, _filled_elsewhere(recipe))
     from_corpus = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides, bundles)
     if from_corpus:
+        # Keys that only the prepared corpus knows, such as the number of its characters, size the model: the objects
+        # that prepared it are dropped, and the recipe is built again with these keys, as each later start does.
         request.overrides.update({key: value for key, value in from_corpus.items() if key in recipe.hparams})
         recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
         ranks.run_on_main(preparation.save_recipe, folder, request)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
-from sbkit.score.run_files import BEFORE_START, MANIFESTS, RECIPE, TESTED
+from sbkit.score.run_files import BEFORE_START, HELD, MANIFESTS, RECIPE, TESTED
 from sbkit.system import disk
 
 logger = logging.getLogger(__name__)
@@ -89,6 +91,28 @@ class StartGuard:
         if self._here and (self.restores or kind is not None):
             restore_previous(self.folder)
         self.begins()
+
+
+@contextlib.contextmanager
+def without_traces(folder: Path) -> Iterator[None]:
+    """Context that may make a folder: if it fails, its locks and empty files go again, and with them an empty folder.
+
+    What took work stays for the next try, such as durations that were measured. Nothing goes from an older folder.
+    """
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        yield
+    except BaseException:
+        if new:
+            held = [folder / HELD.format(1)]  # with a higher number, another process works there by now
+            locks = held if held == list(folder.glob(HELD.format("*"))) else []
+            for path in [*folder.glob("*/*"), *folder.glob("*"), *new]:  # a folder comes after what is in it
+                with contextlib.suppress(OSError):
+                    if path.is_dir():
+                        path.rmdir()  # refused unless it is empty
+                    elif path in locks or (path.name.startswith(".") and not path.stat().st_size):
+                        path.unlink()
+        raise
 
 
 def restore_previous(folder: Path) -> None:

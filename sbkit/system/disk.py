@@ -128,8 +128,14 @@ def explain(error: OSError, path: str | os.PathLike[str], needed: float | None =
     if error.errno == errno.EFBIG and largest != resource.RLIM_INFINITY:
         reason += f", as files may only have {size(largest)} here: raise that by ulimit -f"
     left = f"free in {os.fspath(path)}: " if called else "free: "
-    return (f"{called or os.fspath(path)} {what}: {reason} "
-            f"({needs}{left}{_free_text(Path(path))})")
+    try:
+        files = os.statvfs(nearest_folder(Path(path)))
+    except OSError:
+        left += "unknown"
+    else:
+        left += size(free(Path(path)))
+        left += "" if not files.f_files or files.f_favail else ", but it can hold no more files"
+    return f"{called or os.fspath(path)} {what}: {reason} ({needs}{left})"
 
 
 def check_writable(path: Path, option: str) -> None:
@@ -167,15 +173,6 @@ def free(path: Path) -> int:
     """Return the bytes that are free on the disk of ``path``, which need not exist yet."""
     found = os.statvfs(nearest_folder(path))
     return found.f_bavail * found.f_frsize
-
-
-def _free_text(path: Path) -> str:
-    try:
-        files = os.statvfs(nearest_folder(path))
-    except OSError:
-        return "unknown"
-    full = "" if not files.f_files or files.f_favail else ", but it can hold no more files"
-    return size(free(path)) + full
 
 
 def nearest_folder(path: Path) -> Path:

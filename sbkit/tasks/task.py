@@ -332,10 +332,6 @@ class Task(Brain):
     def validated(self, rows: Sequence[Any], stats: Mapping[str, float]) -> None:
         """Called on every rank after a validation with the rows of all ranks and their ``stats``."""
 
-    def close_validation(self, rows: Sequence[Any], stats: Mapping[str, float]) -> None:
-        """Finish a validation, and call ``validated``."""
-        self.validated(rows, stats)
-
     def close_stage(self, stage: Stage, loss: float, epoch: int | None = None) -> None:
         """Compute and log results, call ``on_stage_end``, and save a checkpoint after a validation."""
         if stage == Stage.TRAIN:
@@ -359,7 +355,7 @@ class Task(Brain):
         if unread:  # rates leave them out, so they are always shown together
             stats["unread"] = len(unread)
             logger.warning("%s", describe_unread("valid", unread, len(rows)))
-        self.close_validation(rows, stats)
+        self.validated(rows, stats)
         if self.annealing is not None and self.opt_class is not None and epoch is not None:
             self.annealing.after_validation(self.optimizer, epoch, loss)
         super().close_stage(stage, loss, epoch)

@@ -97,6 +97,7 @@ def test_what_each_format_did_is_counted(comparison):
         made.raise_if_any(failures)
     assert list(made.facts()["formats"]) == ["checkpoint", "onnx", "torch", "int8", "sherpa"]
     assert made.facts()["clips"]["seconds"] == 3.0
+    assert made.clip_names() == "int8: other words in 1, 2\n" and "changed" not in made.facts()["formats"]["int8"]
 
 
 def test_a_refusal_for_rounding_says_which_tolerance_would_do(comparison):

@@ -1,6 +1,7 @@
 """The cost estimate warns of a micro-batch that the GPU has no room for, where the recipe sets its size."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -39,6 +40,12 @@ def test_a_micro_batch_that_is_too_large_is_blamed_on_the_value_that_batching_ha
     assert warning == (
         f"{place}: warning: max_batch_seconds: a micro-batch of 60 s needs about 9.00 GiB, cuda has 8.00 GiB; set "
         "max_batch_seconds to 43 s or less: the optimizer steps stay the same, with more micro-batches")
+
+
+def test_a_micro_batch_that_the_memory_of_the_machine_cannot_hold_is_told_on_a_cpu(needs_nine, monkeypatch):
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 8 << 18, "SC_PAGE_SIZE": 4096}.get)
+    (warning,) = warnings(dataclasses.replace(needs_nine, device="cpu"), BATCHING)
+    assert "needs about 9.00 GiB, cpu has 8.00 GiB; set max_batch_seconds to 43 s or less" in warning
 
 
 def test_where_not_even_one_utterance_fits_adapters_are_named(needs_nine):

@@ -1,6 +1,7 @@
 """The battery of a recogniser's behaviour, around the search that answers it."""
 
 import contextlib
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,3 +36,21 @@ def test_noises_of_the_folder_are_tried_if_it_still_has_any(recordings, heard, t
         Manifest(ids=[], wavs=[], texts=[], durations=[]), 16_000)
     listed = [row[0] for table in found.tables if "hears words" in table.title for row in table.rows]
     assert listed == [str(folder / name) for name in heard]
+
+
+def test_the_real_time_factor_holds_no_warm_up(tmp_path, monkeypatch):
+    calls = []
+
+    def transcribe(request, recipe, brain, manifest, label, show=True):
+        if not calls:
+            time.sleep(0.3)
+        calls.append(len(manifest))
+        return {}, 0.0
+
+    monkeypatch.setattr(evaluation, "transcribe", transcribe)
+    results = SimpleNamespace(check=lambda: None, utterances=3, parts={}, facts=dict)
+    brain = SimpleNamespace(searching=contextlib.nullcontext, all_rows=list, device="cpu", eval_precision="fp32",
+                            tested_results=lambda *given: results, metric=SimpleNamespace(name="WER"))
+    manifest = Manifest(ids=list("abc"), wavs=list("abc"), texts=list("abc"), durations=[0.1] * 3)
+    scored = evaluation.score(evaluation.EvaluateRequest(tmp_path), None, brain, manifest, "best")
+    assert calls == [1, 3] and scored.facts["real_time_factor"] < 0.5

@@ -11,7 +11,7 @@ import pytest
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
-from sbkit.runs.start_guard import StartGuard
+from sbkit.runs.start_guard import StartGuard, without_traces
 
 
 @pytest.fixture
@@ -217,3 +217,35 @@ def test_an_output_folder_that_moved_changes_no_other_value(folder):
 
 def test_a_recipe_that_cannot_be_read_has_no_changes(folder):
     assert changes(folder, "lr: 1", "{") == []
+
+
+def in_folder(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("left, kept", [
+    ({}, []),
+    ({"run/manifests/.durations-1": "[1]\n"},
+     ["new", "new/run", "new/run/manifests", "new/run/manifests/.durations-1"]),
+    ({"run/.held-2.json": "{}"}, ["new", "new/run", "new/run/.held-1.json", "new/run/.held-2.json"])],
+    ids=["nothing", "measured durations", "another process"])
+def test_a_failure_leaves_no_locks_and_empty_folders_in_a_folder_that_it_made(tmp_path, left, kept):
+    run = tmp_path / "new" / "run"
+    with pytest.raises(SbkitError), without_traces(run):
+        (run / "save").mkdir(parents=True)
+        (run / "manifests").mkdir()
+        (run / "manifests" / ".lock").touch()
+        (run / ".held-1.json").write_text("{}")
+        for name, text in left.items():
+            (tmp_path / "new" / name).write_text(text)
+        raise SbkitError("no clips")
+    assert in_folder(tmp_path) == kept
+
+
+def test_a_failure_in_an_older_folder_and_a_success_remove_nothing(tmp_path):
+    (tmp_path / "old" / "save").mkdir(parents=True)
+    with pytest.raises(SbkitError), without_traces(tmp_path / "old"):
+        raise SbkitError("no clips")
+    with without_traces(tmp_path / "new" / "run"):
+        (tmp_path / "new" / "run").mkdir(parents=True)
+    assert in_folder(tmp_path) == ["new", "new/run", "old", "old/save"]

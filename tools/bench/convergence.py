@@ -29,7 +29,6 @@ from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
-from sbkit.recipe.resolve import flatten
 from sbkit.system.console import table
 from tools.bench.harness import RECIPE, ROOT, Results, as_words, call, discard, parse_checked, read_lines
 
@@ -122,7 +121,7 @@ def results_of(out: Path, peak: float, more: list[str]) -> Results:
 
 def recipe_hash() -> str:
     """Return a hash of the recipe's values, apart from those that each run sets."""
-    texts = flatten(load.resolved(RECIPE, {})).texts()
+    texts = load.resolved(RECIPE, {}).texts()
     values = {key: value for key, value in texts.items() if key.partition(".")[0] not in OWN}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -72,20 +72,18 @@ class CommonVoice(Source):
         meta = {ours: Column(column) for ours, theirs in META_ALIASES.items()
                 if (column := tsv.find(*theirs)) is not None}
         meta.update({role: Column(tsv.need(role)) for role in further})
-        self._check_language(meta.get("language"))
+        locales = meta.get("language")
+        found = locales[0] if locales else None
+        if found and self.language and _primary(found) != _primary(self.language) and not self._reported:
+            self._reported = True
+            logger.warning("%s holds %s, but the language is set to %s: the text rules may not fit",
+                           self.folder, found, self.language)
         return Rows(
             str(path), pc.replace_substring_regex(clip_names, _SUFFIX, ""),
             join(f"{os.path.abspath(self.clips)}/", clip_names), sentences, tsv.find("client_id"),
             self._durations(clip_names), meta=meta,
             malformed=[(f"{path.name} line {line}", what) for line, what in tsv.malformed],
         )
-
-    def _check_language(self, locales: Column | None) -> None:
-        found = locales[0] if locales else None
-        if found and self.language and _primary(found) != _primary(self.language) and not self._reported:
-            self._reported = True
-            logger.warning("%s holds %s, but the language is set to %s: the text rules may not fit",
-                           self.folder, found, self.language)
 
     def _durations(self, clip_names: pa.Array) -> np.ndarray:
         """Seconds of each clip from ``clip_durations.tsv``, NaN for clips that it doesn't list."""

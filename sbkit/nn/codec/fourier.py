@@ -60,7 +60,7 @@ def mel_filters(size: int, bands: int, sample_rate: int) -> Tensor:
 
     A band narrower than a bin gets the bin nearest to its centre, so that none is empty.
     """
-    top = _mel(sample_rate / 2)
+    top = 2595 * math.log10(1 + sample_rate / 2 / 700)  # mel
     edges = torch.tensor([700 * (10 ** (top * i / (bands + 1) / 2595) - 1) for i in range(bands + 2)],
                          dtype=torch.float64)
     bins = torch.arange(size // 2 + 1, dtype=torch.float64)[:, None] * (sample_rate / size)
@@ -70,10 +70,6 @@ def mel_filters(size: int, bands: int, sample_rate: int) -> Tensor:
     nearest = torch.arange(len(bins))[:, None] == (bins - edges[1:-1]).abs().argmin(0)
     weights = torch.where(weights.sum(0) > 0, weights, nearest.double())
     return (weights / weights.sum(0)).float()
-
-
-def _mel(hertz: float) -> float:
-    return 2595 * math.log10(1 + hertz / 700)
 
 
 #: Power below which a band, or a bin, counts as silent, 60 dB below that of noise at full scale.

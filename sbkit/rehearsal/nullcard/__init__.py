@@ -10,7 +10,6 @@ import ctypes
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from unittest import mock
 
 from sbkit.rehearsal.cards import Card
@@ -25,7 +24,11 @@ def environment(card: Card, count: int, *, base: Mapping[str, str] = os.environ,
     patience : seconds that a rank waits for the others in a collective before it fails
     """
     library = build()
-    folder = _links(library)
+    folder = library.with_suffix("")  # in which linkers and loaders find the driver by its file names
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for name in ("libcuda.so", "libcuda.so.1"):
+        with contextlib.suppress(FileExistsError):
+            (folder / name).symlink_to(library)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     major, minor = card.capability
     facts = {"NAME": f"{card.name} (null)", "MEMORY": card.memory, "MULTIPROCESSORS": card.multiprocessors,
@@ -46,16 +49,6 @@ def environment(card: Card, count: int, *, base: Mapping[str, str] = os.environ,
         # Autotuning results are random here, and a real GPU must not find them.
         "TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
-
-
-def _links(library: Path) -> Path:
-    """Create a folder in which linkers and loaders find the driver by its file names."""
-    folder = library.with_suffix("")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    for name in ("libcuda.so", "libcuda.so.1"):
-        with contextlib.suppress(FileExistsError):
-            (folder / name).symlink_to(library)
-    return folder
 
 
 @dataclass(frozen=True)

@@ -83,15 +83,12 @@ def _stubs(torch: Path, include: Path) -> str:
         else:
             body = "() { return 0; }" if _IDLE.search(name) else '() { card::launch_library(); return 0; }'
         lines.append(f"STUB {name}{body}")
-    codes = dict(re.findall(r"\bcuda(?:Error)?(\w+)\s*=\s*(\d+)", _enumeration(include / "driver_types.h")))
+    types = (include / "driver_types.h").read_text(encoding="utf-8")
+    errors = re.search(r"enum __device_builtin__ cudaError\s*\{(.*?)\};", types, re.S)
+    codes = dict(re.findall(r"\bcuda(?:Error)?(\w+)\s*=\s*(\d+)", errors[1] if errors else ""))
     texts = {code: re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower() for name, code in codes.items()}
     texts |= {"2": "out of memory"}  # as torch shows it
     cases = "".join(f'case {code}: return "{text}"; ' for code, text in texts.items())
     lines.append("namespace card { const char* error_text(int code) { "
                  f'switch (code) {{ {cases}}} return "error"; }} }}')
     return "\n".join(lines) + "\n"
-
-
-def _enumeration(header: Path) -> str:
-    found = re.search(r"enum __device_builtin__ cudaError\s*\{(.*?)\};", header.read_text(encoding="utf-8"), re.S)
-    return found[1] if found else ""

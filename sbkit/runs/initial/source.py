@@ -18,7 +18,6 @@ from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn.pretrained.source import Settings
 from sbkit.recipe import load
-from sbkit.recipe.resolve import flatten
 from sbkit.recipe.source import Node
 from sbkit.runs import restore
 from sbkit.runs.initial.files import (
@@ -413,7 +412,7 @@ def pretrained_files(folder: Path) -> list[str]:
 def _pretrainer(folder: Path) -> tuple[Node, dict[str, Node], dict[str, list[str]]]:
     """A recipe, the objects that its pretrainer loads, and the possible names of their files."""
     path = folder / RECIPE
-    tree = flatten(load.resolved(path, {}))
+    tree = load.resolved(path, {})
     loadables = tree.at("pretrainer", "loadables")
     if not isinstance(loadables, dict):
         raise SbkitError(f"init_from: {path} is not of a run, and has no pretrainer that names weights",

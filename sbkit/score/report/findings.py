@@ -259,21 +259,15 @@ def _training(run: RunData) -> Iterator[RunFinding]:
 
 def _waiting(run: RunData) -> Iterator[RunFinding]:
     """Yield what training waited for, if it was long enough to matter."""
-    data = _waited([(epoch["time_shares"].get("data", 0.0), epoch.get("train_seconds") or 0.0) for epoch in run.epochs
-                    if epoch.get("time_shares")])
-    if data:
+    epochs = [(epoch["time_shares"].get("data", 0.0), epoch.get("train_seconds") or 0.0) for epoch in run.epochs
+              if epoch.get("time_shares")]
+    data = float(np.mean([share for share, _ in epochs])) if epochs else 0.0
+    if data > _MIN_WAITING and sum(share * seconds for share, seconds in epochs) >= _MIN_LOST_SECONDS:
         on_cpu = bool(run.starts) and run.starts[-1].get("device") == "cpu"
         advice = ("Data workers and training share the cores here: WAV takes less time to read than MP3, and more "
                   "num_workers help only if cores are free." if on_cpu else
                   "More num_workers, a faster disk or shards (sbkit shard) give that time back.")
         yield RunFinding(data, f"The device waited for data during {percent(data)} of a step", advice, "curves")
-
-
-def _waited(epochs: Sequence[tuple[float, float]]) -> float:
-    """Return the mean share of waiting of epochs (share, seconds of training); 0 if it isn't worth a finding."""
-    mean = float(np.mean([share for share, _ in epochs])) if epochs else 0.0
-    lost = sum(share * seconds for share, seconds in epochs)
-    return mean if mean > _MIN_WAITING and lost >= _MIN_LOST_SECONDS else 0.0
 
 
 def _data(run: RunData) -> Iterator[RunFinding]:

@@ -34,8 +34,15 @@ def chunks_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     """
     if keys.chunks is None:
         return True
-    fits = {"encoder": _encoder(keys, built, findings), "compute_features": _features(keys, built, findings),
-            "normalize": _normalization(keys, built, findings), "frontend": check_front_end(keys, built, findings)}
+    fits = {"encoder": _encoder(keys, built, findings)}
+    model = Recognizer.of(keys)
+    model.normalize = None
+    fits["compute_features"] = keys.compute_features is None or _same_before(
+        lambda signals: _computed(model.features, signals), keys)
+    if not fits["compute_features"]:
+        _refuse(findings, built.nodes["compute_features"], "", "the features of a frame depend on how loud later audio "
+                "is", "use sbkit.nn.kaldi.FilterBank")
+    fits |= {"normalize": _normalization(keys, built, findings), "frontend": check_front_end(keys, built, findings)}
     model = Recognizer.of(keys)
     stepless = set(requirements.for_step(model)) if keys.chunks.ahead else set()
     for missing in requirements.for_stream(model):
@@ -65,16 +72,6 @@ def _encoder(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
                 "or ends, which is unknown on a stream", "write attention_type: RoPEMHA")
     else:
         return True
-    return False
-
-
-def _features(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
-    model = Recognizer.of(keys)
-    model.normalize = None
-    if keys.compute_features is None or _same_before(lambda signals: _computed(model.features, signals), keys):
-        return True
-    _refuse(findings, built.nodes["compute_features"], "", "the features of a frame depend on how loud later audio is",
-            "use sbkit.nn.kaldi.FilterBank")
     return False
 
 

@@ -149,7 +149,10 @@ class LiveTest:
         finals: list[PartialTranscript] = []
         for chunk, each in zip(self.chunk, scores, strict=False):
             config = self.configs[chunk]
-            cuts, ahead = [_cuts(config, count) for count in frames.tolist()], config.ahead if config else 0
+            cuts, ahead = [[count] for count in frames.tolist()], 0  # the number of final frames after each chunk
+            if config is not None:
+                ahead, shift = config.ahead, config.chunk_size - config.ahead
+                cuts = [[*range(shift, count - ahead, shift), count] for count in frames.tolist()]
             partials = self.partials(each, frames, cuts, search, config is not None)
             for i, transcripts in enumerate(partials):
                 times = [min((cut + ahead) * self.frame_seconds, seconds[i]) for cut in cuts[i][:-1]] + [seconds[i]]
@@ -189,14 +192,6 @@ class LiveTest:
             if len(aligned_words) == len(batch.texts[i].split()):
                 found[i] = [word.end for word in aligned_words]
         return found
-
-
-def _cuts(config: ChunkConfig | None, frames: int) -> list[int]:
-    """Return the number of final frames after each chunk of an utterance."""
-    if config is None:
-        return [frames]
-    shift = config.chunk_size - config.ahead
-    return [*range(shift, frames - config.ahead, shift), frames]
 
 
 @dataclass
