@@ -134,11 +134,11 @@ class NonSpeech:
             rows = rows[np.argsort(train.durations[rows], kind="stable")]
             seconds = train.durations[rows].astype(np.float64)
             wanted = self.share / (1 - self.share) * seconds.sum()
-            # As many rows as have these seconds, each as long as a row of the corpus.
+            # As many rows as have these seconds, each as long as a row of the corpus; at least one, however few it has.
             order = np.concatenate([rng.permutation(len(rows)) for _ in range(int(self.share / (1 - self.share)) + 1)])
-            order = order[: int(np.searchsorted(np.cumsum(seconds[order]), wanted))]
+            order = order[: max(int(self.share > 0), int(np.searchsorted(np.cumsum(seconds[order]), wanted)))]
             for place, number, first, second in zip(order.tolist(), *rng.random((3, len(order))), strict=True):
-                count = 0 if number < _ALONE else 2 if number > 1 - _TWO else 1
+                count = 0 if number < _ALONE or len(order) == 1 else 2 if number > 1 - _TWO else 1
                 shorter = 0 if not count else int(np.searchsorted(seconds, _SPOKEN / count * seconds[place], "right"))
                 chosen = [rows[int(draw * shorter)] for draw in (first, second)[:count]] if shorter else []
                 like.append(rows[place])

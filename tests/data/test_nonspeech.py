@@ -76,6 +76,16 @@ def test_rows_have_their_share_of_the_audio_and_the_texts_of_what_is_heard(durat
             assert len({row.meta["corpus"], *(train.column("corpus")[i] for i in spoken)}) == 1
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_even_the_smallest_corpus_has_a_row_of_silence_alone_in_each_part(count, mixed):
+    for seed in range(5):
+        train = manifest([3.0] * count * (1 + mixed), {"a": 0.5, "b": 0.5} if mixed else None)
+        made = [row for row in NonSpeech().added_to(train, seed) if NonSpeech.rows_of(row.wav)]
+        assert [row.text for row in made] == [""] * (1 + mixed)
+        assert len(NonSpeech(0).added_to(train, seed)) == len(train)
+
+
 def test_texts_of_a_script_without_spaces_are_joined_without_one():
     train = manifest([1.0] * 300 + [10.0] * 300)
     train = train.replace(texts=[text.replace(" ", "") for text in train.texts])
