@@ -108,14 +108,19 @@ class NonSpeech:
 
     share : of the audio of training, from 0 to 0.9
     folder : has recordings in which nobody speaks, at any depth; then half of the silence is from there
+    under : the share of the corpus' own rows under which it is heard too, 0 to 50 dB below. If features keep the level,
+        a model of clean recordings otherwise takes the faintest noise as a sign that nobody speaks
     """
 
-    def __init__(self, share: float = 0.1, folder: str | None = None):
+    def __init__(self, share: float = 0.1, folder: str | None = None, under: float = 0.0):
         check_number("nonspeech: share", share, minimum=0)
+        check_number("nonspeech: under", under, minimum=0)
         if share > 0.9:
             raise SbkitError(f"nonspeech: share is {share:g}, which leaves too little speech to learn from",
                              hint="a share of the audio of training, at most 0.9; 0.1 is usual")
-        self.share = float(share)
+        if under > 1:
+            raise SbkitError(f"nonspeech: under is {under:g}", hint="a share of the corpus' rows, from 0 to 1")
+        self.share, self.under = float(share), float(under)
         self.files = None if folder is None else AudioFiles(folder, "nonspeech")
 
     # ------------------------------------------------------------ which rows

@@ -119,9 +119,26 @@ def test_any_number_of_ranks_and_any_first_step_hear_the_same(tmp_path):
     assert any(text == "" for _, text in alone.values()) and len({signal for signal, _ in alone.values()}) > 30
 
 
+@pytest.mark.parametrize("under, least, most", [(0.0, 0, 0), (0.4, 15, 45), (1.0, 55, 95)])
+def test_it_is_heard_under_a_share_of_the_utterances_too_at_no_more_than_their_level(under, least, most, tmp_path):
+    utterance = speechlike(0.5, SAMPLE_RATE).astype(np.float32)
+    soundfile.write(tmp_path / "a.wav", utterance, SAMPLE_RATE, subtype="FLOAT")
+    rows = manifest([0.5] * 100, wav=str(tmp_path / "a.wav"))
+    plan = Plan.of(rows, Batching(max_batch_seconds=8, min_steps=0), None, 1)
+    with TrainLoader(rows, Letters(), plan, workers=0, nonspeech=NonSpeech(0, under=under)) as loader:
+        heard = {name: (signal[:length].numpy(), text) for batch in loader.at(1) for name, signal, length, text in zip(
+            batch.ids, batch.signals, batch.signal_lengths, batch.texts, strict=True)}
+    assert {name: text for name, (_, text) in heard.items()} == dict(zip(rows.ids, rows.texts, strict=True))
+    added = [signal - utterance for signal, _ in heard.values()]
+    noisy = sum(np.abs(each).max() > 2e-5 for each in added)  # more than what is rounded as a file has it
+    assert least <= noisy <= most, "in some draws it is digital zero, or silent under the utterance"
+    assert max(np.std(each) for each in added) < 1.1 * np.std(utterance)
+
+
 @pytest.mark.parametrize("make, message", [
     (lambda folder: NonSpeech(share=1), "leaves too little speech"),
     (lambda folder: NonSpeech(share=-0.1), "share"),
+    (lambda folder: NonSpeech(under=30), "under is 30; a share of the corpus' rows"),
     (lambda folder: NonSpeech(folder=str(folder)).added_to(manifest([1.0]), 0), "no audio files"),
     (lambda folder: NonSpeech(folder=str(folder / "x")).added_to(manifest([1.0]), 0), "is not a folder"),
 ])
