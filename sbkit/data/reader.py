@@ -24,7 +24,7 @@ from sbkit.data.augment import Augment
 from sbkit.data.batch import SAMPLE_RATE, STAND_IN, Batch, stand_in
 from sbkit.data.columns import BatchColumns, Padded
 from sbkit.data.manifest import Manifest
-from sbkit.data.nonspeech import NonSpeech
+from sbkit.data.nonspeech import UNDER, NonSpeech
 from sbkit.data.plan import unit_of
 from sbkit.data.shapes import Shape
 from sbkit.errors import SbkitError, shown
@@ -187,7 +187,7 @@ class Reader(Dataset[Any]):
         else:
             recording = alone = read(manifest.wavs[row], start, duration, speed)
             if self.nonspeech is not None and silence.random() < self.nonspeech.under:
-                recording = self.nonspeech.signal(len(alone), self.sample_rate, silence, [alone], lambda: alone)
+                recording = self.nonspeech.signal(len(alone), self.sample_rate, silence, [alone], lambda: alone, UNDER)
         aligned, others = {"": recording}, {}
         for other, column in self.columns.signals.items():
             if not column.aligned:
