@@ -31,7 +31,7 @@ def breaths(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
     """Bursts of noise that swell and fade, as breath, a cough or a page has them, on faint noise."""
     sound = 0.003 * rng.standard_normal(size)
     for _ in range(max(1, int(size / rate * rng.uniform(0.3, 2)))):
-        length = min(size, int(rate * np.exp(rng.uniform(np.log(0.05), np.log(4)))))
+        length = min(size, int(rate * rng.uniform(0.05, 1.2)))
         middle, width = rng.uniform(300, 4000), rng.uniform(0.4, 1.5)
         burst = coloured(rng, length, resonance(middle, width), rate)
         at = int(rng.integers(size - length + 1))
