@@ -344,6 +344,7 @@ class AudioFiles:
     def __init__(self, folder: str, owner: str):
         self.folder, self.owner = str(folder), owner
         self._paths: list[str] | None = None
+        self._skipped: set[str] = set()  # files that were warned of
 
     def check(self) -> list[str]:
         """The sorted paths of the files; an error if there are none."""
@@ -359,14 +360,16 @@ class AudioFiles:
         return self._paths
 
     def draw(self, rng: np.random.Generator, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """Read a random file; if it is damaged, try others."""
+        """Read a random file; if it is damaged, say so once and try others."""
         paths = self.check()
         for _ in range(_TRIES):
             path = paths[rng.integers(len(paths))]
             try:
                 return read(path)
             except AudioError as error:
-                logger.warning("%s: skipped: %s", self.owner, error)
+                if path not in self._skipped:
+                    logger.warning("%s: skipped: %s", self.owner, error)
+                self._skipped.add(path)
                 last = error
         raise SbkitError(f"{self.owner}: {_TRIES} files in a row cannot be used, the last: {last}",
                          hint=f"check the files in {self.folder}")

@@ -22,6 +22,8 @@ _SPOKEN = 0.8
 #: Levels of silence alone, and how far below an utterance it is around and under one, in decibels. Without noisy speech
 #: a model learns that noise alone says that nobody speaks.
 _LEVELS, _BELOW = (-95.0, -12.0), (0.0, 50.0)
+#: The same of the corpus' own rows: speech that is louder, so that a model needn't guess words in what is mostly noise.
+UNDER = (10.0, 65.0)
 _PAUSE_SECONDS = 0.25
 
 
@@ -108,14 +110,19 @@ class NonSpeech:
 
     share : of the audio of training, from 0 to 0.9
     folder : has recordings in which nobody speaks, at any depth; then half of the silence is from there
+    under : the share of the corpus' own rows under which it is heard too, 10 to 65 dB below. With features that keep
+        the level, a model of clean recordings otherwise takes the faintest noise as a sign that nobody speaks
     """
 
-    def __init__(self, share: float = 0.1, folder: str | None = None):
+    def __init__(self, share: float = 0.1, folder: str | None = None, under: float = 0.0):
         check_number("nonspeech: share", share, minimum=0)
+        check_number("nonspeech: under", under, minimum=0)
         if share > 0.9:
             raise SbkitError(f"nonspeech: share is {share:g}, which leaves too little speech to learn from",
                              hint="a share of the audio of training, at most 0.9; 0.1 is usual")
-        self.share = float(share)
+        if under > 1:
+            raise SbkitError(f"nonspeech: under is {under:g}", hint="a share of the corpus' rows, from 0 to 1")
+        self.share, self.under = float(share), float(under)
         self.files = None if folder is None else AudioFiles(folder, "nonspeech")
 
     # ------------------------------------------------------------ which rows
@@ -134,11 +141,11 @@ class NonSpeech:
             rows = rows[np.argsort(train.durations[rows], kind="stable")]
             seconds = train.durations[rows].astype(np.float64)
             wanted = self.share / (1 - self.share) * seconds.sum()
-            # As many rows as have these seconds, each as long as a row of the corpus.
+            # As many rows as have these seconds, each as long as a row of the corpus; at least one, however few it has.
             order = np.concatenate([rng.permutation(len(rows)) for _ in range(int(self.share / (1 - self.share)) + 1)])
-            order = order[: int(np.searchsorted(np.cumsum(seconds[order]), wanted))]
+            order = order[: max(int(self.share > 0), int(np.searchsorted(np.cumsum(seconds[order]), wanted)))]
             for place, number, first, second in zip(order.tolist(), *rng.random((3, len(order))), strict=True):
-                count = 0 if number < _ALONE else 2 if number > 1 - _TWO else 1
+                count = 0 if number < _ALONE or len(order) == 1 else 2 if number > 1 - _TWO else 1
                 shorter = 0 if not count else int(np.searchsorted(seconds, _SPOKEN / count * seconds[place], "right"))
                 chosen = [rows[int(draw * shorter)] for draw in (first, second)[:count]] if shorter else []
                 like.append(rows[place])
@@ -160,10 +167,11 @@ class NonSpeech:
     # ------------------------------------------------------------ what is heard
 
     def signal(self, size: int, rate: int, rng: np.random.Generator, spoken: Sequence[np.ndarray] = (),
-               recording: Callable[[], np.ndarray] | None = None) -> np.ndarray:
+               recording: Callable[[], np.ndarray] | None = None, below: tuple[float, float] = _BELOW) -> np.ndarray:
         """Make silence [size] float32, with the utterances ``spoken`` [S] in it, in this order.
 
         recording : reads a recording [S] of the corpus, whose quietest part may sound on
+        below : from how many to how many decibels it is below the utterances
         """
         loudness, number, room = 10 ** (rng.uniform(*_LEVELS) / 20), rng.random(), False
         if self.files is not None and number < 0.5:
@@ -180,7 +188,7 @@ class NonSpeech:
                 found += weight * equalised(rng, SILENCES[names[rng.integers(len(names))]](rng, size, rate), rate)
         if spoken:
             speech = np.concatenate(spoken).astype(np.float64)
-            loudness = float(np.mean(speech ** 2)) ** 0.5 * 10 ** (-rng.uniform(*_BELOW) / 20)
+            loudness = float(np.mean(speech ** 2)) ** 0.5 * 10 ** (-rng.uniform(*below) / 20)
         found *= 10 ** rng.uniform(-0.3, 0.3) if room and not spoken else \
             loudness / (float(np.mean(found ** 2)) ** 0.5 or 1.0)
         gaps = rng.dirichlet(np.ones(len(spoken) + 1)) * max(0, size - sum(map(len, spoken)))

@@ -24,7 +24,7 @@ from sbkit.data.augment import Augment
 from sbkit.data.batch import SAMPLE_RATE, STAND_IN, Batch, stand_in
 from sbkit.data.columns import BatchColumns, Padded
 from sbkit.data.manifest import Manifest
-from sbkit.data.nonspeech import NonSpeech
+from sbkit.data.nonspeech import UNDER, NonSpeech
 from sbkit.data.plan import unit_of
 from sbkit.data.shapes import Shape
 from sbkit.errors import SbkitError, shown
@@ -177,15 +177,17 @@ class Reader(Dataset[Any]):
             return read_utterance(wav, start, duration, sample_rate=self.sample_rate, speed=speed,
                                   remote=manifest.remote)
 
+        silence = Augment.rng(self.seed, pass_number, f"{name} silence")
         if self.nonspeech is not None and (rows := self.nonspeech.rows_of(manifest.wavs[row])):
             like, *spoken = (functools.partial(
                 read, manifest.wavs[each], float(manifest.starts[each]), float(manifest.durations[each]), speed)
                 for each in rows)
-            recording = self.nonspeech.signal(
-                round(duration / speed * self.sample_rate), self.sample_rate,
-                Augment.rng(self.seed, pass_number, f"{name} silence"), [each() for each in spoken], like)
+            recording = self.nonspeech.signal(round(duration / speed * self.sample_rate), self.sample_rate, silence,
+                                              [each() for each in spoken], like)
         else:
-            recording = read(manifest.wavs[row], start, duration, speed)
+            recording = alone = read(manifest.wavs[row], start, duration, speed)
+            if self.nonspeech is not None and silence.random() < self.nonspeech.under:
+                recording = self.nonspeech.signal(len(alone), self.sample_rate, silence, [alone], lambda: alone, UNDER)
         aligned, others = {"": recording}, {}
         for other, column in self.columns.signals.items():
             if not column.aligned:

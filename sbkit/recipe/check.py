@@ -131,12 +131,13 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
             traced.task.check_outputs(traced, findings)
             start = traced.task.check_start(traced, findings)
         _check_corpus(built, traced.task, findings, starting)
-        for stage in getattr(built.hparams.get("augment"), "stages", []):  # folders of noise and impulse responses
+        stages = getattr(built.hparams.get("augment"), "stages", [])
+        for each, key in [*((stage, "augment") for stage in stages), (built.hparams.get("nonspeech"), "nonspeech")]:
             try:
-                if hasattr(stage, "files"):
-                    stage.files.check()
+                if getattr(each, "files", None) is not None:  # a folder of noises or impulse responses
+                    each.files.check()
             except SbkitError as error:
-                node = built.origin(stage) or built.nodes["augment"]
+                node = built.origin(each) or built.nodes[key]
                 folder = node.value.get("folder", node) if isinstance(node.value, dict) else node
                 _add_missing("no-recordings", folder.source or folder, error, findings, starting)
         labels, note = (None, "") if starting else _check_prepared(traced, findings)

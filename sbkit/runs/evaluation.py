@@ -17,8 +17,7 @@ import soundfile
 import torch
 from speechbrain.core import Stage
 
-from sbkit.data.audio import AudioError, audio_info, read_utterance
-from sbkit.data.augment import recorded_noise
+from sbkit.data.audio import AudioError, audio_info, read_audio, read_utterance
 from sbkit.data.columns import BatchColumns, Declared
 from sbkit.data.corpus import Corpus
 from sbkit.data.loader import EvalLoader
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 #: Utterances of a test set that the battery of a recogniser's behaviour changes.
 BEHAVIOUR_CLIPS = 20
-#: Recordings of the user's noises in which it looks for speech, at most.
+#: Recordings of the user's noises in which it looks for speech, or stretches of long ones, at most.
 BEHAVIOUR_NOISES = 100
 _TEST = ("test", "testing")  # names of the split that is scored by default
 _SCORED = ("source", "manifest", "checkpoints", "decoder", "precision")  # keys of result.json that identify a result
@@ -229,12 +228,18 @@ def try_behaviour(request: EvaluateRequest, recipe: Recipe, brain: Brain, manife
     if nonspeech is not None and nonspeech.files is not None:
         with contextlib.suppress(SbkitError):  # the folder may be gone or empty by now
             recordings = nonspeech.files.check()
-    paths, noises = list[str](), list[np.ndarray]()  # does somebody speak in them?
-    for number, path in enumerate(recordings[::max(1, -(-len(recordings) // BEHAVIOUR_NOISES))]):
+    # Does somebody speak in them? Each is tried in one place, and long ones in more while there is room.
+    rng, stretches = np.random.default_rng(0), list[tuple[int, str, float, float]]()
+    for path in recordings[::max(1, -(-len(recordings) // BEHAVIOUR_NOISES))]:
         with contextlib.suppress(AudioError):
-            size = round(rate * min(SECONDS, audio_info(path)[0]))
-            noises.append(recorded_noise(path, size, rate, np.random.default_rng(number)).astype(np.float32))
-            paths.append(path)
+            seconds = audio_info(path)[0]
+            starts = rng.permutation(np.arange(0.0, max(seconds - 1, SECONDS), SECONDS)).tolist()
+            stretches += [(turn, path, start, seconds) for turn, start in enumerate(starts)]
+    names, noises = list[str](), list[np.ndarray]()
+    for _, path, start, seconds in sorted(stretches)[:BEHAVIOUR_NOISES]:
+        with contextlib.suppress(AudioError):
+            noises.append(read_audio(path, start=start, duration=min(SECONDS, seconds - start), sample_rate=rate))
+            names.append(path if seconds <= SECONDS else f"{path}, from {start:.0f} s")
     signals = [*(trial.signal for trial in trials), *noises]
     with tempfile.TemporaryDirectory(prefix="sbkit-") as folder:  # of this rank
         wavs = [f"{folder}/{number:05}.wav" for number in range(len(signals))]
@@ -249,7 +254,7 @@ def try_behaviour(request: EvaluateRequest, recipe: Recipe, brain: Brain, manife
     texts = [written[name] for name in battery.ids]
     found = Behaviour.of(trials, texts[:len(trials)], rate,
                          f", with {request.label().strip('-')}" if request.label() else "")
-    heard = words_in_noises(paths, [len(each) / rate for each in noises], texts[len(trials):])
+    heard = words_in_noises(names, [len(each) / rate for each in noises], texts[len(trials):])
     return Behaviour([*found.tables, *([] if heard is None else [heard])], found.figures)
 
 

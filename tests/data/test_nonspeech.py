@@ -76,6 +76,16 @@ def test_rows_have_their_share_of_the_audio_and_the_texts_of_what_is_heard(durat
             assert len({row.meta["corpus"], *(train.column("corpus")[i] for i in spoken)}) == 1
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_even_the_smallest_corpus_has_a_row_of_silence_alone_in_each_part(count, mixed):
+    for seed in range(5):
+        train = manifest([3.0] * count * (1 + mixed), {"a": 0.5, "b": 0.5} if mixed else None)
+        made = [row for row in NonSpeech().added_to(train, seed) if NonSpeech.rows_of(row.wav)]
+        assert [row.text for row in made] == [""] * (1 + mixed)
+        assert len(NonSpeech(0).added_to(train, seed)) == len(train)
+
+
 def test_texts_of_a_script_without_spaces_are_joined_without_one():
     train = manifest([1.0] * 300 + [10.0] * 300)
     train = train.replace(texts=[text.replace(" ", "") for text in train.texts])
@@ -109,9 +119,26 @@ def test_any_number_of_ranks_and_any_first_step_hear_the_same(tmp_path):
     assert any(text == "" for _, text in alone.values()) and len({signal for signal, _ in alone.values()}) > 30
 
 
+@pytest.mark.parametrize("under, least, most", [(0.0, 0, 0), (0.4, 15, 45), (1.0, 55, 95)])
+def test_it_is_heard_under_a_share_of_the_utterances_too_at_no_more_than_their_level(under, least, most, tmp_path):
+    utterance = speechlike(0.5, SAMPLE_RATE).astype(np.float32)
+    soundfile.write(tmp_path / "a.wav", utterance, SAMPLE_RATE, subtype="FLOAT")
+    rows = manifest([0.5] * 100, wav=str(tmp_path / "a.wav"))
+    plan = Plan.of(rows, Batching(max_batch_seconds=8, min_steps=0), None, 1)
+    with TrainLoader(rows, Letters(), plan, workers=0, nonspeech=NonSpeech(0, under=under)) as loader:
+        heard = {name: (signal[:length].numpy(), text) for batch in loader.at(1) for name, signal, length, text in zip(
+            batch.ids, batch.signals, batch.signal_lengths, batch.texts, strict=True)}
+    assert {name: text for name, (_, text) in heard.items()} == dict(zip(rows.ids, rows.texts, strict=True))
+    added = [signal - utterance for signal, _ in heard.values()]
+    noisy = sum(np.abs(each).max() > 2e-5 for each in added)  # more than what is rounded as a file has it
+    assert least <= noisy <= most, "in some draws it is digital zero, or silent under the utterance"
+    assert max(np.std(each) for each in added) < 1.1 * np.std(utterance)
+
+
 @pytest.mark.parametrize("make, message", [
     (lambda folder: NonSpeech(share=1), "leaves too little speech"),
     (lambda folder: NonSpeech(share=-0.1), "share"),
+    (lambda folder: NonSpeech(under=30), "under is 30; a share of the corpus' rows"),
     (lambda folder: NonSpeech(folder=str(folder)).added_to(manifest([1.0]), 0), "no audio files"),
     (lambda folder: NonSpeech(folder=str(folder / "x")).added_to(manifest([1.0]), 0), "is not a folder"),
 ])

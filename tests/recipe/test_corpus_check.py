@@ -34,12 +34,13 @@ def test_a_corpus_that_is_missing_where_the_run_starts_is_an_error(elsewhere, st
     assert ("--data_folder: ./gone" if given else f"{elsewhere}:3: error: data_folder") in report.problems()
 
 
-@pytest.mark.parametrize("kind", ["AddNoise", "AddReverb"])
-def test_a_folder_of_noise_that_is_missing_or_empty_is_reported_before_anything_is_prepared(tmp_path, kind):
-    path = write(tmp_path, f"""{BASED}    noise: {tmp_path / "noise"}
-    augment: !new:sbkit.data.augment.Augment
-        stages: [!new:sbkit.data.augment.{kind} {{folder: !ref <noise>}}]
-""")
+@pytest.mark.parametrize("kind, key", [
+    *((kind, "augment: !new:sbkit.data.augment.Augment\n        stages: [!new:sbkit.data.augment."
+       f"{kind} {{folder: !ref <noise>}}]") for kind in ("AddNoise", "AddReverb")),
+    ("nonspeech", "nonspeech: {folder: !ref <noise>}"),
+])
+def test_a_folder_of_noise_that_is_missing_or_empty_is_reported_before_anything_is_prepared(tmp_path, kind, key):
+    path = write(tmp_path, f"{BASED}    noise: {tmp_path / 'noise'}\n    {key}\n")
     report = check(path)
     [finding] = [each for each in report.warnings if each.code == "no-recordings"]
     assert (Path(finding.file), finding.line, finding.key) == (path, 2, "noise") and not report.errors

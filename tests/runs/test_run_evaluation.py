@@ -14,14 +14,17 @@ from sbkit.runs import evaluation
 from sbkit.score.behaviour import silences
 
 
-@pytest.mark.parametrize("recordings, heard", [(["hum.wav"], ["hum.wav"]), ([], []), (None, [])],
-                         ids=["some", "emptied", "gone"])
+@pytest.mark.parametrize("recordings, heard", [
+    ({"hum.wav": 0.5}, ["hum.wav"]), ({}, []), (None, []),
+    ({"hum.wav": 0.5, "long.wav": 31.5}, ["hum.wav", *(f"long.wav, from {at} s" for at in (0, 10, 20, 30))]),
+    ({f"{i}.wav": 21.0 for i in range(100)}, None),
+], ids=["some", "emptied", "gone", "long", "many"])
 def test_noises_of_the_folder_are_tried_if_it_still_has_any(recordings, heard, tmp_path, monkeypatch):
     folder = tmp_path / "noises"
     if recordings is not None:
         folder.mkdir()
     for name in recordings or ():
-        soundfile.write(folder / name, np.full(8000, 0.1, np.float32), 16_000)
+        soundfile.write(folder / name, np.full(round(recordings[name] * 1000), 0.1, np.float32), 1000)
     rows = []
 
     def transcribe(request, recipe, brain, battery, label):
@@ -33,9 +36,12 @@ def test_noises_of_the_folder_are_tried_if_it_still_has_any(recordings, heard, t
         evaluation.EvaluateRequest(tmp_path),
         SimpleNamespace(keys=SimpleNamespace(nonspeech=NonSpeech(folder=str(folder)))),
         SimpleNamespace(searching=contextlib.nullcontext, all_rows=lambda: rows),
-        Manifest(ids=[], wavs=[], texts=[], durations=[]), 16_000)
+        Manifest(ids=[], wavs=[], texts=[], durations=[]), 1000)
     listed = [row[0] for table in found.tables if "hears words" in table.title for row in table.rows]
-    assert listed == [str(folder / name) for name in heard]
+    if heard is None:
+        assert len(rows) == len(silences(1000, 0.5, 1)) + 100, "each is tried once"
+    else:
+        assert sorted(listed) == [str(folder / name) for name in heard]
 
 
 def test_the_real_time_factor_holds_no_warm_up(tmp_path, monkeypatch):
