@@ -108,6 +108,7 @@ def test_a_bundle_says_of_each_clip_what_transformers_says(imported, kind):
     assert facts["onnx"]["difference"] <= 1e-3 and facts["onnx"]["words_changed"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_words_are_those_of_a_tokenizer_that_writes_small_letters(tmp_path, capsys):
     """And whose blank is its last token, of a family whose layers share the positions of the first."""

@@ -83,6 +83,7 @@ def everything(out):
         "log": (out / "train_log.txt").read_text(), "wer": (out / "wer_test.txt").read_text()}
 
 
+@pytest.mark.long
 def test_stopped_while_the_masks_grow_it_ends_as_the_run_that_was_never_stopped(tones, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     with copied(whole, STOP, cut):

@@ -90,6 +90,7 @@ def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(learnt):
     assert "lacks old_set.json" in exported(run, "--force", code=2)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_to_the_bit_though_its_source_is_gone(folder):
     source = folder / "lent"

@@ -195,6 +195,7 @@ def test_a_collective_on_one_rank_alone_is_named(rehearse):
     assert ("collectives", "alone") in places(report)
 
 
+@pytest.mark.long
 def test_a_tensor_left_on_the_cpu_by_one_rank_is_named_with_its_stage_and_nothing_else(rehearse):
     report = rehearse("spotter.yaml", "--brain", "!name:faults.Left", code=1)
     assert places(report) == {("device-mismatch", "left")} and len(report["errors"]) == 1

@@ -20,7 +20,7 @@ from sbkit.tasks.ctc import CTC
 HPARAMS = Path(__file__).parents[2] / "hparams"
 CONFORMER = {**TINY, "dropout": 0.0, "spec_augment.ramp": None, "spec_augment.time_warp": 2}
 CODEC = {"size": 8, "hidden": 8, "encoder_layers": 1, "slow_layers": 1, "fast_layers": 1, "noise": 0.0,
-         "adversarial_from": 1}
+         "adversarial_from": 1, "discriminators.channels": 4}
 CHUNKS = {key: value for key, value in CONFORMER.items() if key not in ("num_decoder_layers", "cnn_first_channels")}
 RECIPES = {
     "CTC": ("ctc.yaml", {**CONFORMER, "consistency": 0.2}),

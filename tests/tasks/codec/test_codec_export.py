@@ -146,6 +146,7 @@ def test_a_decoder_is_compared_on_the_checkpoints_own_codes(tmp_path, monkeypatc
                         r"\(.+, frame \d+ of \d+: \S+ where the checkpoint has \S+, in a batch\)", failure)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_format_whose_decoder_fails_is_left_out_with_its_encoder(tmp_path, monkeypatch):
     made, write = coder(), graph.write_torch

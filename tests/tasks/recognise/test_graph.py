@@ -216,6 +216,7 @@ def test_eight_bits_are_in_matrix_products_alone_and_features_stay_exact(made):
     assert 0 < np.abs(one - other).max() < 1.0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_pretrained_encoder_that_nobody_imports_with_a_head_is_exported(tmp_path):
     """Of the other families export/test_imported.py compares whole models."""
