@@ -129,6 +129,11 @@ def test_streaming_keeps_no_file_and_a_line_that_stays_broken_is_reported(hub, f
         assert "cannot be read: peer closed connection" in message and "check the network" in message
         assert not [*(tmp_path / folder).rglob("*.csv"), *(tmp_path / folder).rglob("*.tar")]
 
+    nowhere, first = "http://127.0.0.1:9", cases[0]
+    there, never = prepared(tmp_path / "home", first, {"source": "hf://owner/name?config=fr"}, HF_ENDPOINT=nowhere)
+    assert there == PREPARED  # what was prepared before will do
+    assert "Connection refused" in never and nowhere in never and "check the network" in never
+
 
 @pytest.mark.slow
 def test_each_mistake_is_one_message_that_says_what_to_do(hub, tmp_path):
@@ -155,8 +160,3 @@ def test_each_mistake_is_one_message_that_says_what_to_do(hub, tmp_path):
     for (source, _, message), said in zip(cases, reported, strict=False):
         assert message in said and "\n" not in said, source
     assert reported[-1] == PREPARED
-
-    nowhere = "http://127.0.0.1:9"
-    there, never = prepared(tmp_path / "home", welcome, {"source": "hf://owner/name?config=fr"}, HF_ENDPOINT=nowhere)
-    assert there == PREPARED  # what was prepared before will do
-    assert "Connection refused" in never and nowhere in never and "check the network" in never

@@ -36,7 +36,7 @@ class CTC:
 class Transducer:
     pieces = PIECES
     hot_word = "ca"
-    most_frames, repeats = 3, 1
+    most_frames, repeats = 2, 1
 
     def __init__(self, seed, *frames):
         self.joint, self.scores = Joint(seed), drawn(seed, *frames)

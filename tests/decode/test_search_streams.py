@@ -65,7 +65,7 @@ LOG_PROBS = st.builds(
     lambda labels, sharp: log_probs_of(labels, SIZE, sharp),
     runs(SIZE, (1, 1, 2, 3, 9, 18, 40)), st.sampled_from([2.0, 4.0, 8.0])) | st.builds(
     lambda seed, frames, sharp: exhaustive.random_log_probs(np.random.default_rng(seed), frames, SIZE, sharp),
-    st.integers(0, 10**6), st.integers(1, 120), st.sampled_from([0.3, 1.0, 2.0, 6.0]))
+    st.integers(0, 10**6), st.integers(1, 60), st.sampled_from([0.3, 1.0, 2.0, 6.0]))
 STATES = st.builds(
     lambda seed, sharp, spoken: np.concatenate([np.zeros((0, 5), np.float32), *(
         part for one in drawn(seed, *spoken) for part in (sharp * one, QUIET[:6]))]),
@@ -106,7 +106,7 @@ def kind(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_words_times_and_confidences_are_those_of_the_whole(kind, data):
     spelling = kind.spelling
@@ -122,7 +122,7 @@ def test_words_times_and_confidences_are_those_of_the_whole(kind, data):
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data(), longest=st.sampled_from([spans.LONGEST_SECONDS, 1.0, 0.2]))
 def test_all_that_is_shown_depends_on_the_frames_and_not_on_how_they_are_split(kind, data, longest):
     for scores in kind.draw(data):

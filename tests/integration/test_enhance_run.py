@@ -64,8 +64,8 @@ def test_the_report_lets_one_hear_the_noisy_the_enhanced_and_the_clean(run):
 
 def test_its_bundle_enhances_files_as_the_checkpoint_does(run, data, tmp_path):
     bundle, formats = tmp_path / "bundle", ("onnx", "torch")
-    said = processes.sbkit("export", run, "--to", bundle, "--formats", ",".join(formats), "--clips", 3)
-    assert f"use it: sbkit enhance {bundle} FILES" in said.stdout
+    said = here("export", run, "--to", bundle, "--formats", ",".join(formats), "--clips", 3)
+    assert f"use it: sbkit enhance {bundle} FILES" in said
     parity = json.loads((bundle / "parity.json").read_text())
     for compared in (each[name] for each in (parity["formats"], *parity["stream"].values()) for name in formats):
         assert 0 <= compared["difference"] < 1e-4 and compared["batch_difference"] < 1e-4

@@ -192,6 +192,7 @@ def test_a_rehearsal_has_pairs_and_labels_with_and_without_their_corpus(home, so
     assert all(len(each) and Path(each.column("clean")[0]).is_file() for each in made.values())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_graph_that_computes_something_else_than_the_task_is_not_published(home, trained):
     file, right = home / "spotter.py", files()["spotter.py"]

@@ -52,6 +52,7 @@ def whole(data, tmp_path_factory):
     return out, weights(out)
 
 
+@pytest.mark.long
 def test_stopped_in_an_epoch_it_ends_as_the_run_that_was_never_stopped(data, whole, tmp_path):
     out = shutil.copytree(whole[0].with_name("stopped"), tmp_path / "out")
     saved = saved_step(out)

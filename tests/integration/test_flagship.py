@@ -79,6 +79,7 @@ def test_layers_that_the_loss_never_reaches_are_named_and_not_trained(alone, tmp
     assert not torch.equal(left["3.w.weight"], fresh["3.w.weight"]), "ctc_lin is trained"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_learn_what_one_learns(alone, cache, tmp_path):
     _, two = trained(tmp_path / "two", cache, ranks=2)

@@ -51,7 +51,7 @@ def interpret():
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched
-    for case in CASES:
+    for case in CASES[1:6]:  # the others, larger ones of the same kinds, are for a card
         compare("cpu", torch.float32, *case)
     compare("cpu", torch.float16, *CASES[1])
     for causal, config in ((False, None), (False, DynChunkTrainConfig(4, 1)), (True, None)):

@@ -84,7 +84,8 @@ def few_layers(name: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.long] * (not name.startswith("hparams/"))) for name in SHIPPED])
 def test_a_shipped_recipe_passes_the_check(name, tmp_path, request):
     """What those under recipes/ cost is counted as for those under hparams/, whose kinds they are of."""
     if not (counted := name.startswith("hparams/")):

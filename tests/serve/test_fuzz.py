@@ -203,7 +203,7 @@ def received(socket):
 def test_whatever_comes_through_a_socket_ends_it_with_a_reason_and_the_next_session_is_right(bundle, sessions):
     rng = random.Random(7)
     start = json.dumps({"type": "start", "model": "level", "sample_rate": bundles.RATE})
-    with serving.serving(bundle, limits=Limits(decoders=1, idle_seconds=5)) as server:
+    with serving.serving(bundle, limits=Limits(decoders=1, idle_seconds=2)) as server:
         told = 0
         for _ in range(sessions):
             with connect(server.live) as socket:

@@ -49,7 +49,7 @@ def test_a_trial_takes_real_steps_on_noise(trial):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [pytest.param(True, marks=pytest.mark.long), False])
 def test_the_lengths_are_those_of_the_prepared_corpus_wherever_its_manifests_lie(inside, tmp_path):
     """Such as manifests that several runs share, outside of the output folder of each."""
     manifests = tmp_path / "run" / "manifests" if inside else tmp_path / "shared"
