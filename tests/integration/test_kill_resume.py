@@ -29,8 +29,7 @@ def quick_disk(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous, name, finely", [
-    (False, None, True), pytest.param(True, None, False, marks=pytest.mark.long),
-    pytest.param(False, "best", False, marks=pytest.mark.long), (True, "best", False)],
+    (False, None, True), (True, None, False), (False, "best", False), (True, "best", False)],
     ids=["finely", "async", "replaced", "replaced, async"])
 def test_killed_at_every_operation_on_the_disk(quick_disk, asynchronous, name, finely):
     """The old one until the rename, the new one from there on, and never back again."""
@@ -42,7 +41,6 @@ def test_killed_at_every_operation_on_the_disk(quick_disk, asynchronous, name, f
     tried.record("operations on the disk at which a kill ends the writing of a checkpoint", len(found))
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_killed_again_at_every_operation_of_the_next_start(quick_disk):
     for left in kill_points.killed_while_saving(str(quick_disk / "saved"), False, "best").copies[::5]:
