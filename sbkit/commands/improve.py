@@ -13,6 +13,7 @@ import unicodedata
 from pathlib import Path
 
 from sbkit.commands.options import RUNS_CODE, require_run, share
+from sbkit.data import publish
 from sbkit.errors import SbkitError
 
 NOT_BETTER = 1  # exit code
@@ -55,7 +56,7 @@ def _usable(kept: Path, manifests: Path, out: Path) -> Path:
             if file.stem != "train":
                 held_out.setdefault(letters(text), []).append(float(seconds))
     usable, left_out = [], dict[str, list[str]]()
-    lines = kept.read_text(encoding="utf-8").split("\n")
+    lines = kept.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line:
             continue
@@ -100,12 +101,15 @@ def run(args: argparse.Namespace) -> int:
     if (args.run / "config.json").is_file():
         raise SbkitError(f"{args.run} is a bundle, which has no training data to mix in",
                          hint="name the run that it was exported from; if that is gone, train a new one")
-    kept = args.corrections / "corrections.jsonl"
-    source = kept if kept.is_file() else args.corrections
+    kept = args.corrections / "corrections.jsonl" if args.corrections.is_dir() else args.corrections
+    source = kept if kept.is_file() and kept.name == "corrections.jsonl" else args.corrections
     if not source.exists():
         raise SbkitError(f"--with: there is no {args.corrections}", hint="sbkit serve --corrections FOLDER makes one")
     if args.to.exists() and not (args.to / "config.json").exists():
         raise SbkitError(f"--to: {args.to} is there and no bundle", hint="name a bundle, or a new folder")
+    before = publish.previous(args.to)
+    if before.is_symlink() or (before.exists() and not (before / "config.json").is_file()):
+        raise SbkitError(f"{before} is there and no bundle", hint=f"move it away: {args.to} is kept there")
     for value in args.values:
         if "=" not in value:
             raise SbkitError(f"--set {value}: write KEY=VALUE")

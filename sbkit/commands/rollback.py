@@ -21,7 +21,10 @@ def run(args: argparse.Namespace) -> int:
     if not previous.exists():
         raise SbkitError(f"there is no {previous}", hint="sbkit improve --to BUNDLE keeps there what it replaces")
     layout.read(previous)
+    exchanged = bundle.exists()
+    if exchanged:
+        layout.read(bundle)  # what is no bundle isn't put away as one
     publish.publish(previous, bundle, force=True, keep=previous)
-    print(f"{args.bundle} is the bundle that it was before; the other one is in {previous}, and the same command "
-          "brings it back")
+    print(f"{args.bundle} is the bundle that it was before" + (
+        f"; the other one is in {previous}, and the same command brings it back" if exchanged else ""))
     return 0

@@ -49,7 +49,7 @@ def temporary_folder(to: Path) -> Iterator[Path]:
 def publish(temporary: Path, to: Path, force: bool, keep: Path | None = None) -> None:
     """Move the folder to ``to`` so that the old or the new one is complete there, even after a power cut.
 
-    keep : where to move the folder that is replaced, which may be ``temporary`` itself: they change places
+    keep : where to move the folder that is replaced, instead of the one there, which may be ``temporary`` itself
     """
     temporary.chmod(0o755)
     # A few files are synced one by one; if there are many, or subfolders, the file system.
@@ -62,13 +62,18 @@ def publish(temporary: Path, to: Path, force: bool, keep: Path | None = None) ->
         if not (force and to.exists()):
             os.rename(temporary, to)
         else:
-            replaced_now = temporary if exchange(temporary, to) else _move_in(temporary, to)
-            if keep != replaced_now:
-                if keep is not None:
+            if keep is not None and keep != temporary:
+                # The new folder goes by the place of the kept one, so that neither it nor the served one is ever gone.
+                if not (keep.exists() and exchange(temporary, keep)):
                     shutil.rmtree(keep, ignore_errors=True)
-                    os.rename(replaced_now, keep)
-                elif replaced_now != temporary:  # whose owner removes it
-                    shutil.rmtree(replaced_now, ignore_errors=True)
+                    os.rename(temporary, keep)
+                temporary = keep
+            if not exchange(temporary, to):
+                old = _move_in(temporary, to)
+                if keep is None:
+                    shutil.rmtree(old, ignore_errors=True)
+                else:
+                    os.rename(old, keep)
     except OSError as error:
         if disk.disk_error(error):
             raise

@@ -6,7 +6,6 @@ same time. The hours are estimated from the number of operations, unless a measu
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.trace import Trace, build_brain
 from sbkit.recipe.values import unwrapped
+from sbkit.system import memory as host
 from sbkit.system.console import counted, time_span
 
 GIB = 2**30
@@ -204,8 +204,8 @@ class CostEstimate:
         batching : where the recipe builds its Batching, whose ``max_batch_seconds`` is to blame
         """
         memory = memory_of(self.device)
-        if torch.device(self.device).type == "cpu":
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if torch.device(self.device).type == "cpu" and host.can_bound():
+            memory = host.total()
         if memory is None or self.step_memory <= USABLE * memory:
             return
         if any(one.seconds >= self.cost.batch_seconds for one in tried):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.score.run_files import BEFORE_START, HELD, MANIFESTS, RECIPE, TESTED
-from sbkit.system import disk
+from sbkit.system import disk, processes
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +104,12 @@ def without_traces(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if new:
-            held = [folder / HELD.format(1)]  # with a higher number, another process works there by now
-            locks = held if held == list(folder.glob(HELD.format("*"))) else []
+        locks = list(folder.glob(HELD.format("*")))
+        holder = {}
+        with contextlib.suppress(OSError, ValueError):
+            holder = dict(json.loads(locks[0].read_text(encoding="utf-8"))) if locks else {}
+        ours = (holder.get("pid"), holder.get("born")) == (os.getpid(), processes.born(os.getpid()))
+        if new and (not locks or (ours and len(locks) == 1)):  # otherwise another process works there by now
             for path in [*folder.glob("*/*"), *folder.glob("*"), *new]:  # a folder comes after what is in it
                 with contextlib.suppress(OSError):
                     if path.is_dir():

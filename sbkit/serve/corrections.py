@@ -58,9 +58,16 @@ class Corrections:
                 self._lock.close()
                 raise SbkitError(f"--corrections {folder}: another server writes there", hint="name another folder")
             data = self._list.read_bytes() if self._list.exists() else b""
-            whole = data.rfind(b"\n") + 1  # a server that was killed while it appended a row left a part of it
-            if whole < len(data):
-                os.truncate(self._list, whole)
+            whole = data.rfind(b"\n") + 1
+            if data[whole:]:
+                try:  # whoever edited the list may have left out its last line break
+                    json.loads(data[whole:])["id"]
+                except (ValueError, KeyError, TypeError):  # a server that was killed while it appended left a part
+                    os.truncate(self._list, whole)
+                else:
+                    with open(self._list, "ab") as file:
+                        file.write(b"\n")
+                    whole = len(data)
             # Not splitlines, which also splits at what JSON leaves as it is, such as U+2028.
             lines = data[:whole].decode("utf-8").split("\n")
             self._rows: dict[str, dict[str, Any]] = {row["id"]: row for row in map(json.loads, filter(None, lines))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -31,6 +32,7 @@ from sbkit.serve.served import BundleOptions, Served, device_facts, folder_state
 from sbkit.system.cores import usable_cores
 
 _log = logging.getLogger(__name__)
+RETRY_SECONDS = 60.0  # until a bundle that was refused is tried again: there may be memory by then
 _MEASURE_SECONDS = 5.0  # of the signal for measuring the speed
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -151,7 +153,8 @@ class Registry:
     def __init__(self, served: Mapping[str, Served], options: BundleOptions, metrics: Metrics):
         self._served, self._options, self._metrics = dict(served), options, metrics
         self._seen = {each.name: each.files for each in self}  # at the last call of refresh
-        self._tried: dict[str, list[tuple[str | int, ...]]] = {}
+        #: What was refused, by name, and when it is tried again.
+        self._tried: dict[str, tuple[list[tuple[str | int, ...]], float]] = {}
 
     def refresh(self) -> None:
         """Load bundles that were put in the place of served ones, once their folders are the same at two calls.
@@ -165,8 +168,9 @@ class Registry:
             if files == old.files:  # also when the old one was put back
                 old.refused = None
                 self._tried.pop(name, None)
-            elif files == seen and files != self._tried.get(name):
-                self._tried[name] = files
+                continue
+            tried, again = self._tried.get(name, (None, 0.0))
+            if files == seen and (files != tried or time.monotonic() > again):
                 try:
                     config = layout.read(old.folder)
                     kind = SERVED.of(config)
@@ -177,7 +181,8 @@ class Registry:
                         if file != layout.README and path.exists() and layout.fingerprint(path) != written:
                             raise SbkitError(f"{path} is not what the export wrote", hint="copy the bundle again")
                     self._served[name] = kind(name, old.folder, self._options, self._metrics)
-                except Exception as error:  # whatever a runtime raises for a broken graph
+                except Exception as error:  # whatever a runtime raises, for a broken graph or for want of memory
+                    self._tried[name] = files, time.monotonic() + RETRY_SECONDS
                     old.refused = str(error) or repr(error)
                     _log.error("%s: the bundle now in %s is refused, the one before serves on: %s", name, old.folder,
                                old.refused)

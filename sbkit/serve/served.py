@@ -121,7 +121,7 @@ class Served(ABC):
         """Facts for /health."""
         return {**device_facts(self.engine.running), "language": self.engine.config.language,
                 "sample_rate": self.engine.config.sample_rate, "endpoints": self.endpoints, "fault": self.fault,
-                "refused_bundle": self.refused}
+                "refused_bundle": self.refused is not None}
 
     @property
     def placements(self) -> list[Placement]:

@@ -53,7 +53,7 @@ def forked(monkeypatch):
 
 
 @pytest.mark.parametrize("given, message", [
-    (["--folds", "1", "--data_folder", "/nowhere"], "--folds 1: a row is judged by a model not trained on it"),
+    (["--folds", "1"], "--folds 1: a row is judged by a model not trained on it"),
     (["--number_of_epochs", "x"], "number_of_epochs: it is the text 'x', and must be a whole number"),
     (["--folds", "11"], "--folds 11: the training rows have 10 different sentences"),
     (["--folds", "many"], "--folds: invalid int value: 'many'"), (["--folds"], "--folds: expected one argument"),

@@ -33,6 +33,14 @@ def test_mistakes_are_told_before_anything_is_trained(words, told, tmp_path, cap
     assert told in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_what_would_be_lost_beside_the_bundle_is_told_before_anything_is_trained(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hyperparams.yaml").write_text("output_folder: here\n")
+    (tmp_path / "b.previous").mkdir()
+    assert main(["improve", str(tmp_path / "run"), "--with", str(tmp_path), "--to", str(tmp_path / "b")]) == 2
+    assert "b.previous is there and no bundle; move it away" in capsys.readouterr().err
+
+
 def test_a_run_can_be_the_working_directory_and_a_refused_one_leaves_nothing(tmp_path, monkeypatch, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "hyperparams.yaml").write_text("lr: 1\n")
@@ -50,6 +58,7 @@ def said(*texts, seconds=9.0):
     ([{"audio_filepath": "a.wav", "sentence": "good morning"}],
      """corrections.jsonl, line 1 is no correction: KeyError('text'); write {"audio_filepath": ..., "text": ...}"""),
     ([], "has 0 usable corrections of 0 sentences"),
+    ([*said("good morning"), "ü"], "has 1 usable corrections of 1 sentence"),
     (said(" ", "...", "—"), "3 without words: c0, c1, c2"),
     (said(*["One, and the same!"] * 9), "has 9 usable corrections of 1 sentence;"),
     (said("доброе утро", "good morning", "добрый day"), "2 in another script than the run's texts: c0, c2"),
@@ -63,10 +72,15 @@ def test_corrections_that_teach_nothing_are_told_before_anything_is_trained(corr
         (tmp_path / "run" / "manifests" / f"{split}.csv").write_text(
             f"ID,duration,wav,spk_id,wrd\n{split}0,2.0,{split}.wav,,{text}\n")
     (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "corrections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in corrections))
+    kept = tmp_path / "kept" / "corrections.jsonl"
+    kept.write_text("".join(json.dumps(row) + "\n" for row in corrections if isinstance(row, dict)))
+    with kept.open("ab") as file:  # a row that a server is writing
+        file.write("".join(each for each in corrections if isinstance(each, str)).encode()[:1])
     monkeypatch.setattr(restore, "read_run", lambda run: SimpleNamespace(task=SimpleNamespace(writes_words=True)))
-    assert main(["improve", str(tmp_path / "run"), "--with", str(tmp_path / "kept"), "--to", str(tmp_path / "b")]) == 2
-    assert told in capsys.readouterr().err and not list(tmp_path.glob("run-improved*"))
+    for given in kept.parent, kept:
+        assert main(["improve", str(tmp_path / "run"), "--with", str(given), "--to", str(tmp_path / "b")]) == 2
+        assert told in capsys.readouterr().err
+    assert not list(tmp_path.glob("run-improved*"))
 
 
 @pytest.mark.long

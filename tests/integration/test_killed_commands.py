@@ -123,7 +123,7 @@ def test_a_command_that_is_killed_at_random_goes_on_to_the_same_result(command, 
             kills, here = kills + 1, here + 1
         processes.sbkit(*words, out, cwd=tmp_path)
         assert different(result(out), wanted) == [], f"after {kills} kills"
-    tried.record("kill -9 at random moments of label, prepare, clean, a run with old data, a transducer", kills, LONG)
+    tried.record("kill -9 of label, prepare, clean and training", kills, LONG)
 
 
 def dying(seconds, victim, *words):
@@ -163,4 +163,4 @@ def test_a_run_one_of_whose_processes_is_killed_ends_as_the_one_never_stopped(ra
                 kills += 1
         processes.sbkit(*words, out, cwd=tmp_path, ranks=ranks)
         assert different(trained(tmp_path / out), wanted) == [], f"after {kills} kills"
-    tried.record("kill -9 at random moments of training on one process and on two", kills, LONG)
+    tried.record("kill -9 of label, prepare, clean and training", kills, LONG)

@@ -1,7 +1,6 @@
 """The cost estimate warns of a micro-batch that the GPU has no room for, where the recipe sets its size."""
 
 import dataclasses
-import os
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.check import check
 from sbkit.recipe.price import PriceRequest
 from sbkit.recipe.source import Findings, Node, Place
+from sbkit.system import memory
 
 WRITTEN = Node(60, Place("recipe.yaml", 3), "max_batch_seconds")
 BATCHING = Node({"max_batch_seconds": Node(60, Place("recipe.yaml", 9), "batching.max_batch_seconds", source=WRITTEN)},
@@ -43,7 +43,7 @@ def test_a_micro_batch_that_is_too_large_is_blamed_on_the_value_that_batching_ha
 
 
 def test_a_micro_batch_that_the_memory_of_the_machine_cannot_hold_is_told_on_a_cpu(needs_nine, monkeypatch):
-    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 8 << 18, "SC_PAGE_SIZE": 4096}.get)
+    monkeypatch.setattr(memory, "total", lambda: 8 << 30)
     (warning,) = warnings(dataclasses.replace(needs_nine, device="cpu"), BATCHING)
     assert "needs about 9.00 GiB, cpu has 8.00 GiB; set max_batch_seconds to 43 s or less" in warning
 

@@ -9,6 +9,7 @@ from processes import outcomes
 from sbkit.errors import SbkitError
 from sbkit.recipe import arguments, cost
 from sbkit.runs import same_start, training
+from sbkit.system import memory
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.ranks import PeerFailed
 
@@ -43,6 +44,7 @@ def test_a_cost_that_nobody_reads_is_made_only_where_a_batch_might_not_fit(monke
     training.before_run(request(SMALL))
     assert made == []
     monkeypatch.setattr(cost, "memory_of", lambda device: 1)
+    monkeypatch.setattr(memory, "total", lambda: 1)
     training.before_run(request(SMALL))
     assert len(made) == 1 and "max_batch_seconds" in capsys.readouterr().err
 

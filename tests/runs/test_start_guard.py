@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.runs.start_guard import StartGuard, without_traces
+from sbkit.system import processes
 
 
 @pytest.fixture
@@ -227,7 +229,8 @@ def in_folder(folder):
     ({}, []),
     ({"run/manifests/.durations-1": "[1]\n"},
      ["new", "new/run", "new/run/manifests", "new/run/manifests/.durations-1"]),
-    ({"run/.held-2.json": "{}"}, ["new", "new/run", "new/run/.held-1.json", "new/run/.held-2.json"])],
+    ({"run/.held-2.json": "{}"}, ["new", "new/run", "new/run/.held-1.json", "new/run/.held-2.json", "new/run/manifests",
+                                  "new/run/manifests/.lock", "new/run/save"])],
     ids=["nothing", "measured durations", "another process"])
 def test_a_failure_leaves_no_locks_and_empty_folders_in_a_folder_that_it_made(tmp_path, left, kept):
     run = tmp_path / "new" / "run"
@@ -235,11 +238,20 @@ def test_a_failure_leaves_no_locks_and_empty_folders_in_a_folder_that_it_made(tm
         (run / "save").mkdir(parents=True)
         (run / "manifests").mkdir()
         (run / "manifests" / ".lock").touch()
-        (run / ".held-1.json").write_text("{}")
+        (run / ".held-1.json").write_text(json.dumps({"pid": os.getpid(), "born": processes.born(os.getpid())}))
         for name, text in left.items():
             (tmp_path / "new" / name).write_text(text)
         raise SbkitError("no clips")
     assert in_folder(tmp_path) == kept
+
+
+def test_a_folder_that_another_process_works_in_by_now_is_left_alone(tmp_path):
+    with pytest.raises(SbkitError), without_traces(tmp_path / "run"):
+        (tmp_path / "run" / "save").mkdir(parents=True)
+        (tmp_path / "run" / ".held-1.json").write_text(
+            json.dumps({"pid": os.getppid(), "born": processes.born(os.getppid())}))
+        raise SbkitError("in use")
+    assert in_folder(tmp_path) == ["run", "run/.held-1.json", "run/save"]
 
 
 def test_a_failure_in_an_older_folder_and_a_success_remove_nothing(tmp_path):

@@ -188,6 +188,11 @@ def test_a_new_row_is_appended_and_one_that_a_killed_server_left_in_part_is_drop
     third = kept.save(np.ones(160) / 4, 16_000, "three", heard=None)
     kept.close()
     assert rows(tmp_path) == [first, second, third]
+    listed.write_bytes(listed.read_bytes()[:-1])  # an editor may leave out the last line break
+    kept = Corrections(tmp_path, 1 << 20)
+    fourth = kept.save(np.ones(160) / 8, 16_000, "four", heard=None)
+    kept.close()
+    assert rows(tmp_path) == [first, second, third, fourth]
 
 
 def test_what_is_doubtful_and_unlike_what_is_corrected_is_worth_most(tmp_path):

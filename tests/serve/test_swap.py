@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import bundles
 import graph_bundles
@@ -19,6 +20,7 @@ from sbkit.cli import main
 from sbkit.data import publish
 from sbkit.export import layout
 from sbkit.export.vocabulary import write_tokens
+from sbkit.serve import registry
 
 
 def make(folder, pieces=bundles.PIECES, **how):
@@ -98,7 +100,7 @@ def test_a_spoiled_bundle_is_refused_and_the_old_one_serves_on(tmp_path, caplog,
             server.state.registry.refresh()
         assert server.post("good").json()["text"] == "good"
         health = httpx.get(f"{server.url}/health")
-        assert health.status_code == 200 and told in health.json()["models"]["level"]["refused_bundle"]
+        assert health.status_code == 200 and health.json()["models"]["level"]["refused_bundle"] is True
         assert server.counted("sbkit_bundle_refused") == 1
         [line] = [each.getMessage() for each in caplog.records if each.name == "sbkit.serve.registry"]
         assert told in line and "the one before serves on" in line and "Traceback" not in line
@@ -108,7 +110,31 @@ def test_a_spoiled_bundle_is_refused_and_the_old_one_serves_on(tmp_path, caplog,
             server.state.registry.refresh()
             server.state.registry.refresh()
             health = httpx.get(f"{server.url}/health").json()["models"]["level"]
-            assert (health["refused_bundle"] is not None) == refused and server.post("good").json()["text"] == "good"
+            assert health["refused_bundle"] is refused and server.post("good").json()["text"] == "good"
+
+
+def test_what_is_refused_is_tried_again_when_there_may_be_memory(tmp_path, monkeypatch):
+    folder, new = make(tmp_path / "level"), loud(tmp_path / "new")
+    with serving.serving(folder) as server:
+        monkeypatch.setattr(registry, "RETRY_SECONDS", 0.0)
+        assert publish.exchange(new, folder)
+        with mock.patch.object(layout, "read", side_effect=MemoryError("no room for two")):
+            server.state.registry.refresh()
+            server.state.registry.refresh()
+        assert server.post("good").json()["text"] == "good"
+        server.state.registry.refresh()
+        assert server.post("good").json()["text"] == "GOOD"
+
+
+def test_what_is_no_bundle_is_not_put_away_as_one(tmp_path, capsys):
+    make(tmp_path / "b.previous")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "thesis.txt").write_text("mine")
+    assert main(["rollback", str(tmp_path / "b")]) == 2 and (tmp_path / "b" / "thesis.txt").exists()
+    (tmp_path / "b" / "thesis.txt").unlink()
+    (tmp_path / "b").rmdir()
+    assert main(["rollback", str(tmp_path / "b")]) == 0
+    assert "brings it back" not in capsys.readouterr().out and not (tmp_path / "b.previous").exists()
 
 
 def test_rollback_without_a_bundle_before_is_told(tmp_path, capsys):

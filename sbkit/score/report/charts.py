@@ -162,9 +162,9 @@ def in_text(title: str, series: Sequence[Series], ticks: Sequence[tuple[float, s
     x = Scale(min(min(one.x) for one in series), max(max(one.x) for one in series), 0, width - 1)
     cells = [[" "] * width for _ in range(height)]
     marks = dict(zip([one.name for one in series], ".o+x", strict=False))
-    for one in series:  # beyond the picture, along its upper edge
+    for one in series:  # beyond the picture, along its edges
         for at, value in zip(one.x, one.y, strict=True):
-            cells[max(0, round(y(value)))][round(x(at))] = marks[one.name]
+            cells[min(height - 1, max(0, round(y(value))))][round(x(at))] = marks[one.name]
     names, below = [f"{value + 0.0:.4g}" for value in (y.high, y.low)], [" "] * (width + 4)
     for at, name in [ticks[0], ticks[-1]] if ticks else ():
         start = min(max(0, round(x(at))), width - len(name))

@@ -36,8 +36,8 @@ def train(words):
             batches = iter(DataLoader(range(99), num_workers=1))
             next(batches)
             (folder / f"worker{{ranks.rank()}}").write_text(str(batches._workers[0].pid))
-            ranks.barrier()
             BackgroundWriter().start(write)
+            ranks.barrier()
             if ranks.rank() == fails:
                 (folder / "failed").write_text(str(time.time()))
                 raise error
