@@ -107,9 +107,9 @@ def run(args: argparse.Namespace) -> int:
         raise SbkitError(f"--with: there is no {args.corrections}", hint="sbkit serve --corrections FOLDER makes one")
     if args.to.exists() and not (args.to / "config.json").exists():
         raise SbkitError(f"--to: {args.to} is there and no bundle", hint="name a bundle, or a new folder")
-    before = publish.previous(args.to)
-    if before.is_symlink() or (before.exists() and not (before / "config.json").is_file()):
-        raise SbkitError(f"{before} is there and no bundle", hint=f"move it away: {args.to} is kept there")
+    previous = publish.previous(args.to)
+    if previous.is_symlink() or (previous.exists() and not (previous / "config.json").is_file()):
+        raise SbkitError(f"{previous} is there and no bundle", hint=f"move it away: {args.to} is kept there")
     for value in args.values:
         if "=" not in value:
             raise SbkitError(f"--set {value}: write KEY=VALUE")
@@ -191,8 +191,13 @@ def run(args: argparse.Namespace) -> int:
     if why_not:
         print(f"not published, {args.to} is as it was:", *why_not, sep="\n  ", file=sys.stderr)
         return NOT_BETTER
-    replaces = args.to.exists()
+    replaces, config, published = args.to.exists(), args.to / "config.json", work / "published.json"
+    if replaces and published.is_file() and published.read_bytes() == config.read_bytes():
+        print(f"{args.to} is that model already")  # once more, it would be the bundle to go back to, too
+        return 0
     export(ExportRequest(new, args.to, force=True, keep_previous=True), BundleLoader())
+    with atomic_write(published, "wb") as copy:
+        copy.write(config.read_bytes())
     if replaces:
         print(f"a server of {args.to} takes it by itself, within seconds and without losing a request; back: "
               f"sbkit rollback {shlex.quote(str(args.to))}")

@@ -123,3 +123,7 @@ def test_corrections_make_a_model_better_and_it_is_published(tmp_path):
     assert "trained" in json.loads((tmp_path / "bundle" / "config.json").read_text())
     assert "a server of bundle takes it by itself" in done.stdout and "sbkit rollback bundle" in done.stdout
     assert (tmp_path / "bundle.previous" / "config.json").read_text() == "{}"
+    done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", "--set", "opt_class.lr=0.002", "--set",
+                           "batching.min_steps=300", cwd=tmp_path)
+    assert "bundle is that model already" in done.stdout
+    assert (tmp_path / "bundle.previous" / "config.json").read_text() == "{}", "the one to go back to is kept"

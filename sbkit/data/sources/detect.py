@@ -23,6 +23,7 @@ Named = str | Path | Mapping[str, str | Path | Sequence[str | Path]]
 #: Ends of the names of files that are a split each.
 ONE_SPLIT = (*SpeechBrainCsv.suffixes, ".tsv", *JsonLines.suffixes, ".parquet")
 _FILE_KINDS: tuple[type[FileSource], ...] = (SpeechBrainCsv, JsonLines)
+_FILE_SUFFIXES = (*(suffix for kind in _FILE_KINDS for suffix in kind.suffixes), ".tsv", ".parquet")
 _SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d+)-of-(?P<shards>\d+)")
 _HUB_PAGE = "https://huggingface.co/datasets/"
 _EXPECTED = (
@@ -61,14 +62,17 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
 
 
 def check_exists(source: Named) -> None:
-    """Refuse a source whose files or folders don't exist, without opening it."""
+    """Refuse a source whose files or folders don't exist, or a file of another format, without opening it."""
     if isinstance(source, Mapping):
         for path in (path for split, named in source.items() for path in _paths(split, named)):
             if not path.exists():
                 raise SbkitError(f"{path}: no such file")
         return
-    if not is_hub_address(source) and not Path(source).exists():
+    path = Path(source)
+    if not is_hub_address(source) and not path.exists():
         raise SbkitError(f"{source}: no such file or folder", hint=_EXPECTED)
+    if path.is_file() and not path.name.endswith((*SUFFIXES, *_FILE_SUFFIXES)):
+        raise SbkitError(f"{path}: unknown format", hint=_EXPECTED)
 
 
 def is_hub_address(source: str | Path) -> bool:
