@@ -83,6 +83,7 @@ def test_a_model_that_listens(tmp_path):
     assert json.loads((tmp_path / "results/live/bundle/config.json").read_text())["streaming"]["models"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_speechbrain_script_needs_one_other_name(tmp_path):
     """It learns the same as with SpeechBrain's Brain, and what it has left is resumed by the same command."""
