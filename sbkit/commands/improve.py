@@ -102,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
         raise SbkitError(f"{args.run} is a bundle, which has no training data to mix in",
                          hint="name the run that it was exported from; if that is gone, train a new one")
     kept = args.corrections / "corrections.jsonl" if args.corrections.is_dir() else args.corrections
-    source = kept if kept.is_file() and kept.name == "corrections.jsonl" else args.corrections
+    corrected = kept.name == "corrections.jsonl" and kept.is_file()  # otherwise any corpus
+    source = kept if corrected else args.corrections
     if not source.exists():
         raise SbkitError(f"--with: there is no {args.corrections}", hint="sbkit serve --corrections FOLDER makes one")
     if args.to.exists() and not (args.to / "config.json").exists():
@@ -140,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     if not (task := restore.read_run(args.run).task).writes_words:
         raise SbkitError(f"{args.run} is no recogniser's run: it trained {task.__name__}",
                          hint="words are corrected, so name a run that writes some")
-    if source == kept:
+    if corrected:
         source = _usable(kept, args.run / MANIFESTS, work / "corrections.jsonl")
     new, recipe = work / "run", work / "recipe.yaml"
     text = writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve()))
