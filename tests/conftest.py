@@ -62,6 +62,13 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish(session):
     if session.config.getoption("workers"):
+        from processes import share_server
+
+        # One server of processes for all workers: it imports for five seconds. What these print is no line of ours.
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()
+        share_server()
+        capture.suspend_global_capture()
         # Each worker would import torch's compiler, and each export reads the sources of hundreds of functions.
         with contextlib.suppress(ImportError, AttributeError):  # another torch has them elsewhere
             import torch._dynamo  # noqa: F401 (compilers, and much of what exports)

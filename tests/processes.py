@@ -29,6 +29,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 # No process that is forked from one that has asked for cards can use CUDA.
 PRELOAD = ["tools.gpu.preload", "processes", "settled"]
 _CONTEXT.set_forkserver_preload(PRELOAD)
+_SERVER: Any = forkserver.ensure_running.__self__
 # The store is outside of the ranks, as with torchrun: the first may end while another still asks.
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,12 +38,22 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 ON_A_CPU = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def _started(fn: Callable[..., None], *args: object) -> BaseProcess:
-    """A process that is forked from the server, which before Python 3.12.3 imports only what PYTHONPATH leads to."""
+def start_server() -> None:
+    """Start the server if it doesn't run yet."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CALLERS_PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # settled gives it back to what is forked
-        patch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path)))
-        forkserver.ensure_running()
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path)))  # all it has before Python 3.12.3
+        _SERVER.ensure_running()
+
+
+def share_server() -> None:
+    """Start it for this process and for all that are forked from it, which could only ask after a child of theirs."""
+    start_server()
+    os.register_at_fork(after_in_child=lambda: setattr(_SERVER, "ensure_running", lambda: None))
+
+
+def _started(fn: Callable[..., None], *args: object) -> BaseProcess:
+    start_server()
     process = _CONTEXT.Process(target=fn, args=args)
     process.start()
     return process

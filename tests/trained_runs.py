@@ -19,6 +19,7 @@ import yaml
 from processes import ROOT
 
 from sbkit.cli import main
+from sbkit.recipe import flops
 from sbkit.train.checkpoint import Checkpointer
 
 
@@ -113,6 +114,8 @@ def here(*words: object, cwd: Path = ROOT, code: int = 0) -> str:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said, \
             contextlib.redirect_stderr(said):
         patch.chdir(cwd)
+        if on_a_cpu:  # as processes.command
+            patch.setattr(flops, "operations_per_second", lambda *_: 1e6)
         assert main([*map(str, words), *on_a_cpu]) == code, said.getvalue()
     return said.getvalue()
 

@@ -76,7 +76,9 @@ def counted(step: int = STEP) -> Iterator[Stops]:
             aside = None
         if event != "call":
             return
-        file = os.path.relpath(code.co_filename, ROOT) if code.co_filename.startswith(str(ROOT)) else code.co_filename
+        if not begun and code.co_name != "train_step":
+            return
+        file = code.co_filename.removeprefix(f"{ROOT}/")
         if (file, code.co_name) == ("sbkit/train/trainer.py", "train_step"):
             done = frame.f_locals["self"].state.optimizer_step
             begun = begun or done == step
