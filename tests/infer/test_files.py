@@ -13,7 +13,8 @@ from sbkit.infer.recordings import Recording
 
 @given(order=st.integers(1, 8).flatmap(lambda count: st.permutations(range(count))), data=st.data())
 def test_results_come_in_any_order_and_are_printed_in_that_of_the_recordings(order, data):
-    recordings, unreadable = [Recording(f"{i}.wav") for i in range(len(order))], data.draw(st.sets(st.sampled_from(order)))
+    recordings = [Recording(f"{i}.wav") for i in range(len(order))]
+    unreadable = data.draw(st.sets(st.sampled_from(order)))
     arrival, named = data.draw(st.permutations(range(len(order)))), data.draw(st.integers(1, 3))
     results = [str(i) for i in range(len(order)) if i not in unreadable]
 
