@@ -35,50 +35,9 @@ SpeechBrain's run options work too: --device --precision --debug --test_only --n
 
 A recipe is code: what it names is imported and called, even by check. For a recipe you don't trust: check --no-run."""
 
-#: Former names of commands, and of options of a command; they work, and a line says the present one.
+#: Former names of commands; they work, and a line says the present one.
 FORMER_COMMANDS = {"replay": "rerun"}
-FORMER_OPTIONS = {
-    "check": {"on": "as"}, "evaluate": {"on": "data-folder", "out": "to"}, "report": {"out": "to"}, "lm": {"out": "to"},
-    "transcribe": {"output": "to"}, "run": {"output": "to"}, "import": {"corpus": "data-folder"},
-    "doctor": {"data": "data-folder"}, "reproduce": {"source": "data-folder", "to": "output-folder"}}
-#: Commands that take a recipe and overrides, as SpeechBrain's scripts do; argparse never sees their arguments.
-RECIPE_COMMANDS = {
-    "train": "train, test and report",
-    "show": "print the recipe as one file, with where each value comes from",
-    "check": "report everything wrong with a recipe, what it costs and what fits in memory",
-    "tune": "find the largest batch that fits, by trying; cached per model, device and precision",
-    "prepare": "prepare the corpus and the tokenizer only, and report what was left out and why",
-    "clean": "list training rows whose labels are probably wrong, using models not trained on them",
-}
-COMMANDS = {
-    "new": "write a starter folder: a task's recipes, train.py and a README",
-    "demo-data": "synthesise a small corpus in Common Voice's layout",
-    "shard": "pack a manifest's recordings into tar shards that training reads directly",
-    "evaluate": "score any checkpoint of a run on any corpus",
-    "info": "say what a run or a bundle is: its model, corpus, results and age",
-    "lm": "estimate a language model from text, for a search with --lm",
-    "report": "write a page about a run: its curves, its errors, what to fix next",
-    "improve": "train a run on with what people corrected, and publish the model if it got better",
-    "rollback": "put the bundle back that improve replaced; again puts the improved one back",
-    "reproduce": "train a finished run again from its reproduce.json, and compare rows, losses and figures",
-    "rerun": "compute a non-finite step again, layer by layer",
-    "export": "export a run as a bundle that others can use",
-    "push": "put a bundle on the Hugging Face Hub",
-    "import": "make a bundle from a CTC model that was trained elsewhere",
-    "transcribe": "transcribe recordings with an exported bundle",
-    "label": "make a corpus from untranscribed recordings: a bundle's transcripts that are probably right",
-    "listen": "transcribe live speech from the microphone or standard input",
-    "speak": "speak a text with an exported voice",
-    "enhance": "remove noise from recordings with an exported enhancer",
-    "tokenize": "turn a corpus into codes with an exported codec",
-    "resynthesize": "turn codes back into audio files with an exported codec",
-    "run": "run an exported model that outputs tensors, such as speaker embeddings, on recordings",
-    "serve": "serve bundles through an OpenAI-style API, a live WebSocket and a web page",
-    "doctor": "report what this machine offers, and what keeps sbkit from running well",
-}
-
-
-#: The commands as the help lists them.
+#: The commands as the help lists them; what they do is the docstring of each one's file.
 GROUPS = {
     "data": ("demo-data", "prepare", "shard", "clean", "label", "tokenize", "resynthesize"),
     "train": ("new", "show", "check", "tune", "train", "improve", "rerun", "reproduce", "doctor"),
@@ -86,6 +45,7 @@ GROUPS = {
     "ship": ("export", "import", "push", "transcribe", "listen", "speak", "enhance", "run", "serve",
              "rollback"),
 }
+COMMANDS = [name for names in GROUPS.values() for name in names]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,22 +91,40 @@ def dispatch(argv: list[str]) -> int:
     command, rest = FORMER_COMMANDS.get(argv[0], argv[0]), argv[1:]
     if command != argv[0]:
         print(f"sbkit {argv[0]} is now called sbkit {command}", file=sys.stderr)
-    if command not in RECIPE_COMMANDS:
+    if command not in COMMANDS or not takes_recipe(command):
         args = parser_for([command, *rest]).parse_args([command, *rest])
         return args.call(args)
     module = command_module(command)
     if "-h" in rest or "--help" in rest:
-        print(RECIPE_HELP.format(command=command, what=module.HELP))
+        print(RECIPE_HELP.format(command=command, what=recipe_help(command)))
         return 0
     from sbkit.recipe import arguments
 
-    return module.run(arguments.read_words(rest, module.OPTIONS, FORMER_OPTIONS.get(command, {}), command != "check",
-                                           task=command not in ("check", "show")))
+    return module.run(arguments.read_words(
+        rest, getattr(module, "OPTIONS", ()), getattr(module, "FORMER", {}), keys=command != "check",
+        task=command not in ("check", "show")))
 
 
 def command_module(command: str) -> ModuleType:
-    """The module of a command: ``HELP`` or ``add`` describes its arguments, ``run`` runs it."""
+    """The module of a command; what it has is said in ``sbkit/commands/__init__.py``."""
     return importlib.import_module(f"sbkit.commands.{command.replace('-', '_')}")
+
+
+def takes_recipe(command: str) -> bool:
+    """Whether a command takes a recipe and overrides, as SpeechBrain's scripts do, which argparse never sees."""
+    return not hasattr(command_module(command), "add")
+
+
+def summary(command: str) -> str:
+    """What a command does: the first sentence of its docstring, without its name and the full stop."""
+    first = (command_module(command).__doc__ or "").partition("\n\n")[0]
+    return " ".join(first.split()).partition("``: ")[2].removesuffix(".")
+
+
+def recipe_help(command: str) -> str:
+    """What a command that takes a recipe says about itself."""
+    what = summary(command)
+    return f"{what[:1].upper()}{what[1:]}.\n{getattr(command_module(command), 'HELP', '')}".rstrip()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -189,24 +167,21 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser_for(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser for these arguments; only the command that they name is imported, the others are just listed."""
-    what = {**RECIPE_COMMANDS, **COMMANDS}
-    groups = "\n\n".join("\n".join([f"{group}:", *(
-        textwrap.fill(what[name], 100, initial_indent=f"  {name:13}", subsequent_indent=15 * " ") for name in names)])
-        for group, names in GROUPS.items())
+    """The parser for these arguments; if they name a command, it alone is imported."""
+    called = next((word for word in argv if word in COMMANDS), None)
+    groups = "\n\n".join("\n".join([f"{group}:", *(textwrap.fill(
+        summary(name), 100, initial_indent=f"  {name:13}", subsequent_indent=15 * " ") for name in names)])
+        for group, names in GROUPS.items() if called is None)  # for a list of them, all commands are imported
     parser = _Parser(prog="sbkit", description="Train speech models from recipes and ship them.", epilog=groups,
                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"sbkit {sbkit.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name in RECIPE_COMMANDS:
-        commands.add_parser(name, add_help=False)
-    called = next((word for word in argv if word in COMMANDS), None)
     for name in COMMANDS:
         command = commands.add_parser(name)
-        if name == called:
+        if name == called and not takes_recipe(name):
             module = command_module(name)
             module.add(command)
-            command.former = FORMER_OPTIONS.get(name, {})
+            command.former = getattr(module, "FORMER", {})
             command.set_defaults(call=module.run)
             command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser

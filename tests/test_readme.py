@@ -47,7 +47,7 @@ def test_there_are_commands():
 
 def test_every_command_of_sbkit_is_on_a_page():
     told = {words[1] for page in PAGES for words in commands(page) if words[0] == "sbkit"}
-    assert {*cli.COMMANDS, *cli.RECIPE_COMMANDS} <= told
+    assert {*cli.COMMANDS} <= told
 
 
 def test_the_list_of_what_runs_code_has_every_command_and_is_true(capsys):
@@ -55,7 +55,7 @@ def test_the_list_of_what_runs_code_has_every_command_and_is_true(capsys):
     section = prose("docs/explanation/what-runs-code.md")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     listed = [(name, answer[:3] == "yes") for names, _, answer in rows[2:] for name in re.findall(r"`(.*?)`", names)]
-    assert sorted(name for name, _ in listed) == sorted([*cli.COMMANDS, *cli.RECIPE_COMMANDS])
+    assert sorted(name for name, _ in listed) == sorted(cli.COMMANDS)
     assert all(answer.startswith(("yes", "no")) for _, _, answer in rows[2:])
     for name, runs_code in listed:
         reached = test_source.reached([f"sbkit.commands.{name.replace('-', '_')}"])
@@ -89,7 +89,7 @@ def test_a_command_is_understood(words, monkeypatch):
         return
     if words[0] == "torchrun" and "-m" in words:
         words = words[words.index("-m") + 1:]
-    if words[0] == "sbkit" and words[1] not in cli.RECIPE_COMMANDS:
+    if words[0] == "sbkit" and not (words[1] in cli.COMMANDS and cli.takes_recipe(words[1])):
         if len(words) == 2 and words[1] != "doctor":  # its name alone
             assert words[1] in (*cli.COMMANDS, "COMMAND", "--help", "--version")
         elif words[1:] != ["COMMAND", "--help"] and words[-1] != "--help":

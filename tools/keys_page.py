@@ -137,15 +137,15 @@ def commands_page() -> str:
         parts.append(f"\n## {group.capitalize()}\n")
         for name in names:
             parts.append(f"\n### {name}\n\n")
-            if name in cli.RECIPE_COMMANDS:
-                parts.append(f"`sbkit {name} RECIPE --KEY VALUE`\n\n{_text(cli.command_module(name).HELP)}\n")
+            if cli.takes_recipe(name):
+                parts.append(f"`sbkit {name} RECIPE --KEY VALUE`\n\n{_text(cli.recipe_help(name))}\n")
                 continue
             parser = cli.parser_for([name])
             [commands] = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
             command = commands.choices[name]
             actions = [each for each in command._actions if each.dest not in ("help", "debug")]
             words = [_words(each) for each in actions if each.required and each.nargs not in ("*", "?")]
-            what = cli.COMMANDS[name]
+            what = cli.summary(name)
             parts.append(f"`{' '.join(['sbkit', name, *words])}`\n\n{what[0].upper()}{what[1:]}.\n\n"
                          "| argument | what it is |\n| --- | --- |\n")
             parts += [f"| `{_words(each).replace('|', ' or ')}` | {_text(_help(each))} |\n" for each in actions]

@@ -1,4 +1,7 @@
-"""One file per ``sbkit`` command, named after it: ``add`` or ``HELP`` has its arguments, ``run`` its stages in order.
+"""One file per ``sbkit`` command, named after it; ``sbkit.cli.GROUPS`` says where the help lists it.
 
-``run`` returns the exit code.
+Its docstring begins with what the help says about it. ``run`` has its stages in order and returns the exit code. It
+gets the arguments that ``add`` declares; without ``add``, a recipe and its overrides, where ``HELP`` says more to its
+users and ``OPTIONS`` names its own options. ``FORMER`` has former names of options, which work, and a line says the
+present one.
 """

@@ -1,4 +1,5 @@
-"""``sbkit check RECIPE.yaml [--key value ...]``: report everything wrong with a recipe; exit code 1 if anything is."""
+"""``sbkit check RECIPE.yaml [--key value ...]``: report everything wrong with a recipe, what it costs and what fits in
+memory."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ from sbkit.system import disk
 from sbkit.system.environment import check_torch
 
 HELP = (
-    "Report everything wrong with a recipe, what it costs and what fits in memory. --json prints it for programs,\n"
-    "--measure times a few steps.\n--as 8xH100 rehearses the whole run on simulated GPUs;\n"
+    "--json prints it for programs, --measure times a few steps.\n"
+    "--as 8xH100 rehearses the whole run on simulated GPUs;\n"
     "--html FILE writes its report as a page.\n--price 2.5 predicts hours, energy and cost of the whole run, at this "
     "price of a device per hour.\n--no-run imports only speechbrain, torch and sbkit, builds and calls nothing,\n"
     "and lists what it could not check."
 )
 FLAGS = ("json", "measure", "no-run")
 OPTIONS = (*FLAGS, "as", "html", "price")
+FORMER = {"on": "as"}
 
 
 def run(argv: list[str]) -> int:

@@ -1,4 +1,5 @@
-"""``sbkit clean RECIPE.yaml [--key value ...]``: list training rows whose labels are probably wrong."""
+"""``sbkit clean RECIPE.yaml [--key value ...]``: list training rows whose labels are probably wrong, using models not
+trained on them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ from sbkit.system import memory
 from sbkit.system.environment import check_torch
 
 HELP = (
-    "List training rows whose labels are probably wrong, using models not trained on them.\n"
     "--folds N trains N models by the recipe, each without the rows that it judges (default: 2). They may be small\n"
     "and trained briefly, if they get 40 % of the words right: --number_of_epochs 4. Writes to OUTPUT_FOLDER/clean:\n"
     "suspects.csv, a list for corpus: exclude, and suspects.html, a page to listen to its rows. It finds most single\n"

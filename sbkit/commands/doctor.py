@@ -8,6 +8,8 @@ from pathlib import Path
 
 from sbkit.errors import SbkitError
 
+FORMER = {"data": "data-folder"}
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")

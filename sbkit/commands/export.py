@@ -22,7 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="export a model although it got worse on the corpus of replay")
     parser.add_argument("--formats", type=several_of("onnx", "int8", "torch", "speechbrain"), metavar="A,B",
                         help="any of onnx,int8,torch,speechbrain (default: all)")
-    parser.add_argument("--target", choices=["sherpa"], help="also write models for sherpa-onnx")
+    parser.add_argument("--target", help="also write models for another program: sherpa, or one of your own task's")
     parser.add_argument("--chunk", type=count, metavar="MS",
                         help="chunk size of sherpa-onnx's streaming model, in milliseconds (640)")
     parser.add_argument("--clips", type=count, default=40, help="number of test utterances to compare the formats on")

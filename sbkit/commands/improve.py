@@ -1,4 +1,4 @@
-"""``sbkit improve``: train a run on, with what people corrected, and publish the model only if it got better."""
+"""``sbkit improve``: train a run on with what people corrected, and publish the model if it got better."""
 
 from __future__ import annotations
 

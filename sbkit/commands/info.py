@@ -1,4 +1,4 @@
-"""``sbkit info``: say what a run or a bundle is."""
+"""``sbkit info``: say what a run or a bundle is: its model, corpus, results and age."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sbkit label``: make a corpus from untranscribed recordings and a bundle's transcripts of them."""
+"""``sbkit label``: make a corpus from untranscribed recordings: a bundle's transcripts that are probably right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sbkit listen``: transcribe live speech."""
+"""``sbkit listen``: transcribe live speech from the microphone or standard input."""
 
 from __future__ import annotations
 

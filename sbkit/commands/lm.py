@@ -1,4 +1,4 @@
-"""``sbkit lm``: estimate a language model from text files, manifests and runs, and its perplexity on other text."""
+"""``sbkit lm``: estimate a language model from text, for a search with --lm."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 from sbkit.commands.options import RUNS_CODE
 from sbkit.errors import SbkitError
 from sbkit.system import disk
+
+FORMER = {"out": "to"}
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""``sbkit new FOLDER``: write a starter folder with a task's recipes, train.py and a README."""
+"""``sbkit new FOLDER``: write a starter folder: a task's recipes, train.py and a README."""
 
 from __future__ import annotations
 

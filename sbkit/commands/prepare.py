@@ -1,4 +1,5 @@
-"""``sbkit prepare RECIPE.yaml [--key value ...]``: make manifests and tokenizer, and report what was left out."""
+"""``sbkit prepare RECIPE.yaml [--key value ...]``: prepare the corpus and the tokenizer only, and report what was left
+out and why."""
 
 from __future__ import annotations
 
@@ -7,9 +8,6 @@ from pathlib import Path
 
 from sbkit.system import memory
 from sbkit.system.environment import check_torch
-
-HELP = "Prepare the corpus and the tokenizer only, and report what was left out and why."
-OPTIONS: tuple[str, ...] = ()
 
 
 def run(argv: list[str]) -> int:

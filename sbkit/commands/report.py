@@ -1,4 +1,4 @@
-"""``sbkit report``: write a page about a run, alone or compared with another."""
+"""``sbkit report``: write a page about a run: its curves, its errors, what to fix next."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from sbkit.commands.options import add_schemes, require_run
+
+FORMER = {"out": "to"}
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,5 @@
-"""``sbkit reproduce RUN/reproduce.json``: train a finished run again and compare."""
+"""``sbkit reproduce RUN/reproduce.json``: train a finished run again from its reproduce.json, and compare rows, losses
+and figures."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 
 from sbkit.commands.options import RUNS_CODE, count
 from sbkit.errors import SbkitError
+
+FORMER = {"source": "data-folder", "to": "output-folder"}
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""``sbkit rollback``: put the bundle back that ``sbkit improve`` replaced."""
+"""``sbkit rollback``: put the bundle back that improve replaced; again puts the improved one back."""
 
 from __future__ import annotations
 

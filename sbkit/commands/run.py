@@ -1,4 +1,4 @@
-"""``sbkit run``: run an exported model that outputs tensors on recordings."""
+"""``sbkit run``: run an exported model that outputs tensors, such as speaker embeddings, on recordings."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from sbkit.commands.options import add_model, add_schemes, request_of, several_of
 
 FORMATS = "npz", "wav", "json"
+
+FORMER = {"output": "to"}
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""``sbkit show RECIPE.yaml [--key value ...]``: print the recipe as one file, with each value's origin."""
+"""``sbkit show RECIPE.yaml [--key value ...]``: print the recipe as one file, with where each value comes from."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import sys
 from sbkit.system.environment import check_torch
 
 HELP = (
-    "Print the recipe as one file, with where each value comes from.\n"
     "Behind each is a comment: the value of a reference, and its file and line, the command line, or that it is the\n"
     "default of the task. What is printed can be used as a recipe. Mistakes are printed as by check."
 )
-OPTIONS: tuple[str, ...] = ()
 
 
 def run(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""``sbkit train RECIPE.yaml [--key value ...]``: prepare, fit, test and report."""
+"""``sbkit train RECIPE.yaml [--key value ...]``: train, test and report."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ if TYPE_CHECKING:
     from sbkit.infer.bundles import BundleLoader
 
 HELP = (
-    "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...\n"
+    "On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...\n"
     "The same command resumes a run. Only one run at a time may use an output_folder."
 )
-OPTIONS: tuple[str, ...] = ()
 
 
 def run(argv: list[str]) -> int:

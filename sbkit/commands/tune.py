@@ -1,4 +1,5 @@
-"""``sbkit tune RECIPE.yaml [--key value ...]``: find the largest batch that fits, by trying, and cache it."""
+"""``sbkit tune RECIPE.yaml [--key value ...]``: find the largest batch that fits, by trying; cached per model, device
+and precision."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from sbkit.errors import SbkitError
 from sbkit.system.environment import check_torch
 
 HELP = (
-    "Find the largest batch that fits, by trying; cached per model, device and precision.\n--fresh tries again.\n"
+    "--fresh tries again.\n"
     "--memory GIB: memory that a run may use (default: the whole GPU; on a CPU most of the free memory)."
 )
 OPTIONS: tuple[str, ...] = ("fresh", "memory")

@@ -247,10 +247,11 @@ class Comparison:
         self.left_out = reasons
 
     def raise_if_any(self, failures: list[str]) -> None:
-        """Raise ``SbkitError`` with the failures and the table, if there are failures."""
+        """Print the table and raise ``SbkitError`` with the failures, if there are any."""
         if failures:
+            print(f"compared on {self.clips.origin}:\n{self.table()}", flush=True)
             raise SbkitError(f"the bundle does not match {self.compared_with}, so nothing was published:\n  "
-                             + "\n  ".join(failures) + "\n" + self.table(), hint=self._hint())
+                             + "\n  ".join(failures), hint=self._hint())
 
     def _hint(self) -> str | None:
         """Suggest better clips than noise, or a tolerance if the words are the same and outputs differ a little."""

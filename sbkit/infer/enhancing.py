@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +14,13 @@ from sbkit.data.audio import AudioError
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.enhancer import EnhancerModel
+from sbkit.infer.files import SOME_FAILED, Result, run_files
 from sbkit.infer.inputs import FilesRequest, collect, lengths
+from sbkit.infer.recordings import Recording
 from sbkit.infer.resynthesis import file_names
 from sbkit.infer.sound_file import SoundWriter
-from sbkit.infer.transcription import SOME_FAILED
 from sbkit.system import disk
-from sbkit.system.console import atomic_write, progress, time_span
+from sbkit.system.console import atomic_write, time_span
 
 
 @dataclass(frozen=True)
@@ -48,33 +51,39 @@ def enhance(request: EnhanceRequest) -> int:
                if request.overwrite or not path.exists()]
     if len(waiting) < len(recordings):
         print(f"{len(recordings) - len(waiting)} are already enhanced (--overwrite redoes them)", file=sys.stderr)
-    expected = lengths([recording for recording, _ in waiting], 1)
-    errors: list[AudioError] = []
+    recordings = [recording for recording, _ in waiting]
+    lengths_of, errors = lengths(recordings, 1), dict[int, AudioError]()
     began, seconds = time.perf_counter(), 0.0
     with EnhancerModel.open(request.bundle, request.model, request.device, request.threads) as model, \
             disk.disk_errors_as_user_error(request.to):
         print(model.running, file=sys.stderr)
         request.to.mkdir(parents=True, exist_ok=True)
-        with progress(what="enhancing", total=round(sum(expected)), unit="s", show=bool(waiting)) as bar:
-            for recording, path in waiting:
-                rate = model.sample_rate
-                try:
-                    with atomic_write(path, "wb") as file, \
-                            contextlib.closing(SoundWriter(file, "wav", rate)) as writer:
-                        for samples in model.blocks(recording.blocks(rate)):
-                            writer.add(samples)
-                            seconds += len(samples) / rate
-                            bar.update(min(round(seconds), bar.total) - bar.n)
-                        writer.end()
-                except AudioError as error:
-                    errors.append(error)
-                    continue
-                if recording.warning:
-                    print(f"{recording.name}: {recording.warning}", file=sys.stderr)
-    for each in errors:
-        print(f"left out: {each}", file=sys.stderr)
+        run = functools.partial(_run, model, [path for _, path in waiting])
+        for index, samples in run_files(recordings, run, errors, what="enhancing", seconds=lengths_of,
+                                        show=bool(waiting)):
+            seconds += samples / model.sample_rate
+            if (warning := recordings[index].warning) is not None:
+                print(f"{recordings[index].name}: {warning}", file=sys.stderr)
     elapsed = time.perf_counter() - began
     factor = f" (real-time factor {elapsed / seconds:.4f})" if seconds else ""
     print(f"{request.to}: {len(waiting) - len(errors)} recordings, {seconds:.1f} s; it took {time_span(elapsed)}"
           f"{factor}")
     return SOME_FAILED if errors else 0
+
+
+def _run(model: EnhancerModel, paths: Sequence[Path], recordings: Sequence[Recording]
+         ) -> Generator[Result, None, None]:
+    """Write the enhanced recordings, some seconds at a time; yields the samples of each."""
+    rate = model.sample_rate
+    for index, (recording, path) in enumerate(zip(recordings, paths, strict=True)):
+        samples = 0
+        try:
+            with atomic_write(path, "wb") as file, contextlib.closing(SoundWriter(file, "wav", rate)) as writer:
+                for block in model.blocks(recording.blocks(rate)):
+                    writer.add(block)
+                    samples += len(block)
+                    yield index, samples / rate
+                writer.end()
+            yield index, samples
+        except AudioError as error:
+            yield index, error

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sbkit.data.audio import CUT_OFF, DAMAGED
+from sbkit.data.audio import CUT_OFF, DAMAGED, AudioError
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
 from sbkit.data.text import TextRules
@@ -34,15 +34,16 @@ from sbkit.decode.spans import Word, at_pauses
 from sbkit.errors import SbkitError
 from sbkit.export.layout import Config
 from sbkit.infer.engine import Engine
+from sbkit.infer.files import SOME_FAILED, print_first, run_files
 from sbkit.infer.inputs import STDIN, FilesRequest, collect
-from sbkit.infer.pipeline import Options, Pipeline, PipelineResult
+from sbkit.infer.pipeline import Options, Pipeline
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import mean_confidence
-from sbkit.infer.transcription import SOME_FAILED, print_first, record_settings
+from sbkit.infer.transcription import record_settings
 from sbkit.score.calibration import MIN_UTTERANCES, Calibration, reliability, word_accuracy
 from sbkit.score.run_files import MANIFESTS, RECIPE
 from sbkit.system import disk, untrusted
-from sbkit.system.console import atomic_write, counted, progress, table, time_span
+from sbkit.system.console import atomic_write, counted, table, time_span
 
 FOLDER = "labelling"
 CALIBRATION = "calibration.json"
@@ -179,10 +180,10 @@ def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
                              f"recordings ({train}), and is overconfident on them", hint=_HINT)
     rules = TextRules.for_language(pipeline.engine.config.language)
     references, hypotheses, confidences = [], [], []
-    for result in sorted(_run(pipeline, recordings, "calibrating"), key=lambda each: each.index):
-        reference, transcript = recordings[result.index].reference, result.transcript
-        if reference and transcript is not None and transcript.confidence is not None:
-            both = (rules(text) for text in (reference, transcript.text))
+    # Recordings that can't be read are neither counted nor named.
+    for index, transcript in run_files(recordings, pipeline.run, {}, what="calibrating", in_order=True, named=0):
+        if transcript.confidence is not None:
+            both = (rules(text) for text in (recordings[index].reference or "", transcript.text))
             words = [text.split() if transcript.spaced else list(text.replace(" ", "")) for text in both]
             references.append(words[0])
             hypotheses.append(words[1])
@@ -198,14 +199,6 @@ def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
     return asdict(Calibration.fit(np.array(confidences), accuracy, counts)) | found._asdict()
 
 
-def _run(pipeline: Pipeline, recordings: Sequence[Recording], what: str) -> Iterator[PipelineResult]:
-    with progress(what=what, total=len(recordings), unit="file", show=len(recordings) > 1) as bar, \
-            contextlib.closing(pipeline.run(recordings)) as results:
-        for each in results:
-            yield each
-            bar.update()
-
-
 # ---------------------------------------------------------------------- transcribing
 
 
@@ -216,17 +209,17 @@ def _transcribe(pipeline: Pipeline, recordings: Mapping[str, Recording], path: P
     todo = [(key, each) for key, each in recordings.items() if key not in known and key not in errors]
     if done := len(recordings) - len(todo) - len(errors):
         print(f"{done} of {len(recordings)} are already done", file=sys.stderr)
-    seconds, began = 0.0, time.perf_counter()
+    seconds, began, unreadable = 0.0, time.perf_counter(), dict[int, AudioError]()
     # Unbuffered, so that a process that is killed has written all complete lines.
-    with open(path, "ab", buffering=0) as file:
+    with open(path, "ab", buffering=0) as file, contextlib.closing(run_files(
+            [each for _, each in todo], pipeline.run, unreadable, what="labelling", named=0)) as transcripts:
         if file.tell():
             file.write(b"\n")  # ends a line that was interrupted
-        for result in _run(pipeline, [each for _, each in todo], "labelling"):
-            (key, recording), transcript = todo[result.index], result.transcript
-            warning = "" if transcript is None else transcript.warning or ""
+        for index, transcript in transcripts:
+            key, recording = todo[index]
             # A WAV that is longer than its header says is kept, as in training.
-            if transcript is None or warning.startswith((CUT_OFF, DAMAGED)):
-                errors[key] = str(result.error.cause) if result.error else warning
+            if (warning := transcript.warning or "").startswith((CUT_OFF, DAMAGED)):
+                errors[key] = warning
                 continue
             seconds += transcript.duration
             pieces = cut_at_pauses(transcript.words, transcript.duration, pipeline.engine.config.chunk_seconds)
@@ -237,6 +230,7 @@ def _transcribe(pipeline: Pipeline, recordings: Mapping[str, Recording], path: P
             data = json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
             if file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    errors |= {todo[index][0]: error.cause for index, error in unreadable.items()}
     elapsed = time.perf_counter() - began
     print(f"transcribed {time_span(seconds)} in {time_span(elapsed)}", file=sys.stderr)
     return errors

@@ -9,6 +9,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from sbkit.data.audio import AudioError
 from sbkit.decode.hotwords import phrase_boosts
 from sbkit.errors import SbkitError
 from sbkit.export import layout
@@ -61,12 +62,11 @@ class Model(LoadedBundle[Engine], of=layout.Config):
         if not isinstance(audio, list):
             return self.transcribe([audio])[0]
         found: dict[int, Transcript] = {}
-        for result in self._pipeline.run([
+        for index, result in self._pipeline.run([
                 Recording.of(each, Path(each).stem if isinstance(each, (str, os.PathLike)) else "") for each in audio]):
-            if result.error is not None:
-                raise result.error
-            assert result.transcript is not None, "a recording has a transcript or an error"
-            found[result.index] = result.transcript
+            if isinstance(result, AudioError):
+                raise result
+            found[index] = result
         return [found[i] for i in range(len(audio))]
 
     def stream(self, chunk: int | None = None, rate: int | None = None, lm: str | Path | None = None,

@@ -39,12 +39,8 @@ class Options:
     search: Mapping[str, Any] | None = None
 
 
-class PipelineResult(NamedTuple):
-    """A recording's transcript, or its error."""
-
-    index: int  # type: ignore[assignment]  # hides an unused tuple method
-    transcript: Transcript | None
-    error: AudioError | None
+#: A recording's number, and its transcript or its error.
+PipelineResult = tuple[int, Transcript | AudioError]
 
 
 class _ReadChunk(NamedTuple):
@@ -147,7 +143,7 @@ class Pipeline:
                     elif isinstance(item.error, AudioError):
                         waiting[:] = [each for each in waiting if each.recording != item.recording]
                         partial[item.recording] = Assembly(expected=-1)  # its remaining chunks are dropped
-                        yield PipelineResult(item.recording, None, item.error)
+                        yield item.recording, item.error
                     else:
                         raise item.error
                     continue
@@ -180,7 +176,7 @@ class Pipeline:
             vocabulary = self.engine.vocabulary
             found = transcript(recordings[index].id, assembly, words(parts, vocabulary), vocabulary)
             found.warning = recordings[index].warning
-            yield PipelineResult(index, found, None)
+            yield index, found
 
 
 def batch_seconds(device: str) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +14,11 @@ import numpy as np
 
 from sbkit.data.audio import AudioError
 from sbkit.errors import SbkitError
+from sbkit.infer.files import SOME_FAILED, Result, run_files, summarise
 from sbkit.infer.graph_model import GraphEngine, GraphModel, Output
 from sbkit.infer.inputs import FilesRequest, check_output_paths, collect, output_path
 from sbkit.infer.recordings import Recording
-from sbkit.infer.transcription import SOME_FAILED, summarise
-from sbkit.system.console import atomic_write, progress
+from sbkit.system.console import atomic_write
 
 #: Maximum values of a recording that are printed; more must be written to files.
 _MAX_PRINTED = 10_000
@@ -41,29 +42,32 @@ def run(request: RunRequest) -> int:
         raise SbkitError("wav can't be printed", hint="add --to FOLDER")
     if request.output is not None:
         check_output_paths(request.output, recordings)
-    left_out, audio, began = 0, 0.0, time.perf_counter()
+    errors: dict[int, AudioError] = {}
+    audio, began = 0.0, time.perf_counter()
     with GraphModel(GraphEngine(request.bundle, request.model, request.device, request.threads)) as model:
         print(model.running, file=sys.stderr)
-        config = model.engine.config
-        for recording in progress(recordings, what="running", show=len(recordings) > 1):
-            try:
-                seconds = recording.seconds(config.sample_rate)
-                audio += seconds
-                result = model.run(recording)
-            except AudioError as error:
-                left_out += 1
-                print(f"left out: {error}", file=sys.stderr)  # at once, and each: no file names them
-                continue
-            assert isinstance(result, Output), "one recording has one output"
+        rate = model.engine.config.sample_rate
+        run_each = functools.partial(_run, model)
+        for index, (result, seconds) in run_files(recordings, run_each, errors, what="running", in_order=True):
+            recording = recordings[index]
+            audio += seconds
             if request.output is None:
                 if result.size > _MAX_PRINTED:
                     raise SbkitError(f"{recording.name} has {result.size:,} output values, too many to print",
                                      hint="write files: --to FOLDER")
                 sys.stdout.write(_line(recording, result))
             else:
-                _write(request.output, recording, result, request.formats, config.sample_rate, seconds)
-    summarise(len(recordings), left_out, audio, time.perf_counter() - began, request.output)
-    return SOME_FAILED if left_out else 0
+                _write(request.output, recording, result, request.formats, rate, seconds)
+    summarise(len(recordings), len(errors), audio, time.perf_counter() - began, request.output)
+    return SOME_FAILED if errors else 0
+
+
+def _run(model: GraphModel, recordings: Sequence[Recording]) -> Generator[Result, None, None]:
+    for index, recording in enumerate(recordings):
+        try:
+            yield index, (model.run(recording), recording.seconds(model.engine.config.sample_rate))
+        except AudioError as error:
+            yield index, error
 
 
 def _line(recording: Recording, result: Output) -> str:

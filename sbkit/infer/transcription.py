@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sbkit.data.audio import AudioError
 from sbkit.data.text import TextRules
 from sbkit.decode.search_options import SearchRequest
 from sbkit.errors import SbkitError, printable
 from sbkit.export.layout import CONFIG
 from sbkit.infer.engine import Engine
+from sbkit.infer.files import SHOWN, SOME_FAILED, print_first, run_files, summarise
 from sbkit.infer.inputs import FilesRequest, check_output_paths, collect, lengths, output_path
-from sbkit.infer.pipeline import Options, Pipeline, PipelineResult
+from sbkit.infer.pipeline import Options, Pipeline
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import FORMATS, Transcript, check_formats
-from sbkit.system.console import atomic_write, counted, progress, time_span
+from sbkit.system.console import atomic_write, counted
 
 #: File in a folder of transcripts with the model and options that they were made with.
 SETTINGS = ".sbkit-transcribe.json"
-SOME_FAILED = 1  # exit code if some recordings could not be read
 _ARGUMENTS = {"bundle": "BUNDLE", "shards": "--shard", "hot_words": "--hot-word"}  # options whose names differ
-_SHOWN = 20  # number of errors shown on the screen
 
 
 @dataclass(frozen=True)
@@ -73,57 +73,30 @@ def transcribe(request: TranscribeRequest) -> int:
 
 
 def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest, formats: list[str]) -> int:
-    seconds_of = lengths(recordings, engine.config.sample_rate)
-    order = sorted(range(len(recordings)), key=lambda i: -seconds_of[i])
-    options = Options(request.batch_seconds, request.chunk_seconds, request.readers, request.search)
-    errors: list[PipelineResult] = []
-    found: dict[int, Transcript | None] = {}
-    shown, passed, start = 0, 0.0, time.perf_counter()
-    bar = progress(what="seconds transcribed", total=round(sum(seconds_of)), unit="s", show=len(recordings) > 1)
-    with bar, contextlib.closing(Pipeline(engine, options).run([recordings[i] for i in order])) as results:
-        for done in results:
-            index = order[done.index]
-            found[index] = done.transcript
-            if done.error is not None:
-                errors.append(done)
-            elif request.output is not None and done.transcript is not None:
-                _write(request.output, recordings[index], done.transcript, formats)
-            if request.output is None and sys.stdout.isatty():
-                bar.clear()  # otherwise the first line would follow it on its line
-            while request.output is None and shown in found:  # in the recordings' order
-                if (ready := found[shown]) is not None:
-                    sys.stdout.write(_text(ready, formats[0], alone=len(recordings) == 1))
-                    sys.stdout.flush()
-                shown += 1
-            passed += seconds_of[index]
-            bar.update(round(passed) - bar.n)
+    seconds_of, start = lengths(recordings, engine.config.sample_rate), time.perf_counter()
+    pipeline = Pipeline(engine, Options(request.batch_seconds, request.chunk_seconds, request.readers, request.search))
+    found: dict[int, Transcript] = {}
+    errors: dict[int, AudioError] = {}
+    with contextlib.closing(run_files(
+            recordings, pipeline.run, errors, what="seconds transcribed", seconds=seconds_of, named=SHOWN,
+            order=sorted(range(len(recordings)), key=lambda i: -seconds_of[i]), in_order=request.output is None
+            )) as transcripts:
+        for index, transcript in transcripts:
+            found[index] = transcript
+            if request.output is not None:
+                _write(request.output, recordings[index], transcript, formats)
+            else:
+                sys.stdout.write(_text(transcript, formats[0], alone=len(recordings) == 1))
+                sys.stdout.flush()
     seconds = time.perf_counter() - start
     # In the recordings' order, because it decides the error rate's bootstrap interval.
-    transcribed = [(recordings[index], each) for index, each in sorted(found.items()) if each is not None]
+    transcribed = [(recordings[index], each) for index, each in sorted(found.items())]
     warnings = [f"{each.name}: {result.warning}" for each, result in transcribed if result.warning is not None]
     print_first("warning", warnings)
-    print_first("left out", [str(done.error) for done in errors])
     summarise(len(recordings), len(errors), sum(seconds_of), seconds, request.output)
     if any(recording.reference for recording, _ in transcribed):
         _score(transcribed, TextRules.for_language(engine.config.language))
     return SOME_FAILED if errors else 0
-
-
-def summarise(count: int, left_out: int, audio: float, seconds: float, output: Path | None) -> None:
-    """Print what became of ``count`` recordings."""
-    if count:
-        factor = f" (real-time factor {seconds / audio:.4f})" if audio else ""
-        where = f" -> {output}" if output is not None else ""
-        print(f"{count - left_out} of {count} recordings, {audio:.1f} s of audio in {time_span(seconds)}"
-              f"{factor}{where}", file=sys.stderr)
-
-
-def print_first(what: str, lines: Sequence[str]) -> None:
-    """Print the first ``_SHOWN`` of some lines to stderr, and the number of others."""
-    for line in lines[:_SHOWN]:
-        print(f"{what}: {printable(line)}", file=sys.stderr)
-    if len(lines) > _SHOWN:
-        print(f"{what}: {len(lines) - _SHOWN} more", file=sys.stderr)
 
 
 def _score(transcribed: list[tuple[Recording, Transcript]], rules: TextRules) -> None:

@@ -28,7 +28,7 @@ from sbkit.serve.batcher import Batcher
 from sbkit.serve.errors import ApiError, invalid
 from sbkit.serve.job import Job
 from sbkit.serve.metrics import Metrics
-from sbkit.serve.served import BundleOptions, Served, device_facts, folder_state
+from sbkit.serve.served import SERVED, BundleOptions, Served, device_facts, folder_state
 from sbkit.system.cores import usable_cores
 
 _log = logging.getLogger(__name__)
@@ -53,10 +53,11 @@ def parse_bundles(given: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-class ServedModel(Served):
+class ServedModel(Served, of=layout.Bundle):
     """A recogniser, loaded and warm."""
 
     endpoints, does = ("/v1/audio/transcriptions", "/v1/audio/live"), "recognises speech"
+    engine: Engine
     streams: StreamEngine | None = None
     """Recognises live sessions; None if the bundle has no streaming graph in the format in use."""
 
@@ -90,7 +91,7 @@ class ServedModel(Served):
         return super().facts | {"streams": streams, "chunks_ms": chunks}
 
 
-class ServedGraph(Served):
+class ServedGraph(Served, of=layout.GraphConfig):
     """A model that outputs tensors, loaded and warm."""
 
     endpoints, does = ("/v1/audio/outputs",), "outputs tensors"
@@ -110,10 +111,11 @@ _SYMBOLS = {True: 250, False: 6000}
 _SENTENCE = 60  # symbols of the sentence for measuring the speed
 
 
-class ServedVoice(Served):
+class ServedVoice(Served, of=layout.VoiceConfig):
     """A voice, loaded and warm."""
 
     endpoints, does = ("/v1/audio/speech",), "synthesises speech"
+    engine: VoiceEngine
 
     def _load(self, folder: Path, options: BundleOptions, metrics: Metrics) -> None:
         self.engine = VoiceEngine(folder, options.model, options.device, options.threads)
@@ -134,11 +136,6 @@ class ServedVoice(Served):
         """Facts for /v1/audio/voices; the first is the default."""
         return [{"id": name, "object": "voice", "model": self.name, "language": self.config.language,
                  "default": not number} for number, name in enumerate(self.config.speakers)]
-
-
-#: How each kind of bundle is served; others are refused.
-SERVED: layout.ByKind[type[Served]] = layout.ByKind({layout.Bundle: ServedModel, layout.GraphConfig: ServedGraph,
-                                                      layout.VoiceConfig: ServedVoice})
 
 
 S = TypeVar("S", bound=Served)

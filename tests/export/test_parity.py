@@ -100,12 +100,14 @@ def test_what_each_format_did_is_counted(comparison):
     assert made.clip_names() == "int8: other words in 1, 2\n" and "changed" not in made.facts()["formats"]["int8"]
 
 
-def test_a_refusal_for_rounding_says_which_tolerance_would_do(comparison):
+def test_a_refusal_for_rounding_says_which_tolerance_would_do_below_the_table(comparison, capsys):
     made, said = comparison
     made.compared_with = "the imported model"
     made.add("onnx", lambda signals: [said[int(each[0])] + 0.01 for each in signals], 7)
     with pytest.raises(SbkitError, match="the bundle does not match the imported model") as refused:
         made.raise_if_any(made.failures())
+    assert capsys.readouterr().out == f"compared on x:\n{made.table()}\n"
+    assert made.table() not in refused.value.message
     assert "--tolerance 0.02 may be good enough" in refused.value.hint
     assert made.failures(0.02) == [] and "where the imported model has" in made.failures()[0]
     made.add("torch", lambda signals: [said[int(each[0])][:, ::-1] for each in signals], 7)

@@ -19,7 +19,8 @@ from sbkit.cli import main
 from sbkit.export import layout
 from sbkit.infer.enhancer import PIECE_SECONDS
 from sbkit.infer.graph_model import GraphEngine, GraphModel
-from sbkit.serve.registry import SERVED, ServedGraph
+from sbkit.serve.registry import ServedGraph
+from sbkit.serve.served import SERVED
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from sbkit.export import layout
 from sbkit.infer.bundle_engine import LOADERS
 from sbkit.infer.decoding import DECODERS
 from sbkit.serve import registry
-from sbkit.serve.served import BundleOptions
+from sbkit.serve.served import SERVED, BundleOptions
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
@@ -72,6 +72,18 @@ def test_a_server_decodes_it_so_too(bundle, imported):
         answer = httpx.post(f"{server.base}/audio/transcriptions", data={"model": "level"},
                             files={"file": ("a.wav", serving.wav("more"))})
     assert answer.json()["text"] == "erom"
+
+
+def test_a_server_serves_it_by_a_class_that_names_it(bundle, imported):
+    class ServedBackwards(registry.ServedModel, of=imported.BackwardsConfig):
+        does = "recognises speech backwards"
+
+    try:
+        models = registry.load({"mine": bundle}, BundleOptions(device="cpu"))
+        assert type(models.working("mine", registry.ServedModel)) is ServedBackwards
+        models.close()
+    finally:
+        SERVED.pop(imported.BackwardsConfig)
 
 
 def test_what_nothing_is_registered_for_is_refused(bundle, imported, codec_bundle):

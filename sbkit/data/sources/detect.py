@@ -64,15 +64,16 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
 def check_exists(source: Named) -> None:
     """Refuse a source whose files or folders don't exist, or a file of another format, without opening it."""
     if isinstance(source, Mapping):
-        for path in (path for split, named in source.items() for path in _paths(split, named)):
-            if not path.exists():
-                raise SbkitError(f"{path}: no such file")
-        return
-    path = Path(source)
-    if not is_hub_address(source) and not path.exists():
-        raise SbkitError(f"{source}: no such file or folder", hint=_EXPECTED)
-    if path.is_file() and not path.name.endswith((*SUFFIXES, *_FILE_SUFFIXES)):
-        raise SbkitError(f"{path}: unknown format", hint=_EXPECTED)
+        given: list[str | Path] = [path for split, named in source.items() for path in _paths(split, named)]
+        suffixes, kind, expected = _FILE_SUFFIXES, "file", f"expected {', '.join(_FILE_SUFFIXES)}"
+    else:
+        given = [] if is_hub_address(source) else [source]
+        suffixes, kind, expected = (*SUFFIXES, *_FILE_SUFFIXES), "file or folder", _EXPECTED
+    for each in given:
+        if not Path(each).exists():
+            raise SbkitError(f"{each}: no such {kind}", hint=expected)
+        if Path(each).is_file() and not str(each).endswith(suffixes):
+            raise SbkitError(f"{each}: unknown format", hint=expected)
 
 
 def is_hub_address(source: str | Path) -> bool:
@@ -146,7 +147,4 @@ def _open_file(path: Path, cache: Path, columns: Mapping[str, str], data_root: s
             return kind({path.stem: path}, columns, data_root)
     if path.suffix == ".tsv":
         return SpeechBrainCsv({path.stem: path}, columns, data_root)
-    if path.suffix == ".parquet":
-        return Parquet({path.stem: [path]}, path, cache, columns)
-    raise SbkitError(f"{path}: unknown format",
-                     hint="expected .csv, .tsv, .json, .jsonl or .parquet")
+    return Parquet({path.stem: [path]}, path, cache, columns)  # other formats were refused by check_exists
