@@ -20,7 +20,7 @@ def coloured(rng: _Rng, size: int, shape: Callable[[np.ndarray], np.ndarray], ra
     return np.fft.irfft(spectrum[0] + 1j * spectrum[1], size)
 
 
-def _slow(rng: _Rng, size: int, rate: int, hertz: float) -> np.ndarray:
+def slow_curve(rng: _Rng, size: int, rate: int, hertz: float) -> np.ndarray:
     """A random curve between 0 and 1 that changes about ``hertz`` times a second."""
     points = max(2, int(size / rate * hertz) + 2)
     return np.interp(np.linspace(0, points - 1, size), np.arange(points), rng.random(points))
@@ -56,19 +56,19 @@ def _hiss(rng: _Rng, size: int, rate: int) -> np.ndarray:
 
 
 def _hum(rng: _Rng, size: int, rate: int) -> np.ndarray:
-    phase = _phase(rng.uniform(40, 200) * (1 + 0.02 * _slow(rng, size, rate, 3)), rate)
+    phase = _phase(rng.uniform(40, 200) * (1 + 0.02 * slow_curve(rng, size, rate, 3)), rate)
     harmonics = sum(rng.random() / n * np.sin(n * phase + rng.uniform(0, 6)) for n in range(1, 12))
     return harmonics + 0.1 * coloured(rng, size, lambda hertz: hertz ** -0.5 * 20, rate)
 
 
 def _engine(rng: _Rng, size: int, rate: int) -> np.ndarray:
-    phase = _phase(rng.uniform(60, 400) * 2 ** (2 * _slow(rng, size, rate, rng.uniform(0.5, 4))), rate)
+    phase = _phase(rng.uniform(60, 400) * 2 ** (2 * slow_curve(rng, size, rate, rng.uniform(0.5, 4))), rate)
     harmonics = sum(rng.random() / n ** 0.5 * np.sin(n * phase + rng.uniform(0, 6)) for n in range(1, 9))
     return harmonics + 0.1 * rng.standard_normal(size)
 
 
 def _wind(rng: _Rng, size: int, rate: int) -> np.ndarray:
-    return coloured(rng, size, lambda hertz: hertz ** -1.2, rate) * (0.1 + _slow(rng, size, rate, 2) ** 2)
+    return coloured(rng, size, lambda hertz: hertz ** -1.2, rate) * (0.1 + slow_curve(rng, size, rate, 2) ** 2)
 
 
 def _clatter(rng: _Rng, size: int, rate: int) -> np.ndarray:
@@ -91,7 +91,7 @@ def _murmur(rng: _Rng, size: int, rate: int) -> np.ndarray:
     sound = np.zeros(size)
     for _ in range(8):
         band = coloured(rng, size, resonance(rng.uniform(200, 3000), 0.4), rate)
-        sound += band * _slow(rng, size, rate, 8) ** 2
+        sound += band * slow_curve(rng, size, rate, 8) ** 2
     return sound
 
 
@@ -105,7 +105,7 @@ def _printer(rng: _Rng, size: int, rate: int) -> np.ndarray:
     period = int(rate / rng.uniform(8, 25))
     at = np.arange(rng.integers(period), size, period)
     strokes = _hits(rng, size, at, ringing(rng, rate, rng.uniform(300, 1500), 0.01), rng.uniform(0.6, 1, len(at)))
-    return strokes * (_slow(rng, size, rate, 1) > 0.3) + 0.05 * rng.standard_normal(size)
+    return strokes * (slow_curve(rng, size, rate, 1) > 0.3) + 0.05 * rng.standard_normal(size)
 
 
 def _siren(rng: _Rng, size: int, rate: int) -> np.ndarray:
@@ -122,7 +122,7 @@ def _vacuum(rng: _Rng, size: int, rate: int) -> np.ndarray:
 
 def _street(rng: _Rng, size: int, rate: int) -> np.ndarray:
     rumble = coloured(rng, size, lambda hertz: np.minimum(1, (150 / hertz)) , rate)
-    passing = coloured(rng, size, resonance(900, 1.0), rate) * _slow(rng, size, rate, 0.7) ** 2
+    passing = coloured(rng, size, resonance(900, 1.0), rate) * slow_curve(rng, size, rate, 0.7) ** 2
     return rumble + 2 * passing
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from sbkit.data.augment import AudioFiles, recorded_noise
-from sbkit.data.demo_noise import KINDS, coloured, equalised, resonance, ringing
+from sbkit.data.demo_noise import KINDS, coloured, equalised, resonance, ringing, slow_curve
 from sbkit.data.manifest import Manifest
 from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
@@ -25,6 +25,9 @@ _LEVELS, _BELOW = (-95.0, -12.0), (0.0, 50.0)
 #: The same of the corpus' own rows: speech that is louder, so that a model needn't guess words in what is mostly noise.
 UNDER = (10.0, 65.0)
 _PAUSE_SECONDS = 0.25
+#: The share of sounds that swell and fade, and how often a second, as a power of ten: from wind to syllables. A model
+#: that only hears steady noise takes one that swells for somebody who speaks.
+_SWELLING, _SWELLS = 0.4, (-0.7, 1.0)
 
 
 def breaths(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
@@ -185,7 +188,10 @@ class NonSpeech:
             for weight in (1.0, rng.random())[: rng.integers(1, 3)]:
                 # A quarter is coloured noise, which all microphones have, and a third what is hard.
                 names = [["noise"], list(HARD), list(KINDS)][np.searchsorted([0.25, 0.6], rng.random())]
-                found += weight * equalised(rng, SILENCES[names[rng.integers(len(names))]](rng, size, rate), rate)
+                sound = SILENCES[names[rng.integers(len(names))]](rng, size, rate)
+                if rng.random() < _SWELLING:
+                    sound *= slow_curve(rng, size, rate, 10 ** rng.uniform(*_SWELLS)) ** rng.uniform(0.5, 4)
+                found += weight * equalised(rng, sound, rate)
         if spoken:
             speech = np.concatenate(spoken).astype(np.float64)
             loudness = float(np.mean(speech ** 2)) ** 0.5 * 10 ** (-rng.uniform(*below) / 20)

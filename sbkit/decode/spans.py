@@ -44,7 +44,7 @@ class TokenSpans:
 
 @dataclass(frozen=True)
 class Word:
-    """A word, its times in seconds, and the lowest confidence of its tokens."""
+    """A word, its times in seconds, and its confidence: of its tokens the lowest one, calibrated if the bundle is."""
 
     text: str
     start: float
@@ -116,12 +116,15 @@ class Spelling:
     frame_seconds : seconds from one frame to the next
     silent : ids without text, such as the blank
     separator : marks a word's start; None makes every token a word, for scripts without spaces
+    reliability : points of the curve from the lowest confidence of a word's tokens to the word's confidence, such as
+        the share of these words that are right
     """
 
     symbols: Sequence[str]
     frame_seconds: float
     silent: Collection[int] = (0,)
     separator: str | None = WORD_START
+    reliability: Sequence[Sequence[float]] = ((0.0, 0.0), (1.0, 1.0))
 
     @property
     def pause(self) -> float:
@@ -168,11 +171,12 @@ class Spelling:
 
     def write(self, groups: Sequence[WordTokens], spans: TokenSpans, start: float = 0.0) -> list[Word]:
         """Write groups of tokens as words with times, in whole milliseconds, and confidences."""
+        curve = np.transpose(self.reliability)
         return [
             Word(
                 text=_text(parts), start=round(start + self.frame_seconds * int(spans.starts[tokens[0]]), 3),
                 end=round(start + self.frame_seconds * int(spans.ends[tokens[-1]]), 3),
-                confidence=float(spans.confidence[tokens].min()),
+                confidence=float(np.interp(spans.confidence[tokens].min(), *curve)),
             )
             for _, _, parts, tokens in groups if parts
         ]

@@ -86,7 +86,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
     with publish.temporary_folder(to) as temporary:
         comparison, config = _write_and_compare(temporary, trained, request)
         told = "" if bundles is None else try_behaviour(
-            temporary, config, bundles, comparison.clips.alone)
+            temporary, config, bundles, comparison.clips.alone, trained.keys.corpus)
         publish.publish(temporary, to, request.force, publish.previous(to) if request.keep_previous else None)
     print(f"compared on {comparison.clips.origin}:\n{comparison.table()}\n{comparison.clip_names()}", end="")
     if comparison.has_words and layout.INT8 in comparison.formats():

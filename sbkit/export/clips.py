@@ -62,16 +62,7 @@ def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_second
         manifest = corpus.manifest("test")
         if max_seconds is not None:
             manifest = manifest.select(np.flatnonzero(manifest.durations <= max_seconds))
-        texts, order = manifest.column(column or "text"), np.argsort(manifest.durations, kind="stable")
-        positions = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))
-        for i in order[positions]:
-            row = manifest.row(int(i))
-            try:
-                signal = read_utterance(row.wav, row.start, row.duration, sample_rate=sample_rate,
-                                        remote=manifest.remote)
-            except AudioError:  # moved or damaged since training; the other clips are enough
-                continue
-            clips.append(Clip(signal, texts[int(i)], row.id))
+        clips = clips_of(manifest, sample_rate, count, column or "text")
     origin = f"{len(clips)} utterances of the test split" if clips else "noise, because there is no test audio"
     hint = None if clips else "a comparison on noise means little: restore the run's audio, or import with --corpus"
     if not clips:
@@ -86,6 +77,20 @@ def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_second
                       f"{len(parts)} clips joined"))
     clips.insert(0, Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of a clip"))
     return ComparisonClips(clips, origin, longest, hint)
+
+
+def clips_of(manifest: Manifest, sample_rate: int, count: int, column: str = "text") -> list[Clip]:
+    """Read ``count`` utterances from the shortest to the longest, without those that can't be read."""
+    clips, texts, order = [], manifest.column(column), np.argsort(manifest.durations, kind="stable")
+    positions = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))
+    for i in order[positions].tolist():
+        row = manifest.row(i)
+        try:
+            signal = read_utterance(row.wav, row.start, row.duration, sample_rate=sample_rate, remote=manifest.remote)
+        except AudioError:  # moved or damaged since training; the other clips are enough
+            continue
+        clips.append(Clip(signal, texts[i], row.id))
+    return clips
 
 
 def _noise(seconds: float, sample_rate: int) -> np.ndarray:

@@ -291,6 +291,9 @@ class Config(Bundle):
     """Longest audio to give the model at once, as in training; longer audio is split."""
     longest_seconds: float | None = value(Nullable(Positive(MAX_CHUNK_SECONDS)), default=None)
     """The longest audio that the model can take at once; null: any."""
+    reliability: list[list[float]] = value(
+        Array(Array(Number(1), 2, 2)), default_factory=lambda: [[0.0, 0.0], [1.0, 1.0]])
+    """Points of the curve from the lowest probability of a word's tokens to the share of such words that are right."""
     streaming: Streaming | None = None
     """Only for a model that can also run on streams."""
 
@@ -337,6 +340,9 @@ class Config(Bundle):
         if self.longest_seconds is not None and self.chunk_seconds > self.longest_seconds:
             raise SbkitError(f"{path}: longest_seconds is {self.longest_seconds!r}, but must be at least "
                              f"chunk_seconds, which is {self.chunk_seconds:g}")
+        if sorted({low for low, _ in self.reliability}) != [low for low, _ in self.reliability] or not self.reliability:
+            raise SbkitError(f"{path}: the points of reliability must begin with growing confidences, not "
+                             f"{shown(self.reliability)}", hint="export the model again")
         _refuse(str(path), "blank_id", self.blank_id, Integer(0, self.vocabulary - 1))
         _refuse(str(path), "silent_ids", self.silent_ids, Array(Integer(0, self.vocabulary - 1)))
         if self.streaming is not None:

@@ -27,7 +27,7 @@ class Vocabulary:
     def __init__(self, symbols: Sequence[str], config: Config, folder: Path | None = None):
         self.symbols, self.config, self.folder = list(symbols), config, folder
         self.spelling = Spelling(self.symbols, config.frame_seconds, {config.blank_id, *config.silent_ids},
-                                 config.word_separator)
+                                 config.word_separator, config.reliability)
 
     @classmethod
     def read(cls, folder: Path, config: Config) -> Vocabulary:

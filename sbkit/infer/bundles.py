@@ -15,6 +15,7 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.codec import CodecModel
 from sbkit.infer.model import Model, load
+from sbkit.infer.transcript import Transcript
 
 M = TypeVar("M", CodecModel, Model)
 
@@ -80,13 +81,13 @@ class BundleLoader:
 
     def recogniser(self, folder: str, sample_rate: int) -> Callable[[Sequence[np.ndarray]], list[str]]:
         """Open a recogniser; returns a function that transcribes waveforms [S] at this rate."""
+        transcribe = self.transcriber(folder, sample_rate)
+        return lambda signals: [transcript.text for transcript in transcribe(signals)]
+
+    def transcriber(self, folder: str, sample_rate: int) -> Callable[[Sequence[np.ndarray]], list[Transcript]]:
+        """The same with the words' times and confidences."""
         model = _open_recogniser(folder)
-
-        def transcribe(signals: Sequence[np.ndarray]) -> list[str]:
-            audio = _at_rate(signals, sample_rate, model.sample_rate)
-            return [transcript.text for transcript in model.transcribe([*audio])]
-
-        return transcribe
+        return lambda signals: model.transcribe([*_at_rate(signals, sample_rate, model.sample_rate)])
 
 
 def _open_recogniser(folder: str) -> Model:

@@ -57,6 +57,17 @@ def test_levels_reach_from_digital_zero_to_loud():
     assert min(levels) == pytest.approx(-180) and np.percentile(levels, 20) < -75 and np.percentile(levels, 90) > -25
 
 
+def test_steady_sounds_often_swell_and_fade_so_that_this_is_no_sign_of_speech(monkeypatch):
+    monkeypatch.setattr("sbkit.data.nonspeech.SILENCES", dict.fromkeys(
+        SILENCES, lambda rng, size, rate: rng.standard_normal(size)))
+    swell = 0
+    for seed in range(100):
+        found = NonSpeech().signal(32_000, 16_000, np.random.default_rng(seed)).astype(float)
+        levels = np.sqrt(np.mean(found.reshape(20, -1) ** 2, axis=1))
+        swell += levels.max() > 1.5 * (np.mean(levels) + 1e-12)
+    assert 15 <= swell <= 50
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0.5, 20), min_size=40, max_size=200), st.floats(0, 0.9), st.booleans())
 def test_rows_have_their_share_of_the_audio_and_the_texts_of_what_is_heard(durations, share, mixed):

@@ -33,6 +33,12 @@ def test_pieces_join_to_words_with_times_and_the_least_confidence():
     assert cats.confidence == 0.4
 
 
+def test_a_calibrated_confidence_is_read_off_the_curve():
+    found = spans((0, 0, 2, 0.9), (1, 5, 6, 0.8), (2, 7, 9, 0.4), (3, 9, 10, 0.1))
+    words = Spelling(["▁a", "▁b", "c", "▁d"], 0.04, (), reliability=[[0.2, 0.1], [0.6, 0.3], [0.9, 0.95]]).words(found)
+    np.testing.assert_allclose([word.confidence for word in words], [0.95, 0.2, 0.1])
+
+
 @pytest.mark.parametrize("pieces, expected", [
     (["▁", "a", "b", "▁", "c"], ["ab", "c"]),  # characters: the space is a token of its own
     (["a", "b", "▁c"], ["ab", "c"]),  # a first word without its mark

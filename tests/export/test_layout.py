@@ -86,6 +86,8 @@ REFUSED = {
         ({"chunk_seconds": 1e308}, r"chunk_seconds is 1e\+308, but must be a number above 0, 600 at most"),
         ({"chunk_seconds": float("nan")}, "chunk_seconds is nan"), ({"word_separator": ""}, "word_separator is ''"),
         ({"silent_ids": [[]]}, r"silent_ids is \[\[\]\]"),
+        ({"reliability": [[0.1, 2]]}, r"reliability is \[\[0.1, 2\]\]"), ({"reliability": []}, "growing confidences"),
+        ({"reliability": [[0.3, 0.1], [0.3, 0.2]]}, "growing confidences"),
         ({"silent_ids": [5]}, r"silent_ids is \[5\], but .* from 0 to 4"),
         ({"hop_samples": 16_000}, "a frame has .* 64,000 samples, but must have 16,000 at most"),
         ({"language": "\ud800"}, "language is"), ({"sample_rate": 16}, "sample_rate is 16, but must be .* from 1,000"),
