@@ -115,10 +115,10 @@ TINY = {
 
 def prepared(path: Path, given: Mapping[str, object]) -> tuple[Recipe, dict[str, object]]:
     """A recipe whose corpus was prepared, read again as other ranks of a run do it, and all that it is given."""
-    made = load.open_recipe(load.load(path, given), path)
+    made = load.open_recipe(path, given)
     follows = made.task.prepare(made.keys, made.keys.corpus.prepare(show_progress=False), given)
     given = {**given, **{key: value for key, value in follows.items() if key in made.hparams}}
-    made = load.open_recipe(load.load(path, given), path)
+    made = load.open_recipe(path, given)
     made.task.encoder(made.keys)
     return made, given
 

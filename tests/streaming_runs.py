@@ -18,8 +18,7 @@ SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 2, "d_ffn": 16, "cnn_c
 
 def recipe(folder: Path, data: Path, path: Path = RECIPE, **keys: object) -> Recipe:
     """The recipe with a small model."""
-    return load.open_recipe(load.load(path, {**SMALL, "output_folder": str(folder), "data_folder": str(data), **keys}),
-                            path)
+    return load.open_recipe(path, {**SMALL, "output_folder": str(folder), "data_folder": str(data), **keys})
 
 
 def prepared(folder: Path, data: Path, path: Path = RECIPE, **keys: object) -> Recipe:

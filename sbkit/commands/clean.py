@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
         raise SbkitError(f"--folds {count}: a row is judged by a model not trained on it", hint="write 2 or more")
     request = arguments.parse(argv)
     load.check_overrides(request.path, request.overrides)
-    recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
+    recipe = load.open_recipe(request.path, request.overrides)
     corpus, folder = recipe.keys.corpus, recipe.keys.folder / "clean"
     if not issubclass(recipe.task, CTC):
         raise SbkitError(f"{request.path} trains {recipe.task.__name__}, and only CTC models score labels",

@@ -27,10 +27,10 @@ def run(argv: list[str]) -> int:
         opened.enter_context(oom.oom_as_user_error("cpu", hint=memory.LIMIT_HINT))
         load.check_overrides(request.path, request.overrides)
         # Known before its objects are built, because a checkpointer makes its folder.
-        written = load.resolved(request.path, request.overrides).value.get("output_folder")
-        if written is not None and isinstance(written.value, str):
-            opened.enter_context(without_traces(Path(written.value)))
-        recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
+        tree = load.resolved(request.path, request.overrides)
+        if isinstance(written := tree.at("output_folder"), str):
+            opened.enter_context(without_traces(Path(written)))
+        recipe = load.open_recipe(request.path, request.overrides, tree)
         folder = recipe.keys.output_folder
         if folder:
             opened.enter_context(RunLock(Path(folder), runs=False))

@@ -81,7 +81,7 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
     words = reproduction.path_options(texts, ([] if args.source is None else [f"{source}={args.source}"]) + args.values)
 
     request = arguments.parse([str(recipe), *words])
-    keys = load.open_recipe(load.load(recipe, request.overrides), recipe).keys
+    keys = load.open_recipe(recipe, request.overrides).keys
     try:
         initial.open_source(keys, {})
         keys.corpus.check_exists()

@@ -107,7 +107,7 @@ def _brain(request: ImportRequest, run: Path, task: str, model: bytes,
     values = {"output_folder": str(run), "data_folder": request.corpus, "language": request.language or "",
               "output_neurons": tokenizer.size, "tokenizer": {"model": str(path)}, **keys,
               **{key: index if index >= 0 else None for key, index in ends.items()}}
-    recipe = load.open_recipe(load.load(recipe_path, values), recipe_path)
+    recipe = load.open_recipe(recipe_path, values)
     card = load.merged(recipe_path, {**values, "init_from": request.source})
     (run / layout.RECIPE).write_text(card, encoding="utf-8")  # what the model card is made from
     if request.corpus is not None:

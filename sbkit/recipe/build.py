@@ -1,8 +1,6 @@
-"""Builds the objects of a recipe as HyperPyYAML does, and stores the line of each.
+"""Builds the objects of a resolved recipe, as HyperPyYAML would; for a check, with the line of each.
 
-Names in the YAML are imported and called, including ``!apply:``, and can do anything that a program can. A checkpointer
-gets a temporary folder, because a training may be writing into the recipe's. Weights aren't initialised, which saves
-time. Keys that HyperPyYAML drops (``__set_seed``) aren't called.
+Names in the YAML are imported and called, including ``!apply:``, and can do anything that a program can.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import numpy as np
@@ -27,9 +25,12 @@ from torch.overrides import TorchFunctionMode
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.recipe.report import listed
-from sbkit.recipe.signatures import arguments, locate
-from sbkit.recipe.source import Findings, Node, Place
-from sbkit.recipe.values import static
+from sbkit.recipe.signatures import arguments, kind_of, kind_wanted, locate
+from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
+from sbkit.recipe.values import as_tuple, is_tuple, static
+
+#: PyYAML's own tags, by the tags of HyperPyYAML that do the same.
+_OF_PYYAML = {"!!python/object/apply": "!apply", "!!python/name": "!name", "!!python/module": "!module"}
 
 _INIT_METHODS = frozenset(("uniform_", "normal_", "exponential_", "xavier_uniform_", "xavier_normal_",
                            "kaiming_uniform_", "kaiming_normal_"))
@@ -60,14 +61,75 @@ class _NotBuilt(Exception):
     """Raised for an object whose parts were not built; the reason is among the findings already."""
 
 
-class Built:
-    """The objects of a recipe by key, and the nodes from which they were built.
+def objects(root: Node) -> dict[str, Any]:
+    """Build the objects of a resolved recipe, by key.
+
+    They are built in the order of the lines, arguments before what takes them, because random initial weights depend on
+    it. Keys that begin with ``__``, such as ``__set_seed``, are built, and then left out.
+    """
+    builder = Builder()
+    built = {key: builder.make(node) for key, node in root.value.items()}
+    return {key: each for key, each in built.items() if not key.startswith("__")}
+
+
+class Builder:
+    """Builds each node once, so that all references to it are the same object."""
+
+    def __init__(self) -> None:
+        self._objects: dict[Node, object] = {}
+
+    def make(self, node: Node) -> Any:  # of any class
+        """The object of a node."""
+        if node not in self._objects:
+            self._objects[node] = self._make(node)
+        return self._objects[node]
+
+    def _make(self, node: Node) -> object:
+        kind, _, name = node.tag.partition(":")
+        kind = _OF_PYYAML.get(kind, kind)
+        if kind in ("!new", "!apply", "!applyref", "!name", "!module"):
+            try:
+                target = locate(name)
+            except LookupError as error:
+                self.fail(node, f"{node.tag} can't be found: {error.args[0]}", error.args[1])
+            if node.tag.startswith(kind) and (wanted := kind_wanted(kind, target)):
+                self.fail(node, f"{node.tag} is {kind_of(target)}", wanted)
+            positional, named = arguments(node)
+            args, kwargs = [self.make(arg) for arg in positional], {key: self.make(arg) for key, arg in named.items()}
+            if kind in ("!new", "!apply", "!applyref"):
+                return self.call(node, target, args, kwargs)
+            return functools.partial(target, *args, **kwargs) if args or kwargs else target
+        if isinstance(node.value, dict) and not node.tag:
+            return {as_tuple(key) if is_tuple(key) else key: self.make(child) for key, child in node.value.items()}
+        if isinstance(node.value, list) and node.tag in ("", "!!python/tuple"):
+            items = [self.make(child) for child in node.value]
+            return tuple(items) if node.tag else items
+        value = static(node)
+        if node.tag or value is UNKNOWN:
+            self.fail(node, f"there is no tag {node.tag}" if node.tag else f"{node.value!r} can't be read as a tuple")
+        return value
+
+    def call(self, node: Node, target: Callable[..., Any], args: list[Any], kwargs: dict[Any, Any]) -> object:
+        """Call what the tag of a node names."""
+        return target(*args, **kwargs)
+
+    def fail(self, node: Node, message: str, hint: str = "") -> NoReturn:
+        """End because of a mistake in a node."""
+        raise SbkitError(f"{node.place}: {node.key}: {message}", hint=hint or None)
+
+
+class Built(Builder):
+    """The objects of a recipe that is checked, by key, and the nodes from which they were built.
+
+    They are built as in a run, except that a checkpointer gets a temporary folder, because a training may be writing
+    into the recipe's, and that weights are only initialised if a check asks for it, which saves time.
 
     findings : gets errors of objects that can't be built
     folder : for checkpoints
     """
 
     def __init__(self, findings: Findings, folder: str) -> None:
+        super().__init__()
         self.findings, self.folder = findings, folder
         self.hparams: dict[str, Any] = {}
         self.nodes: dict[str, Node] = {}
@@ -76,7 +138,6 @@ class Built:
         """The mapping of these."""
         self.missing: set[str] = set()
         """Top-level keys that could not be built."""
-        self._objects: dict[Node, object] = {}
         self._failed: set[Node] = set()
         self._origins: dict[int, tuple[object, Node]] = {}
         self._skipped: list[Callable[[], object]] = []
@@ -103,57 +164,40 @@ class Built:
             name: functools.partial(init.skip, getattr(nn.init, name)) for name in _INIT_FUNCTIONS}
         with init, mock.patch.multiple(nn.init, **functions):
             for key, node in root.value.items():
-                if not isinstance(key, str) or key.startswith("__"):
+                if not isinstance(key, str):  # reported already
                     continue
                 self.nodes[key] = node
                 try:
                     self.hparams[key] = self.make(node)
                 except _NotBuilt:
                     self.missing.add(key)
+        for key in [key for key in self.nodes if key.startswith("__")]:
+            del self.nodes[key]
+            self.hparams.pop(key, None)
+            self.missing.discard(key)
 
-    def make(self, node: Node) -> object:
-        """The object of a node, built once."""
-        if node in self._objects:
-            return self._objects[node]
+    def make(self, node: Node) -> Any:  # as documented
+        """The object of a node; one that failed, or has a mistake that is reported already, isn't tried again."""
         if node in self._failed or node.unusable:
             raise _NotBuilt
+        new = node not in self._objects
         try:
-            built = self._objects[node] = self._make(node)
+            built = super().make(node)
         except _NotBuilt:
             self._failed.add(node)
             raise
-        if not node.scalar or node.tag:  # if several nodes are the same object, the first defines it
+        if new and (not node.scalar or node.tag):  # if several nodes are the same object, the first defines it
             self._origins.setdefault(id(built), (built, node))
         return built
 
-    def _make(self, node: Node) -> object:
-        kind, _, name = node.tag.partition(":")
-        if kind in ("!new", "!apply", "!applyref"):
-            return self._call(node, locate(name))
-        if kind in ("!name", "!module"):
-            target = locate(name)
-            args, kwargs = self._arguments(node)
-            return functools.partial(target, *args, **kwargs) if args or kwargs else target
-        if node.tag.startswith("!!python/"):
-            raise _NotBuilt  # PyYAML's own tags that call Python; the check doesn't call them
-        if isinstance(node.value, dict):
-            return {key: self.make(child) for key, child in node.value.items()}
-        if isinstance(node.value, list):
-            return [self.make(child) for child in node.value]
-        return static(node)
-
-    def _arguments(self, node: Node) -> tuple[list[object], dict[Any, object]]:
-        args, kwargs = arguments(node)
-        return [self.make(arg) for arg in args], {key: self.make(arg) for key, arg in kwargs.items()}
-
-    def _call(self, node: Node, target: Callable[..., Any]) -> object:
-        args, kwargs = self._arguments(node)
+    def call(self, node: Node, target: Callable[..., Any], args: list[Any], kwargs: dict[Any, Any]) -> object:
+        """Call it; a failure becomes a finding."""
         if isinstance(target, type) and issubclass(target, Checkpointer):
             kwargs["checkpoints_dir"], args = self.folder, args[1:]
         try:
             return target(*args, **kwargs)
         except SbkitError as error:
-            self._add_error(node, error.message, error.hint or "")
+            self.fail(node, error.message, error.hint or "")
         except OSError as error:  # a file that doesn't exist yet, or no network
             self.findings.warning("not-built", *node.culprit(),
                                   f"{_name(target)} can't be built here: {_first(error)}",
@@ -163,11 +207,13 @@ class Built:
             if target is nn.ModuleList:  # torch's message changes with its versions
                 reason = "modules is a list of layers, and this one holds lists"
                 hint = "write its layers as one list within a list: [[!ref <a>, !ref <b>]]"
-            self._add_error(node, f"{_name(target)} refuses its arguments: {reason}", hint)
+            self.fail(node, f"{_name(target)} refuses its arguments: {reason}", hint)
         raise _NotBuilt
 
-    def _add_error(self, node: Node, message: str, hint: str) -> None:
+    def fail(self, node: Node, message: str, hint: str = "") -> NoReturn:
+        """Add an error about a node."""
         self.findings.error("not-built", *node.culprit_named_in(message), message, hint)
+        raise _NotBuilt
 
 
 @contextlib.contextmanager

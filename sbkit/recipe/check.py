@@ -41,7 +41,7 @@ from sbkit.recipe.keys import TaskClass
 from sbkit.recipe.reading import read, without_imports_from
 from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
-from sbkit.recipe.source import Findings, Node
+from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.speed import native_precision, peak_of, peak_of_card, usable_speed
 from sbkit.recipe.values import static
 from sbkit.system.console import logging_disabled, stored_json
@@ -88,6 +88,9 @@ def check(
     findings[:] = [each for each in findings if each.code != "vocabulary"  # differs because of that
                    or not any(key in each.message for key in shadowed)]
     report.add(findings)
+    if root is not None and not report.errors and not any(
+            node.value is UNKNOWN or node.tag.startswith("!applyref:") for node in root.walk()):
+        report.tree = root
     report.seconds = time.perf_counter() - started
     return report
 

@@ -236,7 +236,7 @@ class _Converter:
             for i, item in enumerate(raw.value):
                 self.keep_comments(node, i, item, item)
         else:
-            node.quoted = raw.style is not None
+            node.quoted = raw.style is not None and not str(raw.tag).endswith("!tuple")  # a text in quotes is no tuple
             node.value = raw.value if node.tag or not raw.tag.startswith(_YAML_TAG) else self.scalar(raw)
         return node
 

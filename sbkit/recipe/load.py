@@ -1,4 +1,4 @@
-"""Loads a recipe: builds the objects of a HyperPyYAML file with overrides, or raises a single readable error.
+"""Loads a recipe: builds the objects of a file in HyperPyYAML's language with overrides, or raises a readable error.
 
 A recipe may be based on another one and contain only what differs:
 
@@ -15,10 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hyperpyyaml import load_hyperpyyaml
-
 from sbkit.errors import SbkitError, summary
-from sbkit.recipe import files, names, writing
+from sbkit.recipe import build, files, names, writing
 from sbkit.recipe.files import Files, written
 from sbkit.recipe.keys import COMPLETE, SCRIPT, Task, TaskClass, TaskKeys
 from sbkit.recipe.overrides import with_present_keys
@@ -38,6 +36,8 @@ class Recipe(NamedTuple):
     hparams: dict[str, Any]
     keys: TaskKeys
     """An instance of the task's ``Keys`` (see ``sbkit.tasks.task.Task``)."""
+    tree: Node
+    """The resolved tree that the objects were built from."""
 
     @property
     def task(self) -> TaskClass:
@@ -92,8 +92,24 @@ def resolved(path: Path, overrides: Mapping[str, Any]) -> Node:
 def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Build the objects of a recipe; all errors name its file."""
     check_overrides(path, overrides)
+    return _build(path, overrides, resolved(path, overrides))
+
+
+def open_recipe(path: Path, overrides: Mapping[str, Any], tree: Node | None = None) -> Recipe:
+    """Build a recipe for ``sbkit train`` and later commands; refuse it if a key of its task is missing or wrong.
+
+    tree : its resolved tree, if it has been read already
+    """
+    if tree is None:
+        check_overrides(path, overrides)
+        tree = resolved(path, overrides)
+    hparams = _build(path, overrides, tree)
+    return Recipe(hparams, read_keys(hparams, path), tree)
+
+
+def _build(path: Path, overrides: Mapping[str, Any], tree: Node) -> dict[str, Any]:
     try:
-        hparams: dict[str, Any] = load_hyperpyyaml(merged(path, overrides))
+        return build.objects(tree)
     except SbkitError:
         raise
     except OSError as error:
@@ -106,11 +122,10 @@ def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         found = Findings(each for each in findings if each.code not in _LOADED).as_error()
         raise SbkitError("; ".join(filter(None, (found.message, f"{path} cannot be loaded: {summary(error)}"))),
                          hint=found.hint) from error
-    return hparams
 
 
-def open_recipe(hparams: dict[str, Any], path: Path) -> Recipe:
-    """Open a loaded recipe for ``sbkit train`` and later commands; refuse it if a key of its task is missing or wrong.
+def read_keys(hparams: dict[str, Any], path: Path) -> TaskKeys:
+    """The keys of the task; an error if one is missing or wrong.
 
     path : the recipe's file, for error messages
     """
@@ -130,4 +145,4 @@ def open_recipe(hparams: dict[str, Any], path: Path) -> Recipe:
         found = chain(path)
         raise SbkitError("; ".join(f"{written(problem.key, found)}: {problem.message}" for problem in problems),
                          hint="; ".join(dict.fromkeys(problem.hint for problem in problems)))
-    return Recipe(hparams, declared.read(hparams))
+    return declared.read(hparams)

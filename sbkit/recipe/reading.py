@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from sbkit.recipe.names import RUN_OPTIONS, brain_class, check_names, declared, 
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.settings import check_settings
-from sbkit.recipe.signatures import ForbiddenImport, bind, locate
+from sbkit.recipe.signatures import ForbiddenImport, bind, kind_of, kind_wanted, locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
 from sbkit.recipe.values import check_text, static
 
@@ -99,35 +98,16 @@ def _check_tagged(node: Node, findings: Findings) -> None:
         message, hint = error.args
         _wrong(node, findings, "no-such-name", f"{node.tag} can't be found: {message}", hint)
         return
-    wanted = _kind_wanted(kind, target)
+    wanted = kind_wanted(kind, target)
     if wanted:
-        _wrong(node, findings, "wrong-kind", f"{node.tag} is {_kind_of(target)}", wanted)
+        _wrong(node, findings, "wrong-kind", f"{node.tag} is {kind_of(target)}", wanted)
         return
     if kind == "!module" or not callable(target):
         if not node.scalar and node.value:
-            _wrong(node, findings, "too-many-arguments", f"{node.tag} is {_kind_of(target)} and takes no arguments",
+            _wrong(node, findings, "too-many-arguments", f"{node.tag} is {kind_of(target)} and takes no arguments",
                    "remove them")
         return
     bind(target, node, findings, partial=kind == "!name")
-
-
-def _kind_wanted(kind: str, target: object) -> str:
-    """A suggestion if a tag doesn't suit what it names, such as ``!new:`` for a function; otherwise empty."""
-    if kind == "!new" and not inspect.isclass(target):
-        return "write !apply: to call it, or !name: to pass it on" if callable(target) else "!new: takes a class"
-    if kind in ("!apply", "!applyref") and not inspect.isroutine(target):
-        return "write !new: to build one" if inspect.isclass(target) else f"{kind}: takes a function"
-    if kind == "!module" and not inspect.ismodule(target):
-        return "write !name: to pass it on"
-    return ""
-
-
-def _kind_of(target: object) -> str:
-    if inspect.isclass(target):
-        return "a class"
-    if inspect.ismodule(target):
-        return "a module"
-    return "a function" if inspect.isroutine(target) else f"a {type(target).__name__}"
 
 
 def _wrong(node: Node, findings: Findings, code: str, message: str, suggestion: str) -> None:

@@ -81,6 +81,8 @@ class Report:
     """Whether the objects of the recipe were built and checked as well."""
     partly: bool = False
     """Whether the run on fake tensors ended before the loss, so that much of the check is left out."""
+    tree: Any = None  # a Node, whose file imports this one
+    """The recipe's resolved tree, a ``Node``; None if it has mistakes, or values that are known once it is built."""
 
     def add(self, found: Iterable[Finding]) -> None:
         """Add findings that aren't there yet."""

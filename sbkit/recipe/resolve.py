@@ -13,13 +13,12 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import operator
 import re
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
-
-from hyperpyyaml.core import parse_arithmetic
 
 from sbkit.errors import summary
 from sbkit.recipe.files import chain, check_shadowed, included_path, keys
@@ -33,6 +32,8 @@ from sbkit.recipe.values import data
 
 PLACEHOLDER = "!PLACEHOLDER"
 _APPLYREF = "!applyref:"
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+               ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow, ast.Mod: operator.mod}
 _LONGEST = 10_000  # characters of a text with resolved references, each of which can double it
 
 
@@ -192,12 +193,13 @@ class _Resolver:
         return inner
 
     def _take(self, target: Node, node: Node, seen: tuple[str, ...]) -> Node:
-        if target.tag in ("!ref", "!copy") or target.tag.startswith(INCLUDE):  # not replaced yet: it is further below
-            if self._report_circle(target, node):
+        named = target.value[0] if target.tag == "!apply:getattr" else target
+        if named.tag in ("!ref", "!copy") or named.tag.startswith(INCLUDE):  # not replaced yet: it is further below
+            if self._report_circle(named, node):
                 return self._unknown(node)
             return self._error("later-ref", node,
-                               f"{target.key} is itself a reference, and it is further below ({target.place})",
-                               f"move {target.key} above {node.key}: a recipe is read from top to bottom")
+                               f"{named.key} is itself a reference, and it is further below ({named.place})",
+                               f"move {named.key} above {node.key}: a recipe is read from top to bottom")
         if target.tag == PLACEHOLDER or target.value is UNKNOWN:
             return self._unknown(node)
         if isinstance(target.value, str) and not target.tag and REFERENCE.search(target.value):
@@ -360,14 +362,23 @@ def compute(text: str) -> object:
         if any(isinstance(node, (ast.Mult, ast.Mod)) for node in nodes) and any(
                 isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)) for node in nodes):
             raise ValueError("a quoted text can't be multiplied")
-        for node in nodes:  # nested powers of floats overflow at once, those of ints would fill the memory
-            if isinstance(node, ast.Constant) and isinstance(node.value, int):
-                node.value = float(node.value)
-        parse_arithmetic(ast.unparse(tree))
-        return parse_arithmetic(text)
-    except SyntaxError:
+        _evaluate(tree.body, float)  # nested powers of floats overflow at once, those of ints would fill the memory
+        return _evaluate(tree.body, int)
+    except (SyntaxError, TypeError):
         return text
     except OverflowError:
         raise OverflowError("the number is too large") from None
     except (RecursionError, MemoryError):
         raise ValueError("it is nested too deeply") from None
+
+
+def _evaluate(node: ast.expr, whole: Callable[[int], int | float]) -> Any:  # of the type of its constants
+    """The result of arithmetic with whole numbers as ``whole`` makes them; TypeError if it is anything else.
+
+    A sign isn't arithmetic, as in HyperPyYAML.
+    """
+    if isinstance(node, ast.Constant):
+        return whole(node.value) if type(node.value) is int else node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_evaluate(node.left, whole), _evaluate(node.right, whole))
+    raise TypeError(f"{type(node).__name__} is not arithmetic")

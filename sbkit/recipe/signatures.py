@@ -98,6 +98,26 @@ def _check_allowed(module: object, packages: tuple[str, ...]) -> None:
         raise ForbiddenImport(f"it is not in {', '.join(packages[:-1])} or {packages[-1]}, so it is not imported")
 
 
+def kind_wanted(kind: str, target: object) -> str:
+    """A suggestion if a tag doesn't suit what it names, such as ``!new:`` for a function; otherwise empty."""
+    if kind == "!new" and not inspect.isclass(target):
+        return "write !apply: to call it, or !name: to pass it on" if callable(target) else "!new: takes a class"
+    if kind in ("!apply", "!applyref") and not inspect.isroutine(target):
+        return "write !new: to build one" if inspect.isclass(target) else f"{kind}: takes a function"
+    if kind == "!module" and not inspect.ismodule(target):
+        return "write !name: to pass it on"
+    return ""
+
+
+def kind_of(target: object) -> str:
+    """What an object is, in words."""
+    if inspect.isclass(target):
+        return "a class"
+    if inspect.ismodule(target):
+        return "a module"
+    return "a function" if inspect.isroutine(target) else f"a {type(target).__name__}"
+
+
 # ---------------------------------------------------------------------------------------------- arguments
 
 
@@ -169,8 +189,10 @@ def arguments(node: Node) -> tuple[list[Node], dict[Any, Node]]:
     if isinstance(node.value, list):
         return node.value, {}
     if isinstance(node.value, dict):
-        if node.tag.startswith("!applyref:") and set(node.value) == {"_args", "_kwargs"}:
-            args, kwargs = node.value["_args"].value, node.value["_kwargs"].value
+        named = ("_args", "_kwargs") if node.tag.startswith("!applyref:") else (
+            "args", "kwds") if node.tag.startswith("!!python/object/apply:") else ()
+        if named and set(node.value) == set(named):
+            args, kwargs = (node.value[name].value for name in named)
             return (args if isinstance(args, list) else []), (kwargs if isinstance(kwargs, dict) else {})
         return [], node.value
     return [], {}

@@ -53,7 +53,9 @@ class _Writer:
             self.anchors[node] = f"id{len(self.anchors) + 1:03}"
             head.insert(0, f"&{self.anchors[node]}")
         if node.scalar:
-            yield " ".join([*head, *([scalar(node.value, bool(node.tag))] if not node.tag or node.value else [])])
+            if node.value or not node.tag:
+                head.append(scalar(node.value, bool(node.tag), node.quoted))
+            yield " ".join(head)
         elif (flow := self.flow(node)) is not None:
             yield " ".join([*head, flow])
         else:
@@ -64,18 +66,19 @@ class _Writer:
         """A short list of plain values, or an empty one or mapping, in one line; None for anything else."""
         if not node.value:
             return "{}" if isinstance(node.value, dict) else "[]"
-        inside = [self.flow(child) if not child.scalar else scalar(child.value) for child in node.children()
-                  if not child.tag and child not in self.shared]
-        if isinstance(node.value, dict) or node.comments or None in inside or len(inside) < len(node.value):
+        inside = [scalar(child.value, quoted=child.quoted) if child.scalar else self.flow(child)
+                  for child in node.children() if not child.tag and child not in self.shared]
+        if isinstance(node.value, dict) or node.comments or None in inside or len(inside) < len(node.value) or any(
+                str(each).startswith("!tuple") for each in inside):  # in brackets, its comma would separate items
             return None
         line = f"[{', '.join(map(str, inside))}]"
         return line if len(line) <= _WIDTH else None
 
 
-def scalar(value: object, tagged: bool = False) -> str:
-    """A number, truth, null or text as YAML."""
+def scalar(value: object, tagged: bool = False, quoted: bool = False) -> str:
+    """A number, truth, null or text as YAML; a text in quotes is no tuple."""
     if isinstance(value, str):
-        if TUPLE.fullmatch(value) and not tagged:
+        if TUPLE.fullmatch(value) and not (tagged or quoted):
             return f"!tuple {value}"
         if _PLAIN.fullmatch(value) or (tagged and _REFERENCE.fullmatch(value)):
             return value

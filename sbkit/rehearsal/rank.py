@@ -105,7 +105,7 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
     request, failed = arguments.parse(args), None
     try:
         first = {**request.overrides, "output_folder": str(Path(job["folder"], "first"))}
-        recipe = load.open_recipe(load.load(request.path, first), request.path)
+        recipe = load.open_recipe(request.path, first)
         written_corpus = corpus.write(recipe, Path(job["folder"], "data"), job["world"])
         args += written_corpus["args"]
         diary.write("figures", {"data": written_corpus["what"], "exports": recipe.task.exported is not Task.exported,

@@ -12,7 +12,7 @@ from speechbrain.core import create_experiment_directory
 
 from sbkit.data.columns import BatchColumns
 from sbkit.data.splits import SPLITS
-from sbkit.recipe import load
+from sbkit.recipe import writing
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
 from sbkit.runs.keys import Bundles
@@ -23,21 +23,22 @@ from sbkit.system.environment import inventory
 LOG_CONFIG = Path(__file__).with_name("log-config.yaml")
 
 
-def open_folder(folder: str | Path, request: CommandLine) -> None:
+def open_folder(recipe: Recipe, request: CommandLine) -> None:
     """Create the run's folder with the resolved recipe, the log and a record of the environment."""
+    folder = Path(recipe.keys.folder)
     with disk.writing_into(folder, "--output_folder"):
-        save_recipe(folder, request)
+        save_recipe(recipe, request)
         create_experiment_directory(
             folder, log_config=request.run_opts.log_config or str(LOG_CONFIG), save_env_desc=False)
         Path(folder, ENVIRONMENT).write_text(inventory(), encoding="utf-8")
 
 
-def save_recipe(folder: str | Path, request: CommandLine) -> None:
+def save_recipe(recipe: Recipe, request: CommandLine) -> None:
     """Write the resolved recipe with SpeechBrain's header and file name."""
-    folder = Path(folder)
+    folder = Path(recipe.keys.folder)
     folder.mkdir(parents=True, exist_ok=True)
     head = f"# Generated {date.today()} from:\n# {os.path.abspath(request.path)}\n# yamllint disable\n"
-    (folder / RECIPE).write_text(head + load.merged(request.path, request.overrides), encoding="utf-8")
+    (folder / RECIPE).write_text(head + writing.text(recipe.tree), encoding="utf-8")
 
 
 def prepare_data(recipe: Recipe, overrides: dict[str, Any], bundles: Bundles) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from hyperpyyaml import load_hyperpyyaml
 from speechbrain.utils.checkpoints import Checkpoint
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.errors import SbkitError, summary
-from sbkit.recipe import load, writing
+from sbkit.recipe import build as builder
+from sbkit.recipe import load
 from sbkit.recipe.arguments import make_importable
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Node
@@ -58,18 +58,18 @@ def read_run(run: str | Path) -> Recipe:
     if not path.is_file():
         missing = f"is not a run: it has no {RECIPE}" if run.is_dir() else "does not exist"
         raise SbkitError(f"{run} {missing}", hint="name the output_folder of a run")
-    tree = moved_recipe(path, run)
     line = path.read_text(encoding="utf-8").splitlines()[1:2]  # the header names the original recipe
     make_importable(Path(line[0].removeprefix("#").strip()) if line else path)
+    tree = moved_recipe(path, run)
     try:
-        hparams = load_hyperpyyaml(writing.text(tree))
+        hparams = builder.objects(tree)
     except Exception as error:
         raise SbkitError(f"{path} cannot be loaded: {summary(error)}",
                          hint="was it trained with your own code? add its folder to PYTHONPATH") from error
     if hparams.get("checkpointer") is None:
         raise SbkitError(f"{path} has no checkpointer, so nothing that it trained was saved",
                          hint="train it again with one")
-    recipe = load.open_recipe(hparams, path)
+    recipe = Recipe(hparams, load.read_keys(hparams, path), tree)
     recipe.task.encoder(recipe.keys)  # loads the tokenizer and the like from the preparation
     return recipe
 
@@ -161,7 +161,7 @@ _WEIGHTS = (torch.nn.Module, EMA)
 
 def moved_recipe(path: Path, folder: Path) -> Node:
     """The tree of a run's recipe, with paths in its old output folder moved to ``folder``."""
-    tree = load.tree(path)
+    tree = load.resolved(path, {})
     if tree.at("output_folder") is None:
         raise SbkitError(f"{path} lacks output_folder", hint="is it a recipe that a run wrote?")
     old, new = str(tree.at("output_folder")).rstrip("/"), str(folder).rstrip("/")

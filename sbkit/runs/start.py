@@ -58,9 +58,8 @@ def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
     try:
         with ranks.failing_together(), oom.oom_as_user_error(device):
             same_start.require(command)
-            if command.check:
-                ranks.run_on_main(training.before_run, command)
-            recipe = load.open_recipe(load.load(command.path, command.overrides), command.path)
+            tree = ranks.run_on_main(training.before_run, command) if command.check else None
+            recipe = load.open_recipe(command.path, command.overrides, tree)
             folder = Path(recipe.keys.folder)
             with disk.disk_errors_as_user_error(folder), RunLock(folder), StartGuard(folder, ranks.is_main()) as guard:
                 _train(recipe, command, device, guard, bundles)
@@ -74,7 +73,7 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
     from sbkit.train.distributed import ranks
 
     folder = recipe.keys.folder
-    ranks.run_on_main(preparation.open_folder, folder, request)
+    ranks.run_on_main(preparation.open_folder, recipe, request)
     ranks.run_on_main(initial.open_source, recipe.keys, guard.changed())
     # Before the corpus is prepared, so that missing files are reported at once.
     pretrained.fetch(recipe.keys.pretrainer, _filled_elsewhere(recipe))
@@ -83,8 +82,8 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
         # Keys that only the prepared corpus knows, such as the number of its characters, size the model: the objects
         # that prepared it are dropped, and the recipe is built again with these keys, as each later start does.
         request.overrides.update({key: value for key, value in from_corpus.items() if key in recipe.hparams})
-        recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
-        ranks.run_on_main(preparation.save_recipe, folder, request)
+        recipe = load.open_recipe(request.path, request.overrides)
+        ranks.run_on_main(preparation.save_recipe, recipe, request)
     if request.check:
         ranks.run_on_main(training.before_training, recipe, request.path)
     done = ranks.run_on_main(results.finished, recipe.keys, request, guard)

@@ -133,8 +133,11 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
     yield from epochs
 
 
-def before_run(request: CommandLine) -> None:
-    """Check the recipe of a run that is about to start: errors end the run, warnings are printed."""
+def before_run(request: CommandLine) -> Node | None:
+    """Check the recipe of a run that is about to start: errors end the run, warnings are printed.
+
+    Returns its resolved tree, None if it has values that are only known once it is built.
+    """
     from sbkit.recipe.check import check
 
     report = check(request.path, request.overrides, run_opts=request.run_opts, starting=True)
@@ -144,6 +147,7 @@ def before_run(request: CommandLine) -> None:
     if report.problems():
         print(report.problems(), file=sys.stderr, flush=True)
     print(report.verdict(), file=sys.stderr, flush=True)
+    return report.tree
 
 
 def before_training(recipe: Recipe, path: Path) -> None:

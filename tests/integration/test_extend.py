@@ -183,7 +183,7 @@ def test_a_rehearsal_has_pairs_and_labels_with_and_without_their_corpus(home, so
     monkeypatch.chdir(home)
     monkeypatch.syspath_prepend(home)
     path, given = Path("speakers.yaml"), {"data_folder": source, "output_folder": str(tmp_path / "out")}
-    recipe = load.open_recipe(load.load(path, given), path)
+    recipe = load.open_recipe(path, given)
     words = write(recipe, tmp_path / "data", world=2)["args"]
     assert words[words.index("--batching.clips_per") + 1] == "null"
     made = Corpus(str(tmp_path / "data"), folder=tmp_path / "manifests").prepare(

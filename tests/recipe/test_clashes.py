@@ -19,20 +19,16 @@ def two(tmp_path):
     return write(tmp_path, TWO)
 
 
-def hparams(path, folder):
-    return load.load(path, {"output_folder": str(folder)})
-
-
 def test_two_encoders_are_refused_at_load_with_file_and_line(two, tmp_path):
     with pytest.raises(SbkitError) as error:
-        load.open_recipe(hparams(two, tmp_path), two)
+        load.open_recipe(two, {"output_folder": str(tmp_path)})
     assert str(error.value) == (
         f"{two}:4: Transformer and encoder are both set, but a recogniser has one encoder; "
         "write Transformer: null, or leave encoder out")
 
 
 def test_and_where_a_script_makes_the_brain(two, tmp_path):
-    made = hparams(two, tmp_path)
+    made = load.load(two, {"output_folder": str(tmp_path)})
     with pytest.raises(SbkitError, match="Transformer and encoder are both set"):
         made["brain"](made["modules"], hparams=made, run_opts={"device": "cpu"})
 
@@ -40,7 +36,7 @@ def test_and_where_a_script_makes_the_brain(two, tmp_path):
 def test_one_encoder_under_both_names_is_one(two, tmp_path):
     two.write_text(TWO.replace("encoder: !new:torch.nn.Identity", "encoder: !ref <Transformer>")
                    .replace("\n\nencoder", "\n    encoder"))
-    assert load.open_recipe(hparams(two, tmp_path), two).keys.encoder_key == "Transformer"
+    assert load.open_recipe(two, {"output_folder": str(tmp_path)}).keys.encoder_key == "Transformer"
 
 
 @pytest.mark.parametrize("given, key", [
@@ -54,7 +50,7 @@ def test_an_encoder_has_either_name(given, key):
 def test_a_search_of_transducers_is_none_of_ctc(tmp_path):
     path = write(tmp_path, f"{BASED}    seed: 2\n\ndecoder: !new:sbkit.decode.transducer_beam.TransducerBeam\n")
     with pytest.raises(SbkitError) as error:
-        load.open_recipe(hparams(path, tmp_path), path)
+        load.open_recipe(path, {"output_folder": str(tmp_path)})
     assert str(error.value) == (
         f"{path}:4: it is a TransducerBeam, which searches a transducer's states, but this is CTC; "
         "write !new:sbkit.decode.beam.BeamSearch, or decoder: null")
@@ -65,7 +61,7 @@ def test_all_that_a_load_refuses_is_told_with_its_line(tmp_path):
     nulls = "".join(f"    {key}: null\n" for key in needed)
     path = write(tmp_path, f"{BASED}    ctc_weight: 0\n    n_mels: 40\n{nulls}label_smoothing: 2\n")
     with pytest.raises(SbkitError) as error:
-        load.open_recipe(hparams(path, tmp_path), path)
+        load.open_recipe(path, {"output_folder": str(tmp_path)})
     wrong, hint = str(error.value).rsplit("; docs/reference/", 1)
     assert set(wrong.split("; ")) == {
         f"{path}:2: ctc_weight is 0, and must be a number above 0, up to 1",

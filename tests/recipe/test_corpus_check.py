@@ -9,7 +9,7 @@ import soundfile
 from written import BASED, write
 
 from sbkit.recipe.check import check
-from sbkit.recipe.load import load, open_recipe
+from sbkit.recipe.load import open_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_trials")]
 
@@ -87,7 +87,7 @@ def test_what_two_splits_of_a_prepared_corpus_share_is_in_the_report(tmp_path, t
             f"{split}{i},{i / 2},0.5,{tmp_path}/{split}.wav,ann,{text}\n" for i, text in enumerate(texts)))
     path = write(tmp_path, f"{BASED}    data_folder: {tmp_path}\n    output_folder: {tmp_path / 'run'}\n")
     assert "leaks" not in check(path).sections
-    open_recipe(load(path, {}), path).keys.corpus.prepare(show_progress=False)
+    open_recipe(path, {}).keys.corpus.prepare(show_progress=False)
     report = check(path)
     section = report.sections["leaks"]
     assert [row[:4] for row in section.rows] == [

@@ -46,7 +46,7 @@ def chained(folder, text=""):
 
 def keys(path, folder, *words):
     given = {"output_folder": str(folder), **parse_overrides([*words])}
-    return load.open_recipe(load.load(path, given), path).keys
+    return load.open_recipe(path, given).keys
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -514,13 +514,13 @@ def test_a_key_has_an_effect(name, flagship, tmp_path, monkeypatch):
         folder.mkdir()
         hparams = copy.deepcopy({**flagship, "output_folder": None})
         with monkeypatch.context() as patch:
-            made = Made(Recipe(hparams, CTC.Keys.read(hparams)), folder, patch)
+            made = Made(Recipe(hparams, CTC.Keys.read(hparams), None), folder, patch)
             for other, value_of in {"checkpointer": From(kept), **(more[0] if more else {}), name: value}.items():
                 hparams[other] = value_of.make(made) if isinstance(value_of, From) else copy.deepcopy(value_of)
             if see is OPENED:
-                seen.append(refusal(made, lambda made, hparams=hparams: load.open_recipe(hparams, RECIPE)))
+                seen.append(refusal(made, lambda made, hparams=hparams: load.read_keys(hparams, RECIPE)))
                 continue
-            made.recipe = load.open_recipe(hparams, RECIPE)
+            made.recipe = Recipe(hparams, load.read_keys(hparams, RECIPE), None)
             seen.append(see(made))
     assert seen[0] != seen[1]
 

@@ -33,7 +33,7 @@ def test_an_object_of_another_class_is_one_error_with_its_line(tmp_path, key, in
     assert (error.key, error.line) == (name, line) and message in error.message
     assert not any("leave it out" in str(warning) for warning in report.warnings)
     with pytest.raises(SbkitError) as raised:  # a run that isn't checked
-        load.open_recipe(load.load(path, {"output_folder": str(tmp_path)}), path)
+        load.open_recipe(path, {"output_folder": str(tmp_path)})
     assert message in str(raised.value) and f"recipe.yaml:{line}" in str(raised.value)
 
 
@@ -101,7 +101,7 @@ def test_a_recipe_of_speechbrains_form_gets_no_false_finding_and_is_told_of_the_
     assert not report.errors and not report.warnings
     assert any("replace sb.Brain by sbkit.Brain" in note for note in report.notes)
     with pytest.raises(SbkitError, match=r"replace sb\.Brain by sbkit\.Brain"):
-        load.open_recipe(load.load(tmp_path / "recipe.yaml", {"data_folder": "/somewhere"}), tmp_path / "recipe.yaml")
+        load.open_recipe(tmp_path / "recipe.yaml", {"data_folder": "/somewhere"})
 
 
 def test_what_a_recipe_of_that_form_saves_nowhere_is_told(tmp_path):

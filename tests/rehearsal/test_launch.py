@@ -217,7 +217,7 @@ def test_the_count_of_flops_is_left_out_where_fake_tensors_lack_an_operation(sai
 
 
 def test_an_epoch_of_noise_has_all_steps_although_training_uses_crops(tmp_path):
-    recipe = load.open_recipe(load.load(CODEC, {"output_folder": str(tmp_path)}), CODEC)
+    recipe = load.open_recipe(CODEC, {"output_folder": str(tmp_path)})
     made = corpus.write(recipe, tmp_path / "data", 2)
     rows = len((tmp_path / "data" / "train.csv").read_text().splitlines()) - 1
     assert rows * recipe.hparams["crop_seconds"] >= corpus.STEPS * made["step_seconds"]
@@ -226,10 +226,10 @@ def test_an_epoch_of_noise_has_all_steps_although_training_uses_crops(tmp_path):
 def test_replay_is_not_rehearsed(tmp_path):
     known = str(run_folders.corpus(tmp_path / "known", train=4, dev=2, test=2))
     given = {"output_folder": str(tmp_path), "init_from": "model", "replay": 0.2, "replay_from": known}
-    words = corpus.write(load.open_recipe(load.load(CTC, given), CTC), tmp_path / "data", 1)["args"]
+    words = corpus.write(load.open_recipe(CTC, given), tmp_path / "data", 1)["args"]
     again = arguments.parse([str(CTC), *words]).overrides
     assert again["replay"] is None and again["replay_from"] is None
-    recipe = load.open_recipe(load.load(CTC, {**given, **again}), CTC)
+    recipe = load.open_recipe(CTC, {**given, **again})
     assert not isinstance(recipe.keys.corpus, Mixture)
 
 

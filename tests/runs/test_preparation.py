@@ -22,7 +22,7 @@ def hparams(tmp_path):
 
 
 def prepared(hparams, given):
-    return prepare_data(Recipe(hparams, CTC.Keys.read(hparams)), given, None)
+    return prepare_data(Recipe(hparams, CTC.Keys.read(hparams), None), given, None)
 
 
 def test_a_vocabulary_of_characters_follows_from_the_corpus(hparams, capsys):

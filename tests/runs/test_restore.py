@@ -111,9 +111,9 @@ def test_a_moving_average_is_what_is_loaded_where_the_run_kept_one(moved):
         parameter.data.add_(1.0)
     trained.checkpointer.save_checkpoint(name="averaged", meta={"WER": 1.0})
     trained.checkpointer.wait()
-    again = restore.read_run(moved).hparams
-    again["ema"] = EMA(again["model"], 0.5)
-    brain = restore.build(load.open_recipe(again, moved), "cpu")
+    recipe = restore.read_run(moved)
+    again = recipe.hparams | {"ema": EMA(recipe.hparams["model"], 0.5)}
+    brain = restore.build(recipe._replace(hparams=again, keys=load.read_keys(again, moved)), "cpu")
     restore.take_weights(brain)
     assert same(brain, averages)
 

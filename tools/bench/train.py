@@ -106,7 +106,7 @@ def prepare(path: Path, overrides: list[str]) -> list[str]:
     from sbkit.runs.preparation import prepare_data
 
     request = arguments.parse([str(path), *overrides])
-    recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
+    recipe = load.open_recipe(request.path, request.overrides)
     follows = prepare_data(recipe, request.overrides, BundleLoader())
     return overrides + [f"--{name}={value}" for name, value in follows.items()]
 

@@ -99,8 +99,8 @@ def _operations(bench: Bench) -> tuple[float, float | None, str]:
     from sbkit.recipe import arguments, flops, load, speed
 
     request = arguments.parse(bench.words("large", ctc_weight=1.0))
-    hparams = load.load(request.path, {**request.overrides, "output_folder": str(bench.folder / "counted")})
-    brain = load.open_recipe(hparams, request.path).brain(output_folder=None, checkpointer=None)
+    recipe = load.open_recipe(request.path, {**request.overrides, "output_folder": str(bench.folder / "counted")})
+    brain = recipe.brain(output_folder=None, checkpointer=None)
     durations = Manifest.read(bench.corpus() / "train.csv").durations
     operations = flops.operations_per_second(brain, flops.typical_seconds(durations))
     return operations, *speed.peak_of(torch.device(bench.device), "bf16")

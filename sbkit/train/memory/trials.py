@@ -75,7 +75,7 @@ class Trial:
 def open_trial(request: arguments.CommandLine, device: torch.device) -> Iterator[Trial]:
     """Build the recipe's Brain in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="sbkit-tune-") as folder:
-        recipe = load.open_recipe(load.load(request.path, {**request.overrides, "output_folder": folder}), request.path)
+        recipe = load.open_recipe(request.path, {**request.overrides, "output_folder": folder})
         model = batch_size.model_of(recipe.keys.modules)  # before a Brain replaces layers with faster equivalents
         brain = recipe.brain(request.run_opts, output_folder=None, schedule=None, checkpointer=None,
                              freeze=permanently_frozen(recipe.keys.freeze))

@@ -56,7 +56,7 @@ def run(home):
 def begun(folder, data, run, recipe=RECIPE, **keys):
     """The Brain of a run that has begun, as ``sbkit train`` does it."""
     brain = target(folder, data, recipe, TINY, init_from=str(run), **keys)
-    pretrained.load(brain.keys.pretrainer, initial.filled(Recipe(vars(brain.hparams), brain.keys)))
+    pretrained.load(brain.keys.pretrainer, initial.filled(Recipe(vars(brain.hparams), brain.keys, None)))
     initial.load(brain)
     return brain
 

@@ -135,7 +135,7 @@ def test_a_step_of_the_adversarial_stage_changes_both_sides(tmp_path, batch):
 def test_half_of_the_adversarial_switch_is_refused(tmp_path, given, message):
     hparams = load.load(RECIPE, {**SMALL, "output_folder": str(tmp_path), **given})
     with pytest.raises(SbkitError, match=message):
-        load.open_recipe(hparams, RECIPE)
+        load.read_keys(hparams, RECIPE)
 
 
 @pytest.mark.parametrize(("given", "told"), [

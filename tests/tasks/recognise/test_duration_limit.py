@@ -83,7 +83,7 @@ def test_longer_utterances_are_refused_in_one_message():
 
 
 def test_the_task_refuses_them_when_it_prepares_and_before_it_scores(tmp_path, whisper):
-    made = load.open_recipe(load.load(RECIPE, {"encoder_source": whisper, "output_folder": str(tmp_path)}), RECIPE)
+    made = load.open_recipe(RECIPE, {"encoder_source": whisper, "output_folder": str(tmp_path)})
     long = {split: manifest(31.0) for split in ("train", "dev", "test")}
     with pytest.raises(SbkitError, match="train: 1 of 1 utterances are longer than the 30 s"):
         made.task.prepare(made.keys, long, {})

@@ -105,7 +105,7 @@ def _recognizer(folder: Path) -> Recognizer:
 
     torch.manual_seed(0)
     given = {"output_folder": str(folder), "output_neurons": len(LETTERS)}
-    recipe = load.open_recipe(load.load(STREAMING, given), STREAMING)
+    recipe = load.open_recipe(STREAMING, given)
     model = Recognizer.of(recipe.keys, recipe.hparams["ctc_lin"])
     norm: GlobalNorm = recipe.hparams["normalize"]
     norm.set_statistics(torch.full((80,), -5.0), torch.full((80,), 2.0))
