@@ -53,7 +53,7 @@ def encoders(tmp_path_factory):
     transformers = pytest.importorskip("transformers")
     large = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "do_stable_layer_norm": True,
              "feat_extract_norm": "layer", "conv_bias": True}
-    kinds = {"whisper": ("Whisper", {"d_model": 512, "encoder_layers": 2, "decoder_layers": 1}),
+    kinds = {"whisper": ("Whisper", {"d_model": 512, "encoder_attention_heads": 8, "decoder_attention_heads": 8}),
              "wavlm": ("WavLM", large), "wav2vec2-base": ("Wav2Vec2", {}), "wav2vec2": ("Wav2Vec2", large)}
     folders = {}
     for name, (kind, sizes) in kinds.items():
