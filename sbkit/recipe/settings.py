@@ -84,8 +84,8 @@ def check_options(run_opts: RunOptions | None, findings: Findings) -> None:
         if "precision" in name and value not in _PRECISIONS:
             findings.error("setting", Place(), f"--{name}", *_no_precision(value))
         if name == "device" and str(value).startswith("cuda") and not torch.cuda.is_available():
-            findings.warning("no-device", Place(), f"--{name}", f"this machine has no {value}, so no run here could start",
-                             "--as 8xH100 rehearses one")
+            findings.warning("no-device", Place(), f"--{name}",
+                             f"this machine has no {value}, so no run here could start", "--as 8xH100 rehearses one")
         if name == "data_parallel_backend" and value and torch.cuda.device_count() == 0:
             findings.error("setting", Place(), f"--{name}", *NO_DATA_PARALLEL)
 

@@ -108,7 +108,8 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
 
     def record():
         made = json.loads((out / "reproduce.json").read_text())
-        return (out / "hyperparams.yaml").read_text(), made["recipe"], made["losses"]
+        untouched = [(out / name).stat().st_mtime_ns for name in ("env.log", "preparation.py")]
+        return (out / "hyperparams.yaml").read_text(), made["recipe"], made["losses"], untouched
 
     before = record()
     code, added, said = started("--lr", "0.5")
