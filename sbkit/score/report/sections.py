@@ -185,7 +185,8 @@ def training(run: RunData, other: RunData | None) -> Section | None:
             on_dev.setdefault("Error rates on dev", []).extend(curve(f"valid_{name}", name, 1 if name == "WER" else 3))
         elif not any(name in found for found in parts.values()):
             on_dev[f"{name} on dev"] = curve(f"valid_{name}", name, 1)
-    padding = [dataclasses.replace(one, y=[100 * share for share in one.y]) for one in curve("padding_share", "padding")]
+    padding = [dataclasses.replace(each, y=[100 * share for share in each.y])
+               for each in curve("padding_share", "padding")]
     in_per_cent = {"Error rates on dev", *(f"{name} on dev" for name in RATES)}
 
     drawn = [
