@@ -115,6 +115,7 @@ def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_pa
         "train {root}/hparams/ctc.yaml --nproc_per_node 2": "it is an option of torchrun",
         "train {root}/hparams/ctc.yaml --data nowhere": "--data_folder: nowhere: no such file or folder",
         "train {root}/hparams/ctc.yaml --data {root}/README.md": "README.md: unknown format; expected a ",
+        "train {root}/hparams/ctc.yaml --data {root}/docs": "docs is not a corpus that sbkit recognises",
         "prepare {root}/hparams/ctc.yaml --data {{train:nowhere.csv}}": "--data_folder: ",
         "train script.yaml": "script.yaml lacks brain; if a SpeechBrain script trains it",
         "tune {root}/hparams/ctc.yaml --frehs": "did you mean --fresh?", "check nowhere.yaml": "there is no recipe",

@@ -1,5 +1,5 @@
 """The end of `make demo`: prints a test clip's reference and transcript, what the model does where nobody speaks and
-with changed speech, and what to do next."""
+with changed speech, the curve of the loss, and what to do next."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import sbkit.infer
 from sbkit.data.audio import read_utterance
 from sbkit.data.manifest import Manifest
 from sbkit.score.behaviour import SHORT_SECONDS, Behaviour, silences, speeches
+from sbkit.score.report.data import read
+from sbkit.score.report.sections import loss_in_text
 from sbkit.system.console import table
 
 
@@ -29,12 +31,12 @@ def main(run: Path) -> None:
         tried = Behaviour.of(trials, [each.text for each in model.transcribe([each.signal for each in trials])], rate)
     for each in tried.tables:
         print(f"\n{each.title}\n{table(each.columns, each.rows)}\n{each.remark}")
-    print(f"More of it: sbkit evaluate {run} --behaviour")
+    print(f"More of it: sbkit evaluate {run} --behaviour\n\n{loss_in_text(read(run))}")
     if shutil.which("sbkit") is None:
         print(f"\nFirst: . {os.path.relpath(Path(sys.executable).with_name('activate'))}")
     print(f"\nErrors, curves and players: {run / 'report.html'}"
           f"\nThe model, for other runtimes too:     {run / 'bundle'}"
-          f"\nTry it: sbkit transcribe {run / 'bundle'} {clip.wav}"
+          f"\nNext, speak to it on a web page:       sbkit serve {run / 'bundle'}"
           "\nReal data: torchrun --nproc_per_node=8 train.py recipes/CommonVoice/ASR/CTC/hparams/large.yaml "
           "--language fr --data_folder CV_FOLDER/fr")
 

@@ -1,21 +1,30 @@
 """Makes the README's pictures from real runs: terminals as SVG, a page as PNG, photographed by a headless Chromium.
 
-    python -m tools.pictures RUN [--to docs/pictures] [--only check,rehearsal,report]
+    python -m tools.pictures RUN [--to docs/pictures] [--only check,rehearsal,report,live]
 
-RUN is a run of hparams/ctc.yaml, as `make demo` leaves it.
+RUN is a run of hparams/ctc.yaml with its bundle, as `make demo` leaves it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import html
 import os
-import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
+
+import numpy as np
+import soundfile
+
+from sbkit.data.audio import read_utterance
+from sbkit.data.manifest import Manifest
+from tools.chromium import WAIT, Browser
 
 #: Three mistakes, one of which no reader of YAML sees: the width isn't a multiple of the heads.
 BROKEN = """\
@@ -47,23 +56,43 @@ def terminal(command: str, folder: Path) -> str:
             f'<rect width="100%" height="100%" rx="8" fill="#23272e"/>\n' + "\n".join(drawn) + "\n</svg>\n")
 
 
-def photograph(address: str, to: Path, size: str) -> None:
-    """Photograph a page with a headless Chromium."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        raise SystemExit("there is no chromium here: apt-get install chromium, or --only check,rehearsal")
-    rights = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with tempfile.TemporaryDirectory() as profile:
-        subprocess.run([browser, "--headless", *rights, "--hide-scrollbars", f"--user-data-dir={profile}",
-                        f"--window-size={size}", "--virtual-time-budget=3000", f"--screenshot={to.resolve()}", address],
-                       check=True, stderr=subprocess.DEVNULL, timeout=120)
+def live_page(run: Path, to: Path, home: Path) -> None:
+    """Photograph the server's page while a pretended microphone hears two test clips of a run, one after the other."""
+    test = Manifest.read(run / "manifests" / "test.csv")
+    pause, parts = np.zeros(48_000, np.float32), []
+    for row in map(test.row, range(2)):
+        parts += [pause, read_utterance(row.wav, row.start, row.duration, sample_rate=48_000), pause]
+    soundfile.write(home / "said.wav", np.concatenate(parts), 48_000, subtype="PCM_16")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "sbkit", "serve", str(run / "bundle"), "--port", str(port)]
+    flags = ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream",
+             f"--use-file-for-fake-audio-capture={home / 'said.wav'}%noloop")
+    server = subprocess.Popen(words)
+    try:
+        with Browser(home / "hearing", flags=flags) as browser:
+            for _ in range(600):
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                time.sleep(0.1)
+            browser.open(f"http://127.0.0.1:{port}/", width=900, height=420)
+            browser.run(WAIT % "!document.getElementById('speak').disabled")
+            browser.run("document.getElementById('speak').click()")
+            # The first clip is settled, and of the second there are words that may still change.
+            browser.run(WAIT % "document.querySelector('#words .soft')?.innerText.trim().split(' ').length > 2 && "
+                        "document.getElementById('words').innerText.trim().includes('\\n')")
+            browser.picture(to, whole=False)
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--to", type=Path, default=Path("docs/pictures"))
-    parser.add_argument("--only", default="check,rehearsal,report")
+    parser.add_argument("--only", default="check,rehearsal,report,live")
     args = parser.parse_args()
     wanted = args.only.split(",")
     args.to.mkdir(parents=True, exist_ok=True)
@@ -75,8 +104,12 @@ def main() -> int:
                               ("rehearsal", "sbkit check hparams/ctc.yaml --as 2xH100")):
             if name in wanted:
                 (args.to / f"{name}.svg").write_text(terminal(command, mine))
-    if "report" in wanted:
-        photograph((args.run / "report.html").resolve().as_uri(), args.to / "report.png", "1000,1000")
+        if "report" in wanted:
+            with Browser(Path(home, "reading")) as browser:
+                browser.open((args.run / "report.html").resolve().as_uri(), width=1000, height=1000)
+                browser.picture(args.to / "report.png", whole=False)
+        if "live" in wanted:
+            live_page(args.run, args.to / "live.png", Path(home))
     return 0
 
 

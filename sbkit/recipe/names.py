@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -92,6 +93,8 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
     known = declared(root)
     useful = set(known) | {each.former for each in known.values() if each.former} | set(RUN_OPTIONS) | read | tested
     useful |= {key for key in referred if key in root.value}
+    holders = Counter(child for node in root.walk() for child in node.children())
+    useful |= {key for key, node in root.value.items() if holders[node] > 1}  # an anchor that an alias names
     reported = {finding.key for finding in findings}
     missing = read - set(root.value) | reported  # reported as missing, with similar names
     for key in root.value:

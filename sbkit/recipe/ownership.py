@@ -165,6 +165,8 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
                              f"{type(obj).__name__} keeps running statistics and is not under modules: it never leaves "
                              "training mode, so validation changes them", _fixes(key, owned))
     pretrained = _pretrained(built)
+    moved = {id(p) for obj in built.hparams.values() if hasattr(obj, "to_device")  # SpeechBrain's rescorers
+             for part in vars(obj).values() if isinstance(part, nn.Module) for p in part.parameters()}
     for key, found in unowned.items():
         parameters = {id(t.value): t for t in found if isinstance(t.value, nn.Parameter)}.values()
         if not parameters:
@@ -173,7 +175,9 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
         trained = any(t.value.requires_grad for t in parameters)
         kind = type(first.module).__name__ if len({id(t.module) for t in parameters}) == 1 else _kind(built, key)
         via = "" if first.path.startswith(key.split(".")[0]) else f" (it's reached through {first.path})"
-        if parameters and all(id(p.value) in pretrained for p in parameters):
+        if all(id(p.value) in pretrained for p in parameters):
+            if all(id(p.value) in moved for p in parameters):
+                continue
             findings.warning("not-owned", place, key,
                              f"{kind}, whose weights the pretrainer loads, is not under modules{via}: it would stay "
                              "on the CPU unless what uses it moves it", _fixes(key, owned))

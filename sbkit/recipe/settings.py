@@ -23,6 +23,9 @@ from sbkit.recipe.values import data, static
 _PRECISIONS = ("auto", *next(a.choices for a in RunOptions._create_parser()._actions if a.dest == "precision"))
 _NUMBERS = {field.name: type(field.default) for field in dataclasses.fields(RunOptions)
             if type(field.default) in (int, float)}
+#: Why SpeechBrain's Brain refuses data_parallel_backend without a GPU, and what does the same.
+NO_DATA_PARALLEL = ("one process on several GPUs, and this machine has none",
+                    "leave it out; torchrun --nproc_per_node=N starts one process per device")
 _MINIMUM = {"grad_accumulation_factor": 1, "nonfinite_patience": 0, "max_grad_norm": 0}
 
 
@@ -80,6 +83,11 @@ def check_options(run_opts: RunOptions | None, findings: Findings) -> None:
             _report_too_low(Place(), f"--{name}", name, value, findings)
         if "precision" in name and value not in _PRECISIONS:
             findings.error("setting", Place(), f"--{name}", *_no_precision(value))
+        if name == "device" and str(value).startswith("cuda") and not torch.cuda.is_available():
+            findings.warning("no-device", Place(), f"--{name}",
+                             f"this machine has no {value}, so no run here could start", "--as 8xH100 rehearses one")
+        if name == "data_parallel_backend" and value and torch.cuda.device_count() == 0:
+            findings.error("setting", Place(), f"--{name}", *NO_DATA_PARALLEL)
 
 
 def _too_low(name: str, value: Any) -> bool:  # a number, or a text that is one, where it is compared

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
-from sbkit.score.run_files import BEFORE_START, HELD, MANIFESTS, RECIPE, TESTED
+from sbkit.score.run_files import BEFORE_START, ENVIRONMENT, HELD, MANIFESTS, RECIPE, TESTED
 from sbkit.system import disk, processes
 
 logger = logging.getLogger(__name__)
 
-_FILES = (RECIPE, "run.py", TESTED)
+_FILES = (RECIPE, "preparation.py", ENVIRONMENT, TESTED)
 #: ``BEFORE_START`` is always complete: it is renamed atomically, from and to these names.
 _PART, _GONE = f"{BEFORE_START}.part", f"{BEFORE_START}.gone"
 

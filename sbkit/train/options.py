@@ -11,6 +11,7 @@ import torch
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.errors import SbkitError
+from sbkit.recipe.settings import NO_DATA_PARALLEL
 from sbkit.recipe.speed import native_precision
 from sbkit.train import device as devices
 
@@ -36,6 +37,8 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
     if hparams is not None:
         hparams.update({name: _number(name, hparams[name]) for name in _NUMBERS if name in hparams})
     device = str(devices.resolve(pick(opts, hparams, "device")))
+    if pick(opts, hparams, "data_parallel_backend") and torch.cuda.device_count() == 0:
+        raise SbkitError(f"data_parallel_backend is {NO_DATA_PARALLEL[0]}", hint=NO_DATA_PARALLEL[1])
     for name in ("precision", "eval_precision"):
         value = pick(opts, hparams, name)
         if value == "auto":

@@ -3,7 +3,6 @@ repository does not know."""
 
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -219,6 +218,11 @@ def test_parts_of_ones_own_are_checked_trained_and_shipped(parts):
     assert prepared["source"]["kind"] == "folder of spoken names" and prepared["splits"]["train"]["kept"] == 12
     checkpoints = [path.read_text() for path in (parts / "results" / "mine" / "save").glob("CKPT+*/CKPT.yaml")]
     assert all("CER:" in text for text in checkpoints if "epoch" in text)
+    assert "left out" not in sbkit(
+        parts, "export", "results/mine", "--to", "mine", "--formats", "onnx,speechbrain", "--clips", 3)
+    config = layout.read(parts / "mine")
+    assert {"onnx", "speechbrain"} <= config.models.keys() and config.batching
+    sbkit(parts, "transcribe", "mine", next((parts / "recordings").glob("*.wav")))
 
 
 @pytest.mark.long
@@ -237,21 +241,3 @@ def test_an_encoder_on_waveforms_is_trained_and_exported(parts):
     assert report["sections"]["shapes"]["values"]["frames_per_second"] == pytest.approx(50)
     sbkit(parts, "train", "waves.yaml", *TINY, "--output_folder", "results/waves")
     assert "onnx" in sbkit(parts, "export", "results/waves", "--to", "waves", "--formats", "onnx", "--clips", 3)
-
-
-@pytest.mark.slow
-def test_the_encoder_that_the_page_on_models_writes_out_is_trained_exported_and_transcribes(tmp_path):
-    page = (ROOT / "docs" / "how-to" / "models.md").read_text(encoding="utf-8")
-    shutil.copytree(ROOT / "hparams", tmp_path / "hparams")
-    for name, text in files(page).items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    tones(tmp_path / "data", 12, 3)
-    smaller = {"train": [*TINY[:-1], "--data_folder", "data"], "transcribe": [],
-               "export": ["--clips", "3", "--formats", "onnx,speechbrain"]}
-    [block] = re.findall(r"```\n(sbkit train my/encoder.yaml .*?)```", page, re.S)
-    assert [line.split()[1] for line in block.splitlines()] == ["train", "export", "transcribe"]
-    for _, command, *more in map(str.split, block.replace("talk.mp3", "data/wavs/test0.wav").splitlines()):
-        assert "left out" not in sbkit(tmp_path, command, *more, *smaller[command])
-    config = layout.read(tmp_path / "results" / "mine" / "bundle")
-    assert {"onnx", "speechbrain"} <= config.models.keys() and config.batching

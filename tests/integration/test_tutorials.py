@@ -1,4 +1,4 @@
-"""The tutorials' commands, in order, on a small corpus with a small model; the task's are in test_extend.py."""
+"""The tutorials as notebooks: their cells are run in order, on a small corpus with a small model."""
 
 import json
 import os
@@ -9,10 +9,13 @@ import subprocess
 import sys
 
 import encoders
+import processes
 import pytest
 import soundfile
 from processes import ON_A_CPU
 from trained_runs import ROOT, TONES, here, tone, tones
+
+from tools import notebooks
 
 SMALL = "--num_workers 0 --min_steps 0 --step_seconds 4 --number_of_epochs 1 --noprogressbar --precision fp32"
 CONFORMER = f"{SMALL} --d_model 16 --nhead 2 --num_encoder_layers 1 --d_ffn 16 --cnn_channels 4 --nonspeech null"
@@ -30,15 +33,33 @@ def steps(name):
     return [shlex.split(line)[1:] for line in lines]
 
 
-def follow(name, home, **given):
-    """Run a tutorial's commands, each with what ``given`` adds to it, but those that wait for somebody."""
+def follow(name, home, python="", run=here, **given):
+    """Run the cells of a tutorial's notebook; what they said, by command.
+
+    python : goes before their Python
+    run : runs sbkit, here or in a process of its own
+    given : what is added to each command of that name
+    """
     said = {}
-    for command, *words in steps(name):
-        if command in ("serve", "listen"):
+    environment = {**os.environ, **ON_A_CPU, "PYTHONPATH": f"{home}{os.pathsep}{ROOT}"}
+    for source in [cell["source"] for cell in notebooks.notebook(page(name))["cells"] if cell["cell_type"] == "code"]:
+        if source.startswith("%%writefile "):
+            file, _, text = source.removeprefix("%%writefile ").partition("\n")
+            (home / file).write_text(text + "\n")
             continue
-        words = [str(ROOT / word) if word.startswith("hparams/") else word for word in words]
-        said.setdefault(command, []).append(here(command, *words, *shlex.split(
-            given.get(command, LESS.get(command, ""))), cwd=home))
+        lines = source.split("\n") if source.startswith("!") else []
+        for program, command, *words in [shlex.split(line[1:], comments=True) for line in lines]:
+            added = shlex.split(given.get(command if program == "sbkit" else program, LESS.get(command, "")))
+            words = [str(ROOT / word) if word.startswith("hparams/") else word for word in words]
+            if program == "sbkit":
+                said.setdefault(command, []).append(run(command, *words, *added, cwd=home))
+            elif program != "pip":
+                start = ["-m", "torch.distributed.run"] if program == "torchrun" else []
+                subprocess.run([sys.executable, *start, command, *words, *added], cwd=home, env=environment, check=True)
+        if not lines:
+            done = subprocess.run([sys.executable, "-c", f"{python}\n{source}"], cwd=home, env=environment, check=True,
+                                  capture_output=True, text=True)
+            said.setdefault("python", []).append(done.stdout)
     return said
 
 
@@ -76,7 +97,9 @@ def test_a_pretrained_encoder_and_one_list(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_a_model_that_listens(tmp_path):
     tones(tmp_path / "data", 24, 4)
-    said = follow("live", tmp_path, train=f"{CONFORMER} --data_folder data")
+    heard = "import soundfile\nmicrophone = [soundfile.read('data/wavs/test0.wav', dtype='float32')[0].repeat(3)]"
+    said = follow("live", tmp_path, train=f"{CONFORMER} --data_folder data", python=heard)
+    assert " | " in said["python"][0]
     assert "320" in said["evaluate"][0] and "latency" in said["evaluate"][0]
     assert [words[0] for command, *words in steps("live") if command in ("listen", "serve")] == \
         3 * ["results/live/bundle"]
@@ -103,3 +126,22 @@ def test_a_speechbrain_script_needs_one_other_name(tmp_path):
             assert done.returncode == 0, done.stderr
         losses[name] = (tmp_path / f"results/{name}.txt").read_text()
     assert losses["ours"] == losses["stock"] and losses["stock"].count("VALID") == 3
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_speechbrain_notebook_runs_on_one_device_and_on_two(tmp_path):
+    tones(tmp_path / "data", 18, 6, shortest=1.0)
+    follow("speechbrain", tmp_path, python="--device=cpu --noprogressbar --number_of_epochs=1",
+           torchrun="--device=cpu --noprogressbar --distributed_backend=gloo")
+    assert (tmp_path / "results" / "tones.txt").read_text().count("VALID") == 3, "one epoch, then the other two"
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_task_of_ones_own_from_its_notebook(tmp_path):
+    tones(tmp_path / "data", 60, 15)
+    shutil.copy(tmp_path / "data" / "wavs" / "test0.wav", tmp_path / "clip.wav")
+    said = follow("own-task", tmp_path, run=lambda *words, cwd: processes.sbkit(*words, cwd=cwd).stdout,
+                  train="--noprogressbar", torchrun="--noprogressbar --device cpu")
+    assert said["python"][0].strip() in TONES

@@ -43,6 +43,13 @@ def test_what_is_called_or_read_is_not_told(tmp_path, line):
     assert unread(path) == {}
 
 
+def test_what_is_written_once_and_named_by_an_alias_is_not_told(tmp_path):
+    """As ``sbkit show RECIPE > mine.yaml`` writes what several references name."""
+    text = TEXT.replace("model: !new:", "model: &model !new:").replace("model: !ref <model>", "model: *model")
+    assert text.count("*model") > 1 and "!ref <model>" not in text
+    assert unread(write(tmp_path, text)) == {}
+
+
 def test_a_brain_of_ones_own_may_read_what_it_likes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine_reads.py").write_text(

@@ -110,9 +110,10 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
         made = json.loads((out / "reproduce.json").read_text())
         return (out / "hyperparams.yaml").read_text(), made["recipe"], made["losses"]
 
-    before = record()
+    before, written = record(), (out / "env.log").stat().st_mtime_ns
     code, added, said = started("--lr", "0.5")
     assert (code, added) == (2, (0, 0)) and record() == before and (out / "tested.json").exists()
+    assert (out / "env.log").stat().st_mtime_ns == written, "a start that is refused leaves the run as it was"
     assert (f"{out} is finished, so these changes would have no effect: lr, opt_class.lr, schedule.peak: "
             "0.003 -> 0.5; choose another --output_folder; if the model stays the same, a larger") in said
     code, added, said = started("--precision", "bf16")

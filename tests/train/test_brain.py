@@ -70,6 +70,8 @@ def test_limits_given_as_flags_are_numbers():
     ({}, {"grad_accumulation_factor": [2]}, "grad_accumulation_factor"),
     ({"precision": "fp8"}, {}, "precision is 'fp8'.*bf16"),
     ({"nonsense": 1}, {}, "unknown keys: nonsense"),
+    pytest.param({"data_parallel_backend": True}, {}, "has none; leave it out; torchrun",
+                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")),
     ({"device": "gpu"}, {}, "device 'gpu'"),
 ])
 def test_options_that_make_no_sense_are_one_clear_error(run_opts, hparams, says):

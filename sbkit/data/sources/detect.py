@@ -62,7 +62,7 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
 
 
 def check_exists(source: Named) -> None:
-    """Refuse a source whose files or folders don't exist, or a file of another format, without opening it."""
+    """Refuse a source whose files or folders don't exist, or that is of no known kind, without reading it."""
     if isinstance(source, Mapping):
         given: list[str | Path] = [path for split, named in source.items() for path in _paths(split, named)]
         suffixes, kind, expected = _FILE_SUFFIXES, "file", f"expected {', '.join(_FILE_SUFFIXES)}"
@@ -74,6 +74,9 @@ def check_exists(source: Named) -> None:
             raise SbkitError(f"{each}: no such {kind}", hint=expected)
         if Path(each).is_file() and not str(each).endswith(suffixes):
             raise SbkitError(f"{each}: unknown format", hint=expected)
+        if Path(each).is_dir() and not isinstance(source, Mapping):  # whichever language is chosen later
+            languages = language_folders(Path(each))
+            _open_folder(Path(each), Path(), languages[0].name if languages else None, {}, None)
 
 
 def is_hub_address(source: str | Path) -> bool:

@@ -185,6 +185,8 @@ def training(run: RunData, other: RunData | None) -> Section | None:
             on_dev.setdefault("Error rates on dev", []).extend(curve(f"valid_{name}", name, 1 if name == "WER" else 3))
         elif not any(name in found for found in parts.values()):
             on_dev[f"{name} on dev"] = curve(f"valid_{name}", name, 1)
+    padding = [dataclasses.replace(each, y=[100 * share for share in each.y])
+               for each in curve("padding_share", "padding")]
     in_per_cent = {"Error rates on dev", *(f"{name} on dev" for name in RATES)}
 
     drawn = [
@@ -194,6 +196,8 @@ def training(run: RunData, other: RunData | None) -> Section | None:
         charts.curves("Learning rate", curve("lr", "learning rate"), ticks),
         charts.curves("Throughput", curve("audio_s_per_s", "audio s/s"), ticks, unit=" s/s",
                       note="Seconds of audio per second of training, all devices together."),
+        charts.curves("Padding", padding, ticks, unit=" %",
+                      note="The share of batches that only fills them up to their longest utterance."),
     ]
     if timed := [(str(epoch["epoch"]), epoch["time_shares"]) for epoch in run.epochs if epoch.get("time_shares")]:
         colours = {**PARTS, **{name: 8 for _, times in timed for name in times if name not in PARTS}}
