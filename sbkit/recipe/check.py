@@ -42,7 +42,7 @@ from sbkit.recipe.reading import read, without_imports_from
 from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import Findings, Node
-from sbkit.recipe.speed import native_precision, peak_of, peak_of_card, usable_speed
+from sbkit.recipe.speed import limits_of, native_precision, peak_of, peak_of_card
 from sbkit.recipe.values import static
 from sbkit.system.console import logging_disabled, stored_json
 from sbkit.system.environment import describe
@@ -261,8 +261,9 @@ def _price(traced: trace.Trace, estimate: cost.CostEstimate, device: torch.devic
     name = setting.device
     peak = (peak_of_card(name, precision) if pricing.device else peak_of(device, precision))[0]
     trial = measured.planned * steps.audio if measured is not None and measured.planned is not None else None
-    usable = None if pricing.device else usable_speed(device, precision)
-    prediction = price.predict(steps, finished_runs.read(setting), peak, trial, pricing.host_seconds, usable)
+    limits = limits_of(device, precision, pricing.device or "")
+    least = None if limits is None else max(estimate.least_step_seconds(steps.audio, limits), pricing.host_seconds)
+    prediction = price.predict(steps, finished_runs.read(setting), peak, trial, least)
     if prediction is None:
         return None
     if pricing.device is None:  # a run here will show how accurate it was

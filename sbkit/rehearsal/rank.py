@@ -18,11 +18,12 @@ import torch
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.infer.bundles import BundleLoader
-from sbkit.recipe import arguments, flops, load, price
+from sbkit.recipe import arguments, flops, load
 from sbkit.recipe.check import check
+from sbkit.recipe.cost import states_per_parameter, update_bytes
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
-from sbkit.recipe.speed import peak_of
+from sbkit.recipe.speed import limits_of
 from sbkit.rehearsal import corpus, nullcard
 from sbkit.rehearsal.cards import runs_on
 from sbkit.rehearsal.watch import Diary, Watch, dump_collectives, keep_collectives, memory_timeline
@@ -144,9 +145,9 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         diary.brain = brain = trial.brain
         seconds = trial.edges[-1]
         count = max(1, int(trial.batching.max_batch_seconds / seconds))
-        operations = None
+        kernels: list[tuple[int, int]] = []
         try:
-            operations = flops.run(brain, count, seconds, flops.FlopCounter).operations
+            kernels = flops.run(brain, count, seconds, flops.FlopCounter).kernels
         except NotImplementedError as error:
             if not str(error).startswith("Could not run "):  # torch's message for an operation without a meta kernel
                 raise
@@ -162,17 +163,22 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         nodes, pools = brain.trainer.graphs.nodes, (each for each in torch.cuda.memory_snapshot()
                                                     if each["segment_pool_id"] != (0, 0))
         graph_bytes = sum(each["total_size"] for each in pools)
+        torch.cuda.empty_cache()  # what is left is in use, or a graph's
+        free, total = torch.cuda.mem_get_info()
         brain.trainer.graphs.reset()  # the next step is without, so that its lines are known
         held, peak, timeline = memory_timeline(brain, batch)
-        peak_flops, source = peak_of(device, brain.precision)
+        trained = sum(each.numel() * each.element_size() for each in brain.modules.parameters() if each.requires_grad)
+        copies = 1 + states_per_parameter(vars(brain.hparams).get("opt_class")) + brain.averages_weights
+        work = [*kernels, (0, update_bytes(trained, copies))]
+        limits = limits_of(device, brain.precision)
         estimate = job["estimate"]
         figures = {
             "batch": f"{count} x {seconds:g} s", "batch_seconds": count * seconds, "precision": brain.precision,
-            "operations": operations,
-            "host_ms": 1e3 * host, "graph_nodes": nodes, "graph_bytes": graph_bytes,
+            "operations": sum(each for each, _ in work), "bytes": sum(each for _, each in work),
+            "host_ms": 1e3 * host, "graph_nodes": nodes, "graph_bytes": graph_bytes, "used_bytes": total - free,
             **asdict(counted), "held_bytes": held, "peak_bytes": peak,
-            "card_ms": operations and peak_flops and 1e3 * operations / (peak_flops * price.EFFICIENCY),
-            "card_source": source, "estimated_bytes": estimate.get("step_bytes"), "timeline": timeline}
+            "card_ms": 1e3 * flops.least_seconds(work, limits) if kernels and limits is not None else None,
+            "estimated_bytes": estimate.get("step_bytes"), "timeline": timeline}
         diary.write("figures", figures)
         diary.begin_stage("the largest batch of the estimate")
         if not (estimated := estimate.get("largest_here")):

@@ -70,19 +70,24 @@ def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
 
 def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: StartGuard, bundles: Bundles) -> None:
     from sbkit.recipe import load
-    from sbkit.runs import initial, old_set, preparation, pretrained, results, training
+    from sbkit.runs import initial, largest_batch, old_set, preparation, pretrained, results, training
     from sbkit.train.distributed import ranks
 
+    if kept := ranks.run_on_main(largest_batch.kept, recipe.keys):
+        request.overrides.update(kept)
+        recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
     folder = recipe.keys.folder
     ranks.run_on_main(preparation.open_folder, folder, request)
     ranks.run_on_main(initial.open_source, recipe.keys, guard.changed())
     # Before the corpus is prepared, so that missing files are reported at once.
     pretrained.fetch(recipe.keys.pretrainer, _filled_elsewhere(recipe))
     from_corpus = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides, bundles)
-    if from_corpus:
-        # Keys that only the prepared corpus knows, such as the number of its characters, size the model: the objects
-        # that prepared it are dropped, and the recipe is built again with these keys, as each later start does.
-        request.overrides.update({key: value for key, value in from_corpus.items() if key in recipe.hparams})
+    # Keys that only the prepared corpus knows, such as the number of its characters, size the model, and with it what
+    # fits. The objects that prepared the corpus are dropped, and the recipe is built again, as each later start does.
+    request.overrides.update({key: value for key, value in from_corpus.items() if key in recipe.hparams})
+    measured = largest_batch.measure(recipe, request, device) if recipe.keys.batching.auto else {}
+    if from_corpus or measured:
+        request.overrides.update(measured)
         recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
         ranks.run_on_main(preparation.save_recipe, folder, request)
     if request.check:
