@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 #: 10^12 dense operations per second by the makers' data sheets: of tensor cores with bf16 or fp16 inputs and fp32 sums,
-#: of tensor cores with TF32, and with fp32; then the memory's TB/s. Larger figures of operations are for sparse matrices
+#: of tensor cores with TF32, and with fp32; then the TB/s of memory. Larger figures are for sparse matrices
 #: (twice the dense ones) and, for GeForce, for fp16 sums; a training step has neither.
 #: The first entry that is part of the card's name counts, so longer names come first.
 PEAKS = {
