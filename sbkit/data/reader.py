@@ -183,18 +183,22 @@ class Reader(Dataset[Any]):
             return read_utterance(wav, start, duration, sample_rate=self.sample_rate, speed=speed,
                                   remote=manifest.remote, as_stored=as_stored)
 
-        silence = Augment.rng(self.seed, pass_number, f"{name} silence")
-        if self.nonspeech is not None and (rows := self.nonspeech.rows_of(manifest.wavs[row])):
-            like, *spoken = (functools.partial(
-                read, manifest.wavs[each], float(manifest.starts[each]), float(manifest.durations[each]), speed)
-                for each in rows)
-            recording = self.nonspeech.signal(round(duration / speed * self.sample_rate), self.sample_rate, silence,
-                                              [each() for each in spoken], like)
+        if self.nonspeech is None:
+            recording = read(manifest.wavs[row], start, duration, speed, as_stored)
         else:
-            under = self.nonspeech is not None and silence.random() < self.nonspeech.under
-            recording = alone = read(manifest.wavs[row], start, duration, speed, as_stored and not under)
-            if self.nonspeech is not None and under:
-                recording = self.nonspeech.signal(len(alone), self.sample_rate, silence, [alone], lambda: alone, UNDER)
+            silence = Augment.rng(self.seed, pass_number, f"{name} silence")
+            if rows := self.nonspeech.rows_of(manifest.wavs[row]):
+                like, *spoken = (functools.partial(
+                    read, manifest.wavs[each], float(manifest.starts[each]), float(manifest.durations[each]), speed)
+                    for each in rows)
+                recording = self.nonspeech.signal(round(duration / speed * self.sample_rate), self.sample_rate, silence,
+                                                  [each() for each in spoken], like)
+            else:
+                under = silence.random() < self.nonspeech.under
+                recording = alone = read(manifest.wavs[row], start, duration, speed, as_stored and not under)
+                if under:
+                    recording = self.nonspeech.signal(len(alone), self.sample_rate, silence, [alone], lambda: alone,
+                                                      UNDER)
         aligned, others = {"": recording}, {}
         for other, column in self.columns.signals.items():
             if not column.aligned:
@@ -243,8 +247,8 @@ def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int 
         try:
             os.ftruncate(file, size)
             for i, row in enumerate(rows):
-                data = np.ascontiguousarray(row, kind).tobytes()
-                if os.pwrite(file, data, i * shape[1] * kind.itemsize) < len(data):
+                data = np.ascontiguousarray(row, kind)
+                if os.pwrite(file, data, i * shape[1] * kind.itemsize) < data.nbytes:
                     raise MemoryError("no memory is left for a batch")
             of_file: Any = torch.UntypedStorage  # with a method that its types lack
             storage = of_file._new_shared_fd_cpu(file, size)

@@ -14,13 +14,14 @@ from typing import Any, TypeGuard
 import torch
 from speechbrain.utils.run_opts import RunOptions
 
-from sbkit.data import leaks, mixture
+from sbkit.data import leaks, mixture, rate
 from sbkit.data.augment import planned_seconds
 from sbkit.data.columns import BatchColumns
 from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.data.mixture import Mixture
 from sbkit.data.plan import Plan
+from sbkit.data.reader import Reader
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError, summary
 from sbkit.nn import attention_kernel
@@ -225,6 +226,14 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
                 hours = steps.steps * prediction.step_seconds / 3600
                 estimate = dataclasses.replace(
                     estimate, hours_per_100=100 * hours / math.prod(audio), runs=prediction.runs)
+    limits = limits_of(device, precision) if device.type == "cuda" and planned is not None and not starting else None
+    if planned is not None and limits is not None and not planned[0].has_urls:
+        reader = Reader(planned[0], None, augment=traced.keys.augment, sample_rate=traced.keys.sample_rate,
+                        columns=BatchColumns(traced.task.columns, traced.keys), as_stored=True)
+        audio_s_per_s = estimate.cost.batch_seconds / flops.least_seconds(estimate.cost.kernels, limits)
+        slow = rate.measure(reader).advice(traced.keys.num_workers, audio_s_per_s)
+        if slow is not None:
+            findings.warning("slow-reading", built.place("num_workers"), "num_workers", *slow)
     section = cost.section(estimate, tried, *audio)
     section.remarks += _attention(traced, owned, device, precision, findings)
     sections = {"cost": section}

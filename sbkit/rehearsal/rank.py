@@ -109,7 +109,18 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
         recipe = load.open_recipe(load.load(request.path, first), request.path)
         written_corpus = corpus.write(recipe, Path(job["folder"], "data"), job["world"])
         args += written_corpus["args"]
-        diary.write("figures", {"data": written_corpus["what"], "exports": recipe.task.exported is not Task.exported,
+        if recipe.keys.batching.auto:
+            from sbkit.train.memory import batch_size_search
+            from sbkit.train.memory.trials import open_trial
+
+            device, request = torch.device("cuda:0"), arguments.parse(args)
+            with open_trial(request, device) as trial:
+                found = batch_size_search.measure(trial, request, batch_size_search.memory_budget(None, device), True)
+                recipe.keys.batching.max_batch_seconds, _ = batch_size_search.recommended(trial, found)
+            args += ["--batching.max_batch_seconds", f"{recipe.keys.batching.max_batch_seconds:g}"]
+        diary.write("figures", {"data": written_corpus["what"], "reads": written_corpus["reads"],
+                                "num_workers": recipe.keys.num_workers,
+                                "exports": recipe.task.exported is not Task.exported,
                                 "max_batch_seconds": recipe.keys.batching.max_batch_seconds})
         diary.write("args", args)
     except Exception as error:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sbkit.data.rate import ReadingRate
 from sbkit.recipe.report import ERROR, WARNING, Finding, Report, Section
 from sbkit.rehearsal.cards import GIB, Card
 from sbkit.rehearsal.run import RANKS, Line
@@ -59,6 +60,8 @@ def assemble(recipe: str, found: Sequence[Line], count: int, card: Card, seconds
                            "run it with `python -m sbkit.rehearsal.nullcard -- sbkit train`")
         report.add([Finding(severity, "not-reached", recipe, 0, "", f"{', '.join(unreached)}: not reached, {why}",
                             what_to_do)])
+    if "host_ms" in figures and (slow := _slow_reading(figures, count)) is not None:
+        report.add([Finding(WARNING, "slow-reading", recipe, 0, "num_workers", *slow)])
     if "host_ms" in figures:
         report.sections["figures"] = _figures(figures, card)
         report.sections["memory"] = _memory(figures["timeline"], figures)
@@ -141,6 +144,15 @@ def _figures(figures: Line, card: Card) -> Section:
                ] if launch_bound and gpu_ms >= TOY_MS else []
     return Section("Figures", ["figure", "value"], rows, remarks, values={
         name: value for name, value in figures.items() if name not in ("timeline", "exports", "data")})
+
+
+def _slow_reading(figures: Line, count: int) -> tuple[str, str] | None:
+    """Advice if workers read the recipe's corpus slower than the cards could train, by the estimate of a step."""
+    reads, gpu_ms = figures.get("reads"), figures["card_ms"]
+    if reads is None or gpu_ms is None:
+        return None
+    step_ms = max(gpu_ms, LAUNCH_MS * figures["launches"])
+    return ReadingRate(*reads).advice(figures["num_workers"], 1000 * figures["batch_seconds"] / step_ms, count)
 
 
 def _memory(timeline: Line, figures: Line) -> Section:

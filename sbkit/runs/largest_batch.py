@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
@@ -29,20 +28,21 @@ from sbkit.train.memory.trials import open_trial
 
 logger = logging.getLogger(__name__)
 
-#: The key that a result is given to.
-KEY = "batching.max_batch_seconds"
+KEY = "max_batch_seconds"
 
 
-def kept(keys: TaskKeys) -> dict[str, Any]:
-    """The override by the result of an earlier start, if the run has steps by it."""
-    if not keys.batching.auto or initial.fresh(keys):
-        return {}
-    found = stored_json(keys.folder / MEASURED)
-    return {KEY: found[KEY]} if KEY in found else {}
+def kept(keys: TaskKeys) -> float | None:
+    """The result of an earlier start, if the run has steps by it."""
+    return None if not keys.batching.auto or initial.fresh(keys) else stored_json(keys.folder / MEASURED).get(KEY)
 
 
-def measure(recipe: Recipe, request: CommandLine, device: torch.device) -> dict[str, Any]:
-    """Measure what fits on every rank, keep it in the run's folder, and return it as an override.
+def give(request: CommandLine, seconds: float) -> None:
+    """Override the recipe's value by a result."""
+    request.overrides["batching"] = {**request.overrides.get("batching", {}), KEY: seconds}
+
+
+def measure(recipe: Recipe, request: CommandLine, device: torch.device) -> float:
+    """Measure what fits on every rank, keep it in the run's folder, and return it.
 
     The first rank of each kind of device measures, in a process that leaves nothing behind here. The smallest result
     counts.
@@ -64,7 +64,7 @@ def measure(recipe: Recipe, request: CommandLine, device: torch.device) -> dict[
         logger.info("max_batch_seconds: auto is %g: %s", seconds, text)
         with atomic_write(recipe.keys.folder / MEASURED) as out:
             json.dump({KEY: seconds, "measured": text}, out)
-    return {KEY: seconds}
+    return seconds
 
 
 def _in_own_process(request: CommandLine, device: torch.device, gib: float) -> tuple[float, str]:

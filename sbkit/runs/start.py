@@ -74,7 +74,7 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
     from sbkit.train.distributed import ranks
 
     if kept := ranks.run_on_main(largest_batch.kept, recipe.keys):
-        request.overrides.update(kept)
+        largest_batch.give(request, kept)
         recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
     folder = recipe.keys.folder
     ranks.run_on_main(preparation.open_folder, folder, request)
@@ -85,9 +85,9 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
     # Keys that only the prepared corpus knows, such as the number of its characters, size the model, and with it what
     # fits. The objects that prepared the corpus are dropped, and the recipe is built again, as each later start does.
     request.overrides.update({key: value for key, value in from_corpus.items() if key in recipe.hparams})
-    measured = largest_batch.measure(recipe, request, device) if recipe.keys.batching.auto else {}
-    if from_corpus or measured:
-        request.overrides.update(measured)
+    if recipe.keys.batching.auto:
+        largest_batch.give(request, largest_batch.measure(recipe, request, device))
+    if from_corpus or recipe.keys.batching.auto:
         recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
         ranks.run_on_main(preparation.save_recipe, folder, request)
     if request.check:
