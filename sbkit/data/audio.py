@@ -72,6 +72,7 @@ class AudioError(SbkitError):
 def read_audio(
     wav: str | os.PathLike[str] | bytes | BinaryIO, *, start: float = 0.0, duration: float | None = None,
     sample_rate: int | None = 16_000, speed: float = 1.0, slack: float = 0.0, remote: Remote = NO_REMOTE,
+    as_stored: bool = False,
 ) -> np.ndarray:
     """Read a recording, or a segment of it: decode, mix to mono and resample in one pass.
 
@@ -83,28 +84,33 @@ def read_audio(
     sample_rate: sample rate of the result; ``None`` keeps the recording's.
     slack: if the recording ends at most this many seconds after the segment, it is read to its end.
     speed: 1.1 makes the recording faster and higher, 0.9 slower and lower, in the same resampling.
+    as_stored: leave samples of 16 bits as they are, if nothing changes them.
 
     Returns
     -------
-    float32 array, shape ``[S]``, mono (the mean of the channels).
+    float32 array, shape ``[S]``, mono (the mean of the channels); int16 if it is ``as_stored``.
 
     Raises ``AudioError`` if the audio is missing, damaged, cut off, empty, too long, or has values that can't be sound.
     """
     name = describe(wav)
     with open_recording(wav, name, remote) as opened:
-        [signal] = opened.blocks(start, duration, slack)
         rate = opened.file.samplerate
+        to_rate = sample_rate or rate
+        as_stored = as_stored and rate * speed == to_rate and (
+            opened.file.subtype, opened.file.channels) == ("PCM_16", 1)
+        [signal] = opened.blocks(start, duration, slack, dtype="int16" if as_stored else "float32")
+    if as_stored:
+        return signal
     check_values(name, signal)
-    to_rate = sample_rate or rate
     return signal if rate * speed == to_rate else resample(signal, rate * speed, to_rate)
 
 
 def read_utterance(wav: str, start: float, duration: float, *, sample_rate: int = 16_000,
-                   speed: float = 1.0, remote: Remote = NO_REMOTE) -> np.ndarray:
-    """Read the recording of a manifest's row, float32 mono ``[S]``; ``AudioError`` if it was cut off."""
+                   speed: float = 1.0, remote: Remote = NO_REMOTE, as_stored: bool = False) -> np.ndarray:
+    """Read the recording of a manifest's row as ``read_audio`` does; ``AudioError`` if it was cut off."""
     slack = 0.0 if start else length_tolerance(duration)
     signal = read_audio(wav, start=start, duration=duration, sample_rate=sample_rate, speed=speed, slack=slack,
-                        remote=remote)
+                        remote=remote, as_stored=as_stored)
     check_whole(wav, duration, len(signal) * speed / sample_rate)
     return signal
 
@@ -216,7 +222,7 @@ class OpenRecording(NamedTuple):
         return cause
 
     def blocks(self, start: float, duration: float | None, slack: float = 0.0, whole: bool = True,
-               block_seconds: float | None = None) -> Iterator[np.ndarray]:
+               block_seconds: float | None = None, dtype: str = "float32") -> Iterator[np.ndarray]:
         """Decode a segment, as in ``read_audio``: mono blocks [S], none of them empty.
 
         whole: raise ``AudioError`` if its end is missing or damaged; otherwise decode as far as possible.
@@ -242,7 +248,7 @@ class OpenRecording(NamedTuple):
             raise AudioError(name, f"cut off: it ends after {at / rate:.2f} of {file.frames / rate:.2f} s, before the "
                                    f"part from {start:.2f} s on")
         read = 0
-        for block in self._read(wanted, size) if whole else self._readable(wanted, size):
+        for block in self._read(wanted, size, dtype) if whole else self._readable(wanted, size):
             read += len(block)
             yield to_mono(block)
         lost = (wanted - read) / rate
@@ -263,12 +269,12 @@ class OpenRecording(NamedTuple):
         if pieces:
             yield np.concatenate(pieces)
 
-    def _read(self, frames: int, size: int) -> Iterator[np.ndarray]:
+    def _read(self, frames: int, size: int, dtype: str = "float32") -> Iterator[np.ndarray]:
         """Read the next ``frames`` in blocks [S, C] of ``size``; fewer if the recording ends early."""
         read, rate = 0, self.file.samplerate
         while read < frames:
             try:
-                block = self.file.read(min(size, frames - read), dtype="float32", always_2d=True)
+                block = self.file.read(min(size, frames - read), dtype=dtype, always_2d=True)
             except soundfile.LibsndfileError as error:
                 if not read:
                     raise

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from speechbrain.dataio.batch import PaddedData
 
 SAMPLE_RATE = 16_000
+#: By what int16 samples are divided, as libsndfile does.
+FULL_SCALE = 2**15
 #: The id of the rows of a stand-in batch, whose weight is 0.
 STAND_IN = "<stand-in>"
 
@@ -26,7 +28,7 @@ class Batch:
 
     ids: list[str]
     signals: Tensor
-    """``[B, S]`` float32, zero-padded waveforms."""
+    """``[B, S]`` float32, zero-padded waveforms; int16 on the way to a GPU, if all are stored so."""
     signal_lengths: Tensor
     """``[B]`` int64, in samples."""
     tokens: Tensor
@@ -84,8 +86,11 @@ class Batch:
         return PaddedData(self.signals, self.signal_lengths / max(self.signals.shape[1], 1))
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
-        """A copy with its tensors on ``device``."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        """A copy with its tensors on ``device``, where samples of 16 bits become numbers from -1 to 1."""
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        if moved.signals.dtype == torch.int16:
+            moved.signals = moved.signals.float() / FULL_SCALE
+        return moved
 
     def repeated(self, times: int) -> Batch:
         """A batch with all rows repeated ``times`` times, for a model that sees several views of each utterance."""

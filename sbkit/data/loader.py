@@ -179,9 +179,10 @@ class TrainLoader(_Loader):
     epochs: number of epochs of the run: after each but the last one, the workers begin to read the next, while the run
         validates; 0: it is unknown, so they wait for it.
     reading: ``workers`` (processes; 0: this one), ``pin_memory`` (read into page-locked memory, from which copies to a
-        GPU overlap with computation), ``prefetch`` (micro-batches that each worker reads ahead), ``timeout`` (seconds
-        without a batch before the run ends; 0: never), ``max_damaged_share`` and ``damaged_floor`` (the run ends when
-        more than this number, plus this share of those read, are damaged; until then they are left out and logged).
+        GPU overlap with computation; recordings of 16 bits stay so until they are there), ``prefetch`` (micro-batches
+        that each worker reads ahead), ``timeout`` (seconds without a batch before the run ends; 0: never),
+        ``max_damaged_share`` and ``damaged_floor`` (the run ends when more than this number, plus this share of those
+        read, are damaged; until then they are left out and logged).
 
     >>> with TrainLoader(manifest, tokenizer, plan) as loader:  # doctest: +SKIP
     ...     for batch in loader.at(epoch=3, step=1200):
@@ -203,7 +204,8 @@ class TrainLoader(_Loader):
         reader = Reader(manifest, tokenizer, augment=augment, columns=columns, seed=plan.batching.seed,
                         sample_rate=sample_rate, round_to=round(plan.round_seconds * sample_rate),
                         max_samples=int(max_seconds * sample_rate),
-                        least=plan.batching.min_batch_utterances, nonspeech=nonspeech)
+                        least=plan.batching.min_batch_utterances, nonspeech=nonspeech,
+                        as_stored=reading.get("pin_memory", False))
         super().__init__(reader, max_seconds, **reading)
 
     def steps(self, epoch: int = 1) -> int:
@@ -262,7 +264,8 @@ class EvalLoader(_Loader):
                  max_batch_utterances: int | None = None, rank: int = 0, world: int = 1,
                  augment: Augment | None = None, columns: BatchColumns | None = None,
                  sample_rate: int = SAMPLE_RATE, **reading: Any):
-        reader = Reader(manifest, tokenizer, augment=augment, columns=columns, sample_rate=sample_rate)
+        reader = Reader(manifest, tokenizer, augment=augment, columns=columns, sample_rate=sample_rate,
+                        as_stored=reading.get("pin_memory", False))
         seconds = reader.columns.longest(manifest, planned_seconds(augment, manifest.durations))
         self.batches = eval_batches(seconds, max_batch_seconds, world, max_batch_utterances)[rank::world]
         super().__init__(reader, max(max_batch_seconds, float(seconds.max(initial=0.0))), **reading)

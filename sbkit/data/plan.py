@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
@@ -36,13 +36,16 @@ ROUND_SECONDS, GPU_ROUND_SECONDS = 0.32, 0.16
 #: and this many more shapes each time the length is halved.
 UNITS = 8
 Length = TypeVar("Length", float, np.ndarray)
+# What a recipe may give; it is a number from then on.
+Seconds = float if TYPE_CHECKING else float | Literal["auto"]
 
 
 @dataclass
 class Batching:
     """How utterances are grouped into micro-batches and optimizer steps; the ``batching`` of a recipe.
 
-    max_batch_seconds: size of a micro-batch, which one device holds at once, in seconds including padding.
+    max_batch_seconds: size of a micro-batch, which one device holds at once, in seconds including padding; ``auto``:
+        what fits, at most ``step_seconds``. A run measures it before its first step, like ``sbkit tune``, and keeps it.
     step_seconds: audio of one optimizer update over all devices and micro-batches, in seconds including
         padding; ``null``: as much as ``max_batch_seconds``.
     buckets: number of groups of similar duration, from which steps are drawn, at most 200; ``null``: the number with
@@ -66,7 +69,7 @@ class Batching:
         task and its layers allow it, and buckets aren't so wide that much more is computed.
     """
 
-    max_batch_seconds: float
+    max_batch_seconds: Seconds
     step_seconds: float | None = None
     buckets: int | None = None
     max_batch_utterances: int | None = None
@@ -81,6 +84,13 @@ class Batching:
 
     def __post_init__(self, least_steps: int) -> None:
         self.min_steps = argument("batching", least_steps=least_steps, min_steps=self.min_steps)
+        self.auto = self.max_batch_seconds == "auto"
+        """Whether a run still has to measure ``max_batch_seconds``, which is ``step_seconds`` until then."""
+        if self.auto:
+            if self.step_seconds is None:
+                raise SbkitError("batching: max_batch_seconds: auto needs step_seconds",
+                                 hint="give the audio of an update, as what is learnt may not depend on a memory")
+            self.max_batch_seconds = self.step_seconds
         for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
             check_number(f"batching: {name}", getattr(self, name), above=0, optional=name != "max_batch_seconds",
                          whole=name in ("buckets", "max_batch_utterances"))

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from sbkit.data.audio import AudioError, prefetch, read_utterance
 from sbkit.data.augment import Augment
-from sbkit.data.batch import SAMPLE_RATE, STAND_IN, Batch, stand_in
+from sbkit.data.batch import FULL_SCALE, SAMPLE_RATE, STAND_IN, Batch, stand_in
 from sbkit.data.columns import BatchColumns, Padded
 from sbkit.data.manifest import Manifest
 from sbkit.data.nonspeech import UNDER, NonSpeech
@@ -62,17 +62,21 @@ class Reader(Dataset[Any]):
         to a shape has only rows that aren't real
     columns: further columns of a batch
     nonspeech: makes the rows that it has added to the manifest
+    as_stored: leave signals int16 if all of a batch are stored so and nothing changes them; a device converts them
     """
 
     def __init__(self, manifest: Manifest, tokenizer: SupportsEncode | None, *, augment: Augment | None = None,
                  seed: int = 0, sample_rate: int = SAMPLE_RATE, round_to: int = 0, max_samples: int = 0,
-                 columns: BatchColumns | None = None, least: int = 1, nonspeech: NonSpeech | None = None):
+                 columns: BatchColumns | None = None, least: int = 1, nonspeech: NonSpeech | None = None,
+                 as_stored: bool = False):
         self.columns = columns or BatchColumns({})
         self._seconds = {name: manifest.seconds(name)
                          for name, column in self.columns.signals.items() if not column.aligned}
         self.manifest, self.tokenizer, self.augment = manifest, tokenizer, augment
         self.seed, self.sample_rate, self.round_to, self.max_samples = seed, sample_rate, round_to, max_samples
         self.least, self.nonspeech = least, nonspeech
+        # Stages of augmentation, and columns that share or join recordings, compute with them.
+        self.as_stored = as_stored and not self.columns.signals and (augment is None or not augment.stages)
         self.reading = torch.full((1,), -1)
         """The row that each worker process read last, in shared memory."""
         if augment is not None:
@@ -104,7 +108,7 @@ class Reader(Dataset[Any]):
         for row, pass_number in zip(rows, np.broadcast_to(request.pass_numbers, len(rows)).tolist(), strict=True):
             name = self.manifest.ids[row]
             try:
-                read.append(self.signals(row, name, pass_number))
+                read.append(self.signals(row, name, pass_number, self.as_stored))
             except AudioError as error:
                 damaged.append((name, str(error)))
                 continue
@@ -129,6 +133,8 @@ class Reader(Dataset[Any]):
                 if name in columns:
                     columns[name] = columns[name][:count] + text * fill
         signals, *others = zip(*read, strict=True)
+        stored = self.as_stored and all(signal.dtype == np.int16 for signal in signals[:count])
+        signals = tuple(map(_as_stored if stored else _as_float, signals))  # rows that fill a shape are float32
         lengths = [len(signal) for signal in signals]
         labels = self.columns.labels(columns)
         for numbers in labels.values():
@@ -139,7 +145,7 @@ class Reader(Dataset[Any]):
         tokens = [self._encoded(*pair) for pair in zip(ids[:count], texts, strict=False)]
         tokens += [[1] if self.tokenizer is not None else [] for _ in ids[count:]]
         return Batch(
-            ids=ids, signals=_pad(signals, torch.float32, self._width(lengths, shape)),
+            ids=ids, signals=_pad(signals, torch.int16 if stored else torch.float32, self._width(lengths, shape)),
             signal_lengths=torch.tensor(lengths), tokens=_pad(tokens, torch.int64, shape.tokens if shape else 0),
             token_lengths=torch.tensor([len(line) for line in tokens]), real=torch.arange(len(ids)) < count,
             texts=texts, columns=columns, labels=labels, damaged=damaged, samples=sum(lengths[:count]),
@@ -164,30 +170,35 @@ class Reader(Dataset[Any]):
         rounded = -(-longest // unit) * unit
         return rounded if rounded * len(lengths) <= self.max_samples else longest
 
-    def signals(self, row: int, name: str, pass_number: int) -> list[np.ndarray]:
+    def signals(self, row: int, name: str, pass_number: int, as_stored: bool = False) -> list[np.ndarray]:
         """Read the waveforms of one utterance, ``[S]`` float32 each, augmented for this pass: its recording, and those
-        of the columns of signals."""
+        of the columns of signals. A recording may be int16 if it is ``as_stored``."""
         manifest, worker = self.manifest, torch.utils.data.get_worker_info()
         self.reading[worker.id if worker else 0] = row
         start, duration = float(manifest.starts[row]), float(manifest.durations[row])
         rng = None if self.augment is None else self.augment.rng(self.seed, pass_number, name)
         speed = 1.0 if self.augment is None or rng is None else self.augment.speed(rng)
 
-        def read(wav: str, start: float, duration: float, speed: float = 1.0) -> np.ndarray:
+        def read(wav: str, start: float, duration: float, speed: float = 1.0, as_stored: bool = False) -> np.ndarray:
             return read_utterance(wav, start, duration, sample_rate=self.sample_rate, speed=speed,
-                                  remote=manifest.remote)
+                                  remote=manifest.remote, as_stored=as_stored)
 
-        silence = Augment.rng(self.seed, pass_number, f"{name} silence")
-        if self.nonspeech is not None and (rows := self.nonspeech.rows_of(manifest.wavs[row])):
-            like, *spoken = (functools.partial(
-                read, manifest.wavs[each], float(manifest.starts[each]), float(manifest.durations[each]), speed)
-                for each in rows)
-            recording = self.nonspeech.signal(round(duration / speed * self.sample_rate), self.sample_rate, silence,
-                                              [each() for each in spoken], like)
+        if self.nonspeech is None:
+            recording = read(manifest.wavs[row], start, duration, speed, as_stored)
         else:
-            recording = alone = read(manifest.wavs[row], start, duration, speed)
-            if self.nonspeech is not None and silence.random() < self.nonspeech.under:
-                recording = self.nonspeech.signal(len(alone), self.sample_rate, silence, [alone], lambda: alone, UNDER)
+            silence = Augment.rng(self.seed, pass_number, f"{name} silence")
+            if rows := self.nonspeech.rows_of(manifest.wavs[row]):
+                like, *spoken = (functools.partial(
+                    read, manifest.wavs[each], float(manifest.starts[each]), float(manifest.durations[each]), speed)
+                    for each in rows)
+                recording = self.nonspeech.signal(round(duration / speed * self.sample_rate), self.sample_rate, silence,
+                                                  [each() for each in spoken], like)
+            else:
+                under = silence.random() < self.nonspeech.under
+                recording = alone = read(manifest.wavs[row], start, duration, speed, as_stored and not under)
+                if under:
+                    recording = self.nonspeech.signal(len(alone), self.sample_rate, silence, [alone], lambda: alone,
+                                                      UNDER)
         aligned, others = {"": recording}, {}
         for other, column in self.columns.signals.items():
             if not column.aligned:
@@ -216,6 +227,14 @@ class Failure:
         raise self.error from cause
 
 
+def _as_float(signal: np.ndarray) -> np.ndarray:
+    return signal if signal.dtype == np.float32 else np.divide(signal, FULL_SCALE, dtype=np.float32)
+
+
+def _as_stored(signal: np.ndarray) -> np.ndarray:
+    return signal if signal.dtype == np.int16 else np.rint(signal * FULL_SCALE).astype(np.int16)
+
+
 def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int = 0) -> torch.Tensor:
     """Pad rows with 0 to ``[B, width]``, or wider if a row is longer; in a worker, directly in shared memory."""
     shape = len(rows), max(width, *map(len, rows))
@@ -228,8 +247,8 @@ def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int 
         try:
             os.ftruncate(file, size)
             for i, row in enumerate(rows):
-                data = np.ascontiguousarray(row, kind).tobytes()
-                if os.pwrite(file, data, i * shape[1] * kind.itemsize) < len(data):
+                data = np.ascontiguousarray(row, kind)
+                if os.pwrite(file, data, i * shape[1] * kind.itemsize) < data.nbytes:
                     raise MemoryError("no memory is left for a batch")
             of_file: Any = torch.UntypedStorage  # with a method that its types lack
             storage = of_file._new_shared_fd_cpu(file, size)

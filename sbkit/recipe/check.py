@@ -14,13 +14,14 @@ from typing import Any, TypeGuard
 import torch
 from speechbrain.utils.run_opts import RunOptions
 
-from sbkit.data import leaks, mixture
+from sbkit.data import leaks, mixture, rate
 from sbkit.data.augment import planned_seconds
 from sbkit.data.columns import BatchColumns
 from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.data.mixture import Mixture
 from sbkit.data.plan import Plan
+from sbkit.data.reader import Reader
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError, summary
 from sbkit.nn import attention_kernel
@@ -42,7 +43,7 @@ from sbkit.recipe.reading import read, without_imports_from
 from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import UNKNOWN, Findings, Node
-from sbkit.recipe.speed import native_precision, peak_of, peak_of_card, usable_speed
+from sbkit.recipe.speed import limits_of, native_precision, peak_of, peak_of_card
 from sbkit.recipe.values import static
 from sbkit.system.console import logging_disabled, stored_json
 from sbkit.system.environment import describe
@@ -225,6 +226,14 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
                 hours = steps.steps * prediction.step_seconds / 3600
                 estimate = dataclasses.replace(
                     estimate, hours_per_100=100 * hours / math.prod(audio), runs=prediction.runs)
+    limits = limits_of(device, precision) if device.type == "cuda" and planned is not None and not starting else None
+    if planned is not None and limits is not None and not planned[0].has_urls:
+        reader = Reader(planned[0], None, augment=traced.keys.augment, sample_rate=traced.keys.sample_rate,
+                        columns=BatchColumns(traced.task.columns, traced.keys), as_stored=True)
+        audio_s_per_s = estimate.cost.batch_seconds / flops.least_seconds(estimate.cost.kernels, limits)
+        slow = rate.measure(reader).advice(traced.keys.num_workers, audio_s_per_s)
+        if slow is not None:
+            findings.warning("slow-reading", built.place("num_workers"), "num_workers", *slow)
     section = cost.section(estimate, tried, *audio)
     section.remarks += _attention(traced, owned, device, precision, findings)
     sections = {"cost": section}
@@ -261,8 +270,9 @@ def _price(traced: trace.Trace, estimate: cost.CostEstimate, device: torch.devic
     name = setting.device
     peak = (peak_of_card(name, precision) if pricing.device else peak_of(device, precision))[0]
     trial = measured.planned * steps.audio if measured is not None and measured.planned is not None else None
-    usable = None if pricing.device else usable_speed(device, precision)
-    prediction = price.predict(steps, finished_runs.read(setting), peak, trial, pricing.host_seconds, usable)
+    limits = limits_of(device, precision, pricing.device or "")
+    least = None if limits is None else max(estimate.least_step_seconds(steps.audio, limits), pricing.host_seconds)
+    prediction = price.predict(steps, finished_runs.read(setting), peak, trial, least)
     if prediction is None:
         return None
     if pricing.device is None:  # a run here will show how accurate it was

@@ -24,7 +24,7 @@ from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.flops import FlopCounter
 from sbkit.recipe.ownership import Owned
 from sbkit.recipe.parts import flattened
-from sbkit.recipe.price import EFFICIENCY, GUESS_FACTOR
+from sbkit.recipe.price import GUESS_FACTOR
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.trace import Trace, build_brain
@@ -65,6 +65,8 @@ class BatchCost:
     """The duration of the utterances for which that is counted, by the corpus; None: ``seconds``."""
     layers: str = ""
     """Which layers compute them."""
+    kernels: Sequence[tuple[int, int]] = ()
+    """The operations and bytes of each kernel of the micro-batch."""
 
     @property
     def batch_seconds(self) -> float:
@@ -144,13 +146,19 @@ def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float, typ
         layers = flops.layer_shares(brain, counted)
     finally:
         restore(nn.ModuleDict(owned.roots))
-    return BatchCost(utterances, longest, counted.peak, operations, typical, layers)
+    return BatchCost(utterances, longest, counted.peak, operations, typical, layers, counted.kernels)
 
 
 def longest_utterance(hparams: Mapping[str, Any]) -> float:
     """Seconds of the longest utterance that a recipe trains on; the memory of attention grows with its square."""
     longest = getattr(hparams.get("corpus"), "max_duration", None) or LONGEST
     return float(planned_seconds(hparams.get("augment"), longest))
+
+
+def update_bytes(trained: int, copies: int) -> int:
+    """The bytes that an update moves: it reads and writes weights and states, and reads gradients twice, for their norm
+    too; ``copies`` are gradients, states and averages."""
+    return 2 * trained * (1 + copies)
 
 
 def states_per_parameter(opt_class: object) -> int:
@@ -180,8 +188,15 @@ class CostEstimate:
     """Steps after which all temporarily frozen parts are trained; the estimate is for the time after that."""
     runs: int = 0
     """The number of finished runs on this machine from which the time was fitted."""
+    update: int = 0
+    """Bytes that an update reads and writes."""
     full_weights: int = 0
     """``weights`` if all that adapters keep frozen trained as well; 0: there are no adapters."""
+
+    def least_step_seconds(self, audio: float, limits: speed.Speed) -> float:
+        """The least time of a step on so many seconds of audio, by the kernels of a micro-batch and an update."""
+        each = flops.least_seconds(self.cost.kernels, limits) / self.cost.batch_seconds
+        return audio * each + self.update / limits.bytes
 
     @property
     def step_memory(self) -> int:
@@ -238,8 +253,8 @@ def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: 
     if measured is not None:
         hours = (measured.planned or measured.step_seconds / measured.batch_seconds) * 100
     else:
-        usable = speed.usable_speed(device, precision)
-        hours = None if usable is None else cost.operations * 100 / (usable * EFFICIENCY)
+        limits = speed.limits_of(device, precision)
+        hours = None if limits is None else 100 * flops.least_seconds(cost.kernels, limits) / cost.batch_seconds
     freeze = hparams.get("freeze")
     thaws = [value for value in flattened(freeze).values() if value is not True] if freeze else []
     # What adapters keep frozen could train instead, which makes fewer errors if its gradients and states fit.
@@ -252,7 +267,7 @@ def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: 
     ) if applies]
     return CostEstimate(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad),
                         weights, cost, hours, str(device), measured, inexact, int(max(thaws, default=0)),
-                        full_weights=full)
+                        update=update_bytes(trained, copies), full_weights=full)
 
 
 def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: float | None = None, passes: int = 1,

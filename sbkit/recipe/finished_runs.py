@@ -94,7 +94,7 @@ class RunEstimate:
 
     step_seconds : of a step
     hours, low, high : of the whole run, with the interval
-    by : fit, trial or peak: finished runs, a few steps, or the device's peak
+    by : fit, trial or limits: finished runs, a few steps, or the device's limits
     runs : the number of finished runs that were used
     trial : seconds of a step as a trial measured them
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -26,11 +27,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 from torch.utils.hooks import RemovableHandle
 
 from sbkit.nn import recurrent
 from sbkit.recipe.keys import Task
+from sbkit.recipe.speed import Speed
 from sbkit.recipe.trace import on_fake_tensors, without_driver, without_fused_layers
 
 DEVICE = torch.device("cuda:0")
@@ -38,6 +41,8 @@ DEVICE = torch.device("cuda:0")
 SMALLEST_SHARE = 0.005
 #: A row of a mask of attention begins at a multiple of this many values.
 ALIGNED = 16
+#: Operations that compute nothing, besides views.
+_NO_KERNEL = "prim::", "aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::detach", "aten::lift_fresh"
 
 
 A = TypeVar("A", bound="FlopCounter")
@@ -55,6 +60,8 @@ class FlopCounter(TorchDispatchMode):
         """``weights``: tensors that exist before the count begins."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.operations = 0
+        self.kernels: list[tuple[int, int]] = []
+        """The operations of each kernel, and the bytes that it reads and writes."""
         self.by_layer: Counter[nn.Module | None] = Counter()
         """Operations in forward by the innermost layer, with None for those in sbkit's layers."""
         self._running: list[nn.Module] = []
@@ -82,6 +89,7 @@ class FlopCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         formula = self._formulas.get(func._overloadpacket)
+        operations = 0
         if formula is not None:
             if func._overloadpacket is torch.ops.aten.convolution_backward:
                 # Each gradient has the products of the forward.
@@ -94,7 +102,22 @@ class FlopCounter(TorchDispatchMode):
                 own = any(type(layer).__module__.startswith("sbkit.") and type(layer).__module__ != recurrent.__name__
                           for layer in self._running)
                 self.by_layer[None if own else self._running[-1]] += operations
+        if not func.is_view and not func.name().startswith(_NO_KERNEL):
+            self.kernels.append((operations, sum(map(_bytes, tree_leaves((args, kwargs, out))))))
         return out
+
+
+def least_seconds(kernels: Sequence[tuple[int, int]], limits: Speed) -> float:
+    """The least time of kernels on a device: none is faster than its operations and its bytes allow."""
+    return sum(max(operations / limits.operations, size / limits.bytes) for operations, size in kernels)
+
+
+def _bytes(value: object) -> int:
+    """The bytes of a tensor that a kernel touches: an expanded dimension has them once."""
+    if not isinstance(value, Tensor):
+        return 0
+    return value.element_size() * math.prod(
+        size for size, stride in zip(value.shape, value.stride(), strict=True) if stride or not size)
 
 
 def typical_seconds(durations: np.ndarray) -> float:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 COVERAGE = 0.8
 #: Weight of the prior slopes, seconds proportional to FLOPs, against the sum of squared logarithms of runs' sizes.
 PRIOR = 0.1
-#: Minimum kinds of runs to fit a device's speed; with fewer it is guessed from the device's peak.
+#: Minimum kinds of runs to fit a device's speed; with fewer it is guessed from the device's limits.
 MIN_KINDS = 4
-#: Speed of training as a share of that of a large matrix product, and the factor of the interval of such a guess.
-EFFICIENCY, GUESS_FACTOR = 0.35, 3.0
+#: The factor of the interval of a guess by the limits of a device.
+GUESS_FACTOR = 3.0
 #: The factor of the interval of a measurement until there are finished runs, and the smallest factor of all.
 TRIAL_FACTOR, MIN_FACTOR = 1.5, 1.05
 #: Time of a validation or test relative to training on the same audio, until there are finished runs.
@@ -136,14 +136,13 @@ def width(ratios: Sequence[float]) -> float:
 
 
 def predict(steps: Steps, runs: Sequence[FinishedRun], peak: float | None, trial: float | None = None,
-            host_seconds: float = 0.0, usable: float | None = None) -> RunEstimate | None:
+            least: float | None = None) -> RunEstimate | None:
     """Predict a run; None if nothing is known about the device.
 
     runs : finished ones of the same setting
     peak : operations per second of the device
-    usable : those that most layers can use, if that is less
     trial : seconds of a step, measured just now
-    host_seconds : the host's time per step, for which a faster device waits
+    least : seconds of a step by the limits of the device, and by those of the host, which launches its kernels
     """
     if trial is not None:
         tried = [run for run in runs if run.trial]
@@ -159,10 +158,7 @@ def predict(steps: Steps, runs: Sequence[FinishedRun], peak: float | None, trial
         each = max(rule.step_seconds, steps.operations / fastest)
         return _estimate(each, run_hours(steps, each, rule.evaluation),
                          width(held_out_errors(kinds)) ** rule.distance, "fit", len(runs))
-    if peak is None:
-        return None
-    guess = max(steps.operations / (EFFICIENCY * (usable or peak)), host_seconds)
-    return _estimate(guess, run_hours(steps, guess), GUESS_FACTOR, "peak", len(runs))
+    return None if least is None else _estimate(least, run_hours(steps, least), GUESS_FACTOR, "limits", len(runs))
 
 
 def trial_ratios(tried: Sequence[FinishedRun]) -> tuple[float, float, list[float]]:
@@ -254,8 +250,9 @@ def _explanation(setting: Setting, steps: Steps, estimate: RunEstimate) -> str:
             how = f"times {estimate.step_seconds / estimate.trial:.3g}, as {runs} took; {covers}"
         return (f"measured: a few steps of the planned size on {on}, scaled to the {steps.audio:.3g} s of audio that a "
                 f"step of this run has on average, padding included; {how}")
-    return (f"{runs} on {on}, too few to fit (at least {MIN_KINDS} kinds): a step takes its FLOPs at {EFFICIENCY:.0%} "
-            f"of the peak, or its kernel launches in a rehearsal if those take longer; {guess}{GUESS_FACTOR:g}")
+    return (f"{runs} on {on}, too few to fit (at least {MIN_KINDS} kinds): an estimate: each kernel takes as long "
+            "as its FLOPs or its bytes need at the device's limits, or a step as long as its launches, if those take "
+            f"longer; {guess}{GUESS_FACTOR:g}")
 
 
 def summary(runs: Sequence[FinishedRun]) -> tuple[str, bool]:

@@ -9,28 +9,31 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 #: 10^12 dense operations per second by the makers' data sheets: of tensor cores with bf16 or fp16 inputs and fp32 sums,
-#: of tensor cores with TF32, and with fp32. Larger figures in the sheets are for sparse matrices (twice the dense ones)
-#: and, for GeForce, for fp16 sums; a training step has neither.
+#: of tensor cores with TF32, and with fp32; then the TB/s of memory. Larger figures are for sparse matrices
+#: (twice the dense ones) and, for GeForce, for fp16 sums; a training step has neither.
 #: The first entry that is part of the card's name counts, so longer names come first.
 PEAKS = {
-    "GB200": (2500, 1250, 80), "B200": (2250, 1100, 75), "GH200": (990, 495, 67),
-    "H200 NVL": (836, 418, 60), "H200": (989, 495, 67), "H100 NVL": (836, 418, 60), "H100 PCIe": (756, 378, 51),
-    "H100": (989, 495, 67), "H800 PCIe": (756, 378, 51), "H800": (989, 495, 67),
-    "A100": (312, 156, 19.5), "A800": (312, 156, 19.5),
-    "A40": (149.7, 74.8, 37.4), "A30": (165, 82, 10.3), "A10": (125, 62.5, 31.2),
-    "L40S": (362, 183, 91.6), "L40": (181, 90.5, 90.5), "L4": (121, 60, 30.3),
-    "RTX 5090": (209.5, 104.8, 104.8), "RTX 4090": (165.2, 82.6, 82.6), "RTX 3090": (71, 35.6, 35.6),
-    "RTX 6000 Ada": (364.2, 182.1, 91.1), "RTX A6000": (154.8, 77.4, 38.7),
-    "V100": (125, 15.7, 15.7), "T4": (65, 8.1, 8.1),
-    "MI325X": (1307, 654, 163.4), "MI300X": (1307, 654, 163.4),
+    "GB200": (2500, 1250, 80, 8), "B200": (2250, 1100, 75, 8), "GH200": (990, 495, 67, 4),
+    "H200 NVL": (836, 418, 60, 4.8), "H200": (989, 495, 67, 4.8), "H100 NVL": (836, 418, 60, 3.9),
+    "H100 PCIe": (756, 378, 51, 2.04), "H100": (989, 495, 67, 3.35),
+    "H800 PCIe": (756, 378, 51, 2.04), "H800": (989, 495, 67, 3.35),
+    "A100-SXM4-40GB": (312, 156, 19.5, 1.56), "A100": (312, 156, 19.5, 2.04), "A800": (312, 156, 19.5, 2.04),
+    "A40": (149.7, 74.8, 37.4, 0.696), "A30": (165, 82, 10.3, 0.933), "A10": (125, 62.5, 31.2, 0.6),
+    "L40S": (362, 183, 91.6, 0.864), "L40": (181, 90.5, 90.5, 0.864), "L4": (121, 60, 30.3, 0.3),
+    "RTX 5090": (209.5, 104.8, 104.8, 1.79), "RTX 4090": (165.2, 82.6, 82.6, 1.01),
+    "RTX 3090": (71, 35.6, 35.6, 0.936), "RTX 6000 Ada": (364.2, 182.1, 91.1, 0.96),
+    "RTX A6000": (154.8, 77.4, 38.7, 0.768),
+    "V100": (125, 15.7, 15.7, 0.9), "T4": (65, 8.1, 8.1, 0.32),
+    "MI325X": (1307, 654, 163.4, 6), "MI300X": (1307, 654, 163.4, 5.3),
 }
 
 
-#: Seconds during which products are timed. The fastest counts, in case other programs compute in the meantime.
+#: Seconds during which a kernel is timed. The fastest counts, in case other programs compute in the meantime.
 MEASURE_SECONDS = 0.3
 
 
@@ -47,10 +50,38 @@ def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
 def peak_of_card(name: str, precision: str) -> tuple[float | None, str]:
     """The same for a card by its name, which this machine may lack; fp32 means TF32 if that is allowed."""
     column = 0 if precision in ("bf16", "fp16") else 2 if torch.get_float32_matmul_precision() == "highest" else 1
-    for words, peaks in PEAKS.items():
-        if re.search(rf"\b{words}\b(?! (?:Ti|D|Laptop)\b)", name) and "MIG" not in name:  # MIG: a slice of a card
-            return peaks[column] * 1e12, f"the {words}'s data sheet"
-    return None, name
+    words = _entry(name)
+    return (PEAKS[words][column] * 1e12, f"the {words}'s data sheet") if words else (None, name)
+
+
+def _entry(name: str) -> str:
+    return next((words for words in PEAKS if "MIG" not in name  # MIG: a slice of a card
+                 and re.search(rf"\b{words}\b(?! (?:Ti|D|Laptop)\b)", name)), "")
+
+
+class Speed(NamedTuple):
+    """What kernels can reach at most, a second."""
+
+    operations: float
+    bytes: float
+
+
+def limits_of(device: torch.device, precision: str, card: str = "") -> Speed | None:
+    """The limits of a device by its data sheet, or of one that is in none, as measured here; None: unknown.
+
+    card : the name of a card that this machine may lack
+    """
+    here = not card and (device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()))
+    name = card or (torch.cuda.get_device_name(device) if here and device.type == "cuda" else "")
+    peak = peak_of_card(name, precision)[0]
+    if peak is not None:
+        return Speed(peak, PEAKS[_entry(name)][3] * 1e12)
+    # On a CPU the units for bf16 serve large products alone.
+    operations = speed_of(device, "fp32" if device.type == "cpu" else precision) if here else None
+    if operations is None:
+        return None
+    source = torch.ones(1 << 26, dtype=torch.uint8, device=device)  # more than caches hold
+    return Speed(operations, 2 * len(source) / _fastest(source.clone, device))
 
 
 def speed_of(device: torch.device, precision: str) -> float | None:
@@ -60,23 +91,23 @@ def speed_of(device: torch.device, precision: str) -> float | None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     size = 4096 if device.type == "cuda" else 1024
     left, right = torch.ones(2, size, size, device=device, dtype=dtype)
-    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    return 2 * size**3 / _fastest(lambda: left @ right, device)
+
+
+def _fastest(work: Callable[[], torch.Tensor], device: torch.device) -> float:
+    """The least seconds that a kernel took in a while."""
+    wait = torch.get_device_module(device).synchronize
     fastest, until = float("inf"), time.perf_counter() + MEASURE_SECONDS
     while time.perf_counter() < until or math.isinf(fastest):
         wait()
         started = time.perf_counter()
-        product = left @ right
+        found = work()
         wait()
         fastest = min(fastest, time.perf_counter() - started)
+        del found
     if device.type == "cuda":
-        del left, right, product
         torch.cuda.empty_cache()
-    return 2 * size**3 / fastest
-
-
-def usable_speed(device: torch.device, precision: str) -> float | None:
-    """The same of what most layers can use: on a CPU that of fp32, since units for bf16 serve large products alone."""
-    return speed_of(device, "fp32" if device.type == "cpu" else precision)
+    return fastest
 
 
 @functools.cache

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import soundfile
 
+from sbkit.data import rate
 from sbkit.data.augment import planned_seconds
 from sbkit.data.columns import BatchColumns
+from sbkit.data.reader import Reader
 from sbkit.data.sources import Rows, Source, is_hub_address, open_source
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError, first_line
@@ -47,12 +49,13 @@ class _FirstRows(Source):
 
 
 def write(recipe: Recipe, folder: Path, world: int) -> dict[str, Any]:
-    """Write a corpus for the recipe; return the arguments with which a run uses it, and one text of random words.
+    """Write a corpus for the recipe; return the arguments with which a run uses it, one text of random words, and how
+    fast the recipe's own corpus is read.
 
     world : the number of ranks, with which an epoch has ``STEPS`` steps
     """
     keys, corpus = recipe.keys, recipe.keys.corpus
-    batching = keys.batching
+    batching, speed = keys.batching, None
     step, text = min(batching.update_seconds, 1.2 * world * batching.max_batch_seconds), ""
     source = corpus.source
     on_hub = isinstance(source, (str, Path)) and is_hub_address(source)
@@ -65,6 +68,8 @@ def write(recipe: Recipe, folder: Path, world: int) -> dict[str, Any]:
         kept = short.prepare(show_progress=False, needed=SPLITS, needs_text=recipe.task.needs_text(),
                             columns=recipe.task.columns)
         step = min(step, float(planned_seconds(recipe.hparams.get("augment"), kept["train"].durations).sum()) / STEPS)
+        speed = rate.measure(Reader(kept["train"], None, augment=keys.augment, sample_rate=keys.sample_rate,
+                                    columns=BatchColumns(recipe.task.columns, keys), as_stored=True))
         what = f"the first rows of {corpus.source}"
     else:
         text = _noise(recipe, folder, max(STEPS * step, world * batching.max_batch_seconds))
@@ -72,7 +77,7 @@ def write(recipe: Recipe, folder: Path, world: int) -> dict[str, Any]:
     options = {"source": str(folder), "folder": str(folder.parent / "manifests"), "language": corpus.language,
                "min_duration": corpus.min_duration, "max_duration": corpus.max_duration}
     given = ", ".join(f"{name}: {value}" for name, value in options.items() if value is not None)
-    return {"what": what, "text": text, "step_seconds": step, "args": [
+    return {"what": what, "text": text, "reads": speed, "step_seconds": step, "args": [
         "--corpus", f"!new:sbkit.data.corpus.Corpus {{{given}}}", "--batching.step_seconds", f"{step:g}",
         "--batching.min_steps", "0", "--num_workers", "1",
         # The few rows may not have enough clips of each label.

@@ -18,11 +18,12 @@ import torch
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.infer.bundles import BundleLoader
-from sbkit.recipe import arguments, flops, load, price
+from sbkit.recipe import arguments, flops, load
 from sbkit.recipe.check import check
+from sbkit.recipe.cost import states_per_parameter, update_bytes
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
-from sbkit.recipe.speed import peak_of
+from sbkit.recipe.speed import limits_of
 from sbkit.rehearsal import corpus, nullcard
 from sbkit.rehearsal.cards import runs_on
 from sbkit.rehearsal.watch import Diary, Watch, dump_collectives, keep_collectives, memory_timeline
@@ -108,7 +109,18 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
         recipe = load.open_recipe(request.path, first)
         written_corpus = corpus.write(recipe, Path(job["folder"], "data"), job["world"])
         args += written_corpus["args"]
-        diary.write("figures", {"data": written_corpus["what"], "exports": recipe.task.exported is not Task.exported,
+        if recipe.keys.batching.auto:
+            from sbkit.train.memory import batch_size_search
+            from sbkit.train.memory.trials import open_trial
+
+            device, request = torch.device("cuda:0"), arguments.parse(args)
+            with open_trial(request, device) as trial:
+                found = batch_size_search.measure(trial, request, batch_size_search.memory_budget(None, device), True)
+                recipe.keys.batching.max_batch_seconds, _ = batch_size_search.recommended(trial, found)
+            args += ["--batching.max_batch_seconds", f"{recipe.keys.batching.max_batch_seconds:g}"]
+        diary.write("figures", {"data": written_corpus["what"], "reads": written_corpus["reads"],
+                                "num_workers": recipe.keys.num_workers,
+                                "exports": recipe.task.exported is not Task.exported,
                                 "max_batch_seconds": recipe.keys.batching.max_batch_seconds})
         diary.write("args", args)
     except Exception as error:
@@ -144,9 +156,9 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         diary.brain = brain = trial.brain
         seconds = trial.edges[-1]
         count = max(1, int(trial.batching.max_batch_seconds / seconds))
-        operations = None
+        kernels: list[tuple[int, int]] = []
         try:
-            operations = flops.run(brain, count, seconds, flops.FlopCounter).operations
+            kernels = flops.run(brain, count, seconds, flops.FlopCounter).kernels
         except NotImplementedError as error:
             if not str(error).startswith("Could not run "):  # torch's message for an operation without a meta kernel
                 raise
@@ -162,17 +174,22 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         nodes, pools = brain.trainer.graphs.nodes, (each for each in torch.cuda.memory_snapshot()
                                                     if each["segment_pool_id"] != (0, 0))
         graph_bytes = sum(each["total_size"] for each in pools)
+        torch.cuda.empty_cache()  # what is left is in use, or a graph's
+        free, total = torch.cuda.mem_get_info()
         brain.trainer.graphs.reset()  # the next step is without, so that its lines are known
         held, peak, timeline = memory_timeline(brain, batch)
-        peak_flops, source = peak_of(device, brain.precision)
+        trained = sum(each.numel() * each.element_size() for each in brain.modules.parameters() if each.requires_grad)
+        copies = 1 + states_per_parameter(vars(brain.hparams).get("opt_class")) + brain.averages_weights
+        work = [*kernels, (0, update_bytes(trained, copies))]
+        limits = limits_of(device, brain.precision)
         estimate = job["estimate"]
         figures = {
             "batch": f"{count} x {seconds:g} s", "batch_seconds": count * seconds, "precision": brain.precision,
-            "operations": operations,
-            "host_ms": 1e3 * host, "graph_nodes": nodes, "graph_bytes": graph_bytes,
+            "operations": sum(each for each, _ in work), "bytes": sum(each for _, each in work),
+            "host_ms": 1e3 * host, "graph_nodes": nodes, "graph_bytes": graph_bytes, "used_bytes": total - free,
             **asdict(counted), "held_bytes": held, "peak_bytes": peak,
-            "card_ms": operations and peak_flops and 1e3 * operations / (peak_flops * price.EFFICIENCY),
-            "card_source": source, "estimated_bytes": estimate.get("step_bytes"), "timeline": timeline}
+            "card_ms": 1e3 * flops.least_seconds(work, limits) if kernels and limits is not None else None,
+            "estimated_bytes": estimate.get("step_bytes"), "timeline": timeline}
         diary.write("figures", figures)
         diary.begin_stage("the largest batch of the estimate")
         if not (estimated := estimate.get("largest_here")):

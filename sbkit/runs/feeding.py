@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
-import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from sbkit.data.audio import AudioError
+from sbkit.data import rate
 from sbkit.data.loader import TrainLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Plan
@@ -32,8 +28,6 @@ MAX_PADDED = 1.25
 #: What a GPU can reach: this share of its peak in a large model, and a micro-batch in this time in a small one, whose
 #: kernels are bound by memory.
 ATTAINABLE_MFU, LEAST_SECONDS = 0.18, 0.005
-#: Recordings that are read to measure how fast a worker is.
-SAMPLED = 16
 
 
 def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,  # brain: a task, a room above
@@ -66,32 +60,14 @@ def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,
 
 
 def warn_of_slow_reading(train_set: TrainLoader, known: Utilisation) -> None:
-    """Say what to do if the data workers read less than the device could train on.
-
-    Reading is measured on some recordings, by the processor's time, so that neither other processes nor a disk that
-    hasn't read them before count.
-    """
-    manifest, batching = train_set.reader.manifest, train_set.plan.batching
-    if known.peak is None or not train_set.workers or not len(manifest):
+    """Say what to do if the data workers read less than the device could train on."""
+    batching = train_set.plan.batching
+    if known.peak is None or not train_set.workers or not len(train_set.reader.manifest):
         return
-    rows = np.linspace(0, len(manifest) - 1, SAMPLED).astype(int).tolist()
-    seconds, began = 0.0, time.thread_time()
-    for row in rows:
-        with contextlib.suppress(AudioError):
-            train_set.reader.signals(row, manifest.ids[row], 1)
-            seconds += float(manifest.durations[row])
-    rate = seconds / max(time.thread_time() - began, 1e-6)
     micro_batch = min(batching.max_batch_seconds, batching.update_seconds / train_set.world)
     wanted = min(ATTAINABLE_MFU * known.peak / known.operations, micro_batch / LEAST_SECONDS)
-    if rate == 0 or train_set.workers * rate >= wanted:
-        return
-    kinds = sorted({Path(manifest.wavs[row].partition("?")[0]).suffix.lstrip(".") for row in rows})
-    logger.warning(
-        "%s can read %s s of this corpus in a second (%s: %s each, by %d recordings), but each device could train on "
-        "about %s: use --num_workers %d if there are as many cores for each device; WAV at the model's rate is read "
-        "fastest (sbkit shard MANIFEST.csv SHARDS --encode wav16k)", counted(train_set.workers, "data worker"),
-        f"{train_set.workers * rate:,.0f}", ", ".join(kinds), f"{rate:,.0f}", SAMPLED, f"{wanted:,.0f}",
-        math.ceil(wanted / rate))
+    if (found := rate.measure(train_set.reader).advice(train_set.workers, wanted, train_set.world)) is not None:
+        logger.warning("%s: %s", *found)
 
 
 def utilisation(brain: Brain, device: torch.device, manifest: Manifest) -> Utilisation | None:

@@ -69,19 +69,24 @@ def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
 
 def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: StartGuard, bundles: Bundles) -> None:
     from sbkit.recipe import load
-    from sbkit.runs import initial, old_set, preparation, pretrained, results, training
+    from sbkit.runs import initial, largest_batch, old_set, preparation, pretrained, results, training
     from sbkit.train.distributed import ranks
 
+    if kept := ranks.run_on_main(largest_batch.kept, recipe.keys):
+        largest_batch.give(request, kept)
+        recipe = load.open_recipe(request.path, request.overrides)
     folder = recipe.keys.folder
     ranks.run_on_main(preparation.open_folder, recipe, request)
     ranks.run_on_main(initial.open_source, recipe.keys, guard.changed())
     # Before the corpus is prepared, so that missing files are reported at once.
     pretrained.fetch(recipe.keys.pretrainer, _filled_elsewhere(recipe))
     from_corpus = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides, bundles)
-    if from_corpus:
-        # Keys that only the prepared corpus knows, such as the number of its characters, size the model: the objects
-        # that prepared it are dropped, and the recipe is built again with these keys, as each later start does.
-        request.overrides.update({key: value for key, value in from_corpus.items() if key in recipe.hparams})
+    # Keys that only the prepared corpus knows, such as the number of its characters, size the model, and with it what
+    # fits. The objects that prepared the corpus are dropped, and the recipe is built again, as each later start does.
+    request.overrides.update({key: value for key, value in from_corpus.items() if key in recipe.hparams})
+    if recipe.keys.batching.auto:
+        largest_batch.give(request, largest_batch.measure(recipe, request, device))
+    if from_corpus or recipe.keys.batching.auto:
         recipe = load.open_recipe(request.path, request.overrides)
         ranks.run_on_main(preparation.save_recipe, recipe, request)
     if request.check:

@@ -24,7 +24,8 @@ class _Fake:
 
     edges, most_seconds, tried = [2.0, 4.0], 100.0, 0
     device_name, device = "a card", SimpleNamespace(type="cuda")
-    brain, batching = SimpleNamespace(precision="bf16"), SimpleNamespace(max_batch_seconds=30)
+    brain, batching = SimpleNamespace(precision="bf16"), SimpleNamespace(max_batch_seconds=30, min_capacity=1)
+    longest = 4.0
 
     def __init__(self, cache):
         self.cache = cache
@@ -43,7 +44,7 @@ def test_a_command_tunes_once_for_each_amount_of_memory(tmp_path, monkeypatch, c
     assert cli.main(["tune", str(SMALL)]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[3].split() == ["up", "to", "4.0", "s", "10", "40"]
-    assert "a card with 80 GiB, bf16: --max_batch_seconds 36 (90% of what fits; the recipe has 30)" in out
+    assert "a card with 80 GiB, bf16: 90% of what fits: --max_batch_seconds 36 (the recipe has 30)" in out
     tried = _Fake.tried
     assert cli.main(["tune", str(SMALL)]) == 0
     assert "from the cache" in capsys.readouterr().err and _Fake.tried == tried
@@ -79,7 +80,7 @@ def test_what_a_cpu_has_room_for_is_found_by_running_out_of_it(tmp_path, monkeyp
     words = [str(SMALL), "--device", "cpu", "--batching.step_seconds", "4000"]
     assert cli.main(["tune", *words, "--memory", str(gib)]) == 0
     (found,) = [one for path in (tmp_path / "tune").iterdir() for one in batch_size.cached(path)]
-    expected = f"cpu with {gib:g} GiB, fp32: --max_batch_seconds {found.seconds} ({found.share:.0%}"
+    expected = f"cpu with {gib:g} GiB, fp32: {found.share:.0%} of what fits: --max_batch_seconds {found.seconds} ("
     assert expected in capsys.readouterr().out
     assert 20 <= found.seconds < 3600 and found.share <= batch_size.MARGIN
     assert cli.main(["check", str(SMALL), "--device", "cpu"]) == 0

@@ -179,6 +179,32 @@ def test_workers_begin_the_next_epoch_while_the_run_validates(manifest):
         assert comes(loader, 1, 1) and comes(loader, 2, 3) and comes(loader, 1), "what was begun is dropped"
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_recordings_of_16_bits_go_to_a_gpu_as_they_are_and_are_the_same_there(manifest, tmp_path, workers, padded):
+    odd = tmp_path / "odd.wav"
+    soundfile.write(odd, speechlike(manifest.durations[0]), 16000, subtype="FLOAT")
+    mixed = manifest.replace(wavs=[str(odd), *manifest.wavs[1:]])
+    kinds = set()
+    loader = make(mixed, workers=workers, pin_memory=True)
+    for one in (plain := make(mixed), loader) if padded else ():
+        one.plan.pad_to_shapes(np.array([len(text) for text in mixed.texts]))
+    with loader:
+        for float_batch, batch in zip(plain.at(1) if padded else make(mixed).at(1), loader.at(1), strict=True):
+            kinds.add(batch.signals.dtype)
+            assert ("u0" in batch.ids) == (batch.signals.dtype == torch.float32)
+            real, there = batch.real, batch.to("cpu")
+            assert there.signals.dtype == torch.float32
+            assert torch.equal(there.signals[real], float_batch.signals[real])
+    assert kinds == {torch.int16, torch.float32}
+
+
+def test_what_changes_signals_reads_numbers(manifest):
+    assert next(make(manifest, pin_memory=True, augment=Augment([Gain()])).at(1)).signals.dtype == torch.float32
+    faster = make(manifest, pin_memory=True, augment=Augment([SpeedPerturb([1.1])]))
+    assert next(faster.at(1)).signals.dtype == torch.float32
+
+
 def test_batches_have_the_rate_that_was_asked_for(manifest):
     class Heard:
         sample_rate = None

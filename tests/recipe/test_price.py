@@ -100,13 +100,11 @@ def test_a_model_that_is_trained_often_counts_once():
     assert many == pytest.approx(once)
 
 
-def test_too_few_runs_are_a_guess_from_the_peak():
+def test_too_few_runs_are_a_guess_from_the_limits_of_the_device():
     steps = Steps(35e9, 1, 12.0, 100, 120.0)
-    prediction = price.predict(steps, [finished(10, 0.1)] * 9, peak=100e9)  # nine runs of one kind
-    assert prediction.by == "peak" and prediction.step_seconds == pytest.approx(1.0)
+    prediction = price.predict(steps, [finished(10, 0.1)] * 9, peak=100e9, least=0.5)  # nine runs of one kind
+    assert prediction.by == "limits" and prediction.step_seconds == 0.5
     assert prediction.high / prediction.hours == prediction.hours / prediction.low == pytest.approx(price.GUESS_FACTOR)
-    assert price.predict(steps, [], peak=1e15, host_seconds=0.5).step_seconds == 0.5
-    assert price.predict(steps, [], peak=800e9, usable=100e9).step_seconds == pytest.approx(1.0)
     assert price.predict(steps, [], peak=None) is None
 
 
@@ -174,7 +172,7 @@ def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys, monkeypatc
     sections = json.loads(capsys.readouterr().out)["sections"]
     assert not [row for row in sections["cost"]["rows"] if row[0].startswith("hours")], "they are the price's"
     values = sections["price"]["values"]
-    assert values["by"] == "peak" and values["cost"] == 2.5 * values["hours"] and values["kwh_at_most"] is None
+    assert values["by"] == "limits" and values["cost"] == 2.5 * values["hours"] and values["kwh_at_most"] is None
     said = here("train", *words[:-2], "--no-check")
     per_second = flops(sections["cost"]["values"]["operations_per_second_of_audio"])
     assert f"a second of audio takes {per_second} in training" in said

@@ -15,10 +15,10 @@ import run_folders
 import torch
 
 from sbkit.data.mixture import Mixture
-from sbkit.recipe import arguments, flops, load
+from sbkit.recipe import arguments, cost, flops, load, speed, trace
 from sbkit.rehearsal import corpus, rank, run, watch
 from sbkit.rehearsal.cards import CARDS
-from sbkit.rehearsal.report import assemble
+from sbkit.rehearsal.report import LAUNCH_MS, assemble
 from sbkit.train.memory import trials
 
 CTC, CODEC = (Path(__file__).parents[2] / "hparams" / name for name in ("ctc.yaml", "codec.yaml"))
@@ -59,8 +59,8 @@ def call(diary, *calls):
     diary.path.with_suffix(".collectives").write_text(json.dumps([[*each, "task.py", 7] for each in calls]))
 
 
-FIGURES = {"host_ms": 5.0, "card_ms": 2.0, "operations": 1, "peak_bytes": 3 << 20, "held_bytes": 2 << 30, "launches": 1,
-           "copies": 1, "batch": "", "precision": "fp32", "timeline": {"lines": []}}
+FIGURES = {"host_ms": 5.0, "card_ms": 2.0, "operations": 1, "bytes": 1, "peak_bytes": 3 << 20, "held_bytes": 2 << 30,
+           "launches": 469, "copies": 1, "batch": "", "precision": "fp32", "timeline": {"lines": []}}
 GRADIENTS = ("all_reduce", "6 float32")
 
 
@@ -249,3 +249,29 @@ def test_a_larger_batch_is_advised_only_where_the_host_is_late_for_work_that_fil
         "the GPU waits for the host in each step: a larger max_batch_seconds (and step_seconds) helps"]
     assert rows["peak memory"].startswith("3.0 MiB of 79.18 GiB")
     assert report.sections["memory"].remarks[0].startswith("plus 2.00 GiB")
+
+
+@pytest.mark.slow
+def test_a_step_takes_what_it_took_on_an_h200(tmp_path):
+    """There, large.yaml with CTC alone took 71 ms for 359 s of audio, in 2,422 launches of which an update had 240, and
+    SpeechBrain's own 79.6 ms in 2,355: both waited for the host."""
+    recipe = load.load(CTC.parents[1] / "recipes/CommonVoice/ASR/CTC/hparams/large.yaml", {
+        "language": "en", "ctc_weight": 1.0, "data_folder": "none", "output_folder": str(tmp_path)})
+    kernels = flops.run(trace.build_brain(recipe["brain"], recipe, precision="bf16"), 65, 5.52, cost.MemoryCounter,
+                        gpu=True).kernels
+    assert len(kernels) == pytest.approx(2422 - 240, rel=0.1)
+    limits = speed.limits_of(torch.device("cuda"), "bf16", CARDS["H200"].name)
+    for launches, took in ((2422, 71), (2355, 79.6)):
+        assert max(LAUNCH_MS * launches, 1e3 * flops.least_seconds(kernels, limits)) == pytest.approx(took, rel=0.15)
+    assert 10 < 1e3 * flops.least_seconds(kernels, limits) < 71 / 2
+
+
+@pytest.mark.parametrize(("rate", "warned"), [(843.0, True), (1e5, False), (None, False)])
+def test_a_corpus_that_is_read_slower_than_all_cards_train_is_a_warning_with_figures(rate, warned):
+    figures = FIGURES | {"reads": rate and [rate, "mp3", 16], "num_workers": 2, "batch_seconds": 225, "card_ms": 15.5}
+    report = assemble("recipe.yaml", [{"launch": "measure", "rank": 0, "figures": figures}], 8, CARDS["H100"], 0.0)
+    found = [each for each in report.warnings if each.code == "slow-reading"]
+    assert bool(found) == warned
+    if warned:
+        assert "2 data workers can read 1,686 s" in found[0].message and "about 14,516" in found[0].message
+        assert "if there are 144 cores" in found[0].suggestion

@@ -11,6 +11,7 @@ from pathlib import Path
 import processes
 import pytest
 
+from sbkit.recipe import arguments
 from sbkit.system import helper_process
 from sbkit.train.memory.trials import BoundedTrial
 
@@ -75,7 +76,7 @@ def test_spawned_processes_import_nothing_from_the_working_directory(tmp_path, m
 
 def tries(folder):
     os.chdir(folder)
-    with BoundedTrial([str(SMALL), "--device", "cpu"], 1 << 34) as bounded:
+    with BoundedTrial(arguments.parse([str(SMALL), "--device", "cpu"]), 1 << 34) as bounded:
         print(bounded.fits(1, 1.0))
 
 

@@ -181,7 +181,8 @@ def _training(run: RunData) -> list[tuple[str, ...]]:
     start = run.starts[-1] if run.starts else {}
     rows: list[tuple[str, ...]] = [
         (name, f"{start[name]:,}" if isinstance(start[name], int) else str(start[name]))
-        for name in ("parameters", "devices", "device", "precision") if start.get(name) is not None]
+        for name in ("parameters", "devices", "device", "precision", "max_batch_seconds")
+        if start.get(name) is not None]
     seconds = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
     if run.epochs:
         done, wanted = run.epochs[-1].get("epoch", len(run.epochs)), run.key("number_of_epochs")

@@ -6,13 +6,15 @@ import contextlib
 import dataclasses
 import math
 import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.batch_size import MARGIN, BatchSize
+from sbkit.recipe.arguments import CommandLine
+from sbkit.recipe.batch_size import MARGIN, BatchSize, cached, store
 from sbkit.recipe.cost import GIB
 from sbkit.system import memory
 from sbkit.system.console import progress, table
@@ -28,15 +30,25 @@ SLACK = 2.0
 FREE_SHARE = 0.8
 
 
-def find(trial: Trial, args: list[str], gib: float) -> BatchSize:
+def measure(trial: Trial, request: CommandLine, gib: float, fresh: bool = False) -> BatchSize:
     """Find the batch sizes that fit into ``gib`` GiB, and rehearse them with batches of many lengths in a row.
 
-    args : the command line of the recipe
+    fresh : try even if the result is in the cache
     """
-    with _fits(trial, args, gib) as fits:
+    same = (gib, trial.edges, trial.most_seconds)
+    for found in [] if fresh else cached(trial.cache):
+        if (found.gib, found.edges, found.most) == same:
+            print(f"from the cache, {trial.cache} (sbkit tune --fresh tries again)", file=sys.stderr)
+            return found
+    with _fits(trial, request, gib) as fits:
         counts = search(trial.edges, fits, trial.most_seconds / MARGIN)
-    with _fits(trial, args, gib, SLACK) as fits:
-        return rehearse(BatchSize(gib, trial.edges, counts, trial.most_seconds), fits)
+    with _fits(trial, request, gib, SLACK) as fits:
+        found = rehearse(BatchSize(gib, trial.edges, counts, trial.most_seconds), fits)
+    try:
+        store(trial.cache, found)
+    except SbkitError as error:  # the result still counts
+        print(f"warning: the result was not cached: {error}", file=sys.stderr)
+    return found
 
 
 def memory_budget(requested: float | None, device: torch.device) -> float:
@@ -61,10 +73,10 @@ def memory_budget(requested: float | None, device: torch.device) -> float:
 
 
 @contextlib.contextmanager
-def _fits(trial: Trial, args: list[str], gib: float, slack: float = 1.0) -> Iterator[Callable[[int, float], bool]]:
+def _fits(trial: Trial, request: CommandLine, gib: float, slack: float = 1.0) -> Iterator[Callable[[int, float], bool]]:
     """Yield a function that returns whether a number of utterances of a given length fits."""
     if trial.device.type == "cpu":
-        with BoundedTrial(args, int(gib * GIB), slack) as bounded:
+        with BoundedTrial(request, int(gib * GIB), slack) as bounded:
             yield bounded.fits
         return
     total = torch.cuda.get_device_properties(trial.device).total_memory / GIB
@@ -113,15 +125,24 @@ def rehearse(found: BatchSize, fits: Callable[[int, float], bool]) -> BatchSize:
     return found
 
 
+def recommended(trial: Trial, found: BatchSize) -> tuple[float, str]:
+    """Return the ``max_batch_seconds`` that follows from a result, 0 if nothing fits, and how it was found.
+
+    It has room for the longest utterances, which may fit without the margin only.
+    """
+    where = f"{trial.device_name} with {found.gib:.3g} GiB, {trial.brain.precision}"
+    least = math.ceil(trial.longest * trial.batching.min_capacity)
+    if not found.seconds or found.at_once < least:
+        return 0, f"{where}: not even one of the longest utterances fits"
+    if found.share * found.at_once >= found.most:
+        return found.most, f"{where}: more has no effect, since no step is larger"
+    return max(found.seconds, least), f"{where}: {found.share:.0%} of what fits"
+
+
 def summary(trial: Trial, found: BatchSize) -> str:
     """Return a table of the result, and the recommended value, as text."""
     rows = [[f"up to {edge:.1f} s", n, f"{n * edge:.0f}"] for edge, n in zip(found.edges, found.fits, strict=True)]
-    shown = table(["utterance length", "utterances that fit", "seconds"], rows)
-    where = f"{trial.device_name} with {found.gib:g} GiB, {trial.brain.precision}"
-    if not found.seconds:
-        return (f"{shown}\n{where}: not even one of the longest utterances fits: try activation_checkpointing, or a "
-                "smaller model")
-    share = "more has no effect, since no step is larger" if found.seconds >= found.most else \
-        f"{found.share:.0%} of what fits"
-    return (f"{shown}\n{where}: --max_batch_seconds {found.seconds} ({share}; the recipe has "
-            f"{trial.batching.max_batch_seconds:g})")
+    seconds, how = recommended(trial, found)
+    advice = f"--max_batch_seconds {seconds:g} (the recipe has {trial.batching.max_batch_seconds:g})" if seconds else \
+        "try activation_checkpointing, or a smaller model"
+    return f"{table(['utterance length', 'utterances that fit', 'seconds'], rows)}\n{how}: {advice}"

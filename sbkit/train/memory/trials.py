@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sbkit.data.augment import planned_seconds
 from sbkit.data.batch import Batch
 from sbkit.data.loader import PREFETCH
 from sbkit.data.manifest import Manifest
@@ -55,7 +56,7 @@ class Trial:
         chosen = np.unique(np.linspace(0, len(edges) - 1, MAX_BUCKETS).round().astype(int))
         self.edges = [round(edges[i], 2) for i in chosen]
         self.most_seconds = max(batching.step_seconds, batching.max_batch_seconds)
-        self.typical = flops.typical_seconds(durations)
+        self.longest, self.typical = float(durations.max()), flops.typical_seconds(durations)
 
     @property
     def device_name(self) -> str:
@@ -89,8 +90,9 @@ def open_trial(request: arguments.CommandLine, device: torch.device) -> Iterator
             root = read(request.path, request.overrides, Findings())
             named = root.value.get("output_folder") if root is not None else None
             manifest = manifest if named is None else Path(str(named.value)) / manifest.relative_to(folder)
-        durations = Manifest.open_prepared(manifest).durations if manifest is not None and manifest.exists() else \
-            np.linspace(1.0, longest_utterance(recipe.hparams), 200, dtype=np.float32)
+        durations = planned_seconds(recipe.hparams.get("augment"), Manifest.open_prepared(manifest).durations) \
+            if manifest is not None and manifest.exists() else np.linspace(
+                1.0, longest_utterance(recipe.hparams), 200)
         logger = logging.getLogger("sbkit.train.distributed.parallel")  # the run itself will warn of unused layers
         before = logger.level
         logger.setLevel(logging.ERROR)
@@ -109,13 +111,13 @@ class BoundedTrial:
     A process that ran out of memory is replaced: its heap is fragmented, and some libraries never recover. It does not
     matter whether it reports the lack of memory or dies.
 
-    args : the command line of the recipe
+    request : the command line of the recipe
     size : bytes for a whole run; a trial gets what is left for steps
     slack : the factor of the kernel's limit, which counts reserved memory; the memory in use decides
     """
 
-    def __init__(self, args: list[str], size: int, slack: float = 1.0):
-        self.args, self.size, self.slack = args, size, slack
+    def __init__(self, request: arguments.CommandLine, size: int, slack: float = 1.0):
+        self.request, self.size, self.slack = request, size, slack
         self._context = multiprocessing.get_context("forkserver")
         if sys.version_info >= (3, 11):  # before, the preload might import from the working directory
             self._context.set_forkserver_preload([__name__])  # each process starts with everything imported
@@ -138,7 +140,7 @@ class BoundedTrial:
             if self._process is None:
                 self._pipe, child_pipe = self._context.Pipe()
                 self._process = self._context.Process(target=_serve_trials,
-                                                      args=(child_pipe, self.args, self.size, self.slack))
+                                                      args=(child_pipe, self.request, self.size, self.slack))
                 with helper_process.without_working_directory():
                     self._process.start()
                 child_pipe.close()
@@ -153,9 +155,9 @@ class BoundedTrial:
         return fits
 
 
-def _serve_trials(pipe: Connection, args: list[str], size: int, slack: float) -> None:
+def _serve_trials(pipe: Connection, request: arguments.CommandLine, size: int, slack: float) -> None:
     """Answer, in the separate process, whether batches fit."""
-    request = arguments.parse(args)
+    arguments.make_importable(request.path)
     memory.keep_freed_memory()  # as a run does
     with open_trial(request, torch.device("cpu")) as trial:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # hide libraries' last messages

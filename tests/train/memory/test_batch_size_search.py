@@ -1,5 +1,8 @@
 """The largest batch is found in few attempts, and has room for batches of many lengths."""
 
+from types import SimpleNamespace
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,3 +44,13 @@ def test_what_is_recommended_has_room_for_batches_of_many_lengths():
     assert sizes.rehearse(found, fits).seconds == 291  # 400 x 0.9 x 0.9 x 0.9
     assert len(tried) >= sizes.REHEARSED and max(tried[-sizes.REHEARSED:]) <= 291 < 300 < tried[0]
     assert sizes.rehearse(found, lambda n, seconds: False).seconds == 0
+
+
+@pytest.mark.parametrize("fit, most, seconds, how", [
+    (30, 400, 400, "more has no effect, since no step is larger"), (20, 400, 360, "90% of what fits"),
+    (1, 400, 20, "90% of what fits"), (0, 400, 0, "not even one of the longest utterances fits")])
+def test_what_is_recommended_has_room_for_the_longest_utterance_if_that_fits(fit, most, seconds, how):
+    trial = SimpleNamespace(longest=19.9, batching=SimpleNamespace(min_capacity=1), device_name="cpu",
+                            brain=SimpleNamespace(precision="fp32"))
+    found = batch_size.BatchSize(2.0, [20.0], [fit], most)
+    assert sizes.recommended(trial, found) == (seconds, f"cpu with 2 GiB, fp32: {how}")

@@ -81,8 +81,8 @@ def test_out_of_memory_is_an_answer_and_leaves_nothing(trial, monkeypatch):
 @pytest.mark.slow
 @on_linux
 def test_a_process_with_little_memory_says_what_fits():
-    words = [str(SMALL), "--device", "cpu"]
-    with trials.BoundedTrial(words, trials.BASE_BYTES + 2 * trials.WORKER_BYTES + (1 << 30)) as bounded:
+    request = arguments.parse([str(SMALL), "--device", "cpu"])
+    with trials.BoundedTrial(request, trials.BASE_BYTES + 2 * trials.WORKER_BYTES + (1 << 30)) as bounded:
         assert bounded.fits(2, 2.0) is True
         (first,) = multiprocessing.active_children()
         assert bounded.fits(3000, 2.0) is False  # six thousand seconds of audio are 400 MB before anything is computed

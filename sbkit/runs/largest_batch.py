@@ -1,0 +1,102 @@
+"""``max_batch_seconds: auto``: what fits is measured before the first step of a run, which keeps the result."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+
+import torch
+
+from sbkit.errors import SbkitError
+from sbkit.recipe.arguments import CommandLine
+from sbkit.recipe.load import Recipe
+from sbkit.runs import initial
+from sbkit.runs.keys import TaskKeys
+from sbkit.score.run_files import MEASURED
+from sbkit.system import helper_process
+from sbkit.system.console import atomic_write, stored_json
+from sbkit.system.processes import torchrun_environment
+from sbkit.train.distributed import ranks
+from sbkit.train.memory import batch_size_search
+from sbkit.train.memory.trials import open_trial
+
+logger = logging.getLogger(__name__)
+
+KEY = "max_batch_seconds"
+
+
+def kept(keys: TaskKeys) -> float | None:
+    """The result of an earlier start, if the run has steps by it."""
+    return None if not keys.batching.auto or initial.fresh(keys) else stored_json(keys.folder / MEASURED).get(KEY)
+
+
+def give(request: CommandLine, seconds: float) -> None:
+    """Override the recipe's value by a result."""
+    request.overrides["batching"] = {**request.overrides.get("batching", {}), KEY: seconds}
+
+
+def measure(recipe: Recipe, request: CommandLine, device: torch.device) -> float:
+    """Measure what fits on every rank, keep it in the run's folder, and return it.
+
+    The first rank of each kind of device measures, in a process that leaves nothing behind here. The smallest result
+    counts.
+    """
+    together = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    budget = batch_size_search.memory_budget(None, device) / together
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    found = ranks.gather_objects((name, budget))
+    if device.type == "cpu":  # what is free differs from moment to moment
+        found = [min(found)] * len(found)
+    seconds, text = math.inf, ""
+    if found.index(found[ranks.rank()]) == ranks.rank():
+        seconds, text = _in_own_process(request, device, found[ranks.rank()][1])
+    seconds, text = min(ranks.gather_objects((seconds, text)))
+    if not seconds:
+        ranks.raise_on_main(SbkitError(f"max_batch_seconds: auto: {text}", hint="try activation_checkpointing, or a "
+                                       "smaller model or max_duration", exit_code=1))
+    if ranks.is_main():
+        logger.info("max_batch_seconds: auto is %g: %s", seconds, text)
+        with atomic_write(recipe.keys.folder / MEASURED) as out:
+            json.dump({KEY: seconds, "measured": text}, out)
+    return seconds
+
+
+def _in_own_process(request: CommandLine, device: torch.device, gib: float) -> tuple[float, str]:
+    own = dataclasses.replace(request, run_opts=dataclasses.replace(request.run_opts, device=str(device)))
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(theirs, own, device, gib))
+    with helper_process.without_working_directory():
+        process.start()
+    theirs.close()
+    try:
+        answer = ours.recv()
+    except EOFError:
+        raise SbkitError("max_batch_seconds: auto: the process that measures what fits ended early",
+                         hint="give a number; sbkit tune finds one") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(answer, SbkitError):
+        raise answer
+    return answer
+
+
+def _serve(pipe: Connection, request: CommandLine, device: torch.device, gib: float) -> None:
+    """Measure in a process that is no rank, and send seconds and how they were found, or an error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its run ends it
+    for variable in torchrun_environment(0, 1, 0):
+        os.environ.pop(variable, None)
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        with open_trial(request, device) as trial:
+            pipe.send(batch_size_search.recommended(trial, batch_size_search.measure(trial, request, gib)))
+    except SbkitError as error:
+        pipe.send(SbkitError(error.message, hint=error.hint, exit_code=1))

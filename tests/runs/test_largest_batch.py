@@ -1,0 +1,71 @@
+"""max_batch_seconds: auto is what fits, the same on all ranks, and a run keeps it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import run_folders
+import torch
+from processes import results
+from trained_runs import here, metrics
+
+from sbkit.errors import SbkitError
+from sbkit.recipe import arguments, load
+from sbkit.recipe.cost import GIB
+from sbkit.runs import largest_batch
+from sbkit.score.run_files import MEASURED
+from sbkit.system import memory
+from sbkit.train.distributed import ranks
+from sbkit.train.memory import batch_size_search
+from sbkit.train.memory.trials import BASE_BYTES, WORKER_BYTES
+
+ROOT = Path(__file__).parents[2]
+#: What a process holds before a batch.
+LEAST = (BASE_BYTES + 2 * WORKER_BYTES) / GIB
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not memory.can_bound(), reason="only Linux bounds a process")]
+
+
+def measured(folder, gib):
+    """What this rank measures if it has the memory that ``gib`` has for it, in GiB."""
+    folder.mkdir(exist_ok=True)
+    words = [str(ROOT / "tests" / "recipe" / "small.yaml"), "--device", "cpu", "--batching.max_batch_seconds", "auto",
+             "--batching.step_seconds", "24", "--corpus.max_duration", "4", "--output_folder", str(folder)]
+    request, device = arguments.parse(words), torch.device("cpu")
+    recipe = load.open_recipe(request.path, request.overrides)
+    ranks.init(device)
+    batch_size_search.memory_budget = lambda requested, device: gib[ranks.rank()]
+    return largest_batch.measure(recipe, request, device), largest_batch.kept(recipe.keys)
+
+
+def test_all_ranks_have_what_fits_into_the_smallest_share(tmp_path, cache, monkeypatch):
+    monkeypatch.setenv("SBKIT_CACHE", str(cache))
+    (found, kept), (other, _) = results(measured, tmp_path / "run", [64.0, 2 * (LEAST + 1.5)], timeout=300)
+    assert found == other == 24.0 and kept is None, "a run without a checkpoint measures again"
+    stored = json.loads((tmp_path / "run" / MEASURED).read_text())
+    assert stored[largest_batch.KEY] == 24.0 and f"cpu with {LEAST + 1.5:.3g} GiB, fp32" in stored["measured"]
+
+
+@pytest.mark.long
+def test_a_memory_that_is_too_small_is_an_error(tmp_path, cache, monkeypatch):
+    monkeypatch.setenv("SBKIT_CACHE", str(cache))
+    monkeypatch.setattr(batch_size_search, "memory_budget", None)  # put back at the end
+    with pytest.raises(SbkitError, match="not even one of the longest utterances fits"):
+        measured(tmp_path / "run", [LEAST])
+
+
+def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, cache, monkeypatch):
+    monkeypatch.setenv("SBKIT_CACHE", str(cache))
+    data, out = run_folders.corpus(tmp_path / "data", 1.0, train=8, dev=2, test=2), tmp_path / "out"
+    words = [str(ROOT / "hparams" / "ctc.yaml"), *(f"--{name}={value}" for name, value in run_folders.TINY.items()),
+             "--max_batch_seconds=auto", "--step_seconds=4", f"--data_folder={data}", f"--output_folder={out}",
+             "--device=cpu", "--no-check", "--noprogressbar"]
+    here("train", *words, "--number_of_epochs=1")
+    assert json.loads((out / MEASURED).read_text())[largest_batch.KEY] == 4.0
+
+    def again(*given):
+        raise AssertionError("it was measured")
+
+    monkeypatch.setattr(largest_batch, "measure", again)
+    (out / MEASURED).write_text(json.dumps({largest_batch.KEY: 2.5}))  # as if no more had fitted
+    here("train", *words, "--number_of_epochs=2")
+    assert [line["max_batch_seconds"] for line in metrics(out, "run")] == [4.0, 2.5]
