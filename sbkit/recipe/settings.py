@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from speechbrain.utils.run_opts import RunOptions
 
-from sbkit.recipe.choices import SIZE
 from sbkit.recipe.keys import COMPLETE, Declared
 from sbkit.recipe.names import declared
 from sbkit.recipe.parts import BY_PART
@@ -19,6 +18,7 @@ from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
 from sbkit.recipe.values import data, static
+from sbkit.system.schema import SIZE
 
 _PRECISIONS = ("auto", *next(a.choices for a in RunOptions._create_parser()._actions if a.dest == "precision"))
 _NUMBERS = {field.name: type(field.default) for field in dataclasses.fields(RunOptions)
