@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Container, Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from sbkit.errors import SbkitError
 
@@ -25,8 +25,10 @@ class Number(NamedTuple):
     """Whether ``minimum`` itself is excluded."""
 
     def __contains__(self, value: object) -> bool:
-        return (isinstance(value, Integral if self.whole else Real) and not isinstance(value, bool)
-                and self.minimum <= value <= self.maximum and not (self.above and value == self.minimum))
+        if not isinstance(value, Integral if self.whole else Real) or isinstance(value, bool):
+            return False
+        number = cast(float, value)
+        return self.minimum <= number <= self.maximum and not (self.above and number == self.minimum)
 
     def __str__(self) -> str:
         low, high = (f"{limit:,}" if isinstance(limit, int) else f"{limit:g}" for limit in (self.minimum, self.maximum))
