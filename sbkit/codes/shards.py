@@ -27,7 +27,7 @@ from sbkit.codes.books import Books, InvalidCode
 from sbkit.data import publish
 from sbkit.errors import SbkitError, first_line, shown
 from sbkit.system import disk, untrusted
-from sbkit.system.schema import SHA256, Integer, Record, String
+from sbkit.system.schema import SHA256, Record, String, integer
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "sbkit codes", 1
@@ -38,8 +38,8 @@ _COUNTS = ("utterances", "frames", "bytes")
 #: Types of codes by safetensors' names; numpy has no name for some other types.
 _WHOLE = frozenset(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))
 _SHARD = Record({
-    "file": String(13, 255, r"[\w-]+\.safetensors"), "utterances": Integer(maximum=MAX_ROWS),
-    "frames": Integer(maximum=MAX_FRAMES), "bytes": Integer(maximum=2**63), "sha256": SHA256}, needed=True)
+    "file": String(13, 255, r"[\w-]+\.safetensors"), "utterances": integer(maximum=MAX_ROWS),
+    "frames": integer(maximum=MAX_FRAMES), "bytes": integer(maximum=2**63), "sha256": SHA256}, needed=True)
 _REPAIR = "copy or create the folder again"
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from sbkit.errors import SbkitError
 from sbkit.score.chunk_size import WHOLE
+from sbkit.system.schema import POSITIVE, SHARE, Number
 
 _Number = TypeVar("_Number", int, float)
 T = TypeVar("T")
@@ -82,19 +83,17 @@ def several_of(*known: str) -> Callable[[str], list[str]]:
     return parse
 
 
-def number_parser(kind: Callable[[str], _Number], fits: Callable[[_Number], bool],
-                  what: str) -> Callable[[str], _Number]:
-    """Make a parser of the numbers that fit; ``what`` describes them."""
+def number_parser(kind: Callable[[str], _Number], allowed: Number, what: str = "") -> Callable[[str], _Number]:
+    """Make a parser of the allowed numbers; ``what`` describes them."""
     def parse(text: str) -> _Number:
         with contextlib.suppress(ValueError):
-            if fits(value := kind(text)):
+            if (value := kind(text)) in allowed:
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what or allowed}")
 
     return parse
 
 
-count = number_parser(int, lambda value: value > 0, "a whole number above 0")
-above = number_parser(float, lambda value: value > 0, "a number above 0")
-share = number_parser(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
-price = number_parser(float, lambda value: 0 <= value < math.inf, "the price of a device per hour, such as 2.5")
+count = number_parser(int, Number(0, whole=True, above=True))
+above, share = number_parser(float, POSITIVE), number_parser(float, SHARE)
+price = number_parser(float, Number(0, sys.float_info.max), "the price of a device per hour, such as 2.5")

@@ -31,8 +31,8 @@ import soundfile
 
 from sbkit.data.audio import SUFFIXES, AudioError, audio_info, read_audio, resample
 from sbkit.data.batch import SAMPLE_RATE
-from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
+from sbkit.system.schema import POSITIVE, Number, require
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class Crop:
     aligned = True
 
     def __init__(self, seconds: float, sample_rate: int | None = None):
-        check_number("Crop: seconds", seconds, above=0)
+        require("Crop: seconds", seconds, POSITIVE)
         self.seconds, self.sample_rate = seconds, sample_rate
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -400,7 +400,7 @@ def _power(signal: np.ndarray) -> float:
 def check_range(owner: str, **limits: float) -> None:
     """Refuse two limits that aren't numbers, or if the first is above the second."""
     for name, value in limits.items():
-        check_number(f"{owner}: {name}", value)
+        require(f"{owner}: {name}", value, Number())
     (low, least), (high, most) = limits.items()
     if least > most:
         raise SbkitError(f"{owner}: {low} ({least}) is above {high} ({most})")
@@ -408,7 +408,7 @@ def check_range(owner: str, **limits: float) -> None:
 
 def check_probability(prob: float, owner: str) -> float:
     """Return a probability; an error if it isn't one."""
-    check_number(f"{owner}: prob", prob)
+    require(f"{owner}: prob", prob, Number())
     if not 0 <= prob <= 1:
         raise SbkitError(f"{owner}: prob is {prob}", hint="a probability from 0 to 1")
     return float(prob)

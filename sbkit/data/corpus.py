@@ -22,7 +22,6 @@ from sbkit.data.columns import Declared, SignalColumn, required_columns
 from sbkit.data.copies import Copies
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Column, Manifest, mapped_file
-from sbkit.data.options import check_number, texts
 from sbkit.data.prepare import RowLimits, SplitReport, prepare_split, recording_keys, summarize
 from sbkit.data.presence import check_opened, refused
 from sbkit.data.remote import NO_REMOTE, SCHEMES, Remote, check_schemes, scheme_of
@@ -36,6 +35,7 @@ from sbkit.errors import SbkitError
 from sbkit.system import disk
 from sbkit.system.console import atomic_write
 from sbkit.system.disk import cache_folder
+from sbkit.system.schema import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, Nullable, require, texts
 
 logger = logging.getLogger(__name__)
 
@@ -119,11 +119,11 @@ class Corpus:
 
     def _check(self) -> None:
         for name in ("min_duration", "max_duration"):
-            check_number(f"corpus: {name}", getattr(self, name), minimum=0, optional=True)
-        check_number("corpus: short_text", self.short_text, minimum=0, whole=True)
-        check_number("corpus: workers", self.workers, above=0, whole=True, optional=True)
+            require(f"corpus: {name}", getattr(self, name), Nullable(NOT_NEGATIVE))
+        require("corpus: short_text", self.short_text, COUNT)
+        require("corpus: workers", self.workers, Nullable(SIZE))
         for name in ("demo_hours", "url_megabytes", "url_seconds"):
-            check_number(f"corpus: {name}", getattr(self, name), above=0)
+            require(f"corpus: {name}", getattr(self, name), POSITIVE)
         for option in ("splits", "limit_splits", "skip_short_texts", "only"):
             check_splits(option, getattr(self, option))
         if not self.only:

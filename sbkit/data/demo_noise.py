@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sbkit.data.augment import RandomStage, add_noise, check_range
-from sbkit.data.options import texts
 from sbkit.errors import SbkitError
+from sbkit.system.schema import texts
 
 _Rng = np.random.Generator
 

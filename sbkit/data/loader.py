@@ -26,11 +26,11 @@ from sbkit.data.batch import SAMPLE_RATE, Batch, DevicePrefetcher
 from sbkit.data.columns import BatchColumns
 from sbkit.data.manifest import Manifest
 from sbkit.data.nonspeech import NonSpeech
-from sbkit.data.options import check_number
 from sbkit.data.plan import EpochPlan, Plan
 from sbkit.data.reader import Failure, Reader, ReadRequest, SupportsEncode, init_worker, starting_workers
 from sbkit.errors import SbkitError, first_line
 from sbkit.system.processes import ended_by
+from sbkit.system.schema import COUNT, SIZE, require
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ class _Loader:
     def __init__(self, reader: Reader, max_batch_seconds: float, *, workers: int = 2,
                  pin_memory: bool = False, prefetch: int = PREFETCH, timeout: float = 600,
                  max_damaged_share: float = 0.01, damaged_floor: int = 10):
-        check_number("workers (num_workers of a recipe)", workers, minimum=0, whole=True)
-        check_number("prefetch", prefetch, above=0, whole=True)
+        require("workers (num_workers of a recipe)", workers, COUNT)
+        require("prefetch", prefetch, SIZE)
         self.reader, self.workers = reader, workers
         self.max_damaged_share, self.damaged_floor = max_damaged_share, damaged_floor
         self.damaged: dict[str, str] = {}

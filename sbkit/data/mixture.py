@@ -23,7 +23,6 @@ from sbkit.data.columns import Declared, LabelColumn
 from sbkit.data.corpus import Corpus
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Column, Manifest, join
-from sbkit.data.options import check_number
 from sbkit.data.prepare import IN_OTHER_SPLIT, SplitReport, recording_keys
 from sbkit.data.remote import Remote
 from sbkit.data.splits import SPLITS
@@ -31,6 +30,7 @@ from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
 from sbkit.system import disk
 from sbkit.system.console import stored_json, table
+from sbkit.system.schema import NOT_NEGATIVE, POSITIVE, Nullable, require
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Mixture(Corpus):
             raise SbkitError(f"mixture: once is {once!r}, which is no part", hint=f"parts are {', '.join(parts)}")
         if once is not None and self.weights is not None and not self.weights[once]:
             raise SbkitError(f"mixture: once is {once!r}, whose weight is 0", hint="raise it, or name another part")
-        check_number("mixture: temperature", temperature, above=0, optional=True)
+        require("mixture: temperature", temperature, Nullable(POSITIVE))
         if weights is not None and temperature is not None:
             raise SbkitError("mixture: weights and temperature both set the share of each part",
                              hint="leave one of them out")
@@ -315,7 +315,7 @@ def _weights(given: Mapping[str, float], parts: Mapping[str, Corpus]) -> dict[st
     for name in given:
         if name not in parts:
             raise SbkitError(f"mixture: weights names {name!r}, which is no part", hint=f"parts are {', '.join(parts)}")
-        check_number(f"mixture: weights: {name}", given[name], minimum=0)
+        require(f"mixture: weights: {name}", given[name], NOT_NEGATIVE)
     if missing := [name for name in parts if name not in given]:
         raise SbkitError(f"mixture: weights has no entry for {missing[0]}", hint="give it 0 to use it for scoring only")
     if not sum(given.values()):

@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 from sbkit.data.augment import AudioFiles, recorded_noise
 from sbkit.data.demo_noise import KINDS, coloured, equalised, resonance, ringing, slow_curve
 from sbkit.data.manifest import Manifest
-from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
+from sbkit.system.schema import NOT_NEGATIVE, require
 
 #: The path of a row that is made, before the numbers of the row whose length it has and of those heard in it.
 SCHEME = "nonspeech:"
@@ -118,8 +118,8 @@ class NonSpeech:
     """
 
     def __init__(self, share: float = 0.1, folder: str | None = None, under: float = 0.0):
-        check_number("nonspeech: share", share, minimum=0)
-        check_number("nonspeech: under", under, minimum=0)
+        require("nonspeech: share", share, NOT_NEGATIVE)
+        require("nonspeech: under", under, NOT_NEGATIVE)
         if share > 0.9:
             raise SbkitError(f"nonspeech: share is {share:g}, which leaves too little speech to learn from",
                              hint="a share of the audio of training, at most 0.9; 0.1 is usual")

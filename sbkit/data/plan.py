@@ -16,11 +16,11 @@ import numpy as np
 
 from sbkit.data.buckets import Buckets
 from sbkit.data.label_sampler import LabelSampler
-from sbkit.data.options import check_number
 from sbkit.data.part_sampler import Parts
 from sbkit.data.shapes import Shape, Shapes, choose_shapes
 from sbkit.errors import SbkitError
 from sbkit.system.renamed import FORMER, argument
+from sbkit.system.schema import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, Nullable, Number, require
 
 if TYPE_CHECKING:
     from sbkit.data.augment import Augment
@@ -92,21 +92,22 @@ class Batching:
                                  hint="give the audio of an update, as what is learnt may not depend on a memory")
             self.max_batch_seconds = self.step_seconds
         for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
-            check_number(f"batching: {name}", getattr(self, name), above=0, optional=name != "max_batch_seconds",
-                         whole=name in ("buckets", "max_batch_utterances"))
-        check_number("batching: min_batch_utterances", self.min_batch_utterances, above=0, whole=True)
+            allowed = SIZE if name in ("buckets", "max_batch_utterances") else POSITIVE
+            require(f"batching: {name}", getattr(self, name),
+                    allowed if name == "max_batch_seconds" else Nullable(allowed))
+        require("batching: min_batch_utterances", self.min_batch_utterances, SIZE)
         if self.clips_per is not None:
             if not isinstance(self.clips_per, Mapping) or len(self.clips_per) != 1:
                 raise SbkitError(f"batching: clips_per is {self.clips_per!r}", hint="expected a column and how many "
                                  "clips of each of its values, such as {speaker: 4}")
             for name, clips in self.clips_per.items():
-                check_number(f"batching: clips_per: {name}", clips, above=0, whole=True)
+                require(f"batching: clips_per: {name}", clips, SIZE)
             if self.buckets is not None or self.sort not in (None, "random"):
                 raise SbkitError("batching: clips_per groups utterances by label, but buckets and sort by duration",
                                  hint="leave these out")
-        check_number("batching: round_seconds", self.round_seconds, minimum=0, optional=True)
-        check_number("batching: min_steps", self.min_steps, minimum=0, whole=True)
-        check_number("batching: seed", self.seed, whole=True)
+        require("batching: round_seconds", self.round_seconds, Nullable(NOT_NEGATIVE))
+        require("batching: min_steps", self.min_steps, COUNT)
+        require("batching: seed", self.seed, Number(whole=True))
         if self.sort not in (None, "random", "ascending", "descending"):
             raise SbkitError(f"batching: sort is {self.sort!r}",
                              hint="it is one of ascending, descending, random")

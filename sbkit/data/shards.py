@@ -44,12 +44,12 @@ from sbkit.data.batch import SAMPLE_RATE
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest, Utterance
 from sbkit.data.measure import map_unordered
-from sbkit.data.options import check_number
 from sbkit.data.presence import file_version
 from sbkit.data.remote import Remote
 from sbkit.errors import SbkitError
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress, stored_json
+from sbkit.system.schema import POSITIVE, SIZE, require
 
 #: Files from which the size of a second of copied audio is estimated.
 _SAMPLE = 64
@@ -114,9 +114,9 @@ def write_shards(
     that is missing. Recordings that can't be read are left out and named in ``<name>-report.json``; when they have
     been repaired, another call writes their shards again. Other recordings are not checked again.
     """
-    check_number("shard_size_mb", shard_size_mb, above=0)
-    check_number("workers", workers, above=0, whole=True)
-    check_number("sample_rate", sample_rate, above=0, whole=True)
+    require("shard_size_mb", shard_size_mb, POSITIVE)
+    require("workers", workers, SIZE)
+    require("sample_rate", sample_rate, SIZE)
     if encode is not None and encode not in ENCODINGS:
         raise SbkitError(f"cannot encode shards as {encode!r}", hint=f"it is one of {', '.join(ENCODINGS)}")
     if encode == "wav16k" and sample_rate != SAMPLE_RATE:

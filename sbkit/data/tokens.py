@@ -21,10 +21,10 @@ import pyarrow.compute as pc
 import sentencepiece as spm
 
 from sbkit.data.manifest import Column
-from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write
+from sbkit.system.schema import POSITIVE, SIZE, Nullable, require
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +71,10 @@ class Tokenizer:
                  model: str | Path | None = None):
         if model_type not in MODEL_TYPES:
             raise SbkitError(f"tokenizer: model_type is {model_type!r}", hint=f"use {', '.join(MODEL_TYPES)}")
-        check_number("tokenizer: vocab_size", vocab_size, above=0, whole=True, optional=True)
-        check_number("tokenizer: character_coverage", character_coverage, above=0)
-        check_number("tokenizer: max_piece_length", max_piece_length, above=0, whole=True)
-        check_number("tokenizer: max_texts", max_texts, above=0, whole=True, optional=True)
+        require("tokenizer: vocab_size", vocab_size, Nullable(SIZE))
+        require("tokenizer: character_coverage", character_coverage, POSITIVE)
+        require("tokenizer: max_piece_length", max_piece_length, SIZE)
+        require("tokenizer: max_texts", max_texts, Nullable(SIZE))
         if vocab_size is None and model_type != "char" and model is None:
             raise SbkitError(f"tokenizer: a {model_type} model needs a vocab_size")
         if character_coverage > 1:

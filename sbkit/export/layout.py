@@ -22,14 +22,13 @@ from sbkit.system.schema import (
     Array,
     Boolean,
     Enumerated,
-    Integer,
     Nullable,
     Number,
     Object,
-    Positive,
     Record,
     Schema,
     String,
+    integer,
     value,
 )
 
@@ -83,11 +82,11 @@ MAX_TEXT, MAX_TOKENS, MAX_STATE = 50_000, 1_000_000, 1 << 26
 _MAX_RULES, _MAX_RULE = 1000, 100
 FILE = String(1, 255, r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f]+", "the name of a file in the bundle's folder")
 #: Entries of each codebook.
-BOOKS = Array(Integer(maximum=1 << 24), max_items=256)
+BOOKS = Array(integer(maximum=1 << 24), max_items=256)
 #: Inputs of a streaming graph that hold their state.
 STATE = Object(min_items=1, values=Record(
-    {"type": Enumerated(TYPES), "shape": Array(Integer(maximum=MAX_STATE), max_items=8)}, needed=True))
-_SAMPLES = Integer(0, MAX_SECONDS * MAX_RATE)
+    {"type": Enumerated(TYPES), "shape": Array(integer(maximum=MAX_STATE), max_items=8)}, needed=True))
+_SAMPLES = integer(0, MAX_SECONDS * MAX_RATE)
 
 T = TypeVar("T", bound="Bundle | Streaming")
 B = TypeVar("B", bound="Bundle")
@@ -110,15 +109,15 @@ class Bundle:
     """How to use it; ``{}`` stands for its folder."""
     pipeline_tag: ClassVar[str | None] = None
     """The task's name on the Hugging Face Hub, if it has one."""
-    sample_rate: int = value(Integer(1000, MAX_RATE))
+    sample_rate: int = value(integer(1000, MAX_RATE))
     language: str | None = value(Nullable(String(0, 100)), default=None)
-    min_samples: int = value(Integer(maximum=MAX_SECONDS * MAX_RATE), default=1)
+    min_samples: int = value(integer(maximum=MAX_SECONDS * MAX_RATE), default=1)
     """Shorter signals are padded with zeros to this length."""
     batching: bool = value(Boolean(), default=True)
     """False if an utterance's outputs depend on its batch, so that each must run alone."""
     models: dict[str, str] = value(Object(FILE), default_factory=dict)
     files: dict[str, dict[str, Any]] = value(
-        Object(Record({"bytes": Integer(0, 2**63), "sha256": SHA256}), FILE), default_factory=dict)
+        Object(Record({"bytes": integer(0, 2**63), "sha256": SHA256}), FILE), default_factory=dict)
     """Size in bytes and sha256 of each file."""
     trained: dict[str, Any] = value(Object(), default_factory=dict)
     """The recipe, the checkpoint and its scores."""
@@ -157,7 +156,7 @@ class Bundle:
     def check(self, path: Path) -> None:
         """Refuse values that no model can run with: first each value, then combinations."""
         _check_fields(str(path), self)
-        _refuse(str(path), "min_samples", self.min_samples, Integer(maximum=MAX_SECONDS * self.sample_rate))
+        _refuse(str(path), "min_samples", self.min_samples, integer(maximum=MAX_SECONDS * self.sample_rate))
 
     def onnx_metadata(self) -> dict[str, str]:
         """Return metadata for an ONNX file of the bundle."""
@@ -189,7 +188,7 @@ class LabelsConfig(GraphConfig):
     """The configuration of a model that gives a recording any number of ``labels``: those with a high enough score."""
 
     kind, what = LABELS, "a model that outputs labels"
-    thresholds: list[float] = value(Array(Number()))
+    thresholds: list[float] = value(Array(Number(-1e9, 1e9)))
     """The least value of each entry of the first output with which its label is a result."""
 
     def found(self, scores: Sequence[float]) -> dict[str, float]:
@@ -215,9 +214,9 @@ class EnhancerConfig(GraphConfig):
     kind, what = ENHANCER, "a speech enhancer"
     use = "use it: sbkit enhance {} FILES... --to FOLDER"
     pipeline_tag = "audio-to-audio"
-    hop: int = value(Integer())
+    hop: int = value(integer())
     """A piece of a stream has a multiple of this many samples."""
-    delay: int = value(Integer(0))
+    delay: int = value(integer(0))
     """Samples by which a stream's output lags behind its input."""
     state: dict[str, dict[str, Any]] = value(STATE)
     """Inputs of the streaming graph, as ``Streaming.state``."""
@@ -227,7 +226,7 @@ class EnhancerConfig(GraphConfig):
     def check(self, path: Path) -> None:
         super().check(path)
         for name in ("hop", "delay"):
-            _refuse(str(path), name, getattr(self, name), Integer(0, MAX_FRAME_SECONDS * self.sample_rate))
+            _refuse(str(path), name, getattr(self, name), integer(0, MAX_FRAME_SECONDS * self.sample_rate))
         _check_state(str(path), self.state)
         _check_formats(path, "streams", self.streams, self.models)
 
@@ -242,9 +241,9 @@ class Streaming:
     one before.
     """
 
-    chunks: list[int] = value(Array(Integer(), 1, 1000))
+    chunks: list[int] = value(Array(integer(), 1, 1000))
     """Output frames of a chunk: the sizes that the model was trained for."""
-    left: int = value(Integer())
+    left: int = value(integer())
     """Output frames before the chunk that its frames can see (left context)."""
     overlap: int = value(_SAMPLES)
     """Samples by which feature frames overlap."""
@@ -253,7 +252,7 @@ class Streaming:
     state: dict[str, dict[str, Any]] = value(STATE)
     """Inputs that hold the state: ``type`` (float32 or int64) and ``shape``, to which a batch adds a first dimension.
     The next state is in the outputs of these names after ``next_``. A stream begins with zeros."""
-    ahead: int = value(Integer(0), default=0)
+    ahead: int = value(integer(0), default=0)
     """Lookahead: the last output frames of a full window, which the next one repeats and outputs."""
     models: dict[str, str] = value(Object(FILE), default_factory=dict)
     """The file of each format."""
@@ -276,23 +275,23 @@ class Config(Bundle):
     """Names of the graph's outputs, [B, T, ...] float32 and the numbers of frames [B] int64."""
     use = "use it: sbkit transcribe {} FILES..."
     pipeline_tag = "automatic-speech-recognition"
-    hop_samples: int = value(Integer())
+    hop_samples: int = value(integer())
     """Samples between two feature frames."""
-    subsampling: int = value(Integer())
+    subsampling: int = value(integer())
     """Feature frames per output frame."""
-    vocabulary: int = value(Integer(maximum=MAX_TOKENS))
+    vocabulary: int = value(integer(maximum=MAX_TOKENS))
     """Number of tokens: the width V of the output and the rows of tokens.txt."""
-    blank_id: int = value(Integer(0), default=0)
-    silent_ids: list[int] = value(Array(Integer(0)), default_factory=list)
+    blank_id: int = value(integer(0), default=0)
+    silent_ids: list[int] = value(Array(integer(0)), default_factory=list)
     """Ids of tokens that are not text, such as the beginning and the end of a sentence."""
     word_separator: str | None = value(Nullable(String(1, 10)), default="▁")
     """The character that starts a word in tokens; null for scripts without spaces, where each token is a word."""
-    chunk_seconds: float = value(Positive(MAX_CHUNK_SECONDS), default=20.0)
+    chunk_seconds: float = value(Number(0, MAX_CHUNK_SECONDS, above=True), default=20.0)
     """Longest audio to give the model at once, as in training; longer audio is split."""
-    longest_seconds: float | None = value(Nullable(Positive(MAX_CHUNK_SECONDS)), default=None)
+    longest_seconds: float | None = value(Nullable(Number(0, MAX_CHUNK_SECONDS, above=True)), default=None)
     """The longest audio that the model can take at once; null: any."""
     reliability: list[list[float]] = value(
-        Array(Array(Number(1), 2, 2)), default_factory=lambda: [[0.0, 0.0], [1.0, 1.0]])
+        Array(Array(Number(-1, 1), 2, 2)), default_factory=lambda: [[0.0, 0.0], [1.0, 1.0]])
     """Points of the curve from the lowest probability of a word's tokens to the share of such words that are right."""
     streaming: Streaming | None = None
     """Only for a model that can also run on streams."""
@@ -343,8 +342,8 @@ class Config(Bundle):
         if sorted({low for low, _ in self.reliability}) != [low for low, _ in self.reliability] or not self.reliability:
             raise SbkitError(f"{path}: the points of reliability must begin with growing confidences, not "
                              f"{shown(self.reliability)}", hint="export the model again")
-        _refuse(str(path), "blank_id", self.blank_id, Integer(0, self.vocabulary - 1))
-        _refuse(str(path), "silent_ids", self.silent_ids, Array(Integer(0, self.vocabulary - 1)))
+        _refuse(str(path), "blank_id", self.blank_id, integer(0, self.vocabulary - 1))
+        _refuse(str(path), "silent_ids", self.silent_ids, Array(integer(0, self.vocabulary - 1)))
         if self.streaming is not None:
             self.streaming.check(path)
             limit = MAX_SECONDS * self.sample_rate
@@ -352,7 +351,7 @@ class Config(Bundle):
             for name, samples, bound in (
                     ("before", self.streaming.before, limit), ("after", self.streaming.after, size),
                     ("the window of the largest of chunks", self.window(max(self.streaming.chunks)), limit)):
-                _refuse(f"{path}: streaming", name, samples, Integer(0, bound))
+                _refuse(f"{path}: streaming", name, samples, integer(0, bound))
 
 
 @dataclass(kw_only=True)
@@ -361,9 +360,9 @@ class TransducerConfig(Config):
 
     kind = TRANSDUCER
     outputs = STATES
-    joint_size: int = value(Integer(maximum=MAX_JOINT))
+    joint_size: int = value(integer(maximum=MAX_JOINT))
     """Number of values of a state, J."""
-    context: int = value(Integer(maximum=MAX_CONTEXT))
+    context: int = value(integer(maximum=MAX_CONTEXT))
     """The number of previous tokens that the prediction network sees; blanks stand for those before the first."""
     decoder: str = value(FILE)
     """ONNX, the last tokens [N, context] int64 to states [N, J]."""
@@ -386,9 +385,9 @@ class VoiceConfig(Bundle):
     """The character of each id of a text; the first id is padding, and its name occurs in no text."""
     speakers: list[str] = value(Array(String(), 1))
     """Names of the voices; the first is the default."""
-    max_symbols: int = value(Integer(maximum=MAX_TEXT))
+    max_symbols: int = value(integer(maximum=MAX_TEXT))
     """Ids of the longest text that the model takes at once; longer texts are split."""
-    frame_seconds: float = value(Positive(MAX_FRAME_SECONDS))
+    frame_seconds: float = value(Number(0, MAX_FRAME_SECONDS, above=True))
     """Seconds of a frame, the unit of durations."""
     codec: str | None = value(Nullable(SHA256), default=None)
     """The sha256 of the codec whose codes the voice outputs."""
@@ -446,11 +445,11 @@ class CodecConfig(Bundle):
     """The sha256 of its weights and of everything else that defines its codes."""
     books: list[int] = value(BOOKS._replace(min_items=1))
     """Entries of each of its codebooks."""
-    stride: int = value(Integer())
+    stride: int = value(integer())
     """Samples of a frame; the last frame may reach beyond the recording's end."""
-    context: int | None = value(Nullable(Integer(0)))
+    context: int | None = value(Nullable(integer(0)))
     """Frames on each side that a frame's codes and samples depend on; null: all."""
-    min_frames: int = value(Integer(), default=1)
+    min_frames: int = value(integer(), default=1)
     """Fewer frames of codes are padded with zeros to this number."""
     decoders: dict[str, str] = value(Object(FILE), default_factory=dict)
     """The decoder's file of each format."""
@@ -461,10 +460,10 @@ class CodecConfig(Bundle):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        _refuse(str(path), "stride", self.stride, Integer(maximum=MAX_FRAME_SECONDS * self.sample_rate))
+        _refuse(str(path), "stride", self.stride, integer(maximum=MAX_FRAME_SECONDS * self.sample_rate))
         limit = MAX_SECONDS * self.sample_rate // self.stride
-        _refuse(str(path), "min_frames", self.min_frames, Integer(maximum=limit))
-        _refuse(str(path), "context", self.context, Nullable(Integer(0, limit)))
+        _refuse(str(path), "min_frames", self.min_frames, integer(maximum=limit))
+        _refuse(str(path), "context", self.context, Nullable(integer(0, limit)))
         _check_formats(path, "decoders", self.decoders, self.models)
 
 

@@ -11,50 +11,11 @@ from typing import Any, NamedTuple
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.values import looks_like_number, static
+from sbkit.system.schema import COUNT, HERTZ, NOT_NEGATIVE, POSITIVE, SHARE, SIZE, Number
 
-
-class Range(NamedTuple):
-    minimum: float = -math.inf
-    maximum: float = math.inf
-    whole: bool = False
-    above: bool = False
-    """Whether ``minimum`` itself is excluded."""
-
-    def __contains__(self, value: object) -> bool:
-        if not isinstance(value, int if self.whole else (int, float)) or isinstance(value, bool):
-            return False
-        return self.minimum <= value <= self.maximum and not (self.above and value == self.minimum)
-
-    def __str__(self) -> str:
-        kind = "a whole number" if self.whole else "a number"
-        if self.above:
-            return f"{kind} above {self.minimum:g}" + (f", up to {self.maximum:g}" if self.maximum < math.inf else "")
-        if self.maximum < math.inf:
-            return f"{kind} from {self.minimum:g} to {self.maximum:g}"
-        return kind + (f", {self.minimum:g} or more" if self.minimum > -math.inf else "")
-
-
-class Texts(NamedTuple):
-    of: str
-    """A word for the texts in messages."""
-    among: tuple[str, ...] = ()
-    """The allowed texts; any text if it is empty."""
-
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, (list, tuple)) and all(
-            each in self.among if self.among else isinstance(each, str) for each in value)
-
-    def __str__(self) -> str:
-        return f"a list of {self.of}" + (f": {', '.join(self.among)}" if self.among else "")
-
-
-NAMES = Texts("names")
-SIZE, COUNT, SHARE, POSITIVE = Range(1, whole=True), Range(0, whole=True), Range(0, 1), Range(0, above=True)
-#: Sample rates; a smaller number was meant in kHz.
-HERTZ = Range(1000, whole=True)
 _LIBRARIES = ("speechbrain.", "torch.")
 #: Allowed values of arguments, by the name of a class of these libraries; they also hold for their derived classes.
-ARGUMENTS: dict[str, dict[str, tuple[str, ...] | Range]] = {
+ARGUMENTS: dict[str, dict[str, tuple[str, ...] | Number]] = {
     "TransformerInterface": {
         "encoder_module": ("transformer", "conformer", "branchformer"),
         "attention_type": ("regularMHA", "RelPosMHAXL", "hypermixing", "RoPEMHA"),
@@ -64,7 +25,7 @@ ARGUMENTS: dict[str, dict[str, tuple[str, ...] | Range]] = {
     },
     "Linear": {"n_neurons": SIZE, "input_size": SIZE},
     "Fbank": {"n_mels": SIZE, "n_fft": SIZE, "sample_rate": HERTZ, "win_length": POSITIVE, "hop_length": POSITIVE},
-    "Optimizer": {"lr": Range(0), "weight_decay": Range(0)},
+    "Optimizer": {"lr": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE},
 }
 
 
@@ -146,7 +107,7 @@ def check_choices(target: object, named: Mapping[Any, Node], node: Node, finding
             message = suggestion = ""
             if named[key].unusable:
                 continue
-            if isinstance(allowed, Range):
+            if isinstance(allowed, Number):
                 number = isinstance(value, (int, float)) and not isinstance(value, bool)
                 text = isinstance(value, str) and looks_like_number(value) is None
                 if text or (number and value not in allowed._replace(whole=False)):

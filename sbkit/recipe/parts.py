@@ -15,10 +15,10 @@ from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
-from sbkit.recipe.choices import COUNT, POSITIVE
 from sbkit.recipe.report import Section, did_you_mean, listed
 from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.values import static
+from sbkit.system.schema import COUNT, POSITIVE
 
 FOR_GOOD = float("inf")
 #: Modules by class, class name or path.

@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from speechbrain.utils.run_opts import RunOptions
 
-from sbkit.recipe.choices import SIZE
+from sbkit.errors import SbkitError
 from sbkit.recipe.keys import COMPLETE, Declared
 from sbkit.recipe.names import declared
 from sbkit.recipe.parts import BY_PART
@@ -19,10 +19,13 @@ from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
 from sbkit.recipe.values import data, static
+from sbkit.system.schema import SIZE
 
 _PRECISIONS = ("auto", *next(a.choices for a in RunOptions._create_parser()._actions if a.dest == "precision"))
-_NUMBERS = {field.name: type(field.default) for field in dataclasses.fields(RunOptions)
-            if type(field.default) in (int, float)}
+#: Run options that are numbers: int or float, by the option's name.
+NUMBERS: dict[str, Callable[[str], int | float]] = {
+    field.name: type(field.default) for field in dataclasses.fields(RunOptions) if type(field.default) in (int, float)
+} | {"optimizer_step_limit": int}
 #: Why SpeechBrain's Brain refuses data_parallel_backend without a GPU, and what does the same.
 NO_DATA_PARALLEL = ("one process on several GPUs, and this machine has none",
                     "leave it out; torchrun --nproc_per_node=N starts one process per device")
@@ -42,7 +45,7 @@ def check_settings(root: Node, findings: Findings) -> None:
             continue
         if key in known:
             _check_declared(root, known[key], value, findings)
-        elif key in _NUMBERS and not _is_number(value):
+        elif key in NUMBERS and not _is_number(key, value):
             _report(root, key, f"it is {_shown(value)}, and must be a number", findings)
         elif _too_low(key, value):
             _report_too_low(root.place_of(key), key, key, value, findings)
@@ -90,8 +93,9 @@ def check_options(run_opts: RunOptions | None, findings: Findings) -> None:
             findings.error("setting", Place(), f"--{name}", *NO_DATA_PARALLEL)
 
 
-def _too_low(name: str, value: Any) -> bool:  # a number, or a text that is one, where it is compared
-    return name in _MINIMUM and value is not None and _is_number(value) and float(value) < _MINIMUM[name]
+def _too_low(name: str, value: object) -> bool:
+    number = option_number(name, value) if name in _MINIMUM and _is_number(name, value) else None
+    return number is not None and number < _MINIMUM[name]
 
 
 def _report_too_low(place: Place, written: str, name: str, value: object, findings: Findings) -> None:
@@ -140,19 +144,20 @@ def _check_device(root: Node, key: str, value: Any, findings: Findings) -> None:
 
 def _check_class(root: Node, key: str, value: object, findings: Findings) -> None:
     """Check that a key names a class from which the run builds an object."""
-    wanted = _CLASSES[key]
+    base, name, when, without, example = (
+        ("Brain", "a Brain", "when the modules are there", "", "sbkit.tasks.ctc.CTC") if key == "brain" else
+        ("Optimizer", "an optimizer", "with the parameters of the modules", ", without params", "torch.optim.AdamW"))
     tag = value.tag if isinstance(value, Node) else ""
     built = None
     if tag.startswith("!new:"):
         with contextlib.suppress(LookupError):  # reported where the name is checked
             built = locate(tag.removeprefix("!new:"))
-    if any(base.__name__ == wanted.base for base in getattr(built, "__mro__", ())):  # a partial of one is right
-        _report(root, key, f"the run builds it, {wanted.when}", findings,
-                f"write !name:{tag.removeprefix('!new:')}{wanted.without}")
+    if any(cls.__name__ == base for cls in getattr(built, "__mro__", ())):  # a partial of one is right
+        _report(root, key, f"the run builds it, {when}", findings, f"write !name:{tag.removeprefix('!new:')}{without}")
     elif not tag and value is not None:
         dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
-        _report(root, key, f"it is {_shown(value)}, not {wanted.name}", findings,
-                f"write !name:{value if dotted else wanted.example}")
+        _report(root, key, f"it is {_shown(value)}, not {name}", findings,
+                f"write !name:{value if dotted else example}")
 
 
 def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:  # a Node wherever it has a limit
@@ -173,29 +178,25 @@ _CHECKS: dict[str, Callable[[Node, str, object, Findings], None]] = {
 }
 
 
-class _NamedClass(NamedTuple):
-    """A key's class, from which the run builds an object: its base, and parts of messages about it."""
-
-    base: str
-    name: str
-    when: str
-    without: str
-    example: str
-
-
-_CLASSES = {"brain": _NamedClass("Brain", "a Brain", "when the modules are there", "", "sbkit.tasks.ctc.CTC"),
-            "opt_class": _NamedClass("Optimizer", "an optimizer", "with the parameters of the modules",
-                                     ", without params", "torch.optim.AdamW")}
-
-
-def _is_number(value: object) -> bool:
-    """Whether a run option accepts it as a number: ``"5"`` and null are allowed."""
+def option_number(name: str, value: object) -> int | float | None:
+    """The number that a run option is given: as text, too, because SpeechBrain's parser leaves some so."""
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return value
     if isinstance(value, str):
-        try:
-            return math.isfinite(float(value))
-        except ValueError:
-            return False
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+        if value.strip().lower() in ("none", "null", ""):
+            return None
+        with contextlib.suppress(ValueError):
+            if math.isfinite(number := NUMBERS[name](value)):
+                return number
+    raise SbkitError(f"--{name} is {value!r}, not a number")
+
+
+def _is_number(name: str, value: object) -> bool:
+    """Whether a run option accepts it."""
+    with contextlib.suppress(SbkitError):
+        option_number(name, value)
+        return True
+    return False
 
 
 def _shown(value: object) -> str:

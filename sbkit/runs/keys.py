@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from sbkit.data.mixture import Mixture
 from sbkit.errors import SbkitError
-from sbkit.recipe.choices import COUNT, HERTZ, NAMES, SIZE
 from sbkit.recipe.keys import Problem, key
+from sbkit.system.schema import COUNT, HERTZ, NAMES, SIZE
 from sbkit.train.keys import TrainKeys
 
 if TYPE_CHECKING:

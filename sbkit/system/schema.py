@@ -1,52 +1,48 @@
-"""Schemas of JSON values, named as in JSON Schema, so that no value breaks a program or fills its memory."""
+"""Allowed values of keys, of arguments, of options and of what bundles hold, so that a wrong one is refused by name."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Container
-from typing import Any, NamedTuple
+from collections.abc import Container, Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple, cast
+
+from sbkit.errors import SbkitError
 
 #: The values that a key may have; ``str`` describes them after "must be".
 Schema = Container[object]
 
 
-class Integer(NamedTuple):
-    """Whole numbers."""
-
-    minimum: int = 1
-    maximum: int = 2**31 - 1  # no dimension of a tensor is larger in any runtime
-
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and self.minimum <= value <= self.maximum
-
-    def __str__(self) -> str:
-        return f"a whole number from {self.minimum:,} to {self.maximum:,}"
-
-
-class Positive(NamedTuple):
-    """Numbers above 0."""
-
-    maximum: int
-
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= self.maximum
-
-    def __str__(self) -> str:
-        return f"a number above 0, {self.maximum:,} at most"
-
-
 class Number(NamedTuple):
-    """Numbers of either sign."""
+    """Numbers within limits."""
 
-    maximum: float = 1e9
+    minimum: float = -math.inf
+    maximum: float = math.inf
+    whole: bool = False
+    above: bool = False
+    """Whether ``minimum`` itself is excluded."""
 
     def __contains__(self, value: object) -> bool:
-        return (isinstance(value, (int, float)) and not isinstance(value, bool)
-                and -self.maximum <= value <= self.maximum)
+        if not isinstance(value, Integral if self.whole else Real) or isinstance(value, bool):
+            return False
+        number = cast(float, value)
+        return self.minimum <= number <= self.maximum and not (self.above and number == self.minimum)
 
     def __str__(self) -> str:
-        return f"a number from {-self.maximum:g} to {self.maximum:g}"
+        low, high = (f"{limit:,}" if isinstance(limit, int) else f"{limit:g}" for limit in (self.minimum, self.maximum))
+        kind = "a whole number" if self.whole else "a number"
+        if self.above:
+            return f"{kind} above {low}" + (f", up to {high}" if self.maximum < math.inf else "")
+        if self.maximum < math.inf:
+            return f"{kind} from {low} to {high}"
+        return kind + (f", {self.minimum:g} or more" if self.minimum > -math.inf else "")
+
+
+def integer(minimum: int = 1, maximum: int = 2**31 - 1) -> Number:
+    """Whole numbers; no dimension of a tensor is larger than the default in any runtime."""
+    return Number(minimum, maximum, whole=True)
 
 
 class Boolean:
@@ -83,13 +79,15 @@ class Array(NamedTuple):
     items: Schema
     min_items: int = 0
     max_items: int = 1_000_000
+    what: str = ""
+    """How messages describe it; by default by its limits."""
 
     def __contains__(self, value: object) -> bool:
-        return (isinstance(value, list) and self.min_items <= len(value) <= self.max_items
+        return (isinstance(value, (list, tuple)) and self.min_items <= len(value) <= self.max_items
                 and all(each in self.items for each in value))
 
     def __str__(self) -> str:
-        return f"a list of {self.min_items} to {self.max_items:,}, each {self.items}"
+        return self.what or f"a list of {self.min_items} to {self.max_items:,}, each {self.items}"
 
 
 class Object(NamedTuple):
@@ -149,9 +147,37 @@ class Nullable(NamedTuple):
         return f"{self.of}, or null"
 
 
+SIZE, COUNT = Number(1, whole=True), Number(0, whole=True)
+SHARE, POSITIVE, NOT_NEGATIVE = Number(0, 1), Number(0, above=True), Number(0)
+NAMES = Array(String(), what="a list of names")
+#: Sample rates; a smaller number was meant in kHz.
+HERTZ = Number(1000, whole=True)
 SHA256 = String(64, 64, "[0-9a-f]{64}", "a sha256 in hexadecimal")
 
 
 def value(allowed: Schema, **default: Any) -> Any:  # of the field's type, as dataclasses.field says too
     """Declare a field and its allowed values; ``default`` is as for ``dataclasses.field``."""
     return dataclasses.field(**default, metadata={"allowed": allowed})
+
+
+def require(what: str, value: object, allowed: Schema) -> None:
+    """Refuse a value of an argument that isn't allowed.
+
+    >>> require("batching: buckets", 2.0, Nullable(SIZE))
+    Traceback (most recent call last):
+    sbkit.errors.SbkitError: batching: buckets is 2.0; it must be a whole number, 1 or more, or null
+    """
+    if value not in allowed:
+        raise SbkitError(f"{what} is {value!r}", hint=f"it must be {allowed}")
+
+
+def texts(what: str, value: object) -> list[str]:
+    """A list of texts, from one text or several.
+
+    >>> texts("corpus: only", "test"), texts("corpus: only", ["train", "dev"])
+    (['test'], ['train', 'dev'])
+    """
+    several = [value] if isinstance(value, str) else value
+    if not isinstance(several, Sequence) or not all(isinstance(one, str) for one in several):
+        raise SbkitError(f"{what} is {value!r}", hint="it must be a text, or a list of texts")
+    return list(several)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from sbkit.data.corpus import Corpus
 from sbkit.errors import SbkitError
-from sbkit.recipe.choices import SIZE, Range
 from sbkit.recipe.keys import Problem, key
 from sbkit.runs import replay
 from sbkit.runs.keys import TaskKeys
-from sbkit.system.schema import Enumerated
+from sbkit.system.schema import SIZE, Enumerated, Number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +33,7 @@ class RecogniserKeys(TaskKeys):
     init_tokenizer: str = key("new: trained on this corpus, and tokens that both have keep their rows; keep: that of "
                               "init_from", "new", Enumerated(("new", "keep")))
     replay: float | None = key("the share of each step from the corpus that init_from was trained on, such as 0.2; its "
-                               "test is scored before and after; null: none", None, Range(0, 0.9, above=True))
+                               "test is scored before and after; null: none", None, Number(0, 0.9, above=True))
     replay_from: str | None = key("a run trained on that corpus, or the corpus itself, if init_from is not a run", None)
     spec_augment: Callable[[Tensor, Tensor], Tensor] | None = key(
         "the augmentation of features [B, T, F] in training, called with frame counts [B] too, such as "

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sbkit.recipe.choices import Range, Texts
 from sbkit.recipe.keys import Keys, key
 from sbkit.recipe.parts import FACTORS, FREEZE
+from sbkit.system.schema import NOT_NEGATIVE, Array, Enumerated, Number
 from sbkit.train.monitor.loggers import KINDS
 
 
@@ -17,7 +17,7 @@ class TrainKeys(Keys):
     """Keys of every recipe, including those of your own scripts."""
 
     output_folder: str | None = key("where checkpoints, metrics.jsonl and the report go", None)
-    seed: int | None = key("the random seed of training", 0, Range(whole=True))
+    seed: int | None = key("the random seed of training", 0, Number(whole=True))
     accelerate: bool = key("replace SpeechBrain's layers with faster equivalents with the same outputs", True)
     tf32: bool = key("use TF32 on a GPU, as SpeechBrain does; features and spectra stay exact unless compiled", True)
     graphs: bool | None = key("capture steps on a GPU as CUDA graphs, which launch their kernels at once: true, also "
@@ -36,10 +36,10 @@ class TrainKeys(Keys):
     learning_rates: Mapping[str, Any] | None = key("factors of the learning rate by part, such as "
                                                    "`{ctc_lin: 10}`; the last match counts", None, FACTORS)
     layer_decay: float = key("factor of the learning rate from each encoder layer to the one below", 1.0,
-                             Range(0, 1, above=True))
-    log_interval: float = key("seconds between lines of metrics.jsonl", 10.0, Range(0))
+                             Number(0, 1, above=True))
+    log_interval: float = key("seconds between lines of metrics.jsonl", 10.0, NOT_NEGATIVE)
     loggers: Sequence[str] = key("tools that the same numbers are sent to, such as `[tensorboard, wandb]`", (),
-                                 Texts("tools", tuple(KINDS)))
+                                 Array(Enumerated(tuple(KINDS)), what=f"a list of tools: {', '.join(KINDS)}"))
     tensorboard: bool = key("the former name of `loggers: [tensorboard]`", False)
 
     @property

@@ -11,14 +11,10 @@ import torch
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.settings import NO_DATA_PARALLEL
+from sbkit.recipe.settings import NO_DATA_PARALLEL, NUMBERS, option_number
 from sbkit.recipe.speed import native_precision
 from sbkit.train import device as devices
 
-# SpeechBrain's parser leaves an option with the default None as text.
-_NUMBERS: dict[str, Any] = {  # int or float, by the option's name
-    field.name: type(field.default) for field in dataclasses.fields(RunOptions) if type(field.default) in (int, float)
-} | {"optimizer_step_limit": int}
 _PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -32,10 +28,10 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
             raise SbkitError(f"run_opts has unknown keys: {', '.join(unknown)}",
                              hint="keys of the recipe go into hparams")
         opts = RunOptions.from_dictionary(dict(opts)) if opts is not None else RunOptions()
-    changed: dict[str, Any] = {name: _number(name, opts[name]) for name in _NUMBERS}
+    changed: dict[str, Any] = {name: option_number(name, opts[name]) for name in NUMBERS}
     hparams = dict(hparams) if hparams is not None else None
     if hparams is not None:
-        hparams.update({name: _number(name, hparams[name]) for name in _NUMBERS if name in hparams})
+        hparams.update({name: option_number(name, hparams[name]) for name in NUMBERS if name in hparams})
     device = str(devices.resolve(pick(opts, hparams, "device")))
     if pick(opts, hparams, "data_parallel_backend") and torch.cuda.device_count() == 0:
         raise SbkitError(f"data_parallel_backend is {NO_DATA_PARALLEL[0]}", hint=NO_DATA_PARALLEL[1])
@@ -91,17 +87,3 @@ def check_modules(modules: Mapping[str, Any] | None) -> dict[str, torch.nn.Modul
             raise SbkitError(f"modules: '{key}' can't be the name of a module",
                              hint="choose a word without dots that is not a method of torch.nn.ModuleDict")
     return checked
-
-
-def _number(name: str, value: object) -> int | float | None:
-    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
-        return value
-    kind = _NUMBERS[name]
-    if isinstance(value, str):
-        if value.strip().lower() in ("none", "null", ""):
-            return None
-        try:
-            return kind(value)
-        except ValueError:
-            pass
-    raise SbkitError(f"--{name} is {value!r}, not a number")

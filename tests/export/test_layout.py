@@ -83,7 +83,7 @@ REFUSED = {
         ({"files": {"/etc/x": {}}}, "keys are each the name of a file in the bundle's folder"),
         ({"models": {"onnx": ".."}}, "name of a file"), ({"models": {"onnx": ""}}, "name of a file"),
         ({"models": {"onnx": "a\0b"}}, "name of a file"), ({"vocabulary": 10**9}, "vocabulary is 1000000000"),
-        ({"chunk_seconds": 1e308}, r"chunk_seconds is 1e\+308, but must be a number above 0, 600 at most"),
+        ({"chunk_seconds": 1e308}, r"chunk_seconds is 1e\+308, but must be a number above 0, up to 600"),
         ({"chunk_seconds": float("nan")}, "chunk_seconds is nan"), ({"word_separator": ""}, "word_separator is ''"),
         ({"silent_ids": [[]]}, r"silent_ids is \[\[\]\]"),
         ({"reliability": [[0.1, 2]]}, r"reliability is \[\[0.1, 2\]\]"), ({"reliability": []}, "growing confidences"),

@@ -34,12 +34,12 @@ from sbkit.export.exported import Exported
 from sbkit.nn.chunks import Chunks
 from sbkit.nn.spec_augment import SpecAugment
 from sbkit.recipe import flops, load
-from sbkit.recipe.choices import Range
 from sbkit.recipe.keys import Keys, key
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import Findings, Place
 from sbkit.runs import initial, preparation, pretrained, training
+from sbkit.system.schema import Number
 from sbkit.tasks.ctc import CTC
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
@@ -58,8 +58,8 @@ SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 3, "d_ffn": 16, "cnn_f
 
 @dataclasses.dataclass(kw_only=True)
 class Mine(Keys):
-    width: int = key("layers are so wide", allowed=Range(1, whole=True))
-    share: float = key("of something", 0.5, Range(0, 1))
+    width: int = key("layers are so wide", allowed=Number(1, whole=True))
+    share: float = key("of something", 0.5, Number(0, 1))
     name: str | None = key("what it is called", None)
     loud: bool = key("whether it is heard", False)
     layer: object = key("anything", None)

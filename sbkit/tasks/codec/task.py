@@ -16,9 +16,9 @@ from sbkit.nn.codec.coder import CodecOutput, Coder
 from sbkit.nn.codec.spectral_loss import DECIBELS, MelDistance
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.recipe.build import Built
-from sbkit.recipe.choices import COUNT, Range
 from sbkit.recipe.keys import Problem, key
 from sbkit.recipe.source import Findings
+from sbkit.system.schema import COUNT, NOT_NEGATIVE
 from sbkit.tasks.codec.results import CodecFacts, CodecResults, CodecRow, measures, pesq
 from sbkit.tasks.generation import Fit, SpeechTask, all_fit, drop_other_sounds, stoi
 from sbkit.tasks.keys import TaskKeys
@@ -44,9 +44,9 @@ class CodecKeys(TaskKeys):
     discriminators: Discriminators | None = key("networks for adversarial training, a "
                                                 "sbkit.nn.codec.Discriminators", None)
     adversarial_from: int = key("the first step with adversarial training; 0: never", 0, COUNT)
-    adversarial_weight: float = key("weight of the adversarial loss, relative to the spectral loss", 1.0, Range(0))
-    feature_weight: float = key("weight of the feature matching loss between discriminator states", 2.0, Range(0))
-    quantiser_weight: float = key("weight of ResidualVectors' own loss; FiniteScalars has none", 1.0, Range(0))
+    adversarial_weight: float = key("weight of the adversarial loss, relative to the spectral loss", 1.0, NOT_NEGATIVE)
+    feature_weight: float = key("weight of the feature matching loss between discriminator states", 2.0, NOT_NEGATIVE)
+    quantiser_weight: float = key("weight of ResidualVectors' own loss; FiniteScalars has none", 1.0, NOT_NEGATIVE)
     recogniser: str | None = key("a recogniser's bundle, for the WER of decoded audio in tests", None)
 
     def clashes(self) -> Iterator[Problem]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from sbkit.decode.transducer_beam import TransducerBeam
 from sbkit.errors import SbkitError
-from sbkit.recipe.choices import SHARE, Range
 from sbkit.recipe.keys import Problem, key
+from sbkit.system.schema import NOT_NEGATIVE, SHARE, Number
 from sbkit.tasks.recognise.keys import EncoderKeys
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ class CTCKeys(EncoderKeys):
     ctc_lin: nn.Module = key("the CTC head, encoder states to scores [B, T, V]")
     seq_lin: Any = key("the attention decoder's head, for joint training", None)  # a module; null is never called
     ctc_weight: float = key("CTC's share of the loss; below 1 the attention decoder trains too", 1.0,
-                            Range(0, 1, above=True))
+                            Number(0, 1, above=True))
     label_smoothing: float = key("label smoothing of the attention decoder's cross-entropy", 0.0, SHARE)
     intermediate_ctc: float = key("the share of the CTC loss computed from inner layers of the encoder", 0.0, SHARE)
     intermediate_layers: list[int] | None = key("the inner layers for it, counted from 1; null: the middle one", None)
     consistency: float = key("CR-CTC: the weight of the divergence between two augmented views of an utterance", 0.0,
-                             Range(0))
+                             NOT_NEGATIVE)
     consistency_warmup: float = key("the share of the run over which that weight rises", 0.1, SHARE)
 
     @property

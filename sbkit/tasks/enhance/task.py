@@ -15,10 +15,10 @@ from torch import Tensor
 from sbkit.data.batch import Batch
 from sbkit.data.columns import Declared, SignalColumn
 from sbkit.nn.enhance.enhancer import si_snr, snr
-from sbkit.recipe.choices import Range
 from sbkit.recipe.keys import key
 from sbkit.score.results import Table
 from sbkit.system.console import counted
+from sbkit.system.schema import NOT_NEGATIVE
 from sbkit.tasks.generation import ClipSampler, SoundResults, drop_other_sounds, means, stoi
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.task import Metric, Task
@@ -101,7 +101,7 @@ class EnhancementKeys(TaskKeys):
     """Keys of the model and of its loss."""
 
     enhancer: Enhancer = key("noisy waveforms [B, S] and sample counts [B] to clean ones, a sbkit.nn.enhance.Enhancer")
-    max_db: float = key("ratio in decibels at which the loss of an utterance saturates", 30.0, Range(0),
+    max_db: float = key("ratio in decibels at which the loss of an utterance saturates", 30.0, NOT_NEGATIVE,
                         "most_decibels")
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sbkit.recipe.choices import COUNT, POSITIVE, SIZE
 from sbkit.recipe.keys import Problem, key
+from sbkit.system.schema import COUNT, POSITIVE, SIZE
 from sbkit.tasks.keys import RecogniserKeys
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ from sbkit.errors import SbkitError
 from sbkit.export.features import TracedFeatures, express
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.nn.tf32 import without_tf32
-from sbkit.recipe.choices import NAMES, POSITIVE, SIZE
 from sbkit.recipe.keys import key
 from sbkit.score import verification
 from sbkit.score.estimate import MetricEstimate, estimate
 from sbkit.score.results import Player, Results, SoundSample, Table
 from sbkit.score.verification import Rates, Trials
+from sbkit.system.schema import NAMES, POSITIVE, SIZE
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.task import Metric, Task
 from sbkit.train.step import Loss

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sbkit.decode.transducer_beam import TransducerBeam
-from sbkit.recipe.choices import Range
 from sbkit.recipe.keys import Problem, key
+from sbkit.system.schema import Number
 from sbkit.tasks.recognise.keys import EncoderKeys
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class TransducerKeys(EncoderKeys):
     transducer: TransducerHead = key("prediction and joint network, a sbkit.nn.transducer.TransducerHead")
     ctc_lin: nn.Module | None = key("a CTC head, encoder states to scores [B, T, V], for an auxiliary loss", None)
     ctc_weight: float = key("CTC's share of the loss, which makes the encoder learn sooner; 0: none", 0.0,
-                            Range(0, 1))
+                            Number(0, 1))
 
     def clashes(self) -> Iterator[Problem]:
         yield from super().clashes()

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from sbkit.errors import SbkitError, first_line
 from sbkit.export import layout
 from sbkit.nn.codec.coder import definition
-from sbkit.recipe.choices import SIZE, Range
 from sbkit.recipe.keys import Problem, key
+from sbkit.system.schema import NOT_NEGATIVE, SIZE
 from sbkit.tasks.keys import TaskKeys
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class TTSKeys(TaskKeys):
     quantiser: Quantiser = key("the codec's: codes to vectors")
     decoder: CodecDecoder = key("the codec's: vectors to frame states")
     head: WaveHead = key("the codec's: frame states to waveforms")
-    duration_weight: float = key("weight of the duration loss, relative to that of the codes", 1.0, Range(0))
+    duration_weight: float = key("weight of the duration loss, relative to that of the codes", 1.0, NOT_NEGATIVE)
     max_symbols: int = key("the longest text that the bundle speaks at once; longer ones are split", 400, SIZE)
 
     def wrong_bundles(self) -> list[Problem]:
