@@ -37,15 +37,12 @@ class Range(NamedTuple):
 class Texts(NamedTuple):
     of: str
     """A word for the texts in messages."""
-    among: tuple[str, ...] = ()
-    """The allowed texts; any text if it is empty."""
 
     def __contains__(self, value: object) -> bool:
-        return isinstance(value, (list, tuple)) and all(
-            each in self.among if self.among else isinstance(each, str) for each in value)
+        return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
 
     def __str__(self) -> str:
-        return f"a list of {self.of}" + (f": {', '.join(self.among)}" if self.among else "")
+        return f"a list of {self.of}"
 
 
 NAMES = Texts("names")

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sbkit.recipe.choices import Range, Texts
+from sbkit.recipe.choices import Range
 from sbkit.recipe.keys import Keys, key
 from sbkit.recipe.parts import FACTORS, FREEZE
-from sbkit.train.monitor.loggers import KINDS
+from sbkit.train.monitor.loggers import LoggerNames
 
 
 @dataclass(kw_only=True)
@@ -39,7 +39,7 @@ class TrainKeys(Keys):
                              Range(0, 1, above=True))
     log_interval: float = key("seconds between lines of metrics.jsonl", 10.0, Range(0))
     loggers: Sequence[str] = key("tools that the same numbers are sent to, such as `[tensorboard, wandb]`", (),
-                                 Texts("tools", tuple(KINDS)))
+                                 LoggerNames())
     tensorboard: bool = key("the former name of `loggers: [tensorboard]`", False)
 
     @property
