@@ -21,7 +21,7 @@ from sbkit.errors import SbkitError
 Named = str | Path | Mapping[str, str | Path | Sequence[str | Path]]
 
 #: Ends of the names of files that are a split each.
-ONE_SPLIT = (*SpeechBrainCsv.suffixes, ".tsv", *JsonLines.suffixes, ".parquet")
+ONE_SPLIT: tuple[str, ...] = (*SpeechBrainCsv.suffixes, ".tsv", *JsonLines.suffixes, ".parquet")
 _FILE_KINDS: tuple[type[FileSource], ...] = (SpeechBrainCsv, JsonLines)
 _SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d+)-of-(?P<shards>\d+)")
 _HUB_PAGE = "https://huggingface.co/datasets/"
