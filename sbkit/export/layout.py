@@ -6,7 +6,7 @@ import json
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -176,6 +176,10 @@ class GraphConfig(Bundle):
     labels: list[str] = value(Array(String(0)), default_factory=list)
     """Names for the entries of the first output's last dimension."""
 
+    def results(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a recording's outputs, arrays by name, say besides their values, for JSON: its label."""
+        return {"label": self.labels[int(outputs[self.outputs[0]].argmax())]} if self.labels else {}
+
     def check(self, path: Path) -> None:
         super().check(path)
         _check_unique(path, "outputs", self.outputs)
@@ -190,6 +194,9 @@ class LabelsConfig(GraphConfig):
     kind, what = LABELS, "a model that outputs labels"
     thresholds: list[float] = value(Array(Number(-1e9, 1e9)))
     """The least value of each entry of the first output with which its label is a result."""
+
+    def results(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        return {"labels": self.found(outputs[self.outputs[0]].tolist())}
 
     def found(self, scores: Sequence[float]) -> dict[str, float]:
         """Return a recording's labels with their scores, the highest first."""

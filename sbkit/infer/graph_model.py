@@ -34,23 +34,28 @@ class Output:
 
     outputs: dict[str, np.ndarray]
     """The arrays by name, without padding."""
-    label: str | None = None
-    """The label of the largest value of the first output, if the bundle has labels."""
+    results: Mapping[str, Any] = field(default_factory=dict)
+    """What else the bundle's configuration says of them: ``label`` or ``labels``, or what a kind of yours does."""
     lengths: Mapping[str, str] = field(default_factory=dict)
     """For each output of variable length, the output that has its lengths."""
-    labels: dict[str, float] | None = None
-    """The labels of a recording that can have several, with their scores, the highest first."""
+
+    @property
+    def label(self) -> str | None:
+        """The label of the largest value of the first output, if the bundle has labels."""
+        return self.results.get("label")
+
+    @property
+    def labels(self) -> dict[str, float] | None:
+        """The labels of a recording that can have several, with their scores, the highest first."""
+        return self.results.get("labels")
 
     @property
     def size(self) -> int:
         return sum(each.size for each in self.outputs.values())
 
     def facts(self) -> dict[str, Any]:
-        """The label or labels and all outputs, for JSON."""
-        found: dict[str, Any] = {} if self.label is None else {"label": self.label}
-        if self.labels is not None:
-            found["labels"] = {label: _rounded(np.float32(score)) for label, score in self.labels.items()}
-        return found | {name: _rounded(value) for name, value in self.outputs.items()}
+        """The results and all outputs, for JSON."""
+        return {name: _rounded(value) for name, value in [*self.results.items(), *self.outputs.items()]}
 
     def wav(self, rate: int, samples: float) -> bytes:
         """The first output as a WAV file, if it is as long as the recording's ``samples``, within 10 %."""
@@ -63,11 +68,14 @@ class Output:
         return file.getvalue()
 
 
-def _rounded(value: np.ndarray) -> Any:  # numbers, or lists of them
-    """Turn an array into lists of numbers, rounded to float32's precision."""
-    if not np.issubdtype(value.dtype, np.floating):
-        return value.tolist()
-    return [_rounded(each) for each in value] if value.ndim else float(f"{value:.{_DIGITS}g}")
+def _rounded(value: Any) -> Any:  # of JSON, or an array
+    """Turn arrays into lists, and round numbers to float32's precision."""
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim):
+        return [_rounded(each) for each in value]
+    value = value.item() if isinstance(value, (np.ndarray, np.generic)) else value
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
 
 
 class GraphEngine(Engine):
@@ -76,12 +84,8 @@ class GraphEngine(Engine):
     config: layout.GraphConfig  # type: ignore[assignment]  # another kind of bundle
 
     def output(self, outputs: dict[str, np.ndarray]) -> Output:
-        """Add the label of the first output's largest value, or those that reach their thresholds."""
-        labels = self.config.labels
-        first = outputs[self.config.outputs[0]]
-        if isinstance(self.config, layout.LabelsConfig):
-            return Output(outputs, None, self.config.lengths, self.config.found(first.tolist()))
-        return Output(outputs, labels[int(first.argmax())] if labels else None, self.config.lengths)
+        """Add what the bundle's configuration says of them."""
+        return Output(outputs, self.config.results(outputs), self.config.lengths)
 
     def _read(self) -> None:
         self.config = layout.GraphConfig.read(self.folder)

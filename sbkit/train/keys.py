@@ -8,8 +8,8 @@ from typing import Any
 
 from sbkit.recipe.keys import Keys, key
 from sbkit.recipe.parts import FACTORS, FREEZE
-from sbkit.system.schema import NOT_NEGATIVE, Array, Enumerated, Number
-from sbkit.train.monitor.loggers import KINDS
+from sbkit.system.schema import NOT_NEGATIVE, Number
+from sbkit.train.monitor.loggers import NAMES
 
 
 @dataclass(kw_only=True)
@@ -39,7 +39,7 @@ class TrainKeys(Keys):
                              Number(0, 1, above=True))
     log_interval: float = key("seconds between lines of metrics.jsonl", 10.0, NOT_NEGATIVE)
     loggers: Sequence[str] = key("tools that the same numbers are sent to, such as `[tensorboard, wandb]`", (),
-                                 Array(Enumerated(tuple(KINDS)), what=f"a list of tools: {', '.join(KINDS)}"))
+                                 NAMES)
     tensorboard: bool = key("the former name of `loggers: [tensorboard]`", False)
 
     @property

@@ -97,7 +97,13 @@ def test_a_new_folder_for_a_task_of_ones_own_has_it_and_passes_its_check(home, t
     report = json.loads(sbkit(own, "check", "hparams/mine.yaml", "--json"))
     assert report["errors"] == [] and [each["code"] for each in report["warnings"]] == ["no-corpus"]
     tones(own / "data", 60, 15)
-    assert "accuracy" in sbkit(own, "train", "hparams/mine.yaml", "--noprogressbar", "--number_of_epochs", "1")
+    (own / "lines.py").write_text(
+        "from pathlib import Path\nfrom sbkit.train.monitor.loggers import Logger\n\n\nclass Lines(Logger):\n"
+        "    def _log(self, values, step, seconds):\n        Path('lines').write_text(str(values))\n\n"
+        "    def _close(self):\n        pass\n")
+    assert "accuracy" in sbkit(own, "train", "hparams/mine.yaml", "--noprogressbar", "--number_of_epochs", "1",
+                               "--loggers", "[lines.Lines]")
+    assert "test/test_accuracy" in (own / "lines").read_text()
 
 
 @pytest.mark.slow

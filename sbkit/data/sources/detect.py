@@ -21,9 +21,8 @@ from sbkit.errors import SbkitError
 Named = str | Path | Mapping[str, str | Path | Sequence[str | Path]]
 
 #: Ends of the names of files that are a split each.
-ONE_SPLIT = (*SpeechBrainCsv.suffixes, ".tsv", *JsonLines.suffixes, ".parquet")
+ONE_SPLIT: tuple[str, ...] = (*SpeechBrainCsv.suffixes, ".tsv", *JsonLines.suffixes, ".parquet")
 _FILE_KINDS: tuple[type[FileSource], ...] = (SpeechBrainCsv, JsonLines)
-_FILE_SUFFIXES = (*(suffix for kind in _FILE_KINDS for suffix in kind.suffixes), ".tsv", ".parquet")
 _SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d+)-of-(?P<shards>\d+)")
 _HUB_PAGE = "https://huggingface.co/datasets/"
 _EXPECTED = (
@@ -65,10 +64,10 @@ def check_exists(source: Named) -> None:
     """Refuse a source whose files or folders don't exist, or that is of no known kind, without reading it."""
     if isinstance(source, Mapping):
         given: list[str | Path] = [path for split, named in source.items() for path in _paths(split, named)]
-        suffixes, kind, expected = _FILE_SUFFIXES, "file", f"expected {', '.join(_FILE_SUFFIXES)}"
+        suffixes, kind, expected = ONE_SPLIT, "file", f"expected {', '.join(ONE_SPLIT)}"
     else:
         given = [] if is_hub_address(source) else [source]
-        suffixes, kind, expected = (*SUFFIXES, *_FILE_SUFFIXES), "file or folder", _EXPECTED
+        suffixes, kind, expected = (*SUFFIXES, *ONE_SPLIT), "file or folder", _EXPECTED
     for each in given:
         if not Path(each).exists():
             raise SbkitError(f"{each}: no such {kind}", hint=expected)
@@ -103,7 +102,7 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
         return Parquet(parquet, path, cache, columns)
     if list(path.glob("*.tsv")):
         raise SbkitError(f"{path} has TSVs but no folder clips/ with the recordings",
-                         hint="is the release unpacked completely?")
+                         hint="unpack a release of Common Voice completely; name other TSVs: {train: FILE, dev: FILE}")
     if VoxCeleb.matches(path):
         return VoxCeleb(path)
     if AudioFolder.matches(path):
@@ -145,9 +144,7 @@ def _paths(split: str, named: object) -> list[Path]:
 def _open_file(path: Path, cache: Path, columns: Mapping[str, str], data_root: str | Path | None) -> Source:
     if path.is_dir():
         raise SbkitError(f"{path} is a folder", hint="name its file of one split, or the folder alone as the source")
-    for kind in _FILE_KINDS:
-        if path.name.endswith(kind.suffixes):
-            return kind({path.stem: path}, columns, data_root)
-    if path.suffix == ".tsv":
-        return SpeechBrainCsv({path.stem: path}, columns, data_root)
-    return Parquet({path.stem: [path]}, path, cache, columns)  # other formats were refused by check_exists
+    if path.suffix == ".parquet":
+        return Parquet({path.stem: [path]}, path, cache, columns)
+    kind = JsonLines if path.name.endswith(JsonLines.suffixes) else SpeechBrainCsv  # also of a .tsv
+    return kind({path.stem: path}, columns, data_root)

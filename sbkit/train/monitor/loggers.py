@@ -1,4 +1,5 @@
-"""Loggers for a run's numbers: TensorBoard, Weights & Biases, MLflow and trackio, each an optional dependency."""
+"""Loggers for a run's numbers: TensorBoard, Weights & Biases, MLflow and trackio, each an optional dependency, and
+classes of the user's own."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from sbkit.errors import SbkitError, first_line
 from sbkit.score.run_files import LOGGERS, TENSORBOARD
 from sbkit.system import disk
+from sbkit.system.schema import Array, String
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +46,8 @@ class Logger(ABC):
     A logger that fails is not used for the rest of the run, with a warning: metrics.jsonl has the same numbers.
     """
 
-    module: ClassVar[str]
-    """The module to import."""
+    module: ClassVar[str | None] = None
+    """The tool's module, which is imported with the extra of its name; None: nothing needs to be installed."""
     buffers: ClassVar[bool] = False
     """Whether the tool buffers numbers until it is flushed, which a killed run would lose."""
 
@@ -54,7 +56,7 @@ class Logger(ABC):
         self._open: Any = None  # the tool's own object for a run
         self._failed = False
         try:
-            self._module: Any = importlib.import_module(self.module)  # without types
+            self._module: Any = self.module and importlib.import_module(self.module)  # without types
         except ImportError as missing:
             raise SbkitError(f"loggers: {name} can't be imported ({missing})",
                              hint=f"pip install 'sbkit[{name}]'") from missing
@@ -193,8 +195,23 @@ class MLflow(Logger):
 
 
 KINDS: dict[str, type[Logger]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
+#: The allowed values of ``loggers``.
+NAMES = Array(String(pattern="|".join((*KINDS, r"[\w.]+\.\w+"))),
+                what=f"a list of {', '.join(KINDS)}, or classes of your own, such as mine.Csv")
 
 
 def make(names: Iterable[str], run: Run) -> list[Logger]:
     """Make the loggers that a recipe names."""
-    return [KINDS[name](name, run) for name in dict.fromkeys(names)]
+    return [_class_of(name)(name, run) for name in dict.fromkeys(names)]
+
+
+def _class_of(name: str) -> type[Logger]:
+    module, _, of = name.rpartition(".")
+    try:
+        found = KINDS.get(name) or getattr(importlib.import_module(module), of)
+    except (ImportError, AttributeError) as missing:
+        raise SbkitError(f"loggers: {name} can't be imported ({missing})",
+                         hint="name a class by its module, such as mine.Csv") from missing
+    if not (isinstance(found, type) and issubclass(found, Logger)):
+        raise SbkitError(f"loggers: {name} is no Logger", hint=f"derive it from {__name__}.Logger")
+    return found

@@ -119,6 +119,35 @@ def test_a_tool_that_is_not_installed_is_one_clear_error(tmp_path, monkeypatch, 
     assert error.value.hint == f"pip install 'sbkit[{extra}]'"
 
 
+class Lines(loggers.Logger):
+    """A tool of one's own: a file with a line for each number."""
+
+    buffers = True
+
+    def _log(self, values, step, seconds):
+        if self._open is None:
+            self._open = (self.run.folder / "lines.txt").open("a")
+        self._open.writelines(f"{step} {name} {value}\n" for name, value in values.items())
+
+    def _close(self):
+        self._open.close()
+
+
+def test_a_class_of_ones_own_is_named_by_its_module(tmp_path):
+    assert [f"{__name__}.Lines", "wandb"] in loggers.NAMES and ["wand"] not in loggers.NAMES
+    run_twice(tmp_path / "run", f"{__name__}.Lines")
+    assert (tmp_path / "run/lines.txt").read_text().splitlines() == [
+        "10 step/loss 4.0", "20 step/loss 3.0", "20 step/loss 3.5", "20 epoch/valid_WER 12.5", "20 test/test_WER 11.0"]
+
+
+@pytest.mark.parametrize("name, message", [
+    ("no_such.Csv", "no_such.Csv can't be imported"), (f"{__name__}.Csv", "can't be imported"),
+    (f"{__name__}.RECIPE", "is no Logger")])
+def test_a_name_of_no_logger_is_one_clear_error(tmp_path, name, message):
+    with pytest.raises(SbkitError, match=message):
+        loggers.make([name], Run(tmp_path, {}))
+
+
 @pytest.mark.parametrize("failure", [ConnectionError("no route to host"), ValueError("401: who are you?"),
                                      SystemExit(1), OSError(28, "No space left on device")])
 def test_a_tool_that_fails_does_not_end_the_run_and_is_reported_once(tmp_path, monkeypatch, caplog, failure):
