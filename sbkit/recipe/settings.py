@@ -23,7 +23,7 @@ from sbkit.system.schema import SIZE
 
 _PRECISIONS = ("auto", *next(a.choices for a in RunOptions._create_parser()._actions if a.dest == "precision"))
 #: Run options that are numbers: int or float, by the option's name.
-NUMBERS: dict[str, Callable[[str], int | float]] = {
+NUMBERS: dict[str, Any] = {  # of these two types
     field.name: type(field.default) for field in dataclasses.fields(RunOptions) if type(field.default) in (int, float)
 } | {"optimizer_step_limit": int}
 #: Why SpeechBrain's Brain refuses data_parallel_backend without a GPU, and what does the same.
