@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ class Mutation(NamedTuple):
 
 
 def mutations(file: str, source: str) -> list[Mutation]:
-    """All that there are of a source of Python."""
+    """All that there are of a source of Python; a few of them don't parse."""
     lines = source.splitlines(keepends=True)
     begins = [sum(map(len, lines[:i])) for i in range(len(lines) + 1)]
     found: list[Mutation] = []
@@ -87,28 +88,30 @@ def mutations(file: str, source: str) -> list[Mutation]:
         elif isinstance(node, (ast.If, ast.IfExp)):
             asked = ast.get_source_segment(source, node.test)
             add(node, "branches", begin(node.test), end(node.test), f"(not ({asked}))")
-    return [each for each in found if _parses(each.applied(source))]
-
-
-def _parses(source: str) -> bool:
-    try:
-        ast.parse(source)
-    except SyntaxError:
-        return False
-    return True
+    return found
 
 
 def drawn(tree: Path, count: int, seed: int) -> list[Mutation]:
     """As many of each kind, at places drawn at random."""
     kinds: defaultdict[str, list[Mutation]] = defaultdict(list)
-    for path in sorted((tree / "sbkit").rglob("*.py")):
-        for each in mutations(str(path.relative_to(tree)), path.read_text(encoding="utf-8")):
+    sources = {str(path.relative_to(tree)): path.read_text(encoding="utf-8")
+               for path in sorted((tree / "sbkit").rglob("*.py"))}
+    for file, source in sources.items():
+        for each in mutations(file, source):
             kinds[each.kind].append(each)
     rng = random.Random(seed)
     for kind in sorted(kinds):
         rng.shuffle(kinds[kind])
-    in_turn = zip(*(kinds[kind] for kind in sorted(kinds)), strict=False)
-    return [each for together in in_turn for each in together][:count]
+
+    def parses(each: Mutation) -> bool:  # asked of what is drawn alone: to parse all of them takes a minute
+        try:
+            ast.parse(each.applied(sources[each.file]))
+        except SyntaxError:
+            return False
+        return True
+
+    in_turn = zip(*(filter(parses, kinds[kind]) for kind in sorted(kinds)), strict=False)
+    return list(islice(chain.from_iterable(in_turn), count))
 
 
 def tests_of(tree: Path, file: str) -> list[str]:

@@ -37,7 +37,7 @@ def trace_module(module: nn.Module, example: tuple[Tensor, ...],
     shapes = {name: tuple(map(dynamic, dims)) if isinstance(dims, list) else dynamic(dims)
               for name, dims in dynamic_dims.items()}
     try:
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), _quiet(), _without_cache():
             program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         line = _line_of(error) or _line_of_fixed_size(module, example, shapes)
@@ -112,7 +112,7 @@ def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], output
     For each node without a stack trace, torch records the current one: a fifth of the time.
     """
     try:
-        with torch.no_grad(), _quiet(), _keep_small_numbers():
+        with torch.no_grad(), _quiet(), _without_cache(), _keep_small_numbers():
             exported = torch.onnx.export(program, dynamo=True, opset_version=OPSET, input_names=list(inputs),
                                          output_names=list(outputs), verbose=False)
             assert exported is not None, "torch returns None only where it is given a file name"
@@ -188,6 +188,14 @@ def _keep_small_numbers() -> Iterator[None]:
         yield
     finally:
         rewriter._DEFAULT_REWRITE_RULES = rules
+
+
+def _without_cache() -> contextlib.AbstractContextManager[None]:
+    """Trace without torch's cache of what operations give: with dynamic sizes few are asked for twice, and half of a
+    trace is spent on adding them."""
+    from torch._dynamo import config
+
+    return config.patch(fake_tensor_cache_enabled=False)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from sbkit.errors import SbkitError
 from sbkit.runs import lock
 from sbkit.runs.lock import RunLock
 from sbkit.system import processes
+from sbkit.train.distributed import ending
 
 
 def holds(pipe, folder, locks, runs, forks):
@@ -202,6 +203,20 @@ def test_the_holder_gives_signs_of_life_and_leaves_no_thread(tmp_path, monkeypat
             time.sleep(0.02)
     assert not [thread for thread in threading.enumerate() if thread.name == "run-lock"]
     assert "ended" in json.loads((tmp_path / ".held-1.json").read_text())
+
+
+def test_a_folder_is_held_until_its_checkpoint_is_written(tmp_path):
+    held = []
+
+    def write():
+        time.sleep(0.3)
+        held.append(json.loads((tmp_path / ".held-1.json").read_text()).get("ended"))
+
+    with RunLock(tmp_path):
+        writer = threading.Thread(target=write)
+        ending.writing.add(writer)
+        writer.start()
+    assert held == [None]
 
 
 def test_a_holder_that_was_taken_for_dead_ends(tmp_path):

@@ -85,8 +85,9 @@ def test_a_run_that_learns_gets_no_notice(steps, loss, given):
     pytest.param(1400, lambda step: 9.0, {"rate": 1e-6}, [("chance", True)],
                  ["above chance", "a higher learning rate: --lr 0.002"], id="a rate of nearly nothing"),
     pytest.param(3000, STANDS, {"rate": None}, [("chance", True)], ["Step 3,000"], id="the rate is not known"),
-    pytest.param(700, STANDS, {"setup": Setup(keys=())}, [("chance", True)],
-                 ["--batching.min_steps", "--schedule.peak 0.00067"], id="no such names in the recipe"),
+    pytest.param(700, STANDS, {"setup": Setup(keys=()), "warmup": 100}, [("chance", True)],
+                 ["--batching.min_steps", "--schedule.peak 0.00067", "--schedule.warmup 200"],
+                 id="no such names in the recipe"),
     pytest.param(4000, STANDS, {"rate": 0.009, "warmup": 0.2, "limit": 0.0015}, [("chance", True)],
                  ["--schedule.max_lr_at_chance 0.0005 (it has reached 0.0015)"], id="a rate that waits"),
     pytest.param(600, STANDS, {"rate": 3e-4, "setup": Setup(trained=True, keys=(

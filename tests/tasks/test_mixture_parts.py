@@ -6,14 +6,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from sbkit.data.corpus import Corpus
 from sbkit.data.loader import TrainLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.mixture import Mixture
 from sbkit.data.plan import Batching, Plan
+from sbkit.score.metric import Metric
 from sbkit.score.results import Results
 from sbkit.tasks.mixture_parts import ALL, MixtureParts
+from sbkit.tasks.task import Task
 from sbkit.train.checkpoint import Checkpointer
 
 PARTS = {"read": Corpus("."), "calls": Corpus(".")}
@@ -55,6 +58,22 @@ def test_a_test_has_results_of_each_part():
     assert found.stats == {"loss": 1.0, "WER": 25.0, "WER read": 1.0, "WER calls": 2.0}
     assert parts.for_log(found.stats, ALL) == {"loss": 1.0, "WER of all parts": 25.0, "WER read": 1.0, "WER calls": 2.0}
     assert {part: each.utterances for part, each in found.parts.items()} == {"read": 1, "calls": 2}
+
+
+class Scored(Task):
+    """Its rows have their errors."""
+
+    metric = Metric("WER")
+
+    def stats(self, rows):
+        return stats(rows)
+
+
+def test_a_task_gives_its_test_the_results_of_each_part_with_their_interval():
+    task = Scored({"layer": torch.nn.Linear(1, 1)}, hparams={"corpus": Mixture(PARTS)}, run_opts={"device": "cpu"})
+    found = task.tested_results(rows("read", "calls", "calls"), 1.0, {})
+    assert {part: each.stats["WER"] for part, each in found.parts.items()} == {"read": 10.0, "calls": 25.0}
+    assert found.stats["WER"] == 20.0 and all(each.estimate for each in (found, *found.parts.values()))
 
 
 def train_epoch(parts: MixtureParts, shares: dict[str, float], epoch: int) -> dict[str, float]:
