@@ -194,7 +194,7 @@ def test_every_page_is_linked_to():
 
 
 def test_the_readme_is_short():
-    assert len(prose("README.md").split()) <= 1100
+    assert len(prose("README.md").split()) <= 700
 
 
 def test_symptoms_are_quoted_as_they_are_said():

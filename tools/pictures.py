@@ -76,7 +76,7 @@ def live_page(run: Path, to: Path, home: Path) -> None:
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                     break
                 time.sleep(0.1)
-            browser.open(f"http://127.0.0.1:{port}/", width=900, height=420)
+            browser.open(f"http://127.0.0.1:{port}/", width=900, height=560)
             browser.run(WAIT % "!document.getElementById('speak').disabled")
             browser.run("document.getElementById('speak').click()")
             # The first clip is settled, and of the second there are words that may still change.
