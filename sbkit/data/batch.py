@@ -54,6 +54,8 @@ class Batch:
     samples: int = 0
     """Sum of ``signal_lengths``, known on the CPU; 0 for a stand-in."""
     sample_rate: int = SAMPLE_RATE
+    beyond_shape: bool = False
+    """Whether it is larger than the shape of its step, because a recording is longer than its row says."""
 
     def __post_init__(self) -> None:
         if self.real is None:
