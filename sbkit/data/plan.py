@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -36,8 +36,10 @@ ROUND_SECONDS, GPU_ROUND_SECONDS = 0.32, 0.16
 #: and this many more shapes each time the length is halved.
 UNITS = 8
 Length = TypeVar("Length", float, np.ndarray)
-# What a recipe may give; it is a number from then on.
-Seconds = float if TYPE_CHECKING else float | Literal["auto"]
+if TYPE_CHECKING:
+    Seconds: TypeAlias = float
+else:
+    Seconds = float | Literal["auto"]  # what a recipe may give; it is a number from then on
 
 
 @dataclass

@@ -231,7 +231,7 @@ class Failure:
 
 
 def _as_float(signal: np.ndarray) -> np.ndarray:
-    return signal if signal.dtype == np.float32 else np.divide(signal, FULL_SCALE, dtype=np.float32)
+    return np.divide(signal, FULL_SCALE, dtype=np.float32) if signal.dtype == np.int16 else signal
 
 
 def _as_stored(signal: np.ndarray) -> np.ndarray:
