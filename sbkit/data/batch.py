@@ -91,7 +91,7 @@ class Batch:
         """A copy with its tensors on ``device``, where samples of 16 bits become numbers from -1 to 1."""
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
         if moved.signals.dtype == torch.int16:
-            moved.signals = moved.signals.float() / FULL_SCALE
+            moved.signals = moved.signals / FULL_SCALE
         return moved
 
     def repeated(self, times: int) -> Batch:

@@ -91,7 +91,7 @@ class Batching:
         if self.auto:
             if self.step_seconds is None:
                 raise SbkitError("batching: max_batch_seconds: auto needs step_seconds",
-                                 hint="give the audio of an update, as what is learnt may not depend on a memory")
+                                 hint="give the audio of an update, as what is learnt may not depend on memory")
             self.max_batch_seconds = self.step_seconds
         for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
             check_number(f"batching: {name}", getattr(self, name), above=0, optional=name != "max_batch_seconds",
