@@ -86,7 +86,7 @@ class Batching:
 
     def __post_init__(self, least_steps: int) -> None:
         self.min_steps = argument("batching", least_steps=least_steps, min_steps=self.min_steps)
-        self.auto = self.max_batch_seconds == "auto"
+        self.auto = str(self.max_batch_seconds) == "auto"
         """Whether a run still has to measure ``max_batch_seconds``, which is ``step_seconds`` until then."""
         if self.auto:
             if self.step_seconds is None:
