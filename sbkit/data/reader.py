@@ -251,7 +251,7 @@ def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int 
             os.ftruncate(file, size)
             for i, row in enumerate(rows):
                 data = np.ascontiguousarray(row, kind)
-                if os.pwrite(file, data, i * shape[1] * kind.itemsize) < data.nbytes:
+                if os.pwrite(file, data.data, i * shape[1] * kind.itemsize) < data.nbytes:
                     raise MemoryError("no memory is left for a batch")
             of_file: Any = torch.UntypedStorage  # with a method that its types lack
             storage = of_file._new_shared_fd_cpu(file, size)
