@@ -37,6 +37,7 @@ class ToyBatch:
     weight: float = 1.0
     seconds: float = 1.0
     padded_seconds: float = 1.25
+    beyond_shape: bool = False
 
     @property
     def last(self) -> bool:

@@ -54,6 +54,8 @@ class Batch:
     samples: int = 0
     """Sum of ``signal_lengths``, known on the CPU; 0 for a stand-in."""
     sample_rate: int = SAMPLE_RATE
+    beyond_shape: bool = False
+    """Whether it is larger than the shape of its step, because a recording is longer than its row says."""
 
     def __post_init__(self) -> None:
         if self.real is None:
@@ -89,7 +91,7 @@ class Batch:
         """A copy with its tensors on ``device``, where samples of 16 bits become numbers from -1 to 1."""
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
         if moved.signals.dtype == torch.int16:
-            moved.signals = moved.signals.float() / FULL_SCALE
+            moved.signals = moved.signals / FULL_SCALE
         return moved
 
     def repeated(self, times: int) -> Batch:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -36,8 +36,10 @@ ROUND_SECONDS, GPU_ROUND_SECONDS = 0.32, 0.16
 #: and this many more shapes each time the length is halved.
 UNITS = 8
 Length = TypeVar("Length", float, np.ndarray)
-# What a recipe may give; it is a number from then on.
-Seconds = float if TYPE_CHECKING else float | Literal["auto"]
+if TYPE_CHECKING:
+    Seconds: TypeAlias = float
+else:
+    Seconds = float | Literal["auto"]  # what a recipe may give; it is a number from then on
 
 
 @dataclass
@@ -84,12 +86,12 @@ class Batching:
 
     def __post_init__(self, least_steps: int) -> None:
         self.min_steps = argument("batching", least_steps=least_steps, min_steps=self.min_steps)
-        self.auto = self.max_batch_seconds == "auto"
+        self.auto = str(self.max_batch_seconds) == "auto"
         """Whether a run still has to measure ``max_batch_seconds``, which is ``step_seconds`` until then."""
         if self.auto:
             if self.step_seconds is None:
                 raise SbkitError("batching: max_batch_seconds: auto needs step_seconds",
-                                 hint="give the audio of an update, as what is learnt may not depend on a memory")
+                                 hint="give the audio of an update, as what is learnt may not depend on memory")
             self.max_batch_seconds = self.step_seconds
         for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
             allowed = SIZE if name in ("buckets", "max_batch_utterances") else POSITIVE

@@ -144,9 +144,12 @@ class Reader(Dataset[Any]):
             columns[name] = Padded(_pad(several, torch.float32, self._width(sizes, shape)), torch.tensor(sizes))
         tokens = [self._encoded(*pair) for pair in zip(ids[:count], texts, strict=False)]
         tokens += [[1] if self.tokenizer is not None else [] for _ in ids[count:]]
+        encoded = _pad(tokens, torch.int64, shape.tokens if shape else 0)
+        beyond = shape is not None and (
+            max(lengths) > self._width(lengths, shape) or encoded.shape[1] > shape.tokens or len(ids) > shape.rows)
         return Batch(
             ids=ids, signals=_pad(signals, torch.int16 if stored else torch.float32, self._width(lengths, shape)),
-            signal_lengths=torch.tensor(lengths), tokens=_pad(tokens, torch.int64, shape.tokens if shape else 0),
+            signal_lengths=torch.tensor(lengths), tokens=encoded, beyond_shape=beyond,
             token_lengths=torch.tensor([len(line) for line in tokens]), real=torch.arange(len(ids)) < count,
             texts=texts, columns=columns, labels=labels, damaged=damaged, samples=sum(lengths[:count]),
             sample_rate=self.sample_rate, **place,
@@ -228,7 +231,7 @@ class Failure:
 
 
 def _as_float(signal: np.ndarray) -> np.ndarray:
-    return signal if signal.dtype == np.float32 else np.divide(signal, FULL_SCALE, dtype=np.float32)
+    return np.divide(signal, FULL_SCALE, dtype=np.float32) if signal.dtype == np.int16 else signal
 
 
 def _as_stored(signal: np.ndarray) -> np.ndarray:
@@ -248,7 +251,7 @@ def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int 
             os.ftruncate(file, size)
             for i, row in enumerate(rows):
                 data = np.ascontiguousarray(row, kind)
-                if os.pwrite(file, data, i * shape[1] * kind.itemsize) < data.nbytes:
+                if os.pwrite(file, data.data, i * shape[1] * kind.itemsize) < data.nbytes:
                     raise MemoryError("no memory is left for a batch")
             of_file: Any = torch.UntypedStorage  # with a method that its types lack
             storage = of_file._new_shared_fd_cpu(file, size)

@@ -213,6 +213,11 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
         report.notes.append("the cost: the recipe's batching has no max_batch_seconds")
         return {}
     tried = batch_size.cached(batch_size.result_file(batch_size.model_of(owned.roots), traced.keys, precision, device))
+    batching, memory = traced.keys.batching, cost.memory_of(str(device))
+    largest = max((one.seconds for one in tried), default=0) or (0 if memory is None else estimate.largest(memory))
+    if batching.auto and estimate.cost.seconds < largest < batching.max_batch_seconds:
+        batching.max_batch_seconds = int(largest)
+        estimate = cost.estimate_cost(traced, owned, device, precision, measured, typical) or estimate
     estimate.check_fits(findings, built.nodes.get("batching"), tried)
     audio = () if planned is None else (
         mixture.hours_of_pass(planned[0]), planned[1].passes, traced.keys.epoch_counter.limit)
@@ -235,6 +240,9 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
         if slow is not None:
             findings.warning("slow-reading", built.place("num_workers"), "num_workers", *slow)
     section = cost.section(estimate, tried, *audio)
+    if batching.auto:
+        section.remarks.append(f"max_batch_seconds: auto is measured before the first step; here it is "
+                               f"{batching.max_batch_seconds:g} s")
     section.remarks += _attention(traced, owned, device, precision, findings)
     sections = {"cost": section}
     if pricing is not None and not wrong:

@@ -174,8 +174,8 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         nodes, pools = brain.trainer.graphs.nodes, (each for each in torch.cuda.memory_snapshot()
                                                     if each["segment_pool_id"] != (0, 0))
         graph_bytes = sum(each["total_size"] for each in pools)
-        torch.cuda.empty_cache()  # what is left is in use, or a graph's
-        free, total = torch.cuda.mem_get_info()
+        torch.cuda.empty_cache()  # what is left is in use, or of graphs
+        reserved = torch.cuda.memory_reserved() if nodes else 0
         brain.trainer.graphs.reset()  # the next step is without, so that its lines are known
         held, peak, timeline = memory_timeline(brain, batch)
         trained = sum(each.numel() * each.element_size() for each in brain.modules.parameters() if each.requires_grad)
@@ -186,7 +186,7 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         figures = {
             "batch": f"{count} x {seconds:g} s", "batch_seconds": count * seconds, "precision": brain.precision,
             "operations": sum(each for each, _ in work), "bytes": sum(each for _, each in work),
-            "host_ms": 1e3 * host, "graph_nodes": nodes, "graph_bytes": graph_bytes, "used_bytes": total - free,
+            "host_ms": 1e3 * host, "graph_nodes": nodes, "graph_bytes": graph_bytes, "reserved_bytes": reserved,
             **asdict(counted), "held_bytes": held, "peak_bytes": peak,
             "card_ms": 1e3 * flops.least_seconds(work, limits) if kernels and limits is not None else None,
             "estimated_bytes": estimate.get("step_bytes"), "timeline": timeline}

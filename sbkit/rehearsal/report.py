@@ -116,7 +116,7 @@ def _figures(figures: Line, card: Card) -> Section:
     launch_ms, gpu_ms = LAUNCH_MS * figures["launches"], figures["card_ms"]
     nodes = figures.get("graph_nodes", {})
     launch_bound = gpu_ms is not None and launch_ms > gpu_ms
-    estimated, peak = figures.get("estimated_bytes"), max(figures["peak_bytes"], figures.get("used_bytes", 0))
+    estimated, peak = figures.get("estimated_bytes"), max(figures["peak_bytes"], figures.get("reserved_bytes", 0))
     rows = [["micro-batch per GPU", f"{figures['batch']} in {figures['precision']}"],
             ["kernels per step", f"{figures['launches']:,} launches, {figures['copies']:,} copies"],
             ["host time per step", f"{figures['host_ms']:.1f} ms on a core of this machine; with a GPU's driver an "

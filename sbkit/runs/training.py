@@ -126,7 +126,7 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
         brain.metrics_log.write(
             "run", command=command(), folder=os.getcwd(), devices=ranks.world_size(), device=str(brain.device),
             precision=brain.precision, threads=torch.get_num_threads(), parameters=parameters, environment=describe(),
-            max_batch_seconds=brain.keys.batching.max_batch_seconds,
+            max_batch_seconds=vars(brain.keys)["batching"].max_batch_seconds,
             weights=None if resumed else weights_hash(brain.modules),
             **({"changed": changes, "after_step": brain.optimizer_step} if goes_on else {}),
         )

@@ -86,6 +86,7 @@ class StepGraphs:
         self.brain, self.device, self._compute, self._update = brain, device, compute, update
         self._gradients: list[tuple[Parameter, Tensor]] = []
         self._stream: torch.cuda.Stream | None = None
+        self._warned = False
         self.nodes: dict[str, int] = {}
         """The nodes of the graphs that were captured last: of a "micro-step", and of an "update"."""
         self.reset()
@@ -126,6 +127,12 @@ class StepGraphs:
     def micro_step(self, batch: MicroBatch) -> MicroStep | None:
         """Compute a micro-batch by a graph, and return what is left behind; None if it has to be computed without."""
         if not self._on or getattr(batch, "weight", 1.0) == 0:  # a stand-in is small, and of a shape of its own
+            return None
+        if getattr(batch, "beyond_shape", False):  # a graph of its own would hardly be replayed
+            if not self._warned:
+                logger.info("A micro-batch is larger than its shape, as recordings are longer than their rows say: "
+                            "such ones are computed without a CUDA graph")
+            self._warned = True
             return None
         given = _tensors(batch)
         key = self.brain.graph_key(), tuple((each.shape, each.dtype) for each in given)

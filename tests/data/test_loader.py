@@ -27,6 +27,7 @@ from sbkit.data.batch import STAND_IN
 from sbkit.data.loader import EvalLoader, TrainLoader, eval_batches
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
+from sbkit.data.shapes import Shape
 from sbkit.errors import SbkitError
 
 
@@ -197,6 +198,14 @@ def test_recordings_of_16_bits_go_to_a_gpu_as_they_are_and_are_the_same_there(ma
             assert there.signals.dtype == torch.float32
             assert torch.equal(there.signals[real], float_batch.signals[real])
     assert kinds == {torch.int16, torch.float32}
+
+
+def test_a_batch_that_is_larger_than_its_shape_says_so(manifest):
+    for seconds, tokens, beyond in ((2.0, 60, False), (0.2, 60, True), (2.0, 3, True)):
+        request = reader.ReadRequest(1, 0, 0, 1, np.arange(2), 0, Shape(4, seconds, tokens))
+        batch = reader.Reader(manifest, LETTERS).read(request)
+        assert batch.beyond_shape == beyond and batch.to("cpu").beyond_shape == beyond
+        assert batch.signals.shape[1] >= max(batch.signal_lengths) and len(batch) == 4
 
 
 def test_what_changes_signals_reads_numbers(manifest):

@@ -407,3 +407,12 @@ print(time.process_time() - start, re.search(r"VmHWM:\\s+(\\d+)", open("/proc/se
     (0.5, "cuda", False, 0.5)])
 def test_shapes_are_rounded_where_that_saves_time_or_as_asked(given, device, compiled, expected):
     assert Batching(120, 30, round_seconds=given).rounding(device, compiled) == expected
+
+
+def test_a_micro_batch_that_is_measured_is_at_most_a_step_and_needs_one():
+    batching = Batching(max_batch_seconds="auto", step_seconds=30)
+    assert batching.auto and batching.max_batch_seconds == 30 and not Batching(max_batch_seconds=30).auto
+    with pytest.raises(SbkitError, match="auto needs step_seconds"):
+        Batching(max_batch_seconds="auto")
+    with pytest.raises(SbkitError, match="max_batch_seconds is 'all'"):
+        Batching(max_batch_seconds="all", step_seconds=30)

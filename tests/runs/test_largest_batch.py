@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import run_folders
@@ -22,7 +23,20 @@ from sbkit.train.memory.trials import BASE_BYTES, WORKER_BYTES
 ROOT = Path(__file__).parents[2]
 #: What a process holds before a batch.
 LEAST = (BASE_BYTES + 2 * WORKER_BYTES) / GIB
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not memory.can_bound(), reason="only Linux bounds a process")]
+on_linux = pytest.mark.skipif(not memory.can_bound(), reason="only Linux bounds a process")
+
+
+@pytest.mark.parametrize("auto, checkpoints, stored, kept", [
+    (True, ["step 3"], {largest_batch.KEY: 24.0}, 24.0), (True, [], {largest_batch.KEY: 24.0}, None),
+    (False, ["step 3"], {largest_batch.KEY: 24.0}, None), (True, ["step 3"], {}, None)])
+def test_a_run_with_a_checkpoint_keeps_what_it_has_measured(tmp_path, auto, checkpoints, stored, kept):
+    (tmp_path / MEASURED).write_text(json.dumps(stored))
+    keys = SimpleNamespace(batching=SimpleNamespace(auto=auto), folder=tmp_path,
+                           checkpointer=SimpleNamespace(list_checkpoints=lambda: checkpoints))
+    assert largest_batch.kept(keys) == kept
+    request = SimpleNamespace(overrides={"batching": {"buckets": 3}})
+    largest_batch.give(request, 24.0)
+    assert request.overrides == {"batching": {"buckets": 3, "max_batch_seconds": 24.0}}
 
 
 def measured(folder, gib):
@@ -37,6 +51,8 @@ def measured(folder, gib):
     return largest_batch.measure(recipe, request, device), largest_batch.kept(recipe.keys)
 
 
+@pytest.mark.slow  # five processes that import torch
+@on_linux
 def test_all_ranks_have_what_fits_into_the_smallest_share(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("SBKIT_CACHE", str(cache))
     (found, kept), (other, _) = results(measured, tmp_path / "run", [64.0, 2 * (LEAST + 1.5)], timeout=300)
@@ -46,6 +62,7 @@ def test_all_ranks_have_what_fits_into_the_smallest_share(tmp_path, cache, monke
 
 
 @pytest.mark.long
+@on_linux
 def test_a_memory_that_is_too_small_is_an_error(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("SBKIT_CACHE", str(cache))
     monkeypatch.setattr(batch_size_search, "memory_budget", None)  # put back at the end
@@ -53,6 +70,8 @@ def test_a_memory_that_is_too_small_is_an_error(tmp_path, cache, monkeypatch):
         measured(tmp_path / "run", [LEAST])
 
 
+@pytest.mark.long
+@on_linux
 def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("SBKIT_CACHE", str(cache))
     data, out = run_folders.corpus(tmp_path / "data", 1.0, train=8, dev=2, test=2), tmp_path / "out"

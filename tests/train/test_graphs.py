@@ -179,6 +179,24 @@ def test_what_cannot_be_replayed_trains_without_graphs_and_says_why(cls, hparams
     assert getattr(toy, "seen", 8 * 3) == 8 * 3  # trials leave nothing behind
 
 
+class Longer(ToyTrainLoader):
+    """Every fourth of its batches is larger than its shape."""
+
+    def at(self, *place):
+        for number, batch in enumerate(super().at(*place)):
+            batch.beyond_shape = number % 4 == 3
+            yield batch
+
+
+@pytest.mark.gpu
+def test_a_batch_that_is_larger_than_any_shape_is_computed_without(on_a_null_card, caplog):
+    caplog.set_level(logging.INFO, "sbkit.train.graphs")
+    toy, counts = trained(ToyBrain, loader=Longer(steps=12, size=8, micros=1))
+    assert [count.launches > MICRO + UPDATE for count in counts[4:]] == [False, False, False, True] * 2
+    said = [record.message for record in caplog.records if "larger than its shape" in record.message]
+    assert len(said) == 1 and toy.optimizer_step == 12
+
+
 @pytest.mark.gpu
 def test_a_driver_without_graphs_trains_without(monkeypatch, caplog):
     def refuse(graph, *given, **named):
