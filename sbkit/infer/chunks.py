@@ -19,6 +19,8 @@ _BELOW = 25.0
 _FROM = 0.5
 #: Seconds included beyond a cut through speech.
 CONTEXT_SECONDS = 1.5
+#: Seconds before a chunk that the detector hears first: at the beginning of what it hears it takes music for speech.
+_HEARD_SECONDS = 3.0
 #: The log-probability of a token where nobody speaks.
 _NEVER = -1e4
 
@@ -63,6 +65,8 @@ def cut(blocks: Iterable[np.ndarray], rate: int, frame_samples: int, chunk_secon
     """
     size = max(int(chunk_seconds * rate) // frame_samples, 4) * frame_samples
     context = min(-(-int(CONTEXT_SECONDS * rate) // frame_samples), size // frame_samples // 4) * frame_samples
+    heard: np.ndarray = np.zeros(0, np.float32)
+    most_heard = int(_HEARD_SECONDS * rate) // frame_samples * frame_samples
     waiting: list[np.ndarray] = []
     pending = done = 0  # samples in ``waiting``, and those at its start whose frames were returned
     for block in blocks:
@@ -71,7 +75,7 @@ def cut(blocks: Iterable[np.ndarray], rate: int, frame_samples: int, chunk_secon
         while pending > size:
             signal, spoken = np.concatenate(waiting), None
             if detector is not None:
-                spoken = detector(signal[:size], frame_samples)
+                spoken = detector(np.concatenate([heard, signal[:size]]), frame_samples)[len(heard) // frame_samples:]
             gap, beyond = 0 if spoken is None else _longest_gap(spoken[done // frame_samples:]), 0
             length, pause = (gap * frame_samples, True) if gap else _quietest(signal[done:size], rate, frame_samples)
             if not pause:  # the cut goes through speech, and must leave room for what is included beyond it
@@ -80,11 +84,12 @@ def cut(blocks: Iterable[np.ndarray], rate: int, frame_samples: int, chunk_secon
             yield Chunk(signal[: end + beyond], done // frame_samples, length // frame_samples, beyond > 0,
                         None if spoken is None else spoken[: (end + beyond) // frame_samples])
             first = max(end - beyond, 0)
+            heard = np.concatenate([heard, signal[:first]])[-most_heard:]
             waiting, pending, done = [signal[first:]], len(signal) - first, end - first
     if pending > done:
         signal = np.concatenate(waiting)
-        yield Chunk(signal, done // frame_samples, None,
-                    spoken=None if detector is None else detector(signal, frame_samples))
+        yield Chunk(signal, done // frame_samples, None, spoken=None if detector is None else detector(
+            np.concatenate([heard, signal]), frame_samples)[len(heard) // frame_samples:])
 
 
 def _longest_gap(spoken: np.ndarray) -> int:
