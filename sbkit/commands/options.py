@@ -51,6 +51,12 @@ def add_search(parser: argparse.ArgumentParser) -> None:
                         help="a phrase to expect (repeatable; @FILE has one per line)")
 
 
+def add_vad(parser: argparse.ArgumentParser) -> None:
+    """Add ``--vad``."""
+    parser.add_argument("--vad", action="store_true", help="write words of recordings only where silero-vad hears "
+                        "somebody speak: for models that write some where nobody does")
+
+
 def require_run(folder: Path) -> None:
     """Refuse a run that isn't there, before torch is imported, which takes seconds."""
     if not folder.exists():

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from sbkit.commands.options import above, add_model, add_search, request_of
+from sbkit.commands.options import above, add_model, add_search, add_vad, request_of
 from sbkit.serve.limits import Limits
 
 
@@ -41,6 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{each.name.replace('_', '-')}", type=type(each.default), default=argparse.SUPPRESS,
                             metavar="S" if "seconds" in each.name else "N",
                             help=f"{each.metadata['help']} ({each.default:g})")
+    add_vad(parser)
     add_search(parser)
 
 

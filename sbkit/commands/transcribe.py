@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import above, add_model, add_schemes, add_search, count, request_of
+from sbkit.commands.options import above, add_model, add_schemes, add_search, add_vad, count, request_of
 
 FORMER = {"output": "to"}
 
@@ -25,6 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--references", metavar="FILE", help="CSV, TSV or lines of name<TAB>text; prints the WER")
     parser.add_argument("--overwrite", action="store_true", help="redo recordings whose files exist")
     add_schemes(parser)
+    add_vad(parser)
     add_search(parser)
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import FASTER
+from sbkit.nn.fast.front_end import FixedNormalization
 from sbkit.nn.kaldi import fourier
 from sbkit.nn.lengths import feature_frames, lengths_to_mask, takes_lengths
 
@@ -198,5 +199,5 @@ def normalization(norm: nn.Module | None) -> nn.Module | None:
 
 
 def is_input_normalization(norm: object) -> bool:
-    """Whether this is SpeechBrain's ``InputNormalization`` or its fast equivalent, not a subclass."""
-    return type(norm) in (InputNormalization, FASTER[InputNormalization])
+    """Whether this is SpeechBrain's ``InputNormalization`` or an equivalent of ours, not another subclass."""
+    return type(norm) in (InputNormalization, FASTER[InputNormalization], FixedNormalization)

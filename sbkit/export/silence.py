@@ -73,10 +73,11 @@ def _calibrate(config: layout.Config, transcribe: Callable[[Sequence[np.ndarray]
     clips = clips_of(corpus.manifest("dev"), rate, _CALIBRATED)
     clips += [Clip(NonSpeech().signal(len(clip.signal), rate, np.random.default_rng(number)), "", "silence")
               for number, clip in enumerate(clips[::5])]
-    confidences, right = list[float](), list[bool]()
+    confidences, right, invented = list[float](), list[bool](), list[float]()
     for clip, found in zip(clips, transcribe([clip.signal for clip in clips]), strict=True):
         said = (clip.text or "").split() if found.spaced else list((clip.text or "").replace(" ", ""))
         confidences += [word.confidence for word in found.words]
+        invented += [] if said else [word.confidence for word in found.words]
         right += [step == EQUAL for step in align([said], [[word.text for word in found.words]])[0]
                   if step != DELETION]
     if len(right) < _WORDS:
@@ -87,6 +88,8 @@ def _calibrate(config: layout.Config, transcribe: Callable[[Sequence[np.ndarray]
     config.reliability = [[confidence, min(max(accuracy, least), 1 - least)]
                           for confidence, accuracy in zip(curve.confidences, curve.accuracies, strict=True)]
     rows = [[f"{100 * each.expected:.1f}", f"{100 * each.found:.1f}", each.utterances] for each in tried.bins]
+    silent = f"{100 * np.interp(invented, *np.transpose(config.reliability)).mean():.1f} % on average for the " \
+             f"{len(invented)} words that were written for silence" if invented else "No word was written for silence"
     return [Table("How far to trust a word's confidence", ["confidence %", "right %", "words"], rows,
                   f"Calibrated on {len(clips)} recordings of dev and of silence, and tried on the half that it was not "
-                  f"fitted on: both differ by {100 * tried.error:.1f} points (expected calibration error).")]
+                  f"fitted on: both differ by {100 * tried.error:.1f} points (expected calibration error). {silent}.")]

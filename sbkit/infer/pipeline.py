@@ -11,10 +11,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from sbkit.data.audio import AudioError
 from sbkit.infer.assembly import Assembly, transcript, words
 from sbkit.infer.chunks import Chunk, cut
 from sbkit.infer.decoding import decoder
+from sbkit.infer.detector import SpeechDetector
 from sbkit.infer.engine import Engine
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript
@@ -31,12 +34,14 @@ class Options:
     chunk_seconds : longest chunk; None: the length that the model was trained on
     readers : threads that decode audio
     search : options of ``sbkit.decode.beam.BeamSearch`` (lm, hot_words, ...); None: greedy decoding
+    vad : whether words are written only where silero-vad hears somebody speak, and recordings are cut where it doesn't
     """
 
     batch_seconds: float | None = None
     chunk_seconds: float | None = None
     readers: int = 2
     search: Mapping[str, Any] | None = None
+    vad: bool = False
 
 
 #: A recording's number, and its transcript or its error.
@@ -70,6 +75,7 @@ class Pipeline:
                            self._chunk_seconds) * config.sample_rate
         self._frame = config.hop_samples * config.subsampling
         self.decoder = decoder(engine.vocabulary, self.options.search)
+        self._detector = SpeechDetector(config) if self.options.vad else None
 
     def run(self, recordings: Sequence[Recording]) -> Generator[PipelineResult, None, None]:
         """Yield each recording's result as soon as it is complete."""
@@ -104,7 +110,8 @@ class Pipeline:
                 break
             number = 0
             try:
-                for chunk in cut(recordings[index].blocks(rate), rate, self._frame, self._chunk_seconds):
+                for chunk in cut(recordings[index].blocks(rate), rate, self._frame, self._chunk_seconds,
+                                 self._detector):
                     if stop.is_set():
                         return
                     read.put(_ReadChunk(index, number, chunk))
@@ -135,6 +142,8 @@ class Pipeline:
                     item = read.get(block=idle)
                     if item is None:
                         readers -= 1
+                    elif isinstance(item, _ReadChunk) and item.chunk.silent:
+                        self._add(item, None, partial, ready)
                     elif isinstance(item, _ReadChunk):
                         waiting.append(item)
                     elif item.error is None:
@@ -157,12 +166,19 @@ class Pipeline:
             if running:
                 batch, future = running.popleft()
                 for each, log_probs in zip(batch, future.result(), strict=True):
-                    partial.setdefault(each.recording, Assembly()).add(each.number, each.chunk, log_probs, self._frame,
-                                                                       self.decoder)
-                    _move_if_complete(each.recording, partial, ready)
+                    self._add(each, log_probs, partial, ready)
             if len(ready) >= self.decoder.at_once:
                 yield from self._finish(recordings, ready)
         yield from self._finish(recordings, ready)
+
+    def _add(self, part: _ReadChunk, log_probs: np.ndarray | None, partial: dict[int, Assembly],
+             ready: dict[int, Assembly]) -> None:
+        """Add the output [T, V] for a chunk to its recording; None: it didn't run, because nobody speaks."""
+        config = self.engine.config
+        partial.setdefault(part.recording, Assembly()).add(
+            part.number, part.chunk, part.chunk.output(log_probs, config.blank_id, config.width), self._frame,
+            self.decoder)
+        _move_if_complete(part.recording, partial, ready)
 
     # ------------------------------------------------------------------ words
 

@@ -38,6 +38,7 @@ class TranscribeRequest(SearchRequest, FilesRequest):
     formats : any of ``txt, json, srt, vtt, ctm``
     overwrite : redo existing transcripts
     references : a manifest, or lines ``name<TAB>text``, to score against
+    vad : whether words are written only where silero-vad hears somebody speak
     """
 
     output: Path | None = None
@@ -47,6 +48,7 @@ class TranscribeRequest(SearchRequest, FilesRequest):
     readers: int = 2
     overwrite: bool = False
     references: str | None = None
+    vad: bool = False
 
 
 def transcribe(request: TranscribeRequest) -> int:
@@ -64,6 +66,7 @@ def transcribe(request: TranscribeRequest) -> int:
         if request.output is not None:
             record_settings(request.output, request.bundle, {
                 "model": engine.running.model, "search": request.search, "chunk_seconds": request.chunk_seconds,
+                **({"vad": True} if request.vad else {}),  # older folders don't name it
             }, request.overwrite)
             waiting = [each for each in recordings if request.overwrite
                        or not all(output_path(request.output, each, name).exists() for name in formats)]
@@ -74,7 +77,8 @@ def transcribe(request: TranscribeRequest) -> int:
 
 def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest, formats: list[str]) -> int:
     seconds_of, start = lengths(recordings, engine.config.sample_rate), time.perf_counter()
-    pipeline = Pipeline(engine, Options(request.batch_seconds, request.chunk_seconds, request.readers, request.search))
+    pipeline = Pipeline(engine, Options(request.batch_seconds, request.chunk_seconds, request.readers, request.search,
+                                        request.vad))
     found: dict[int, Transcript] = {}
     errors: dict[int, AudioError] = {}
     with contextlib.closing(run_files(

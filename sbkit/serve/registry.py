@@ -18,6 +18,7 @@ from sbkit.export import layout
 from sbkit.infer.assembly import Assembly, StableWords, transcript
 from sbkit.infer.chunks import Chunk, cut
 from sbkit.infer.decoding import decoder
+from sbkit.infer.detector import SpeechDetector
 from sbkit.infer.engine import Engine
 from sbkit.infer.graph_model import GraphEngine
 from sbkit.infer.stream_engine import StreamEngine
@@ -69,6 +70,7 @@ class ServedModel(Served, of=layout.Bundle):
         self.chunk_seconds = config.chunk(options.chunk_seconds)
         self.frame_samples = config.hop_samples * config.subsampling
         self.decoder = decoder(self.vocabulary, options.search)
+        self.detector = SpeechDetector(config) if options.vad else None
         self.batcher = Batcher(self.engine, options.batch_seconds, options.batching,
                                metrics.batches.labels(self.name).observe)
         self.batcher.measure(np.zeros(int(min(_MEASURE_SECONDS, self.chunk_seconds) * config.sample_rate), np.float32))
@@ -222,8 +224,8 @@ def load(bundles: Mapping[str, Path], options: BundleOptions, metrics: Metrics |
     metrics = metrics or Metrics()
     kinds = {name: SERVED.of(layout.read(folder)) for name, folder in bundles.items()}
     recognises = any(issubclass(kind, ServedModel) for kind in kinds.values())
-    if not recognises and (options.search or options.chunk_seconds or options.batch_seconds):
-        raise SbkitError("language models, hot words, --chunk-seconds and --batch-seconds are for speech recognisers, "
+    if not recognises and (options.search or options.chunk_seconds or options.batch_seconds or options.vad):
+        raise SbkitError("language models, hot words, --vad, --chunk-seconds and --batch-seconds are for recognisers, "
                          "and none is served", hint="leave them out, or serve a recogniser too")
     loaded: dict[str, Served] = {}
     try:
@@ -249,12 +251,14 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, work:
     """
     assembly, stable = Assembly(), StableWords(served.decoder, served.vocabulary)
     reported = 0  # words
-    waiting: deque[tuple[int, Chunk, Future[Any]]] = deque()
+    waiting: deque[tuple[int, Chunk, Future[Any] | None]] = deque()
+    config = served.config
 
     def take() -> None:
         number, chunk, future = waiting.popleft()
-        assembly.add(number, chunk, job.result(future), served.frame_samples, served.decoder)
-        work.done(assembly.samples / served.config.sample_rate)
+        found = chunk.output(None if future is None else job.result(future), config.blank_id, config.width)
+        assembly.add(number, chunk, found, served.frame_samples, served.decoder)
+        work.done(assembly.samples / config.sample_rate)
         new, assembly.stretches = assembly.stretches, []
         stable.add(new)
         report()
@@ -266,10 +270,11 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, work:
             progress((served.vocabulary.space if reported else "") + served.vocabulary.text(new))
             reported += len(new)
 
-    chunks = cut(blocks, served.config.sample_rate, served.frame_samples, served.chunk_seconds)
+    chunks = cut(blocks, config.sample_rate, served.frame_samples, served.chunk_seconds, served.detector)
     for number, chunk in enumerate(chunks):
         job.check()
-        waiting.append((number, chunk, job.watch(served.batcher.submit(chunk.signal, job.client))))
+        waiting.append((number, chunk, None if chunk.silent else job.watch(
+            served.batcher.submit(chunk.signal, job.client))))
         if len(waiting) >= _MAX_IN_FLIGHT:
             take()
     while waiting:

@@ -31,12 +31,14 @@ class BundleOptions(ModelRequest):
 
     batching : False runs every signal by itself
     search : options of a search with a language model and hot words
+    vad : whether recordings' words are written only where silero-vad hears somebody speak
     """
 
     batch_seconds: float | None = None
     chunk_seconds: float | None = None
     batching: bool = True
     search: Mapping[str, Any] | None = None
+    vad: bool = False
 
 
 def device_facts(placement: Placement) -> dict[str, Any]:

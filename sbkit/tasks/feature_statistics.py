@@ -27,6 +27,7 @@ from sbkit.data.loader import QuietDataLoader, plain_worker_errors
 from sbkit.data.manifest import Manifest
 from sbkit.data.reader import Reader, init_worker, starting_workers
 from sbkit.errors import SbkitError
+from sbkit.export.features import is_input_normalization
 from sbkit.nn.fast import front_end
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.lengths import feature_frames, takes_lengths
@@ -116,9 +117,10 @@ def allow_missing(norm: Norm) -> None:
 def _set_fixed(norm: InputNormalization, mean: torch.Tensor, deviation: torch.Tensor) -> None:
     """Set statistics that no forward changes."""
     norm.glob_mean, norm.glob_std = mean, deviation
-    vars(norm)["_should_update"] = _never
-    if type(norm) is InputNormalization:  # whose forward leaves them on the CPU if it doesn't update them
-        norm.__class__ = front_end.InputNormalization
+    if is_input_normalization(norm):
+        norm.__class__ = front_end.FixedNormalization
+    else:  # a class of the user's
+        vars(norm)["_should_update"] = _never
 
 
 def _never(epoch: int | None) -> bool:

@@ -20,21 +20,28 @@ def pieces(signal, sizes):
         at, i = at + size, i + 1
 
 
+def where_loud(signal, frame):
+    """A detector that takes whatever is loud for speech, by frame."""
+    padded = np.pad(np.abs(signal), (0, -len(signal) % frame))
+    return padded.reshape(-1, frame).max(axis=1) > 0.5
+
+
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     seconds=st.floats(0.01, 60), chunk=st.floats(0.5, 15), sizes=st.lists(st.integers(1, 7000), min_size=1, max_size=4),
-    seed=st.integers(0, 1000), loud=st.booleans(),
+    seed=st.integers(0, 1000), loud=st.booleans(), detector=st.sampled_from([None, where_loud]),
 )
-def test_the_kept_frames_of_all_chunks_are_the_frames_of_the_recording(seconds, chunk, sizes, seed, loud):
+def test_the_kept_frames_of_all_chunks_are_the_frames_of_the_recording(seconds, chunk, sizes, seed, loud, detector):
     size = max(1, int(seconds * RATE))
     rng = np.random.default_rng(seed)
     envelope = np.ones(size) if loud else np.repeat(rng.uniform(0, 1, size // 300 + 1) ** 8, 300)[:size]
     signal = (envelope * rng.choice([-1.0, 1.0], size)).astype(np.float32)
     order = []
     at = 0
-    for number, each in enumerate(list(cut(pieces(signal, sizes), RATE, FRAME, chunk))):
+    for number, each in enumerate(list(cut(pieces(signal, sizes), RATE, FRAME, chunk, detector))):
         assert len(each.signal) <= max(int(chunk * RATE), 4 * FRAME)
+        assert (each.spoken is None) == (detector is None)
         first = at * FRAME - each.skip * FRAME
         assert first >= 0 and first % FRAME == 0
         np.testing.assert_array_equal(each.signal, signal[first : first + len(each.signal)])
@@ -60,6 +67,29 @@ def test_cuts_go_through_pauses_and_nothing_is_transcribed_twice_there():
     assert [any(pause <= end <= pause + 0.4 for pause in pauses) for end in ends] == [True] * len(ends)
     assert all(each.skip == 0 for each in chunks)
     assert len(chunks) == 4
+
+
+def test_a_detector_finds_pauses_that_are_as_loud_as_speech():
+    spoken = np.ones(40 * RATE // FRAME, bool)
+    for second in (3, 7, 15, 22, 30):
+        spoken[second * RATE // FRAME:][:20] = False
+    signal = np.repeat(spoken, FRAME) + np.float32(0.4)  # 11 dB between speech and noise
+    chunks = list(cut(pieces(signal, [777]), RATE, FRAME, 10.0, where_loud))
+    ends = np.cumsum([each.keep for each in chunks[:-1]])
+    assert ends.tolist() == [second * RATE // FRAME + 10 for second in (7, 15, 22, 30)]
+    assert not any(each.continues or each.skip for each in chunks)
+    np.testing.assert_array_equal(np.concatenate([each.spoken for each in chunks]), spoken)
+
+
+def test_where_nobody_speaks_the_output_is_blank_and_a_silent_chunk_needs_none():
+    noise = np.full(4 * FRAME, 0.4, np.float32)
+    [silent] = cut([noise], RATE, FRAME, 10.0, where_loud)
+    assert silent.silent and silent.output(None, 1, 3).argmax(-1).tolist() == [1] * 4
+    [spoken] = cut([noise + np.repeat(np.float32([0, 1, 1, 0]), FRAME)], RATE, FRAME, 10.0, where_loud)
+    words = np.float32([[0.0, -9, -9]] * 5)  # a frame more than there is audio for
+    assert not spoken.silent and spoken.output(words, 1, 3).argmax(-1).tolist() == [1, 0, 0, 1, 1]
+    [unknown] = cut([noise], RATE, FRAME, 10.0)
+    assert not unknown.silent and unknown.output(words, 1, 3) is words
 
 
 def test_speech_without_a_pause_is_cut_with_context_on_both_sides():

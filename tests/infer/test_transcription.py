@@ -45,6 +45,13 @@ def test_one_clip_is_its_text_alone(bundle, clips, capsys):
     assert "model.onnx on cpu (CPUExecutionProvider" in captured.err and "real-time factor" in captured.err
 
 
+def test_with_vad_words_that_nobody_says_are_left_out(bundle, clips, tmp_path, capsys):
+    assert run(bundle, clips / "one.wav", "--vad") == 0 and capsys.readouterr().out == "\n"
+    assert run(bundle, clips / "one.wav", "--to", tmp_path / "out") == 0
+    assert run(bundle, clips / "one.wav", "--to", tmp_path / "out", "--vad") == 2
+    assert "contains transcripts made with another --vad" in capsys.readouterr().err
+
+
 def test_a_recording_that_was_cut_off_comes_with_a_warning(bundle, clips, capsys):
     data = (clips / "one.wav").read_bytes()
     (clips / "one.wav").write_bytes(data[: len(data) // 2])

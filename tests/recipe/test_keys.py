@@ -197,7 +197,7 @@ def flagship(tmp_path_factory):
     hparams = load.load(RECIPE, {**SMALL, "output_folder": str(tmp_path_factory.mktemp("flagship"))})
     return hparams | {"tokenizer": Spelling(), "opt_class": partial(torch.optim.SGD, lr=0.1), "checkpointer": None,
                       "spec_augment": None, "train_logger": None, "schedule": None, "ema": None,
-                      "intermediate_ctc": 0.0}
+                      "intermediate_ctc": 0.0, "normalize": InputNormalization(norm_type="sentence")}
 
 
 def batch():

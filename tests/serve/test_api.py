@@ -65,6 +65,13 @@ def test_text_and_subtitles_are_strings(client):
     assert ask(client, data, response_format="vtt").startswith("WEBVTT\n\n00:00:00.120 --> 00:00:02.840\n")
 
 
+def test_with_vad_a_server_writes_words_only_where_somebody_speaks(bundle):
+    """The model writes words for levels, which aren't speech."""
+    with serving.serving(bundle, vad=True) as server:
+        reply = server.post(TEXT, response_format="verbose_json").json()
+    assert reply["text"] == "" and reply["duration"] == pytest.approx(2.88, abs=0.1)
+
+
 @pytest.mark.parametrize("kind", ["json", "verbose_json", "text", "stream"])
 def test_an_upload_that_was_cut_off_is_answered_with_a_warning(server, kind):
     data = serving.wav(TEXT)

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import run_folders
 import soundfile
 import torch
 from speechbrain.lobes.features import Fbank
@@ -148,3 +149,12 @@ def test_speechbrains_global_normalisation_gets_them_and_keeps_them_in_training(
     np.testing.assert_allclose(normed, (features.numpy() - found.mean) / found.deviation, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(norm(features, torch.ones(2)), normed)
     np.testing.assert_allclose(norm.glob_mean, found.mean, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_with_it_after_another_normalisation_has_statistics_too(tmp_path):
+    data = run_folders.corpus(tmp_path / "data", train=3, dev=1, test=1)
+    run = run_folders.run_with_model(tmp_path / "run", data, rates=(50.0,), normalize={"norm_type": "sentence"})
+    assert not (run / statistics.FILE).exists()
+    run_folders.prepared(run_folders.RECIPE, {**run_folders.TINY, "output_folder": str(run), "data_folder": str(data)})
+    assert len(json.loads((run / statistics.FILE).read_text())["mean"]) == 80

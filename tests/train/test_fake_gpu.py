@@ -115,13 +115,13 @@ def test_a_step_stays_on_the_device_and_reads_no_value(overrides, tmp_path, peek
 def test_other_layers_never_wait_for_the_device(encoder, attention, norm, tmp_path, peeked):
     step_on_fake_tensors(tmp_path, parts=[
         ("encoder_module: conformer", f"encoder_module: {encoder}"),
-        ("attention_type: RoPEMHA", f"attention_type: {attention}"), ("norm_type: sentence", f"norm_type: {norm}")])
+        ("attention_type: RoPEMHA", f"attention_type: {attention}"), ("norm_type: global", f"norm_type: {norm}")])
     assert [tensor.device for tensor in peeked] == [CUDA]
 
 
 @pytest.mark.parametrize("overrides", [{}, {"ctc_weight": 0.3}], ids=str)
 def test_statistics_that_a_checkpoint_left_on_the_cpu_are_moved_in_evaluation(overrides, tmp_path, peeked):
-    hparams, brain = made(tmp_path, parts=[("norm_type: sentence", "norm_type: global")], **overrides)
+    hparams, brain = made(tmp_path, **overrides)
     brain.modules.eval()
     batch, norm = batch_of(0, 0), hparams["normalize"]
     statistics = torch.zeros(80), torch.ones(80)

@@ -209,5 +209,21 @@ class InputNormalization(features.InputNormalization):
         return {**super()._statistics_dict(), "count": int(self.count)}
 
 
+class FixedNormalization(InputNormalization):
+    """``InputNormalization`` with ``norm_type: global`` and statistics that are known before training, so that ranks
+    needn't exchange any."""
+
+    counting = None  # type: ignore[assignment]  # no row is counted
+
+    def _should_update(self, epoch: int | None) -> bool:
+        return False
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None, epoch: int | None = None) -> Tensor:
+        if self.avoid_padding_norm or not self.std_norm:
+            return super().forward(x, lengths, epoch)
+        self.glob_mean, self.glob_std = self.glob_mean.to(x.device), self.glob_std.to(x.device)
+        return (x - self.glob_mean) / self.glob_std.clamp(min=self.epsilon)
+
+
 def _over_ranks(value: Tensor) -> Tensor:
     return ddp_all_reduce(value, ReduceOp.SUM)

@@ -87,8 +87,7 @@ def _levels_kept(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
         findings.warning(
             "loud-silence", node.place, node.key, "each utterance is normalised by itself, so silence is as loud as "
             "speech, and none is trained on: the model will write words where nobody speaks",
-            "add nonspeech, as hparams/ctc.yaml has it; GlobalNorm, as in hparams/streaming.yaml, keeps the level "
-            "besides")
+            "add nonspeech, and write norm_type: global, which keeps the level: hparams/ctc.yaml has both")
     return True
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.nn import sync_batch_norm
+from sbkit.nn.fast.front_end import FixedNormalization
 from sbkit.recipe.parts import ParameterGroups
 from sbkit.train.distributed import ranks
 
@@ -127,5 +128,5 @@ def warn_unreached(modules: nn.Module, recipe: Mapping[str, Any], warned: set[st
 def communicates_in_forward(module: nn.Module) -> bool:
     """Return whether a layer communicates between ranks in its forward, so that all ranks must call it together."""
     if isinstance(module, InputNormalization):
-        return module.norm_type == "global"
+        return module.norm_type == "global" and not isinstance(module, FixedNormalization)
     return isinstance(module, (nn.SyncBatchNorm, sync_batch_norm.SyncBatchNorm))

@@ -17,7 +17,7 @@ def english(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def run(english):
-    return run_with_model(english.parent / "run", english)
+    return run_with_model(english.parent / "run", english, normalize={"norm_type": "sentence"})
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,7 @@ def test_an_encoderasr_folder_gives_its_statistics(folder, norm, english, tmp_pa
 
 
 def test_where_nothing_counts_them_they_are_left_there(folder, english, tmp_path, caplog):
-    own, rows = begun(tmp_path, english, caplog, init_from=str(folder))
+    own, rows = begun(tmp_path, english, caplog, init_from=str(folder), normalize={"norm_type": "sentence"})
     assert own.count == 0 and "normalize 161 left there not in this model" in rows
 
 
