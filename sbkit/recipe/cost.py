@@ -330,7 +330,7 @@ def _advise_tuning(estimate: CostEstimate) -> str:
         where = f"; {estimate.device} has {_gib(memory)}"
         fits = [way.largest(memory) >= cost.seconds for way in ways]
         advice = "train the whole encoder, which makes fewer errors than adapters" if fits[0] else \
-            "train adapters, or the whole encoder with a lower max_duration or activation_checkpointing" if fits[1] else \
+            "train adapters, or try a lower max_duration or activation_checkpointing first" if fits[1] else \
             "neither fits: a lower max_duration, activation_checkpointing, or a smaller encoder"
     return f"tuning needs at least {needs}{where}: {advice} (docs/how-to/finetune.md#adapters)"
 

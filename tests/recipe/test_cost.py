@@ -55,7 +55,7 @@ def test_where_not_even_one_utterance_fits_adapters_are_named(needs_nine):
 
 @pytest.mark.parametrize(("card", "full", "says"), [
     (8, 2, "3.33 GiB for the whole encoder, 2.16 GiB for adapters; cuda has 8.00 GiB: train the whole encoder"),
-    (8, 7, "cuda has 8.00 GiB: train adapters, or the whole encoder with"), (1, 7, "cuda has 1.00 GiB: neither fits"),
+    (8, 7, "cuda has 8.00 GiB: train adapters, or try a lower max_duration"), (1, 7, "cuda has 1.00 GiB: neither fits"),
     (None, 6, "the whole encoder fits from 16 GB on: where it fits, train the whole encoder"),
     (None, 500, "fits on no single GPU, adapters from 16 GB on")])
 def test_memory_decides_between_the_whole_encoder_and_adapters(monkeypatch, card, full, says):
