@@ -108,8 +108,8 @@ def _run_of(bundle: Path) -> Path:
     if not (run / "hyperparams.yaml").is_file():
         raise SbkitError(f"{bundle} was exported from {run}, which is no run's folder now" if "run" in trained else
                          f"{bundle} doesn't name the run that it was exported from",
-                         hint=f"name that run, whose data is mixed in, and --to {shlex.quote(str(bundle))}; if it is gone, "
-                              "train a new one")
+                         hint=f"name that run, whose data is mixed in, and --to {shlex.quote(str(bundle))}; if it is "
+                              "gone, train a new one")
     print(f"{bundle} was exported from {run}")
     return run
 
