@@ -8,8 +8,8 @@
 People record sentences of the demo corpus with other voices, every second one by telephone with noise, which the run
 never heard. They come in days of 30 recordings, of which one of ``--share`` is corrected: those of the greatest worth,
 or random ones, until there are so many minutes. The run is trained on with each choice, as ``sbkit improve`` does; keys
-are those of RUN's model, and of the new runs. The table has the WER on other sentences, by telephone and not, and on the
-run's own test, with intervals. ``--minutes 10,20,40 --ways random --share 1 --recordings 900`` gives a curve.
+are those of RUN's model, and of the new runs. The table has the WER on other sentences, by telephone and not, and on
+the run's own test, with intervals. ``--minutes 10,20,40 --ways random --share 1 --recordings 900`` gives a curve.
 """
 
 from __future__ import annotations
