@@ -116,7 +116,7 @@ def _run_of(bundle: Path) -> Path:
 
 def run(args: argparse.Namespace) -> int:
     require_run(args.run)
-    if (args.run / "config.json").is_file():
+    if named := (args.run / "config.json").is_file():
         args.to, args.run = args.to or args.run, _run_of(args.run)
     if args.to is None:
         raise SbkitError("--to BUNDLE is missing", hint="name the bundle to publish")
@@ -136,6 +136,9 @@ def run(args: argparse.Namespace) -> int:
     # Other corrections, other work: the same command resumes, and a new row begins anew from the old model.
     mark = hashlib.sha256(source.read_bytes() if source.is_file() else str(source.resolve()).encode()).hexdigest()[:8]
     folder = Path(os.path.abspath(args.run))  # "." has no name
+    if named and folder.parent.name.endswith(f"-improved-{mark}"):  # a bundle names the run that these have led to
+        print(f"{args.to} has learnt these corrections already")
+        return 0
     work = args.work or folder.with_name(f"{folder.name}-improved-{mark}")
 
     from sbkit.system.environment import check_torch, training_command

@@ -1,5 +1,6 @@
 """``sbkit improve``: a run goes on with corrections, and only a model that is surely better is published."""
 
+import hashlib
 import json
 from types import SimpleNamespace
 
@@ -46,6 +47,19 @@ def test_a_bundle_names_its_run_and_one_that_is_gone_is_told(trained, told, tmp_
     bundles.make(here / "b", trained=trained)
     assert main(["improve", str(here / "b"), "--with", "nowhere"]) == 2
     assert told.format(there=tmp_path) in capsys.readouterr().err
+
+
+def test_corrections_that_a_bundle_has_learnt_are_not_learnt_again(tmp_path, capsys):
+    (tmp_path / "kept.jsonl").write_text("{}\n")
+    mark = hashlib.sha256(b"{}\n").hexdigest()[:8]
+    run = tmp_path / f"demo-improved-{mark}" / "run"
+    run.mkdir(parents=True)
+    (run / "hyperparams.yaml").write_text("output_folder: here\n")
+    bundles.make(tmp_path / "b", trained={"run": f"../demo-improved-{mark}/run"})
+    assert main(["improve", str(tmp_path / "b"), "--with", str(tmp_path / "kept.jsonl")]) == 0
+    assert "b has learnt these corrections already" in capsys.readouterr().out
+    (tmp_path / "kept.jsonl").write_text("{}\n{}\n")  # more than those
+    assert main(["improve", str(tmp_path / "b"), "--with", str(tmp_path / "kept.jsonl")]) != 0
 
 
 def test_what_would_be_lost_beside_the_bundle_is_told_before_anything_is_trained(tmp_path, capsys):
