@@ -24,12 +24,14 @@ SAME_LENGTH = 0.06  # seconds
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = RUNS_CODE
-    parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a recogniser's run")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a recogniser's run, or a bundle, "
+                        "which names the run that it was exported from")
     parser.add_argument("--with", metavar="CORRECTIONS", dest="corrections", type=Path, required=True,
                         help="the folder of sbkit serve --corrections, or any list of recordings and texts: a tenth of "
                              "its sentences is the new test")
-    parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True,
-                        help="the bundle to publish; one that is there is replaced in one step")
+    parser.add_argument("--to", metavar="BUNDLE", type=Path,
+                        help="the bundle to publish; one that is there is replaced in one step (needed unless RUN is "
+                             "a bundle, which is then replaced)")
     parser.add_argument("--work", metavar="FOLDER", type=Path,
                         help="folder for the new run and its scores (RUN-improved-..., another for other corrections)")
     parser.add_argument("--replay", type=share, default=0.5, metavar="SHARE",
@@ -96,11 +98,28 @@ def _usable(kept: Path, manifests: Path, out: Path) -> Path:
     return out
 
 
+def _run_of(bundle: Path) -> Path:
+    """The run that a bundle was exported from."""
+    from sbkit.export import layout
+
+    trained = layout.read(bundle).trained
+    named = trained.get("run", "..")  # earlier bundles don't say it, and usually lie in their run's folder
+    run = Path(os.path.normpath(bundle.resolve() / str(named)))
+    if not (run / "hyperparams.yaml").is_file():
+        raise SbkitError(f"{bundle} was exported from {run}, which is no run's folder now" if "run" in trained else
+                         f"{bundle} doesn't name the run that it was exported from",
+                         hint=f"name that run, whose data is mixed in, and --to {shlex.quote(str(bundle))}; if it is "
+                              "gone, train a new one")
+    print(f"{bundle} was exported from {run}")
+    return run
+
+
 def run(args: argparse.Namespace) -> int:
     require_run(args.run)
-    if (args.run / "config.json").is_file():
-        raise SbkitError(f"{args.run} is a bundle, which has no training data to mix in",
-                         hint="name the run that it was exported from; if that is gone, train a new one")
+    if named := (args.run / "config.json").is_file():
+        args.to, args.run = args.to or args.run, _run_of(args.run)
+    if args.to is None:
+        raise SbkitError("--to BUNDLE is missing", hint="name the bundle to publish")
     kept = args.corrections / "corrections.jsonl" if args.corrections.is_dir() else args.corrections
     corrected = kept.name == "corrections.jsonl" and kept.is_file()  # otherwise any corpus
     source = kept if corrected else args.corrections
@@ -117,6 +136,9 @@ def run(args: argparse.Namespace) -> int:
     # Other corrections, other work: the same command resumes, and a new row begins anew from the old model.
     mark = hashlib.sha256(source.read_bytes() if source.is_file() else str(source.resolve()).encode()).hexdigest()[:8]
     folder = Path(os.path.abspath(args.run))  # "." has no name
+    if named and folder.parent.name.endswith(f"-improved-{mark}"):  # a bundle names the run that these have led to
+        print(f"{args.to} has learnt these corrections already")
+        return 0
     work = args.work or folder.with_name(f"{folder.name}-improved-{mark}")
 
     from sbkit.system.environment import check_torch, training_command

@@ -83,6 +83,9 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
                          hint="choose another folder")
     trained = open_model() if open_model else source.open_run(
         request.run, request.checkpoint, request.average, bundles, request.mean, request.accept_worse)
+    run = request.run.resolve()
+    if open_model is None and os.path.commonpath([run, to]) != to.anchor:  # else it would be a path of this machine
+        trained.facts["run"] = os.path.relpath(run, to)  # improve finds it there, also when both are moved together
     with publish.temporary_folder(to) as temporary:
         comparison, config = _write_and_compare(temporary, trained, request)
         told = "" if bundles is None else try_behaviour(

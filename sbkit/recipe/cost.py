@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from sbkit.data.augment import planned_seconds
 from sbkit.nn.accelerate import restore
 from sbkit.nn.adapters import Adapters
+from sbkit.nn.pretrained import Encoder
 from sbkit.recipe import flops, speed
 from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.flops import FlopCounter
@@ -41,6 +42,8 @@ USABLE = 0.85
 WORKSPACE = 64 << 20
 #: A GPU's memory is allocated in blocks of this many bytes.
 BLOCK = 512
+#: Share of an encoder's parameters that adapters train, where the recipe has none: that of lora.yaml.
+ADAPTERS = 0.02
 #: Seconds of the longest utterance if the corpus sets no limit.
 LONGEST = 20.0
 #: Operations for which a GPU copies inputs that are not contiguous.
@@ -191,7 +194,9 @@ class CostEstimate:
     update: int = 0
     """Bytes that an update reads and writes."""
     full_weights: int = 0
-    """``weights`` if all that adapters keep frozen trained as well; 0: there are no adapters."""
+    """``weights`` if all of a pretrained encoder trains; 0: the recipe tunes none."""
+    adapter_weights: int = 0
+    """``weights`` if only adapters in it train, and its head."""
 
     def least_step_seconds(self, audio: float, limits: speed.Speed) -> float:
         """The least time of a step on so many seconds of audio, by the kernels of a micro-batch and an update."""
@@ -218,9 +223,7 @@ class CostEstimate:
 
         batching : where the recipe builds its Batching, whose ``max_batch_seconds`` is to blame
         """
-        memory = memory_of(self.device)
-        if torch.device(self.device).type == "cpu" and host.can_bound():
-            memory = host.total()
+        memory = _memory_here(self.device)
         if memory is None or self.step_memory <= USABLE * memory:
             return
         if any(one.seconds >= self.cost.batch_seconds for one in tried):
@@ -258,8 +261,13 @@ def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: 
     freeze = hparams.get("freeze")
     thaws = [value for value in flattened(freeze).values() if value is not True] if freeze else []
     # What adapters keep frozen could train instead, which makes fewer errors if its gradients and states fit.
-    frozen = sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
-    full = weights + frozen * copies if any(isinstance(each, Adapters) for each in hparams.values()) else 0
+    full = adapted = 0
+    if any(isinstance(each, Adapters) for each in hparams.values()):
+        frozen = sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
+        full, adapted = weights + frozen * copies, weights
+    elif tuned := sum(p.numel() * p.element_size() for each in hparams.values() if isinstance(each, Encoder)
+                      for p in each.parameters() if p.requires_grad):
+        full, adapted = weights, weights - round((1 - ADAPTERS) * tuned) * copies
     layers = [layer for root in owned.roots.values() for layer in root.modules()]
     inexact = [f"{what} needs less memory than is counted here{why}" for what, why, applies in (
         ("activation_checkpointing", "", hparams.get("activation_checkpointing")),
@@ -267,7 +275,7 @@ def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: 
     ) if applies]
     return CostEstimate(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad),
                         weights, cost, hours, str(device), measured, inexact, int(max(thaws, default=0)),
-                        update=update_bytes(trained, copies), full_weights=full)
+                         update=update_bytes(trained, copies), full_weights=full, adapter_weights=adapted)
 
 
 def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: float | None = None, passes: int = 1,
@@ -317,15 +325,29 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
     if estimate.unfreezes:
         remarks.append(f"freeze: these are for the time after step {estimate.unfreezes}; before, less is needed")
     if estimate.full_weights:
-        whole = replace(estimate, weights=estimate.full_weights)
-        fitting = [f"{size} GB" for size in SIZES if whole.largest(size * 1e9) >= cost.seconds]
-        where = f"fits on {estimate.device}" if total is not None and whole.largest(total) >= cost.seconds else \
-            f"doesn't fit on {estimate.device}" if total is not None else f"fits from {fitting[0]} on" if fitting else \
-            "fits on no single GPU"
-        remarks.append(f"training the whole encoder instead of adapters takes {_gib(estimate.full_weights)} of "
-                       f"weights, gradients and optimizer, and {where}; where it fits it makes fewer errors "
-                       "(docs/how-to/finetune.md#adapters)")
+        remarks.append(_advise_tuning(estimate))
     return Section("Cost", ["what", "how much"], rows, remarks, values)
+
+
+def _advise_tuning(estimate: CostEstimate) -> str:
+    """Say whether to train the whole encoder or adapters: the whole one unless memory says no."""
+    cost = estimate.cost
+    ways = [replace(estimate, weights=weights) for weights in (estimate.full_weights, estimate.adapter_weights)]
+    one = cost.memory / cost.batch_seconds * cost.seconds  # an utterance; others can be further micro-batches
+    needs = "{} for the whole encoder, {} for adapters".format(*(_gib((way.weights + one) / USABLE) for way in ways))
+    memory = _memory_here(estimate.device)
+    if memory is None:
+        sizes = [[f"{size} GB" for size in SIZES if way.largest(size * 1e9) >= cost.seconds] for way in ways]
+        where = "; the whole encoder fits " + (f"from {sizes[0][0]} on" if sizes[0] else "on no single GPU")
+        where += "" if sizes[0] else f", adapters from {sizes[1][0]} on" if sizes[1] else ", nor do adapters"
+        advice = "where it fits, train the whole encoder, which makes fewer errors"
+    else:
+        where = f"; {estimate.device} has {_gib(memory)}"
+        fits = [way.largest(memory) >= cost.seconds for way in ways]
+        advice = "train the whole encoder, which makes fewer errors than adapters" if fits[0] else \
+            "train adapters, or try a lower max_duration or activation_checkpointing first" if fits[1] else \
+            "neither fits: a lower max_duration, activation_checkpointing, or a smaller encoder"
+    return f"tuning needs at least {needs}{where}: {advice} (docs/how-to/finetune.md#adapters)"
 
 
 def _amounts(hours: float, passes: int, epochs: int) -> dict[str, float]:
@@ -362,6 +384,11 @@ def memory_of(device: str) -> int | None:
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(torch.device(device)).total_memory
+
+
+def _memory_here(device: str) -> int | None:
+    """The bytes of memory of a device here, the machine's for a CPU; None if they are unknown."""
+    return host.total() if torch.device(device).type == "cpu" and host.can_bound() else memory_of(device)
 
 
 def _gib(size: float) -> str:

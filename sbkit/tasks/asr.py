@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from speechbrain.core import Stage
 
 from sbkit.data.manifest import Manifest
 from sbkit.data.mixture import Mixture
@@ -20,7 +21,7 @@ from sbkit.data.reader import SupportsEncode
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
 from sbkit.recipe.parts import flattened
-from sbkit.runs import initial
+from sbkit.runs import from_nothing, initial
 from sbkit.score import utterances
 from sbkit.score.latency import LiveTranscript
 from sbkit.score.rates import ErrorRates
@@ -257,6 +258,15 @@ class ASR(Task):
         if not self.test_only:
             self.progress.score_at(self.optimizer_step + 1)
             self._log_notices(self.optimizer_step + 1, ended=True)
+
+    def close_stage(self, stage: Stage, loss: float, epoch: int | None = None) -> None:
+        """After a validation, warn of a run that trained weights hold back, if a finished run tells."""
+        super().close_stage(stage, loss, epoch)
+        trained = self.keys.pretrainer is not None or self.keys.init_from is not None
+        letters = Metric("CER")  # words stay at 100 % while letters are learnt
+        if stage == Stage.VALID and trained and self.metrics_log is not None and ranks.is_main() and (
+                behind := from_nothing.warning(self.keys.folder, letters)):
+            logger.warning("%s", behind)
 
     def close_step(self, result: StepResult) -> None:
         """Record a step's loss, for masks, learning rate and warnings."""

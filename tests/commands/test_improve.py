@@ -1,8 +1,10 @@
 """``sbkit improve``: a run goes on with corrections, and only a model that is surely better is published."""
 
+import hashlib
 import json
 from types import SimpleNamespace
 
+import bundles
 import processes
 import pytest
 from processes import ROOT
@@ -22,15 +24,42 @@ LITTLE = ("--no-check --noprogressbar --d_model 16 --nhead 2 --num_encoder_layer
     (["nowhere", "--with", "{data}"], "nowhere"), (["{run}", "--with", "nowhere"], "--with: there is no nowhere"),
     (["{run}", "--with", "{data}", "--set", "lr"], "--set lr: write KEY=VALUE"),
     (["{run}", "--with", "{data}", "--to", "{run}"], "is there and no bundle"),
-    (["{run}/bundle", "--with", "{data}"], "is a bundle, which has no training data to mix in; name the run")])
+    (["{run}", "--with", "{data}"], "--to BUNDLE is missing")])
 def test_mistakes_are_told_before_anything_is_trained(words, told, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "hyperparams.yaml").write_text("output_folder: here\n")
     (tmp_path / "run" / "bundle").mkdir()
     (tmp_path / "run" / "bundle" / "config.json").write_text("{}")
     given = [word.format(data=tmp_path, run=tmp_path / "run") for word in words]
-    assert main(["improve", "--to", str(tmp_path / "bundle"), *given]) == 2
+    named = [] if "--to" in told else ["--to", str(tmp_path / "bundle")]
+    assert main(["improve", *named, *given]) == 2
     assert told in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("trained, told", [
+    ({"run": "../../mine"}, "b was exported from {there}/mine, which is no run's folder now; name that run"),
+    ({}, "b doesn't name the run that it was exported from; name that run"),
+    ({"run": "../run"}, "--with: there is no nowhere")])
+def test_a_bundle_names_its_run_and_one_that_is_gone_is_told(trained, told, tmp_path, capsys):
+    here = tmp_path / "here"
+    (here / "run").mkdir(parents=True)
+    (here / "run" / "hyperparams.yaml").write_text("output_folder: here\n")
+    bundles.make(here / "b", trained=trained)
+    assert main(["improve", str(here / "b"), "--with", "nowhere"]) == 2
+    assert told.format(there=tmp_path) in capsys.readouterr().err
+
+
+def test_corrections_that_a_bundle_has_learnt_are_not_learnt_again(tmp_path, capsys):
+    (tmp_path / "kept.jsonl").write_text("{}\n")
+    mark = hashlib.sha256(b"{}\n").hexdigest()[:8]
+    run = tmp_path / f"demo-improved-{mark}" / "run"
+    run.mkdir(parents=True)
+    (run / "hyperparams.yaml").write_text("output_folder: here\n")
+    bundles.make(tmp_path / "b", trained={"run": f"../demo-improved-{mark}/run"})
+    assert main(["improve", str(tmp_path / "b"), "--with", str(tmp_path / "kept.jsonl")]) == 0
+    assert "b has learnt these corrections already" in capsys.readouterr().out
+    (tmp_path / "kept.jsonl").write_text("{}\n{}\n")  # more than those
+    assert main(["improve", str(tmp_path / "b"), "--with", str(tmp_path / "kept.jsonl")]) != 0
 
 
 def test_what_would_be_lost_beside_the_bundle_is_told_before_anything_is_trained(tmp_path, capsys):

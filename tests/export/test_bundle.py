@@ -119,7 +119,7 @@ def clips(run):
     return [read_audio(wav) for wav in Manifest.read(run / "manifests" / "test.csv").wavs]
 
 
-def test_the_bundle_is_whole(made):
+def test_the_bundle_is_whole(made, run):
     names = {path.name for path in made.iterdir()}
     assert names == {
         "config.json", "model.safetensors", "model.ckpt", "tokenizer.model", "tokenizer.ckpt", "tokens.txt",
@@ -134,6 +134,7 @@ def test_the_bundle_is_whole(made):
     assert set(config.files) == names - {"config.json"}
     assert config.trained["checkpoint"] == "CKPT+epoch2" and config.trained["valid"]["WER"] == 40.0
     assert (config.sample_rate, config.hop_samples, config.subsampling) == (16000, 160, 4)
+    assert (made / config.trained["run"]).samefile(run), "improve finds it there"
     assert str(made.parent) not in (made / "config.json").read_text(), "no path of this machine goes with it"
 
 

@@ -54,12 +54,14 @@ def test_where_not_even_one_utterance_fits_adapters_are_named(needs_nine):
 
 
 @pytest.mark.parametrize(("card", "full", "says"), [
-    (8, 3, "takes 3.00 GiB of weights, gradients and optimizer, and fits on cuda"), (8, 6, "doesn't fit on cuda"),
-    (None, 6, "fits from 16 GB on"), (None, 500, "fits on no single GPU")])
-def test_of_adapters_it_says_whether_the_whole_encoder_could_train(monkeypatch, card, full, says):
+    (8, 2, "3.33 GiB for the whole encoder, 2.16 GiB for adapters; cuda has 8.00 GiB: train the whole encoder"),
+    (8, 7, "cuda has 8.00 GiB: train adapters, or try a lower max_duration"), (1, 7, "cuda has 1.00 GiB: neither fits"),
+    (None, 6, "the whole encoder fits from 16 GB on: where it fits, train the whole encoder"),
+    (None, 500, "fits on no single GPU, adapters from 16 GB on")])
+def test_memory_decides_between_the_whole_encoder_and_adapters(monkeypatch, card, full, says):
     monkeypatch.setattr(cost, "memory_of", lambda device: card and card * cost.GIB)
-    made = cost.CostEstimate(1, 0, cost.GIB, cost.BatchCost(3, 20.0, 8 * cost.GIB, 1e9), None, "cuda",
-                             full_weights=full * cost.GIB)
+    made = cost.CostEstimate(1, 0, cost.GIB, cost.BatchCost(3, 20.0, 5 * cost.GIB // 2, 1e9), None, "cuda",
+                             full_weights=full * cost.GIB, adapter_weights=cost.GIB)
     assert any(says in remark for remark in cost.section(made).remarks)
     assert not any("adapters" in remark for remark in cost.section(dataclasses.replace(made, full_weights=0)).remarks)
 

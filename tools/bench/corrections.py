@@ -1,13 +1,15 @@
-"""Whether the recordings that the page of ``sbkit serve --corrections`` puts first are worth correcting first.
+"""What corrections teach, and whether those that the page of ``sbkit serve --corrections`` puts first teach most.
 
     sbkit train hparams/ctc.yaml --output_folder RUN [--key value ...]
     sbkit export RUN --to BUNDLE
-    python -m tools.bench.corrections --out FOLDER --run RUN --bundle BUNDLE [--minutes 3] [--seeds 1,2,3] [--key value]
+    python -m tools.bench.corrections --out FOLDER --run RUN --bundle BUNDLE [--minutes 3] [--seeds 1,2,3]
+        [--ways random,worth] [--share 4] [--recordings 300] [--key value]
 
 People record sentences of the demo corpus with other voices, every second one by telephone with noise, which the run
-never heard. They come in days of 30 recordings, of which a quarter is corrected: those of the greatest worth, or random
-ones, until there are so many minutes. The run is trained on with each choice, as ``sbkit improve`` does; keys are those
-of RUN's model, and of the new runs. The table has the WER on other sentences, by telephone and not, with intervals.
+never heard. They come in days of 30 recordings, of which one of ``--share`` is corrected: those of the greatest worth,
+or random ones, until there are so many minutes. The run is trained on with each choice, as ``sbkit improve`` does; keys
+are those of RUN's model, and of the new runs. The table has the WER on other sentences, by telephone and not, and on
+the run's own test, with intervals. ``--minutes 10,20,40 --ways random --share 1 --recordings 900`` gives a curve.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ import soundfile
 from sbkit.data.audio import read_audio
 from sbkit.data.corpus import Corpus
 from sbkit.infer.model import load
+from sbkit.score.report import data
 from sbkit.score.run_files import RESULT
 from sbkit.serve.corrections import worth
 from sbkit.system.console import atomic_write
 from tools.bench.harness import RECIPE, Results, as_words, markdown, parse_checked, program, sbkit, whole_numbers
 
 RATE, DAY, SHARE, SNR = 16_000, 30, 4, 10.0  # of the recordings a quarter is corrected; decibels
-SOURCES = {"pool": (2, 300), "test": (3, 160)}  # the seed of its sentences and voices, and recordings
+SEEDS, TESTED, HOURS = {"pool": 2, "test": 3}, 160, 0.7 / 300  # of sentences and voices; recordings; of a recording
 WAYS = ("random", "worth")
 OWN = ("data_folder", "init_from", "init_tokenizer", "replay", "seed", "output_folder")
 
@@ -43,12 +46,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of recordings, runs, results and the table")
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--bundle", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=3.0, help="minutes that are corrected (%(default)g)")
+    parser.add_argument("--minutes", type=whole_numbers, default=[3], help="minutes that are corrected (3)")
     parser.add_argument("--seeds", type=whole_numbers, default=[1, 2, 3], help="of the days and of training (1,2,3)")
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=[*WAYS], help="what is corrected (both)")
+    parser.add_argument("--share", type=int, default=SHARE, help="one of so many recordings is corrected (%(default)s)")
+    parser.add_argument("--recordings", type=int, default=300, help="how many there are to correct (%(default)s)")
     args, keys = parse_checked(parser, RECIPE, OWN)
     out = args.out.absolute()
-    results = Results(out / "results", {"minutes": args.minutes, "keys": keys})
-    pool, test = (recordings(out, name) for name in SOURCES)
+    results = Results(out / "results", {"share": args.share, "recordings": args.recordings, "keys": keys})
+    pool, test = recordings(out, "pool", args.recordings), recordings(out, "test", TESTED)
     for name in ("usual", "telephone"):
         with atomic_write(out / f"{name}.csv") as file:
             file.write("ID,duration,wav,spk_id,wrd\n")
@@ -57,10 +63,12 @@ def main() -> int:
     with load(args.bundle, device="cpu") as model:
         for row in pool:
             row["words"] = model.transcribe(row["audio_filepath"]).words
-    chosen = {(way, seed): choose(pool, way, seed, 60 * args.minutes) for seed in args.seeds for way in WAYS}
+    chosen = {(way, minutes, seed): choose(pool, way, seed, 60 * minutes, args.share)
+              for minutes in args.minutes for seed in args.seeds for way in args.ways}
     table = [scored("before", results, args.run, out, [])]
-    for (way, seed), rows in chosen.items():
-        name, run = f"{way}-{seed}", out / "runs" / f"{way}-{seed}"
+    for (way, minutes, seed), rows in chosen.items():
+        name = f"{way}-{minutes}-{seed}"
+        run = out / "runs" / name
         if results.get(name) is None:
             with atomic_write(out / f"{name}.jsonl") as file:
                 file.writelines(json.dumps({"audio_filepath": row["audio_filepath"], "text": row["text"]}) + "\n"
@@ -69,19 +77,19 @@ def main() -> int:
                 "data_folder": out / f"{name}.jsonl", "init_from": args.run.absolute(), "init_tokenizer": "keep",
                 "replay": 0.5, "seed": seed, "output_folder": run}), *keys], out / "logs" / f"{name}.log")
         table.append(scored(name, results, run, out, rows))
-    text = markdown(("corrected", "recordings", "by telephone", "WER, telephone", "WER, usual"), table)
+    text = markdown(("corrected", "recordings", "by telephone", "WER, telephone", "WER, usual", "WER, old test"), table)
     with atomic_write(out / "corrections.md") as file:
         file.write(text)
     print(text)
     return 0
 
 
-def recordings(out: Path, name: str) -> list[dict[str, Any]]:
+def recordings(out: Path, name: str, count: int) -> list[dict[str, Any]]:
     """Sentences of a demo corpus, each with its recording: every second one is from 300 to 3400 Hz, in noise."""
-    seed, count = SOURCES[name]
     folder = out / name
     if not (folder / "demo").exists():
-        sbkit(name, ["demo-data", folder / "demo", "--hours", 0.7, "--seed", seed], out / "logs" / f"{name}.log")
+        sbkit(name, ["demo-data", folder / "demo", "--hours", HOURS * max(count, 300), "--seed", SEEDS[name]],
+              out / "logs" / f"{name}.log")
     train = Corpus(str(folder / "demo" / "en"), "en", folder / "manifests").prepare(show_progress=False)["train"]
     found = []
     for number, row in enumerate(list(train)[:count]):
@@ -98,14 +106,15 @@ def recordings(out: Path, name: str) -> list[dict[str, Any]]:
     return found
 
 
-def choose(pool: list[dict[str, Any]], way: str, seed: int, seconds: float) -> list[dict[str, Any]]:
+def choose(pool: list[dict[str, Any]], way: str, seed: int, seconds: float,
+           share: int = SHARE) -> list[dict[str, Any]]:
     """The recordings that are corrected, day by day."""
     left, taken, corrected = random.Random(seed).sample(pool, len(pool)), list[dict[str, Any]](), Counter[str]()
     while left and sum(row["duration"] for row in taken) < seconds:
         day, left = left[:DAY], left[DAY:]
         if way == "worth":
             day.sort(key=lambda row: worth(row["words"], corrected), reverse=True)
-        until = sum(row["duration"] for row in taken) + sum(row["duration"] for row in day) / SHARE
+        until = sum(row["duration"] for row in taken) + sum(row["duration"] for row in day) / share
         for row in day:
             if sum(each["duration"] for each in taken) < min(until, seconds):
                 taken.append(row)
@@ -123,8 +132,11 @@ def scored(name: str, results: Results, run: Path, out: Path, rows: list[dict[st
                   out / "logs" / f"{name}.log")
             said = json.loads((folder / f"{kind}-best" / RESULT).read_text(encoding="utf-8"))
             rates[kind] = [said["WER"], *said["WER_interval"]]
+        if (old := data.read(run).old_test) is not None:
+            rates["old"] = [old[1], old[0].before, *old[0].interval]
         found = results.put(name, {"rates": rates})
     wer = ["{:.1f} % ({:.1f} to {:.1f})".format(*found["rates"][kind]) for kind in ("telephone", "usual")]
+    wer.append("{:.1f} %, before {:.1f} ({:.1f} to {:.1f})".format(*found["rates"]["old"]) if rows else "")
     return name, str(len(rows)), str(sum(row["kind"] == "telephone" for row in rows)), *wer
 
 

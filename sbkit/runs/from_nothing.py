@@ -1,0 +1,69 @@
+"""Whether a run from trained weights is behind a finished run from random weights on the same data."""
+
+from __future__ import annotations
+
+import filecmp
+import itertools
+from pathlib import Path
+
+from sbkit.errors import SbkitError
+from sbkit.recipe import load
+from sbkit.score.metric import Metric
+from sbkit.score.report import data
+from sbkit.score.run_files import MANIFESTS, RECIPE, TESTED
+from sbkit.system.console import time_span
+
+#: Relative difference from which it is told: the dev set of a small corpus is noisy.
+MUCH = 0.1
+Curve = list[tuple[float, float]]  # the best metric so far by seconds of training, after each validation
+
+
+def warning(run: Path, metric: Metric) -> str:
+    """Say so at the first validation after which a run is behind one beside its folder; otherwise empty.
+
+    A run counts if it has the same dev set; compared is the best validation within the same time of training.
+    """
+    dev = run / MANIFESTS / "dev.csv"
+    for other in sorted(each.parent for each in run.parent.glob(f"*/{TESTED}")):
+        theirs = other / MANIFESTS / "dev.csv"
+        if not (dev.is_file() and theirs.is_file() and filecmp.cmp(dev, theirs, shallow=False) and _is_random(other)):
+            continue
+        own, curve = _curve(run, metric), _curve(other, metric)
+        if _is_behind(own, curve, metric) and not _is_behind(own[:-1], curve, metric):
+            seconds, value = own[-1]
+            return (f"After {time_span(seconds)} of training the best dev {metric.name} is {value:.2f}. From random "
+                    f"weights {other} had {_within(curve, seconds)[-1][1]:.2f} by then, so what this run starts from "
+                    "does harm as it is used here: docs/how-to/finetune.md#when-it-wont-fit-or-wont-learn")
+    return ""
+
+
+def _curve(run: Path, metric: Metric) -> Curve:
+    try:
+        epochs = [(each.get("train_seconds"), each.get(f"valid_{metric.name}")) for each in data.read(run).epochs]
+    except (SbkitError, OSError, ValueError, LookupError, TypeError):  # another's files must not end this run
+        return []
+    known = [(seconds, value) for seconds, value in epochs if seconds is not None and value is not None]
+    best = min if metric.lower_is_better else max
+    return list(zip(itertools.accumulate(seconds for seconds, _ in known),
+                    itertools.accumulate((value for _, value in known), best), strict=True))
+
+
+def _within(curve: Curve, seconds: float) -> Curve:
+    return [each for each in curve if each[0] <= seconds]
+
+
+def _is_behind(own: Curve, curve: Curve, metric: Metric) -> bool:
+    known = _within(curve, own[-1][0]) if own else []
+    if not known:
+        return False
+    mine, its = own[-1][1], known[-1][1]
+    return mine > (1 + MUCH) * its if metric.lower_is_better else mine < (1 - MUCH) * its
+
+
+def _is_random(run: Path) -> bool:
+    """Whether a run began with random weights."""
+    try:
+        values = load.tree(run / RECIPE).texts()
+    except (SbkitError, OSError):
+        return False
+    return all(values.get(key, "null") == "null" for key in ("init_from", "encoder_source", "pretrainer"))
