@@ -56,6 +56,13 @@ def test_the_number_of_processes_changes_no_bit(manifest):
     assert torch.get_num_threads() == threads
 
 
+def test_of_a_large_corpus_utterances_that_are_spread_evenly_are_read(manifest, monkeypatch):
+    monkeypatch.setattr(statistics, "ENOUGH", 3)
+    last = len(manifest) - 1
+    three = manifest.select([0, last // 2, last])
+    assert statistics.compute(front(), manifest).mean.tolist() == statistics.compute(front(), three).mean.tolist()
+
+
 def test_a_run_computes_them_once(manifest, tmp_path, monkeypatch, capsys):
     norm = GlobalNorm(8, tmp_path / "save")
     statistics.load(norm)
