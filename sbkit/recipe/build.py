@@ -172,8 +172,8 @@ class Built(Builder):
                 except _NotBuilt:
                     self.missing.add(key)
         for key in [key for key in self.nodes if key.startswith("__")]:
-            del self.nodes[key]
-            self.hparams.pop(key, None)
+            for each in (self.nodes, self.hparams):
+                each.pop(key, None)
             self.missing.discard(key)
 
     def make(self, node: Node) -> Any:  # as documented

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import run_folders
 import soundfile
 from written import BASED, write
 
@@ -51,7 +52,7 @@ def test_a_folder_of_noise_that_is_missing_or_empty_is_reported_before_anything_
 
 
 def test_a_corpus_that_is_there_is_not_told_of(elsewhere, tmp_path):
-    (tmp_path / "gone").mkdir()
+    run_folders.corpus(tmp_path / "gone", 1.0, train=2, dev=1, test=1)
     assert not check(elsewhere, starting=True).problems()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import encoders
 import pytest
+import run_folders
 import torch
 from hyperpyyaml import load_hyperpyyaml
 from run_folders import sound
@@ -190,7 +191,8 @@ def test_the_recipe_with_houlsbys_adapters_on_the_page_passes_the_check(tmp_path
     [block] = [block for block in page.split("\n\n") if "Houlsby\n" in block]
     path = tmp_path / "houlsby.yaml"
     path.write_text(textwrap.dedent(block).replace("!include:", f"!include:{ROOT}/"))
-    report = check(path, stand_ins(SSL, tmp_path) | {"data_folder": str(tmp_path), "language": "ga"})
+    run_folders.corpus(tmp_path / "data", 1.0, train=2, dev=1, test=1)
+    report = check(path, stand_ins(SSL, tmp_path) | {"data_folder": str(tmp_path / "data"), "language": "ga"})
     assert [str(finding) for finding in report.findings] == []
     [encoder] = [row for row in report.sections["devices"].rows if row[0] == "encoder"]
     assert encoder[3] != "0%" and encoder[3] != "100%" and encoder[6] == "model"

@@ -121,7 +121,7 @@ def test_a_moving_average_is_what_is_loaded_where_the_run_kept_one(moved):
 def test_nothing_but_the_model_is_taken_from_a_checkpoint_or_written(run):
     before = sorted(path.name for path in run.iterdir())
     _, brain = restore.load_run(run, "cpu")
-    assert set(brain.checkpointer.recoverables) == {"model"}
+    assert set(brain.checkpointer.recoverables) == {"model", "normalize"}
     assert sorted(path.name for path in run.iterdir()) == before
 
 

@@ -353,7 +353,7 @@ def test_what_fails_in_the_middle_is_cut_off_or_an_event_and_never_ends_well(voi
 
 
 def test_options_that_no_voice_has_are_refused_where_nothing_hears(voice):
-    with pytest.raises(SbkitError, match="for speech recognisers, and none is served"):
+    with pytest.raises(SbkitError, match="for recognisers, and none is served"):
         registry.load({"tts": voice}, BundleOptions(device="cpu", chunk_seconds=3.0))
 
 

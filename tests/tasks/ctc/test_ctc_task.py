@@ -13,6 +13,7 @@ from sbkit.decode.joint import JointSearch
 from sbkit.errors import SbkitError
 from sbkit.nn.ctc import consistency, ctc_loss
 from sbkit.recipe import load
+from sbkit.tasks import feature_statistics
 from sbkit.tasks.ctc import CTC
 
 RECIPE = Path(__file__).parents[3] / "hparams" / "ctc.yaml"
@@ -23,6 +24,7 @@ SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 3, "d_ffn": 16, "cnn_f
 def brain(tmp_path, **given):
     hparams = load.load(RECIPE, {**SMALL, "output_folder": str(tmp_path), "spec_augment": None, **given})
     hparams["checkpointer"] = None
+    feature_statistics.allow_missing(hparams["normalize"])
     made = CTC(modules=hparams["modules"], hparams=hparams, run_opts={"device": "cpu"})
     made.modules.train()
     return made
