@@ -331,9 +331,12 @@ def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: b
 
     The path of a recipe's file may be meant for another machine, so it is an error only if a run is ``starting`` here.
     """
+    batching = built.hparams.get("batching")
+    if getattr(batching, "auto", False):
+        batching.max_batch_seconds = batching.most_seconds(cost.longest_utterance(built.hparams))
     for corpus, node in _corpora(built):
         longest = getattr(corpus, "max_duration", None)
-        most = getattr(built.hparams.get("batching"), "max_batch_seconds", None)
+        most = getattr(batching, "max_batch_seconds", None)
         if longest is not None and most is not None:
             planned = float(planned_seconds(built.hparams.get("augment"), longest))
             if planned > most * (1 + 1e-6):
