@@ -275,7 +275,7 @@ def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: 
     ) if applies]
     return CostEstimate(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad),
                         weights, cost, hours, str(device), measured, inexact, int(max(thaws, default=0)),
-                         update=update_bytes(trained, copies), full_weights=full, adapter_weights=adapted)
+                        update=update_bytes(trained, copies), full_weights=full, adapter_weights=adapted)
 
 
 def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: float | None = None, passes: int = 1,
