@@ -83,7 +83,7 @@ def _rehearse(argv: list[str], given: argparse.Namespace) -> int:
     from sbkit.recipe import arguments
     from sbkit.recipe.load import check_overrides
     from sbkit.rehearsal.cards import parse_cards
-    from sbkit.rehearsal.report import LAUNCH_MS, assemble, page, write_html
+    from sbkit.rehearsal.report import assemble, page, write_html
     from sbkit.rehearsal.run import rehearse
 
     count, card = parse_cards(given.as_)
@@ -98,9 +98,7 @@ def _rehearse(argv: list[str], given: argparse.Namespace) -> int:
         from sbkit.recipe.check import check
         from sbkit.recipe.price import PriceRequest
 
-        figures = report.sections["figures"].values if "figures" in report.sections else {}
-        host_seconds = LAUNCH_MS * figures.get("launches", 0) / 1000
-        pricing = PriceRequest(given.price, count, card.name, {card.name: card.watts}, host_seconds)
+        pricing = PriceRequest(given.price, count, card.name, {card.name: card.watts})
         priced = check(request.path, request.overrides, run_opts=request.run_opts, pricing=pricing)
         report.sections |= {name: each for name, each in priced.sections.items() if name == "price"}
         report.notes += [note for note in priced.notes if note.startswith("the price")]

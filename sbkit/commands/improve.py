@@ -136,10 +136,14 @@ def run(args: argparse.Namespace) -> int:
     # Other corrections, other work: the same command resumes, and a new row begins anew from the old model.
     mark = hashlib.sha256(source.read_bytes() if source.is_file() else str(source.resolve()).encode()).hexdigest()[:8]
     folder = Path(os.path.abspath(args.run))  # "." has no name
-    if named and folder.parent.name.endswith(f"-improved-{mark}"):  # a bundle names the run that these have led to
+    work = args.work or folder.with_name(f"{folder.name}-improved-{mark}")
+    itself, learnt = (work / "run").resolve() == folder.resolve(), work / "learnt"
+    if (named and folder.parent.name.endswith(f"-improved-{mark}")) or (  # a bundle names the run that these led to
+            itself and learnt.is_file() and learnt.read_text(encoding="utf-8") == mark):
         print(f"{args.to} has learnt these corrections already")
         return 0
-    work = args.work or folder.with_name(f"{folder.name}-improved-{mark}")
+    if itself:
+        raise SbkitError(f"--work: {folder}, the run to train on, lies in {work}", hint="name another folder")
 
     from sbkit.system.environment import check_torch, training_command
 
@@ -218,6 +222,8 @@ def run(args: argparse.Namespace) -> int:
     if replaces and published.is_file() and published.read_bytes() == config.read_bytes():
         print(f"{args.to} is that model already")  # once more, it would be the bundle to go back to, too
         return 0
+    with atomic_write(learnt) as file:
+        file.write(mark)
     export(ExportRequest(new, args.to, force=True, keep_previous=True), BundleLoader())
     with atomic_write(published, "wb") as copy:
         copy.write(config.read_bytes())

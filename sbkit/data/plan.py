@@ -8,6 +8,7 @@ optimizer steps as a run on one. Step N is found without going through the steps
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
@@ -47,7 +48,8 @@ class Batching:
     """How utterances are grouped into micro-batches and optimizer steps; the ``batching`` of a recipe.
 
     max_batch_seconds: size of a micro-batch, which one device holds at once, in seconds including padding; ``auto``:
-        what fits, at most ``step_seconds``. A run measures it before its first step, like ``sbkit tune``, and keeps it.
+        what fits, at most ``step_seconds`` or what the longest utterances need. A run measures it before its first
+        step, like ``sbkit tune``, and keeps it.
     step_seconds: audio of one optimizer update over all devices and micro-batches, in seconds including
         padding; ``null``: as much as ``max_batch_seconds``.
     buckets: number of groups of similar duration, from which steps are drawn, at most 200; ``null``: the number with
@@ -131,6 +133,10 @@ class Batching:
         """The utterances that a batch must have room for, so that any number can be cut into batches of the minimum
         size and of whole ``clips_per``."""
         return (2 * -(-self.min_batch_utterances // self.clips) - 1) * self.clips
+
+    def most_seconds(self, longest: float) -> float:
+        """The size that no micro-batch needs to exceed if utterances have at most so many seconds."""
+        return max(self.max_batch_seconds, self.update_seconds, math.ceil(longest * self.min_capacity))
 
     @property
     def update_seconds(self) -> float:

@@ -235,7 +235,7 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     if planned is not None and limits is not None and not planned[0].has_urls:
         reader = Reader(planned[0], None, augment=traced.keys.augment, sample_rate=traced.keys.sample_rate,
                         columns=BatchColumns(traced.task.columns, traced.keys), as_stored=True)
-        audio_s_per_s = estimate.cost.batch_seconds / flops.least_seconds(estimate.cost.kernels, limits)
+        audio_s_per_s = batching.update_seconds / estimate.least_step_seconds(batching.update_seconds, limits)
         slow = rate.measure(reader).advice(traced.keys.num_workers, audio_s_per_s)
         if slow is not None:
             findings.warning("slow-reading", built.place("num_workers"), "num_workers", *slow)
@@ -279,7 +279,7 @@ def _price(traced: trace.Trace, estimate: cost.CostEstimate, device: torch.devic
     peak = (peak_of_card(name, precision) if pricing.device else peak_of(device, precision))[0]
     trial = measured.planned * steps.audio if measured is not None and measured.planned is not None else None
     limits = limits_of(device, precision, pricing.device or "")
-    least = None if limits is None else max(estimate.least_step_seconds(steps.audio, limits), pricing.host_seconds)
+    least = None if limits is None else estimate.least_step_seconds(steps.audio, limits)
     prediction = price.predict(steps, finished_runs.read(setting), peak, trial, least)
     if prediction is None:
         return None
@@ -331,9 +331,12 @@ def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: b
 
     The path of a recipe's file may be meant for another machine, so it is an error only if a run is ``starting`` here.
     """
+    batching = built.hparams.get("batching")
+    if getattr(batching, "auto", False):
+        batching.max_batch_seconds = batching.most_seconds(cost.longest_utterance(built.hparams))
     for corpus, node in _corpora(built):
         longest = getattr(corpus, "max_duration", None)
-        most = getattr(built.hparams.get("batching"), "max_batch_seconds", None)
+        most = getattr(batching, "max_batch_seconds", None)
         if longest is not None and most is not None:
             planned = float(planned_seconds(built.hparams.get("augment"), longest))
             if planned > most * (1 + 1e-6):

@@ -197,11 +197,14 @@ class CostEstimate:
     """``weights`` if all of a pretrained encoder trains; 0: the recipe tunes none."""
     adapter_weights: int = 0
     """``weights`` if only adapters in it train, and its head."""
+    launch_seconds: float = 0.0
+    """Seconds in which a GPU's host launches the kernels of a micro-batch; 0: on a CPU, and with graphs."""
 
     def least_step_seconds(self, audio: float, limits: speed.Speed) -> float:
-        """The least time of a step on so many seconds of audio, by the kernels of a micro-batch and an update."""
-        each = flops.least_seconds(self.cost.kernels, limits) / self.cost.batch_seconds
-        return audio * each + self.update / limits.bytes
+        """The least time of a step on so many seconds of audio, by its kernels and an update, or by launches."""
+        micro_batches = audio / self.cost.batch_seconds
+        return max(micro_batches * flops.least_seconds(self.cost.kernels, limits) + self.update / limits.bytes,
+                   max(1, micro_batches) * self.launch_seconds)
 
     @property
     def step_memory(self) -> int:
@@ -252,12 +255,7 @@ def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: 
     copies = 1 + states_per_parameter(hparams.get("opt_class")) + (traced.keys.average is not None)
     weights = held + trained * copies + WORKSPACE
     cost = count(traced, owned, precision, float(batch_seconds), typical)
-    hours: float | None
-    if measured is not None:
-        hours = (measured.planned or measured.step_seconds / measured.batch_seconds) * 100
-    else:
-        limits = speed.limits_of(device, precision)
-        hours = None if limits is None else 100 * flops.least_seconds(cost.kernels, limits) / cost.batch_seconds
+    hours = None if measured is None else (measured.planned or measured.step_seconds / measured.batch_seconds) * 100
     freeze = hparams.get("freeze")
     thaws = [value for value in flattened(freeze).values() if value is not True] if freeze else []
     # What adapters keep frozen could train instead, which makes fewer errors if its gradients and states fit.
@@ -273,9 +271,15 @@ def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: 
         ("activation_checkpointing", "", hparams.get("activation_checkpointing")),
         ("an LSTM or GRU", ": what cuDNN saves of it is unknown", any(isinstance(each, nn.RNNBase) for each in layers))
     ) if applies]
-    return CostEstimate(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad),
-                        weights, cost, hours, str(device), measured, inexact, int(max(thaws, default=0)),
-                         update=update_bytes(trained, copies), full_weights=full, adapter_weights=adapted)
+    launches = len(cost.kernels) if device.type == "cuda" and not traced.keys.graphs else 0
+    estimate = CostEstimate(
+        sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad), weights, cost,
+        hours, str(device), measured, inexact, int(max(thaws, default=0)), update=update_bytes(trained, copies),
+        full_weights=full, adapter_weights=adapted, launch_seconds=launches * speed.LAUNCH_MS / 1000)
+    if measured is not None or (limits := speed.limits_of(device, precision)) is None:
+        return estimate
+    audio = traced.keys.batching.update_seconds
+    return replace(estimate, hours_per_100=100 * estimate.least_step_seconds(audio, limits) / audio)
 
 
 def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: float | None = None, passes: int = 1,

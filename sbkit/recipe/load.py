@@ -90,7 +90,7 @@ def resolved(path: Path, overrides: Mapping[str, Any]) -> Node:
 
 
 def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the objects of a recipe; all errors name its file."""
+    """Build the objects of a recipe, whatever its task needs, for tests and tools; all errors name its file."""
     check_overrides(path, overrides)
     return _build(path, overrides, resolved(path, overrides))
 

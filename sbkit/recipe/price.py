@@ -192,14 +192,12 @@ class PriceRequest:
     processes : the number of devices
     device : the name of a card that this machine lacks; None: this machine's device
     watts : maximum power by the name of a device, by its data sheet
-    host_seconds : the host's time per step that is expected with the card's driver
     """
 
     rate: float
     processes: int = 1
     device: str | None = None
     watts: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    host_seconds: float = 0.0
 
 
 def section(request: PriceRequest, setting: Setting, steps: Steps, estimate: RunEstimate) -> Section:

@@ -184,7 +184,8 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         limits = limits_of(device, brain.precision)
         estimate = job["estimate"]
         figures = {
-            "batch": f"{count} x {seconds:g} s", "batch_seconds": count * seconds, "precision": brain.precision,
+            "batch": f"{count} x {seconds:g} s", "batch_seconds": count * seconds,
+            "step_seconds": trial.batching.update_seconds, "precision": brain.precision,
             "operations": sum(each for each, _ in work), "bytes": sum(each for _, each in work),
             "host_ms": 1e3 * host, "graph_nodes": nodes, "graph_bytes": graph_bytes, "reserved_bytes": reserved,
             **asdict(counted), "held_bytes": held, "peak_bytes": peak,

@@ -9,6 +9,7 @@ from typing import Any
 
 from sbkit.data.rate import ReadingRate
 from sbkit.recipe.report import ERROR, WARNING, Finding, Report, Section
+from sbkit.recipe.speed import LAUNCH_MS
 from sbkit.rehearsal.cards import GIB, Card
 from sbkit.rehearsal.run import RANKS, Line
 from sbkit.score.report import charts
@@ -20,9 +21,6 @@ STAGES = ("corpus", "check", "start", "count of FLOPs", "steps", "a step of the 
           "kill and resume", "test", "export", "model.pt2 on the card", "a rank that fails")
 #: Milliseconds of a GPU step below which the model is a toy, and no larger batch keeps the GPU busy.
 TOY_MS = 0.05
-#: Milliseconds of the host for a launch, with Python and autograd around it: 0.029 to 0.036 on the host of an H200, in
-#: steps that waited for nothing else.
-LAUNCH_MS = 0.032
 UNREACHED, LACKS = "not reached", "the null card has no"
 NEEDS_GPU = ("the values that kernels compute, since no kernel runs here",
              "the speed of kernels, and how much communication between ranks overlaps with backward",
@@ -151,8 +149,9 @@ def _slow_reading(figures: Line, count: int) -> tuple[str, str] | None:
     reads, gpu_ms = figures.get("reads"), figures["card_ms"]
     if reads is None or gpu_ms is None:
         return None
-    step_ms = max(gpu_ms, LAUNCH_MS * figures["launches"])
-    return ReadingRate(*reads).advice(figures["num_workers"], 1000 * figures["batch_seconds"] / step_ms, count)
+    audio = min(figures["batch_seconds"], figures["step_seconds"] / count)
+    step_ms = max(gpu_ms * audio / figures["batch_seconds"], LAUNCH_MS * figures["launches"])
+    return ReadingRate(*reads).advice(figures["num_workers"], 1000 * audio / step_ms, count)
 
 
 def _memory(timeline: Line, figures: Line) -> Section:

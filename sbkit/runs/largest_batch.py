@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
@@ -31,14 +32,18 @@ logger = logging.getLogger(__name__)
 KEY = "max_batch_seconds"
 
 
-def kept(keys: TaskKeys) -> float | None:
-    """The result of an earlier start, if the run has steps by it."""
+def kept(keys: TaskKeys, request: CommandLine) -> float | None:
+    """The result of an earlier start, if the run has steps by it; an error if no result can be given."""
+    if keys.batching.auto and not isinstance(request.overrides.get("batching", {}), dict):
+        raise SbkitError("--batching: max_batch_seconds: auto needs arguments by name",
+                         hint="give --batching.max_batch_seconds auto, and each other argument likewise")
     return None if not keys.batching.auto or initial.fresh(keys) else stored_json(keys.folder / MEASURED).get(KEY)
 
 
 def give(request: CommandLine, seconds: float) -> None:
     """Override the recipe's value by a result."""
-    request.overrides["batching"] = {**request.overrides.get("batching", {}), KEY: seconds}
+    request.overrides["batching"] = given = copy.deepcopy(request.overrides.get("batching", {}))  # it may have a tag
+    given[KEY] = seconds
 
 
 def measure(recipe: Recipe, request: CommandLine, device: torch.device) -> float:

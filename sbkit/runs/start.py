@@ -72,7 +72,7 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
     from sbkit.runs import initial, largest_batch, old_set, preparation, pretrained, results, training
     from sbkit.train.distributed import ranks
 
-    if kept := ranks.run_on_main(largest_batch.kept, recipe.keys):
+    if kept := ranks.run_on_main(largest_batch.kept, recipe.keys, request):
         largest_batch.give(request, kept)
         recipe = load.open_recipe(request.path, request.overrides)
     folder = recipe.keys.folder

@@ -62,6 +62,20 @@ def test_corrections_that_a_bundle_has_learnt_are_not_learnt_again(tmp_path, cap
     assert main(["improve", str(tmp_path / "b"), "--with", str(tmp_path / "kept.jsonl")]) != 0
 
 
+def test_work_that_has_led_to_the_bundle_is_left_as_it_is(tmp_path, capsys):
+    (tmp_path / "kept.jsonl").write_text("{}\n")
+    work = tmp_path / "work"
+    (work / "run").mkdir(parents=True)
+    (work / "run" / "hyperparams.yaml").write_text("output_folder: here\n")
+    (work / "learnt").write_text(hashlib.sha256(b"{}\n").hexdigest()[:8])
+    bundles.make(tmp_path / "b", trained={"run": "../work/run"})
+    words = ["improve", str(tmp_path / "b"), "--with", str(tmp_path / "kept.jsonl"), "--work", str(work)]
+    assert main(words) == 0 and "b has learnt these corrections already" in capsys.readouterr().out
+    (tmp_path / "kept.jsonl").write_text("{}\n{}\n")  # more than those
+    assert main(words) == 2 and "the run to train on, lies in" in capsys.readouterr().err
+    assert sorted(each.name for each in work.iterdir()) == ["learnt", "run"]
+
+
 def test_what_would_be_lost_beside_the_bundle_is_told_before_anything_is_trained(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "hyperparams.yaml").write_text("output_folder: here\n")
@@ -146,13 +160,14 @@ def test_corrections_make_a_model_better_and_it_is_published(tmp_path):
         for row in rows))
     (tmp_path / "bundle").mkdir()
     (tmp_path / "bundle" / "config.json").write_text("{}")
-    done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", "--set", "opt_class.lr=0.002", "--set",
-                           "batching.min_steps=300", cwd=tmp_path)
+    given = ["--work", "work", "--set", "opt_class.lr=0.002", "--set", "batching.min_steps=300"]
+    done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", *given, cwd=tmp_path)
     assert "Significantly better" in done.stdout and "not worse" in done.stdout
     assert "trained" in json.loads((tmp_path / "bundle" / "config.json").read_text())
     assert "a server of bundle takes it by itself" in done.stdout and "sbkit rollback bundle" in done.stdout
     assert (tmp_path / "bundle.previous" / "config.json").read_text() == "{}"
-    done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", "--set", "opt_class.lr=0.002", "--set",
-                           "batching.min_steps=300", cwd=tmp_path)
+    done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", *given, cwd=tmp_path)
     assert "bundle is that model already" in done.stdout
     assert (tmp_path / "bundle.previous" / "config.json").read_text() == "{}", "the one to go back to is kept"
+    done = processes.sbkit("improve", "bundle", "--with", "kept", *given, cwd=tmp_path)
+    assert "bundle has learnt these corrections already" in done.stdout

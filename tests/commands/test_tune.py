@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sbkit import cli
+from sbkit.data.plan import Batching
 from sbkit.recipe import batch_size
 from sbkit.recipe.cost import GIB
 from sbkit.system import memory
@@ -24,7 +25,7 @@ class _Fake:
 
     edges, most_seconds, tried = [2.0, 4.0], 100.0, 0
     device_name, device = "a card", SimpleNamespace(type="cuda")
-    brain, batching = SimpleNamespace(precision="bf16"), SimpleNamespace(max_batch_seconds=30, min_capacity=1)
+    brain, batching = SimpleNamespace(precision="bf16"), Batching(max_batch_seconds=30)
     longest = 4.0
 
     def __init__(self, cache):
@@ -46,6 +47,8 @@ def test_a_command_tunes_once_for_each_amount_of_memory(tmp_path, monkeypatch, c
     assert out.splitlines()[3].split() == ["up", "to", "4.0", "s", "10", "40"]
     assert "a card with 80 GiB, bf16: 90% of what fits: --max_batch_seconds 36 (the recipe has 30)" in out
     tried = _Fake.tried
+    monkeypatch.setattr(_Fake, "batching", Batching("auto", step_seconds=30))
+    assert cli.main(["tune", str(SMALL)]) == 0 and "(the recipe has auto)" in capsys.readouterr().out
     assert cli.main(["tune", str(SMALL)]) == 0
     assert "from the cache" in capsys.readouterr().err and _Fake.tried == tried
     assert cli.main(["tune", str(SMALL), "--fresh"]) == 0 and _Fake.tried == 2 * tried

@@ -56,6 +56,13 @@ def test_a_corpus_that_is_there_is_not_told_of(elsewhere, tmp_path):
     assert not check(elsewhere, starting=True).problems()
 
 
+def test_utterances_longer_than_a_step_are_no_problem_if_the_run_measures_what_fits(tmp_path):
+    longer = "corpus: {max_duration: 20}\n    batching: {step_seconds: 15, max_batch_seconds: "
+    message = "utterances of 20 s are kept, but a batch holds 15 s"
+    assert message in check(write(tmp_path, f"{BASED}    {longer}15}}\n")).problems()
+    assert "a batch holds" not in check(write(tmp_path, f"{BASED}    {longer}auto}}\n")).problems()
+
+
 def test_a_mixture_without_a_dev_split_is_an_error_at_its_parts(tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"{split}.csv").write_text("ID,duration,wav,spk_id,wrd\n")

@@ -1,12 +1,15 @@
 """The cost estimate warns of a micro-batch that the GPU has no room for, where the recipe sets its size."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
 from written import SMALL
 
-from sbkit.recipe import arguments, cost
+from sbkit.data import rate
+from sbkit.data.manifest import Manifest
+from sbkit.recipe import arguments, cost, speed
 from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.check import check
 from sbkit.recipe.price import PriceRequest
@@ -94,6 +97,36 @@ def test_what_was_measured_is_one_line(planned, expected):
     made = cost.CostEstimate(1, 0, cost.GIB, cost.BatchCost(3, 20.0, 8 * cost.GIB, 1e9), 2.0, "cpu", measured)
     remarks = cost.section(made).remarks
     assert remarks == [f"measured on cpu: {each}" for each in expected]
+
+
+@pytest.mark.slow
+def test_a_step_on_a_gpu_takes_at_least_as_long_as_its_launches(tmp_path, monkeypatch):
+    for module in speed, sys.modules["sbkit.recipe.check"]:
+        monkeypatch.setattr(module, "limits_of", lambda device, precision: speed.Speed(989e12, 3.35e12))
+    Manifest(ids=["a", "b"], durations=[5.0, 10.0], wavs=["a.wav"] * 2, texts=["a", "b"]).write(tmp_path / "train.csv")
+
+    def checked(*words, reads=1e9):
+        monkeypatch.setattr(rate, "measure", lambda reader: rate.ReadingRate(reads, "wav", 2))
+        request = arguments.parse([str(SMALL), "--corpus.folder", str(tmp_path), "--batching.step_seconds", "15",
+                                   "--num_workers", "1", *words])
+        report = check(request.path, request.overrides, run_opts=request.run_opts)
+        seconds = report.sections["cost"].values["hours_per_100_hours"] / 100 * 15
+        return seconds, "slow-reading" in {each.code for each in report.warnings}
+
+    launching, _ = checked("--device", "cuda")
+    assert launching > 100 * speed.LAUNCH_MS / 1000, "which a micro-batch of 40 s has, too"
+    for words in (["--device", "cpu"], ["--device", "cuda", "--graphs", "true"]):
+        assert checked(*words)[0] < launching / 10
+    for factor, slow in (0.9, True), (1.1, False):
+        assert checked("--device", "cuda", reads=factor * 15 / launching)[1] == slow
+
+
+@pytest.mark.parametrize("audio, seconds", [(15.0, 0.0375), (60.0, 0.0375), (120.0, 0.075), (0.1, 0.0375)])
+def test_each_micro_batch_is_launched_however_little_audio_it_has(audio, seconds):
+    kernels = [(10**6, 10**6)] * 1146
+    made = cost.CostEstimate(1, 0, cost.GIB, cost.BatchCost(3, 20.0, cost.GIB, 1e9, kernels=kernels), None, "cuda",
+                             launch_seconds=0.0375)
+    assert made.least_step_seconds(audio, speed.Speed(989e12, 3.35e12)) == pytest.approx(seconds)
 
 
 @pytest.mark.slow

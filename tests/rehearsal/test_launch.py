@@ -18,7 +18,7 @@ from sbkit.data.mixture import Mixture
 from sbkit.recipe import arguments, cost, flops, load, speed, trace
 from sbkit.rehearsal import corpus, rank, run, watch
 from sbkit.rehearsal.cards import CARDS
-from sbkit.rehearsal.report import LAUNCH_MS, assemble
+from sbkit.rehearsal.report import assemble
 from sbkit.train.memory import trials
 
 CTC, CODEC = (Path(__file__).parents[2] / "hparams" / name for name in ("ctc.yaml", "codec.yaml"))
@@ -261,14 +261,18 @@ def test_a_step_takes_what_it_took_on_an_h200(tmp_path):
                         gpu=True).kernels
     assert len(kernels) == pytest.approx(2422 - 240, rel=0.1)
     limits = speed.limits_of(torch.device("cuda"), "bf16", CARDS["H200"].name)
+    least = 1e3 * flops.least_seconds(kernels, limits)
     for launches, took in ((2422, 71), (2355, 79.6)):
-        assert max(LAUNCH_MS * launches, 1e3 * flops.least_seconds(kernels, limits)) == pytest.approx(took, rel=0.15)
-    assert 10 < 1e3 * flops.least_seconds(kernels, limits) < 71 / 2
+        assert max(speed.LAUNCH_MS * launches, least) == pytest.approx(took, rel=0.15)
+    assert 10 < least < 71 / 2
 
 
-@pytest.mark.parametrize(("rate", "warned"), [(843.0, True), (1e5, False), (None, False)])
-def test_a_corpus_that_is_read_slower_than_all_cards_train_is_a_warning_with_figures(rate, warned):
-    figures = FIGURES | {"reads": rate and [rate, "mp3", 16], "num_workers": 2, "batch_seconds": 225, "card_ms": 15.5}
+@pytest.mark.parametrize(("rate", "step_seconds", "warned"), [
+    (843.0, 1800, True), (1e5, 1800, False), (None, 1800, False),
+    (843.0, 100, False)])  # a micro-batch has 12.5 s, and the launches of 225 s
+def test_a_corpus_that_is_read_slower_than_all_cards_train_is_a_warning_with_figures(rate, step_seconds, warned):
+    figures = FIGURES | {"reads": rate and [rate, "mp3", 16], "num_workers": 2, "batch_seconds": 225,
+                         "step_seconds": step_seconds, "card_ms": 15.5}
     report = assemble("recipe.yaml", [{"launch": "measure", "rank": 0, "figures": figures}], 8, CARDS["H100"], 0.0)
     found = [each for each in report.warnings if each.code == "slow-reading"]
     assert bool(found) == warned

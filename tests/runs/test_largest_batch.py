@@ -1,5 +1,6 @@
 """max_batch_seconds: auto is what fits, the same on all ranks, and a run keeps it."""
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch
 from processes import results
 from trained_runs import here, metrics
 
+from sbkit.data.plan import Batching
 from sbkit.errors import SbkitError
 from sbkit.recipe import arguments, load
 from sbkit.recipe.cost import GIB
@@ -33,10 +35,27 @@ def test_a_run_with_a_checkpoint_keeps_what_it_has_measured(tmp_path, auto, chec
     (tmp_path / MEASURED).write_text(json.dumps(stored))
     keys = SimpleNamespace(batching=SimpleNamespace(auto=auto), folder=tmp_path,
                            checkpointer=SimpleNamespace(list_checkpoints=lambda: checkpoints))
-    assert largest_batch.kept(keys) == kept
     request = SimpleNamespace(overrides={"batching": {"buckets": 3}})
+    assert largest_batch.kept(keys, request) == kept
     largest_batch.give(request, 24.0)
     assert request.overrides == {"batching": {"buckets": 3, "max_batch_seconds": 24.0}}
+
+
+class Sorted(Batching):
+    """A batching of one's own."""
+
+
+@pytest.mark.parametrize("words, usable", [("{max_batch_seconds: auto, step_seconds: 24}", True),
+                                           ("[auto, 24]", False)])
+def test_a_batching_given_as_a_whole_keeps_its_class_or_is_refused_at_the_start(tmp_path, words, usable):
+    request = arguments.parse([str(ROOT / "tests" / "recipe" / "small.yaml"), "--output_folder", str(tmp_path),
+                               "--batching", f"!new:{__name__}.Sorted {words}"])
+    keys = load.open_recipe(request.path, request.overrides).keys
+    with contextlib.nullcontext() if usable else pytest.raises(SbkitError, match="needs arguments by name"):
+        assert largest_batch.kept(keys, request) is None
+        largest_batch.give(request, 12.0)
+        batching = load.open_recipe(request.path, request.overrides).keys.batching
+        assert isinstance(batching, Sorted) and (batching.max_batch_seconds, batching.step_seconds) == (12.0, 24)
 
 
 def measured(folder, gib):
@@ -48,7 +67,7 @@ def measured(folder, gib):
     recipe = load.open_recipe(request.path, request.overrides)
     ranks.init(device)
     batch_size_search.memory_budget = lambda requested, device: gib[ranks.rank()]
-    return largest_batch.measure(recipe, request, device), largest_batch.kept(recipe.keys)
+    return largest_batch.measure(recipe, request, device), largest_batch.kept(recipe.keys, request)
 
 
 @pytest.mark.slow  # five processes that import torch

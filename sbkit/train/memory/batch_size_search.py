@@ -132,7 +132,7 @@ def recommended(trial: Trial, found: BatchSize) -> tuple[float, str]:
     """
     where = f"{trial.device_name} with {found.gib:.3g} GiB, {trial.brain.precision}"
     least = math.ceil(trial.longest * trial.batching.min_capacity)
-    if not found.seconds or found.at_once < least:
+    if not found.seconds or found.fits[-1] < trial.batching.min_capacity:
         return 0, f"{where}: not even one of the longest utterances fits"
     if found.share * found.at_once >= found.most:
         return found.most, f"{where}: more has no effect, since no step is larger"
@@ -143,6 +143,7 @@ def summary(trial: Trial, found: BatchSize) -> str:
     """Return a table of the result, and the recommended value, as text."""
     rows = [[f"up to {edge:.1f} s", n, f"{n * edge:.0f}"] for edge, n in zip(found.edges, found.fits, strict=True)]
     seconds, how = recommended(trial, found)
-    advice = f"--max_batch_seconds {seconds:g} (the recipe has {trial.batching.max_batch_seconds:g})" if seconds else \
+    has = "auto" if trial.batching.auto else f"{trial.batching.max_batch_seconds:g}"
+    advice = f"--max_batch_seconds {seconds:g} (the recipe has {has})" if seconds else \
         "try activation_checkpointing, or a smaller model"
     return f"{table(['utterance length', 'utterances that fit', 'seconds'], rows)}\n{how}: {advice}"

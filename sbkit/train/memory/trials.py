@@ -51,12 +51,11 @@ class Trial:
     def __init__(self, brain: Any, durations: np.ndarray, device: torch.device, cache: Path):  # a task, a room above
         self.brain, self.device, self.cache = brain, device, cache
         self.batching = batching = brain.keys.batching
-        edges = Plan(durations, Batching(batching.max_batch_seconds, batching.step_seconds)).edges.tolist() \
-            if float(durations.max()) <= batching.max_batch_seconds else [float(durations.max())]
+        self.longest, self.typical = float(durations.max()), flops.typical_seconds(durations)
+        self.most_seconds = batching.most_seconds(self.longest)
+        edges = Plan(durations, Batching(self.most_seconds, batching.step_seconds)).edges.tolist()
         chosen = np.unique(np.linspace(0, len(edges) - 1, MAX_BUCKETS).round().astype(int))
         self.edges = [round(edges[i], 2) for i in chosen]
-        self.most_seconds = max(batching.step_seconds, batching.max_batch_seconds)
-        self.longest, self.typical = float(durations.max()), flops.typical_seconds(durations)
 
     @property
     def device_name(self) -> str:

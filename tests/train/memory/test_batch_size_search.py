@@ -1,13 +1,18 @@
 """The largest batch is found in few attempts, and has room for batches of many lengths."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sbkit.data.plan import Batching, Plan
 from sbkit.recipe import batch_size
 from sbkit.train.memory import batch_size_search as sizes
+from sbkit.train.memory.trials import Trial
 
 
 @settings(max_examples=200, deadline=None)
@@ -54,3 +59,21 @@ def test_what_is_recommended_has_room_for_the_longest_utterance_if_that_fits(fit
                             brain=SimpleNamespace(precision="fp32"))
     found = batch_size.BatchSize(2.0, [20.0], [fit], most)
     assert sizes.recommended(trial, found) == (seconds, f"cpu with 2 GiB, fp32: {how}")
+
+
+@pytest.mark.parametrize("longest, least_utterances", [(15.86, 1), (18.604, 1), (19.97, 1), (6.0, 2), (6.0, 3)])
+@pytest.mark.parametrize("room", [1000, 1.001, 0.99])
+def test_auto_holds_the_longest_utterances_although_a_step_is_shorter(longest, least_utterances, room):
+    durations = np.linspace(1.0, longest, 200)
+    auto = Batching("auto", step_seconds=15, min_batch_utterances=least_utterances)
+    trial = Trial(SimpleNamespace(keys=SimpleNamespace(batching=auto), precision="fp32"), durations,
+                  torch.device("cpu"), Path("unused"))
+    needed = longest * auto.min_capacity
+    counts = sizes.search(trial.edges, lambda n, seconds: n * seconds <= room * needed,
+                          trial.most_seconds / sizes.MARGIN, show=False)
+    seconds, how = sizes.recommended(trial, batch_size.BatchSize(2.0, trial.edges, counts, trial.most_seconds))
+    if room < 1:
+        assert seconds == 0 and "not even one" in how
+    else:
+        assert seconds == np.ceil(needed)
+        Plan(durations, Batching(seconds, 15, min_batch_utterances=least_utterances))  # refuses none
