@@ -140,6 +140,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.to} has learnt these corrections already")
         return 0
     work = args.work or folder.with_name(f"{folder.name}-improved-{mark}")
+    new, recipe, first = work / "run", work / "recipe.yaml", f"# with the corrections {mark}\n"
+    if folder.resolve() == new.resolve():  # its recipe would begin from itself
+        if named and recipe.is_file() and recipe.read_text(encoding="utf-8").startswith(first):
+            print(f"{args.to} has learnt these corrections already")
+            return 0
+        raise SbkitError(f"--work: {work} has the run that is to be improved, {folder}",
+                         hint="leave --work out, or name another folder")
 
     from sbkit.system.environment import check_torch, training_command
 
@@ -165,10 +172,9 @@ def run(args: argparse.Namespace) -> int:
                          hint="words are corrected, so name a run that writes some")
     if corrected:
         source = _usable(kept, args.run / MANIFESTS, work / "corrections.jsonl")
-    new, recipe = work / "run", work / "recipe.yaml"
     text = writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve()))
     with atomic_write(recipe) as file:
-        file.write(text)
+        file.write(first + text)
     # A recipe as it ran has no references left: its corpus is named where it is read.
     keys = {"init_from": args.run.resolve(), "init_tokenizer": "keep", "replay": f"{args.replay:g}",
             "corpus.source": source.resolve(),

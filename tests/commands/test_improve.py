@@ -12,6 +12,7 @@ from run_folders import corpus
 
 from sbkit.cli import main
 from sbkit.runs import restore
+from sbkit.system import environment
 
 SMALL = ("--no-check --noprogressbar --d_model 48 --nhead 2 --num_encoder_layers 2 --d_ffn 96 --cnn_channels 8 "
          "--cnn_first_channels 8 --number_of_epochs 6 --min_steps 200 --precision fp32 --num_workers 0").split()
@@ -60,6 +61,29 @@ def test_corrections_that_a_bundle_has_learnt_are_not_learnt_again(tmp_path, cap
     assert "b has learnt these corrections already" in capsys.readouterr().out
     (tmp_path / "kept.jsonl").write_text("{}\n{}\n")  # more than those
     assert main(["improve", str(tmp_path / "b"), "--with", str(tmp_path / "kept.jsonl")]) != 0
+
+
+def test_a_bundle_that_was_improved_in_a_named_folder_leaves_that_work_as_it_is(tmp_path, monkeypatch, capsys):
+    for name in "run", "work/run":
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "hyperparams.yaml").write_text("output_folder: here\n")
+    for name in "new", "more":
+        corpus(tmp_path / name, train=3)
+    monkeypatch.setattr(restore, "read_run", lambda run: SimpleNamespace(task=SimpleNamespace(writes_words=True)))
+    monkeypatch.setattr(environment, "training_command", lambda *_: ["false"])
+
+    def improve(run, data):
+        return main(["improve", str(tmp_path / run), "--with", str(tmp_path / data), "--work", str(tmp_path / "work"),
+                     "--to", str(tmp_path / "b")])
+
+    assert improve("run", "new") == 1  # it trains
+    recipe = (tmp_path / "work" / "recipe.yaml").read_text()
+    bundles.make(tmp_path / "b", trained={"run": "../work/run"})
+    assert improve("b", "new") == 0 and "b has learnt these corrections already" in capsys.readouterr().out
+    for run, data in ("b", "more"), ("work/run", "new"):
+        assert improve(run, data) == 2
+        assert "work has the run that is to be improved" in capsys.readouterr().err
+    assert (tmp_path / "work" / "recipe.yaml").read_text() == recipe
 
 
 def test_what_would_be_lost_beside_the_bundle_is_told_before_anything_is_trained(tmp_path, capsys):
