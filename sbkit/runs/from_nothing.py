@@ -61,7 +61,7 @@ def _is_behind(own: Curve, curve: Curve, metric: Metric) -> bool:
 def _is_comparable(run: Path, other: Path) -> bool:
     """Whether another run has the same dev set, and began with random weights."""
     try:
-        same = filecmp.cmp(*(each / MANIFESTS / "dev.csv" for each in (run, other)), shallow=False)
+        same = filecmp.cmp(run / MANIFESTS / "dev.csv", other / MANIFESTS / "dev.csv", shallow=False)
         values = load.tree(other / RECIPE).texts()
     except (SbkitError, OSError):  # another's files must not end this run
         return False
