@@ -136,14 +136,17 @@ def run(args: argparse.Namespace) -> int:
     # Other corrections, other work: the same command resumes, and a new row begins anew from the old model.
     mark = hashlib.sha256(source.read_bytes() if source.is_file() else str(source.resolve()).encode()).hexdigest()[:8]
     folder = Path(os.path.abspath(args.run))  # "." has no name
-    work = args.work or folder.with_name(f"{folder.name}-improved-{mark}")
-    itself, learnt = (work / "run").resolve() == folder.resolve(), work / "learnt"
-    if (named and folder.parent.name.endswith(f"-improved-{mark}")) or (  # a bundle names the run that these led to
-            itself and learnt.is_file() and learnt.read_text(encoding="utf-8") == mark):
+    if named and folder.parent.name.endswith(f"-improved-{mark}"):  # a bundle names the run that these have led to
         print(f"{args.to} has learnt these corrections already")
         return 0
-    if itself:
-        raise SbkitError(f"--work: {folder}, the run to train on, lies in {work}", hint="name another folder")
+    work = args.work or folder.with_name(f"{folder.name}-improved-{mark}")
+    new, recipe, first = work / "run", work / "recipe.yaml", f"# with the corrections {mark}\n"
+    if folder.resolve() == new.resolve():  # its recipe would begin from itself
+        if named and recipe.is_file() and recipe.read_text(encoding="utf-8").startswith(first):
+            print(f"{args.to} has learnt these corrections already")
+            return 0
+        raise SbkitError(f"--work: {work} has the run that is to be improved, {folder}",
+                         hint="leave --work out, or name another folder")
 
     from sbkit.system.environment import check_torch, training_command
 
@@ -169,10 +172,9 @@ def run(args: argparse.Namespace) -> int:
                          hint="words are corrected, so name a run that writes some")
     if corrected:
         source = _usable(kept, args.run / MANIFESTS, work / "corrections.jsonl")
-    new, recipe = work / "run", work / "recipe.yaml"
     text = writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve()))
     with atomic_write(recipe) as file:
-        file.write(text)
+        file.write(first + text)
     # A recipe as it ran has no references left: its corpus is named where it is read.
     keys = {"init_from": args.run.resolve(), "init_tokenizer": "keep", "replay": f"{args.replay:g}",
             "corpus.source": source.resolve(),
@@ -222,8 +224,6 @@ def run(args: argparse.Namespace) -> int:
     if replaces and published.is_file() and published.read_bytes() == config.read_bytes():
         print(f"{args.to} is that model already")  # once more, it would be the bundle to go back to, too
         return 0
-    with atomic_write(learnt) as file:
-        file.write(mark)
     export(ExportRequest(new, args.to, force=True, keep_previous=True), BundleLoader())
     with atomic_write(published, "wb") as copy:
         copy.write(config.read_bytes())

@@ -19,6 +19,7 @@ from sbkit.errors import SbkitError, shown, shown_names
 from sbkit.system import disk, untrusted
 from sbkit.system.schema import (
     SHA256,
+    SHARE,
     Array,
     Boolean,
     Enumerated,
@@ -298,7 +299,7 @@ class Config(Bundle):
     longest_seconds: float | None = value(Nullable(Number(0, MAX_CHUNK_SECONDS, above=True)), default=None)
     """The longest audio that the model can take at once; null: any."""
     reliability: list[list[float]] = value(
-        Array(Array(Number(-1, 1), 2, 2)), default_factory=lambda: [[0.0, 0.0], [1.0, 1.0]])
+        Array(Array(SHARE, 2, 2), 1), default_factory=lambda: [[0.0, 0.0], [1.0, 1.0]])
     """Points of the curve from the lowest probability of a word's tokens to the share of such words that are right."""
     streaming: Streaming | None = None
     """Only for a model that can also run on streams."""
@@ -346,8 +347,9 @@ class Config(Bundle):
         if self.longest_seconds is not None and self.chunk_seconds > self.longest_seconds:
             raise SbkitError(f"{path}: longest_seconds is {self.longest_seconds!r}, but must be at least "
                              f"chunk_seconds, which is {self.chunk_seconds:g}")
-        if sorted({low for low, _ in self.reliability}) != [low for low, _ in self.reliability] or not self.reliability:
-            raise SbkitError(f"{path}: the points of reliability must begin with growing confidences, not "
+        confidences, shares = map(list, zip(*self.reliability, strict=True))
+        if confidences != sorted(set(confidences)) or shares != sorted(shares):
+            raise SbkitError(f"{path}: reliability must have growing confidences, and shares that don't fall, not "
                              f"{shown(self.reliability)}", hint="export the model again")
         _refuse(str(path), "blank_id", self.blank_id, integer(0, self.vocabulary - 1))
         _refuse(str(path), "silent_ids", self.silent_ids, Array(integer(0, self.vocabulary - 1)))

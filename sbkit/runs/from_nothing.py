@@ -23,10 +23,8 @@ def warning(run: Path, metric: Metric) -> str:
 
     A run counts if it has the same dev set; compared is the best validation within the same time of training.
     """
-    dev = run / MANIFESTS / "dev.csv"
     for other in sorted(each.parent for each in run.parent.glob(f"*/{TESTED}")):
-        theirs = other / MANIFESTS / "dev.csv"
-        if not (dev.is_file() and theirs.is_file() and filecmp.cmp(dev, theirs, shallow=False) and _is_random(other)):
+        if not _is_comparable(run, other):
             continue
         own, curve = _curve(run, metric), _curve(other, metric)
         if _is_behind(own, curve, metric) and not _is_behind(own[:-1], curve, metric):
@@ -40,7 +38,7 @@ def warning(run: Path, metric: Metric) -> str:
 def _curve(run: Path, metric: Metric) -> Curve:
     try:
         epochs = [(each.get("train_seconds"), each.get(f"valid_{metric.name}")) for each in data.read(run).epochs]
-    except (SbkitError, OSError, ValueError, LookupError, TypeError):  # another's files must not end this run
+    except (SbkitError, OSError, ValueError, LookupError, TypeError):
         return []
     known = [(seconds, value) for seconds, value in epochs if seconds is not None and value is not None]
     best = min if metric.lower_is_better else max
@@ -60,10 +58,11 @@ def _is_behind(own: Curve, curve: Curve, metric: Metric) -> bool:
     return mine > (1 + MUCH) * its if metric.lower_is_better else mine < (1 - MUCH) * its
 
 
-def _is_random(run: Path) -> bool:
-    """Whether a run began with random weights."""
+def _is_comparable(run: Path, other: Path) -> bool:
+    """Whether another run has the same dev set, and began with random weights."""
     try:
-        values = load.tree(run / RECIPE).texts()
-    except (SbkitError, OSError):
+        same = filecmp.cmp(run / MANIFESTS / "dev.csv", other / MANIFESTS / "dev.csv", shallow=False)
+        values = load.tree(other / RECIPE).texts()
+    except (SbkitError, OSError):  # another's files must not end this run
         return False
-    return all(values.get(key, "null") == "null" for key in ("init_from", "encoder_source", "pretrainer"))
+    return same and all(values.get(key, "null") == "null" for key in ("init_from", "encoder_source", "pretrainer"))

@@ -12,6 +12,7 @@ from run_folders import corpus
 
 from sbkit.cli import main
 from sbkit.runs import restore
+from sbkit.system import environment
 
 SMALL = ("--no-check --noprogressbar --d_model 48 --nhead 2 --num_encoder_layers 2 --d_ffn 96 --cnn_channels 8 "
          "--cnn_first_channels 8 --number_of_epochs 6 --min_steps 200 --precision fp32 --num_workers 0").split()
@@ -62,18 +63,27 @@ def test_corrections_that_a_bundle_has_learnt_are_not_learnt_again(tmp_path, cap
     assert main(["improve", str(tmp_path / "b"), "--with", str(tmp_path / "kept.jsonl")]) != 0
 
 
-def test_work_that_has_led_to_the_bundle_is_left_as_it_is(tmp_path, capsys):
-    (tmp_path / "kept.jsonl").write_text("{}\n")
-    work = tmp_path / "work"
-    (work / "run").mkdir(parents=True)
-    (work / "run" / "hyperparams.yaml").write_text("output_folder: here\n")
-    (work / "learnt").write_text(hashlib.sha256(b"{}\n").hexdigest()[:8])
+def test_a_bundle_that_was_improved_in_a_named_folder_leaves_that_work_as_it_is(tmp_path, monkeypatch, capsys):
+    for name in "run", "work/run":
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "hyperparams.yaml").write_text("output_folder: here\n")
+    for name in "new", "more":
+        corpus(tmp_path / name, train=3)
+    monkeypatch.setattr(restore, "read_run", lambda run: SimpleNamespace(task=SimpleNamespace(writes_words=True)))
+    monkeypatch.setattr(environment, "training_command", lambda *_: ["false"])
+
+    def improve(run, data):
+        return main(["improve", str(tmp_path / run), "--with", str(tmp_path / data), "--work", str(tmp_path / "work"),
+                     "--to", str(tmp_path / "b")])
+
+    assert improve("run", "new") == 1  # it trains
+    recipe = (tmp_path / "work" / "recipe.yaml").read_text()
     bundles.make(tmp_path / "b", trained={"run": "../work/run"})
-    words = ["improve", str(tmp_path / "b"), "--with", str(tmp_path / "kept.jsonl"), "--work", str(work)]
-    assert main(words) == 0 and "b has learnt these corrections already" in capsys.readouterr().out
-    (tmp_path / "kept.jsonl").write_text("{}\n{}\n")  # more than those
-    assert main(words) == 2 and "the run to train on, lies in" in capsys.readouterr().err
-    assert sorted(each.name for each in work.iterdir()) == ["learnt", "run"]
+    assert improve("b", "new") == 0 and "b has learnt these corrections already" in capsys.readouterr().out
+    for run, data in ("b", "more"), ("work/run", "new"):
+        assert improve(run, data) == 2
+        assert "work has the run that is to be improved" in capsys.readouterr().err
+    assert (tmp_path / "work" / "recipe.yaml").read_text() == recipe
 
 
 def test_what_would_be_lost_beside_the_bundle_is_told_before_anything_is_trained(tmp_path, capsys):
@@ -160,14 +170,13 @@ def test_corrections_make_a_model_better_and_it_is_published(tmp_path):
         for row in rows))
     (tmp_path / "bundle").mkdir()
     (tmp_path / "bundle" / "config.json").write_text("{}")
-    given = ["--work", "work", "--set", "opt_class.lr=0.002", "--set", "batching.min_steps=300"]
-    done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", *given, cwd=tmp_path)
+    done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", "--set", "opt_class.lr=0.002", "--set",
+                           "batching.min_steps=300", cwd=tmp_path)
     assert "Significantly better" in done.stdout and "not worse" in done.stdout
     assert "trained" in json.loads((tmp_path / "bundle" / "config.json").read_text())
     assert "a server of bundle takes it by itself" in done.stdout and "sbkit rollback bundle" in done.stdout
     assert (tmp_path / "bundle.previous" / "config.json").read_text() == "{}"
-    done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", *given, cwd=tmp_path)
+    done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", "--set", "opt_class.lr=0.002", "--set",
+                           "batching.min_steps=300", cwd=tmp_path)
     assert "bundle is that model already" in done.stdout
     assert (tmp_path / "bundle.previous" / "config.json").read_text() == "{}", "the one to go back to is kept"
-    done = processes.sbkit("improve", "bundle", "--with", "kept", *given, cwd=tmp_path)
-    assert "bundle has learnt these corrections already" in done.stdout

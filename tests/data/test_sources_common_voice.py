@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbkit.data.sources import archive as archive_module
-from sbkit.data.sources import open_source
+from sbkit.data.sources import check_exists, open_source
 from sbkit.data.sources.archive import is_unpacked
 from sbkit.errors import SbkitError
 from sbkit.system import disk, processes
@@ -96,6 +96,9 @@ def test_the_release_root_its_parent_and_the_language_folder_are_the_same(tmp_pa
         read(home.parent)
     with pytest.raises(SbkitError, match="none for the language 'it'"):
         read(home.parent, language="it")
+    common_voice(tmp_path / "cv-corpus-20.0", "de", train=["a"])
+    check_exists(tmp_path)  # of two releases, the language is in one
+    assert len(read(tmp_path, language="fr")) == 1
 
 
 def test_a_language_that_is_another_than_the_clips_is_warned_of(tmp_path, caplog):

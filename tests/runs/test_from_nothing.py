@@ -1,6 +1,8 @@
 """A run from trained weights is compared with finished runs from random weights at the same time of training."""
 
+import filecmp
 import json
+from unittest.mock import Mock
 
 import pytest
 
@@ -53,6 +55,12 @@ def test_of_a_metric_that_should_be_high_a_lower_one_is_behind(tmp_path):
 def test_a_damaged_run_beside_it_ends_nothing(tmp_path, broken):
     (write(tmp_path / "nothing", [10.0]) / "metrics.jsonl").write_text(broken + "\n")
     (tmp_path / "nothing" / "test_utterances.jsonl").write_text(broken)
+    assert from_nothing.warning(write(tmp_path / "run", [90.0], "init_from: x\n"), Metric("WER")) == ""
+
+
+def test_a_run_beside_it_that_may_not_be_read_ends_nothing(tmp_path, monkeypatch):
+    write(tmp_path / "nothing", [10.0])
+    monkeypatch.setattr(filecmp, "cmp", Mock(side_effect=PermissionError("dev.csv")))
     assert from_nothing.warning(write(tmp_path / "run", [90.0], "init_from: x\n"), Metric("WER")) == ""
 
 

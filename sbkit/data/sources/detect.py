@@ -44,6 +44,8 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
     data_root : replaces ``$data_root`` in paths, and relative paths start from it; by default their file's folder
     """
     columns = columns or {}
+    if not isinstance(source, Mapping) and Path(source).is_dir():
+        return _open_folder(Path(source), cache, language, columns, data_root)
     check_exists(source)
     if isinstance(source, Mapping):
         return Mixed({split: [_open_file(path, cache, columns, data_root) for path in _paths(split, named)]
@@ -51,8 +53,6 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
     path = Path(source)
     if str(source).startswith(("hf://", _HUB_PAGE)):
         return Hub(str(source).replace(_HUB_PAGE, "hf://"), cache, columns)
-    if path.is_dir():
-        return _open_folder(path, cache, language, columns, data_root)
     if path.is_file():
         if path.name.endswith(SUFFIXES):
             return CommonVoiceArchive(path, cache, language, show_progress)
@@ -73,9 +73,8 @@ def check_exists(source: Named) -> None:
             raise SbkitError(f"{each}: no such {kind}", hint=expected)
         if Path(each).is_file() and not str(each).endswith(suffixes):
             raise SbkitError(f"{each}: unknown format", hint=expected)
-        if Path(each).is_dir() and not isinstance(source, Mapping):  # whichever language is chosen later
-            languages = language_folders(Path(each))
-            _open_folder(Path(each), Path(), languages[0].name if languages else None, {}, None)
+        if Path(each).is_dir() and not isinstance(source, Mapping) and not language_folders(Path(each)):
+            _open_folder(Path(each), Path(), None, {}, None)  # of a release, whichever language is chosen later
 
 
 def is_hub_address(source: str | Path) -> bool:

@@ -47,7 +47,7 @@ class Logger(ABC):
     """
 
     module: ClassVar[str | None] = None
-    """The tool's module, which is imported with the extra of its name; None: nothing needs to be installed."""
+    """The tool's module, which is imported; None: nothing needs to be installed."""
     buffers: ClassVar[bool] = False
     """Whether the tool buffers numbers until it is flushed, which a killed run would lose."""
 
@@ -59,7 +59,8 @@ class Logger(ABC):
             self._module: Any = self.module and importlib.import_module(self.module)  # without types
         except ImportError as missing:
             raise SbkitError(f"loggers: {name} can't be imported ({missing})",
-                             hint=f"pip install 'sbkit[{name}]'") from missing
+                             hint=f"pip install 'sbkit[{name}]'" if name in KINDS else
+                             f"install what has the module {self.module}") from missing
 
     def log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
         """Send numbers of a step, at ``seconds`` since 1970."""
@@ -196,7 +197,7 @@ class MLflow(Logger):
 
 KINDS: dict[str, type[Logger]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
 #: The allowed values of ``loggers``.
-NAMES = Array(String(pattern="|".join((*KINDS, r"[\w.]+\.\w+"))),
+NAMES = Array(String(pattern="|".join((*KINDS, r"\w+(\.\w+)+"))),
                 what=f"a list of {', '.join(KINDS)}, or classes of your own, such as mine.Csv")
 
 

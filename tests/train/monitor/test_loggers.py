@@ -119,6 +119,11 @@ def test_a_tool_that_is_not_installed_is_one_clear_error(tmp_path, monkeypatch, 
     assert error.value.hint == f"pip install 'sbkit[{extra}]'"
 
 
+@pytest.mark.parametrize("name", [".Csv", "..Csv", "mine..Csv", "mine."])
+def test_a_name_that_no_class_can_have_is_refused_with_the_recipe(name):
+    assert [name] not in loggers.NAMES
+
+
 class Lines(loggers.Logger):
     """A tool of one's own: a file with a line for each number."""
 
@@ -138,6 +143,13 @@ def test_a_class_of_ones_own_is_named_by_its_module(tmp_path):
     run_twice(tmp_path / "run", f"{__name__}.Lines")
     assert (tmp_path / "run/lines.txt").read_text().splitlines() == [
         "10 step/loss 4.0", "20 step/loss 3.0", "20 step/loss 3.5", "20 epoch/valid_WER 12.5", "20 test/test_WER 11.0"]
+
+
+def test_a_module_that_a_class_of_ones_own_lacks_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(Lines, "module", "no_such")
+    with pytest.raises(SbkitError, match="can't be imported") as error:
+        loggers.make([f"{__name__}.Lines"], Run(tmp_path, {}))
+    assert error.value.hint == "install what has the module no_such"
 
 
 @pytest.mark.parametrize("name, message", [
