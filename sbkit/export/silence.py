@@ -25,6 +25,8 @@ _TRIAL_SECONDS, _CLIPS = 7.0, 3
 #: Confidences are calibrated on so many utterances of dev, with one recording without words for every fifth, if the
 #: model writes so many words for them. Not on those of the test or of the battery, which are to show what is true.
 _CALIBRATED, _WORDS = 100, 200
+#: Seconds after which no more of them are transcribed, and how many are at once.
+_CALIBRATION_SECONDS, _BLOCK = 30.0, 12
 
 
 def try_behaviour(folder: Path, config: layout.Bundle, bundles: Bundles, clips: Sequence[Clip],
@@ -66,15 +68,19 @@ def try_behaviour(folder: Path, config: layout.Bundle, bundles: Bundles, clips: 
 def _calibrate(config: layout.Config, transcribe: Callable[[Sequence[np.ndarray]], list[Any]], corpus: Corpus | None
                ) -> list[Table]:
     """Fit the share of right words to their confidences, on utterances of dev and on silence; return a table, if there
-    are enough."""
-    if corpus is None or not corpus.manifest_path("dev").is_file():
+    are enough. Nothing is downloaded for it."""
+    if corpus is None or not corpus.manifest_path("dev").is_file() or (dev := corpus.manifest("dev")).has_urls:
         return []
-    rate = config.sample_rate
-    clips = clips_of(corpus.manifest("dev"), rate, _CALIBRATED)
+    began, rate = time.monotonic(), config.sample_rate
+    clips = clips_of(dev, rate, _CALIBRATED)
     clips += [Clip(NonSpeech().signal(len(clip.signal), rate, np.random.default_rng(number)), "", "silence")
               for number, clip in enumerate(clips[::5])]
     confidences, right, invented = list[float](), list[bool](), list[float]()
-    for clip, found in zip(clips, transcribe([clip.signal for clip in clips]), strict=True):
+    parts, tried = -(-len(clips) // _BLOCK), list[tuple[Clip, Any]]()
+    for part in (clips[number::parts] for number in range(parts)):  # each has all lengths, and silence
+        if time.monotonic() < began + _CALIBRATION_SECONDS:
+            tried += zip(part, transcribe([clip.signal for clip in part]), strict=True)
+    for clip, found in tried:
         said = (clip.text or "").split() if found.spaced else list((clip.text or "").replace(" ", ""))
         confidences += [word.confidence for word in found.words]
         invented += [] if said else [word.confidence for word in found.words]
@@ -83,13 +89,13 @@ def _calibrate(config: layout.Config, transcribe: Callable[[Sequence[np.ndarray]
     if len(right) < _WORDS:
         return []
     columns = np.array(confidences), np.array(right, float), np.ones(len(right))
-    curve, tried = Calibration.fit(*columns), reliability(*columns)
+    curve, shown = Calibration.fit(*columns), reliability(*columns)
     least = 1 / (len(right) + 2)  # no word is sure to be right, or wrong
     config.reliability = [[confidence, min(max(accuracy, least), 1 - least)]
                           for confidence, accuracy in zip(curve.confidences, curve.accuracies, strict=True)]
-    rows = [[f"{100 * each.expected:.1f}", f"{100 * each.found:.1f}", each.utterances] for each in tried.bins]
+    rows = [[f"{100 * each.expected:.1f}", f"{100 * each.found:.1f}", each.utterances] for each in shown.bins]
     silent = f"{100 * np.interp(invented, *np.transpose(config.reliability)).mean():.1f} % on average for the " \
              f"{len(invented)} words that were written for silence" if invented else "No word was written for silence"
     return [Table("How far to trust a word's confidence", ["confidence %", "right %", "words"], rows,
-                  f"Calibrated on {len(clips)} recordings of dev and of silence, and tried on the half that it was not "
-                  f"fitted on: both differ by {100 * tried.error:.1f} points (expected calibration error). {silent}.")]
+                  f"Calibrated on {len(tried)} recordings of dev and of silence, and tried on the half that it was not "
+                  f"fitted on: both differ by {100 * shown.error:.1f} points (expected calibration error). {silent}.")]

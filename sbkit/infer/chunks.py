@@ -21,6 +21,9 @@ _FROM = 0.5
 CONTEXT_SECONDS = 1.5
 #: Seconds before a chunk that the detector hears first: at the beginning of what it hears it takes music for speech.
 _HEARD_SECONDS = 3.0
+#: Seconds at the end of what it hears where a word that begins may not be marked yet: it first hears some frames of it,
+#: and then marks some before it, too.
+_UNSURE_SECONDS = 0.4
 #: The log-probability of a token where nobody speaks.
 _NEVER = -1e4
 
@@ -65,6 +68,7 @@ def cut(blocks: Iterable[np.ndarray], rate: int, frame_samples: int, chunk_secon
     """
     size = max(int(chunk_seconds * rate) // frame_samples, 4) * frame_samples
     context = min(-(-int(CONTEXT_SECONDS * rate) // frame_samples), size // frame_samples // 4) * frame_samples
+    unsure = -(-int(_UNSURE_SECONDS * rate) // frame_samples)
     heard: np.ndarray = np.zeros(0, np.float32)
     most_heard = int(_HEARD_SECONDS * rate) // frame_samples * frame_samples
     waiting: list[np.ndarray] = []
@@ -76,7 +80,7 @@ def cut(blocks: Iterable[np.ndarray], rate: int, frame_samples: int, chunk_secon
             signal, spoken = np.concatenate(waiting), None
             if detector is not None:
                 spoken = detector(np.concatenate([heard, signal[:size]]), frame_samples)[len(heard) // frame_samples:]
-            gap, beyond = 0 if spoken is None else _longest_gap(spoken[done // frame_samples:]), 0
+            gap, beyond = 0 if spoken is None else _longest_gap(spoken[done // frame_samples:-unsure]), 0
             length, pause = (gap * frame_samples, True) if gap else _quietest(signal[done:size], rate, frame_samples)
             if not pause:  # the cut goes through speech, and must leave room for what is included beyond it
                 beyond, (length, _) = context, _quietest(signal[done : size - context], rate, frame_samples)

@@ -10,7 +10,7 @@ from sounds import speechlike
 
 from sbkit.data.manifest import Manifest
 from sbkit.decode.spans import Word
-from sbkit.export import layout
+from sbkit.export import layout, silence
 from sbkit.export.silence import try_behaviour
 from sbkit.infer.transcript import Transcript
 
@@ -18,25 +18,38 @@ SAID = "one two three four"
 
 
 class Doubtful:
-    """A recogniser whose every fourth word is wrong, with a confidence of 0.6, and the others right with 0.7."""
+    """A recogniser whose every fourth word is wrong, with a confidence of 0.6, and the others right with 0.7.
+
+    It takes some seconds for each signal.
+    """
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.now, self.heard = seconds, 0.0, 0
 
     def transcriber(self, folder, rate):
         def transcribe(signals):
+            self.now += self.seconds * len(signals)
+            self.heard += len(signals)
             return [Transcript("", SAID, [Word(text, 0.0, 0.1, 0.6 if text == "wrong" else 0.7)
                                           for text in ("one", "two", "three", "wrong")]) for _ in signals]
         return transcribe
 
 
+def bundle(folder, utterances, wav=None):
+    """A bundle's folder, the configuration in it, and a corpus with so many utterances in its split dev."""
+    soundfile.write(folder / "a.wav", speechlike(0.5), 16_000)
+    Manifest(ids=[str(i) for i in range(utterances)], wavs=[wav or str(folder / "a.wav")] * utterances,
+             texts=[SAID] * utterances, durations=[0.5] * utterances).write(folder / "dev.csv")
+    (folder / "README.md").write_text("# A model\n")
+    corpus = SimpleNamespace(manifest_path=lambda split: folder / f"{split}.csv",
+                             manifest=lambda split: Manifest.read(folder / f"{split}.csv"))
+    return layout.Config(sample_rate=16_000, hop_samples=160, subsampling=4, vocabulary=5,
+                         models={"onnx": "model.onnx"}), corpus
+
+
 @pytest.mark.parametrize("utterances, points", [(60, 2), (5, 0)])
 def test_confidences_are_calibrated_on_dev_and_silence_where_there_are_words_enough(tmp_path, utterances, points):
-    soundfile.write(tmp_path / "a.wav", speechlike(0.5), 16_000)
-    Manifest(ids=[str(i) for i in range(utterances)], wavs=[str(tmp_path / "a.wav")] * utterances,
-             texts=[SAID] * utterances, durations=[0.5] * utterances).write(tmp_path / "dev.csv")
-    corpus = SimpleNamespace(manifest_path=lambda split: tmp_path / f"{split}.csv",
-                             manifest=lambda split: Manifest.read(tmp_path / f"{split}.csv"))
-    (tmp_path / "README.md").write_text("# A model\n")
-    config = layout.Config(sample_rate=16_000, hop_samples=160, subsampling=4, vocabulary=5,
-                           models={"onnx": "model.onnx"})
+    config, corpus = bundle(tmp_path, utterances)
     assert "80.0 words a minute" in try_behaviour(tmp_path, config, Doubtful(), [], corpus)
     written = json.loads((tmp_path / "config.json").read_text())["reliability"]
     readme = (tmp_path / "README.md").read_text()
@@ -48,3 +61,22 @@ def test_confidences_are_calibrated_on_dev_and_silence_where_there_are_words_eno
     assert "## How far to trust a word's confidence" in readme and "72 recordings of dev and of silence" in readme
     # A quarter of their 48 words has the lower confidence.
     assert "62.6 % on average for the 48 words that were written for silence." in readme
+
+
+@pytest.mark.parametrize("seconds, calibrated", [(0.5, 60), (2.0, 24)])
+def test_calibration_ends_after_half_a_minute_with_the_words_that_it_has_by_then(
+        tmp_path, monkeypatch, seconds, calibrated):
+    (config, corpus), slow = bundle(tmp_path, 100), Doubtful(seconds)
+    monkeypatch.setattr(silence.time, "monotonic", lambda: slow.now)
+    monkeypatch.setattr(silence, "_TRIAL_SECONDS", seconds)
+    try_behaviour(tmp_path, config, slow, [], corpus)
+    written = (tmp_path / "README.md").read_text()
+    assert (f"{calibrated} recordings of dev and of silence" in written) == (4 * calibrated >= 200)
+    assert slow.heard - calibrated < 30  # what follows is the first part of the trials
+
+
+def test_calibration_downloads_nothing(tmp_path, monkeypatch):
+    config, corpus = bundle(tmp_path, 60, "https://example.org/a.wav")
+    monkeypatch.setattr(silence, "clips_of", None)
+    try_behaviour(tmp_path, config, Doubtful(), [], corpus)
+    assert "How far to trust" not in (tmp_path / "README.md").read_text()

@@ -81,6 +81,26 @@ def test_a_detector_finds_pauses_that_are_as_loud_as_speech():
     np.testing.assert_array_equal(np.concatenate([each.spoken for each in chunks]), spoken)
 
 
+def marks_late(signal, frame):
+    """A detector that marks a word once it has heard three frames of it, and then six frames around it as well."""
+    loud, spoken = where_loud(signal, frame), np.zeros(-(-len(signal) // frame), bool)
+    for at in range(len(loud) - 2):
+        if loud[at:at + 3].all():
+            spoken[max(at - 6, 0):at + 9] = True
+    return spoken
+
+
+@pytest.mark.parametrize("noise", [0.001, 0.4])
+def test_a_word_that_begins_where_a_chunk_may_end_is_not_cut_as_if_it_were_a_pause(noise):
+    signal = np.ones(20 * RATE, np.float32)
+    signal[9_650:9_920] = noise
+    first = next(cut([signal], RATE, FRAME, 10.0, marks_late))
+    if noise == 0.4:  # not so quiet that it is surely a pause
+        assert first.continues and len(first.signal) >= (first.keep * FRAME + CONTEXT_SECONDS * RATE)
+    else:
+        assert 9_650 <= first.keep * FRAME <= 9_920 and not first.continues
+
+
 def test_where_nobody_speaks_the_output_is_blank_and_a_silent_chunk_needs_none():
     noise = np.full(4 * FRAME, 0.4, np.float32)
     [silent] = cut([noise], RATE, FRAME, 10.0, where_loud)

@@ -15,6 +15,10 @@ from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.kaldi import FilterBank
+from sbkit.recipe import load
+from sbkit.runs import initial
+from sbkit.runs.start_guard import StartGuard
+from sbkit.score.run_files import RECIPE
 from sbkit.tasks import feature_statistics as statistics
 
 COUNT = 12
@@ -159,9 +163,14 @@ def test_speechbrains_global_normalisation_gets_them_and_keeps_them_in_training(
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_with_it_after_another_normalisation_has_statistics_too(tmp_path):
+def test_a_run_with_another_normalisation_does_not_go_on_with_it(tmp_path):
     data = run_folders.corpus(tmp_path / "data", train=3, dev=1, test=1)
     run = run_folders.run_with_model(tmp_path / "run", data, rates=(50.0,), normalize={"norm_type": "sentence"})
-    assert not (run / statistics.FILE).exists()
-    run_folders.prepared(run_folders.RECIPE, {**run_folders.TINY, "output_folder": str(run), "data_folder": str(data)})
-    assert len(json.loads((run / statistics.FILE).read_text())["mean"]) == 80
+    given = {**run_folders.TINY, "output_folder": str(run), "data_folder": str(data)}
+    with StartGuard(run, True) as guard:
+        (run / RECIPE).write_text(load.merged(run_folders.RECIPE, given))
+        with pytest.raises(SbkitError) as refused:
+            initial.open_source(load.open_recipe(run_folders.RECIPE, given).keys, guard.changed())
+    assert refused.value.message == (f"normalize.norm_type: it is global, but the run in {run} was last started with "
+                                     "sentence")
+    assert refused.value.hint.startswith("resume it with --normalize.norm_type sentence, or ")

@@ -46,7 +46,8 @@ def source_of(keys: TaskKeys) -> WeightSource | None:
 
 
 def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse, before the corpus is prepared, a missing or invalid source, or another one than the run started with.
+    """Refuse, before the corpus is prepared, a missing or invalid source, or another one than the run started with, as
+    well as another normalisation of features.
 
     changed : recipe values that differ from the run's previous start, before and now
     """
@@ -72,6 +73,10 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
             same = f"without --{key}" if before == "null" else f"with {began} (the source need not exist any more)"
             raise SbkitError(f"{key}: it is {now}, but the run in {keys.folder} was last started with {before}",
                              hint=f"resume it {same}, or start a new run in another --output_folder")
+    norm = "normalize.norm_type"
+    if "nothing" not in (change := changed.get(norm, ("nothing", ""))):
+        raise SbkitError(f"{norm}: it is {change[1]}, but the run in {keys.folder} was last started with {change[0]}",
+                         hint=f"resume it with --{norm} {change[0]}, or start a new run in another --output_folder")
 
 
 def check(keys: TaskKeys, brain: Task) -> tuple[str, list[ParameterOutcome]]:

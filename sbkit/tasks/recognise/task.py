@@ -67,13 +67,11 @@ class RecognitionTask(SearchingTask):
 
     @classmethod
     def prepare(cls, keys: EncoderKeys, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Train the tokenizer, and compute the statistics of a global normalisation unless checkpoints hold them, as
-        those of a run don't whose recipe had another normalisation."""
+        """Train the tokenizer, and compute the statistics of a global normalisation unless checkpoints hold them."""
         refuse_longer(keys, manifests)
         follows = super().prepare(keys, manifests, given)
         norm, features = keys.normalize, keys.compute_features
-        if feature_statistics.is_global(norm) and features is not None and (
-                initial.fresh(keys) or not feature_statistics.path_of(norm, keys.output_folder).exists()):
+        if feature_statistics.is_global(norm) and features is not None and initial.fresh(keys):
             settings = feature_statistics.FeatureSettings(features, keys.hop_samples, keys.sample_rate)
             feature_statistics.prepare(norm, settings, manifests["train"], keys.output_folder)
         return follows

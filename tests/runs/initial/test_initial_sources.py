@@ -452,6 +452,13 @@ def test_a_run_that_began_does_not_go_on_by_the_default_corpus(tmp_path, changed
                                      f"{given}")
 
 
+def test_a_run_that_began_keeps_its_normalisation(tmp_path):
+    keys = SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from=None)
+    with pytest.raises(SbkitError, match=r"it is global, but the run in .* was last started with sentence") as refused:
+        initial.open_source(keys, {"normalize.norm_type": ("sentence", "global")})
+    assert refused.value.hint.startswith("resume it with --normalize.norm_type sentence, or ")
+
+
 @pytest.mark.parametrize("changed", [{}, {"data_folder": ("nothing", "null")}, {"data_folder": ("/data/fr", "/new/fr")},
                                      {"data_folder": ("null", "/data/fr"), "data_folders": ("a", "b")}])
 def test_a_corpus_that_moved_or_never_was_named_is_no_other(tmp_path, changed):
