@@ -332,7 +332,7 @@ def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: b
     The path of a recipe's file may be meant for another machine, so it is an error only if a run is ``starting`` here.
     """
     batching = built.hparams.get("batching")
-    if getattr(batching, "auto", False):
+    if batching is not None and getattr(batching, "auto", False):
         batching.max_batch_seconds = batching.most_seconds(cost.longest_utterance(built.hparams))
     for corpus, node in _corpora(built):
         longest = getattr(corpus, "max_duration", None)

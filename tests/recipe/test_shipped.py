@@ -37,16 +37,19 @@ def stand_ins(name: str, folder: Path) -> dict:
     given = {"output_folder": str(folder / "run")}
     texts = [path.read_text() for path, _ in load.chain(ROOT / name)]
     if any("data_folder: !PLACEHOLDER" in text for text in texts):
-        given |= {"data_folder": str(folder), "language": "fr"}
-    if any("sbkit.tasks.enhance" in text for text in texts) and "data_folder" in given:
-        (folder / "noisy_testset_wav").mkdir(exist_ok=True)  # VoiceBank-DEMAND's layout
+        given |= {"data_folder": str(folder / "data"), "language": "fr"}
+        if any("sbkit.tasks.enhance" in text for text in texts):
+            (folder / "data" / "noisy_testset_wav").mkdir(parents=True, exist_ok=True)  # VoiceBank-DEMAND's layout
+        else:
+            run_folders.corpus(folder / "data", 1.0, train=2, dev=1, test=1)
     if any("encoder_source: null" in text for text in texts):
         large = {"hidden_size": 256, "intermediate_size": 512}
         given |= {"encoder_source": str(encoders.make(folder / "encoder", "wav2vec2-layer", **large))}
     if any("sbkit.tasks.tts" in text for text in texts):
         given |= dict.fromkeys(["codec", "recogniser"], str(codec_of(name, folder)))
     if any("trials: !PLACEHOLDER" in text for text in texts):
-        given |= {"trials": str(folder / "trials.txt"), "noise_folder": str(folder), "rir_folder": str(folder)}
+        given |= {"trials": str(folder / "trials.txt")} | dict.fromkeys(
+            ["data_folder", "noise_folder", "rir_folder"], str(folder))
         for name in ("id10001/a/1.wav", "id10002/a/1.wav", "id10003/a/1.wav", "id10270/a/1.wav"):
             sound(folder / name)
     return given
