@@ -116,7 +116,10 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
             device, request = torch.device("cuda:0"), arguments.parse(args)
             with open_trial(request, device) as trial:
                 found = batch_size_search.measure(trial, request, batch_size_search.memory_budget(None, device), True)
-                recipe.keys.batching.max_batch_seconds, _ = batch_size_search.recommended(trial, found)
+                recipe.keys.batching.max_batch_seconds, how = batch_size_search.recommended(trial, found)
+            if not recipe.keys.batching.max_batch_seconds:
+                raise SbkitError(f"max_batch_seconds: auto: {how}", hint="try activation_checkpointing, or a smaller "
+                                 "model or max_duration")
             args += ["--batching.max_batch_seconds", f"{recipe.keys.batching.max_batch_seconds:g}"]
         diary.write("figures", {"data": written_corpus["what"], "reads": written_corpus["reads"],
                                 "num_workers": recipe.keys.num_workers,

@@ -15,11 +15,14 @@ import run_folders
 import torch
 
 from sbkit.data.mixture import Mixture
+from sbkit.errors import SbkitError
 from sbkit.recipe import arguments, cost, flops, load, speed, trace
+from sbkit.recipe.batch_size import BatchSize
+from sbkit.recipe.report import Report
 from sbkit.rehearsal import corpus, rank, run, watch
 from sbkit.rehearsal.cards import CARDS
 from sbkit.rehearsal.report import assemble
-from sbkit.train.memory import trials
+from sbkit.train.memory import batch_size_search, trials
 
 CTC, CODEC = (Path(__file__).parents[2] / "hparams" / name for name in ("ctc.yaml", "codec.yaml"))
 
@@ -98,6 +101,22 @@ def test_a_card_for_which_torch_has_no_kernels_is_an_error(tmp_path, monkeypatch
     lines = map(json.loads, diary.path.read_text().splitlines())
     [error] = errors_of([{"launch": "prepare", "rank": 0, **line} for line in lines])
     assert error.code == "no-kernels" and "capability is 7.0" in error.message and error.message.endswith("sm_90")
+
+
+def test_a_card_that_holds_no_utterance_is_an_error(tmp_path, monkeypatch):
+    trial = SimpleNamespace(device_name="a card", brain=SimpleNamespace(precision="bf16"), longest=20.0,
+                            batching=SimpleNamespace(min_capacity=1))
+    for module, name, result in ((rank, "runs_on", True), (torch.cuda, "get_device_capability", (9, 0)),
+                                 (torch.cuda, "get_arch_list", ["sm_90"]), (rank, "check", Report("recipe.yaml")),
+                                 (corpus, "write", {"args": []}), (batch_size_search, "memory_budget", 2.0),
+                                 (batch_size_search, "measure", BatchSize(2.0, [20.0], [0], 20)),
+                                 (trials, "open_trial", contextlib.nullcontext(trial))):
+        monkeypatch.setattr(module, name, lambda *given, result=result, **options: result)
+    diary = watch.Diary(tmp_path, "prepare", 0)
+    job = {"args": [str(CTC), "--max_batch_seconds", "auto"], "folder": str(tmp_path), "world": 1}
+    with pytest.raises(SbkitError, match="auto: a card with 2 GiB, bf16: not even one of the longest utterances fits"):
+        rank.prepare(job, diary)
+    assert "--batching" not in diary.path.read_text()
 
 
 def test_a_launch_succeeds_only_if_each_process_does(tmp_path, monkeypatch):
