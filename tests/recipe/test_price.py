@@ -173,6 +173,7 @@ def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys, monkeypatc
     assert not [row for row in sections["cost"]["rows"] if row[0].startswith("hours")], "they are the price's"
     values = sections["price"]["values"]
     assert values["by"] == "limits" and values["cost"] == 2.5 * values["hours"] and values["kwh_at_most"] is None
+    monkeypatch.setenv("COUNT_FLOPS", "1")
     said = here("train", *words[:-2], "--no-check")
     per_second = flops(sections["cost"]["values"]["operations_per_second_of_audio"])
     assert f"a second of audio takes {per_second} in training" in said
