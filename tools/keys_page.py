@@ -143,7 +143,8 @@ def commands_page() -> str:
             parser = cli.parser_for([name])
             [commands] = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
             command = commands.choices[name]
-            actions = [each for each in command._actions if each.dest not in ("help", "debug")]
+            actions = [each for each in command._actions if each.dest not in ("help", "debug")
+                       and each.help != argparse.SUPPRESS]
             words = [_words(each) for each in actions if each.required and each.nargs not in ("*", "?")]
             what = cli.summary(name)
             parts.append(f"`{' '.join(['sbkit', name, *words])}`\n\n{what[0].upper()}{what[1:]}.\n\n"

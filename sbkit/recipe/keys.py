@@ -163,7 +163,8 @@ class Keys:
                 continue
             if any(isinstance(value, kind) for kind in kinds):
                 continue
-            plain = isinstance(value, (Mapping, list, tuple, str, int, float))
+            named = isinstance(value, (functools.partial, type))
+            plain = named or isinstance(value, (Mapping, list, tuple, str, int, float))
             package = type(value).__module__.partition(".")[0]
             place = getattr(sys.modules.get(package), "__file__", None) or "site-packages"  # built in
             of_the_user = package != "sbkit" and "site-packages" not in place
@@ -172,9 +173,11 @@ class Keys:
             alike = any(names and enough(hasattr(value, each) for each in names) for names in methods)
             if not plain and (of_the_user or alike):
                 continue
-            given = "a mapping" if isinstance(value, Mapping) else _shown(value) if plain else (
+            given = "only named, not built" if named else "a mapping" if isinstance(value, Mapping) else \
+                _shown(value) if plain else (
                 f"of {type(value).__module__}.{type(value).__qualname__}")
             found.append(Problem(name, f"it is {given}, and must be {known.what}",
+                                 "write !new: instead of !name:" if named else
                                  "write !new: and that class after the key, with its arguments below it" if plain else
                                  "docs/reference/keys.md says what each key may be"))
         return found

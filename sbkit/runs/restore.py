@@ -56,7 +56,8 @@ def read_run(run: str | Path) -> Recipe:
             and (tested := run.resolve().parents[1] / RECIPE).is_file():
         raise SbkitError(f"{run} has the results of a test, not a run", hint=f"name the run's folder: {tested.parent}")
     if not path.is_file():
-        missing = f"is not a run: it has no {RECIPE}" if run.is_dir() else "does not exist"
+        missing = f"is not a run: it has no {RECIPE}" if run.is_dir() else "is not a folder" if run.exists() \
+            else "does not exist"
         raise SbkitError(f"{run} {missing}", hint="name the output_folder of a run")
     line = path.read_text(encoding="utf-8").splitlines()[1:2]  # the header names the original recipe
     make_importable(Path(line[0].removeprefix("#").strip()) if line else path)

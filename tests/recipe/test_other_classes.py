@@ -15,6 +15,8 @@ pytestmark = pytest.mark.usefixtures("without_cost")
     ("batching: !new:sbkit.data.plan.Batching", "batching:", "it is a mapping, and must be a sbkit.data.plan.Batching"),
     ("batching: !new:sbkit.data.plan.Batching\n    max_batch_seconds: 40", "batching: [40]",
      "it is [40], and must be a sbkit.data.plan.Batching"),
+    ("batching: !new:sbkit.data.plan.Batching", "batching: !name:sbkit.data.plan.Batching",
+     "it is only named, not built, and must be a sbkit.data.plan.Batching"),
     ("tokenizer: !new:sbkit.data.tokens.Tokenizer\n    folder: !ref <output_folder>/save\n    vocab_size: "
      "!ref <output_neurons>", "tokenizer: !new:sentencepiece.SentencePieceProcessor",
      "it is of sentencepiece.SentencePieceProcessor, and must be a sbkit.data.tokens.Tokenizer"),
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("without_cost")
      "it is of speechbrain.utils.checkpoints.Checkpointer, and must be a sbkit.train.checkpoint.Checkpointer"),
     ("ctc_weight: 0.3", "ctc_weight: 0.3\nschedule: !new:torch.nn.Identity",
      "it is of torch.nn.modules.linear.Identity, and must be a sbkit.train.schedule.Schedule"),
-], ids=["a mapping", "a list", "a tokenizer", "a checkpointer", "a schedule"])
+], ids=["a mapping", "a list", "a name", "a tokenizer", "a checkpointer", "a schedule"])
 def test_an_object_of_another_class_is_one_error_with_its_line(tmp_path, key, instead, message):
     path = changed(tmp_path, {key: instead})
     name = instead.splitlines()[-1 if "schedule" in instead else 0].partition(":")[0]
