@@ -518,7 +518,7 @@ def test_ctrl_c_reaches_the_run_and_leaves_no_workers(path):
         workers = run.pipe.recv()
         assert len(workers) == 2 and all(map(alive, workers))
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to the run and its workers
-        run.process.join(30)
+        run.process.join(90)
         assert run.process.exitcode == 0 and run.pipe.recv() == "ended in order"
         assert not any(map(alive, workers))
 
