@@ -136,15 +136,14 @@ def run(args: argparse.Namespace) -> int:
     # Other corrections, other work: the same command resumes, and a new row begins anew from the old model.
     mark = hashlib.sha256(source.read_bytes() if source.is_file() else str(source.resolve()).encode()).hexdigest()[:8]
     folder = Path(os.path.abspath(args.run))  # "." has no name
-    if named and folder.parent.name.endswith(f"-improved-{mark}"):  # a bundle names the run that these have led to
+    first = f"# with the corrections {mark}\n"  # of the recipe beside the run that they have led to
+    led_to = folder.parent / "recipe.yaml"
+    if named and led_to.is_file() and led_to.read_text(encoding="utf-8").startswith(first):
         print(f"{args.to} has learnt these corrections already")
         return 0
     work = args.work or folder.with_name(f"{folder.name}-improved-{mark}")
-    new, recipe, first = work / "run", work / "recipe.yaml", f"# with the corrections {mark}\n"
+    new, recipe = work / "run", work / "recipe.yaml"
     if folder.resolve() == new.resolve():  # its recipe would begin from itself
-        if named and recipe.is_file() and recipe.read_text(encoding="utf-8").startswith(first):
-            print(f"{args.to} has learnt these corrections already")
-            return 0
         raise SbkitError(f"--work: {work} has the run that is to be improved, {folder}",
                          hint="leave --work out, or name another folder")
 

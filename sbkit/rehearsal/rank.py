@@ -118,8 +118,7 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
                 found = batch_size_search.measure(trial, request, batch_size_search.memory_budget(None, device), True)
                 recipe.keys.batching.max_batch_seconds, how = batch_size_search.recommended(trial, found)
             if not recipe.keys.batching.max_batch_seconds:
-                raise SbkitError(f"max_batch_seconds: auto: {how}", hint="try activation_checkpointing, or a smaller "
-                                 "model or max_duration")
+                raise SbkitError(f"max_batch_seconds: auto: {how}", hint=batch_size_search.SMALLER)
             args += ["--batching.max_batch_seconds", f"{recipe.keys.batching.max_batch_seconds:g}"]
         diary.write("figures", {"data": written_corpus["what"], "reads": written_corpus["reads"],
                                 "num_workers": recipe.keys.num_workers,

@@ -63,8 +63,7 @@ def measure(recipe: Recipe, request: CommandLine, device: torch.device) -> float
         seconds, text = _in_own_process(request, device, found[ranks.rank()][1])
     seconds, text = min(ranks.gather_objects((seconds, text)))
     if not seconds:
-        ranks.raise_on_main(SbkitError(f"max_batch_seconds: auto: {text}", hint="try activation_checkpointing, or a "
-                                       "smaller model or max_duration", exit_code=1))
+        ranks.raise_on_main(SbkitError(f"max_batch_seconds: auto: {text}", hint=batch_size_search.SMALLER, exit_code=1))
     if ranks.is_main():
         logger.info("max_batch_seconds: auto is %g: %s", seconds, text)
         with atomic_write(recipe.keys.folder / MEASURED) as out:

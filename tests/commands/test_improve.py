@@ -56,6 +56,7 @@ def test_corrections_that_a_bundle_has_learnt_are_not_learnt_again(tmp_path, cap
     run = tmp_path / f"demo-improved-{mark}" / "run"
     run.mkdir(parents=True)
     (run / "hyperparams.yaml").write_text("output_folder: here\n")
+    (run.parent / "recipe.yaml").write_text(f"# with the corrections {mark}\nlr: 1\n")
     bundles.make(tmp_path / "b", trained={"run": f"../demo-improved-{mark}/run"})
     assert main(["improve", str(tmp_path / "b"), "--with", str(tmp_path / "kept.jsonl")]) == 0
     assert "b has learnt these corrections already" in capsys.readouterr().out

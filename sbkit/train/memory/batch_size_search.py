@@ -28,6 +28,8 @@ REHEARSED, SHRINK = 12, 0.9
 SLACK = 2.0
 #: Share of a CPU's free memory to use; the rest is for data workers and other processes.
 FREE_SHARE = 0.8
+#: What to do where nothing fits.
+SMALLER = "try activation_checkpointing, or a smaller model or max_duration"
 
 
 def measure(trial: Trial, request: CommandLine, gib: float, fresh: bool = False) -> BatchSize:
@@ -145,5 +147,5 @@ def summary(trial: Trial, found: BatchSize) -> str:
     seconds, how = recommended(trial, found)
     has = "auto" if trial.batching.auto else f"{trial.batching.max_batch_seconds:g}"
     advice = f"--max_batch_seconds {seconds:g} (the recipe has {has})" if seconds else \
-        "try activation_checkpointing, or a smaller model"
+        SMALLER
     return f"{table(['utterance length', 'utterances that fit', 'seconds'], rows)}\n{how}: {advice}"
