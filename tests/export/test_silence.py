@@ -68,11 +68,10 @@ def test_calibration_ends_after_half_a_minute_with_the_words_that_it_has_by_then
         tmp_path, monkeypatch, seconds, calibrated):
     (config, corpus), slow = bundle(tmp_path, 100), Doubtful(seconds)
     monkeypatch.setattr(silence.time, "monotonic", lambda: slow.now)
-    monkeypatch.setattr(silence, "_TRIAL_SECONDS", seconds)
     try_behaviour(tmp_path, config, slow, [], corpus)
     written = (tmp_path / "README.md").read_text()
     assert (f"{calibrated} recordings of dev and of silence" in written) == (4 * calibrated >= 200)
-    assert slow.heard - calibrated < 30  # what follows is the first part of the trials
+    assert slow.heard - calibrated <= 16  # what follows is at most two thirds of the trials
 
 
 def test_calibration_downloads_nothing(tmp_path, monkeypatch):
