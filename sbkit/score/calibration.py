@@ -40,7 +40,8 @@ class Calibration:
         blocks: list[tuple[float, float, float]] = []  # neighbours out of order are merged: words, confidence, accuracy
         for i in np.argsort(confidence, kind="stable"):
             block = float(words[i]), float(confidence[i]), float(accuracy[i])
-            while blocks and (blocks[-1][2] >= block[2] or blocks[-1][1] >= block[1]):
+            # Equal confidences are one block too, though a mean of equal values may be off by its last bit.
+            while blocks and (blocks[-1][2] >= block[2] or blocks[-1][1] >= block[1] - 1e-9):
                 block = _merged(blocks.pop(), block)
             blocks.append(block)
         _, confidences, accuracies = zip(*blocks, strict=True)

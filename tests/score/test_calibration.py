@@ -24,6 +24,13 @@ def test_the_curve_never_falls_and_stays_within_what_was_found(rows):
     assert accuracy.min() - 1e-9 <= expected.min() and expected.max() <= accuracy.max() + 1e-9
 
 
+@pytest.mark.parametrize("confidence", [0.1, 0.3, 0.7, 1 / 3])
+def test_one_confidence_has_one_accuracy(confidence):
+    accuracy = np.array([0.0, 0.1, 0.2, 0.0, 0.3, 0.9, 1.0])
+    found = Calibration.fit(np.full(7, confidence), accuracy, np.array([3, 7, 11, 1, 2, 5, 13.0]))
+    assert len(found.confidences) == 1
+
+
 @given(ROWS)
 def test_the_mean_over_words_at_the_knots_is_the_mean_that_was_found(rows):
     """As of every least-squares fit: blocks weigh what their words weigh."""

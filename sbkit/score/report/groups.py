@@ -69,6 +69,16 @@ def by_duration(results: ScoredRun) -> list[UtteranceGroup]:
     return groups
 
 
+def by_confidence(results: ScoredRun, parts: int = 5) -> list[UtteranceGroup]:
+    """Group utterances into parts of equal size, the least confident first; empty if too few have a confidence."""
+    confidence = np.array([np.nan if one.confidence is None else one.confidence for one in results.utterances])
+    order = np.argsort(confidence, kind="stable")[:int(np.isfinite(confidence).sum())]  # NaN is last
+    if len(order) < parts * MIN_UTTERANCES:
+        return []
+    return [_group("{:.2f}–{:.2f}".format(*confidence[part[[0, -1]]]), results, part)
+            for part in np.array_split(order, parts)]
+
+
 def columns(results: ScoredRun) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Return the corpus columns with more than one value, name -> N values, and columns that give the same groups."""
     found: dict[str, list[str]] = {}

@@ -249,11 +249,14 @@ def live(run: RunData) -> Section | None:
 
 
 def where(results: ScoredRun, other: ScoredRun | None) -> Section:
-    """Show WER by duration, by the corpus's metadata, and by speaker."""
+    """Show WER by duration, by the model's confidence, by the corpus's metadata, and by speaker."""
     durations, values, speakers, alike = groups.breakdown(results)
     before = None if other is None else groups.breakdown(other)
     note = "Dashed line: this run's whole test set. Whiskers: 95 % interval."
     blocks: list[Markup | Section] = [charts.bars("By duration", durations, note, results.words.rate)]
+    if found := groups.by_confidence(results):
+        blocks.append(charts.bars("By confidence", found, "Utterances in five parts of equal size. Where confidence can "
+                                  "be trusted, WER falls from left to right.", results.words.rate))
     for name, found in values.items():
         same = f"Grouping by {', '.join(alike[name])} gives the same groups." if name in alike else ""
         blocks.append(_bars(f"By {name}", found, before.values.get(name, []) if before else [], same))

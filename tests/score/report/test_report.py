@@ -108,7 +108,7 @@ def test_the_page_says_what_the_files_say(run):
     assert [link["href"] for link in page.all("a")][:len(places)] == [f"#{place}" for place in places]
     titles = " ".join(attributes.get("aria-label", "") for attributes in page.all("svg"))
     for title in ("Loss", "Error rates on dev", "Learning rate", "Throughput", "Padding",
-                  "How the time of a step is spent", "By duration"):
+                  "How the time of a step is spent", "By duration", "By confidence"):
         assert title in titles
     for text in ("By accent", "By age", "By gender", "speakers", "not given", "Scottish English", "Substitutions",
                  "Deletions", "longer than 20.0 s : 7 rows", "clip<7>",

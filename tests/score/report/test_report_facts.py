@@ -56,6 +56,18 @@ def test_durations_lie_in_their_group():
         ("0–1 s", 1), ("1–2 s", 2), ("2–3 s", 1), ("20–30 s", 1), ("30+ s", 1)]
 
 
+def test_five_parts_of_equal_size_go_from_the_least_to_the_most_confident():
+    rows = [dataclasses.replace(one, confidence=confidence) for one, confidence in
+            zip(run_folders.scored(30), [None] * 5 + [0.5 + number / 50 for number in range(25)], strict=True)]
+    random.Random(0).shuffle(rows)
+    found = groups.by_confidence(ScoredRun(rows))
+    assert [(group.label, group.utterances) for group in found] == [
+        ("0.50–0.58", 5), ("0.60–0.68", 5), ("0.70–0.78", 5), ("0.80–0.88", 5), ("0.90–0.98", 5)]
+    known = [one for one in rows if one.confidence is not None]
+    assert sum(group.words for group in found) == ScoredRun(known).lengths.sum()
+    assert groups.by_confidence(ScoredRun(known[1:])) == []  # parts of fewer than five say nothing
+
+
 def test_ages_are_in_their_order_and_what_is_not_given_is_last():
     ages = ["fifties", "", "teens", "twenties"] * 5
     found = groups.by_value(ScoredRun(run_folders.scored(20)), ages, "age")
