@@ -288,3 +288,30 @@ def test_no_test_reads_a_private_name():
 def test_it_finds_each_kind():
     code = "a._b\nself._c\nfrom x import _d\npatch.setattr(x, '_e', 1)\npatch.setattr('x._f', 1)\na.__g__"
     assert sorted(private(nodes_in(code))) == ["_b", "_d", "_e", "_f"]
+
+
+# ---------------------------------------------------------------- what messages advise
+
+#: Options of other programs, and stand-ins for a name.
+NOT_OURS = {"--KEY.a.b", "--array", "--cards", "--cpus", "--exclude-libs", "--flag", "--force-reinstall", "--gpu",
+            "--gpus", "--index-url", "--key", "--nnodes", "--no-deps", "--query-gpu", "--shm-size", "--short",
+            "--signal", "--signals-to-handle", "--undefined-only", "--version"}
+
+
+def options_in(text):
+    return {option.rstrip(".") for option in re.findall(r"(?<![\w-])--[A-Za-z][\w.-]*", text)}
+
+
+def test_an_option_that_a_message_names_is_one():
+    """Of a command, or a key of a recipe."""
+    reference = HOME.parent / "docs" / "reference"
+    known = {option.replace("_", "-") for option in options_in((reference / "commands.md").read_text())}
+    pages = [reference / "keys.md", *HOME.parent.glob("hparams/**/*.yaml")]
+    keys = {key for page in pages for key in re.findall(r"^ *(\w+):|`(\w+)", page.read_text(), re.M)}
+    keys = {(left or right).replace("_", "-") for left, right in keys}
+    unknown = {f"{option} in {name}" for name in FILES for node in nodes(FILES[name])
+               if isinstance(node, ast.Constant) and isinstance(node.value, str)
+               for option in options_in(node.value) - NOT_OURS
+               if option.replace("_", "-") not in known
+               and option[2:].replace("_", "-").split(".")[0] not in keys}
+    assert unknown == set()

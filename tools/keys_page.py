@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import textwrap
 from collections.abc import Container
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,7 +133,8 @@ def keys_page() -> str:
 
 def commands_page() -> str:
     """Return the text of the page of commands."""
-    parts = [_COMMANDS]
+    every = cli.RECIPE_HELP.partition("\n\n")[2].format(command="", what="")
+    parts = [_COMMANDS, "\nEach command that takes a recipe says too:\n\n", textwrap.indent(every, "    "), "\n"]
     for group, names in cli.GROUPS.items():
         parts.append(f"\n## {group.capitalize()}\n")
         for name in names:

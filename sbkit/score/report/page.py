@@ -62,7 +62,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
         if other is None and out is None and data.folder == data.run and data.folder.parent.name != EVALUATIONS:
             model_card.write(data)
     except OSError as error:
-        raise SbkitError(f"cannot write {path}: {error.strerror}", hint="choose another place with --out") from error
+        raise SbkitError(f"cannot write {path}: {error.strerror}", hint="choose another place with --to") from error
     if compared is not None:
         log(str(compared))
     return path

@@ -255,8 +255,8 @@ def where(results: ScoredRun, other: ScoredRun | None) -> Section:
     note = "Dashed line: this run's whole test set. Whiskers: 95 % interval."
     blocks: list[Markup | Section] = [charts.bars("By duration", durations, note, results.words.rate)]
     if found := groups.by_confidence(results):
-        blocks.append(charts.bars("By confidence", found, "Utterances in five parts of equal size. Where confidence can "
-                                  "be trusted, WER falls from left to right.", results.words.rate))
+        blocks.append(charts.bars("By confidence", found, "Utterances in five parts of equal size. Where confidence "
+                                  "can be trusted, WER falls from left to right.", results.words.rate))
     for name, found in values.items():
         same = f"Grouping by {', '.join(alike[name])} gives the same groups." if name in alike else ""
         blocks.append(_bars(f"By {name}", found, before.values.get(name, []) if before else [], same))
