@@ -23,6 +23,7 @@ from sbkit.nn.pretrained import Encoder
 from sbkit.recipe import flops, speed
 from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.flops import FlopCounter
+from sbkit.recipe.keys import Task
 from sbkit.recipe.ownership import Owned
 from sbkit.recipe.parts import flattened
 from sbkit.recipe.price import GUESS_FACTOR
@@ -158,10 +159,12 @@ def longest_utterance(hparams: Mapping[str, Any]) -> float:
     return float(planned_seconds(hparams.get("augment"), longest))
 
 
-def update_bytes(trained: int, copies: int) -> int:
-    """The bytes that an update moves: it reads and writes weights and states, and reads gradients twice, for their norm
-    too; ``copies`` are gradients, states and averages."""
-    return 2 * trained * (1 + copies)
+def update_bytes(brain: Task) -> int:
+    """The bytes that an update moves: it reads and writes weights, states and averages, and reads gradients twice, for
+    their norm too."""
+    trained = sum(p.numel() * p.element_size() for p in brain.modules.parameters() if p.requires_grad)
+    return 2 * trained * (2 + states_per_parameter(vars(brain.hparams).get("opt_class")) +
+                          (brain.keys.average is not None))
 
 
 def states_per_parameter(opt_class: object) -> int:
@@ -201,10 +204,10 @@ class CostEstimate:
     """Seconds in which a GPU's host launches the kernels of a micro-batch; 0: on a CPU, and with graphs."""
 
     def least_step_seconds(self, audio: float, limits: speed.Speed) -> float:
-        """The least time of a step on so many seconds of audio, by its kernels and an update, or by launches."""
-        micro_batches = audio / self.cost.batch_seconds
-        return max(micro_batches * flops.least_seconds(self.cost.kernels, limits) + self.update / limits.bytes,
-                   max(1, micro_batches) * self.launch_seconds)
+        """The least time of a step on so many seconds of audio."""
+        return speed.least_step_seconds(
+            audio / self.cost.batch_seconds, flops.least_seconds(self.cost.kernels, limits), self.launch_seconds,
+            self.update / limits.bytes)
 
     @property
     def step_memory(self) -> int:
@@ -274,7 +277,7 @@ def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: 
     launches = len(cost.kernels) if device.type == "cuda" and not traced.keys.graphs else 0
     estimate = CostEstimate(
         sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad), weights, cost,
-        hours, str(device), measured, inexact, int(max(thaws, default=0)), update=update_bytes(trained, copies),
+        hours, str(device), measured, inexact, int(max(thaws, default=0)), update=update_bytes(traced.brain),
         full_weights=full, adapter_weights=adapted, launch_seconds=launches * speed.LAUNCH_MS / 1000)
     if measured is not None or (limits := speed.limits_of(device, precision)) is None:
         return estimate

@@ -62,6 +62,15 @@ def _entry(name: str) -> str:
                  and re.search(rf"\b{words}\b(?! (?:Ti|D|Laptop)\b)", name)), "")
 
 
+def least_step_seconds(micro_batches: float, kernels: float, launches: float, update: float = 0.0) -> float:
+    """The least time of a step: that of its kernels, or that in which the host launches them.
+
+    micro_batches : below 1 for a step that is shorter than a micro-batch; the host launches as many kernels then
+    kernels, launches : seconds of a micro-batch
+    """
+    return max(micro_batches * kernels + update, max(1, micro_batches) * launches)
+
+
 class Speed(NamedTuple):
     """What kernels can reach at most, a second."""
 

@@ -20,7 +20,7 @@ from sbkit.errors import SbkitError, first_line
 from sbkit.infer.bundles import BundleLoader
 from sbkit.recipe import arguments, flops, load
 from sbkit.recipe.check import check
-from sbkit.recipe.cost import states_per_parameter, update_bytes
+from sbkit.recipe.cost import update_bytes
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
 from sbkit.recipe.speed import limits_of
@@ -180,9 +180,7 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         reserved = torch.cuda.memory_reserved() if nodes else 0
         brain.trainer.graphs.reset()  # the next step is without, so that its lines are known
         held, peak, timeline = memory_timeline(brain, batch)
-        trained = sum(each.numel() * each.element_size() for each in brain.modules.parameters() if each.requires_grad)
-        copies = 1 + states_per_parameter(vars(brain.hparams).get("opt_class")) + brain.averages_weights
-        work = [*kernels, (0, update_bytes(trained, copies))]
+        work = [*kernels, (0, update_bytes(brain))]
         limits = limits_of(device, brain.precision)
         estimate = job["estimate"]
         figures = {

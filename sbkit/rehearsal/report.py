@@ -9,7 +9,7 @@ from typing import Any
 
 from sbkit.data.rate import ReadingRate
 from sbkit.recipe.report import ERROR, WARNING, Finding, Report, Section
-from sbkit.recipe.speed import LAUNCH_MS
+from sbkit.recipe.speed import LAUNCH_MS, least_step_seconds
 from sbkit.rehearsal.cards import GIB, Card
 from sbkit.rehearsal.run import RANKS, Line
 from sbkit.score.report import charts
@@ -150,7 +150,7 @@ def _slow_reading(figures: Line, count: int) -> tuple[str, str] | None:
     if reads is None or gpu_ms is None:
         return None
     audio = min(figures["batch_seconds"], figures["step_seconds"] / count)
-    step_ms = max(gpu_ms * audio / figures["batch_seconds"], LAUNCH_MS * figures["launches"])
+    step_ms = least_step_seconds(audio / figures["batch_seconds"], gpu_ms, LAUNCH_MS * figures["launches"])
     return ReadingRate(*reads).advice(figures["num_workers"], 1000 * audio / step_ms, count)
 
 

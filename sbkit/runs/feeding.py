@@ -15,8 +15,9 @@ from sbkit.data.plan import Plan
 from sbkit.data.reader import SupportsEncode
 from sbkit.errors import SbkitError
 from sbkit.recipe import flops
+from sbkit.recipe.cost import update_bytes
 from sbkit.recipe.price import padded_seconds
-from sbkit.recipe.speed import Utilisation, peak_of
+from sbkit.recipe.speed import LAUNCH_MS, Utilisation, least_step_seconds, limits_of, peak_of
 from sbkit.system.console import counted
 from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
@@ -25,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 #: Shapes that need more than this many times the padded seconds aren't used by default.
 MAX_PADDED = 1.25
-#: What a GPU can reach: this share of its peak in a large model, and a micro-batch in this time in a small one, whose
-#: kernels are bound by memory.
-ATTAINABLE_MFU, LEAST_SECONDS = 0.18, 0.005
 
 
 def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,  # brain: a task, a room above
@@ -59,14 +57,21 @@ def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,
                     100 * (more - 1))
 
 
-def warn_of_slow_reading(train_set: TrainLoader, known: Utilisation) -> None:
-    """Say what to do if the data workers read less than the device could train on."""
-    batching = train_set.plan.batching
-    if known.peak is None or not train_set.workers or not len(train_set.reader.manifest):
+def warn_of_slow_reading(brain: Brain, train_set: TrainLoader, device: torch.device) -> None:
+    """Say what to do if the data workers read less than the device could train on, as ``sbkit check`` does."""
+    manifest, batching = train_set.reader.manifest, train_set.plan.batching
+    limits = limits_of(device, brain.precision)
+    if limits is None or not train_set.workers or not len(manifest):
         return
-    micro_batch = min(batching.max_batch_seconds, batching.update_seconds / train_set.world)
-    wanted = min(ATTAINABLE_MFU * known.peak / known.operations, micro_batch / LEAST_SECONDS)
-    if (found := rate.measure(train_set.reader).advice(train_set.workers, wanted, train_set.world)) is not None:
+    seconds = flops.typical_seconds(manifest.durations)
+    utterances = max(batching.min_batch_utterances, int(batching.max_batch_seconds / seconds))
+    kernels = flops.run(brain, utterances, seconds, flops.FlopCounter).kernels
+    audio = batching.update_seconds / train_set.world
+    step_seconds = least_step_seconds(
+        audio / (utterances * seconds), flops.least_seconds(kernels, limits),
+        0.0 if brain.keys.graphs else len(kernels) * LAUNCH_MS / 1000, update_bytes(brain) / limits.bytes)
+    found = rate.measure(train_set.reader).advice(train_set.workers, audio / step_seconds, train_set.world)
+    if found is not None:
         logger.warning("%s: %s", *found)
 
 

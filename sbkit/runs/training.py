@@ -74,7 +74,7 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         for split, augment in (("dev", keys.valid_augment), ("test", keys.test_augment))
     )
     if brain.utilisation is not None and device.type == "cuda" and not train.has_urls:
-        warn_of_slow_reading(train_set, brain.utilisation)
+        warn_of_slow_reading(brain, train_set, device)
     brain.mixture_parts.loader = train_set
     brain.open_run(train.texts, steps)
     if test_only:

@@ -11,7 +11,8 @@ from sbkit.data.loader import TrainLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
 from sbkit.errors import SbkitError
-from sbkit.recipe.speed import Utilisation
+from sbkit.recipe import flops
+from sbkit.recipe.speed import Speed
 from sbkit.runs import feeding
 
 
@@ -22,15 +23,26 @@ def manifest(request, tmp_path_factory):
     return Manifest(ids=["a", "b"], durations=[4.0, 4.0], wavs=[str(path)] * 2, texts=["some text", "text"])
 
 
-def test_workers_that_cannot_keep_up_are_named_with_what_helps(manifest, caplog):
+def test_workers_that_cannot_keep_up_are_named_with_what_helps(manifest, caplog, monkeypatch):
     loader = TrainLoader(manifest, None, Plan(manifest.durations, Batching(500, 4000)), workers=2, world=8)
-    feeding.warn_of_slow_reading(loader, Utilisation(11.5e9))  # the peak is unknown
-    feeding.warn_of_slow_reading(loader, Utilisation(11.5e9, 1e10))
-    assert not caplog.text
-    feeding.warn_of_slow_reading(loader, Utilisation(11.5e9, 989e15))  # 15 million, but a batch takes 5 ms
-    for part in (f"second ({manifest.wavs[0][-3:]}: ", "about 100,000: use --num_workers ", "2 data workers can read ",
+    brain = SimpleNamespace(precision="bf16", modules=torch.nn.ModuleDict(), hparams=SimpleNamespace(),
+                            keys=SimpleNamespace(graphs=None, average=None))
+
+    def warned(kernels, limits):
+        monkeypatch.setattr(flops, "run", lambda brain, utterances, *_: SimpleNamespace(kernels=kernels(utterances)))
+        monkeypatch.setattr(feeding, "limits_of", lambda device, precision: limits)
+        caplog.clear()
+        feeding.warn_of_slow_reading(brain, loader, torch.device("cuda"))
+        return caplog.text
+
+    card = Speed(989e12, 3.35e12)
+    assert not warned(lambda utterances: [(1, 1)], None)  # the speed is unknown
+    assert not warned(lambda utterances: [(int(1e14), 1)] * 125, card), "a step of 13 s"
+    assert not warned(lambda utterances: [(1, 1)] * 1_000_000, card), "launches of 32 s"
+    found = warned(lambda utterances: [(utterances * int(7.912e9), 1)], card)  # 1 ms, for 500 s of audio
+    for part in (f"second ({manifest.wavs[0][-3:]}: ", "about 500,000: use --num_workers ", "2 data workers can read ",
                  "sbkit shard MANIFEST.csv SHARDS --encode wav16k"):
-        assert part in caplog.text
+        assert part in found
 
 
 @pytest.mark.parametrize("asked, device, graphs, reason, shapes", [
