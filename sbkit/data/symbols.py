@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from sbkit.data.pronunciation import Pronunciation, pronunciation, split_punctuation, symbol_weights
 from sbkit.errors import SbkitError
@@ -59,14 +58,6 @@ class NameTable:
         return found
 
 
-class SymbolText(NamedTuple):
-    """A text in symbols."""
-
-    ids: list[int]
-    ends: list[float]
-    """The end of each symbol in the text, in characters."""
-
-
 class Symbols(NameTable):
     """The symbols of a corpus and their ids: its characters, or the phones of its words. Padding has id 0.
 
@@ -117,14 +108,14 @@ class Symbols(NameTable):
         self._ids = {symbol: number for number, symbol in enumerate(self._found, 1)}
         return self
 
-    def write(self, text: str) -> SymbolText:
-        """Convert a text to symbols; unknown ones are left out."""
+    def write(self, text: str) -> tuple[list[int], list[float]]:
+        """Return the ids of a text's symbols and where each ends, in characters; unknown ones are left out."""
         known = [(self._ids[symbol], float(end)) for symbol, end in self._written(text) if symbol in self._ids]
-        return SymbolText([number for number, _ in known], [end for _, end in known])
+        return [number for number, _ in known], [end for _, end in known]
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text's symbols; unknown ones are left out."""
-        return self.write(text).ids
+        return self.write(text)[0]
 
     def look_up(self, texts: Iterable[str]) -> None:
         """Look up the pronunciations of all words at once, if symbols are phones."""

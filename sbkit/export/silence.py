@@ -89,13 +89,13 @@ def _calibrate(config: layout.Config, transcribe: Callable[[Sequence[np.ndarray]
     if len(right) < _WORDS:
         return []
     columns = np.array(confidences), np.array(right, float), np.ones(len(right))
-    curve, shown = Calibration.fit(*columns), reliability(*columns)
+    curve, (bins, error) = Calibration.fit(*columns), reliability(*columns)
     least = 1 / (len(right) + 2)  # no word is sure to be right, or wrong
     config.reliability = [[confidence, min(max(accuracy, least), 1 - least)]
                           for confidence, accuracy in zip(curve.confidences, curve.accuracies, strict=True)]
-    rows = [[f"{100 * each.expected:.1f}", f"{100 * each.found:.1f}", each.utterances] for each in shown.bins]
+    rows = [[f"{100 * expected:.1f}", f"{100 * found:.1f}", words] for words, expected, found in bins]
     silent = f"{100 * np.interp(invented, *np.transpose(config.reliability)).mean():.1f} % on average for the " \
              f"{len(invented)} words that were written for silence" if invented else "No word was written for silence"
     return [Table("How far to trust a word's confidence", ["confidence %", "right %", "words"], rows,
                   f"Calibrated on {len(tried)} recordings of dev and of silence, and tried on the half that it was not "
-                  f"fitted on: both differ by {100 * shown.error:.1f} points (expected calibration error). {silent}.")]
+                  f"fitted on: both differ by {100 * error:.1f} points (expected calibration error). {silent}.")]

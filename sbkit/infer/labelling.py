@@ -193,10 +193,11 @@ def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
                          "transcript", hint=_HINT)
     accuracy, counts = word_accuracy(references, hypotheses)
     try:
-        found = reliability(np.array(confidences), accuracy, counts)
+        bins, expected_error = reliability(np.array(confidences), accuracy, counts)
     except SbkitError as error:
         raise SbkitError(f"{request.calibrate}: {error.message}", hint=error.hint) from None
-    return asdict(Calibration.fit(np.array(confidences), accuracy, counts)) | found._asdict()
+    curve = Calibration.fit(np.array(confidences), accuracy, counts)
+    return asdict(curve) | {"bins": bins, "error": expected_error}
 
 
 # ---------------------------------------------------------------------- transcribing

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -61,18 +61,6 @@ def run_hours(steps: Steps, step_seconds: float, evaluation: float = EVALUATION)
     return step_seconds * (steps.steps + evaluation * steps.evaluated / steps.audio) / 3600
 
 
-class Fitted(NamedTuple):
-    """A prediction for steps, fitted to runs.
-
-    evaluation : time of an evaluation relative to training on the same audio
-    distance : the factor of the expected error, which is 1 for steps like those of the runs
-    """
-
-    step_seconds: float
-    evaluation: float
-    distance: float
-
-
 def group_by_steps(runs: Iterable[FinishedRun]) -> list[list[FinishedRun]]:
     """Group runs whose steps compute the same, so that one model that is trained often doesn't dominate."""
     groups: list[list[FinishedRun]] = []
@@ -85,10 +73,12 @@ def group_by_steps(runs: Iterable[FinishedRun]) -> list[list[FinishedRun]]:
     return groups
 
 
-def fit(kinds: Sequence[Sequence[FinishedRun]], steps: Steps) -> Fitted:
+def fit(kinds: Sequence[Sequence[FinishedRun]], steps: Steps) -> tuple[float, float, float]:
     """Fit the rule for such steps: each kind of run counts once, and less if its steps differ more in size.
 
-    Seconds are corrected by the mean error of the rule on runs of the same task.
+    Seconds are corrected by the mean error of the rule on runs of the same task. Returns the seconds of a step, the
+    time of an evaluation relative to training on the same audio, and the distance: the factor of the expected error,
+    1 for steps like those of the runs.
     """
     def size(of: Steps) -> np.ndarray:
         return np.log(np.array([of.operations, of.audio]) / of.micro_batches)
@@ -112,16 +102,16 @@ def fit(kinds: Sequence[Sequence[FinishedRun]], steps: Steps) -> Fitted:
     log_seconds, distance = rule(steps)
     evaluation = float(np.median([np.median([run.evaluation for run in kind]) for kind in kinds]))
     correction = sum(errors) / max(1, len(errors))
-    return Fitted(steps.micro_batches * math.exp(log_seconds + correction), evaluation, distance)
+    return steps.micro_batches * math.exp(log_seconds + correction), evaluation, distance
 
 
 def held_out_errors(kinds: Sequence[Sequence[FinishedRun]]) -> list[float]:
     """Measured divided by predicted hours of each kind, fitted to all others, and scaled to distance 1."""
     found = []
     for index, kind in enumerate(kinds):
-        rule = fit([*kinds[:index], *kinds[index + 1:]], kind[0].steps)
-        hours = [run.hours / run_hours(run.steps, rule.step_seconds, rule.evaluation) for run in kind]
-        found.append(float(np.median(hours)) ** (1 / rule.distance))
+        step_seconds, evaluation, distance = fit([*kinds[:index], *kinds[index + 1:]], kind[0].steps)
+        hours = [run.hours / run_hours(run.steps, step_seconds, evaluation) for run in kind]
+        found.append(float(np.median(hours)) ** (1 / distance))
     return found
 
 
@@ -152,12 +142,12 @@ def predict(steps: Steps, runs: Sequence[FinishedRun], peak: float | None, trial
         return _estimate(scale * trial, run_hours(steps, scale * trial, evaluation), width(ratios), "trial", len(tried),
                          trial)
     if len(kinds := group_by_steps(runs)) >= MIN_KINDS:
-        rule = fit(kinds, steps)
+        step_seconds, evaluation, distance = fit(kinds, steps)
         # A peak measured while other processes compute is too low, but no run was faster than the true one.
         fastest = max(peak, *(run.steps.operations / run.step_seconds for run in runs)) if peak else math.inf
-        each = max(rule.step_seconds, steps.operations / fastest)
-        return _estimate(each, run_hours(steps, each, rule.evaluation),
-                         width(held_out_errors(kinds)) ** rule.distance, "fit", len(runs))
+        each = max(step_seconds, steps.operations / fastest)
+        return _estimate(each, run_hours(steps, each, evaluation), width(held_out_errors(kinds)) ** distance, "fit",
+                         len(runs))
     return None if least is None else _estimate(least, run_hours(steps, least), GUESS_FACTOR, "limits", len(runs))
 
 

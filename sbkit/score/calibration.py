@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -57,24 +56,13 @@ def _merged(one: tuple[float, float, float], other: tuple[float, float, float]) 
     return words, confidence, accuracy
 
 
-class ReliabilityBin(NamedTuple):
-    """Utterances of similar expected accuracy."""
+def reliability(confidence: np.ndarray, accuracy: np.ndarray, words: np.ndarray,
+                ) -> tuple[list[tuple[int, float, float]], float]:
+    """Fit on each random half of N utterances, apply it to the other, and compare in bins of equal size.
 
-    utterances: int
-    expected: float
-    found: float
-
-
-class Reliability(NamedTuple):
-    """How well expected accuracies are met by utterances that the curve was not fitted on."""
-
-    bins: list[ReliabilityBin]
-    error: float
-    """The expected calibration error: the mean difference of expected and found accuracy over the bins."""
-
-
-def reliability(confidence: np.ndarray, accuracy: np.ndarray, words: np.ndarray) -> Reliability:
-    """Fit on each random half of N utterances, apply it to the other, and compare in bins of equal size."""
+    Returns the utterances of each bin with their expected accuracy and the one found, and the expected calibration
+    error: the mean difference of both.
+    """
     if len(confidence) < MIN_UTTERANCES:
         raise SbkitError(f"{len(confidence)} utterances with words can't show how reliable confidences are",
                          hint=f"give at least {MIN_UTTERANCES}")
@@ -83,7 +71,7 @@ def reliability(confidence: np.ndarray, accuracy: np.ndarray, words: np.ndarray)
     for fitted, other in (halves, halves[::-1]):
         expected[other] = Calibration.fit(confidence[fitted], accuracy[fitted], words[fitted])(confidence[other])
     parts = np.array_split(np.argsort(expected, kind="stable"), _BINS)
-    bins = [ReliabilityBin(len(part), *(float(np.average(each[part], weights=words[part]))
-                                        for each in (expected, accuracy))) for part in parts]
-    differences = [abs(each.expected - each.found) for each in bins]
-    return Reliability(bins, float(np.average(differences, weights=[words[part].sum() for part in parts])))
+    averages = [np.average([expected[part], accuracy[part]], axis=1, weights=words[part]) for part in parts]
+    bins = [(len(part), float(one), float(other)) for part, (one, other) in zip(parts, averages, strict=True)]
+    error = np.average(np.abs(np.diff(averages))[:, 0], weights=[words[part].sum() for part in parts])
+    return bins, float(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,14 +16,6 @@ from sbkit.system.console import atomic_write
 _SPACE = "_"
 _NAMED = 5  # utterances in a message
 GAP = "<eps>"  # placeholder for a missing token in an alignment, as in SpeechBrain's file
-
-
-class Confusion(NamedTuple):
-    """``reference`` was recognised as ``hypothesis``; one of them is empty for a deletion or an insertion."""
-
-    reference: str
-    hypothesis: str
-    count: int  # type: ignore[assignment]  # hides a tuple method that is never called
 
 
 class ErrorRates:
@@ -126,14 +118,14 @@ class ErrorRates:
             found[i] = alignment
         return found
 
-    def confusions(self, limit: int = 50) -> list[Confusion]:
-        """Return the most frequent edits as pairs of words, the most frequent first."""
+    def confusions(self, limit: int = 50) -> list[tuple[str, str, int]]:
+        """Return the most frequent edits: reference and hypothesis, of which one may be empty, and their count."""
         found: Counter[tuple[str, str]] = Counter()
         for row in zip(self.references, self.hypotheses, self.alignments(), strict=True):
             if set(row[-1]) != {EQUAL}:
                 found.update((ref, hyp) for step, ref, hyp in aligned(*row) if step != EQUAL)
         ranked = sorted(found.items(), key=lambda item: (-item[1], item[0]))
-        return [Confusion(*pair, times) for pair, times in ranked[:limit]]
+        return [(*pair, times) for pair, times in ranked[:limit]]
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write wer_test.txt: the summary and every alignment in SpeechBrain's own format."""

@@ -58,16 +58,6 @@ class FeatureSettings(NamedTuple):
     sample_rate: int
 
 
-class Statistics(NamedTuple):
-    """Mean and standard deviation of each feature, [F] float64."""
-
-    mean: np.ndarray
-    deviation: np.ndarray
-    frames: int
-    left_out: int
-    """Utterances that could not be read, or whose features are not finite."""
-
-
 def is_global(norm: object) -> TypeGuard[Norm]:
     """Return whether a normalisation uses statistics of the training split."""
     return isinstance(norm, GlobalNorm) or (isinstance(norm, InputNormalization) and norm.norm_type == "global")
@@ -84,10 +74,9 @@ def prepare(norm: Norm, settings: FeatureSettings, manifest: Manifest, folder: s
     if _stored(path).get("fingerprint") == fingerprint:
         logger.info("%s: already computed from this corpus", path)
         return
-    found = compute(settings, manifest)
-    facts = {"fingerprint": fingerprint, "utterances": min(len(manifest), ENOUGH) - found.left_out,
-             "left_out": found.left_out, "frames": found.frames, "mean": found.mean.tolist(),
-             "deviation": found.deviation.tolist()}
+    mean, deviation, frames, left_out = compute(settings, manifest)
+    facts = {"fingerprint": fingerprint, "utterances": min(len(manifest), ENOUGH) - left_out,
+             "left_out": left_out, "frames": frames, "mean": mean.tolist(), "deviation": deviation.tolist()}
     with atomic_write(path) as file:
         json.dump(facts, file, indent=1)
 
@@ -131,8 +120,12 @@ def _never(epoch: int | None) -> bool:
     return False
 
 
-def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None = None) -> Statistics:
+def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None = None,
+            ) -> tuple[np.ndarray, np.ndarray, int, int]:
     """Compute the statistics of a manifest's readable utterances: of ``ENOUGH``, spread evenly, if it has more.
+
+    Returns mean and standard deviation of each feature, [F] float64, the frames, and how many utterances were left out:
+    they can't be read, or their features are not finite.
 
     workers : number of processes; None: one for each core if that pays off; 0: the current process
     """
@@ -169,7 +162,7 @@ def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None =
     mean = sums[0] / frames
     deviation = np.sqrt(np.maximum(sums[1] / frames - np.square(mean), 0.0))
     constant = deviation < _MIN_DEVIATION * np.maximum(np.abs(mean), 1.0)
-    return Statistics(mean, np.where(constant, 1.0, deviation), frames, unread)
+    return mean, np.where(constant, 1.0, deviation), frames, unread
 
 
 class _Sums(Dataset[Any]):

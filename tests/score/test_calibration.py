@@ -64,16 +64,16 @@ def test_what_is_well_calibrated_has_a_small_error_and_chance_shows():
     generator = np.random.default_rng(5)
     confidence, words = generator.uniform(0, 1, 2000), np.full(2000, 10.0)
     accuracy = generator.binomial(10, confidence**2) / 10
-    found = reliability(confidence, accuracy, words)
-    assert found.error < 0.03 and [each.utterances for each in found.bins] == [400] * 5
-    assert found.bins[0].found < 0.1 and found.bins[-1].found > 0.75
-    assert all(abs(each.expected - each.found) < 0.05 for each in found.bins)
+    bins, error = reliability(confidence, accuracy, words)
+    assert error < 0.03 and [utterances for utterances, _, _ in bins] == [400] * 5
+    assert bins[0][2] < 0.1 and bins[-1][2] > 0.75
+    assert all(abs(expected - found) < 0.05 for _, expected, found in bins)
 
 
 def test_halves_of_which_one_says_nothing_of_the_other_have_a_large_error():
     """Accuracies of few words scatter, so that a curve of them is not met by others."""
     generator = np.random.default_rng(5)
-    error = reliability(generator.uniform(0, 1, 40), generator.integers(0, 2, 40), np.ones(40)).error
+    _, error = reliability(generator.uniform(0, 1, 40), generator.integers(0, 2, 40), np.ones(40))
     assert error > 0.05
 
 
@@ -81,4 +81,4 @@ def test_too_few_utterances_are_refused():
     values = np.linspace(0, 1, MIN_UTTERANCES)
     with pytest.raises(SbkitError, match=r"39 utterances with words .*give at least 40"):
         reliability(values[1:], values[1:], np.ones(39))
-    assert reliability(values, values, np.ones(40)).error < 0.05
+    assert reliability(values, values, np.ones(40))[1] < 0.05

@@ -82,23 +82,17 @@ def bars(title: str, groups: Sequence[UtteranceGroup], note: str | None = None, 
     return _drawn("bars", title, note, _grid(y, unit="%"), None if mean is None else y(mean), shown)
 
 
-@dataclass(frozen=True)
-class Point:
-    """A point of a chart, and how far to the right its range goes."""
-
-    name: str
-    x: float
-    y: float
-    far: float
-
-
-def points(title: str, found: Sequence[Point], x_label: str, note: str | None = None) -> Markup:
-    """Draw rates in per cent over another number, each with its range of that."""
-    y = Scale(0, _nice_top(max(one.y for one in found)), HEIGHT - BOTTOM - 10, TOP)
-    x = Scale(min(0.0, *(one.x for one in found)), _nice_top(max(one.far for one in found)), LEFT, WIDTH - RIGHT)
-    names = [(one.name, colour) for colour, one in enumerate(found, 1)]
-    return _drawn("points", title, note, names, _grid(y, unit="%"), x_label, _even_ticks(x),
-                  [(one, x(one.x), x(one.far), y(one.y)) for one in found])
+def points(title: str, found: Sequence[tuple[str, float, float, float]], x_label: str, note: str | None = None,
+           ) -> Markup:
+    """Draw rates in per cent over another number: each one's name, that number, the rate, and how far to the right the
+    range of the number goes."""
+    names, lows, rates, highs = zip(*found, strict=True)
+    y = Scale(0, _nice_top(max(rates)), HEIGHT - BOTTOM - 10, TOP)
+    x = Scale(min(0.0, *lows), _nice_top(max(highs)), LEFT, WIDTH - RIGHT)
+    shown = [(f"{name}: {rate:.2f} % at {low:.2f}, up to {high:.2f}", x(low), x(high), y(rate))
+             for name, low, rate, high in found]
+    return _drawn("points", title, note, [(name, colour) for colour, name in enumerate(names, 1)], _grid(y, unit="%"),
+                  x_label, _even_ticks(x), shown)
 
 
 def histogram(title: str, values: Sequence[float], x_label: str, note: str | None = None) -> Markup:

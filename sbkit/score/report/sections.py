@@ -242,7 +242,7 @@ def live(run: RunData) -> Section | None:
         rows.append([name, rate(each["WER"]), f"{low:.2f} to\N{NO-BREAK SPACE}{high:.2f}", *times,
                      f"{each['changed']:.1f}"])
         if each["latency"] is not None:
-            points.append(charts.Point(name, each["latency"], each["WER"], each["latency_p95"]))
+            points.append((name, each["latency"], each["WER"], each["latency_p95"]))
     return {"columns": ["chunk", "WER", "95 % interval", "latency", f"{LATE} % within", "words changed"], "rows": rows,
             "chart": points and charts.points("WER by latency", points, "seconds after a word's end", note=f"Dots: the "
                                               f"mean. Lines: to where {LATE} % of the words are shown.")}
@@ -290,13 +290,13 @@ def confused(results: ScoredRun) -> Section | None:
         return None
     counts = results.words.counts
     kinds = [
-        ("Substitutions", [pair for pair in pairs if pair.reference and pair.hypothesis], counts.substitutions.sum()),
-        ("Deletions", [pair for pair in pairs if not pair.hypothesis], counts.deletions.sum()),
-        ("Insertions", [pair for pair in pairs if not pair.reference], counts.insertions.sum()),
+        ("Substitutions", [pair for pair in pairs if pair[0] and pair[1]], counts.substitutions.sum()),
+        ("Deletions", [pair for pair in pairs if not pair[1]], counts.deletions.sum()),
+        ("Insertions", [pair for pair in pairs if not pair[0]], counts.insertions.sum()),
     ]
     total = int(counts.edits.sum())
     return {"lists": [(f"{name}: {count} ({percent(count / total)})", each[:WORDS_SHOWN])
-                      for name, each, count in kinds if each], "most": pairs[0].count}
+                      for name, each, count in kinds if each], "most": pairs[0][-1]}
 
 
 def worst(results: ScoredRun, clips: AudioEmbedder, count: int, suspects: Sequence[SuspectLabel]) -> Section | None:

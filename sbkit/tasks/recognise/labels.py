@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -106,21 +106,13 @@ def check_sizes(traced: Trace, findings: Findings, heads: Iterable[str]) -> None
 # ------------------------------------------------------------ labels of a corpus
 
 
-class LabelProblems(NamedTuple):
-    """Problems in the labels of a split."""
-
-    checked: int
-    outside: list[str]
-    """Ids of utterances with a label outside the vocabulary, or a blank."""
-    short: list[str]
-    """Ids of utterances with fewer frames than the loss needs."""
-    empty: list[str]
-    """Ids of utterances with a text and without a token."""
-
-
 def count_problems(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Recognizer, size: int, sample_rate: int,
-                   blank: int = 0) -> LabelProblems:
-    """Compare the labels of a split with the vocabulary and with the frames that CTC needs of its audio."""
+                   blank: int = 0) -> tuple[int, list[str], list[str], list[str]]:
+    """Compare the labels of a split with the vocabulary and with the frames that CTC needs of its audio.
+
+    Returns how many utterances were checked, and the ids of those with a label outside the vocabulary or a blank, with
+    fewer frames than the loss needs, and with a text but no token.
+    """
     if len(manifest) > MAX_CHECKED:  # the fastest speech runs out of frames first
         density = pc.binary_length(manifest.texts.arrow).to_numpy(zero_copy_only=False) / manifest.durations
         manifest = manifest.select(np.sort(np.argpartition(-density, MAX_CHECKED)[:MAX_CHECKED]))
@@ -142,7 +134,7 @@ def count_problems(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Re
         outside += [ids[int(i)] for i in wrong]
         short += [ids[int(i)] for i in np.flatnonzero(needed > frames)]
         empty += [ids[int(i)] for i in np.flatnonzero(counts == 0) if manifest.texts[start + int(i)]]
-    return LabelProblems(len(manifest), outside, short, empty)
+    return len(manifest), outside, short, empty
 
 
 def check_labels(keys: EncoderKeys, model: Recognizer, manifests: Mapping[str, Manifest], findings: Findings,
@@ -156,24 +148,25 @@ def check_labels(keys: EncoderKeys, model: Recognizer, manifests: Mapping[str, M
     place = node.place if node is not None else Place()
     rows = []
     for split, manifest in manifests.items():
-        found = count_problems(manifest, keys.tokenizer, model, keys.output_neurons, keys.sample_rate, keys.blank_index)
-        rows.append([split, len(manifest), found.checked, *([len(found.short)] if ctc else []), len(found.empty)])
-        of = f"of {found.checked} utterances"
-        if found.outside:
+        checked, outside, short, empty = count_problems(manifest, keys.tokenizer, model, keys.output_neurons,
+                                                        keys.sample_rate, keys.blank_index)
+        rows.append([split, len(manifest), checked, *([len(short)] if ctc else []), len(empty)])
+        of = f"of {checked} utterances"
+        if outside:
             last = keys.output_neurons - 1
-            findings.error("labels", place, "corpus", f"{split}: {len(found.outside)} {of} have a label outside 1 to "
-                           f"{last}: {_some(found.outside)}", "was the tokenizer made for this vocabulary?")
-        if found.short and ctc:
-            report = findings.error if alone and len(found.short) > TOO_MANY * found.checked else findings.warning
+            findings.error("labels", place, "corpus", f"{split}: {len(outside)} {of} have a label outside 1 to "
+                           f"{last}: {_some(outside)}", "was the tokenizer made for this vocabulary?")
+        if short and ctc:
+            report = findings.error if alone and len(short) > TOO_MANY * checked else findings.warning
             report("too-short", place, "corpus",
-                   f"{split}: {len(found.short)} {of} have fewer encoder frames than CTC needs for their tokens "
-                   f"and repeats: {_some(found.short)}",
+                   f"{split}: {len(short)} {of} have fewer encoder frames than CTC needs for their tokens "
+                   f"and repeats: {_some(short)}",
                    (f"{'nothing' if alone else 'by CTC nothing'} is learned from them" if split == "train" else
                     "CTC can't output all of their tokens")
                    + ": subsample less, take a larger vocabulary, or check their texts")
-        if found.empty:
+        if empty:
             findings.warning("no-labels", place, "corpus",
-                             f"{split}: the tokenizer finds no token in {len(found.empty)} {of}: {_some(found.empty)}",
+                             f"{split}: the tokenizer finds no token in {len(empty)} {of}: {_some(empty)}",
                              "check their texts and the tokenizer's characters")
     return Section("Labels", ["split", "utterances", "checked", *(["too short for CTC"] if ctc else []),
                               "without a token"], rows)

@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from speechbrain.core import Stage
@@ -38,14 +38,6 @@ FINER = (0.15, 0.75)  # steps from the best pair so far to its neighbours
 ROUNDS = 4  # rounds of such steps at most; fewer if none is better
 
 
-class BestWeights(NamedTuple):
-    """The best weights, with their WER and that of greedy decoding in per cent."""
-
-    weights: FusionWeights
-    rate: float
-    greedy: float
-
-
 class Recorder:
     """Stands in for a search: records its inputs for later, and decodes greedily."""
 
@@ -70,8 +62,10 @@ def tuning_subset(manifest: Manifest) -> Manifest:
     return manifest.select(np.linspace(0, len(manifest) - 1, TUNING_UTTERANCES).astype(np.int64))
 
 
-def best_weights(recorder: Recorder, rows: Sequence[Any]) -> BestWeights:
+def best_weights(recorder: Recorder, rows: Sequence[Any]) -> tuple[FusionWeights, float, float]:
     """Find the best pair of weights on the recorded batches; all ranks call it, each with its share.
+
+    Returns the weights, their WER and that of greedy decoding in per cent.
 
     rows : the task's rows for the recorder's transcripts on this rank, in the same order
     """
@@ -104,7 +98,7 @@ def best_weights(recorder: Recorder, rows: Sequence[Any]) -> BestWeights:
         if best == before:
             break
     found = dataclasses.replace(search.weights, lm=best[0], word=best[1])
-    return BestWeights(found, tried[best], rate([row.hypothesis.split() for row in rows]))
+    return found, tried[best], rate([row.hypothesis.split() for row in rows])
 
 
 _PER_PROCESS = 1000  # utterances for which starting another process pays off
@@ -170,12 +164,12 @@ class SearchingTask(DecodingTask):
         finally:
             self.decoder, self.live = search, live
         with search_processes(search, len(recorder)):
-            tuned = best_weights(recorder, self.rows)
-        search.weights = tuned.weights
+            weights, rate, greedy = best_weights(recorder, self.rows)
+        search.weights = weights
         if ranks.is_main():
-            print(f"tuned on {len(manifest)} utterances of dev: --lm-weight {tuned.weights.lm:g} --word-score "
-                  f"{tuned.weights.word:g} (WER {tuned.rate:.2f} %, greedy {tuned.greedy:.2f} %)")
-        return {"tuned_on": len(manifest), "dev_WER": tuned.rate, "dev_WER_greedy": tuned.greedy}
+            print(f"tuned on {len(manifest)} utterances of dev: --lm-weight {weights.lm:g} --word-score "
+                  f"{weights.word:g} (WER {rate:.2f} %, greedy {greedy:.2f} %)")
+        return {"tuned_on": len(manifest), "dev_WER": rate, "dev_WER_greedy": greedy}
 
     @contextlib.contextmanager
     def searching(self) -> Iterator[None]:

@@ -239,7 +239,7 @@ def _batch(rows: Sequence[Utterance], keys: TTSKeys, codec: CodecBundle, aligner
             yield row, codes.message
         elif isinstance(alignment, str):
             yield row, alignment
-        elif ends := keys.symbols.write(row.text).ends:
+        elif ends := keys.symbols.write(row.text)[1]:
             frames = durations(row.text, alignment, signal, keys.sample_rate, len(codes))
             yield row, Label(codes, symbol_durations(frames, ends), row.speaker)
         else:

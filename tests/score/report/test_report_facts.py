@@ -332,7 +332,7 @@ def test_a_run_is_named_by_the_end_of_its_path_or_by_all_of_a_short_one(tmp_path
 
 
 def test_points_of_a_rate_have_their_ranges_and_names():
-    drawn = charts.points("WER by latency", [charts.Point("320 ms", -0.1, 12.0, 0.5), charts.Point("whole", 2, 9, 3.9)],
+    drawn = charts.points("WER by latency", [("320 ms", -0.1, 12.0, 0.5), ("whole", 2, 9, 3.9)],
                           "seconds")
     assert drawn.count("<li>") == drawn.count("<circle") == 2, "each has its colour's name and its dot"
     lines = [tuple(map(float, found)) for found in re.findall(r'class="whisker" x1="([\d.]+)" x2="([\d.]+)"', drawn)]
