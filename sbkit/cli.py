@@ -61,7 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         if os.environ.get("RANK", "0") == "0":  # every rank has the same error; one reports it
             console.write_error(f"error: {error}")
-        _report_to_torchrun(error)
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's report ends with what it says
+            text = f"error: {error}"
+            extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+            with contextlib.suppress(OSError):  # the error itself may be a full disk
+                Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
         return error.exit_code
     except KeyboardInterrupt:  # outside training steps, which save a checkpoint first
         if "--debug" in argv:
@@ -72,15 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `sbkit ... | head`
         console.silence(sys.stdout.fileno())
         return 1
-
-
-def _report_to_torchrun(error: SbkitError) -> None:
-    """Put the reason into the last lines of torchrun's report about failed processes."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        text = f"error: {error}"
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):  # the error itself may be a full disk
-            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
 
 
 def dispatch(argv: list[str]) -> int:

@@ -102,7 +102,21 @@ class Mixture(Corpus):
         if weights is not None and temperature is not None:
             raise SbkitError("mixture: weights and temperature both set the share of each part",
                              hint="leave one of them out")
-        _check_rules(self.parts)
+        first: dict[str | None, str] = {}  # the first part of each language
+        for name, part in self.parts.items():
+            if part.language is not None and not _CODE.fullmatch(part.language):
+                raise SbkitError(f"mixture: parts: {name}: language {part.language!r} is not a language code",
+                                 hint="write a code such as en or zh-CN")
+            # All text rules of a language are the same, and two of them in all languages.
+            for other, options in ((first.setdefault(part.language, name), None),
+                                   (next(iter(self.parts)), ("unicode", "case"))):
+                one, two = self.parts[other].text.options(), part.text.options()
+                for option in options or one:
+                    if option != "alphabet" and one[option] != two[option]:
+                        raise SbkitError(
+                            f"mixture: parts: {other} and {name} have different text rules: text.{option} is "
+                            f"{one[option]!r} and {two[option]!r}, but they share a tokenizer",
+                            hint="use the same value in both")
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.parts)}, folder={str(self.folder)!r})"
@@ -321,20 +335,3 @@ def _weights(given: Mapping[str, float], parts: Mapping[str, Corpus]) -> dict[st
     if not sum(given.values()):
         raise SbkitError("mixture: weights are all 0, so there is nothing to train on", hint="raise one of them")
     return {str(name): float(weight) for name, weight in given.items()}
-
-
-def _check_rules(parts: Mapping[str, Corpus]) -> None:
-    """Refuse languages that aren't codes, and parts with different text rules."""
-    first: dict[str | None, str] = {}
-    for name, part in parts.items():
-        if part.language is not None and not _CODE.fullmatch(part.language):
-            raise SbkitError(f"mixture: parts: {name}: language {part.language!r} is not a language code",
-                             hint="write a code such as en or zh-CN")
-        for other, options in ((first.setdefault(part.language, name), None), (next(iter(parts)), ("unicode", "case"))):
-            one, two = parts[other].text.options(), part.text.options()
-            for option in options or one:
-                if option != "alphabet" and one[option] != two[option]:
-                    raise SbkitError(
-                        f"mixture: parts: {other} and {name} have different text rules: text.{option} is "
-                        f"{one[option]!r} and {two[option]!r}, but they share a tokenizer",
-                        hint="use the same value in both")

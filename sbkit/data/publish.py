@@ -69,7 +69,14 @@ def publish(temporary: Path, to: Path, force: bool, keep: Path | None = None) ->
                     os.rename(temporary, keep)
                 temporary = keep
             if not exchange(temporary, to):
-                old = _move_in(temporary, to)
+                old = replaced(to)
+                os.rename(to, old)  # if this is killed now, ``clean_up`` restores it
+                try:
+                    os.rename(temporary, to)
+                except BaseException:
+                    os.rename(old, to)
+                    raise
+                disk.sync_folder(to.parent)
                 if keep is None:
                     shutil.rmtree(old, ignore_errors=True)
                 else:
@@ -119,17 +126,3 @@ def exchange(one: Path, other: Path) -> bool:
     if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
     raise OSError(number, os.strerror(number), str(other))
-
-
-def _move_in(temporary: Path, to: Path) -> Path:
-    """Replace a folder in two steps, and return where the old one is; if killed between them, ``clean_up`` restores
-    it."""
-    old = replaced(to)
-    os.rename(to, old)
-    try:
-        os.rename(temporary, to)
-    except BaseException:
-        os.rename(old, to)
-        raise
-    disk.sync_folder(to.parent)
-    return old

@@ -134,7 +134,12 @@ class Reader(Dataset[Any]):
                     columns[name] = columns[name][:count] + text * fill
         signals, *others = zip(*read, strict=True)
         stored = self.as_stored and all(signal.dtype == np.int16 for signal in signals[:count])
-        signals = tuple(map(_as_stored if stored else _as_float, signals))  # rows that fill a shape are float32
+        if stored:  # rows that fill a shape are float32
+            signals = tuple(signal if signal.dtype == np.int16 else np.rint(signal * FULL_SCALE).astype(np.int16)
+                            for signal in signals)
+        else:
+            signals = tuple(np.divide(signal, FULL_SCALE, dtype=np.float32) if signal.dtype == np.int16 else signal
+                            for signal in signals)
         lengths = [len(signal) for signal in signals]
         labels = self.columns.labels(columns)
         for numbers in labels.values():
@@ -228,14 +233,6 @@ class Failure:
     def throw(self) -> None:
         cause = RuntimeError(f"in a data worker:\n{self.traceback}") if self.traceback else None
         raise self.error from cause
-
-
-def _as_float(signal: np.ndarray) -> np.ndarray:
-    return np.divide(signal, FULL_SCALE, dtype=np.float32) if signal.dtype == np.int16 else signal
-
-
-def _as_stored(signal: np.ndarray) -> np.ndarray:
-    return signal if signal.dtype == np.int16 else np.rint(signal * FULL_SCALE).astype(np.int16)
 
 
 def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int = 0) -> torch.Tensor:

@@ -141,7 +141,13 @@ def write_shards(
                     shards.append(index)
                     bar.update(len(index["kept"]) + len(index["left_out"]))
             shards.sort(key=lambda index: index["first"])
-            result = _manifest(manifest, order, shards, out)
+            kept = [(order[shard["first"] + i], f"{out.absolute() / shard['shard']}?offset={offset}&size={size}",
+                     seconds) for shard in shards for i, offset, size, seconds in shard["kept"]]
+            if not kept:
+                raise SbkitError(f"{out}: not one of {len(manifest)} recordings could be read",
+                                 hint=f"the first: {shards[0]['left_out'][0][1]}")
+            rows, wavs, durations = zip(*kept, strict=True)
+            result = manifest.select(np.array(rows)).replace(wavs=wavs, durations=durations, starts=None)
             # Shards that an earlier call with other options left beyond the last one go.
             ours = re.compile(re.escape(name) + r"-(\d{6,})\.(tar|json)")
             for path in list(out.iterdir()):
@@ -250,17 +256,3 @@ def _bytes_per_second(manifest: Manifest) -> float:
         size += os.path.getsize(path) if part is None else part
         seconds += float(manifest.durations[i])
     return size / seconds if size and seconds else ENCODINGS["flac"].bytes_per_sample * SAMPLE_RATE
-
-
-def _manifest(manifest: Manifest, order: np.ndarray, shards: list[dict[str, Any]], out: Path) -> Manifest:
-    rows, wavs, durations = [], [], []
-    for shard in shards:
-        path = out.absolute() / shard["shard"]
-        for i, offset, size, seconds in shard["kept"]:
-            rows.append(order[shard["first"] + i])
-            wavs.append(f"{path}?offset={offset}&size={size}")
-            durations.append(seconds)
-    if not rows:
-        raise SbkitError(f"{out}: not one of {len(manifest)} recordings could be read",
-                         hint=f"the first: {shards[0]['left_out'][0][1]}")
-    return manifest.select(np.array(rows)).replace(wavs=wavs, durations=durations, starts=None)

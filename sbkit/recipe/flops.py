@@ -244,30 +244,23 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None 
     return found[0]
 
 
-class SavedTensors(saved_tensors_hooks):
-    """Holds tensors that forward saves for backward, and frees them when backward has used them."""
-
-    def __init__(self) -> None:
-        self.used: list[list[Tensor]] = []
-        super().__init__(lambda tensor: [tensor], self._use)
-
-    def _use(self, saved: list[Tensor]) -> Tensor:
-        self.used.append(saved)
-        return saved[0]
-
-
 def backward(compute: Callable[[], Tensor]) -> None:
     """Compute a loss and run backward from it, from node to node in the order of autograd's engine.
 
     The engine needs a driver for a GPU's gradients. Gradients of weights are dropped here, and one that adds to another
     counts as added in place.
     """
-    saved = SavedTensors()
-    with FusedAttention(), saved:
-        _walk(compute(), saved)
+    used: list[list[Tensor]] = []  # what forward saved, each in a list of its own that is emptied once it was used
+
+    def use(saved: list[Tensor]) -> Tensor:
+        used.append(saved)
+        return saved[0]
+
+    with FusedAttention(), saved_tensors_hooks(lambda tensor: [tensor], use):
+        _walk(compute(), used)
 
 
-def _walk(loss: Tensor, saved: SavedTensors) -> None:
+def _walk(loss: Tensor, used: list[list[Tensor]]) -> None:
     assert loss.grad_fn is not None, "a loss depends on weights"
     order = itertools.count()
     queue = [(-loss.grad_fn._sequence_nr(), next(order), loss.grad_fn)]
@@ -277,9 +270,9 @@ def _walk(loss: Tensor, saved: SavedTensors) -> None:
         while queue:
             node = heapq.heappop(queue)[-1]
             left = _gradients(node, pending.pop(node))
-            for used in saved.used:  # by this node
-                used.clear()
-            saved.used.clear()
+            for saved in used:  # by this node
+                saved.clear()
+            used.clear()
             while left:
                 child, slot, gradient = left.pop()
                 inputs = child._input_metadata

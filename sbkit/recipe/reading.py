@@ -39,14 +39,35 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked
     root = flatten(root)
     nodes = list(root.walk())
     if unchecked is not None:
-        unchecked += _mask_unchecked(root)
+        notes = {}
+        for node in nodes:  # those that must not be imported or called become unknown
+            why, known = _why_unchecked(node.tag)
+            if why:
+                notes[node.place.file, node.place.line, node.place.column, node.key] = ": ".join(filter(None, (
+                    str(node.place), node.key, why)))
+            if not known:
+                node.tag = ""
+                node.value = node.value if node is root else UNKNOWN  # the keys of a file with a tag can be checked
+        unchecked += [notes[place] for place in sorted(notes)]
     for node in nodes:  # texts first, so that an argument that refers to one isn't reported again
         for child in node.children():
             if child.scalar and child.value is not UNKNOWN:
                 check_text(child, findings, in_list=isinstance(node.value, list))
     check_settings(root, findings)
     for node in nodes:
-        _check_tag(node, findings)
+        if node.value is UNKNOWN or node.wrong:
+            continue
+        if node.tag.startswith(_TAGS):
+            _check_tagged(node, findings)
+        elif node.tag not in ("", "!ref", "!copy", "!PLACEHOLDER") and not node.tag.startswith(
+                ("!!python/", "!include:")):
+            tag, _, name = node.tag.partition(":")
+            near = did_you_mean(tag, [tag.rstrip(":") for tag in _ALL_TAGS])
+            colon = ":" if near and f"{near}:" in _ALL_TAGS else ""
+            _wrong(node, findings, "unknown-tag", f"there is no tag {node.tag}",
+                   f"did you mean {near} <{name}>?" if name and near in ("!ref", "!copy") else
+                   f"did you mean {near}{colon}{name or ('NAME' if colon else '')}?" if near else
+                   f"tags are {listed(_ALL_TAGS)}")
     mistaken = {(f.file, f.line, f.key) for f in findings if f.code == "wrong-type" and f.severity == "error"}
     findings[:] = [f for f in findings if not f.code.endswith("-as-text") or f.severity == "error"
                    or (f.file, f.line, f.key) not in mistaken]
@@ -64,21 +85,6 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked
     _check_brain(root, findings)
     check_names(root, referred, findings)
     return root
-
-
-def _check_tag(node: Node, findings: Findings) -> None:
-    if node.value is UNKNOWN or node.wrong:
-        return
-    if node.tag.startswith(_TAGS):
-        _check_tagged(node, findings)
-    elif node.tag not in ("", "!ref", "!copy", "!PLACEHOLDER") and not node.tag.startswith(("!!python/", "!include:")):
-        near = did_you_mean(node.tag.partition(":")[0], [tag.rstrip(":") for tag in _ALL_TAGS])
-        name = node.tag.partition(":")[2]
-        colon = ":" if near and f"{near}:" in _ALL_TAGS else ""
-        _wrong(node, findings, "unknown-tag", f"there is no tag {node.tag}",
-               f"did you mean {near} <{name}>?" if name and near in ("!ref", "!copy") else
-               f"did you mean {near}{colon}{name or ('NAME' if colon else '')}?" if near else
-               f"tags are {listed(_ALL_TAGS)}")
 
 
 def _check_tagged(node: Node, findings: Findings) -> None:
@@ -136,20 +142,6 @@ def _check_brain(root: Node, findings: Findings) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- what is not checked
-
-
-def _mask_unchecked(root: Node) -> list[str]:
-    """Replace nodes that must not be imported or called by unknown ones; return their places with the reasons."""
-    notes = {}
-    for node in list(root.walk()):
-        why, known = _why_unchecked(node.tag)
-        if why:
-            notes[node.place.file, node.place.line, node.place.column, node.key] = ": ".join(filter(None, (
-                str(node.place), node.key, why)))
-        if not known:
-            node.tag = ""
-            node.value = node.value if node is root else UNKNOWN  # the keys of a file with a tag can be checked
-    return [notes[place] for place in sorted(notes)]
 
 
 def _why_unchecked(tag: str) -> tuple[str, bool]:

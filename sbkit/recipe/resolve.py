@@ -123,17 +123,14 @@ class _Resolver:
         if node.tag.startswith(INCLUDE):
             return self._include(node)
         if self.call and node.tag.startswith(_APPLYREF):
-            return self._called(node)
+            try:
+                args, kwargs = arguments(node)
+                called = locate(node.tag[len(_APPLYREF):])
+                result = called(*map(data, args), **{key: data(kwargs[key]) for key in kwargs})
+            except Exception as error:  # a function can raise anything
+                return self._error("not-built", node, f"{node.tag} fails: {summary(error)}")
+            return from_python(result, node.key, node.place)
         return node
-
-    def _called(self, node: Node) -> Node:
-        """The result of the function of ``!applyref:``."""
-        try:
-            args, kwargs = arguments(node)
-            result = locate(node.tag[len(_APPLYREF):])(*map(data, args), **{key: data(kwargs[key]) for key in kwargs})
-        except Exception as error:  # a function can raise anything
-            return self._error("not-built", node, f"{node.tag} fails: {summary(error)}")
-        return from_python(result, node.key, node.place)
 
     def _leave(self, node: Node) -> Node | None:
         """A reference with only the keys of this file resolved; None if it has no keys of the included file."""

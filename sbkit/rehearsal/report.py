@@ -58,9 +58,13 @@ def assemble(recipe: str, found: Sequence[Line], count: int, card: Card, seconds
                            "run it with `python -m sbkit.rehearsal.nullcard -- sbkit train`")
         report.add([Finding(severity, "not-reached", recipe, 0, "", f"{', '.join(unreached)}: not reached, {why}",
                             what_to_do)])
-    if "host_ms" in figures and (slow := _slow_reading(figures, count)) is not None:
-        report.add([Finding(WARNING, "slow-reading", recipe, 0, "num_workers", *slow)])
     if "host_ms" in figures:
+        reads, gpu_ms = figures.get("reads"), figures["card_ms"]
+        if reads is not None and gpu_ms is not None:
+            audio = min(figures["batch_seconds"], figures["step_seconds"] / count)
+            step_ms = least_step_seconds(audio / figures["batch_seconds"], gpu_ms, LAUNCH_MS * figures["launches"])
+            slow = ReadingRate(*reads).advice(figures["num_workers"], 1000 * audio / step_ms, count)
+            report.add([] if slow is None else [Finding(WARNING, "slow-reading", recipe, 0, "num_workers", *slow)])
         report.sections["figures"] = _figures(figures, card)
         report.sections["memory"] = _memory(figures["timeline"], figures)
     return report
@@ -142,16 +146,6 @@ def _figures(figures: Line, card: Card) -> Section:
                ] if launch_bound and gpu_ms >= TOY_MS else []
     return Section("Figures", ["figure", "value"], rows, remarks, values={
         name: value for name, value in figures.items() if name not in ("timeline", "exports", "data")})
-
-
-def _slow_reading(figures: Line, count: int) -> tuple[str, str] | None:
-    """Advice if workers read the recipe's corpus slower than the cards could train, by the estimate of a step."""
-    reads, gpu_ms = figures.get("reads"), figures["card_ms"]
-    if reads is None or gpu_ms is None:
-        return None
-    audio = min(figures["batch_seconds"], figures["step_seconds"] / count)
-    step_ms = least_step_seconds(audio / figures["batch_seconds"], gpu_ms, LAUNCH_MS * figures["launches"])
-    return ReadingRate(*reads).advice(figures["num_workers"], 1000 * audio / step_ms, count)
 
 
 def _memory(timeline: Line, figures: Line) -> Section:

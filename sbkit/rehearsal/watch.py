@@ -131,7 +131,16 @@ class Watch:
         for name in ("save_checkpoint", "save_and_keep_only"):
             call_around(Checkpointer, name, lambda *a, **k: diary.begin_stage("checkpoint"))
         register_optimizer_step_post_hook(self._count_step)
-        self._count_replays()
+        update = graphs.StepGraphs.update
+
+        def replayed(own: graphs.StepGraphs, optimizers: Sequence[torch.optim.Optimizer], sums: torch.Tensor,
+                     rates: graphs.Rates) -> torch.Tensor | None:
+            values = update(own, optimizers, sums, rates)
+            for optimizer in optimizers if values is not None else ():  # replays call no hooks
+                self._count_step(optimizer)
+            return values
+
+        graphs.StepGraphs.update = replayed  # type: ignore[method-assign,assignment]  # in this process alone
 
     def _keep_brain(self, brain: Brain, *args: object, **kwargs: object) -> None:
         self.diary.brain = brain
@@ -141,19 +150,6 @@ class Watch:
             self.end_of_steps()
         self.diary.begin_stage(NAMES[stage])
         self.epoch, self.steps = epoch or self.epoch, 0
-
-    def _count_replays(self) -> None:
-        """Count updates that are replayed, which call no hooks."""
-        update = graphs.StepGraphs.update
-
-        def counted(own: graphs.StepGraphs, optimizers: Sequence[torch.optim.Optimizer], sums: torch.Tensor,
-                    rates: graphs.Rates) -> torch.Tensor | None:
-            values = update(own, optimizers, sums, rates)
-            for optimizer in optimizers if values is not None else ():
-                self._count_step(optimizer)
-            return values
-
-        graphs.StepGraphs.update = counted  # type: ignore[method-assign,assignment]  # in this process alone
 
     def _count_step(self, optimizer: torch.optim.Optimizer, *args: object) -> None:
         if self._first not in (None, optimizer) or torch.cuda.is_current_stream_capturing():

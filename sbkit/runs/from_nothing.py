@@ -24,7 +24,12 @@ def warning(run: Path, metric: Metric) -> str:
     A run counts if it has the same dev set; compared is the best validation within the same time of training.
     """
     for other in sorted(each.parent for each in run.parent.glob(f"*/{TESTED}")):
-        if not _is_comparable(run, other):
+        try:
+            same = filecmp.cmp(run / MANIFESTS / "dev.csv", other / MANIFESTS / "dev.csv", shallow=False)
+            values = load.tree(other / RECIPE).texts()
+        except (SbkitError, OSError):  # another's files must not end this run
+            continue
+        if not same or any(values.get(key, "null") != "null" for key in ("init_from", "encoder_source", "pretrainer")):
             continue
         own, curve = _curve(run, metric), _curve(other, metric)
         if _is_behind(own, curve, metric) and not _is_behind(own[:-1], curve, metric):
@@ -56,13 +61,3 @@ def _is_behind(own: Curve, curve: Curve, metric: Metric) -> bool:
         return False
     mine, its = own[-1][1], known[-1][1]
     return mine > (1 + MUCH) * its if metric.lower_is_better else mine < (1 - MUCH) * its
-
-
-def _is_comparable(run: Path, other: Path) -> bool:
-    """Whether another run has the same dev set, and began with random weights."""
-    try:
-        same = filecmp.cmp(run / MANIFESTS / "dev.csv", other / MANIFESTS / "dev.csv", shallow=False)
-        values = load.tree(other / RECIPE).texts()
-    except (SbkitError, OSError):  # another's files must not end this run
-        return False
-    return same and all(values.get(key, "null") == "null" for key in ("init_from", "encoder_source", "pretrainer"))

@@ -236,11 +236,18 @@ class StepGraphs:
                     before = _host_state(brain)
                     with refuse():
                         self._compute(static)
-                if changed := _changes(before, _host_state(brain)):
+                after = _host_state(brain)
+                changed = [key[0] for key in dict.fromkeys([*before, *after])
+                           if key not in before or key not in after or before[key][0] != after[key][0]]
+                if changed:
                     raise _NotRepeatable(f"a step changes {', '.join(changed[:3])}, and a replay would not")
                 now = [parameter for parameter in parameters if parameter.grad is not None]
                 if not self._gradients:
-                    self._gradients = self._own_gradients(now)
+                    views = {each: torch.zeros_like(each) for each in now} if self._exchange is None else \
+                        self._exchange.views()
+                    if any(parameter not in views for parameter in now):
+                        raise _NotRepeatable("batches reach different parameters")
+                    self._gradients = list(views.items())
                 # Ranks give zeros for what they don't reach; alone, an optimizer would leave that out.
                 elif {id(each) for each in now} - reached or (self._exchange is None and len(now) < len(reached)):
                     raise _NotRepeatable("batches reach different parameters")
@@ -263,14 +270,6 @@ class StepGraphs:
             result = tree_map_only(Tensor, Tensor.detach, result)
             held = static, [dict(vars(owner)) for _, owner in _owners(brain)]
             return _Captured(graph, inputs, result, checks, [each._replace(result=None) for each in checked], held)
-
-    def _own_gradients(self, reached: Sequence[Parameter]) -> list[tuple[Parameter, Tensor]]:
-        if self._exchange is None:
-            return [(parameter, torch.zeros_like(parameter)) for parameter in reached]
-        views = self._exchange.views()
-        if any(parameter not in views for parameter in reached):
-            raise _NotRepeatable("batches reach different parameters")
-        return list(views.items())
 
     def _capture_update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> _Captured:
         own, groups = sums.clone(), [group for each in optimizers for group in each.param_groups]
@@ -356,11 +355,6 @@ def _host_state(brain: sb.Brain) -> dict[tuple[str, int], Any]:
                 size = len(each) if isinstance(each, (list, dict, set)) else 0
                 state[f"{kind}.{inner}", id(owner)] = (each if plain else (id(each), size), each)
     return state
-
-
-def _changes(before: dict[tuple[str, int], Any], after: dict[tuple[str, int], Any]) -> list[str]:
-    return [key[0] for key in dict.fromkeys([*before, *after])
-            if key not in before or key not in after or before[key][0] != after[key][0]]
 
 
 @contextlib.contextmanager

@@ -203,16 +203,15 @@ NAMES = Array(String(pattern="|".join((*KINDS, r"\w+(\.\w+)+"))),
 
 def make(names: Iterable[str], run: Run) -> list[Logger]:
     """Make the loggers that a recipe names."""
-    return [_class_of(name)(name, run) for name in dict.fromkeys(names)]
-
-
-def _class_of(name: str) -> type[Logger]:
-    module, _, of = name.rpartition(".")
-    try:
-        found = KINDS.get(name) or getattr(importlib.import_module(module), of)
-    except (ImportError, AttributeError) as missing:
-        raise SbkitError(f"loggers: {name} can't be imported ({missing})",
-                         hint="name a class by its module, such as mine.Csv") from missing
-    if not (isinstance(found, type) and issubclass(found, Logger)):
-        raise SbkitError(f"loggers: {name} is no Logger", hint=f"derive it from {__name__}.Logger")
-    return found
+    made = []
+    for name in dict.fromkeys(names):
+        module, _, of = name.rpartition(".")
+        try:
+            found = KINDS.get(name) or getattr(importlib.import_module(module), of)
+        except (ImportError, AttributeError) as missing:
+            raise SbkitError(f"loggers: {name} can't be imported ({missing})",
+                             hint="name a class by its module, such as mine.Csv") from missing
+        if not (isinstance(found, type) and issubclass(found, Logger)):
+            raise SbkitError(f"loggers: {name} is no Logger", hint=f"derive it from {__name__}.Logger")
+        made.append(found(name, run))
+    return made
