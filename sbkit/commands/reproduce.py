@@ -4,6 +4,7 @@ and figures."""
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
     from sbkit.recipe import arguments, load, writing
     from sbkit.recipe.report import listed
     from sbkit.runs import initial, reproduction, restore
+    from sbkit.score.run_files import TESTED
     from sbkit.system.console import atomic_write, table
     from sbkit.system.environment import describe
 
@@ -87,7 +89,7 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
         keys.corpus.check_exists()
     except SbkitError as error:
         raise SbkitError(error.message, exit_code=error.exit_code, hint=f"{error.hint or 'check that it is there'}; "
-                         "--source PLACE and --set KEY=PLACE give its path on this machine") from error
+                         "--data_folder PLACE and --set KEY=PLACE give its path on this machine") from error
     prepare.run([str(recipe), *words])
     unread = reproduction.compare_corpus(recorded, keys.corpus.load())
     rows = sum(split["rows"] for split in recorded["corpus"].values())
@@ -104,7 +106,10 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
     print(table(["step", "recorded", "found"], [[step, f"{loss:.6f}", f"{found[step]:.6f}"]
                                                 for step, loss in list(wanted.items())[-10:]]))
     if args.full:
-        figures = reproduction.figures_of(folder)
+        try:
+            figures = json.loads((folder / TESTED).read_text(encoding="utf-8"))
+        except OSError:
+            raise SbkitError(f"{folder} was not tested", hint="its log.txt says why", exit_code=1) from None
         for name, figure in recorded["figures"].items():
             reproduction.require_same(f"test {name}", figure, figures.get(name, float("nan")), not other, cause)
         print(table(["figure", "recorded", "found"],

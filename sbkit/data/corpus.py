@@ -178,7 +178,7 @@ class Corpus:
         columns : those that the task declares; rows that lack one are left out
         """
         self._declare(needs_text, columns or {})
-        excluded = self._excluded()
+        excluded = None if self.exclude is None else Exclusions.read(self.exclude)
         with locked(self.folder / ".lock"):
             source = self._open(show_progress)
             fingerprint = self._fingerprint(source)
@@ -270,7 +270,8 @@ class Corpus:
 
     def check_exists(self) -> None:
         """Refuse a local source or list that doesn't exist, and a demo corpus that can't be synthesised."""
-        self._excluded()
+        if self.exclude is not None:
+            Exclusions.read(self.exclude)
         if self.source is None:
             from sbkit.data.demo import espeak_name  # needs the optional speech synthesiser
 
@@ -350,9 +351,6 @@ class Corpus:
             **{name: getattr(self, name) for name in ("url_megabytes", "url_seconds")
                if getattr(self, name) != getattr(NO_REMOTE, name.removeprefix("url_"))},
         }
-
-    def _excluded(self) -> Exclusions | None:
-        return None if self.exclude is None else Exclusions.read(self.exclude)
 
     def _fingerprint(self, source: Source) -> str:
         facts = [_FORMAT, source.fingerprint(), self._options()]

@@ -106,8 +106,10 @@ def health() -> Iterator[MachineFinding]:
         if len(values) != len(_CARD):
             continue
         card = dict(zip(_CARD, values, strict=True))
+        words = {"Enabled": "on", "Disabled": "off"}
         facts = [f"{card['temperature.gpu']} °C", f"SM clock {card['clocks.sm']} of {card['clocks.max.sm']} MHz",
-                 f"persistence {_word(card['persistence_mode'])}", f"MIG {_word(card['mig.mode.current'])}"]
+                 f"persistence {words.get(card['persistence_mode'], 'unknown')}",
+                 f"MIG {words.get(card['mig.mode.current'], 'unknown')}"]
         fixes = []
         errors = card["ecc.errors.uncorrected.volatile.total"]
         facts.append(f"ECC errors {errors}" if errors.isdecimal() else "no ECC")
@@ -120,8 +122,7 @@ def health() -> Iterator[MachineFinding]:
         yield note_if(fixes, f"card {card['index']}", ", ".join(facts), "; ".join(fixes))
 
 
-def _word(value: str) -> str:
-    return {"Enabled": "on", "Disabled": "off"}.get(value, "unknown")
+
 
 
 def _lower(limit: str, usual: str) -> bool:

@@ -148,7 +148,8 @@ class Pipeline:
                         waiting.append(item)
                     elif item.error is None:
                         partial.setdefault(item.recording, Assembly()).expected = item.chunks
-                        _move_if_complete(item.recording, partial, ready)
+                        if partial[item.recording].complete:
+                            ready[item.recording] = partial.pop(item.recording)
                     elif isinstance(item.error, AudioError):
                         waiting[:] = [each for each in waiting if each.recording != item.recording]
                         partial[item.recording] = Assembly(expected=-1)  # its remaining chunks are dropped
@@ -175,10 +176,11 @@ class Pipeline:
              ready: dict[int, Assembly]) -> None:
         """Add the output [T, V] for a chunk to its recording; None: it didn't run, because nobody speaks."""
         config = self.engine.config
-        partial.setdefault(part.recording, Assembly()).add(
-            part.number, part.chunk, part.chunk.output(log_probs, config.blank_id, config.width), self._frame,
-            self.decoder)
-        _move_if_complete(part.recording, partial, ready)
+        assembly = partial.setdefault(part.recording, Assembly())
+        assembly.add(part.number, part.chunk, part.chunk.output(log_probs, config.blank_id, config.width), self._frame,
+                     self.decoder)
+        if assembly.complete:
+            ready[part.recording] = partial.pop(part.recording)
 
     # ------------------------------------------------------------------ words
 
@@ -199,8 +201,3 @@ def batch_seconds(device: str) -> float:
     """The default audio in one batch, including padding: larger batches exceed a CPU's caches, smaller ones don't use a
     whole GPU."""
     return 480.0 if device != "cpu" else 20.0
-
-
-def _move_if_complete(index: int, partial: dict[int, Assembly], ready: dict[int, Assembly]) -> None:
-    if partial[index].complete:
-        ready[index] = partial.pop(index)

@@ -160,24 +160,19 @@ def _plain(container: Container) -> Container:
     return dict(dict.items(container)) if isinstance(container, dict) else list(container)
 
 
-def _holders(*leaks: object) -> Iterator[object]:
-    """Yield the objects that hold fake tensors, from the inside out."""
-    level, seen = [*leaks], {id(leak) for leak in leaks}
-    for _ in range(_DEPTH):
-        level = [each for each in gc.get_referrers(*level) if id(each) not in seen and not isinstance(each, FrameType)]
-        seen |= {id(each) for each in level}
-        yield from level
-        level = [each for each in level if not isinstance(each, (type, ModuleType, FunctionType))]
-
-
 def _name(leak: FakeTensor) -> str:
     """Name the object, class or file that holds a fake tensor, and the attribute."""
-    inside = {id(leak)}
-    for holder in _holders(leak):
-        held = getattr(holder, "__dict__", {})
-        attribute = next((key for key, value in held.items() if id(value) in inside), None)
-        if attribute is not None and not isinstance(holder, FunctionType):
-            named = holder if isinstance(holder, (type, ModuleType)) else type(holder)
-            return f"{named.__name__}.{attribute}"
-        inside.add(id(holder))
+    level: list[object] = [leak]
+    seen, inside = {id(leak)}, {id(leak)}
+    for _ in range(_DEPTH):  # from the inside out
+        level = [each for each in gc.get_referrers(*level) if id(each) not in seen and not isinstance(each, FrameType)]
+        seen |= {id(each) for each in level}
+        for holder in level:
+            held = getattr(holder, "__dict__", {})
+            attribute = next((key for key, value in held.items() if id(value) in inside), None)
+            if attribute is not None and not isinstance(holder, FunctionType):
+                named = holder if isinstance(holder, (type, ModuleType)) else type(holder)
+                return f"{named.__name__}.{attribute}"
+            inside.add(id(holder))
+        level = [each for each in level if not isinstance(each, (type, ModuleType, FunctionType))]
     return "something in torch"

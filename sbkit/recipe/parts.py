@@ -113,11 +113,6 @@ class ParameterGroups:
         self._ids = {path: id(parameter) for path, parameter in self.parameters.items()}
         self._names = [(name, path) for path in self.parameters for name in self.names(path)]
 
-    @classmethod
-    def of_names(cls, tensors: Mapping[str, Any]) -> ParameterGroups:
-        """Group tensors that have only one name each."""
-        return cls(nn.ModuleDict(), {}, tensors)
-
     def names(self, path: str) -> list[str]:
         """All names of the part with this path; if it belongs to a key of the recipe, the first begins with the key."""
         words, found = path.split("."), []

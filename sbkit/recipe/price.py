@@ -105,16 +105,6 @@ def fit(kinds: Sequence[Sequence[FinishedRun]], steps: Steps) -> tuple[float, fl
     return steps.micro_batches * math.exp(log_seconds + correction), evaluation, distance
 
 
-def held_out_errors(kinds: Sequence[Sequence[FinishedRun]]) -> list[float]:
-    """Measured divided by predicted hours of each kind, fitted to all others, and scaled to distance 1."""
-    found = []
-    for index, kind in enumerate(kinds):
-        step_seconds, evaluation, distance = fit([*kinds[:index], *kinds[index + 1:]], kind[0].steps)
-        hours = [run.hours / run_hours(run.steps, step_seconds, evaluation) for run in kind]
-        found.append(float(np.median(hours)) ** (1 / distance))
-    return found
-
-
 def width(ratios: Sequence[float]) -> float:
     """The factor that covers ``COVERAGE`` of errors, from at least ``MIN_KINDS`` of them.
 
@@ -146,8 +136,12 @@ def predict(steps: Steps, runs: Sequence[FinishedRun], peak: float | None, trial
         # A peak measured while other processes compute is too low, but no run was faster than the true one.
         fastest = max(peak, *(run.steps.operations / run.step_seconds for run in runs)) if peak else math.inf
         each = max(step_seconds, steps.operations / fastest)
-        return _estimate(each, run_hours(steps, each, evaluation), width(held_out_errors(kinds)) ** distance, "fit",
-                         len(runs))
+        errors = []  # measured divided by predicted hours of each kind, fitted to all others, scaled to distance 1
+        for index, kind in enumerate(kinds):
+            expected, its_evaluation, its_distance = fit([*kinds[:index], *kinds[index + 1:]], kind[0].steps)
+            hours = [run.hours / run_hours(run.steps, expected, its_evaluation) for run in kind]
+            errors.append(float(np.median(hours)) ** (1 / its_distance))
+        return _estimate(each, run_hours(steps, each, evaluation), width(errors) ** distance, "fit", len(runs))
     return None if least is None else _estimate(least, run_hours(steps, least), GUESS_FACTOR, "limits", len(runs))
 
 

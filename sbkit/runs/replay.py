@@ -37,7 +37,8 @@ class Replay(Mixture):
     divided = NEW
 
     def __init__(self, corpus: Corpus, share: float, source: str | Path):
-        options, folder = preparation_options(Path(source)), corpus.folder / OLD
+        options, folder = stored_json(Path(source) / _REPORT).get("options"), corpus.folder / OLD
+        options = options if isinstance(options, dict) else {}  # the source has no manifests
         old = (Prepared if source == folder else Corpus)(
             source, options.get("language"), folder, text=_rules(options) or corpus.text,
             min_duration=corpus.min_duration, max_duration=corpus.max_duration, schemes=corpus.schemes,
@@ -59,12 +60,6 @@ class Prepared(Corpus):
     def prepare(self, show_progress: bool = True, needed: Sequence[str] = (), needs_text: bool = True,
                 columns: Declared | None = None) -> dict[str, Manifest]:
         return self.load()
-
-
-def preparation_options(folder: Path) -> dict[str, Any]:
-    """The options that the manifests in a folder were prepared with; empty without manifests."""
-    options = stored_json(folder / _REPORT).get("options")
-    return options if isinstance(options, dict) else {}
 
 
 def _rules(options: Mapping[str, Any]) -> TextRules | None:

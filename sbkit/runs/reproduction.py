@@ -282,14 +282,6 @@ def losses_of(folder: Path) -> tuple[dict[int, float], str | None]:
         next((line["weights"] for line in parsed if "weights" in line), None)
 
 
-def figures_of(folder: Path) -> dict[str, float]:
-    """The figures of a run's test."""
-    try:
-        return dict(json.loads((folder / TESTED).read_text(encoding="utf-8")))
-    except OSError:
-        raise SbkitError(f"{folder} was not tested", hint="its log.txt says why", exit_code=1) from None
-
-
 #: Causes of other figures than the recorded ones.
 RESUMED = "the run was resumed with another command, and its earlier values are not recorded"
 OTHER_WEIGHTS = ("--set init_from=PLACE (or encoder_source, or the pretrainer's paths) must name the recorded run's "

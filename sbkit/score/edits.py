@@ -90,7 +90,13 @@ def _count(references: Sequence[_Coded], hypotheses: Sequence[_Coded], longer: n
     for start in range(0, len(order), at_once):
         group = order[start:start + at_once]
         which = unclear[group]
-        substitutions[which] = _preferred(_pick(references, group), _pick(hypotheses, group), edits[which])
+        sides = _pick(references, group), _pick(hypotheses, group)
+        rows, columns = map(_lengths, sides)
+        # The substitutions in the preferred alignment, which has no more deletions and insertions than the edits allow.
+        for front in _fronts(*_encode(*sides), int((edits[which] - columns + rows).max() // 2),
+                             int((edits[which] + columns - rows).max() // 2)):
+            ending = np.flatnonzero(rows + columns == front.number)
+            substitutions[which[ending]] = front.substitutions[rows[ending] - front.cells.start, ending]
     insertions = (edits - substitutions + longer) // 2
     return EditCounts(insertions, insertions - longer, substitutions)
 
@@ -216,19 +222,6 @@ def _fronts(ref: np.ndarray, hyp: np.ndarray, deletions: int, insertions: int) -
         paths[now, here] = least & ~_STEPS
         paths[now, first] = paths[now, end + 1] = _UNREACHABLE  # the cells next to them hold values of an earlier front
         yield _Front(number, above, least)
-
-
-def _preferred(references: Sequence[_Coded], hypotheses: Sequence[_Coded], edits: np.ndarray) -> np.ndarray:
-    """Return the substitutions in the preferred alignment of each pair, [B], given its number of ``edits`` [B]."""
-    rows, columns = (np.array([len(text) for text in side]) for side in (references, hypotheses))
-    longer = columns - rows
-    result = np.zeros(len(rows), dtype=np.int64)
-    fronts = _fronts(*_encode(references, hypotheses), int((edits - longer).max() // 2),
-                     int((edits + longer).max() // 2))
-    for front in fronts:
-        ending = np.flatnonzero(rows + columns == front.number)
-        result[ending] = front.substitutions[rows[ending] - front.cells.start, ending]
-    return result
 
 
 def _alignments(references: Sequence[_Coded], hypotheses: Sequence[_Coded]) -> list[str]:

@@ -164,14 +164,15 @@ class VoiceBank(Source):
         if self.needs_text:
             raise SbkitError(f"{self.folder} has recordings but no transcripts",
                              hint="use this layout for tasks that need none")
-        paths = [path for path in self._paths(name)
-                 if name == "test" or (self._speaker(path) in self._DEV_SPEAKERS) == (name == "dev")]
+        speaker_of = {path: path.name.partition("_")[0] for path in self._paths(name)}
+        paths = [path for path, speaker in speaker_of.items()
+                 if name == "test" or (speaker in self._DEV_SPEAKERS) == (name == "dev")]
         clean = [str(self._clean(path.parent) / path.name) for path in paths]
         roles = {role: find_column(role, self.header(name), self.columns) for role in self.wanted}
         if missing := [role for role, column in roles.items() if column is None]:
             raise no_column(self.where, missing[0], self.header(name), self.columns)
         return Rows(f"{self.folder} [{name}]", [path.stem for path in paths], list(map(str, paths)),
-                    speakers=list(map(self._speaker, paths)),
+                    speakers=[speaker_of[path] for path in paths],
                     meta={role: clean for role, column in roles.items() if column == self._CLEAN})
 
     def _sets(self, name: str) -> list[Path]:
@@ -184,7 +185,3 @@ class VoiceBank(Source):
     @staticmethod
     def _clean(noisy: Path) -> Path:
         return noisy.with_name(f"clean_{noisy.name.removeprefix('noisy_')}")
-
-    @staticmethod
-    def _speaker(path: Path) -> str:
-        return path.name.partition("_")[0]

@@ -76,7 +76,7 @@ class Match:
         """The paths of tensors that aren't taken, because of ``leave``."""
         self.left_there: set[str] = set()
         """The source's names of those."""
-        beyond = ParameterGroups.of_names(self.theirs)
+        beyond = ParameterGroups(nn.ModuleDict(), {}, self.theirs)
         for pattern in leave:
             paths, names = self.parts.matching(pattern), beyond.matching(pattern)
             if not paths and not names:

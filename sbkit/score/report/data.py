@@ -84,11 +84,6 @@ class ScoredRun:
         """Each utterance's alignment (see ``edits.align``)."""
         return self.words.alignments()
 
-    @cached_property
-    def character_rates(self) -> np.ndarray:
-        """The character error rate of each utterance as a fraction, [N]; it can exceed 1."""
-        return self.characters.edits / self.characters.lengths
-
 
 @dataclass
 class RunData:

@@ -44,7 +44,7 @@ def suspects(results: ScoredRun) -> list[SuspectLabel]:
     """List utterances whose reference may be wrong, the most suspicious first."""
     if not can_judge(results):
         return []
-    errors = np.minimum(results.character_rates, 1.0)
+    errors = np.minimum(results.characters.edits / results.characters.lengths, 1.0)
     confidence = np.array([np.nan if one.confidence is None else one.confidence for one in results.utterances])
     known = np.flatnonzero(~np.isnan(confidence))
     order = known[np.argsort(confidence[known], kind="stable")]
