@@ -3,7 +3,7 @@
 A layer may keep a table of positions, a class or a file a memo, a function its cache. If one of these were fake,
 training would compute with it. In three steps:
 
-1. Before the forward, ``HeldObjects`` copies each dict, list, set and deque that can be reached from the Brain.
+1. Before the forward, ``restored`` copies each dict, list, set and deque that can be reached from the Brain.
 2. After it, those that got a fake tensor get their former contents, and a ``functools.cache`` with one is emptied.
 3. If a fake tensor still exists, the objects that refer to it are searched for a name, and the check ends with that.
 
@@ -76,45 +76,44 @@ class FakeTensors:
                 hint="register such a tensor as a buffer, or compute it in each forward")
 
 
-class HeldObjects:
-    """A copy of all containers that can be reached from some objects, to restore after a forward on fake tensors.
+@contextlib.contextmanager
+def restored(fakes: FakeTensors, *roots: object) -> Iterator[None]:
+    """Copy all containers that can be reached from some objects, and put back what fake tensors replaced in them.
 
-    These include attributes, and the globals of the files in which the classes are defined.
+    These include attributes, and the globals of the files in which the classes are defined. Functions' caches are
+    emptied.
     """
-
-    def __init__(self, *roots: object) -> None:
-        self._before: dict[int, tuple[Container, Container]] = {}
-        self._tensors: list[torch.Tensor] = []
-        for each in _reached(roots, set()):
-            if isinstance(each, torch.Tensor):
-                self._tensors.append(each)
-            else:
-                self._before[id(each)] = each, _plain(each)
-
-    def restore(self, fakes: FakeTensors) -> None:
-        """Put back what fake tensors replaced, and empty functions' caches."""
-        for tensor in self._tensors:
+    copies: dict[int, tuple[Container, Container]] = {}
+    tensors: list[torch.Tensor] = []
+    for each in _reached(roots, set()):
+        if isinstance(each, torch.Tensor):
+            tensors.append(each)
+        else:
+            copies[id(each)] = each, _plain(each)
+    try:
+        yield
+    finally:
+        for tensor in tensors:
             if type(tensor.grad) is FakeTensor:
                 tensor.grad = None
-        if not fakes.alive():
-            return
-        for container, before in self._before.values():  # only those with a new fake tensor: a cache of real ones stays
-            known = {id(value) for value in _values(before)}
-            new = [value for value in _values(container) if id(value) not in known]
-            if new and any(type(each) is FakeTensor for each in _reached(new, {*self._before})):
-                container.clear()
-                fill: Callable[[Any], None] = (
-                    container.extend if isinstance(container, (list, deque)) else container.update)
-                fill(before)
-                new.clear()  # it would keep them alive
-        if not fakes.alive():
-            return
-        # A functools.cache can't be copied or asked for its values, but the garbage collector knows what it refers to.
-        plain = (torch.Tensor, tuple, *_CONTAINERS)
-        for cache in [each for each in gc.get_objects() if type(each) is _CACHE]:
-            held = [each for each in gc.get_referents(cache) if isinstance(each, plain)]
-            if any(type(each) is FakeTensor for each in _reached(held, {id(vars(cache))})):
-                cache.cache_clear()
+        if fakes.alive():
+            for container, before in copies.values():  # only those with a new fake tensor: a cache of real ones stays
+                known = {id(value) for value in _values(before)}
+                new = [value for value in _values(container) if id(value) not in known]
+                if new and any(type(each) is FakeTensor for each in _reached(new, {*copies})):
+                    container.clear()
+                    fill: Callable[[Any], None] = (
+                        container.extend if isinstance(container, (list, deque)) else container.update)
+                    fill(before)
+                    new.clear()  # it would keep them alive
+        if fakes.alive():
+            # A functools.cache can't be copied or asked for its values, but the garbage collector knows what it refers
+            # to.
+            plain = (torch.Tensor, tuple, *_CONTAINERS)
+            for cache in [each for each in gc.get_objects() if type(each) is _CACHE]:
+                held = [each for each in gc.get_referents(cache) if isinstance(each, plain)]
+                if any(type(each) is FakeTensor for each in _reached(held, {id(vars(cache))})):
+                    cache.cache_clear()
 
 
 def _reached(roots: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor | Container]:

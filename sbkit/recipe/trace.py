@@ -38,7 +38,7 @@ import sbkit
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
 from sbkit.recipe.keys import SCRIPT, Task, TaskClass, TaskKeys
-from sbkit.recipe.leftovers import FakeTensors, HeldObjects
+from sbkit.recipe.leftovers import FakeTensors, restored
 from sbkit.recipe.parts import permanently_frozen
 from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
@@ -91,17 +91,14 @@ def fake_tensors(*holders: object) -> Iterator[FakeTensors]:
 
     holders : objects that may hold fake tensors afterwards, and are restored
     """
-    held = HeldObjects(attention._get_precomputed_values, *holders)  # SpeechBrain's function caches rotary tables
     fakes = FakeTensors()
     # Otherwise a layer of torch.compile that is called within this mode would never be compiled afterwards.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
-    try:
-        # Torch logs a traceback for each mismatch, which becomes a finding here.
-        with logging_disabled(logging.ERROR), warnings.catch_warnings(), eager, fakes.recorded(), fakes.mode:
-            warnings.simplefilter("ignore")
-            yield fakes
-    finally:
-        held.restore(fakes)
+    # SpeechBrain's function caches rotary tables; torch logs a traceback for each mismatch, which becomes a finding here
+    with restored(fakes, attention._get_precomputed_values, *holders), logging_disabled(logging.ERROR), \
+            warnings.catch_warnings(), eager, fakes.recorded(), fakes.mode:
+        warnings.simplefilter("ignore")
+        yield fakes
 
 
 T = TypeVar("T")
