@@ -226,9 +226,8 @@ class _Converter:
         node = Node(None, self.place(raw.start_mark), key, "" if tag in _PLAIN_TAGS else tag.replace(_YAML_TAG, "!!"))
         self.known[id(raw)] = node
         if str(raw.tag).endswith("!tuple") and not isinstance(raw, yaml_nodes.ScalarNode):
-            self.findings.error("tuple-as-text", node.place, key, "!tuple takes a text such as (3, 4)",
+            self.findings.wrong(node, "tuple-as-text", "!tuple takes a text such as (3, 4)",
                                 "write (3, 4), or a list without the tag")
-            node.wrong = True
         if isinstance(raw, yaml_nodes.MappingNode):
             node.value = self.mapping(raw, node)
         elif isinstance(raw, yaml_nodes.SequenceNode):

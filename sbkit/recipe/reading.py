@@ -64,10 +64,10 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked
             tag, _, name = node.tag.partition(":")
             near = did_you_mean(tag, [tag.rstrip(":") for tag in _ALL_TAGS])
             colon = ":" if near and f"{near}:" in _ALL_TAGS else ""
-            _wrong(node, findings, "unknown-tag", f"there is no tag {node.tag}",
-                   f"did you mean {near} <{name}>?" if name and near in ("!ref", "!copy") else
-                   f"did you mean {near}{colon}{name or ('NAME' if colon else '')}?" if near else
-                   f"tags are {listed(_ALL_TAGS)}")
+            findings.wrong(node, "unknown-tag", f"there is no tag {node.tag}",
+                           f"did you mean {near} <{name}>?" if name and near in ("!ref", "!copy") else
+                           f"did you mean {near}{colon}{name or ('NAME' if colon else '')}?" if near else
+                           f"tags are {listed(_ALL_TAGS)}")
     mistaken = {(f.file, f.line, f.key) for f in findings if f.code == "wrong-type" and f.severity == "error"}
     findings[:] = [f for f in findings if not f.code.endswith("-as-text") or f.severity == "error"
                    or (f.file, f.line, f.key) not in mistaken]
@@ -77,7 +77,7 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked
             findings.error("missing-key", Place(str(path)), key, f"the recipe lacks this key: {known.what}",
                            f"is {near} a misspelling of it?" if near else COMPLETE)
         elif known.needed and static(root.value[key]) is None and not root.value[key].wrong:
-            _wrong(root.value[key], findings, "missing-key", f"it {NULL}", COMPLETE)
+            findings.wrong(root.value[key], "missing-key", f"it {NULL}", COMPLETE)
     modules = root.value.get("modules")
     if modules is not None and not modules.wrong and not isinstance(modules.value, dict):
         findings.error("wrong-type", root.place_of("modules"), "modules", "modules is a mapping of names to modules",
@@ -91,34 +91,29 @@ def _check_tagged(node: Node, findings: Findings) -> None:
     kind, _, name = node.tag.partition(":")
     if not name:
         rest = str(node.value).strip() if node.scalar else "NAME"
-        _wrong(node, findings, "bad-name", f"{kind}: has no name after the colon",
-               f"write {kind}:{rest} without a space")
+        findings.wrong(node, "bad-name", f"{kind}: has no name after the colon",
+                       f"write {kind}:{rest} without a space")
         return
     if node.scalar and node.value not in ("", None):
-        _wrong(node, findings, "lost-argument", f"{node.value!r} after {node.tag} is not passed to it",
-               "write its arguments as a mapping, one key: value per line, or as a list")
+        findings.wrong(node, "lost-argument", f"{node.value!r} after {node.tag} is not passed to it",
+                       "write its arguments as a mapping, one key: value per line, or as a list")
         return
     try:
         target = locate(name)
     except LookupError as error:
         message, hint = error.args
-        _wrong(node, findings, "no-such-name", f"{node.tag} can't be found: {message}", hint)
+        findings.wrong(node, "no-such-name", f"{node.tag} can't be found: {message}", hint)
         return
     wanted = kind_wanted(kind, target)
     if wanted:
-        _wrong(node, findings, "wrong-kind", f"{node.tag} is {kind_of(target)}", wanted)
+        findings.wrong(node, "wrong-kind", f"{node.tag} is {kind_of(target)}", wanted)
         return
     if kind == "!module" or not callable(target):
         if not node.scalar and node.value:
-            _wrong(node, findings, "too-many-arguments", f"{node.tag} is {kind_of(target)} and takes no arguments",
-                   "remove them")
+            findings.wrong(node, "too-many-arguments", f"{node.tag} is {kind_of(target)} and takes no arguments",
+                           "remove them")
         return
     bind(target, node, findings, partial=kind == "!name")
-
-
-def _wrong(node: Node, findings: Findings, code: str, message: str, suggestion: str) -> None:
-    findings.error(code, node.place, node.key, message, suggestion)
-    node.wrong = True
 
 
 # ---------------------------------------------------------------------------------------------- what a run needs
@@ -131,7 +126,7 @@ def _check_brain(root: Node, findings: Findings) -> None:
         return
     brain = root.value["brain"]
     if not any(base.__name__ == "Brain" for base in cls.__mro__):
-        _wrong(brain, findings, "wrong-kind", f"{cls.__name__} is not a Brain", "write !name:sbkit.tasks.ctc.CTC")
+        findings.wrong(brain, "wrong-kind", f"{cls.__name__} is not a Brain", "write !name:sbkit.tasks.ctc.CTC")
         return
     read, tested = hparams_read(cls)  # keys that it tests for may be missing
     for name in sorted(read - tested - set(root.value) - set(RUN_OPTIONS) - set(declared(root))):

@@ -144,9 +144,8 @@ def bind(target: Callable[..., Any], node: Node, findings: Findings, partial: bo
         hint = f"it takes {listed(p.name for p in by_place)}" if by_place else ""
         if len(by_place) == 1 and re.search("Iterable|Sequence|[Ll]ist", str(by_place[0].annotation)):
             hint = f"{by_place[0].name} is itself a list: write [[a, b]], or put a second - before the first item"
-        findings.error("too-many-arguments", node.place, node.key,
+        findings.wrong(node, "too-many-arguments",
                        f"{name} takes at most {counted(len(by_place), 'argument')}, and gets {len(positional)}", hint)
-        node.wrong = True
     filled = set()
     for i, value in enumerate(positional):
         parameter = by_place[i] if i < len(by_place) else rest
@@ -178,10 +177,9 @@ def bind(target: Callable[..., Any], node: Node, findings: Findings, partial: bo
     missing = [p.name for p in (*by_place, *by_name.values()) if p.default is kinds.empty and p.name not in filled]
     missing = list(dict.fromkeys(missing))
     if missing and not partial:
-        findings.error("missing-argument", node.place, node.key,
+        findings.wrong(node, "missing-argument",
                        f"{name} lacks the argument{'s' if len(missing) > 1 else ''} {', '.join(missing)}",
                        f"add {missing[0]}: VALUE")
-        node.wrong = True
 
 
 def arguments(node: Node) -> tuple[list[Node], dict[Any, Node]]:

@@ -185,6 +185,11 @@ class Findings(list[Finding]):
         """Add a finding that would end a run or make its results wrong."""
         self.append(Finding(ERROR, code, place.file, place.line, key, message, suggestion, place.column))
 
+    def wrong(self, node: Node, code: str, message: str, suggestion: str = "") -> None:
+        """Add an error about a value, and mark it, so that references to it aren't reported again."""
+        self.error(code, node.place, node.key, message, suggestion)
+        node.wrong = True
+
     def warning(self, code: str, place: Place, key: str, message: str, suggestion: str = "") -> None:
         """Add a finding that may be a mistake."""
         self.append(Finding(WARNING, code, place.file, place.line, key, message, suggestion, place.column))

@@ -94,7 +94,7 @@ def fake_tensors(*holders: object) -> Iterator[FakeTensors]:
     fakes = FakeTensors()
     # Otherwise a layer of torch.compile that is called within this mode would never be compiled afterwards.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
-    # SpeechBrain's function caches rotary tables; torch logs a traceback for each mismatch, which becomes a finding here
+    # SpeechBrain's function caches rotary tables. Torch logs tracebacks of mismatches, which become findings here.
     with restored(fakes, attention._get_precomputed_values, *holders), logging_disabled(logging.ERROR), \
             warnings.catch_warnings(), eager, fakes.recorded(), fakes.mode:
         warnings.simplefilter("ignore")

@@ -103,20 +103,20 @@ def check_text(node: Node, findings: Findings, in_list: bool = False) -> None:
         return
     if node.quoted and is_tuple(text):
         if all(looks_like_number(part) for part in text[1:-1].split(",") if part.strip()):
-            _report(node, findings, "tuple-as-text", "is a text, not a tuple", f"write a list: [{text[1:-1]}]")
+            findings.wrong(node, "tuple-as-text", f"{text!r} is a text, not a tuple", f"write a list: [{text[1:-1]}]")
         return
     if node.quoted:
         return
     if in_list and re.fullmatch(r"\(\s*[-+.\d]+", text):
-        _report(node, findings, "tuple-as-text", "is half a tuple: inside [ ] its comma separates items",
-                "write a list inside the list: [[3, 3], [2, 2]]")
+        findings.wrong(node, "tuple-as-text", f"{text!r} is half a tuple: inside [ ] its comma separates items",
+                       "write a list inside the list: [[3, 3], [2, 2]]")
     elif re.fullmatch(r"\(\s*[-+.\d].*", text):
-        _report(node, findings, "tuple-as-text", "is a text: the bracket is not closed", f"write [{text[1:]}]")
+        findings.wrong(node, "tuple-as-text", f"{text!r} is a text: the bracket is not closed", f"write [{text[1:]}]")
     elif text.lower() not in _SPECIAL and (number := looks_like_number(text)):  # nan is also a language code
         hint = f"write {number}" if number != text else "write the number itself, without !ref or quotes"
         if _COMMA.fullmatch(text) and not _GROUPED.fullmatch(text):
             hint += f", or [{text.replace(',', ', ')}] for two numbers"
-        _report(node, findings, "number-as-text", "is a text, not a number", hint)
+        findings.wrong(node, "number-as-text", f"{text!r} is a text, not a number", hint)
     elif expression(text):
         findings.warning("number-as-text", node.place, node.key, f"{text!r} is a text and is not computed",
                          "write the number; arithmetic works after !ref with a <key> in it")
@@ -132,22 +132,18 @@ def _check_tuple(node: Node, findings: Findings) -> None:
     parts = as_tuple(text)
     written = f"[{text[1:-1]}]"
     if "(" in text[1:-1]:
-        _report(node, findings, "tuple-as-text", "can't be read: a tuple can't contain tuples",
-                "write lists: [[3, 3], [2, 2]]")
+        findings.wrong(node, "tuple-as-text", f"{text!r} can't be read: a tuple can't contain tuples",
+                       "write lists: [[3, 3], [2, 2]]")
     elif parts is UNKNOWN or "!ref" in text or "<" in text:
-        _report(node, findings, "tuple-as-text", "can't be read: a tuple can't contain references", f"write {written}")
+        findings.wrong(node, "tuple-as-text", f"{text!r} can't be read: a tuple can't contain references",
+                       f"write {written}")
     else:
         for part in parts:
             if isinstance(part, str) and (number := looks_like_number(part)):
                 mantissa, _, power = number.partition("e")
                 hint = f"write {mantissa}.0e{power}" if power and "." not in mantissa else f"write {number}"
-                _report(node, findings, "number-as-text", f"contains {part!r}, which inside a tuple is a text",
-                        f"{hint}, or a list: {written}")
-
-
-def _report(node: Node, findings: Findings, code: str, what: str, hint: str) -> None:
-    findings.error(code, node.place, node.key, f"{node.value!r} {what}", hint)
-    node.wrong = True
+                findings.wrong(node, "number-as-text", f"{text!r} contains {part!r}, which inside a tuple is a text",
+                               f"{hint}, or a list: {written}")
 
 
 def unwrapped(value: object) -> tuple[Any, dict[str, Any]]:

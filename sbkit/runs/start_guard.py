@@ -82,7 +82,7 @@ class StartGuard:
                 if (self.folder / MANIFESTS).is_dir():
                     (part / MANIFESTS).mkdir()
                     for path in _manifests(self.folder):
-                        _link(path, part / MANIFESTS / path.name)
+                        disk.link_or_copy(path, part / MANIFESTS / path.name)
                     disk.sync_folder(part / MANIFESTS)
                 os.rename(part, self.backup)
                 disk.sync_folder(self.folder)
@@ -135,7 +135,7 @@ def restore_previous(folder: Path) -> None:
             (folder / path).parent.mkdir(exist_ok=True)
             between = (folder / path).with_name(f".{path.name}.back")
             between.unlink(missing_ok=True)
-            _link(backup / path, between)
+            disk.link_or_copy(backup / path, between)
             os.replace(between, folder / path)
             between.unlink(missing_ok=True)  # still there if both were already the same file
         logger.debug("Restored the recipe and the manifests in %s: the start that wrote others trained nothing", folder)
@@ -157,11 +157,3 @@ def _manifests(folder: Path) -> list[Path]:
     there = folder / MANIFESTS
     return [path for path in there.iterdir() if path.is_file() and not path.name.startswith(".")] \
         if there.is_dir() else []
-
-
-def _link(source: Path, target: Path) -> None:
-    """Hard-link a manifest, which may be large; manifests are replaced, never modified."""
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, target)

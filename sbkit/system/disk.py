@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import resource
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,6 +168,14 @@ def check_room(path: str | os.PathLike[str], needed: float, hint: str) -> None:
     """Raise if the disk of ``path`` has less room than ``needed``, before work begins."""
     if needed > free(Path(path)):
         raise SbkitError(explain(OSError(errno.ENOSPC, ""), path, needed), hint=hint)
+
+
+def link_or_copy(path: Path, name: Path) -> None:
+    """Give a file a second name; a copy on file systems without hard links."""
+    try:
+        os.link(path, name)
+    except OSError:
+        shutil.copy2(path, name)
 
 
 def free(path: Path) -> int:

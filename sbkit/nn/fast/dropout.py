@@ -24,23 +24,18 @@ def levels(p: float, like: Tensor | None = None) -> int:
     return round(p * _LEVELS)
 
 
-class _RandomTable:
-    """A fixed table of random words, which grows with the largest mask so far without changing existing words."""
-
-    def __init__(self, seed: int):
-        self.seed, self.words = seed, torch.empty(0, dtype=torch.int16)
-
-    def stretch(self, first: int, count: int) -> Tensor:
-        words = self.words
-        if len(words) < count + _STARTS:
-            generator = torch.Generator().manual_seed(self.seed)
-            more = (count + _STARTS) // 4  # four words each; a quarter in reserve for larger batches
-            drawn = torch.empty(more + more // 4 + 1, dtype=torch.int64, device="cpu")
-            self.words = words = drawn.random_(-(1 << 63), None, generator=generator).view(torch.int16)
-        return words[first : first + count]
+_TABLES: dict[int, Tensor] = {}
 
 
-_TABLES = _RandomTable(1), _RandomTable(2)
+def _random_words(seed: int, first: int, count: int) -> Tensor:
+    """Take a part of a seed's fixed table of random words, which grows with the largest mask so far."""
+    words = _TABLES.get(seed)
+    if words is None or len(words) < count + _STARTS:
+        generator = torch.Generator().manual_seed(seed)
+        more = (count + _STARTS) // 4  # four words each; a quarter in reserve for larger batches
+        drawn = torch.empty(more + more // 4 + 1, dtype=torch.int64, device="cpu")
+        words = _TABLES[seed] = drawn.random_(-(1 << 63), None, generator=generator).view(torch.int16)
+    return words[first : first + count]
 
 
 class Words(NamedTuple):
@@ -64,7 +59,7 @@ def draw(count: int) -> Words:
     number = torch.empty((), dtype=torch.int64, device="cpu").random_()
     drawn = int(number.numpy())  # not item(), which counts as a host sync
     first, second, odd = drawn % _STARTS, (drawn >> 16) % _STARTS, (drawn >> 32) % (_LEVELS // 2) | 1
-    return Words(_TABLES[0].stretch(first, count), _TABLES[1].stretch(second, count), odd)
+    return Words(_random_words(1, first, count), _random_words(2, second, count), odd)
 
 
 def lowest(drop: int) -> int:

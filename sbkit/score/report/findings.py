@@ -196,10 +196,10 @@ def _kinds(results: ScoredRun) -> Iterator[RunFinding]:
 
 def _words(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
     """Yield the most confused words, and how many errors are non-words, which a language model would avoid."""
-    first = results.words.confusions(1)
     total, words = results.totals
-    if first and first[0][-1] >= max(3, _MIN_SHARE * total):
-        ref, hyp, count = first[0]
+    for ref, hyp, count in results.words.confusions(1):
+        if count < max(3, _MIN_SHARE * total):
+            continue
         what = (f"“{ref}” is recognised as “{hyp}”" if ref and hyp
                 else f"“{ref}” is deleted" if ref else f"“{hyp}” is inserted")
         yield RunFinding(

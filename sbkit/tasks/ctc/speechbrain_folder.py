@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +32,7 @@ from sbkit.recipe import load, writing
 from sbkit.recipe.overrides import from_python
 from sbkit.recipe.source import Node, Place
 from sbkit.runs.initial.files import PARTS
+from sbkit.system import disk
 from sbkit.tasks.recognise.keys import ENCODERS
 from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
 
@@ -99,8 +98,8 @@ def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Tokenizer,
     keys = {str(place): part.key for place, part in enumerate(part for part in parts if part.learned)}
     save_model(built["model"], str(folder / layout.WEIGHTS), metadata={"format": "pt", PARTS: json.dumps(keys)})
     (folder / layout.TOKENIZER).write_bytes(tokenizer.processor.serialized_model_proto())
-    _also_as(folder / layout.WEIGHTS, folder / "model.ckpt")
-    _also_as(folder / layout.TOKENIZER, folder / "tokenizer.ckpt")
+    disk.link_or_copy(folder / layout.WEIGHTS, folder / "model.ckpt")
+    disk.link_or_copy(folder / layout.TOKENIZER, folder / "tokenizer.ckpt")
 
 
 def _parts(recognizer: Recognizer, nodes: dict[str, Node]) -> list[Part]:
@@ -196,14 +195,6 @@ def _fill(module: nn.Module, part: Part) -> None:
         raise SbkitError(f"{part.key}: the recipe describes weights that were not trained: {missing[0]} (and "
                          f"{len(missing) - 1} more)", hint=f"has the run's {layout.RECIPE} been changed?")
     module.load_state_dict({key: state[key] for key in own})
-
-
-def _also_as(path: Path, name: Path) -> None:
-    """Give a file a second name; a copy on file systems without hard links."""
-    try:
-        os.link(path, name)
-    except OSError:
-        shutil.copyfile(path, name)
 
 
 def runner(bundle: Path, at_least: int = 1) -> Runner:
