@@ -256,34 +256,32 @@ def backward(compute: Callable[[], Tensor]) -> None:
         used.append(saved)
         return saved[0]
 
-    with FusedAttention(), saved_tensors_hooks(lambda tensor: [tensor], use):
-        _walk(compute(), used)
-
-
-def _walk(loss: Tensor, used: list[list[Tensor]]) -> None:
-    assert loss.grad_fn is not None, "a loss depends on weights"
-    order = itertools.count()
-    queue = [(-loss.grad_fn._sequence_nr(), next(order), loss.grad_fn)]
-    pending: dict[Node, list[Tensor | None]] = {loss.grad_fn: [torch.ones_like(loss)]}
     # Without a graph task of the engine, activation checkpointing would recompute for each tensor that it saved.
-    with torch.no_grad(), getattr(checkpoint, "GraphExecGroup", contextlib.nullcontext)():
-        while queue:
-            node = heapq.heappop(queue)[-1]
-            left = _gradients(node, pending.pop(node))
-            for saved in used:  # by this node
-                saved.clear()
-            used.clear()
-            while left:
-                child, slot, gradient = left.pop()
-                inputs = child._input_metadata
-                if child not in pending:
-                    pending[child] = [None] * len(inputs)
-                    heapq.heappush(queue, (-child._sequence_nr(), next(order), child))
-                if pending[child][slot] is None:
-                    wanted = inputs[slot]  # the shape and type that the node takes, as the engine gives it
-                    pending[child][slot] = (gradient if gradient.shape == wanted.shape else
-                                            gradient.sum_to_size(wanted.shape)).to(wanted.dtype)
-                del gradient
+    one_task = getattr(checkpoint, "GraphExecGroup", contextlib.nullcontext)
+    with FusedAttention(), saved_tensors_hooks(lambda tensor: [tensor], use):
+        loss = compute()
+        assert loss.grad_fn is not None, "a loss depends on weights"
+        order = itertools.count()
+        queue = [(-loss.grad_fn._sequence_nr(), next(order), loss.grad_fn)]
+        pending: dict[Node, list[Tensor | None]] = {loss.grad_fn: [torch.ones_like(loss)]}
+        with torch.no_grad(), one_task():
+            while queue:
+                node = heapq.heappop(queue)[-1]
+                left = _gradients(node, pending.pop(node))
+                for saved in used:  # by this node
+                    saved.clear()
+                used.clear()
+                while left:
+                    child, slot, gradient = left.pop()
+                    inputs = child._input_metadata
+                    if child not in pending:
+                        pending[child] = [None] * len(inputs)
+                        heapq.heappush(queue, (-child._sequence_nr(), next(order), child))
+                    if pending[child][slot] is None:
+                        wanted = inputs[slot]  # the shape and type that the node takes, as the engine gives it
+                        pending[child][slot] = (gradient if gradient.shape == wanted.shape else
+                                                gradient.sum_to_size(wanted.shape)).to(wanted.dtype)
+                    del gradient
 
 
 def _gradients(node: Node, given: list[Tensor | None]) -> list[tuple[Node, int, Tensor]]:

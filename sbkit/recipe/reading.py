@@ -41,11 +41,11 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked
     if unchecked is not None:
         notes = {}
         for node in nodes:  # those that must not be imported or called become unknown
-            why, known = _why_unchecked(node.tag)
+            why, importable = _why_unchecked(node.tag)
             if why:
                 notes[node.place.file, node.place.line, node.place.column, node.key] = ": ".join(filter(None, (
                     str(node.place), node.key, why)))
-            if not known:
+            if not importable:
                 node.tag = ""
                 node.value = node.value if node is root else UNKNOWN  # the keys of a file with a tag can be checked
         unchecked += [notes[place] for place in sorted(notes)]

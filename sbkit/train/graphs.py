@@ -209,7 +209,9 @@ class StepGraphs:
             if is_out_of_memory(error):
                 self._stop(f"{self.device} has too little memory for them; a smaller max_batch_seconds leaves more")
                 return None
-            reason = f"{first_line(error)}{_own_line(error)}"
+            lines = [f" ({frame.filename}:{frame.lineno})" for frame in traceback.extract_tb(error.__traceback__)
+                     if "torch" not in frame.filename.split("/") and frame.filename != __file__]
+            reason = first_line(error) + "".join(lines[-1:])  # with the last line that is not torch's
             if kind == "update":
                 logger.info("Updates are not captured as a CUDA graph: %s", reason)
             else:
@@ -377,10 +379,3 @@ def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
         driver = ctypes.CDLL("nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1")
         driver.cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
     return count.value
-
-
-def _own_line(error: BaseException) -> str:
-    """Return the last line of code that is not torch's, in which an error arose."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if "torch" not in frame.filename.split("/") and frame.filename != __file__]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

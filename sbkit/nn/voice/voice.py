@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -175,13 +173,6 @@ class CodeHead(nn.Module):
         return logits.argmax(3), logits.masked_fill(~self.exists, 0.0).sum((2, 3)).isfinite()
 
 
-class TeacherForced(NamedTuple):
-    """The outputs for texts with given durations."""
-
-    states: Tensor  # [B, T, D], of frames
-    durations: Tensor  # [B, U + 2], predicted: logarithms of one more than a symbol's frames
-
-
 def longest(total: Tensor) -> int:
     """Return the largest of numbers of frames [B]; syncs with the host."""
     width: int = total.max().item()  # type: ignore[assignment]  # of whole numbers
@@ -204,11 +195,12 @@ class VoiceModel(nn.Module):
         return self.head.hop * self.decoder.fold
 
     def teacher_forced(self, text: Tensor, lengths: Tensor, speaker: Tensor, frames: Tensor,
-                       width: int) -> TeacherForced:
+                       width: int) -> tuple[Tensor, Tensor]:
         """Ids of symbols [B, U], their numbers [B], speakers [B], and frames [B, U + 2] of the silence before, of each
-        symbol and of the silence after, ``width`` at most, to frame states and predicted durations."""
+        symbol and of the silence after, ``width`` at most, to the states of frames [B, T, D], and to the predicted
+        durations [B, U + 2]: logarithms of one more than a symbol's frames."""
         states = self.encoder(text, lengths, speaker)
-        return TeacherForced(self.frame_decoder(states, frames, width), self.durations(states, lengths + 2))
+        return self.frame_decoder(states, frames, width), self.durations(states, lengths + 2)
 
     def forward(self, text: Tensor, lengths: Tensor, speaker: Tensor, speed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Ids of symbols [B, U], their numbers [B], speakers [B] and speeds [B] to waveforms [B, S], their samples [B]

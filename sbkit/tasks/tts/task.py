@@ -18,7 +18,7 @@ from sbkit.data.symbols import Symbols
 from sbkit.errors import SbkitError
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.nn.voice import voice
-from sbkit.nn.voice.voice import TeacherForced, VoiceModel
+from sbkit.nn.voice.voice import VoiceModel
 from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings
@@ -48,7 +48,8 @@ _SPLITS = {Stage.TRAIN: ("train",), Stage.VALID: ("dev",), Stage.TEST: ("test", 
 class VoiceOutput(NamedTuple):
     """The voice's outputs for a batch, and their targets."""
 
-    predicted: TeacherForced
+    states: Tensor  # [B, T, D], of frames
+    durations: Tensor  # [B, U + 2], as ``VoiceModel.teacher_forced`` predicts them
     targets: Targets
     sound: Tensor | None = None  # [B, S], in a test
     samples: Tensor | None = None  # [B]
@@ -176,21 +177,21 @@ class TTS(SpeechTask):
         targets = labels.targets(found, batch.tokens.shape[1], frames, self.keys.quantiser, batch.tokens.device)
         if not any(batch.texts):  # stand-ins get made-up labels
             targets = targets._replace(known=torch.ones_like(targets.known))
-        predicted = self.voice.teacher_forced(text, lengths, speaker, targets.frames, targets.chosen.shape[1])
+        states, durations = self.voice.teacher_forced(text, lengths, speaker, targets.frames, targets.chosen.shape[1])
         if stage != Stage.TEST:
-            return VoiceOutput(predicted, targets)
+            return VoiceOutput(states, durations, targets)
         with self.timed(text.device):
             sound, samples, _ = self.voice(text, lengths, speaker, torch.ones(len(text), device=text.device))
-        return VoiceOutput(predicted, targets, sound, samples)
+        return VoiceOutput(states, durations, targets, sound, samples)
 
     def compute_objectives(self, outputs: VoiceOutput, batch: Batch, stage: Stage) -> Loss:
         """Compute the loss, a sum over frames, and their number."""
-        targets, predicted = outputs.targets, outputs.predicted
-        cross, right = self.keys.code_head.loss(predicted.states, targets.chosen)
+        targets = outputs.targets
+        cross, right = self.keys.code_head.loss(outputs.states, targets.chosen)
         known = targets.known[:, None] * lengths_to_mask(targets.frames.sum(1), cross.shape[1])
         codes, count = (cross * known).sum(), known.sum()
         lengths = (batch.token_lengths + 2) * targets.known
-        durations, symbols = voice.duration_loss(predicted.durations, targets.frames, lengths).sum(), lengths.sum()
+        durations, symbols = voice.duration_loss(outputs.durations, targets.frames, lengths).sum(), lengths.sum()
         total = codes + self.keys.duration_weight * durations
         if stage != Stage.TRAIN and batch.weight:
             self.rows += self._rows(outputs, batch, (right * known).sum(1), lengths, stage)
@@ -202,7 +203,7 @@ class TTS(SpeechTask):
               stage: Stage) -> list[SpokenRow]:
         """Make the row of each utterance of a batch."""
         rate, targets = self.keys.sample_rate, outputs.targets
-        errors = (outputs.predicted.durations.clamp(0, voice.MAX_LOG_FRAMES).exp() - 1 - targets.frames).abs()
+        errors = (outputs.durations.clamp(0, voice.MAX_LOG_FRAMES).exp() - 1 - targets.frames).abs()
         errors = (errors * lengths_to_mask(lengths, errors.shape[1])).sum(1) / lengths.clamp(min=1)
         frames = targets.frames.sum(1) * targets.known
         rows = [SpokenRow(*each) for each in zip(

@@ -69,12 +69,12 @@ def test_the_loss_is_the_cross_entropy_of_frames_and_the_error_of_durations(task
     codes = spread = frames = 0.0
     for i, name in enumerate(given.ids):
         label = task.labels.get("train", name, given.texts[i])
-        logits = task.keys.code_head(said.predicted.states[i:i + 1, :len(label.codes)])
+        logits = task.keys.code_head(said.states[i:i + 1, :len(label.codes)])
         chosen = task.keys.quantiser.chosen(torch.from_numpy(label.codes)[None])
         for slot, most in enumerate(task.keys.quantiser.choices):
             codes += functional.cross_entropy(logits[0, :, slot, :most], chosen[0, :, slot], reduction="sum")
         logs = torch.from_numpy(label.frames + 1).log()
-        spread += (said.predicted.durations[i, :len(logs)] - logs).square().sum()
+        spread += (said.durations[i, :len(logs)] - logs).square().sum()
         frames += len(label.codes)
     torch.testing.assert_close(found.total, (codes + spread).float())
     assert found.count == frames
@@ -164,10 +164,10 @@ def test_a_validation_measures_right_choices_and_durations(task, run):
     right = frames = 0
     for i, name in enumerate(given.ids):
         label = task.labels.get("dev", name, given.texts[i])
-        chosen, _ = task.keys.code_head.choose(said.predicted.states[i:i + 1, :len(label.codes)])
+        chosen, _ = task.keys.code_head.choose(said.states[i:i + 1, :len(label.codes)])
         wanted = task.keys.quantiser.chosen(torch.from_numpy(label.codes)[None])
         right, frames = right + (chosen == wanted).float().mean(-1).sum().item(), frames + len(label.codes)
-        apart = said.predicted.durations[i, :len(label.frames)].clamp(min=0).exp() - 1 - torch.from_numpy(label.frames)
+        apart = said.durations[i, :len(label.frames)].clamp(min=0).exp() - 1 - torch.from_numpy(label.frames)
         assert task.rows[i].duration_error == pytest.approx(0.02 * apart.abs().mean().item(), rel=1e-4)
     stats = task.stats(task.rows)
     assert stats["right_choices"] == pytest.approx(100 * right / frames)
