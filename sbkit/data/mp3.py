@@ -63,8 +63,17 @@ def inspect(read: Callable[[int, int], bytes]) -> Mp3 | None:
     if head[at + 36 : at + 40] == b"VBRI":
         count = int.from_bytes(head[at + 50 : at + 54], "big")
         return Mp3(count, count * frame.samples, False, True, start + at)
-    found = _walk(read_all(read, start), at, start)
-    return found if found.frames else None  # the only one is cut off
+    data, first, frames, samples, sizes = read_all(read, start), start + at, 0, 0, set()
+    while (frame := frame_at(data, at)) is not None and at + frame.size <= len(data):
+        frames, samples = frames + 1, samples + frame.samples
+        sizes.add(frame.size & ~1)  # padding makes a frame of constant bit rate one byte longer
+        at += frame.size
+        if frame_at(data, at) is None:
+            found = _next_frame(data[at : at + _RESYNC_BYTES])
+            if found is None:
+                break
+            at += found
+    return Mp3(frames, samples, len(sizes) <= 2, False, first) if frames else None  # without, the only one is cut off
 
 
 def read_all(read: Callable[[int, int], bytes], start: int = 0) -> bytes:
@@ -99,20 +108,6 @@ def after_id3(head: bytes) -> int:
     for byte in head[6:10]:  # seven bits each
         size = size << 7 | byte & 0x7F
     return 10 + size + (10 if head[5] & 0x10 else 0)
-
-
-def _walk(data: bytes, at: int, start: int) -> Mp3:
-    first, frames, samples, sizes = start + at, 0, 0, set()
-    while (frame := frame_at(data, at)) is not None and at + frame.size <= len(data):
-        frames, samples = frames + 1, samples + frame.samples
-        sizes.add(frame.size & ~1)  # padding makes a frame of constant bit rate one byte longer
-        at += frame.size
-        if frame_at(data, at) is None:
-            found = _next_frame(data[at : at + _RESYNC_BYTES])
-            if found is None:
-                break
-            at += found
-    return Mp3(frames, samples, len(sizes) <= 2, False, first)
 
 
 def _next_frame(data: bytes) -> int | None:

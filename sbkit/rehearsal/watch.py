@@ -124,7 +124,7 @@ class Watch:
         self._first: torch.optim.Optimizer | None = None
         self._waits: list[tuple[tuple[str, int], int]] = []  # locations, each with the steps done by then
         self._counted = 0
-        call_around(Brain, "__init__", after=self._keep_brain)
+        call_around(Brain, "__init__", after=lambda brain, *a, **k: setattr(diary, "brain", brain))
         call_around(flops, "operations_per_second", lambda *a, **k: diary.begin_stage("count of FLOPs"),
                     lambda *a, **k: diary.begin_stage("start"))
         call_around(Brain, "open_stage", self._open_stage)
@@ -141,9 +141,6 @@ class Watch:
             return values
 
         graphs.StepGraphs.update = replayed  # type: ignore[method-assign,assignment]  # in this process alone
-
-    def _keep_brain(self, brain: Brain, *args: object, **kwargs: object) -> None:
-        self.diary.brain = brain
 
     def _open_stage(self, brain: Brain, stage: Stage, epoch: int | None = None) -> None:
         if self.diary.stage == NAMES[Stage.TRAIN]:
