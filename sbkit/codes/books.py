@@ -78,7 +78,11 @@ class Books:
         Raises ``InvalidCode`` for the first id that isn't in its codebook.
         """
         try:
-            found = _exact(codes)
+            found = np.asarray(codes)
+            # Numbers beyond 2**63 become floats, which are rounded.
+            if found.dtype.kind == "f" and not isinstance(codes, np.ndarray) and _are_whole(
+                    exact := np.asarray(codes, object)):
+                found = exact
         except (TypeError, ValueError) as error:
             raise SbkitError(f"{where}: codes must be an array of whole numbers: {first_line(error)}") from error
         if found.ndim not in (2, 3) or found.shape[-1] != len(self.sizes):
@@ -124,14 +128,6 @@ class Books:
 
 def _whole(value: object, maximum: int) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 < int(value) <= maximum
-
-
-def _exact(codes: ArrayLike) -> np.ndarray:
-    """Make an array; of Python integers if one is beyond 2**63, because numpy would round it."""
-    found = np.asarray(codes)
-    if found.dtype.kind == "f" and not isinstance(codes, np.ndarray) and _are_whole(exact := np.asarray(codes, object)):
-        return exact
-    return found
 
 
 def _are_whole(values: np.ndarray) -> bool:

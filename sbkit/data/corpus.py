@@ -87,7 +87,12 @@ class Corpus:
                  url_seconds: float = NO_REMOTE.seconds,
                  cache_folder: str | Path | None = None, workers: int | None = None,
                  demo_hours: float = 1.0, demo_seed: int = 1234, demo_voices: Sequence[str] = ()):
-        _check_shapes(source, splits=splits, columns=columns, text=text)
+        if not isinstance(source, (str, Path, Mapping, Source, type(None))):
+            raise SbkitError(f"corpus: source is {source!r}",
+                             hint="expected a path, a hub address, {train: FILE, dev: FILE, test: FILE}, or a Source")
+        for name, value in (("splits", splits), ("columns", columns), ("text", text)):
+            if not isinstance(value, (Mapping, TextRules, type(None))):
+                raise SbkitError(f"corpus: {name} is {value!r}", hint="expected {name: value, ...}")
         self.source = source or None
         self.language = language or None
         self.folder = Path(folder)
@@ -479,12 +484,3 @@ class Corpus:
             alphabet=limited and self._needs_text, text=self._needs_text,
             silence=self._keeps_silence and split == "train",
             min_words=self.short_text if split in self.skip_short_texts else 0)
-
-
-def _check_shapes(source: object, **mappings: object) -> None:
-    if not isinstance(source, (str, Path, Mapping, Source, type(None))):
-        raise SbkitError(f"corpus: source is {source!r}",
-                         hint="expected a path, a hub address, {train: FILE, dev: FILE, test: FILE}, or a Source")
-    for name, value in mappings.items():
-        if not isinstance(value, (Mapping, TextRules, type(None))):
-            raise SbkitError(f"corpus: {name} is {value!r}", hint="expected {name: value, ...}")

@@ -184,9 +184,10 @@ def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict[str, Any]]:
 def _write(job: _Job) -> dict[str, Any]:
     """Write one shard and its index, unless it is complete already; return the index."""
     fingerprint = job.fingerprint
-    finished = _finished(job, fingerprint)
-    if finished is not None:
-        return finished
+    index = stored_json(job.index)
+    whole = index.get("fingerprint") == fingerprint and job.path.is_file() and job.path.stat().st_size == index["size"]
+    if whole and all(tuple(version) == file_version(job.rows[i].wav) for i, _, *version in index["left_out"]):
+        return index
     kept, left_out, offset = [], [], 0
     with atomic_write(job.path, "wb") as file:
         for i, row in enumerate(job.rows):
@@ -207,14 +208,6 @@ def _write(job: _Job) -> dict[str, Any]:
     with atomic_write(job.index) as file:
         json.dump(index, file, ensure_ascii=False)
     return index
-
-
-def _finished(job: _Job, fingerprint: str) -> dict[str, Any] | None:
-    index = stored_json(job.index)
-    whole = index.get("fingerprint") == fingerprint and job.path.is_file() and job.path.stat().st_size == index["size"]
-    if whole and all(tuple(version) == file_version(job.rows[i].wav) for i, _, *version in index["left_out"]):
-        return index
-    return None  # missing or not an index: the shard is written
 
 
 def encode_row(row: Utterance, encode: str | None, sample_rate: int, remote: Remote) -> tuple[bytes, str, float]:

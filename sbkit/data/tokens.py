@@ -132,7 +132,10 @@ class Tokenizer:
         if self.model is not None:
             return self.load()
         texts = _column(texts)
-        fingerprint = self._fingerprint(texts)
+        digest = hashlib.sha256(json.dumps(self.options(), sort_keys=True).encode())
+        for lines in texts.lines():
+            digest.update(lines)
+        fingerprint = digest.hexdigest()
         if self.path.exists():
             known = None
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not trained here, or damaged
@@ -201,12 +204,6 @@ class Tokenizer:
             raise SbkitError(
                 f"output_neurons is {output_neurons}, but the tokenizer {self.path} has {self.size} entries "
                 "(blank, bos and eos included)", hint=f"set output_neurons to {self.size}")
-
-    def _fingerprint(self, texts: Column) -> str:
-        digest = hashlib.sha256(json.dumps(self.options(), sort_keys=True).encode())
-        for lines in texts.lines():
-            digest.update(lines)
-        return digest.hexdigest()
 
     def _checkpoint(self) -> Path | None:
         return next(self.folder.glob("CKPT+*"), None)

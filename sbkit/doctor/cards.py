@@ -122,9 +122,6 @@ def health() -> Iterator[MachineFinding]:
         yield note_if(fixes, f"card {card['index']}", ", ".join(facts), "; ".join(fixes))
 
 
-
-
-
 def _lower(limit: str, usual: str) -> bool:
     try:
         return float(limit) < 0.98 * float(usual)

@@ -100,8 +100,11 @@ def label(request: LabelRequest) -> int:
     to = request.to.resolve()
     if inside := [name for name in request.files if Path(name).resolve().is_relative_to(to)]:
         raise SbkitError(f"{inside[0]} is inside {request.to}, where labels are written", hint="choose another --to")
-    recordings = {key: each for each in collect(request.files, None, request.schemes)
-                  if request.shard.has(key := _key(each))}
+    recordings = {}
+    for each in collect(request.files, None, request.schemes):
+        key = json.dumps([*_place(str(each.audio), each.start), each.duration])  # however the command line names it
+        if request.shard.has(key):
+            recordings[key] = each
     with Engine(request.bundle, request.model, request.device, request.threads) as engine:
         print(engine.running, file=sys.stderr)
         work = request.to / FOLDER
@@ -118,11 +121,6 @@ def label(request: LabelRequest) -> int:
                 transcribed = work / f"heard-{request.shard.name}.jsonl"
                 errors = _transcribe(pipeline, recordings, transcribed)
                 return _write(request, transcribed, calibration, errors)
-
-
-def _key(recording: Recording) -> str:
-    """A recording's identity, independent of how the command line names it."""
-    return json.dumps([*_place(str(recording.audio), recording.start), recording.duration])
 
 
 def _place(audio: str, start: float) -> tuple[str, float]:

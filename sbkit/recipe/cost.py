@@ -313,7 +313,11 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
     device = torch.device(estimate.device).type
     rows += [[f"largest by sbkit tune with {one.gib:g} GiB on {device}", f"{one.seconds} s"] for one in tried]
     if estimate.hours_per_100 is not None:
-        amounts = {"time for 100 hours of audio": 100.0} if hours is None else _amounts(hours, passes, epochs)
+        amounts = {"time for 100 hours of audio": 100.0}  # by the row of the table
+        if hours is not None:
+            times = f", {passes} times {time_span(3600 * hours)}" if passes > 1 else ""
+            amounts = {f"time of an epoch, {time_span(3600 * hours * passes)} of audio{times}": hours * passes,
+                       f"time of the run, {counted(epochs, 'epoch')}": hours * passes * epochs}
         rows += [[f"{what}, one {device}", time_span(36 * estimate.hours_per_100 * amount)] for what,
                  amount in amounts.items()]
     values = {
@@ -355,13 +359,6 @@ def _advise_tuning(estimate: CostEstimate) -> str:
             "train adapters, or try a lower max_duration or activation_checkpointing first" if fits[1] else \
             "neither fits: a lower max_duration, activation_checkpointing, or a smaller encoder"
     return f"tuning needs at least {needs}{where}: {advice} (docs/how-to/finetune.md#adapters)"
-
-
-def _amounts(hours: float, passes: int, epochs: int) -> dict[str, float]:
-    """Hours of audio by the row of the table."""
-    times = f", {passes} times {time_span(3600 * hours)}" if passes > 1 else ""
-    return {f"time of an epoch, {time_span(3600 * hours * passes)} of audio{times}": hours * passes,
-            f"time of the run, {counted(epochs, 'epoch')}": hours * passes * epochs}
 
 
 def _remarks(estimate: CostEstimate) -> list[str]:

@@ -89,7 +89,8 @@ def restored(fakes: FakeTensors, *roots: object) -> Iterator[None]:
         if isinstance(each, torch.Tensor):
             tensors.append(each)
         else:
-            copies[id(each)] = each, _plain(each)
+            # Without the container's own ``[]``, which might build items.
+            copies[id(each)] = each, dict(dict.items(each)) if isinstance(each, dict) else list(each)
     try:
         yield
     finally:
@@ -152,11 +153,6 @@ def _reached(roots: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor |
 
 def _values(container: Container) -> list[object]:
     return list(container.values() if isinstance(container, dict) else container)
-
-
-def _plain(container: Container) -> Container:
-    """Copy a container of any class into a dict or a list, without its own ``[]``, which might build items."""
-    return dict(dict.items(container)) if isinstance(container, dict) else list(container)
 
 
 def _name(leak: FakeTensor) -> str:

@@ -74,7 +74,10 @@ class Diary:
 
     def add_error(self, error: BaseException) -> None:
         """Write the error that ended the stage, with the innermost line of sbkit or the recipe."""
-        frames = _frames(error)
+        cause = error
+        while isinstance(cause, SbkitError) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        frames = list(traceback.walk_tb(cause.__traceback__))
         location = own_location((frame.f_code.co_filename, line) for frame, line in reversed(frames))
         code = next((code for words, code in _MISMATCHES.items() if words in str(error)), "error")
         if isinstance(error, SbkitError):
@@ -96,12 +99,6 @@ class Diary:
 _MISMATCHES = {"same device": "device-mismatch", "same dtype": "dtype-mismatch"}
 _ADVICE = {"device-mismatch": "hold the tensor as a buffer, or move it with .to(x.device)",
            "dtype-mismatch": "cast one of them, or compute both under the same autocast"}
-
-
-def _frames(error: BaseException) -> list[tuple[Any, int]]:
-    while isinstance(error, SbkitError) and error.__cause__ is not None:
-        error = error.__cause__
-    return list(traceback.walk_tb(error.__traceback__))
 
 
 def _is_own(file: str) -> bool:

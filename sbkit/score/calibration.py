@@ -41,19 +41,16 @@ class Calibration:
             block = float(words[i]), float(confidence[i]), float(accuracy[i])
             # Equal confidences are one block too, though a mean of equal values may be off by its last bit.
             while blocks and (blocks[-1][2] >= block[2] or blocks[-1][1] >= block[1] - 1e-9):
-                block = _merged(blocks.pop(), block)
+                one = blocks.pop()
+                total = one[0] + block[0]
+                block = (total, (one[0] * one[1] + block[0] * block[1]) / total,
+                         (one[0] * one[2] + block[0] * block[2]) / total)
             blocks.append(block)
         _, confidences, accuracies = zip(*blocks, strict=True)
         return cls(list(confidences), list(accuracies), float(confidence.min()))
 
     def __call__(self, confidence: np.ndarray) -> np.ndarray:
         return np.where(confidence < self.lowest, 0.0, np.interp(confidence, self.confidences, self.accuracies))
-
-
-def _merged(one: tuple[float, float, float], other: tuple[float, float, float]) -> tuple[float, float, float]:
-    words = one[0] + other[0]
-    confidence, accuracy = ((one[0] * one[i] + other[0] * other[i]) / words for i in (1, 2))
-    return words, confidence, accuracy
 
 
 def reliability(confidence: np.ndarray, accuracy: np.ndarray, words: np.ndarray,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -51,7 +51,8 @@ class JsonLines(FileSource):
                     raise item
                 if not isinstance(item, dict):
                     raise ValueError("not a JSON object")
-                values: dict[str, Any] = {role: _first(item, names[role]) for role in names}
+                values: dict[str, Any] = {role: next((item[name] for name in those if item.get(name) is not None), None)
+                                          for role, those in names.items()}
                 keys.update(dict.fromkeys(item))
                 for role in found:
                     found[role] |= values[role] is not None
@@ -129,10 +130,6 @@ def _is_row(line: bytes) -> bool:
     except ValueError:
         return False
     return isinstance(item, dict) and not all(isinstance(value, dict) for value in item.values())
-
-
-def _first(item: dict[str, Any], names: Iterable[str]) -> object:
-    return next((item[name] for name in names if item.get(name) is not None), None)
 
 
 def _text(value: object) -> str:

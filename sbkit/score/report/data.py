@@ -247,8 +247,9 @@ def read(run: str | Path, utterances_file: str | Path | None = None) -> RunData:
     if (folder / RESULT).is_file():
         numbers, scored = (_json(folder / name) or {} for name in (TEST_RESULTS.removeprefix("test_"), RESULT))
         numbers["tables"] = [*numbers.get("tables", []), *scored.get("tables", [])]
-        return replace(read(_run_of(folder), folder / UTTERANCES), folder=folder, scored=scored,
-                       **_numbers(numbers, folder))
+        around = folder.resolve().parents[1]  # the run, which may have been moved with its evaluation
+        evaluated = around if (around / RECIPE).is_file() else Path(scored.get("run", around))
+        return replace(read(evaluated, folder / UTTERANCES), folder=folder, scored=scored, **_numbers(numbers, folder))
     if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
         missing = f"is not a run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else "does not exist"
         raise SbkitError(f"{folder} {missing}", hint="name the output_folder of a run")
@@ -256,12 +257,19 @@ def read(run: str | Path, utterances_file: str | Path | None = None) -> RunData:
     utterances_file = Path(utterances_file) if utterances_file is not None else folder / TEST_UTTERANCES
     rows = utterances.read(utterances_file) if utterances_file.is_file() else []
     numbers = _json(folder / TEST_RESULTS) or {}
+    epochs: dict[int, dict[str, Any]] = {}  # the lines of training and of validation together
+    for line in lines:
+        if line["kind"] == "epoch" and isinstance(line.get("epoch"), int):
+            epochs.setdefault(line["epoch"], {}).update(line)
+    warnings = {line.get("what"): line for line in lines if line["kind"] == "warning"}  # the last one of each kind
     return RunData(
-        folder=folder, run=folder, steps=[line for line in lines if line["kind"] == "step"], epochs=_epochs(lines),
+        folder=folder, run=folder, steps=[line for line in lines if line["kind"] == "step"],
+        epochs=[epochs[number] for number in sorted(epochs)],
         starts=[line for line in lines if line["kind"] == "run"],
         results=ScoredRun(rows) if any(row.reference.split() for row in rows) else None,
         prepared=_json(folder / PREPARED), recipe=_text(folder / RECIPE),
-        tested=next((line for line in reversed(lines) if line["kind"] == "test"), {}), warnings=_warnings(lines),
+        tested=next((line for line in reversed(lines) if line["kind"] == "test"), {}),
+        warnings=[line for line in warnings.values() if line.get("holds")],  # the others say that it is over
         **_numbers(numbers, folder),
     )
 
@@ -280,12 +288,6 @@ def _numbers(numbers: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             "recordings": [Utterance(**each) for each in numbers.get("recordings", [])]}
 
 
-def _run_of(evaluation: Path) -> Path:
-    """The run that an evaluation belongs to, which may have been moved with it."""
-    around = evaluation.resolve().parents[1]
-    return around if (around / RECIPE).is_file() else Path((_json(evaluation / RESULT) or {}).get("run", around))
-
-
 def _metrics(path: Path) -> list[dict[str, Any]]:
     found = []
     lines = _text(path).split("\n")
@@ -299,21 +301,6 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(value, dict) and "kind" in value:
             found.append(value)
     return found
-
-
-def _epochs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the lines of each epoch: those of training, then those of validation."""
-    found: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        if line["kind"] == "epoch" and isinstance(line.get("epoch"), int):
-            found.setdefault(line["epoch"], {}).update(line)
-    return [found[epoch] for epoch in sorted(found)]
-
-
-def _warnings(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last warning of each kind, unless it reports that the problem is over."""
-    last = {line.get("what"): line for line in lines if line["kind"] == "warning"}
-    return [line for line in last.values() if line.get("holds")]
 
 
 def _json(path: Path) -> dict[str, Any] | None:

@@ -93,7 +93,12 @@ class RunFinding(NamedTuple):
 
 def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFinding]:
     """List what stands out in a run, the most important first."""
-    found = list(_warnings(run))
+    found = []
+    for line in run.warnings:  # before all else: a model that learnt nothing explains the rest
+        advice = "; ".join(line.get("advice") or ())
+        when = "" if line.get("at_end") else f"Reported at step {line.get('step', 0):,}. "
+        found.append(RunFinding(math.inf, line["headline"], f"{when}{line['detail']}"
+                                + (f" What to try, the likeliest first: {advice}." if advice else ""), "curves"))
     known, value = run.old_test or (None, math.nan)
     forgot = known is not None and known.is_worse(value)  # worse on the old test than before this run
     if known is not None and forgot:
@@ -114,15 +119,6 @@ def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFin
         found += [*_labels(results, suspects), *_groups(results, {OLD} if forgot else ()), *_kinds(results),
                   *_words(run, results)]
     return sorted(found, key=lambda finding: -finding.weight)[:MAX_FINDINGS]
-
-
-def _warnings(run: RunData) -> Iterator[RunFinding]:
-    """Yield the warnings of training, before all else: a model that learnt nothing explains the rest."""
-    for line in run.warnings:
-        advice = "; ".join(line.get("advice") or ())
-        when = "" if line.get("at_end") else f"Reported at step {line.get('step', 0):,}. "
-        yield RunFinding(math.inf, line["headline"], f"{when}{line['detail']}"
-                         + (f" What to try, the likeliest first: {advice}." if advice else ""), "curves")
 
 
 def _labels(results: ScoredRun, suspects: Sequence[SuspectLabel]) -> Iterator[RunFinding]:
