@@ -82,7 +82,17 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked
     if modules is not None and not modules.wrong and not isinstance(modules.value, dict):
         findings.error("wrong-type", root.place_of("modules"), "modules", "modules is a mapping of names to modules",
                        "write `model: !ref <model>` under it")
-    _check_brain(root, findings)
+    cls = brain_class(root)
+    if cls is not None and not any(base.__name__ == "Brain" for base in cls.__mro__):
+        findings.wrong(root.value["brain"], "wrong-kind", f"{cls.__name__} is not a Brain",
+                       "write !name:sbkit.tasks.ctc.CTC")
+    elif cls is not None:
+        used, tested = hparams_read(cls)  # keys that it tests for may be missing
+        for name in sorted(used - tested - set(root.value) - set(RUN_OPTIONS) - set(declared(root))):
+            near = did_you_mean(name, map(str, root.value), cutoff=0.8)
+            findings.warning("missing-key", root.value["brain"].place, "brain",
+                             f"{cls.__name__} reads the key {name}, which the recipe lacks",
+                             f"is {near} a misspelling of it?" if near else f"add {name}: VALUE")
     check_names(root, referred, findings)
     return root
 
@@ -114,26 +124,6 @@ def _check_tagged(node: Node, findings: Findings) -> None:
                            "remove them")
         return
     bind(target, node, findings, partial=kind == "!name")
-
-
-# ---------------------------------------------------------------------------------------------- what a run needs
-
-
-def _check_brain(root: Node, findings: Findings) -> None:
-    """Check that ``brain`` is a Brain, and warn of keys that it reads from ``self.hparams`` and the recipe lacks."""
-    cls = brain_class(root)
-    if cls is None:
-        return
-    brain = root.value["brain"]
-    if not any(base.__name__ == "Brain" for base in cls.__mro__):
-        findings.wrong(brain, "wrong-kind", f"{cls.__name__} is not a Brain", "write !name:sbkit.tasks.ctc.CTC")
-        return
-    read, tested = hparams_read(cls)  # keys that it tests for may be missing
-    for name in sorted(read - tested - set(root.value) - set(RUN_OPTIONS) - set(declared(root))):
-        near = did_you_mean(name, map(str, root.value), cutoff=0.8)
-        findings.warning("missing-key", brain.place, "brain",
-                         f"{cls.__name__} reads the key {name}, which the recipe lacks",
-                         f"is {near} a misspelling of it?" if near else f"add {name}: VALUE")
 
 
 # ---------------------------------------------------------------------------------------------- what is not checked

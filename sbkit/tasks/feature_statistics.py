@@ -205,20 +205,17 @@ def _stored(path: Path) -> dict[str, Any]:
 
 def _fingerprint(settings: FeatureSettings, manifest: Manifest) -> str:
     """Identify the features and the utterances; without paths of recordings, since a corpus may be moved."""
-    digest = hashlib.sha256(json.dumps([settings.hop, settings.sample_rate, _described(settings.features)]).encode())
+    # The classes and the plain attributes of the features' layers.
+    layers = [[path, type(module).__qualname__, {name: value for name, value in sorted(vars(module).items())
+                                                 if not name.startswith("_") and _plain(value) and name != "training"}]
+              for path, module in settings.features.named_modules()]
+    digest = hashlib.sha256(json.dumps([settings.hop, settings.sample_rate, layers]).encode())
     for name, tensor in settings.features.state_dict().items():
         digest.update(name.encode() + tensor.detach().cpu().numpy().tobytes())
     digest.update(manifest.durations.tobytes() + manifest.starts.tobytes())
     for name in manifest.ids:
         digest.update(name.encode("utf-8", "surrogatepass") + b"\n")
     return digest.hexdigest()
-
-
-def _described(features: nn.Module) -> list[Any]:
-    """List the classes and the plain attributes of a layer and its submodules."""
-    return [[path, type(module).__qualname__, {name: value for name, value in sorted(vars(module).items())
-                                               if not name.startswith("_") and _plain(value) and name != "training"}]
-            for path, module in features.named_modules()]
 
 
 def _plain(value: object) -> bool:
