@@ -92,8 +92,8 @@ def tokenize(request: TokenizeRequest) -> int:
 # ---------------------------------------------------------------------- the corpus
 
 
-def _splits(request: TokenizeRequest) -> list[str]:
-    """The corpus's names of the splits to encode."""
+def _folders(request: TokenizeRequest) -> dict[str, Path]:
+    """The folder of each split to encode; raises if two are the same, ignoring case, or one is the manifests'."""
     names = _corpus(request, "").names()
     unknown = [name for name in request.splits if name not in names]
     if unknown:
@@ -101,14 +101,9 @@ def _splits(request: TokenizeRequest) -> list[str]:
     if not names:
         raise SbkitError(f"{request.corpus} has no split", hint="docs/how-to/data.md says what a corpus may be")
     usual = sorted((name for name in names if _kind(name)), key=lambda name: SPLITS.index(_kind(name) or ""))
-    return list(dict.fromkeys(request.splits)) or usual or names
-
-
-def _folders(request: TokenizeRequest) -> dict[str, Path]:
-    """The folder of each split; raises if two are the same, ignoring case, or one is the manifests' folder."""
     taken: dict[str, str] = {}
     folders: dict[str, Path] = {}
-    for name in _splits(request):
+    for name in list(dict.fromkeys(request.splits)) or usual or names:
         folder = file_name(name)
         if folder.casefold() == PREPARED:
             raise SbkitError(f"the split {name!r} can't be encoded: {request.to / PREPARED} is where the corpus's "
