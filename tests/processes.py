@@ -25,10 +25,10 @@ from sbkit.rehearsal import nullcard
 from sbkit.system.processes import free_port, torchrun_environment
 
 # A server that has imported everything forks the ranks: the first launch is slow, the others are not.
-_CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("forkserver")
 # No process that is forked from one that has asked for cards can use CUDA.
 PRELOAD = ["tools.gpu.preload", "processes", "settled"]
-_CONTEXT.set_forkserver_preload(PRELOAD)
+CONTEXT.set_forkserver_preload(PRELOAD)
 _SERVER: Any = forkserver.ensure_running.__self__
 # The store is outside of the ranks, as with torchrun: the first may end while another still asks.
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -54,7 +54,7 @@ def share_server() -> None:
 
 def _started(fn: Callable[..., None], *args: object) -> BaseProcess:
     start_server()
-    process = _CONTEXT.Process(target=fn, args=args)
+    process = CONTEXT.Process(target=fn, args=args)
     process.start()
     return process
 
@@ -71,7 +71,7 @@ def outcomes(fn, *args, world: int = 2, timeout: float = 120) -> list[Outcome]:
     """Each rank's end; ``fn(*args)`` is a function at the top of its module."""
     port, pipes, processes = free_port(), [], []
     for rank in range(world):
-        ours, theirs = _CONTEXT.Pipe()
+        ours, theirs = CONTEXT.Pipe()
         processes.append(_started(_run, theirs, rank, world, port, fn, args))
         theirs.close()
         pipes.append(ours)
@@ -235,7 +235,7 @@ class Beside:
     """``fn(pipe, *args)`` in a process beside this one while the block lasts; ``pipe`` is our end of its pipe."""
 
     def __init__(self, fn, *args, **environment: str):
-        self.pipe, theirs = _CONTEXT.Pipe()
+        self.pipe, theirs = CONTEXT.Pipe()
         self.process = _started(_beside, fn, theirs, environment, args)
         theirs.close()
 

@@ -81,19 +81,19 @@ def test_the_encoder_learns_but_for_its_first_layers(home, trained):
 
 
 def heard(bundle, *clips):
-    """What bundles hear where there is no transformers."""
+    """What a bundle hears where there is no transformers."""
     sys.modules["transformers"] = None
-    for kind in ("onnx", "torch"):
-        with infer.load(bundle, model=kind) as model:
-            assert len(model.transcribe(list(clips))) == len(clips)
+    with infer.load(bundle, model="torch") as model:
+        assert len(model.transcribe(list(clips))) == len(clips)
 
 
 def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transformers(home, trained):
+    """export/test_imported.py has such encoders in ONNX, whose runtime knows no Python."""
     with away(home):
         assert "WER" in sbkit(home, "evaluate", trained, "--split", "dev")
-        sbkit(home, "export", trained, "--to", "bundle", "--formats", "onnx,torch", "--clips", 3)
+        sbkit(home, "export", trained, "--to", "bundle", "--formats", "torch", "--clips", 3)
     parity = json.loads((home / "bundle" / "parity.json").read_text())
-    assert set(parity["formats"]) == {"checkpoint", "onnx", "torch"}
+    assert set(parity["formats"]) == {"checkpoint", "torch"}
     clips = [str(home / "data" / "wavs" / f"test{i}.wav") for i in range(2)]
     done = processes.program(heard, str(home / "bundle"), *clips)
     assert done.returncode == 0, done.stderr

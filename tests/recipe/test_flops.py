@@ -57,9 +57,9 @@ def test_it_is_what_the_formulas_say(hparams):
 
 @pytest.mark.parametrize("recipe, given, sizes, billions", [
     (RECIPE, {}, {"width": 144, "ffn": 576, "channels": (32, 32), "layers": 6, "heads": 2}, 0.52),
-    (LARGE, {"language": "en", "ctc_weight": 1.0},
-     {"width": 512, "ffn": 2048, "channels": (64, 32), "layers": 12, "kernel": 31, "vocabulary": 1024, "heads": 2},
-     11.5)])
+    pytest.param(LARGE, {"language": "en", "ctc_weight": 1.0},
+                 {"width": 512, "ffn": 2048, "channels": (64, 32), "layers": 12, "kernel": 31, "vocabulary": 1024,
+                  "heads": 2}, 11.5, marks=pytest.mark.long)])
 @pytest.mark.slow
 def test_a_second_of_audio_costs_a_shipped_recipe_this_much(recipe, given, sizes, billions, tmp_path):
     brain = brain_of(load.load(recipe, {**given, "data_folder": "none", "output_folder": str(tmp_path)}))

@@ -270,7 +270,7 @@ def test_a_larger_batch_is_advised_only_where_the_host_is_late_for_work_that_fil
     assert report.sections["memory"].remarks[0].startswith("plus 2.00 GiB")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_takes_what_it_took_on_an_h200(tmp_path):
     """There, large.yaml with CTC alone took 71 ms for 359 s of audio, in 2,422 launches of which an update had 240, and
     SpeechBrain's own 79.6 ms in 2,355: both waited for the host."""

@@ -2,13 +2,14 @@
 
 import contextlib
 import json
+import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import run_folders
 import torch
-from processes import results
+from processes import CONTEXT, results
 from trained_runs import here, metrics
 
 from sbkit.data.plan import Batching
@@ -67,10 +68,11 @@ def measured(folder, gib):
     recipe = load.open_recipe(request.path, request.overrides)
     ranks.init(device)
     batch_size_search.memory_budget = lambda requested, device: gib[ranks.rank()]
+    multiprocessing.get_context = lambda method: CONTEXT  # whose processes have imported all; a run spawns them
     return largest_batch.measure(recipe, request, device), largest_batch.kept(recipe.keys, request)
 
 
-@pytest.mark.slow  # five processes that import torch
+@pytest.mark.slow
 @on_linux
 def test_all_ranks_have_what_fits_into_the_smallest_share(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("SBKIT_CACHE", str(cache))
