@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -87,19 +88,24 @@ def describe() -> dict[str, str]:
     return facts
 
 
+@functools.cache
+def packages() -> list[str]:
+    """Return the installed packages with their versions, in alphabetical order."""
+    installed = {str(each["Name"]): each["Version"] for each in (one.metadata for one in metadata.distributions())}
+    return [f"{name}=={installed[name]}" for name in sorted(installed, key=str.lower)]
+
+
 def inventory() -> str:
     """Compose SpeechBrain's ``env.log`` for this interpreter's packages; the ``pip`` on the PATH may belong to another
     interpreter or be missing, and takes seconds."""
     import torch
 
-    installed = {str(each["Name"]): each["Version"] for each in (one.metadata for one in metadata.distributions())}
-    packages = [f"{name}=={installed[name]}" for name in sorted(installed, key=str.lower)]
     git = ""
     with contextlib.suppress(OSError):  # git isn't installed
         git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     card = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     parts = ["SpeechBrain system description", f"Python version:\n{sys.version}",
-             "\n".join(["Installed Python packages:", *packages]), f"Git revision:\n{git or 'none'}",
+             "\n".join(["Installed Python packages:", *packages()]), f"Git revision:\n{git or 'none'}",
              card if torch.cuda.is_available() else "CUDA not available"]
     return f"\n{'=' * 30}\n".join(parts) + "\n"
 

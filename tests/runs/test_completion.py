@@ -1,5 +1,7 @@
 """A run that is done says so when it is started again, and one that is not, or is to do more, does what is missing."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import run_folders
-from processes import program
+from processes import Ended, program
 
 from sbkit.cli import main
 from sbkit.recipe import flops
@@ -66,12 +68,19 @@ def new(tmp_path):
 
 
 @pytest.fixture
-def started(tmp_path):
+def started(tmp_path, monkeypatch):
+    monkeypatch.setattr(flops, "operations_per_second", None)  # which a start in this process sets
+
     def start(*more, until=None):
         """Its exit code, the epochs and tests it added to metrics.jsonl, and what it said."""
         before = kinds(tmp_path / "out")
-        ended = program(train, str(tmp_path), *more) if until is None else program(
-            train_until, until, str(tmp_path), *more)
+        if until is None:
+            said, errors = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as end:
+                train(tmp_path, *more)
+            ended = Ended(end.value.code, said.getvalue(), errors.getvalue())
+        else:
+            ended = program(train_until, until, str(tmp_path), *more)
         added = kinds(tmp_path / "out")[len(before):]
         return ended.returncode, (added.count("epoch"), added.count("test")), ended.stdout or ended.stderr
 
