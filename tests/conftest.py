@@ -68,13 +68,18 @@ def pytest_collection_finish(session):
         capture = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()
         share_server()
-        capture.suspend_global_capture()
+        import warm  # noqa: F401 (as that server does)
+
+        from sbkit.export import graph
+
         # Each worker would import torch's compiler, and each export reads the sources of hundreds of functions.
         with contextlib.suppress(ImportError, AttributeError):  # another torch has them elsewhere
             import torch._dynamo  # noqa: F401 (compilers, and much of what exports)
             from torch.onnx._internal.exporter._registration import ONNXRegistry
 
             ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
+            ONNXRegistry.from_torchlib(opset_version=graph.OPSET)
+        capture.suspend_global_capture()
     gc.enable()
     gc.set_threshold(50_000, 20, 50)  # what an export makes is looked through 1,400 times else, a tenth of its time
     if "sbkit.recipe.speed" in sys.modules:  # one product of matrices tells a CPU's speed well enough here

@@ -95,18 +95,39 @@ def prepared(home: Path, *cases: dict, **other: str) -> list:
 
 
 @pytest.mark.slow
-def test_a_config_of_a_dataset_is_downloaded_and_prepared(hub, tmp_path):
+def test_a_config_of_a_dataset_is_prepared_and_each_mistake_is_one_message_that_says_what_to_do(hub, tmp_path):
     """Over a line that breaks; offline, what was loaded once will do."""
-    source = "hf://owner/name?config=fr"
     hub.breaks = {"fr/train-00001-of-00002.parquet": 1}
-    assert prepared(tmp_path / "home", {"source": source, "folder": str(tmp_path / "out")},
-                    HF_ENDPOINT=hub.url) == [PREPARED]
+    page = f"{hub.url}/datasets/owner"
+    cases = [
+        ("hf://owner/nobody", "", "hf://owner/nobody cannot be read: the hub has no such dataset, or it is private; "
+         "check the name; for a private one log in: `hf auth login`, or set HF_TOKEN"),
+        ("hf://owner/nobody", "somebody", "hf://owner/nobody cannot be read: the hub has no such dataset, or"),
+        ("owner/nobody", "", "there is no local folder owner/nobody; if you mean the hub, check the name"),
+        ("hf://owner/gated?config=fr", "", "is a gated dataset on the Hub. You must be authenticated to access it.; "
+         f"ask for access on {page}/gated and log in: `hf auth login`, or set HF_TOKEN"),
+        ("hf://owner/gated?config=fr", "somebody", f"; ask for access on {page}/gated and log in"),
+        ("hf://owner/name?config=es", "", "hf://owner/name has no config 'es'; say which, such as "
+         "hf://owner/name?config=fr: it has fr, de"),
+        ("hf://owner/name", "", "hf://owner/name has 2 configs; say which, such as hf://owner/name?config=fr"),
+        ("hf://owner/name?config=fr&revision=v9", "", "it has no revision 'v9'; its branches and commits are on"),
+        ("hf://owner/text", "", f"it has no files that `datasets` can load; look at what it has: {page}/text"),
+        ("hf://owner/damaged?config=fr&streaming=true", "", f"look at its files: {page}/damaged"),
+        ("hf://owner/name?config=fr&streaming=perhaps", "", "streaming is 'perhaps'; it is true or false"),
+    ]
+    welcome = {"source": "hf://owner/gated?config=fr", "token": "friend"}
+    first, *reported, last = prepared(
+        tmp_path / "home", {"source": "hf://owner/name?config=fr", "folder": str(tmp_path / "out")},
+        *({"source": source, "token": token} for source, token, _ in cases), welcome, HF_ENDPOINT=hub.url)
+    assert first == last == PREPARED
+    for (source, _, message), said in zip(cases, reported, strict=True):
+        assert message in said and "\n" not in said, source
     train = Manifest.read(tmp_path / "out" / "train.csv")
     assert list(train.ids) == PREPARED["train"] and train.texts[5] == "sentence f"
     np.testing.assert_allclose(read_audio(train.wavs[5]), speechlike(0.5, seed=5), atol=1e-4)
     assert not any("/de/" in request for request in hub.seen) and not any(hub.breaks.values())
 
-    cached, unknown = prepared(tmp_path / "home", {"source": source}, {"source": "hf://owner/text"},
+    cached, unknown = prepared(tmp_path / "home", {"source": "hf://owner/name?config=fr"}, {"source": "hf://owner/text"},
                                HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
     assert cached == PREPARED
     assert "HF_HUB_OFFLINE forbids asking" in unknown and "unset HF_HUB_OFFLINE" in unknown
@@ -133,30 +154,3 @@ def test_streaming_keeps_no_file_and_a_line_that_stays_broken_is_reported(hub, f
     there, never = prepared(tmp_path / "home", first, {"source": "hf://owner/name?config=fr"}, HF_ENDPOINT=nowhere)
     assert there == PREPARED  # what was prepared before will do
     assert "Connection refused" in never and nowhere in never and "check the network" in never
-
-
-@pytest.mark.slow
-def test_each_mistake_is_one_message_that_says_what_to_do(hub, tmp_path):
-    page = f"{hub.url}/datasets/owner"
-    cases = [
-        ("hf://owner/nobody", "", "hf://owner/nobody cannot be read: the hub has no such dataset, or it is private; "
-         "check the name; for a private one log in: `hf auth login`, or set HF_TOKEN"),
-        ("hf://owner/nobody", "somebody", "hf://owner/nobody cannot be read: the hub has no such dataset, or"),
-        ("owner/nobody", "", "there is no local folder owner/nobody; if you mean the hub, check the name"),
-        ("hf://owner/gated?config=fr", "", "is a gated dataset on the Hub. You must be authenticated to access it.; "
-         f"ask for access on {page}/gated and log in: `hf auth login`, or set HF_TOKEN"),
-        ("hf://owner/gated?config=fr", "somebody", f"; ask for access on {page}/gated and log in"),
-        ("hf://owner/name?config=es", "", "hf://owner/name has no config 'es'; say which, such as "
-         "hf://owner/name?config=fr: it has fr, de"),
-        ("hf://owner/name", "", "hf://owner/name has 2 configs; say which, such as hf://owner/name?config=fr"),
-        ("hf://owner/name?config=fr&revision=v9", "", "it has no revision 'v9'; its branches and commits are on"),
-        ("hf://owner/text", "", f"it has no files that `datasets` can load; look at what it has: {page}/text"),
-        ("hf://owner/damaged?config=fr&streaming=true", "", f"look at its files: {page}/damaged"),
-        ("hf://owner/name?config=fr&streaming=perhaps", "", "streaming is 'perhaps'; it is true or false"),
-    ]
-    welcome = {"source": "hf://owner/gated?config=fr", "token": "friend", "folder": str(tmp_path / "welcome")}
-    reported = prepared(tmp_path / "home", *({"source": source, "token": token} for source, token, _ in cases), welcome,
-                    HF_ENDPOINT=hub.url)
-    for (source, _, message), said in zip(cases, reported, strict=False):
-        assert message in said and "\n" not in said, source
-    assert reported[-1] == PREPARED
