@@ -50,6 +50,7 @@ def test_every_command_of_sbkit_is_on_a_page():
     assert {*cli.COMMANDS} <= told
 
 
+@pytest.mark.slow
 def test_the_list_of_what_runs_code_has_every_command_and_is_true(capsys):
     """A command can run code only if it reaches what builds a recipe; then its help says so."""
     section = prose("docs/explanation/what-runs-code.md")

@@ -87,6 +87,7 @@ def test_no_suspects_are_a_list_too(browser, tmp_path):
     assert Exclusions.read(tmp_path / "list.csv").labels == {}
 
 
+@pytest.mark.slow
 def test_space_plays_the_row_in_hand_and_moving_on_stops_it(browser, page):
     browser.open(page)
     playing = "[...document.querySelectorAll('audio')].map((player) => !player.paused)"

@@ -39,6 +39,7 @@ def test_seconds_and_causes(wavs, tmp_path, workers, helpers):
     assert "cannot be decoded" in causes[12] and causes[13] == "no such file" and len(causes) == 2
 
 
+@pytest.mark.slow
 def test_a_recording_that_crashes_the_decoder_is_named_and_others_are_measured(wavs, tmp_path, monkeypatch, helpers):
     # A helper that dies on one file, as libsndfile may.
     helper = tmp_path / "helper.py"

@@ -33,6 +33,7 @@ def test_each_kind_has_any_length_and_is_finite_and_seeded(kind, size, seed, rat
     np.testing.assert_array_equal(found, again)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 30_000), seed=st.integers(0, 2**31), spoken=st.lists(st.integers(1, 8000), max_size=2))
 def test_silence_has_its_size_is_quiet_and_holds_the_utterances_in_order(size, seed, spoken):

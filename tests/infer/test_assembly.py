@@ -50,6 +50,7 @@ def test_it_is_what_decoding_everything_at_the_end_says(labels, data, separator,
     assert known.text(settling.words) == known.text(reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", [
     [2, 3, 0, 4, 0] * 100, [3, 4] * 250, [0] * 500, [3] + [0] * 499, [1, 0] * 250, [7, 0] * 250,
 ], ids=["speech", "a word without an end", "silence", "a word and silence", "silent tokens", "shared tokens"])

@@ -27,6 +27,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(recordings, "BLOCK_SECONDS", 0.7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate, channels", [(16_000, 1), (48_000, 2), (44_100, 1), (8_000, 1)])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_blocks_are_the_recording(kind, rate, channels, tmp_path):
@@ -43,6 +44,7 @@ def test_blocks_are_the_recording(kind, rate, channels, tmp_path):
         np.testing.assert_allclose(found[:size], whole[:size], atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE", "AVERAGE"])
 def test_mp3s_of_any_bit_rate_are_read_without_gaps(mode):
     """soundfile seeks after each read, and libsndfile lands elsewhere in MP3s of variable bit rate."""

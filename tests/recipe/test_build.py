@@ -115,6 +115,7 @@ def lines(name, tree):
     return [head, *(f"    {line}" for key, each in items for line in lines(key, each))]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[
     HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much])
 @given(trees=st.lists(TREES, min_size=1, max_size=4))

@@ -53,6 +53,7 @@ def test_a_weight_that_layers_share_is_counted_once():
 FLAGSHIP = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cost")
 def test_the_check_has_it_with_the_rates_of_layers():
     given = {"num_encoder_layers": 2, "freeze": {"CNN": True, "ctc_lin": 5}, "learning_rates": {"ctc_lin": 10},
@@ -65,6 +66,7 @@ def test_the_check_has_it_with_the_rates_of_layers():
     assert " to " in rows["Transformer"][2] and rows["Transformer"][1] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cost")
 def test_rates_by_depth_that_no_layers_can_have_are_an_error():
     (error,) = check(SMALL, {"layer_decay": 0.5}).errors

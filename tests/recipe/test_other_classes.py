@@ -39,6 +39,7 @@ def test_an_object_of_another_class_is_one_error_with_its_line(tmp_path, key, in
     assert message in str(raised.value) and f"recipe.yaml:{line}" in str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [
     {"class": "NoamScheduler", "lr_initial": 0.001, "n_warmup_steps": 10},
     {"class": "NewBobScheduler", "initial_value": 0.001},

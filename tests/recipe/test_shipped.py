@@ -111,6 +111,7 @@ def test_a_shipped_recipe_has_no_key_without_effect_and_no_former_name(name):
     assert "every" in former and not former & set(root.value["opt_class"].value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_recipe_fits_on_a_screen_and_show_prints_it_whole_for_plain_hyperpyyaml(name, tmp_path, capsys):
     """With the file and line of each value; the recipe and its bases can't be read by HyperPyYAML, which resolves

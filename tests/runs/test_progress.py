@@ -59,6 +59,7 @@ def stopped(folder, die_at):
             run(folder, die_at=die_at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("die_at, epochs, steps, in_all", [
     (1, 4, 5, 20),  # before a checkpoint
     (9, 3, 5, 15), (5, 4, 5, 20), (9, 4, 5, 20), (None, 5, 5, 25),  # resumed, or extended

@@ -52,6 +52,7 @@ def test_rates_are_those_of_trying_every_threshold(found, p_target):
     assert all(f < m for m, f in (shares(scores, same, each) for each in set(scores) if each > mine.threshold))
 
 
+@pytest.mark.slow
 def test_rates_are_near_speechbrains_where_trials_are_many():
     drawn = np.random.default_rng(0)
     same = drawn.random(3000) < 0.4

@@ -196,6 +196,7 @@ def test_what_is_wrong_is_told_in_openai_s_form(client, given, param, code, expe
     assert (caught.value.param, caught.value.code, caught.value.type) == (param, code, "invalid_request_error")
 
 
+@pytest.mark.slow
 def test_4096_characters_are_spoken(client):
     text = ("abcdefg " * 512).strip() + "."
     assert len(text) == 4096

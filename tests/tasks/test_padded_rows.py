@@ -70,6 +70,7 @@ def step(brain, batch):
     return sums + [float(number.detach()) for pair in (loss.extras or {}).values() for number in pair], gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_fills_a_shape_counts_nowhere(name, manifest, tmp_path):
     recipe, given = RECIPES[name]

@@ -81,6 +81,7 @@ OPTIMISERS = {"adamw": partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1), "sg
               "lambda": lambda x: torch.optim.Adam(x, lr=0.1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimiser, run_opts", [
     *(("adamw", run_opts) for run_opts in (
         {}, {"grad_accumulation_factor": 2}, {"max_grad_norm": 0.01}, {"precision": "bf16", "eval_precision": "bf16"},

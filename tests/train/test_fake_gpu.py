@@ -108,6 +108,7 @@ def test_a_step_stays_on_the_device_and_reads_no_value(overrides, tmp_path, peek
     assert [tensor.device for tensor in peeked] == [CUDA]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoder, attention, norm", [
     ("conformer", "RelPosMHAXL", "sentence"), ("conformer", "regularMHA", "global"),
     ("transformer", "RelPosMHAXL", "global"), ("transformer", "regularMHA", "sentence"),

@@ -177,6 +177,7 @@ def whole(tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("die_at", [2, 3, 4, 7, 8])
 def test_a_run_that_died_before_at_or_after_unfreezing_resumes_exactly(tmp_path, whole, die_at):
     with pytest.raises(Stop):

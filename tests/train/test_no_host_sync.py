@@ -215,6 +215,7 @@ class ReadsItsStep(Rising):
         return loss._replace(total=loss.total * (1 + self.optimizer_step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("brain_class, precision", [(Rising, "fp32"), (Rising, "fp16"), (ReadsItsStep, "fp32")])
 def test_a_step_reads_no_number_that_changes_from_the_host(tmp_path, monkeypatch, brain_class, precision):
     frozen, ends = Frozen(), []

@@ -57,6 +57,7 @@ def run(folder, die_at=None, steps=5, output_folder=None, kind=Stopping, **run_o
     return toy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, die_at", [(Stopping, 3), (Stopping, 5), (Stopping, 7), (Stopping, 12),
                                           (StoppingInItsOwnStep, 3), (StoppingInItsOwnStep, 7)])
 def test_a_run_that_died_within_a_step_resumes_exactly(tmp_path, kind, die_at):
@@ -127,6 +128,7 @@ def noisy(folder, lists, die_at=None):
     return toy.drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("die_at", [3, 7])
 def test_noise_and_rooms_of_speechbrains_augmenters_go_on_after_a_resume(tmp_path, die_at):
     """What they draw depends on where their own loaders are, which no file of theirs tells."""
@@ -230,6 +232,7 @@ def test_a_signal_in_validation_stops_it_and_the_run_resumes_exactly(tmp_path, w
     assert_the_same(whole[1], everything_of(again, tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 2])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_that_died_in_validation_resumes_exactly(tmp_path, whole, place, every):
