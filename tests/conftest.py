@@ -1,6 +1,5 @@
 """What all tests need: Ctrl-C as in a terminal, quiet imports, as many cards as they ask for, kernels of their own."""
 
-import contextlib
 import functools
 import gc
 import logging
@@ -68,17 +67,8 @@ def pytest_collection_finish(session):
         capture = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()
         share_server()
-        import warm  # noqa: F401 (as that server does)
+        import warm  # noqa: F401 (for the workers, too)
 
-        from sbkit.export import graph
-
-        # Each worker would import torch's compiler, and each export reads the sources of hundreds of functions.
-        with contextlib.suppress(ImportError, AttributeError):  # another torch has them elsewhere
-            import torch._dynamo  # noqa: F401 (compilers, and much of what exports)
-            from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-            ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
-            ONNXRegistry.from_torchlib(opset_version=graph.OPSET)
         capture.suspend_global_capture()
     gc.enable()
     gc.set_threshold(50_000, 20, 50)  # what an export makes is looked through 1,400 times else, a tenth of its time

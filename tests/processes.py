@@ -27,7 +27,7 @@ from sbkit.system.processes import free_port, torchrun_environment
 # A server that has imported everything forks the ranks: the first launch is slow, the others are not.
 CONTEXT = multiprocessing.get_context("forkserver")
 # No process that is forked from one that has asked for cards can use CUDA.
-PRELOAD = ["tools.gpu.preload", "processes", "settled"]
+PRELOAD = ["tools.gpu.preload", "processes", "warm", "settled"]
 CONTEXT.set_forkserver_preload(PRELOAD)
 _SERVER: Any = forkserver.ensure_running.__self__
 # The store is outside of the ranks, as with torchrun: the first may end while another still asks.

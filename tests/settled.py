@@ -8,8 +8,6 @@ import gc
 import os
 from multiprocessing import forkserver
 
-import warm  # noqa: F401 (a quarter of what a small run takes)
-
 from sbkit.recipe import speed
 
 speed.MEASURE_SECONDS = 0.0

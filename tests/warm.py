@@ -1,8 +1,12 @@
-"""Imports, parses and compiles what most runs need, once for all processes that are forked from this one."""
+"""Imports, parses and compiles what most runs and exports need, once for all that is forked from this process."""
 
+import contextlib
+import functools
+import logging
 from pathlib import Path
 
 import sbkit
+from sbkit.export import graph
 from sbkit.recipe import files
 from sbkit.recipe.source import Findings
 from sbkit.rehearsal import nullcard
@@ -30,3 +34,13 @@ for template in TEMPLATES.list_templates(["html"]):
 for recipe in ("ctc.yaml", "codec.yaml"):
     files.chain(Path(__file__).parents[1] / "hparams" / recipe, Findings())
 environment.packages()
+
+# Each export reads the sources of hundreds of functions.
+with contextlib.suppress(ImportError, AttributeError):  # another torch has them elsewhere
+    import torch._dynamo  # noqa: F401 (compilers, and much of what exports)
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
+    logging.disable()  # that torchvision isn't installed
+    ONNXRegistry.from_torchlib(opset_version=graph.OPSET)
+    logging.disable(logging.NOTSET)
