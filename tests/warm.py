@@ -15,8 +15,7 @@ from sbkit.system import environment
 
 with nullcard.without_driver():
     import speechbrain.lobes.models.transformer.TransformerASR
-    import speechbrain.nnet.embedding
-    import speechbrain.utils.train_logger  # noqa: F401
+    import speechbrain.nnet.embedding  # noqa: F401
 
     import sbkit.cli
     import sbkit.commands.evaluate
@@ -26,8 +25,7 @@ with nullcard.without_driver():
     import sbkit.runs.largest_batch
     import sbkit.runs.preparation
     import sbkit.runs.results
-    import sbkit.train.muon
-    import sbkit.train.train_log  # noqa: F401
+    import sbkit.train.muon  # noqa: F401
 
 for template in TEMPLATES.list_templates(["html"]):
     TEMPLATES.get_template(template)
