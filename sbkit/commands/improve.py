@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sbkit.commands.options import RUNS_CODE, require_run, share
 from sbkit.data import publish
+from sbkit.data.sources import check_exists
 from sbkit.errors import SbkitError
 
 NOT_BETTER = 1  # exit code
@@ -133,6 +134,12 @@ def run(args: argparse.Namespace) -> int:
     for value in args.values:
         if "=" not in value:
             raise SbkitError(f"--set {value}: write KEY=VALUE")
+    if not corrected:
+        try:
+            check_exists(source)
+        except SbkitError as error:
+            raise SbkitError(f"--with: {source} has no corrections, and is no corpus", hint=(
+                "name the folder of sbkit serve --corrections, or a list of recordings and texts")) from error
     # Other corrections, other work: the same command resumes, and a new row begins anew from the old model.
     mark = hashlib.sha256(source.read_bytes() if source.is_file() else str(source.resolve()).encode()).hexdigest()[:8]
     folder = Path(os.path.abspath(args.run))  # "." has no name

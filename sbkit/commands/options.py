@@ -53,8 +53,8 @@ def add_search(parser: argparse.ArgumentParser) -> None:
 
 def add_vad(parser: argparse.ArgumentParser) -> None:
     """Add ``--vad``."""
-    parser.add_argument("--vad", action="store_true", help="write words of recordings only where silero-vad hears "
-                        "somebody speak: for models that write some where nobody does")
+    parser.add_argument("--vad", action="store_true", help="transcribe recordings only where silero-vad detects "
+                        "speech, so that a model can't write words where nobody speaks")
 
 
 def require_run(folder: Path) -> None:

@@ -16,7 +16,7 @@ import sbkit
 from sbkit.errors import SbkitError
 from sbkit.recipe import files
 from sbkit.recipe.overrides import NoValue, present_key, unknown_key, with_present_keys
-from sbkit.recipe.report import did_you_mean
+from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import BASE, INCLUDE, Findings
 
 if TYPE_CHECKING:
@@ -180,6 +180,10 @@ def locate(name: str) -> Path:
     for path in map(files.renamed_recipe, candidates):
         if path.is_file():
             return path
+    if folder := next((path for path in candidates if path.is_dir()), None):
+        inside = sorted(path.name for path in folder.glob("*.y*ml"))
+        raise SbkitError(f"{name} is a folder, not a recipe", hint=f"name one of its recipes: {listed(inside)}" if inside
+                         else "there is no recipe in it; sbkit new FOLDER writes recipes to start from")
     where = Path(name).parent
     around = where if where.is_dir() else where.parent
     found = [str(path) for path in around.glob("*.y*ml" if where.is_dir() else "*/*.y*ml")]

@@ -22,6 +22,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.mixture import Mixture
 from sbkit.data.plan import Plan
 from sbkit.data.reader import Reader
+from sbkit.data.sources import check_exists
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError, summary
 from sbkit.nn import attention_kernel
@@ -44,7 +45,7 @@ from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.speed import limits_of, native_precision, peak_of, peak_of_card
-from sbkit.recipe.values import static
+from sbkit.recipe.values import data, static
 from sbkit.system.console import logging_disabled, stored_json
 from sbkit.system.environment import describe
 
@@ -81,6 +82,13 @@ def check(
         with without_imports_from(Path.cwd(), Path(path).parent, Path(path).parent.parent):
             root = read(Path(path), overrides or {}, findings, unchecked=report.notes)
         report.notes.append("modules, devices, shapes, labels and cost: nothing is built with --no-run")
+        for node in root.value["corpus"].walk() if root is not None and "corpus" in root.value else ():
+            source = node.value.get("source") if isinstance(node.value, dict) else None
+            if source is not None and isinstance(given := data(source), (str, Mapping)):
+                try:
+                    check_exists(given)
+                except SbkitError as error:
+                    _add_missing("no-corpus", source.source or source, error, findings, starting)
     if root is not None and run:
         _check_built(root, findings, report, run_opts, starting, measure, pricing)
     owned = {finding.key for finding in findings if finding.code == "not-owned"}  # more specific

@@ -98,7 +98,7 @@ def _near_heads(size: int, heads: int) -> str:
 
 def check_choices(target: object, named: Mapping[Any, Node], node: Node, findings: Findings) -> None:
     """Add findings about named arguments that a class can't use, alone or in combination."""
-    if not inspect.isclass(target) or not target.__module__.startswith(_LIBRARIES):
+    if not inspect.isclass(target) or not target.__module__.startswith((*_LIBRARIES, "sbkit.")):
         return  # a user's class may allow other values
     for base in target.__mro__:
         wanted = ARGUMENTS.get(base.__name__, {}) if base.__module__.startswith(_LIBRARIES) else {}

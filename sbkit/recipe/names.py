@@ -31,10 +31,10 @@ COMMAND_OPTIONS = ["no-check"]
 def brain_class(root: Node) -> type | None:
     """The class under ``brain``; None if the recipe names none, or it can't be imported."""
     brain = root.value.get("brain")
-    if brain is None or brain.wrong or not brain.tag.startswith("!name:"):
+    if brain is None or not brain.tag.startswith(("!name:", "!new:")):  # the second is a mistake, reported elsewhere
         return None
     try:
-        cls = locate(brain.tag[len("!name:"):])
+        cls = locate(brain.tag.partition(":")[2])
     except LookupError:  # reported where the name is checked
         return None
     return cls if inspect.isclass(cls) else None

@@ -155,16 +155,25 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
     """
     partial = partial or root.tag.startswith(INCLUDE)
     order, waiting = list(root.value), dict[str, list[Any]]()
+
+    def insert(added: list[Any], before: object) -> None:
+        needed = referred([(Path(given.place_of(each).file), given.value[each]) for each in added])
+        at = max(order.index(before), *(1 + i for i, each in enumerate(order) if each in needed), 0)
+        order[at:at] = added  # not before what it refers to: a reference to one below may fail
+
     for key in given.value:
         file = given.place_of(key).file
         if key not in root.value:
             waiting.setdefault(file, []).append(key)
         elif file in waiting:
-            added = waiting.pop(file)
-            needed = referred([(Path(file), given.value[each]) for each in added])  # a reference to one below may fail
-            at = max(order.index(key), *(1 + i for i, each in enumerate(order) if each in needed), 0)
-            order[at:at] = added
-    order += itertools.chain(*waiting.values())
+            insert(waiting.pop(file), key)
+    for key in itertools.chain(*waiting.values()):
+        below = itertools.dropwhile(lambda each, key=key: each != key, given.value)
+        following = next((each for each in below if each in order), None)
+        if following is not None and given.value[key].scalar:  # such as a reference to be put where a number was
+            insert([key], following)
+        else:
+            order.append(key)
     for key, new in given.value.items():
         target = root.value.get(key)
         if new.place == _NO_VALUE and target is not None and not _may_be_true(root, target):

@@ -23,6 +23,7 @@ from torch import nn
 from sbkit.errors import SbkitError
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.recipe.build import Built
+from sbkit.recipe.names import brain_class
 from sbkit.recipe.report import listed
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.values import unwrapped
@@ -138,8 +139,6 @@ def check_modules(built: Built, findings: Findings) -> dict[str, nn.Module] | No
             hint = "only torch.nn.Module objects can be trained and saved"
             if isinstance(module, (list, tuple)):
                 hint = "write a list of layers as !new:torch.nn.ModuleList"
-            elif isinstance(module, (type, functools.partial)):
-                hint = "it was never built: write !new: instead of !name:"
             findings.error("no-module", node.place_of(name), node.key_of(name),
                            f"this is {type(module).__name__}, not a module", hint)
         elif not _can_name(name):
@@ -169,7 +168,7 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
              for part in vars(obj).values() if isinstance(part, nn.Module) for p in part.parameters()}
     for key, found in unowned.items():
         parameters = {id(t.value): t for t in found if isinstance(t.value, nn.Parameter)}.values()
-        if not parameters:
+        if not parameters or _is_copied(key, built, owned):
             continue  # `report_left_behind` reports constants, unless the forward works with them
         first, place = next(iter(parameters)), found[0].place
         trained = any(t.value.requires_grad for t in parameters)
@@ -187,6 +186,18 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
             f"{kind} with {sum(t.value.numel() for t in parameters):,} parameters is not under modules{via}: it would "
             f"stay on the CPU, {'never be trained and never be saved' if trained else 'and not be saved'}",
             _fixes(key, owned))
+
+
+def _is_copied(key: str, built: Built, owned: Owned) -> bool:
+    """Whether the object of a key is only a pattern that an owned module has copied, as SpeechBrain's SepFormer does."""
+    pattern, node = built.hparams.get(key), built.nodes.get(key)
+    if not isinstance(pattern, nn.Module):
+        return False
+    shapes = {name: tensor.shape for name, tensor in pattern.state_dict().items()}
+    takers = [owned.modules.get(id(built.hparams.get(name))) for name, each in built.nodes.items()
+              if node in each.children()]
+    return any(type(layer) is type(pattern) and shapes == {name: each.shape for name, each in layer.state_dict().items()}
+               for taker in takers if taker is not None for layer in taker.modules())
 
 
 def _pretrained(built: Built) -> set[int]:
@@ -225,8 +236,10 @@ def left_behind(built: Built, before: Owned) -> list[Tensor]:
     """
     moving = {id(layer) for obj in built.hparams.values() if isinstance(obj, SpeedPerturb)
               for each in obj.resamplers for layer in each.modules()}
+    copied = {key for key in built.hparams if _is_copied(key, built, before)}
     return [t for t in tensors(built)
-            if t.value.device.type == "cpu" and t.value.dim() and t.value.numel()  # scalars work on any device
+            if t.value.device.type == "cpu" and t.key not in copied
+            and t.value.dim() and t.value.numel()  # scalars work on any device
             and id(t.module) not in moving and not isinstance(t.module, Deltas)
             and not isinstance(t.value, nn.Parameter) and id(t.value) not in before.parameters
             and (t.registered or not type(t.module).__module__.startswith("speechbrain."))]
@@ -313,7 +326,7 @@ def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
                            f"there is no way to save {type(obj).__name__}, so the first checkpoint would fail",
                            "remove it, or give the checkpointer a custom_save_hooks for it")
     kept = {id(obj) for obj in saved.values()}
-    by_brain = _SAVED_BY_TASK if hasattr(built.hparams.get("brain"), "stand_in") else _SAVED_BY_BRAIN
+    by_brain = _SAVED_BY_TASK if hasattr(brain_class(built.root), "stand_in") else _SAVED_BY_BRAIN
     for key, obj in built.hparams.items():
         if id(obj) in kept or key in by_brain or isinstance(obj, (Checkpointer, type)):
             continue

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from sbkit.recipe.keys import COMPLETE, NULL
 from sbkit.recipe.names import RUN_OPTIONS, brain_class, check_names, declared, hparams_read
 from sbkit.recipe.report import did_you_mean, listed
@@ -68,6 +70,7 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked
                            f"did you mean {near} <{name}>?" if name and near in ("!ref", "!copy") else
                            f"did you mean {near}{colon}{name or ('NAME' if colon else '')}?" if near else
                            f"tags are {listed(_ALL_TAGS)}")
+    _check_layers(root, findings)
     mistaken = {(f.file, f.line, f.key) for f in findings if f.code == "wrong-type" and f.severity == "error"}
     findings[:] = [f for f in findings if not f.code.endswith("-as-text") or f.severity == "error"
                    or (f.file, f.line, f.key) not in mistaken]
@@ -83,6 +86,8 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked
         findings.error("wrong-type", root.place_of("modules"), "modules", "modules is a mapping of names to modules",
                        "write `model: !ref <model>` under it")
     cls = brain_class(root)
+    if cls is not None and root.value["brain"].wrong:
+        cls = None  # reported already
     if cls is not None and not any(base.__name__ == "Brain" for base in cls.__mro__):
         findings.wrong(root.value["brain"], "wrong-kind", f"{cls.__name__} is not a Brain",
                        "write !name:sbkit.tasks.ctc.CTC")
@@ -124,6 +129,22 @@ def _check_tagged(node: Node, findings: Findings) -> None:
                            "remove them")
         return
     bind(target, node, findings, partial=kind == "!name")
+
+
+def _check_layers(root: Node, findings: Findings) -> None:
+    """Report layers that are only named where a run needs them built: under ``modules``, and for a declared key."""
+    known = declared(root)
+    waiting = [node for key, node in root.value.items() if key not in ("brain", "opt_class")  # classes are right there
+               and (key == "modules" or (key in known and known[key].built))]
+    for node in waiting:  # which grows
+        kind, _, name = node.tag.partition(":")
+        if kind == "!name" and not node.unusable:
+            cls = locate(name)
+            if isinstance(cls, type) and issubclass(cls, torch.nn.Module):
+                findings.wrong(node, "no-module", "this layer is only named, and was never built",
+                               f"write !new:{name} instead of {node.tag}")
+        elif not kind or name.startswith("torch.nn."):  # a list or mapping of layers
+            waiting += [each for each in node.children() if each not in waiting]
 
 
 # ---------------------------------------------------------------------------------------------- what is not checked

@@ -163,7 +163,8 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
     found = Trace(built)
     task = found.task
     if task is None:
-        found.note = "the forward: " + ("its brain is not a task of sbkit" if "brain" in built.nodes else
+        found.note = "the forward: " + ("its brain could not be built" if "brain" in built.missing else
+                                        "its brain is not a task of sbkit" if "brain" in built.nodes else
                                         "the recipe has no brain, so only its script knows what its parts "
                                         f"compute; {SCRIPT}")
         return found

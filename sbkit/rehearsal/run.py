@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ import sbkit
 from sbkit.errors import SbkitError
 from sbkit.rehearsal import nullcard
 from sbkit.rehearsal.cards import Card
+from sbkit.system.console import LINE_SECONDS, time_span
 from sbkit.system.processes import child, end_with_parent, ended_by, free_port, session_seconds, torchrun_environment
 
 #: The most ranks that are started; two represent any larger number.
@@ -50,6 +52,7 @@ def rehearse(args: Sequence[str], count: int, card: Card) -> list[Line]:
     count : the number of cards
     """
     nullcard.build()
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sbkit-rehearsal-") as temporary:
         folder = Path(temporary)
         job = {"folder": temporary, "world": min(count, RANKS), "args": [*args, "--device", "cuda"]}
@@ -62,13 +65,25 @@ def rehearse(args: Sequence[str], count: int, card: Card) -> list[Line]:
             command = [sys.executable, "-m", "sbkit.rehearsal.run", temporary]
             try:
                 with child(command, environment, log, end_by=signal.SIGKILL) as process:
-                    process.wait()
+                    while process.poll() is None:
+                        try:
+                            process.wait(LINE_SECONDS)
+                        except subprocess.TimeoutExpired:
+                            print(f"rehearsing for {time_span(time.monotonic() - started)}: {_stage(folder)}",
+                                  file=sys.stderr, flush=True)
             finally:
                 for file in folder.glob("*.group"):
                     _kill_group(int(file.read_text()))
         if not (folder / "found.json").exists():
             raise SbkitError(f"the rehearsal ended early:\n{(folder / 'server.log').read_text()[-3000:]}", exit_code=1)
         return json.loads((folder / "found.json").read_text().replace(temporary, "the rehearsal's folder"))
+
+
+def _stage(folder: Path) -> str:
+    """The last stage that a process has begun."""
+    diary = max(folder.glob("*.jsonl"), key=os.path.getmtime, default=None)
+    stages = re.findall(r'"stage": "([^"]+)"', diary.read_text(encoding="utf-8")) if diary is not None else []
+    return stages[-1] if stages else "start"
 
 
 def main(folder: str) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sbkit.recipe.keys import Keys, key
+from sbkit.errors import SbkitError
+from sbkit.recipe.keys import Keys, Problem, key
 from sbkit.recipe.parts import FACTORS, FREEZE
 from sbkit.system.schema import NOT_NEGATIVE, Number
-from sbkit.train.monitor.loggers import NAMES
+from sbkit.train.monitor.loggers import NAMES, class_of
 
 
 @dataclass(kw_only=True)
@@ -41,6 +42,14 @@ class TrainKeys(Keys):
     loggers: Sequence[str] = key("tools that the same numbers are sent to, such as `[tensorboard, wandb]`", (),
                                  NAMES)
     tensorboard: bool = key("the former name of `loggers: [tensorboard]`", False)
+
+    def clashes(self) -> Iterator[Problem]:
+        yield from super().clashes()
+        for name in self.loggers:
+            try:
+                class_of(name)
+            except SbkitError as error:
+                yield Problem("loggers", error.message.removeprefix("loggers: "), error.hint or "")
 
     @property
     def average(self) -> Any:  # an EMA, as above

@@ -55,12 +55,7 @@ class Logger(ABC):
         self.name, self.run = name, run
         self._open: Any = None  # the tool's own object for a run
         self._failed = False
-        try:
-            self._module: Any = self.module and importlib.import_module(self.module)  # without types
-        except ImportError as missing:
-            raise SbkitError(f"loggers: {name} can't be imported ({missing})",
-                             hint=f"pip install 'sbkit[{name}]'" if name in KINDS else
-                             f"install what has the module {self.module}") from missing
+        self._module: Any = self.module and importlib.import_module(self.module)  # without types
 
     def log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
         """Send numbers of a step, at ``seconds`` since 1970."""
@@ -203,15 +198,23 @@ NAMES = Array(String(pattern="|".join((*KINDS, r"\w+(\.\w+)+"))),
 
 def make(names: Iterable[str], run: Run) -> list[Logger]:
     """Make the loggers that a recipe names."""
-    made = []
-    for name in dict.fromkeys(names):
-        module, _, of = name.rpartition(".")
-        try:
-            found = KINDS.get(name) or getattr(importlib.import_module(module), of)
-        except (ImportError, AttributeError) as missing:
-            raise SbkitError(f"loggers: {name} can't be imported ({missing})",
-                             hint="name a class by its module, such as mine.Csv") from missing
-        if not (isinstance(found, type) and issubclass(found, Logger)):
-            raise SbkitError(f"loggers: {name} is no Logger", hint=f"derive it from {__name__}.Logger")
-        made.append(found(name, run))
-    return made
+    return [class_of(name)(name, run) for name in dict.fromkeys(names)]
+
+
+def class_of(name: str) -> type[Logger]:
+    """The class of a logger that a recipe names; it and its tool can be imported."""
+    module, _, of = name.rpartition(".")
+    try:
+        found = KINDS.get(name) or getattr(importlib.import_module(module), of)
+    except Exception as error:  # a module of the user's own can raise anything
+        raise SbkitError(f"loggers: {name} can't be imported ({first_line(error)})",
+                         hint="name a class by its module, such as mine.Csv") from error
+    if not (isinstance(found, type) and issubclass(found, Logger)):
+        raise SbkitError(f"loggers: {name} is no Logger", hint=f"derive it from {__name__}.Logger")
+    try:
+        importlib.import_module(found.module or __name__)
+    except ImportError as missing:
+        raise SbkitError(f"loggers: {name} can't be imported ({missing})",
+                         hint=f"pip install 'sbkit[{name}]'" if name in KINDS else
+                         f"install what has the module {found.module}") from missing
+    return found
