@@ -108,6 +108,8 @@ def test_shard_packs_a_manifest(tmp_path, capsys):
 
 def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_path):
     wrong = {
+        "check {root}/hparams": "is a folder, not a recipe; name one of its recipes: codec.yaml, ctc.yaml, ",
+        "check {root}/docs": "is a folder, not a recipe; there is no recipe in it; ",
         "train": "no recipe given", "train nowhere.yaml": "there is no recipe nowhere.yaml",
         "train {root}/hparams/ctc.yaml --nonsense 3": "has no key nonsense; did you mean --nonspeech?",
         "train {root}/hparams/ctc.yaml --outputs 3": "has no key outputs; ",  # a field of other classes
@@ -194,9 +196,13 @@ def test_show_prints_each_value_with_where_it_comes_from(capsys):
 
 
 def test_show_tells_what_is_wrong_as_check_does(capsys):
-    assert main(["show", str(ROOT / "tests/recipe/small.yaml"), "--d_model", "abc"]) == 1
-    assert "command line: error: Transformer.d_model: TransformerASR's d_model must be a whole number" in \
-        capsys.readouterr().err
+    words = [str(ROOT / "tests/recipe/broken/references.yaml"), "--d_model", "abc"]
+    assert main(["show", *words]) == 1
+    shown = capsys.readouterr().err.splitlines()
+    assert main(["check", *words]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert len(shown) > 3 and any("Transformer.d_model: TransformerASR's d_model must be" in line for line in shown)
+    assert shown == [line for line in told if ": error: " in line or ": warning: " in line]
 
 
 def test_info_tells_a_run_from_a_bundle(tmp_path, capsys):

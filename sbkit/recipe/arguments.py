@@ -182,8 +182,9 @@ def locate(name: str) -> Path:
             return path
     if folder := next((path for path in candidates if path.is_dir()), None):
         inside = sorted(path.name for path in folder.glob("*.y*ml"))
-        raise SbkitError(f"{name} is a folder, not a recipe", hint=f"name one of its recipes: {listed(inside)}" if inside
-                         else "there is no recipe in it; sbkit new FOLDER writes recipes to start from")
+        raise SbkitError(f"{name} is a folder, not a recipe", hint=(
+            f"name one of its recipes: {listed(inside)}" if inside else
+            "there is no recipe in it; sbkit new FOLDER writes recipes to start from"))
     where = Path(name).parent
     around = where if where.is_dir() else where.parent
     found = [str(path) for path in around.glob("*.y*ml" if where.is_dir() else "*/*.y*ml")]

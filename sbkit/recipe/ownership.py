@@ -189,15 +189,18 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
 
 
 def _is_copied(key: str, built: Built, owned: Owned) -> bool:
-    """Whether the object of a key is only a pattern that an owned module has copied, as SpeechBrain's SepFormer does."""
+    """Whether the object of a key is only a pattern that an owned module has copied, as in SpeechBrain's SepFormer."""
     pattern, node = built.hparams.get(key), built.nodes.get(key)
     if not isinstance(pattern, nn.Module):
         return False
     shapes = {name: tensor.shape for name, tensor in pattern.state_dict().items()}
-    takers = [owned.modules.get(id(built.hparams.get(name))) for name, each in built.nodes.items()
-              if node in each.children()]
-    return any(type(layer) is type(pattern) and shapes == {name: each.shape for name, each in layer.state_dict().items()}
-               for taker in takers if taker is not None for layer in taker.modules())
+    for name, taker in built.nodes.items():
+        holder = owned.modules.get(id(built.hparams.get(name))) if node in taker.children() else None
+        for layer in holder.modules() if holder is not None else ():
+            copied = {each: tensor.shape for each, tensor in layer.state_dict().items()}
+            if type(layer) is type(pattern) and copied == shapes:
+                return True
+    return False
 
 
 def _pretrained(built: Built) -> set[int]:

@@ -23,6 +23,7 @@ LITTLE = ("--no-check --noprogressbar --d_model 16 --nhead 2 --num_encoder_layer
 
 @pytest.mark.parametrize("words, told", [
     (["nowhere", "--with", "{data}"], "nowhere"), (["{run}", "--with", "nowhere"], "--with: there is no nowhere"),
+    (["{run}", "--with", "{data}"], "has no corrections, and is no corpus; name the folder of sbkit serve --corrections"),
     (["{run}", "--with", "{data}", "--set", "lr"], "--set lr: write KEY=VALUE"),
     (["{run}", "--with", "{data}", "--to", "{run}"], "is there and no bundle"),
     (["{run}", "--with", "{data}"], "--to BUNDLE is missing")])
@@ -98,9 +99,11 @@ def test_what_would_be_lost_beside_the_bundle_is_told_before_anything_is_trained
 def test_a_run_can_be_the_working_directory_and_a_refused_one_leaves_nothing(tmp_path, monkeypatch, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "hyperparams.yaml").write_text("lr: 1\n")
+    (tmp_path / "kept.jsonl").write_text("{}\n")
     monkeypatch.chdir(tmp_path / "run")
-    assert main(["improve", ".", "--with", str(tmp_path), "--to", str(tmp_path / "bundle")]) == 2
-    assert "lacks output_folder" in capsys.readouterr().err and [each.name for each in tmp_path.iterdir()] == ["run"]
+    assert main(["improve", ".", "--with", str(tmp_path / "kept.jsonl"), "--to", str(tmp_path / "bundle")]) == 2
+    assert "lacks output_folder" in capsys.readouterr().err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["kept.jsonl", "run"]
 
 
 def said(*texts, seconds=9.0):

@@ -27,6 +27,15 @@ def test_a_corpus_on_another_machine_is_a_warning(elsewhere, tmp_path):
     assert not report.errors
 
 
+def test_a_corpus_and_a_rate_that_no_run_could_have_are_told_without_building_anything(elsewhere, tmp_path):
+    report = check(elsewhere, {"opt_class": {"lr": -1}}, run=False)
+    assert [(each.code, each.line) for each in report.findings] == [("wrong-value", 0), ("no-corpus", 3)]
+    assert [each.code for each in check(elsewhere, {"data_folder": "./gone"}, run=False).errors] == ["no-corpus"]
+    mixture = write(tmp_path, f"{BASED}    corpus: !new:sbkit.data.mixture.Mixture\n        folder: {tmp_path}\n"
+                              f"        parts: {{a: !new:sbkit.data.corpus.Corpus {{source: {tmp_path / 'gone'}}}}}\n")
+    assert [(each.code, each.line) for each in check(mixture, run=False).warnings] == [("no-corpus", 4)]
+
+
 @pytest.mark.parametrize("starting, given", [(True, {}), (True, {"data_folder": "./gone"}),
                                              (False, {"data_folder": "./gone"})])
 def test_a_corpus_that_is_missing_where_the_run_starts_is_an_error(elsewhere, starting, given):

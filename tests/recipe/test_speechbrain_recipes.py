@@ -38,6 +38,17 @@ pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer
 layer: !new:torch.nn.Linear [3, 5]
 modules: {layer: !ref <layer>}
 """,
+    "a model of several outputs copies the layers that it is given": """\
+intra: !new:speechbrain.lobes.models.dual_path.SBTransformerBlock
+    {num_layers: 1, d_model: 8, nhead: 2, d_ffn: 8, use_positional_encoding: true}
+inter: !new:speechbrain.lobes.models.dual_path.SBTransformerBlock
+    {num_layers: 1, d_model: 8, nhead: 2, d_ffn: 8, use_positional_encoding: true}
+encoder: !new:speechbrain.lobes.models.dual_path.Encoder {kernel_size: 4, out_channels: 8}
+masknet: !new:speechbrain.lobes.models.dual_path.Dual_Path_Model
+    {in_channels: 8, out_channels: 8, intra_model: !ref <intra>, inter_model: !ref <inter>, num_layers: 2, K: 10}
+decoder: !new:speechbrain.lobes.models.dual_path.Decoder {in_channels: 8, out_channels: 1, kernel_size: 4, stride: 2}
+modules: {encoder: !ref <encoder>, masknet: !ref <masknet>, decoder: !ref <decoder>}
+""",
 }
 
 

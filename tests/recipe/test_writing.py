@@ -49,6 +49,16 @@ def both(tmp_path, text, *words, base=BASE):
     return loaded
 
 
+@pytest.mark.parametrize("words", [[], ["--wide", "!ref <size> * 4"]], ids=["in a file", "on the command line"])
+def test_a_number_that_becomes_a_reference_keeps_its_place_above_what_refers_to_it(tmp_path, words):
+    (tmp_path / "middle.yaml").write_text(
+        "recipe: !include:base.yaml\n    size: 3\n    wide: 5\n    model: {wide: !ref <wide>}\n")
+    own = [] if words else ["    wide: !ref <size> * 4\n"]
+    loaded = both(tmp_path, "recipe: !include:middle.yaml\n    size: 4\n" + "".join(own), *words,
+                  base="model: null\nlast: !ref <model>\n")
+    assert loaded["wide"] == 16 and loaded["model"] == {"wide": 16}
+
+
 def over(*lines):
     return "\n".join(["recipe: !include:base.yaml", *(f"    {line}" for line in lines)]) + "\n"
 

@@ -83,6 +83,24 @@ def test_a_process_that_ends_without_an_error_is_a_finding_with_the_last_lines_o
     assert error.suggestion.endswith("two | three | [ma] out of order")
 
 
+def test_a_rehearsal_says_what_it_is_at(monkeypatch, capsys):
+    @contextlib.contextmanager
+    def server(command, environment, log, end_by):
+        folder = Path(command[-1])
+        watch.Diary(folder, "train", 0).begin_stage("validation")
+        (folder / "found.json").write_text("[]")
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"]) as process:
+            yield process
+
+    monkeypatch.setattr(run, "child", server)
+    monkeypatch.setattr(run, "LINE_SECONDS", 0.3)
+    for name in ("build", "environment"):
+        monkeypatch.setattr(run.nullcard, name, lambda *given, **more: {})
+    assert run.rehearse([], 1, CARDS["H100"]) == []
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith("rehearsing for 0.3") and first.endswith(" s: validation")
+
+
 def test_a_process_that_crashes_is_named_with_its_line(tmp_path, monkeypatch):
     monkeypatch.setitem(rank.LAUNCHES, "export", lambda job, diary: os.abort())  # crashes
     launch = run.Launch("export", {"folder": str(tmp_path)})
