@@ -14,7 +14,6 @@ from pathlib import Path
 
 from sbkit.commands.options import RUNS_CODE, require_run, share
 from sbkit.data import publish
-from sbkit.data.sources import check_exists
 from sbkit.errors import SbkitError
 
 NOT_BETTER = 1  # exit code
@@ -135,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
         if "=" not in value:
             raise SbkitError(f"--set {value}: write KEY=VALUE")
     if not corrected:
+        from sbkit.data.sources import check_exists
+
         try:
             check_exists(source)
         except SbkitError as error:

@@ -172,8 +172,8 @@ class Tokenizer:
             proto = untrusted.read_bytes(self.path, _MAX_BYTES)
         except FileNotFoundError:
             raise SbkitError(
-                f"{self.path}: there is no tokenizer yet",
-                hint=None if self.model else "prepare the corpus first (sbkit prepare)") from None
+                f"{self.path}: there is no tokenizer yet" if self.model is None else f"{self.path}: no such file",
+                hint="prepare the corpus first (sbkit prepare)" if self.model is None else None) from None
         except OSError as error:
             raise SbkitError(f"{self.path}: cannot be read ({error.strerror})") from None
         try:

@@ -170,12 +170,18 @@ def make_importable(recipe: Path) -> None:
 def _raise(message: str) -> None:
     if message.endswith("required: param_file"):
         raise SbkitError("no recipe given", hint="name it first: hparams/ctc.yaml [--key value ...]; --help says more")
-    raise SbkitError(message.replace("invalid int value:", "write a whole number, such as 5, not"),
-                     hint="--help says more")
+    for said, plain in {"invalid int value:": "write a whole number, such as 5, not",
+                        "invalid float value:": "write a number, such as 0.5, not",
+                        "ignored explicit argument": "it is a switch: write it without"}.items():
+        message = message.replace(said, plain)
+    raise SbkitError(message, hint="--help says more")
 
 
 def locate(name: str) -> Path:
     """The path of a recipe, as given or else relative to the folder of the script that was started."""
+    if name.endswith(".py"):
+        raise SbkitError(f"{name} is a script, not a recipe", hint="name the recipe first, as sbkit train RECIPE.yaml; "
+                         "a script of your own is started by python")
     candidates = [Path(name), Path(sys.argv[0]).resolve().parent / name]
     for path in map(files.renamed_recipe, candidates):
         if path.is_file():
@@ -211,7 +217,8 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
     while position < len(words):
         word = words[position]
         if not word.startswith("--") or len(word) < 3:
-            raise SbkitError(f"cannot read the argument {word!r}", hint="overrides are written --key value")
+            raise SbkitError(f"cannot read the argument {word!r}",
+                             hint="overrides are written --key value, and switches such as --debug without one")
         key, equals, text = word[2:].partition("=")
         position += 1
         if not equals:

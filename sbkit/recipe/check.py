@@ -24,6 +24,7 @@ from sbkit.data.plan import Plan
 from sbkit.data.reader import Reader
 from sbkit.data.sources import check_exists
 from sbkit.data.splits import SPLITS
+from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError, summary
 from sbkit.nn import attention_kernel
 from sbkit.recipe import (
@@ -152,6 +153,16 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
                 node = built.origin(each) or built.nodes[key]
                 folder = node.value.get("folder", node) if isinstance(node.value, dict) else node
                 _add_missing("no-recordings", folder.source or folder, error, findings, starting)
+        tokenizer = built.hparams.get("tokenizer")
+        if isinstance(tokenizer, Tokenizer) and tokenizer.model is not None:
+            try:
+                tokenizer.load()
+            except SbkitError as error:
+                given = built.nodes["tokenizer"].value["model"]
+                if tokenizer.model.exists():
+                    findings.error("tokenizer", given.place, given.key, error.message, error.hint or "")
+                else:
+                    _add_missing("no-tokenizer", given.source or given, error, findings, starting)
         labels, note = (None, "") if starting else _check_prepared(traced, findings)
         if traced.brain is not None and not any(each.severity == "error" for each in findings):
             report.notes += filter(None, [real_batches.try_batches(traced, findings)])

@@ -18,7 +18,9 @@ TAKES_PARTS = ("!new:", "!name:", "!apply:", "!applyref:", INCLUDE)
 _COMMAND_LINE, _NO_VALUE = Place(), Place(column=-1)
 #: Keys by their names in other libraries, to which another key of ours is more similar.
 _NAMED_ELSEWHERE = {"learning_rate": "lr", "batch_size": "max_batch_seconds", "epochs": "number_of_epochs",
-                    "max_epochs": "number_of_epochs"}
+                    "max_epochs": "number_of_epochs", "N_epochs": "number_of_epochs", "lr_adam": "lr",
+                    "train_csv": "data_folder", "valid_csv": "data_folder", "test_csv": "data_folder"}
+_BY_TORCHRUN = {"distributed_launch", "local_rank"}  # what SpeechBrain's recipes had before torchrun
 _OF_TORCHRUN = {"nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "standalone", "rdzv_endpoint"}
 #: Former names of keys, which are understood on the command line and, if a task declares them, in recipes.
 FORMER_KEYS = {"least_steps": "min_steps", "most_decibels": "max_db", "ahead": "lookahead"}
@@ -54,6 +56,8 @@ def unknown_key(recipe: Path | str, key: str, value: object, known: Collection[s
     hint = f"did you mean --{near.removeprefix('--')}?" if near else "define that key in the YAML first"
     if key in _OF_TORCHRUN:
         hint = f"it is an option of torchrun: torchrun --{key}{f'={value}' if value else ''} train.py RECIPE ..."
+    elif key in _BY_TORCHRUN:
+        hint = "torchrun starts a process per device: torchrun --nproc_per_node=N train.py RECIPE ..."
     return f"{recipe} has no key {key}", hint
 
 

@@ -18,6 +18,7 @@ import torch
 from speechbrain.augment.time_domain import SpeedPerturb
 from speechbrain.processing.features import Deltas
 from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, Checkpointer, get_default_hook
+from speechbrain.utils.parameter_transfer import Pretrainer
 from torch import nn
 
 from sbkit.errors import SbkitError
@@ -204,9 +205,10 @@ def _is_copied(key: str, built: Built, owned: Owned) -> bool:
 
 
 def _pretrained(built: Built) -> set[int]:
-    """Ids of the parameters that SpeechBrain's Pretrainer loads again in each run."""
-    collected = getattr(built.hparams.get("pretrainer"), "loadables", {})
-    return {id(p) for module in collected.values() if isinstance(module, nn.Module) for p in module.parameters()}
+    """Ids of the parameters that a Pretrainer of SpeechBrain's loads again in each run."""
+    pretrainers = [each for each in built.hparams.values() if isinstance(each, Pretrainer)]
+    return {id(p) for each in pretrainers for module in each.loadables.values()
+            if isinstance(module, nn.Module) for p in module.parameters()}
 
 
 def _kind(built: Built, key: str) -> str:
@@ -245,7 +247,8 @@ def left_behind(built: Built, before: Owned) -> list[Tensor]:
             and t.value.dim() and t.value.numel()  # scalars work on any device
             and id(t.module) not in moving and not isinstance(t.module, Deltas)
             and not isinstance(t.value, nn.Parameter) and id(t.value) not in before.parameters
-            and (t.registered or not type(t.module).__module__.startswith("speechbrain."))]
+            and (t.registered or not type(t.module).__module__.startswith("speechbrain."))
+            and not hasattr(t.module, f"{t.path.rpartition('.')[2]}_orig")]  # computed anew by torch's spectral_norm
 
 
 def report_left_behind(left: list[Tensor], owned: Owned, findings: Findings) -> None:

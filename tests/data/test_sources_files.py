@@ -166,12 +166,15 @@ def test_dialects(tmp_path, dialect):
 
 @pytest.mark.parametrize("whole", [
     {"u1": {"wav": "a.wav", "wrd": "x"}, "u2": {"wav": "b.wav", "wrd": "y"}},
-    [{"id": "u1", "wav": "a.wav", "wrd": "x"}, {"id": "u2", "wav": "b.wav", "wrd": "y"}]])
+    [{"id": "u1", "wav": "a.wav", "wrd": "x"}, {"id": "u2", "wav": "b.wav", "wrd": "y"}],
+    {"u1": {"wav": "{data_root}/a.wav", "length": 1.0, "words": "x"},  # as SpeechBrain's templates write it
+     "u2": {"wav": "{data_root}/b.wav", "length": 1.0, "words": "y"}}])
 @pytest.mark.parametrize("indent", [None, 2])
 def test_one_object_or_array_of_all(tmp_path, whole, indent):
     write(tmp_path / "train.json", json.dumps(whole, indent=indent))
     rows = read(tmp_path)
     assert list(rows.ids) == ["u1", "u2"] and list(rows.texts) == ["x", "y"]
+    assert list(rows.wavs) == [f"{tmp_path}/a.wav", f"{tmp_path}/b.wav"]
 
 
 def test_lines_that_cannot_be_used_are_named(tmp_path):

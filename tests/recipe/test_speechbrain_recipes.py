@@ -38,6 +38,16 @@ pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer
 layer: !new:torch.nn.Linear [3, 5]
 modules: {layer: !ref <layer>}
 """,
+    "a pretrainer of another name, and a weight that spectral_norm computes": """\
+embedding: !new:torch.nn.Linear [3, 5]
+pretrained: !new:speechbrain.utils.parameter_transfer.Pretrainer
+    loadables: {embedding: !ref <embedding>}
+discriminator: !new:speechbrain.lobes.models.MetricGAN.MetricDiscriminator
+modules: {embedding: !ref <embedding>, discriminator: !ref <discriminator>}
+checkpointer: !new:speechbrain.utils.checkpoints.Checkpointer
+    checkpoints_dir: save
+    recoverables: {discriminator: !ref <discriminator>}
+""",
     "a model of several outputs copies the layers that it is given": """\
 intra: !new:speechbrain.lobes.models.dual_path.SBTransformerBlock
     {num_layers: 1, d_model: 8, nhead: 2, d_ffn: 8, use_positional_encoding: true}
