@@ -85,9 +85,10 @@ def check(
         report.notes.append("modules, devices, shapes, labels and cost: nothing is built with --no-run")
         for node in root.value["corpus"].walk() if root is not None and "corpus" in root.value else ():
             source = node.value.get("source") if isinstance(node.value, dict) else None
-            if source is not None and isinstance(given := data(source), (str, Mapping)):
+            named = data(source) if source is not None else None
+            if source is not None and isinstance(named, (str, dict)):
                 try:
-                    check_exists(given)
+                    check_exists(named)
                 except SbkitError as error:
                     _add_missing("no-corpus", source.source or source, error, findings, starting)
     if root is not None and run:
@@ -154,15 +155,10 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
                 folder = node.value.get("folder", node) if isinstance(node.value, dict) else node
                 _add_missing("no-recordings", folder.source or folder, error, findings, starting)
         tokenizer = built.hparams.get("tokenizer")
-        if isinstance(tokenizer, Tokenizer) and tokenizer.model is not None:
-            try:
-                tokenizer.load()
-            except SbkitError as error:
-                given = built.nodes["tokenizer"].value["model"]
-                if tokenizer.model.exists():
-                    findings.error("tokenizer", given.place, given.key, error.message, error.hint or "")
-                else:
-                    _add_missing("no-tokenizer", given.source or given, error, findings, starting)
+        if isinstance(tokenizer, Tokenizer) and tokenizer.model is not None and not tokenizer.model.exists():
+            node = built.nodes["tokenizer"].value["model"]
+            missing = SbkitError(f"{tokenizer.model}: no such file")
+            _add_missing("no-tokenizer", node.source or node, missing, findings, starting)
         labels, note = (None, "") if starting else _check_prepared(traced, findings)
         if traced.brain is not None and not any(each.severity == "error" for each in findings):
             report.notes += filter(None, [real_batches.try_batches(traced, findings)])

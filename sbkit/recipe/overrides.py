@@ -172,8 +172,8 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
         elif file in waiting:
             insert(waiting.pop(file), key)
     for key in itertools.chain(*waiting.values()):
-        below = itertools.dropwhile(lambda each, key=key: each != key, given.value)
-        following = next((each for each in below if each in order), None)
+        keys = list(given.value)
+        following = next((each for each in keys[keys.index(key):] if each in order), None)
         if following is not None and given.value[key].scalar:  # such as a reference to be put where a number was
             insert([key], following)
         else:
