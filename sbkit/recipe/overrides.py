@@ -174,7 +174,8 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
     for key in itertools.chain(*waiting.values()):
         keys = list(given.value)
         following = next((each for each in keys[keys.index(key):] if each in order), None)
-        if following is not None and given.value[key].scalar:  # such as a reference to be put where a number was
+        plain = given.value[key].scalar and given.value[key].tag in ("", "!ref", "!copy")  # building order is kept
+        if following is not None and plain:  # such as a reference to be put where a number was
             insert([key], following)
         else:
             order.append(key)

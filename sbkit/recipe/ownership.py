@@ -194,11 +194,11 @@ def _is_copied(key: str, built: Built, owned: Owned) -> bool:
     pattern, node = built.hparams.get(key), built.nodes.get(key)
     if not isinstance(pattern, nn.Module):
         return False
-    shapes = {name: tensor.shape for name, tensor in pattern.state_dict().items()}
+    shapes = {name: tensor.shape for name, tensor in pattern.named_parameters()}
     for name, taker in built.nodes.items():
         holder = owned.modules.get(id(built.hparams.get(name))) if node in taker.children() else None
         for layer in holder.modules() if holder is not None else ():
-            copied = {each: tensor.shape for each, tensor in layer.state_dict().items()}
+            copied = {each: tensor.shape for each, tensor in layer.named_parameters()}
             if type(layer) is type(pattern) and copied == shapes:
                 return True
     return False
