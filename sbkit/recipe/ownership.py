@@ -205,9 +205,9 @@ def _is_copied(key: str, built: Built, owned: Owned) -> bool:
 
 
 def _pretrained(built: Built) -> set[int]:
-    """Ids of the parameters that a Pretrainer of SpeechBrain's loads again in each run."""
-    pretrainers = [each for each in built.hparams.values() if isinstance(each, Pretrainer)]
-    return {id(p) for each in pretrainers for module in each.loadables.values()
+    """Ids of the parameters that a Pretrainer, SpeechBrain's or one like it, loads again in each run."""
+    pretrainers = [each for key, each in built.hparams.items() if key == "pretrainer" or isinstance(each, Pretrainer)]
+    return {id(p) for each in pretrainers for module in getattr(each, "loadables", {}).values()
             if isinstance(module, nn.Module) for p in module.parameters()}
 
 
