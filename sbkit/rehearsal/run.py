@@ -65,9 +65,10 @@ def rehearse(args: Sequence[str], count: int, card: Card) -> list[Line]:
             command = [sys.executable, "-m", "sbkit.rehearsal.run", temporary]
             try:
                 with child(command, environment, log, end_by=signal.SIGKILL) as process:
-                    while process.poll() is None:
+                    while True:
                         try:
                             process.wait(LINE_SECONDS)
+                            break
                         except subprocess.TimeoutExpired:
                             print(f"rehearsing for {time_span(time.monotonic() - started)}: {_stage(folder)}",
                                   file=sys.stderr, flush=True)

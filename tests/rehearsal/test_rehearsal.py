@@ -154,7 +154,7 @@ def rehearse(home, server, monkeypatch, capsys):
     def start(command, env, log, end_by):
         script = f"{here} from sbkit.rehearsal import run; run.main({command[-1]!r})"
         print(json.dumps([[script, env, log.name, log.name]]), file=server.stdin, flush=True)
-        yield SimpleNamespace(wait=server.stdout.readline)
+        yield SimpleNamespace(wait=lambda seconds: server.stdout.readline())
 
     def rehearse(*words, code, cards="2xH100"):
         assert main(["check", *words, "--as", cards, "--json"]) == code
