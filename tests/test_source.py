@@ -292,10 +292,11 @@ def test_it_finds_each_kind():
 
 # ---------------------------------------------------------------- what messages advise
 
-#: Options of other programs, and stand-ins for a name.
-NOT_OURS = {"--KEY.a.b", "--array", "--cards", "--cpus", "--exclude-libs", "--flag", "--force-reinstall", "--gpu",
-            "--gpus", "--index-url", "--key", "--nnodes", "--no-deps", "--query-gpu", "--shm-size", "--short",
-            "--signal", "--signals-to-handle", "--undefined-only", "--version"}
+#: Options of other programs, and examples.
+NOT_OURS = {
+    "--KEY.a.b", "--a", "--a.b", "--array", "--b.c", "--betas", "--cards", "--cpus", "--exclude-libs", "--flag",
+    "--force-reinstall", "--gpu", "--gpus", "--index-url", "--key", "--nnodes", "--no-deps", "--query-gpu",
+    "--shm-size", "--short", "--signal", "--signals-to-handle", "--undefined-only", "--version"}
 
 
 def options_in(text):
@@ -303,12 +304,15 @@ def options_in(text):
 
 
 def test_an_option_that_a_message_names_is_one():
-    """Of a command, or a key of a recipe."""
+    """Of a command, or a recipe's own key; what is within one is written with it, as ``--corpus.workers``."""
     reference = HOME.parent / "docs" / "reference"
     known = {option.replace("_", "-") for option in options_in((reference / "commands.md").read_text())}
-    pages = [reference / "keys.md", *HOME.parent.glob("hparams/**/*.yaml")]
-    keys = {key for page in pages for key in re.findall(r"^ *(\w+):|`(\w+)", page.read_text(), re.M)}
-    keys = {(left or right).replace("_", "-") for left, right in keys}
+    declared = (reference / "keys.md").read_text().partition("## Arguments of objects")[0]
+    keys = set(re.findall(r"^\| `(\w+)` \|", declared, re.M)) | set(
+        re.findall(r"`(\w+)`", declared.partition("## Run options")[2]))
+    for recipe in HOME.parent.glob("hparams/**/*.yaml"):
+        keys |= set(re.findall(r"^(?:    )?(\w+):", recipe.read_text(), re.M))
+    keys = {key.replace("_", "-") for key in keys}
     unknown = {f"{option} in {name}" for name in FILES for node in nodes(FILES[name])
                if isinstance(node, ast.Constant) and isinstance(node.value, str)
                for option in options_in(node.value) - NOT_OURS

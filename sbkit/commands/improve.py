@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             check_exists(source)
         except SbkitError as error:
-            raise SbkitError(f"--with: {source} has no corrections, and is no corpus", hint=(
+            raise SbkitError(f"--with: {source} has no corrections, and is no corpus: {error.message}", hint=(
                 "name the folder of sbkit serve --corrections, or a list of recordings and texts")) from error
     # Other corrections, other work: the same command resumes, and a new row begins anew from the old model.
     mark = hashlib.sha256(source.read_bytes() if source.is_file() else str(source.resolve()).encode()).hexdigest()[:8]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 
+from sbkit.errors import SbkitError
 from sbkit.system.environment import check_torch
 
 HELP = (
@@ -26,10 +27,13 @@ def run(argv: list[str]) -> int:
     read(request.path, request.overrides, findings := Findings())
     report = Report(str(request.path), built=False)
     report.add(findings)
-    if report.errors:
+    try:
+        root = load.resolved(request.path, request.overrides)
+    except SbkitError:
+        if not report.errors:
+            raise
         print(report.problems(), file=sys.stderr)
         return 1
-    root = load.resolved(request.path, request.overrides)
     # References stay, so that what is printed follows --key value as the recipe does: a corpus sets output_neurons. One
     # can name a key of the whole file with a plain value, or with a reference further above, as HyperPyYAML reads them.
     values = {f"<{key}>": node.value for key, node in root.items() if node.scalar and not node.tag}
@@ -59,6 +63,6 @@ def run(argv: list[str]) -> int:
     for name, known in declared(root).items():
         if name not in root.value and not known.needed:
             print(f"{name}: {writing.scalar(known.default) if known.default != () else '[]'}    # default")
-    if report.warnings:
+    if findings:
         print(report.problems(), file=sys.stderr)
-    return 0
+    return 1 if report.errors else 0

@@ -187,7 +187,7 @@ def locate(name: str) -> Path:
         if path.is_file():
             return path
     if folder := next((path for path in candidates if path.is_dir()), None):
-        inside = sorted(path.name for path in folder.glob("*.y*ml"))
+        inside = sorted(str(path) for path in (*folder.glob("*.y*ml"), *folder.glob("*/*.y*ml")))
         raise SbkitError(f"{name} is a folder, not a recipe", hint=(
             f"name one of its recipes: {listed(inside)}" if inside else
             "there is no recipe in it; sbkit new FOLDER writes recipes to start from"))

@@ -86,7 +86,7 @@ def check(
         for node in root.value["corpus"].walk() if root is not None and "corpus" in root.value else ():
             source = node.value.get("source") if isinstance(node.value, dict) else None
             named = data(source) if source is not None else None
-            if source is not None and isinstance(named, (str, dict)):
+            if source is not None and named and isinstance(named, (str, dict)):  # else the demo corpus
                 try:
                     check_exists(named)
                 except SbkitError as error:
@@ -156,9 +156,13 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
                 _add_missing("no-recordings", folder.source or folder, error, findings, starting)
         tokenizer = built.hparams.get("tokenizer")
         if isinstance(tokenizer, Tokenizer) and tokenizer.model is not None and not tokenizer.model.exists():
-            node = built.nodes["tokenizer"].value["model"]
-            missing = SbkitError(f"{tokenizer.model}: no such file")
+            node = built.nodes["tokenizer"]
+            node = node.value.get("model", node) if isinstance(node.value, dict) else node
+            missing = SbkitError(f"{tokenizer.model}: no such file", hint="give the path of a sentencepiece model")
             _add_missing("no-tokenizer", node.source or node, missing, findings, starting)
+        for problem in traced.keys.missing() if traced.keys is not None else ():
+            _add_missing("not-installed", built.nodes[problem.key], SbkitError(problem.message, hint=problem.hint),
+                         findings, starting)
         labels, note = (None, "") if starting else _check_prepared(traced, findings)
         if traced.brain is not None and not any(each.severity == "error" for each in findings):
             report.notes += filter(None, [real_batches.try_batches(traced, findings)])

@@ -195,6 +195,10 @@ class Keys:
         """The problems of combined keys, each of which is right by itself; for derived classes to override."""
         yield from ()
 
+    def missing(self) -> Iterator[Problem]:
+        """The keys whose values need what isn't installed on this machine; for derived classes to override."""
+        yield from ()
+
     if not typing.TYPE_CHECKING:  # a type checker finds undeclared keys itself
 
         def __getattr__(self, name: str) -> NoReturn:

@@ -150,12 +150,14 @@ def _insert(into: Node, given: Node) -> None:
             _set(into, key, value, given)
 
 
-def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str], partial: bool = False) -> None:
+def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str], partial: bool = False,
+           nested: bool = False) -> None:
     """Apply overrides to a mapping; a new key comes before the next one of its file that the mapping has already.
 
     So a recipe and its base are built in the order in which they read, which random initial weights depend on.
 
     partial : the mapping holds overrides of an included file, so its keys aren't all there are
+    nested : the mapping is a value within a file: its own new keys are its last ones
     """
     partial = partial or root.tag.startswith(INCLUDE)
     order, waiting = list(root.value), dict[str, list[Any]]()
@@ -175,7 +177,7 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
         keys = list(given.value)
         following = next((each for each in keys[keys.index(key):] if each in order), None)
         plain = given.value[key].scalar and given.value[key].tag in ("", "!ref", "!copy")  # building order is kept
-        if following is not None and plain:  # such as a reference to be put where a number was
+        if following is not None and plain and not nested:  # such as a reference to be put where a number was
             insert([key], following)
         else:
             order.append(key)
@@ -190,7 +192,7 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
                 _report_typo(root, given, key, new, findings)
             _set(root, key, new, given)
         elif isinstance(target.value, dict):
-            _apply(target, new, findings, declared, partial and not target.tag)
+            _apply(target, new, findings, declared, partial and not target.tag, not target.tag.startswith(INCLUDE))
         elif target.tag.startswith(TAKES_PARTS) and target.value in ("", None):
             places = {part: new.place_of(part) for part in new.value}
             root.value[key] = Node(new.value, target.place, target.key, target.tag, key_places=places)

@@ -192,15 +192,28 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
 def _is_copied(key: str, built: Built, owned: Owned) -> bool:
     """Whether the object of a key is only a pattern that an owned module has copied, as in SpeechBrain's SepFormer."""
     pattern, node = built.hparams.get(key), built.nodes.get(key)
-    if not isinstance(pattern, nn.Module):
+    if not isinstance(pattern, nn.Module) or id(pattern) in owned.modules:
         return False
     shapes = {name: tensor.shape for name, tensor in pattern.named_parameters()}
     for name, taker in built.nodes.items():
         holder = owned.modules.get(id(built.hparams.get(name))) if node in taker.children() else None
-        for layer in holder.modules() if holder is not None else ():
-            copied = {each: tensor.shape for each, tensor in layer.named_parameters()}
-            if type(layer) is type(pattern) and copied == shapes:
-                return True
+        if holder is not None and not _reaches(holder, pattern) and any(
+                type(layer) is type(pattern) and shapes == {each: p.shape for each, p in layer.named_parameters()}
+                for layer in holder.modules()):
+            return True
+    return False
+
+
+def _reaches(holder: object, wanted: object) -> bool:
+    """Whether an object holds another, also where torch doesn't look, such as in a list."""
+    todo, seen = [holder], dict[int, object]()
+    while todo and len(seen) < _MAX_OBJECTS:
+        obj = todo.pop()
+        if obj is wanted:
+            return True
+        if id(obj) not in seen and not isinstance(obj, (*_LEAVES, torch.Tensor)):
+            seen[id(obj)] = obj
+            todo += [inner for _, inner, _ in _inside(obj)]
     return False
 
 

@@ -65,7 +65,11 @@ def warn_of_slow_reading(brain: Brain, train_set: TrainLoader, device: torch.dev
         return
     seconds = flops.typical_seconds(manifest.durations)
     utterances = max(batching.min_batch_utterances, int(batching.max_batch_seconds / seconds))
-    kernels = flops.run(brain, utterances, seconds, flops.FlopCounter).kernels
+    try:
+        kernels = flops.run(brain, utterances, seconds, flops.FlopCounter).kernels
+    except Exception as error:  # any layer may have its own; without a count there is no advice
+        logger.debug("Kernels can't be counted, so slow reading is not looked for: %s", error)
+        return
     audio = batching.update_seconds / train_set.world
     step_seconds = least_step_seconds(
         audio / (utterances * seconds), flops.least_seconds(kernels, limits),

@@ -43,8 +43,8 @@ class TrainKeys(Keys):
                                  NAMES)
     tensorboard: bool = key("the former name of `loggers: [tensorboard]`", False)
 
-    def clashes(self) -> Iterator[Problem]:
-        yield from super().clashes()
+    def missing(self) -> Iterator[Problem]:
+        yield from super().missing()
         for name in self.loggers:
             try:
                 class_of(name)

@@ -23,7 +23,7 @@ LITTLE = ("--no-check --noprogressbar --d_model 16 --nhead 2 --num_encoder_layer
 
 @pytest.mark.parametrize("words, told", [
     (["nowhere", "--with", "{data}"], "nowhere"), (["{run}", "--with", "nowhere"], "--with: there is no nowhere"),
-    (["{run}", "--with", "{data}"], "has no corrections, and is no corpus; name the folder of sbkit"),
+    (["{run}", "--with", "{data}"], "has no corrections, and is no corpus: "),
     (["{run}", "--with", "{data}", "--set", "lr"], "--set lr: write KEY=VALUE"),
     (["{run}", "--with", "{data}", "--to", "{run}"], "is there and no bundle"),
     (["{run}", "--with", "{data}"], "--to BUNDLE is missing")])

@@ -177,6 +177,13 @@ def test_one_object_or_array_of_all(tmp_path, whole, indent):
     assert list(rows.wavs) == [f"{tmp_path}/a.wav", f"{tmp_path}/b.wav"]
 
 
+@pytest.mark.parametrize("words", [5, [{"word": "hi", "start": 0}]])
+def test_words_that_are_no_text_are_none(tmp_path, words):
+    write(tmp_path / "train.json", json.dumps({"u1": {"wav": "a.wav", "words": words}}))
+    with pytest.raises(SbkitError, match="no column for the text"):
+        read(tmp_path)
+
+
 def test_lines_that_cannot_be_used_are_named(tmp_path):
     path = write(tmp_path / "train.jsonl", "\n".join([
         '{"audio_filepath": "a.wav", "text": "x"}', "not json", "", '["no object"]', '{"text": "no path"}',

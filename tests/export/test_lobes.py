@@ -99,7 +99,7 @@ def test_longer_than_the_table_of_positions(tmp_path):
 
 
 class Recurrent(nn.Module):
-    """A GRU both ways, an LSTM one way and, in a CRDNN that pools features and time, a stabilised GRU of two layers.
+    """A GRU, an LSTM and, in a CRDNN that pools features and time, a stabilised one of two layers, all both ways.
 
     Side by side, since one behind the other makes much of how each rounds.
     """
@@ -111,7 +111,7 @@ class Recurrent(nn.Module):
             cnn_channels=[6], inter_layer_pooling_size=[2], dnn_blocks=1, dnn_neurons=9, dropout=0.0,
             time_pooling=True, time_pooling_size=2)
         self.gru, self.lstm = (kind(hidden_size=6, input_shape=[4, 40, FEATURES], num_layers=layers, dropout=0.0,
-                                    bidirectional=layers > 1) for kind, layers in ((RNN.GRU, 2), (RNN.LSTM, 1)))
+                                    bidirectional=True) for kind, layers in ((RNN.GRU, 2), (RNN.LSTM, 1)))
         self.pool = Pooling1d("max", 2, input_dims=3, pool_axis=1)
 
     def forward(self, feats):

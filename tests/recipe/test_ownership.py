@@ -69,6 +69,14 @@ class Tied(nn.Module):
         self.weight = other.weight
 
 
+class Within(nn.Module):
+    """Holds another layer as torch does, or, so that it isn't trained, in a list beside one like it."""
+
+    def __init__(self, inner, hidden=None):
+        super().__init__()
+        self.inner, self.hidden = inner, [hidden]
+
+
 HERE = "test_ownership"
 OWNED = "owned: !new:torch.nn.Linear [3, 5]\n"
 HEAD = f"layer: !new:torch.nn.Linear [8, 20]\n{OWNED}"
@@ -100,6 +108,14 @@ def test_a_layer_is_found_however_it_is_held(tmp_path, holder):
     assert [(f.key, f.line, f.severity) for f in findings] == [("__layer", 1, "error")]
     assert "Linear with 180 parameters" in findings[0].message
     assert findings[0].suggestion == "write `__layer: !ref <__layer>` under modules"
+
+
+def test_a_layer_beside_one_like_it_is_no_pattern_that_was_copied(tmp_path):
+    text = f"layer: !new:torch.nn.Linear [3, 5]\nwithin: !new:{HERE}.Within [!ref <owned>, !ref <layer>]\n"
+    findings, _ = look(tmp_path, f"{OWNED}{text}modules:\n    within: !ref <within>\n")
+    assert [(f.key, f.severity) for f in findings] == [("layer", "error")]
+    inner = f"inner: !new:{HERE}.Stays\nwithin: !new:{HERE}.Within [!ref <inner>]\n"
+    assert look(tmp_path, f"{inner}modules:\n    within: !ref <within>\n") == ([], ["inner.table"])
 
 
 def test_a_layer_without_a_key_of_its_own_is_told_where_it_is_built(tmp_path):

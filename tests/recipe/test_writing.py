@@ -59,6 +59,12 @@ def test_a_number_that_becomes_a_reference_keeps_its_place_above_what_refers_to_
     assert loaded["wide"] == 16 and loaded["model"] == {"wide": 16}
 
 
+def test_a_new_part_is_the_last_of_its_mapping_whatever_else_is_given(tmp_path):
+    loaded = both(tmp_path, "recipe: !include:base.yaml\n    parts: {z: 3}\n", "--parts.y", "7",
+                  base="parts: {x: 1, y: 2}\n")
+    assert list(loaded["parts"].items()) == [("x", 1), ("y", 7), ("z", 3)]
+
+
 def over(*lines):
     return "\n".join(["recipe: !include:base.yaml", *(f"    {line}" for line in lines)]) + "\n"
 

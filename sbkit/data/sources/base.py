@@ -19,8 +19,7 @@ from sbkit.errors import SbkitError, shown_names
 ALIASES: dict[str, tuple[str, ...]] = {
     "id": ("ID", "id", "utt_id", "utt", "uttid", "key", "segment_id"),
     "audio": ("audio", "wav", "audio_filepath", "audio_path", "wav_path", "path", "file", "filename"),
-    "text": ("wrd", "text", "sentence", "transcription", "transcript", "txt", "normalized_text", "raw_text",
-             "words"),
+    "text": ("wrd", "text", "sentence", "transcription", "transcript", "txt", "normalized_text", "raw_text"),
     "speaker": ("spk_id", "speaker_id", "speaker", "spk", "client_id"),
     "duration": ("duration", "dur", "audio_length"),
     "start": ("start", "offset"),

@@ -110,7 +110,9 @@ def _whole(path: Path) -> list[Any] | None:
     try:
         data = untrusted.parse_json(stripped(untrusted.read_bytes(path, _MAX_BYTES)))
         if isinstance(data, dict):
-            return [{"ID": id_, **item} if isinstance(item, dict) else item for id_, item in data.items()]
+            # SpeechBrain's templates call a text "words", which elsewhere is a count, or words with their times.
+            return [{"ID": id_, **({"wrd": item["words"]} if isinstance(item.get("words"), str) else {}), **item}
+                    if isinstance(item, dict) else item for id_, item in data.items()]
         return data if isinstance(data, list) else [data]
     except OSError as error:
         raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None

@@ -3,9 +3,10 @@ classes of the user's own."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import logging
 import os
+import sys
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -198,11 +199,18 @@ NAMES = Array(String(pattern="|".join((*KINDS, r"\w+(\.\w+)+"))),
 
 def make(names: Iterable[str], run: Run) -> list[Logger]:
     """Make the loggers that a recipe names."""
-    return [class_of(name)(name, run) for name in dict.fromkeys(names)]
+    made = []
+    for name in dict.fromkeys(names):
+        kind = class_of(name)
+        try:
+            made.append(kind(name, run))
+        except ImportError as error:  # a tool that is there, and lacks something
+            raise _not_importable(name, kind, first_line(error)) from error
+    return made
 
 
 def class_of(name: str) -> type[Logger]:
-    """The class of a logger that a recipe names; it and its tool can be imported."""
+    """The class of a logger that a recipe names; its tool is installed, but not imported, which takes seconds."""
     module, _, of = name.rpartition(".")
     try:
         found = KINDS.get(name) or getattr(importlib.import_module(module), of)
@@ -211,10 +219,12 @@ def class_of(name: str) -> type[Logger]:
                          hint="name a class by its module, such as mine.Csv") from error
     if not (isinstance(found, type) and issubclass(found, Logger)):
         raise SbkitError(f"loggers: {name} is no Logger", hint=f"derive it from {__name__}.Logger")
-    try:
-        importlib.import_module(found.module or __name__)
-    except ImportError as missing:
-        raise SbkitError(f"loggers: {name} can't be imported ({missing})",
-                         hint=f"pip install 'sbkit[{name}]'" if name in KINDS else
-                         f"install what has the module {found.module}") from missing
+    tool = (found.module or "sbkit").removeprefix("torch.utils.").partition(".")[0]  # TensorBoard's writer is torch's
+    if sys.modules.get(tool) is None and importlib.util.find_spec(tool) is None:
+        raise _not_importable(name, found, f"no module {tool}")
     return found
+
+
+def _not_importable(name: str, kind: type[Logger], why: str) -> SbkitError:
+    return SbkitError(f"loggers: {name} can't be imported ({why})", hint=(
+        f"pip install 'sbkit[{name}]'" if name in KINDS else f"install what has the module {kind.module}"))
