@@ -214,6 +214,10 @@ def test_show_tells_what_is_wrong_as_check_does(capsys):
     told = capsys.readouterr().err.splitlines()
     assert len(shown) > 3 and any("circular" in line for line in shown)
     assert shown == [line for line in told if ": error: " in line or ": warning: " in line]
+    assert main(["show", str(ROOT / "tests/recipe/small.yaml"), "--d_model", "abc"]) == 1
+    printed = capsys.readouterr()
+    assert "Transformer.d_model: TransformerASR's d_model must be a whole number" in printed.err
+    assert "d_model: abc" in printed.out  # what resolves is shown all the same
 
 
 def test_info_tells_a_run_from_a_bundle(tmp_path, capsys):

@@ -9,10 +9,18 @@ import run_folders
 import soundfile
 from written import BASED, write
 
+from sbkit.data.tokens import Tokenizer
 from sbkit.recipe.check import check
 from sbkit.recipe.load import open_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_trials")]
+
+
+class Mine(Tokenizer):
+    """Names its model in its own way."""
+
+    def __init__(self, folder, name):
+        super().__init__(folder, 24, model=name)
 
 
 @pytest.fixture
@@ -31,6 +39,7 @@ def test_a_corpus_and_a_rate_that_no_run_could_have_are_told_without_building_an
     report = check(elsewhere, {"opt_class": {"lr": -1}}, run=False)
     assert [(each.code, each.line) for each in report.findings] == [("wrong-value", 0), ("no-corpus", 3)]
     assert [each.code for each in check(elsewhere, {"data_folder": "./gone"}, run=False).errors] == ["no-corpus"]
+    assert check(elsewhere, {"data_folder": ""}, run=False).findings == []  # the demo corpus
     mixture = write(tmp_path, f"{BASED}    corpus: !new:sbkit.data.mixture.Mixture\n        folder: {tmp_path}\n"
                               f"        parts: {{a: !new:sbkit.data.corpus.Corpus {{source: {tmp_path / 'gone'}}}}}\n")
     assert [(each.code, each.line) for each in check(mixture, run=False).warnings] == [("no-corpus", 4)]
@@ -62,6 +71,9 @@ def test_a_folder_of_noise_that_is_missing_or_empty_is_reported_before_anything_
 
 def test_a_tokenizer_of_ones_own_that_is_missing_is_told_before_anything_is_prepared(tmp_path):
     path = write(tmp_path, f"{BASED}    tokenizer: {{model: {tmp_path / 'my.model'}}}\n")
+    write(tmp_path, f"{BASED}    tokenizer: !new:test_corpus_check.Mine {{folder: {tmp_path}, name: my.model}}\n")
+    assert [each.code for each in check(path).warnings] == ["no-tokenizer"]
+    write(tmp_path, f"{BASED}    tokenizer: {{model: {tmp_path / 'my.model'}}}\n")
     [finding] = check(path).warnings
     assert (finding.code, finding.line) == ("no-tokenizer", 2) and "my.model: no such file on this" in finding.message
     assert [each.code for each in check(path, {"data_folder": None}, starting=True).errors] == ["no-tokenizer"]

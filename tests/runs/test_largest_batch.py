@@ -86,7 +86,8 @@ def test_all_ranks_have_what_fits_into_the_smallest_share(tmp_path, cache, monke
 @on_linux
 def test_a_memory_that_is_too_small_is_an_error(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("SBKIT_CACHE", str(cache))
-    monkeypatch.setattr(batch_size_search, "memory_budget", None)  # put back at the end
+    for changed, name in ((batch_size_search, "memory_budget"), (multiprocessing, "get_context")):
+        monkeypatch.setattr(changed, name, None)  # put back at the end
     with pytest.raises(SbkitError, match="not even one of the longest utterances fits"):
         measured(tmp_path / "run", [LEAST])
 
