@@ -45,6 +45,7 @@ def _usable(kept: Path, manifests: Path, out: Path) -> Path:
     """Write the corrections that the run can be trained and judged with, and warn of the others, by reason."""
     from sbkit.data.manifest import Manifest
     from sbkit.data.splits import SPLITS
+    from sbkit.recipe.report import listed
     from sbkit.system.console import atomic_write
 
     def letters(text: str) -> str:
@@ -54,8 +55,9 @@ def _usable(kept: Path, manifests: Path, out: Path) -> Path:
     for file in filter(Path.is_file, (manifests / f"{split}.csv" for split in SPLITS)):
         manifest = Manifest.read(file)
         for text, seconds in zip(manifest.texts, manifest.durations, strict=True):
-            known.update(letters(text))
-            if file.stem != "train":
+            if file.stem == "train":
+                known.update(letters(text))
+            else:
                 held_out.setdefault(letters(text), []).append(float(seconds))
     usable, left_out = [], dict[str, list[str]]()
     lines = kept.read_bytes().split(b"\n")
@@ -77,6 +79,8 @@ def _usable(kept: Path, manifests: Path, out: Path) -> Path:
             why = "without words"
         elif sum(each in known for each in text) < len(text) / 2:
             why = "in another script than the run's texts"
+        elif foreign := set(text) - known:
+            why = f"with letters that the run's texts lack ({listed(sorted(foreign)[:5])}): write what is spoken"
         elif any(abs(row.get("duration", math.inf) - each) < SAME_LENGTH for each in lengths):
             why = "recordings of the run's own dev or test, which has to stay unseen"
         else:

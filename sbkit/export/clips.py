@@ -64,8 +64,8 @@ def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_second
             manifest = manifest.select(np.flatnonzero(manifest.durations <= max_seconds))
         clips = clips_of(manifest, sample_rate, count, column or "text")
     origin = f"{len(clips)} utterances of the test split" if clips else "noise, because there is no test audio"
-    hint = None if clips else ("a comparison on noise means little: put the corpus back where the run had it, or give "
-                               "sbkit import a --data_folder")
+    hint = None if clips else ("a comparison on noise means little: give sbkit import a --data_folder; a run's corpus "
+                               "has to be where it was")
     if not clips:
         clips = [Clip(_noise(seconds, sample_rate), None, f"{seconds:g} s of noise") for seconds in _SYNTHETIC_SECONDS]
     longest = longest or max(len(clip.signal) for clip in clips) / sample_rate

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sbkit.errors import SbkitError
 from sbkit.system import console, disk, memory
 from sbkit.system.environment import check_torch
 from sbkit.train.distributed import ending
@@ -51,6 +52,7 @@ def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
     from sbkit.runs import same_start, training
     from sbkit.runs.lock import RunLock
     from sbkit.runs.start_guard import StartGuard
+    from sbkit.score.run_files import METRICS
     from sbkit.train.distributed import ranks
     from sbkit.train.memory import oom
 
@@ -61,6 +63,11 @@ def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
             tree = ranks.run_on_main(training.before_run, command) if command.check else None
             recipe = load.open_recipe(command.path, command.overrides, tree)
             folder = Path(recipe.keys.folder)
+            run = Path(recipe.keys.checkpointer.checkpoints_dir).resolve().parent
+            if (run / METRICS).is_file() and not run.is_relative_to(folder.resolve()):
+                raise SbkitError(f"checkpoints would go into another run, {run}", hint=(
+                    "a run's hyperparams.yaml has no references left, so --output_folder doesn't reach all folders; "
+                    f"train the recipe that it was made of, or the same again: sbkit reproduce {run}/reproduce.json"))
             with disk.disk_errors_as_user_error(folder), RunLock(folder), StartGuard(folder, ranks.is_main()) as guard:
                 _train(recipe, command, device, guard, bundles)
     finally:

@@ -119,13 +119,17 @@ def said(*texts, seconds=9.0):
     (said(" ", "...", "—"), "3 without words: c0, c1, c2"),
     (said(*["One, and the same!"] * 9), "has 9 usable corrections of 1 sentence;"),
     (said("доброе утро", "good morning", "добрый day"), "2 in another script than the run's texts: c0, c2"),
+    (said("good morning 15", "dear old hands", "řad old hands dear morning"),
+     "has 1 usable corrections of 1 sentence; 1 with letters that the run's texts lack (1, 5): write what is spoken: "
+     "c0; 1 with letters that the run's texts lack (ř): write what is spoken: c2"),
     (said("Green River.", "the old ladder", seconds=2.01),
      "has 1 usable corrections of 1 sentence; 1 recordings of the run's own dev or test, which has to stay")])
 def test_corrections_that_teach_nothing_are_told_before_anything_is_trained(corrections, told, tmp_path, capsys,
                                                                             monkeypatch):
     (tmp_path / "run" / "manifests").mkdir(parents=True)
     (tmp_path / "run" / "hyperparams.yaml").write_text("output_folder: here\n")
-    for split, text in (("train", "good morning dear old ladder hands"), ("test", "green river")):
+    for split, text in (("train", "good morning dear old ladder hands just be quick with examples of a vote"),
+                        ("test", "green river")):
         (tmp_path / "run" / "manifests" / f"{split}.csv").write_text(
             f"ID,duration,wav,spk_id,wrd\n{split}0,2.0,{split}.wav,,{text}\n")
     (tmp_path / "kept").mkdir()

@@ -342,7 +342,7 @@ def test_a_format_that_fails_is_left_out_with_its_reason(tmp_path, capsys, case)
         assert re.search(reasons[name], reason)
         assert f"left out: {name}, because {reason}" in shown and f"- {name}: {reason}" in card
         assert not (to / layout.MODELS[name]).exists()
-    assert "put the corpus back where the run had it, or give sbkit import a --data_folder" in shown
+    assert "give sbkit import a --data_folder; a run's corpus has to be where it was" in shown
     assert set(json.loads((to / "parity.json").read_text())["formats"]) == {"checkpoint", *config.models}
     assert set(config.files) == {path.name for path in to.iterdir()} - {"config.json"}
     with sbkit.infer.load(to, model=next(iter(config.models)), device="cpu") as model:

@@ -4,6 +4,7 @@ classes of the user's own."""
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import os
 import sys
@@ -94,9 +95,8 @@ class Logger(ABC):
     def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
         """Send them, to a run that is begun with the first."""
 
-    @abstractmethod
-    def _close(self) -> None:
-        """End that run."""
+    def _close(self) -> None:  # noqa: B027 (most have nothing to end)
+        """End what ``_open`` holds; called if it holds something."""
 
 
 class TensorBoard(Logger):
@@ -219,6 +219,9 @@ def class_of(name: str) -> type[Logger]:
                          hint="name a class by its module, such as mine.Csv") from error
     if not (isinstance(found, type) and issubclass(found, Logger)):
         raise SbkitError(f"loggers: {name} is no Logger", hint=f"derive it from {__name__}.Logger")
+    if inspect.isabstract(found):
+        raise SbkitError(f"loggers: {name} lacks {', '.join(sorted(found.__abstractmethods__))}",
+                         hint="write _log(self, values, step, seconds)")
     tool = (found.module or "sbkit").removeprefix("torch.utils.").partition(".")[0]  # TensorBoard's writer is torch's
     if sys.modules.get(tool) is None and importlib.util.find_spec(tool) is None:
         raise _not_importable(name, found, f"no module {tool}")

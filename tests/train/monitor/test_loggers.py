@@ -124,6 +124,10 @@ def test_a_name_that_no_class_can_have_is_refused_with_the_recipe(name):
     assert [name] not in loggers.NAMES
 
 
+class Silent(loggers.Logger):
+    """It sends nothing."""
+
+
 class Lines(loggers.Logger):
     """A tool of one's own: a file with a line for each number."""
 
@@ -154,7 +158,7 @@ def test_a_module_that_a_class_of_ones_own_lacks_is_named(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("name, message", [
     ("no_such.Csv", "no_such.Csv can't be imported"), (f"{__name__}.Csv", "can't be imported"),
-    (f"{__name__}.RECIPE", "is no Logger")])
+    (f"{__name__}.RECIPE", "is no Logger"), (f"{__name__}.Silent", "lacks _log; write _log")])
 def test_a_name_of_no_logger_is_one_clear_error(tmp_path, name, message):
     with pytest.raises(SbkitError, match=message):
         loggers.make([name], Run(tmp_path, {}))
