@@ -62,7 +62,9 @@ def try_behaviour(folder: Path, config: layout.Bundle, bundles: Bundles, clips: 
     config.files[layout.README] = layout.fingerprint(readme)
     config.trained = {**config.trained, "behaviour": found.figures}
     (folder / layout.CONFIG).write_text(config.to_json(), encoding="utf-8")
-    return f"where nobody speaks it writes {found.figures[SILENCE]:.1f} words a minute ({layout.README}: each sound)\n"
+    between = found.tables[0].rows[-1][-1]  # of a minute; sbkit evaluate --behaviour tries ten times as much
+    return (f"where nobody speaks it writes {found.figures[SILENCE]:.1f} words a minute (95 % interval {between}; "
+            f"{layout.README}: each sound)\n")
 
 
 def _calibrate(config: layout.Config, transcribe: Callable[[Sequence[np.ndarray]], list[Any]], corpus: Corpus | None
