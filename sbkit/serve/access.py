@@ -75,8 +75,9 @@ REQUEST_ID = "sbkit.request_id"
 _WITHOUT_KEY = frozenset({"/", "/health", "/ready"})
 #: Paths that monitoring may always ask for.
 PROBES = frozenset({"/health", "/ready", "/metrics"})
-_COUNTED_PATHS = _WITHOUT_KEY | {"/metrics", "/v1/models", "/v1/audio/transcriptions", "/v1/audio/live",
-                                 "/v1/audio/speech", "/v1/audio/voices"}
+_WITH_NAMES = ("/v1/models", "/v1/audio/corrections")  # counted without the name that follows
+_COUNTED_PATHS = _WITHOUT_KEY | {"/metrics", *_WITH_NAMES, "/v1/audio/transcriptions", "/v1/audio/live",
+                                 "/v1/audio/outputs", "/v1/audio/speech", "/v1/audio/voices"}
 _log = logging.getLogger(__name__)
 
 
@@ -158,7 +159,8 @@ class AccessControl:
                 raise
             await self._send_error(scope, receive, sender, failed(sender.id, error))
         finally:
-            label = path if path in _COUNTED_PATHS else "/v1/models" if path.startswith("/v1/models/") else "other"
+            label = path if path in _COUNTED_PATHS else next(
+                (each for each in _WITH_NAMES if path.startswith(f"{each}/")), "other")
             seconds, status = time.monotonic() - began, sender.status or (499 if scope["type"] == "http" else 101)
             if scope["type"] == "http":
                 self._metrics.requests.labels(label, status).inc()

@@ -51,14 +51,15 @@ def test_each_request_is_a_line_without_key_path_of_its_own_or_text(bundle, capl
     caplog.set_level("INFO", "sbkit.serve.access")
     with serving.serving(bundle, keys=["secret-key"]) as server:
         keyed = {"authorization": "Bearer secret-key"}
-        for path, headers in (("/health", {}), ("/v1/models", {}), ("/v1/models", keyed), ("/a-private-path", keyed)):
+        for path, headers in (("/health", {}), ("/v1/models", {}), ("/v1/models", keyed), ("/a-private-path", keyed),
+                              ("/v1/audio/corrections/a-private-name", keyed)):
             httpx.get(server.url + path, headers=headers)
         said = httpx.post(f"{server.url}/v1/audio/transcriptions", headers=keyed, data={"model": "level"},
                           files={"file": ("private-name.wav", serving.wav("first words"))})
         assert said.json()["text"] == "first words"
     assert [each.split(" after ")[0] for each in caplog.messages] == [
         "127.0.0.1 GET /v1/models: 401", "127.0.0.1 GET /v1/models: 200", "127.0.0.1 GET other: 404",
-        "127.0.0.1 POST /v1/audio/transcriptions: 200"]
+        "127.0.0.1 GET /v1/audio/corrections: 405", "127.0.0.1 POST /v1/audio/transcriptions: 200"]
     assert said.headers["x-request-id"] in caplog.messages[-1]
     assert not any(word in line for line in caplog.messages for word in ("secret", "private", "first"))
 
