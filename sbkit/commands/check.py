@@ -93,15 +93,20 @@ def _rehearse(argv: list[str], given: argparse.Namespace) -> int:
     request, started = arguments.parse([*argv, "--device", "cuda"]), time.perf_counter()
     if not given.json:  # JSON has these errors among its findings
         check_overrides(request.path, request.overrides)
-    report = assemble(str(request.path), rehearse(argv, count, card), count, card, time.perf_counter() - started)
-    if given.price is not None:
+    sections, notes = {}, []
+    if given.price is not None:  # first: a corpus that isn't prepared is told now, not after the rehearsal
         from sbkit.recipe.check import check
         from sbkit.recipe.price import PriceRequest
 
         pricing = PriceRequest(given.price, count, card.name, {card.name: card.watts})
         priced = check(request.path, request.overrides, run_opts=request.run_opts, pricing=pricing)
-        report.sections |= {name: each for name, each in priced.sections.items() if name == "price"}
-        report.notes += [note for note in priced.notes if note.startswith("the price")]
+        sections = {name: each for name, each in priced.sections.items() if name == "price"}
+        notes = [note for note in priced.notes if note.startswith("the price")]
+        for note in notes:
+            print(f"not checked: {note}", file=sys.stderr, flush=True)
+    report = assemble(str(request.path), rehearse(argv, count, card), count, card, time.perf_counter() - started)
+    report.sections |= sections
+    report.notes += notes
     print(report.json() if given.json else page(report))
     if html is not None:
         try:

@@ -55,6 +55,10 @@ _UNSPOKEN = r"[\pN<>\[\](){}]"
 #: Neighbouring letters of two scripts that look alike: mostly one of them was typed on the wrong keyboard.
 _ALIKE = ("Latin", "Cyrillic", "Greek")
 _PAIRS = [{one.upper(), two.upper()} for one, two in itertools.combinations(_ALIKE, 2)]
+#: Scripts of which one may be that of a corpus; Japanese has three at once.
+_SCRIPTS = ("Latin", "Cyrillic", "Greek", "Arabic", "Hebrew", "Devanagari", "Bengali", "Tamil", "Thai", "Georgian",
+            "Armenian", "Ethiopic", "Hangul", r"Han}\p{Hiragana}\p{Katakana")
+_MAIN_SCRIPT = 0.9  # of the texts have letters of it
 _MIXED = "|".join(rf"\p{{{one}}}\pM*\p{{{two}}}" for one, two in itertools.permutations(_ALIKE, 2))
 
 
@@ -243,7 +247,8 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
 
 
 def _odd_texts(rows: Manifest, at: np.ndarray) -> list[str]:
-    """Notices about those of the rows ``at`` whose recording has another text too, or with words of two scripts."""
+    """Notices about those of the rows ``at`` whose recording has another text too, whose words have two scripts, or
+    whose text is in another script than the rest."""
     notices = []
     keys = recording_keys(rows.wavs, rows.starts)
     if rows.starts.any():  # segments that begin together and end apart are no copies
@@ -255,7 +260,8 @@ def _odd_texts(rows: Manifest, at: np.ndarray) -> list[str]:
         one, two = np.sort(at[different[recordings[different] == several[0]]])[:2]
         notices.append(f"{counted(len(several), 'recording')} with more than one text, such as {rows.wavs[one]}: "
                        f"{rows.texts[one]!r} ({rows.ids[one]}) and {rows.texts[two]!r} ({rows.ids[two]})")
-    mixed = at[np.flatnonzero(pc.match_substring_regex(rows.texts.take(at).arrow, _MIXED))]
+    texts = rows.texts.take(at).arrow
+    mixed = at[np.flatnonzero(pc.match_substring_regex(texts, _MIXED))]
     if len(mixed):
         text = rows.texts[mixed[0]]
         names = [unicodedata.name(letter, "") for letter in text if unicodedata.category(letter)[0] != "M"]
@@ -263,6 +269,15 @@ def _odd_texts(rows: Manifest, at: np.ndarray) -> list[str]:
                       ("such letters",))  # named otherwise, as the ordinal indicator is
         notices.append(f"{counted(len(mixed), 'text')} with letters of two scripts in a word, such as "
                        f"{rows.ids[mixed[0]]}: {text[:100]!r} has {' beside '.join(beside)}")
+    lettered = np.asarray(pc.match_substring_regex(texts, r"\pL"))
+    for script in _SCRIPTS:
+        native = np.asarray(pc.match_substring_regex(texts, rf"[\p{{{script}}}]"))
+        if native.sum() > _MAIN_SCRIPT * lettered.sum():
+            foreign = at[lettered & ~native]
+            if len(foreign):
+                notices.append(f"{counted(len(foreign), 'text')} in another script than the rest, such as "
+                               f"{rows.ids[foreign[0]]}: {rows.texts[foreign[0]][:100]!r}")
+            break
     return notices
 
 

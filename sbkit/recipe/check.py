@@ -47,6 +47,7 @@ from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.speed import limits_of, native_precision, peak_of, peak_of_card
 from sbkit.recipe.values import data, static
+from sbkit.system import disk
 from sbkit.system.console import logging_disabled, stored_json
 from sbkit.system.environment import describe
 
@@ -154,6 +155,13 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
                 node = built.origin(each) or built.nodes[key]
                 folder = node.value.get("folder", node) if isinstance(node.value, dict) else node
                 _add_missing("no-recordings", folder.source or folder, error, findings, starting)
+        output = built.hparams.get("output_folder")
+        try:
+            if isinstance(output, str):
+                disk.check_writable(Path(output) / "hyperparams.yaml", "--output_folder")
+        except SbkitError as error:
+            node = built.nodes["output_folder"]
+            _add_missing("no-output", node.source or node, error, findings, starting)
         tokenizer = built.hparams.get("tokenizer")
         if isinstance(tokenizer, Tokenizer) and tokenizer.model is not None and not tokenizer.model.exists():
             node = built.nodes["tokenizer"]

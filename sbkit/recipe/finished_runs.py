@@ -191,7 +191,7 @@ def record(log: Iterable[Mapping[str, Any]], brain: type, threads: int, max_batc
     starts = [line for line in log if line["kind"] == "run"]
     epochs = [line for line in log if line["kind"] == "epoch" and line.get("train_seconds")]
     tests = [line for line in log if line["kind"] == "test"]
-    if len(starts) != 1 or len(tests) != 1 or not epochs or not all(line.get("flops_per_s") for line in epochs):
+    if len(starts) != 1 or len(tests) != 1 or not epochs or not epochs[-1].get("flops_per_s"):
         return False
     seconds = tests[0]["time"] - starts[0]["time"]
     if seconds < MIN_SECONDS:

@@ -76,7 +76,7 @@ def check_overrides(files: Files, overrides: Mapping[str, Any], findings: Findin
     unknown = [key for key in new if key not in declared or type(overrides[key]) is dict]
     options = *(key for key in there if isinstance(key, str)), *declared, *RUN_OPTIONS, *COMMAND_OPTIONS
     for key in unknown:
-        message, hint = unknown_key(files[0][0], key, overrides[key], [name for name in options if name not in unknown])
+        message, hint = unknown_key(files, key, overrides[key], [name for name in options if name not in unknown])
         findings.error("unknown-override", Place(), f"--{key}", message, hint)
     return unknown
 

@@ -45,20 +45,22 @@ def with_present_keys(overrides: Mapping[str, Any], there: Collection[object]) -
     return found
 
 
-def unknown_key(recipe: Path | str, key: str, value: object, known: Collection[str]) -> tuple[str, str]:
+def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -> tuple[str, str]:
     """A message about a key on the command line that doesn't exist, and a hint.
 
     known : the keys and options that do
     """
     ours = _NAMED_ELSEWHERE.get(key)
+    within = next((f"{name}.{key}" for _, level in levels(files) for name, node in level.value.items()
+                   if isinstance(node.value, dict) and key in node.value), None)
     near = ours if ours in known else (
-        did_you_mean(key, known) or did_you_mean(f"--{key}", [f"--{name}" for name in known], cutoff=0.75))
+        within or did_you_mean(key, known) or did_you_mean(f"--{key}", [f"--{name}" for name in known], cutoff=0.75))
     hint = f"did you mean --{near.removeprefix('--')}?" if near else "define that key in the YAML first"
     if key in _OF_TORCHRUN:
         hint = f"it is an option of torchrun: torchrun --{key}{f'={value}' if value else ''} train.py RECIPE ..."
     elif key in _BY_TORCHRUN:
         hint = "torchrun starts a process per device: torchrun --nproc_per_node=N train.py RECIPE ..."
-    return f"{recipe} has no key {key}", hint
+    return f"{files[0][0]} has no key {key}", hint
 
 
 class NoValue(int):

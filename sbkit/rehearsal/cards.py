@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sbkit.errors import SbkitError
+from sbkit.recipe.report import did_you_mean
 
 GIB = 1 << 30
 # Maximum shared memory of a block in bytes, and threads of a multiprocessor, by compute capability, from the CUDA C++
@@ -77,8 +78,9 @@ def parse_cards(text: str) -> tuple[int, Card]:
     match = re.fullmatch(r"(?:([0-9]+)\s*[xX×*]\s*)?(.+)", text.strip())
     card = match and known.get(_plain(match[2]))
     if match is None or card is None:
-        raise SbkitError(f"'{text}' is not a known GPU",
-                         hint=f"write for example 8xH100; known are {', '.join(CARDS)}")
+        near = did_you_mean(match[2], CARDS) if match is not None else ""
+        raise SbkitError(f"'{text}' is not a known GPU", hint=(f"did you mean {near}? " if near else "")
+                         + f"write for example 8xH100; known are {', '.join(CARDS)}")
     count = int(match[1] or 1)
     if not 1 <= count <= MAX_CARDS:
         raise SbkitError(f"'{text}' asks for {count} GPUs", hint=f"1 to {MAX_CARDS} of one machine can be simulated")

@@ -360,8 +360,9 @@ class Trainer:
         self.times.reset()
         progress = self._progress = Progress(
             f"train {epoch}", total, initial=begun, show=show, times=self.times, metrics=brain.metrics_log,
-            epoch=epoch, interval=brain.keys.log_interval,
-            colour=brain.tqdm_barcolor["train"] or None, utilisation=brain.utilisation, compiled=brain.compiled)
+            epoch=epoch, interval=brain.keys.log_interval, colour=brain.tqdm_barcolor["train"] or None,
+            # A second of audio takes fewer FLOPs while parts are frozen that will train.
+            utilisation=brain.utilisation if self.freezing.next_change is None else None, compiled=brain.compiled)
         if not state.step:
             state.began = time.monotonic()
         with progress:

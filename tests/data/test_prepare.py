@@ -173,6 +173,16 @@ def test_texts_that_are_probably_wrong_are_told_with_a_row(clips):
     assert prepare(apart)[1].notices == [], "segments that begin together"
 
 
+@pytest.mark.parametrize("texts, foreign", [
+    (["one two"] * 19 + ["\u0434\u0430", "7", ""], "1 text in another script than the rest, such as u19: '\u0434\u0430'"),
+    (["\u6771\u4eac", "\u3072\u3089", "\u30ab\u30bf"] * 4, None), (["one", "\u0434\u0430"] * 3, None), (["7", ""], None)])
+def test_texts_in_another_script_than_the_rest_are_told(clips, texts, foreign):
+    source = rows(clips, *[("good.wav", text) for text in texts])
+    source.ids, source.wavs = Column([f"u{i}" for i in range(len(texts))]), Column([f"{clips}/good.wav"] * len(texts))
+    notices = [each for each in prepare(source, rules=TextRules())[1].notices if "another script" in each]
+    assert notices == ([] if foreign is None else [foreign])
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.text("ao\u043e\u03bf\u00aa\u1d6c\u1d78\u0301\u0488 -", max_size=6), max_size=4))
 def test_scripts_beside_each_other_are_found_in_any_text(clips, texts):

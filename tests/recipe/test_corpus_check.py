@@ -79,6 +79,17 @@ def test_a_tokenizer_of_ones_own_that_is_missing_is_told_before_anything_is_prep
     assert [each.code for each in check(path, {"data_folder": None}, starting=True).errors] == ["no-tokenizer"]
 
 
+def test_an_output_folder_that_cannot_be_written_is_told_before_anything_is_prepared(tmp_path):
+    (tmp_path / "file").touch()
+    path = write(tmp_path, f"{BASED}    output_folder: {tmp_path / 'file' / 'out'}\n")
+    [finding] = check(path).warnings
+    assert (finding.code, finding.line, finding.key) == ("no-output", 2, "output_folder")
+    assert finding.message == (f"cannot write {tmp_path / 'file' / 'out' / 'hyperparams.yaml'}: Not a directory "
+                               "on this machine")
+    [finding] = check(path, {"data_folder": None}, starting=True).errors
+    assert finding.code == "no-output"
+
+
 def test_a_corpus_that_is_there_is_not_told_of(elsewhere, tmp_path):
     run_folders.corpus(tmp_path / "gone", 1.0, train=2, dev=1, test=1)
     assert not check(elsewhere, starting=True).problems()

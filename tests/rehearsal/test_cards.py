@@ -20,7 +20,8 @@ def test_a_number_of_cards_and_their_name_are_read_in_any_writing(name, count, t
 
 @pytest.mark.parametrize("texts, said", [
     (["", "8", "8x", "x", "H1000", "8xxH100", "-1xH100", "1.5xH100", "H100,H200"],
-     r"is not a known GPU.*8xH100.*RTX 4090"), (["0xH100", f"{MAX_CARDS + 1}xL4"], f"1 to {MAX_CARDS}")])
+     r"is not a known GPU.*8xH100.*RTX 4090"), (["2xH10"], "did you mean H100"),
+    (["0xH100", f"{MAX_CARDS + 1}xL4"], f"1 to {MAX_CARDS}")])
 def test_unknown_cards_and_numbers_are_errors_that_list_the_known_ones(texts, said):
     for text in texts:
         with pytest.raises(SbkitError, match=said):

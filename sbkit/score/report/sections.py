@@ -105,7 +105,7 @@ def against(run: RunData, other: RunData, found: RunComparison, clips: AudioEmbe
         change = ours.edits - before.edits[theirs]
         order = np.argsort(change, kind="stable")
         better, worse = [i for i in order if change[i] < 0], [i for i in order[::-1] if change[i] > 0]
-        note = (f"Of {len(change)} utterances {len(better)} got better, {len(worse)} worse, and "
+        note = (f"Of {counted(len(change), 'utterance')} {len(better)} got better, {len(worse)} worse, and "
                 f"{len(change) - len(better) - len(worse)} have as many errors as before.")
         shown = [[card(ours, clips, int(i), other=(before.words.hypotheses[theirs[i]], before.alignments[theirs[i]]))
                   for i in indices[:count]] for indices in (better, worse)]

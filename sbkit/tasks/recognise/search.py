@@ -24,6 +24,7 @@ from sbkit.decode.token_search import Hypothesis, TokenSearch
 from sbkit.errors import SbkitError
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.score.edits import count
+from sbkit.system.console import counted
 from sbkit.system.cores import usable_cores
 from sbkit.tasks.asr import TranscribedUtterance, nbest_entries
 from sbkit.tasks.recognise.keys import EncoderKeys
@@ -167,7 +168,7 @@ class SearchingTask(DecodingTask):
             weights, rate, greedy = best_weights(recorder, self.rows)
         search.weights = weights
         if ranks.is_main():
-            print(f"tuned on {len(manifest)} utterances of dev: --lm-weight {weights.lm:g} --word-score "
+            print(f"tuned on {counted(len(manifest), 'utterance')} of dev: --lm-weight {weights.lm:g} --word-score "
                   f"{weights.word:g} (WER {rate:.2f} %, greedy {greedy:.2f} %)")
         return {"tuned_on": len(manifest), "dev_WER": rate, "dev_WER_greedy": greedy}
 
