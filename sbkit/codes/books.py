@@ -104,8 +104,12 @@ class Books:
 
     def require(self, found: Books, where: str) -> None:
         """Raise if ``found``, read from ``where``, are other codebooks than these."""
-        differ = [f"{each.name} {_short(getattr(found, each.name))} instead of {_short(getattr(self, each.name))}"
-                  for each in fields(self) if getattr(found, each.name) != getattr(self, each.name)]
+        differ = []
+        for each in fields(self):
+            both = getattr(found, each.name), getattr(self, each.name)
+            if both[0] != both[1]:
+                differ.append(f"{each.name} " + " instead of ".join(
+                    f"{value[:12]}..." if isinstance(value, str) else str(value) for value in both))
         if differ:
             raise SbkitError(f"{where} has codes of another codec: {', '.join(differ)}",
                              hint="create them again with this codec, or use the codec that created them")
@@ -133,7 +137,3 @@ def _whole(value: object, maximum: int) -> bool:
 def _are_whole(values: np.ndarray) -> bool:
     """Whether an array of Python objects has only integers, which may be too large for other types."""
     return values.dtype == object and all(type(each) is int for each in values.ravel())
-
-
-def _short(value: object) -> str:
-    return f"{value[:12]}..." if isinstance(value, str) else str(value)

@@ -331,7 +331,16 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
         last = max(file.frames - VORBIS_PAGE, 0) if file.subtype == "VORBIS" else file.frames if exact else 0
         yield OpenRecording(file, name, last, functools.partial(true_length.frames, file, read, size))
     except soundfile.SoundFileError as error:
-        raise AudioError(name, _cause(error, handle, data)) from None
+        if handle is not None and os.path.isdir(f"/proc/self/fd/{handle}"):  # libsndfile only says "System error"
+            cause = "is a folder, not a recording"
+        elif (os.fstat(handle).st_size if handle is not None else len(data)) == 0:
+            cause = "is empty (0 bytes)"
+        else:
+            reason = (getattr(error, "error_string", "") or str(error)).strip().rstrip(".")
+            if not reason or "does not exist" in reason:  # as libsndfile says of some files that are cut off
+                reason = "damaged"
+            cause = f"cannot be decoded: {reason}"
+        raise AudioError(name, cause) from None
     except OSError as error:
         raise AudioError(name, _os_cause(error)) from None
     except (ValueError, MemoryError) as error:
@@ -351,18 +360,6 @@ def _decoder(source: int | bytes) -> soundfile.SoundFile | container.ContainerFi
     if (kind := tar.kind_of(begin)) is not None and kind.name in container.DEMUXERS:
         return container.ContainerFile(source, kind.name)
     return soundfile.SoundFile(source if isinstance(source, int) else io.BytesIO(source), closefd=False)
-
-
-def _cause(error: soundfile.SoundFileError, handle: int | None, data: bytes) -> str:
-    """Return why a file can't be decoded, where libsndfile only says 'System error' or the like."""
-    if handle is not None and os.path.isdir(f"/proc/self/fd/{handle}"):
-        return "is a folder, not a recording"
-    if (os.fstat(handle).st_size if handle is not None else len(data)) == 0:
-        return "is empty (0 bytes)"
-    reason = (getattr(error, "error_string", "") or str(error)).strip().rstrip(".")
-    if not reason or "does not exist" in reason:  # as libsndfile says of some files that are cut off
-        reason = "damaged"
-    return f"cannot be decoded: {reason}"
 
 
 def _os_cause(error: OSError) -> str:

@@ -50,12 +50,6 @@ class SignalColumn:
 Declared = Mapping[str, LabelColumn | SignalColumn]
 
 
-def required_columns(declared: Declared, named: Mapping[str, str]) -> Declared:
-    """Return the columns that a corpus must have; ``named`` are those that its ``columns`` name."""
-    return {name: column for name, column in declared.items()
-            if name in named or not getattr(column, "or_recording", False)}
-
-
 class Padded(NamedTuple):
     """Signals of a batch."""
 

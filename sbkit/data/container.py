@@ -44,7 +44,23 @@ class ContainerFile:
         self._file = os.fdopen(source, "rb", closefd=False) if isinstance(source, int) else io.BytesIO(source)
         self._left, self._blocks = np.zeros((0, 1), np.float32), self._decode()
         if kind == "MP4":
-            self._check_counts()
+            size, at, counts, fragments = self._file.seek(0, os.SEEK_END), 0, [0, 0], False
+            while at + 8 <= size:
+                self._file.seek(at)
+                length, name = struct.unpack(">I4s", self._file.read(8))
+                if length == 1:
+                    length = int.from_bytes(self._file.read(8), "big")
+                length = length if length >= 8 else size - at  # 0: the last box, which goes on to the end
+                self._file.seek(at)
+                box = b"" if name == b"mdat" else self._file.read(min(length, size))  # a length may be any of 64 bits
+                if b"cmvd" in box:  # of QuickTime files of old
+                    raise ValueError("cannot be decoded: its list of packets is compressed, and may claim any number")
+                for found in _COUNT.finditer(box):
+                    counts[found[1] is None] += int.from_bytes(found[1] or found[2], "big")
+                fragments |= b"tfhd" in box  # without one, what looks like a fragment's box is a word of a title
+                at += length
+            if counts[0] + fragments * counts[1] > size:
+                raise ValueError("cannot be decoded: damaged (it claims more packets than it has bytes)")
         try:
             with self._open() as opened:
                 stream = opened.streams.best("audio")
@@ -64,26 +80,6 @@ class ContainerFile:
                 self.declared = max(self.frames, 0 if kind == "AAC" else round(seconds * self.samplerate))
         except av.FFmpegError as error:
             raise ValueError(f"cannot be decoded: damaged or cut off ({error.strerror})") from None
-
-    def _check_counts(self) -> None:
-        """Raise ``ValueError`` if an MP4 claims more packets than it has bytes: FFmpeg takes memory for each."""
-        size, at, counts, fragments = self._file.seek(0, os.SEEK_END), 0, [0, 0], False
-        while at + 8 <= size:
-            self._file.seek(at)
-            length, name = struct.unpack(">I4s", self._file.read(8))
-            if length == 1:
-                length = int.from_bytes(self._file.read(8), "big")
-            length = length if length >= 8 else size - at  # 0: the last box, which goes on to the end
-            self._file.seek(at)
-            box = b"" if name == b"mdat" else self._file.read(min(length, size))  # a length may be any of 64 bits
-            if b"cmvd" in box:  # of QuickTime files of old
-                raise ValueError("cannot be decoded: its list of packets is compressed, and may claim any number")
-            for found in _COUNT.finditer(box):
-                counts[found[1] is None] += int.from_bytes(found[1] or found[2], "big")
-            fragments |= b"tfhd" in box  # without one, what looks like a fragment's box is a word of a title
-            at += length
-        if counts[0] + fragments * counts[1] > size:
-            raise ValueError("cannot be decoded: damaged (it claims more packets than it has bytes)")
 
     def _open(self) -> Any:  # av has types only where it is installed
         self._file.seek(0)

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 import sbkit
 from sbkit.data import exclusions, leaks
-from sbkit.data.columns import Declared, SignalColumn, required_columns
+from sbkit.data.columns import Declared, SignalColumn
 from sbkit.data.copies import Copies
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Column, Manifest, mapped_file
@@ -27,8 +27,8 @@ from sbkit.data.presence import check_opened, refused
 from sbkit.data.remote import NO_REMOTE, SCHEMES, Remote, check_schemes, scheme_of
 from sbkit.data.sources import Named, Rows, Source, check_exists, is_hub_address, join_rows, open_source
 from sbkit.data.sources.archive import SUFFIXES as ARCHIVES
-from sbkit.data.sources.base import check_columns, find_column, no_column
-from sbkit.data.splits import SPLITS, check_needed, check_splits, choose_splits, hold_out
+from sbkit.data.sources.base import ALIASES, find_column, no_column
+from sbkit.data.splits import SPLITS, check_splits, choose_splits, hold_out
 from sbkit.data.suspects import Exclusions
 from sbkit.data.text import NormalizedBefore, TextRules
 from sbkit.errors import SbkitError
@@ -302,8 +302,13 @@ class Corpus:
 
     def _declare(self, needs_text: bool, columns: Declared) -> Declared:
         """Store what the task needs; returns those of its columns that the source must have."""
-        check_columns(self.columns, columns)
-        self._needs_text, self._declared = needs_text, required_columns(columns, self.columns)
+        for role in self.columns:
+            if role not in ALIASES and role not in columns:
+                raise SbkitError(f"corpus: columns names the unknown role {role!r}",
+                                 hint=f"roles are {', '.join([*ALIASES, *columns])}")
+        self._needs_text = needs_text
+        self._declared = {name: column for name, column in columns.items()
+                          if name in self.columns or not getattr(column, "or_recording", False)}
         self._recordings = set(columns) - set(self._declared)
         return self._declared
 
@@ -339,6 +344,10 @@ class Corpus:
         name = f"demo-{self.language or 'en'}-{spoken}{self.demo_hours:g}h-seed{self.demo_seed}-v{FORMAT}"
         return cache_folder() / name
 
+    def _fingerprint(self, source: Source) -> str:
+        facts = [_FORMAT, source.fingerprint(), self._options()]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
     def _options(self) -> dict[str, Any]:
         return {
             "language": self.language, "splits": self.splits, "text": self.text.options(),
@@ -356,10 +365,6 @@ class Corpus:
             **{name: getattr(self, name) for name in ("url_megabytes", "url_seconds")
                if getattr(self, name) != getattr(NO_REMOTE, name.removeprefix("url_"))},
         }
-
-    def _fingerprint(self, source: Source) -> str:
-        facts = [_FORMAT, source.fingerprint(), self._options()]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
     def _read_ready(self, source: Source, fingerprint: str) -> dict[str, Manifest] | None:
         """The manifests on disk if they are complete and made from the same source and options, else None."""
@@ -401,7 +406,11 @@ class Corpus:
             rows = hold_out(self._read(source, "train", chosen["train"], show))
             chosen = dict.fromkeys(SPLITS, chosen["train"])
         else:
-            check_needed(source, needed, chosen)
+            if missing := [split for split in needed if split not in chosen]:
+                raise SbkitError(
+                    f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
+                    f"{', '.join(source.names())})",
+                    hint=f"choose one: --corpus.splits '{{{missing[0]}: NAME}}'")
             rows = {split: self._read(source, split, names, show) for split, names in chosen.items()}
         for each in rows.values():
             each.meta = {name: column for name, column in each.meta.items() if name not in self._recordings}
@@ -416,8 +425,15 @@ class Corpus:
             read = rows.pop(split)
             # A manifest's other columns have texts that were not normalised.
             rules = self.rules_of(read.origin) if self.columns.get("text", "wrd") == "wrd" else self.text
+            limited = split in self.limit_splits
+            limits = RowLimits(
+                min_duration=self.min_duration if limited else None,
+                max_duration=self.max_duration if limited else None,
+                alphabet=limited and self._needs_text, text=self._needs_text,
+                silence=self._keeps_silence and split == "train",
+                min_words=self.short_text if split in self.skip_short_texts else 0)
             manifests[split], reports[split] = prepare_split(
-                split, read, rules, self._limits(split), taken=taken if split == "train" else (), listings=listings,
+                split, read, rules, limits, taken=taken if split == "train" else (), listings=listings,
                 check_audio=self.check_audio, copies=copies, journal=journal, workers=self.workers, remote=self.remote,
                 columns=self._declared, exclude=excluded if split == "train" else None, show_progress=show)
             if not reports[split].kept:
@@ -475,12 +491,3 @@ class Corpus:
         if not len(rows) and not rows.malformed:
             raise SbkitError(f"{rows.origin}: the {split} split is empty", hint="expected at least one row")
         return rows
-
-    def _limits(self, split: str) -> RowLimits:
-        limited = split in self.limit_splits
-        return RowLimits(
-            min_duration=self.min_duration if limited else None,
-            max_duration=self.max_duration if limited else None,
-            alphabet=limited and self._needs_text, text=self._needs_text,
-            silence=self._keeps_silence and split == "train",
-            min_words=self.short_text if split in self.skip_short_texts else 0)

@@ -168,7 +168,14 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
 
     with _temporary_folder(folder) as temporary, _pool(workers, language) as run:
         base = next((name for name, dialects in DIALECTS.items() if spoken in dialects), spoken)
-        grammar = GRAMMARS.get(base) or _numbers(spoken, run)
+        grammar = GRAMMARS.get(base)
+        if not grammar:  # lists of numbers, of those below 100 that have distinct pronunciations
+            (sounds,) = run(demo_voice.pronounce, [([str(number) for number in range(100)], spoken)])
+            sayable = [number for number, sound in enumerate(sounds) if sound and sounds.count(sound) == 1]
+            if len(sayable) < 20:
+                raise SbkitError(f"espeak-ng has no number words for '{spoken}', so there is nothing to synthesise",
+                                 hint=f"languages with sentences: {' '.join(sorted(GRAMMARS))}")
+            grammar = numbers_grammar(sayable)
         if voices:  # the same speakers in each split, with espeak-ng's names
             steady = [Speaker(voice, voice, words_per_minute=165, pitch=50, age="", gender="", accent="", steady=True)
                       for voice in voices]
@@ -265,16 +272,6 @@ def _pool(workers: int | None, language: str) -> Iterator[Run]:
                          hint="espeak-ng may be broken for this language, or memory ran out") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _numbers(espeak_name: str, run: Run) -> Grammar:
-    """A grammar of number lists, with the numbers below 100 that have distinct pronunciations."""
-    (spoken,) = run(demo_voice.pronounce, [([str(number) for number in range(100)], espeak_name)])
-    sayable = [number for number, sound in enumerate(spoken) if sound and spoken.count(sound) == 1]
-    if len(sayable) < 20:
-        raise SbkitError(f"espeak-ng has no number words for '{espeak_name}', so there is nothing to synthesise",
-                         hint=f"languages with sentences: {' '.join(sorted(GRAMMARS))}")
-    return numbers_grammar(sayable)
 
 
 def draw_voices(espeak_name: str, seed: int) -> dict[str, list[Speaker]]:
@@ -377,11 +374,8 @@ def write_tables(folder: Path, clips: Sequence[DemoClip], milliseconds: Sequence
         rows[clip.split].append(row)
         if clip.split in SHARES:
             rows["validated"].append(row)
-    for name, lines in rows.items():
-        _write_lines(folder / f"{name}.tsv", "\t".join(COLUMNS), lines)
-    durations = [f"{_file_name(clip, language)}\t{ms}" for clip, ms in zip(clips, milliseconds, strict=True)]
-    _write_lines(folder / "clip_durations.tsv", "clip\tduration[ms]", durations)
-
-
-def _write_lines(path: Path, head: str, lines: Sequence[str]) -> None:
-    path.write_text("\n".join([head, *lines]) + "\n", encoding="utf-8", newline="\n")
+    tables = {name: ["\t".join(COLUMNS), *lines] for name, lines in rows.items()}
+    tables["clip_durations"] = ["clip\tduration[ms]", *(
+        f"{_file_name(clip, language)}\t{ms}" for clip, ms in zip(clips, milliseconds, strict=True))]
+    for name, lines in tables.items():
+        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")

@@ -40,54 +40,43 @@ def shared(manifests: Mapping[str, Manifest],
     for split, other in itertools.combinations(splits, 2):
         one, two = manifests[split], manifests[other]
         # By kind: how many of how many are in both, in how many rows of the first, and examples.
-        in_both = {what: _values(getattr(one, name).arrow, getattr(two, name).arrow)
-                   for what, name in (("speakers", "speakers"), ("sentences", "texts"), ("recordings", "wavs"))}
+        in_both: dict[str, tuple[int, int, int, list[str]]] = {}
+        for what, name in (("speakers", "speakers"), ("sentences", "texts"), ("recordings", "wavs")):
+            mine = getattr(one, name).arrow
+            named = pc.drop_null(pc.if_else(pc.not_equal(mine, ""), mine, None)).value_counts()
+            values, counts = named.field("values"), named.field("counts")
+            both = pc.is_in(values, getattr(two, name).arrow)
+            in_both[what] = (pc.sum(both).as_py() or 0, len(values), pc.sum(pc.filter(counts, both)).as_py() or 0,
+                             pc.filter(values, both)[:_EXAMPLES].to_pylist())
         if in_both["recordings"][0]:
-            at = _overlapping(one, two)
+            # Rows of ``one`` that overlap in a file with a row of ``two``.
+            files = pa.concat_arrays([one.wavs.arrow, two.wavs.arrow]).dictionary_encode().indices.to_numpy()
+            starts = np.concatenate([one.starts, two.starts])
+            ends = starts + np.concatenate([one.durations, two.durations])
+            of_other = np.arange(len(files)) >= len(one)
+            # All files are put on one time line. A row overlaps if it contains the furthest end of the other's rows
+            # that begin before it, or the first start of those after it.
+            gap = float(ends.max(initial=0)) + 1
+            starts, ends = starts + gap * files, ends + gap * files - _TOUCHING
+            order = np.argsort(starts, kind="stable")
+            starts, ends, of_other = starts[order], ends[order], of_other[order]
+            before = np.maximum.accumulate(np.where(of_other, ends, -1.0))
+            after = np.minimum.accumulate(np.where(of_other, starts, np.inf)[::-1])[::-1]
+            touched = ~of_other & ((before > starts) | (after < ends))
+            at = np.sort(order[touched])
             in_both["overlaps"] = len(at), len(one), len(at), list(one.ids.take(at[:_EXAMPLES]))
         for what, (count, total, rows, examples) in in_both.items():
             if count:
-                entries.append(_entry(split, other, what, count, total, rows, len(manifests[split]), examples))
+                entries.append((split, other, what, count, total, rows, len(manifests[split]), examples))
     for split, found in (copies or {}).items():
         for other in splits:
             pairs = [f"{id_} = {name}" for id_, name in found.items() if name.startswith(f"{other}: ")]
             if pairs:
                 count = len(manifests[split])
-                entries.append(_entry(split, other, "copies", len(pairs), count, len(pairs), count, pairs[:_EXAMPLES]))
-    return entries
-
-
-def _entry(split: str, other: str, what: str, count: int, total: int, rows: int, all_rows: int,
-           examples: Sequence[str]) -> dict[str, Any]:
-    return {"split": split, "with": other, "what": what, "count": count, "of": total, "rows": rows,
-            "share": round(rows / all_rows, 4), "examples": list(examples)}
-
-
-def _values(one: pa.Array, other: pa.Array) -> tuple[int, int, int, list[str]]:
-    named = pc.drop_null(pc.if_else(pc.not_equal(one, ""), one, None)).value_counts()
-    values, counts = named.field("values"), named.field("counts")
-    both = pc.is_in(values, other)
-    rows = pc.sum(pc.filter(counts, both)).as_py() or 0
-    return (pc.sum(both).as_py() or 0, len(values), rows,
-            pc.filter(values, both)[:_EXAMPLES].to_pylist())
-
-
-def _overlapping(one: Manifest, other: Manifest) -> np.ndarray:
-    """Rows of ``one`` that overlap in a file with a row of ``other``."""
-    files = pa.concat_arrays([one.wavs.arrow, other.wavs.arrow]).dictionary_encode().indices.to_numpy()
-    starts = np.concatenate([one.starts, other.starts])
-    ends = starts + np.concatenate([one.durations, other.durations])
-    of_other = np.arange(len(files)) >= len(one)
-    # All files are put on one time line. A row overlaps if it contains the furthest end of the other's rows that begin
-    # before it, or the first start of those after it.
-    gap = float(ends.max(initial=0)) + 1
-    starts, ends = starts + gap * files, ends + gap * files - _TOUCHING
-    order = np.argsort(starts, kind="stable")
-    starts, ends, of_other = starts[order], ends[order], of_other[order]
-    before = np.maximum.accumulate(np.where(of_other, ends, -1.0))
-    after = np.minimum.accumulate(np.where(of_other, starts, np.inf)[::-1])[::-1]
-    touched = ~of_other & ((before > starts) | (after < ends))
-    return np.sort(order[touched])
+                entries.append((split, other, "copies", len(pairs), count, len(pairs), count, pairs[:_EXAMPLES]))
+    return [{"split": split, "with": other, "what": what, "count": count, "of": total, "rows": rows,
+             "share": round(rows / all_rows, 4), "examples": list(examples)}
+            for split, other, what, count, total, rows, all_rows, examples in entries]
 
 
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[list[Any]]:

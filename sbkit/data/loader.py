@@ -97,7 +97,7 @@ class _Loader:
             parallel = {"prefetch_factor": _prefetch_that_fits(prefetch, workers, batch_bytes),
                         "persistent_workers": True, "timeout": timeout, "worker_init_fn": init_worker}
         self._loader = QuietDataLoader(
-            reader, sampler=self._requests, batch_size=None, collate_fn=_unchanged, num_workers=workers,
+            reader, sampler=self._requests, batch_size=None, collate_fn=unchanged, num_workers=workers,
             pin_memory=pin_memory and torch.cuda.is_available(),
             generator=torch.Generator(),  # else each epoch draws from the global one
             **parallel,
@@ -319,7 +319,8 @@ def _prefetch_that_fits(prefetch: int, workers: int, batch_bytes: int) -> int:
     return fits
 
 
-def _unchanged(batch: T) -> T:
+def unchanged(batch: T) -> T:
+    """Stands for torch's ``default_convert``, which would copy what workers return."""
     return batch
 
 

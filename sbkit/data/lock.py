@@ -18,7 +18,7 @@ from sbkit.errors import SbkitError
 logger = logging.getLogger(__name__)
 
 
-class Lock:
+class Lock(contextlib.AbstractContextManager["Lock"]):
     """An open file or folder that can be locked. Processes forked meanwhile don't share the lock.
 
     flags : as ``os.open`` takes them
@@ -67,9 +67,6 @@ class Lock:
         if self.handle is not None:
             os.close(self.handle)
             self.handle = None
-
-    def __enter__(self) -> Lock:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

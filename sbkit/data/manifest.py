@@ -223,14 +223,12 @@ class Manifest:
 
     def joined(self, other: Manifest) -> Manifest:
         """These rows, then those of another manifest with the same metadata columns."""
-        def both(one: Column, two: Column) -> pa.Array:
-            return pa.concat_arrays([one.arrow, two.arrow])
-
         return self.replace(
-            **{name: both(getattr(self, name), getattr(other, name)) for name in ("ids", "wavs", "texts", "speakers")},
+            **{name: pa.concat_arrays([getattr(self, name).arrow, getattr(other, name).arrow])
+               for name in ("ids", "wavs", "texts", "speakers")},
             durations=np.concatenate([self.durations, other.durations]),
             starts=np.concatenate([self.starts, other.starts]),
-            meta={name: both(column, other.meta[name]) for name, column in self.meta.items()})
+            meta={name: pa.concat_arrays([column.arrow, other.meta[name].arrow]) for name, column in self.meta.items()})
 
     # ------------------------------------------------------------------ files
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import json
 import logging
+import pkgutil
 import subprocess
 import sys
 import threading
@@ -115,16 +115,12 @@ def measure_one(wav: str, remote: Remote = NO_REMOTE, whole: bool = True) -> flo
         return error.cause
 
 
-def _function(job: str) -> Callable[..., Any]:
-    module, name = job.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def _results(job: str, chunks: list[list[int]], wavs: Sequence[Any], arguments: tuple[Any, ...], workers: int,
              worth_processes: int) -> Iterator[tuple[list[int], list[Any]]]:
     if workers <= 1 or sum(map(len, chunks)) < worth_processes or not _Processes.available():
+        function = pkgutil.resolve_name(job)
         for chunk in chunks:
-            yield chunk, [_function(job)(wavs[i], *arguments) for i in chunk]
+            yield chunk, [function(wavs[i], *arguments) for i in chunk]
         return
     with _Processes(min(workers, len(chunks)), job, *arguments) as processes, ThreadPoolExecutor(workers) as threads:
         yield from map_unordered(threads, lambda chunk: processes.run([wavs[i] for i in chunk]), chunks, 2 * workers)
@@ -151,7 +147,7 @@ def map_unordered(pool: Executor, function: Callable[[J], R], jobs: Iterable[J],
             future.cancel()
 
 
-class _Processes:
+class _Processes(contextlib.AbstractContextManager["_Processes"]):
     """Helper processes that read recordings: each runs this module, reads lines of JSON and writes one for each.
 
     A process with threads or a GPU must not fork, and multiprocessing's spawn would run the user's script again. A
@@ -209,9 +205,6 @@ class _Processes:
             return None
         return json.loads(line) if line.endswith("\n") else None
 
-    def __enter__(self) -> _Processes:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._closed = True
         for process in self._all:
@@ -226,4 +219,4 @@ if __name__ == "__main__":
     for line in sys.stdin:
         wavs, job, allowed, *further = json.loads(line)
         remote = Remote(*allowed)
-        print(json.dumps([_function(job)(wav, remote, *further) for wav in wavs]), flush=True)
+        print(json.dumps([pkgutil.resolve_name(job)(wav, remote, *further) for wav in wavs]), flush=True)

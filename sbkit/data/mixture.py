@@ -92,7 +92,23 @@ class Mixture(Corpus):
         self.max_duration = None if None in limits else max(limit for limit in limits if limit is not None)
         self.parts = {str(name): part.in_folder(self.folder / str(name)) if part.folder == Path("manifests") else
                       copy.copy(part) for name, part in parts.items()}
-        self.weights = None if weights is None else _weights(weights, self.parts)
+        self.weights: dict[str, float] | None = None
+        if weights is not None:
+            if not isinstance(weights, Mapping):
+                raise SbkitError(f"mixture: weights is {weights!r}", hint="write a number for each part: "
+                                 f"{{{', '.join(f'{name}: 1' for name in self.parts)}}}")
+            for name in weights:
+                if name not in self.parts:
+                    raise SbkitError(f"mixture: weights names {name!r}, which is no part",
+                                     hint=f"parts are {', '.join(self.parts)}")
+                require(f"mixture: weights: {name}", weights[name], NOT_NEGATIVE)
+            if missing := [name for name in self.parts if name not in weights]:
+                raise SbkitError(f"mixture: weights has no entry for {missing[0]}",
+                                 hint="give it 0 to use it for scoring only")
+            if not sum(weights.values()):
+                raise SbkitError("mixture: weights are all 0, so there is nothing to train on",
+                                 hint="raise one of them")
+            self.weights = {str(name): float(weight) for name, weight in weights.items()}
         self.temperature, self.best_by, self.once = temperature, best_by, once
         if once is not None and once not in list(self.parts):
             raise SbkitError(f"mixture: once is {once!r}, which is no part", hint=f"parts are {', '.join(parts)}")
@@ -201,7 +217,18 @@ class Mixture(Corpus):
         splits = {split: {name: each[split] for name, each in found.items() if split in each} for split in SPLITS}
         own = {name for name, column in declared.items() if getattr(column, "or_recording", False)}
         joint = {split: self._joined(parts, own) for split, parts in splits.items() if parts}
-        reports = {split: self._report_of(split, manifest) for split, manifest in joint.items()}
+        reports: dict[str, SplitReport] = {}  # the sum of the parts' reports on a split
+        reported = [part.prepared["splits"] for part in self.parts.values()]
+        for split, manifest in joint.items():
+            entries = [each[split] for each in reported if split in each]
+            left_out: dict[str, dict[str, Any]] = {}
+            for entry in entries:
+                for reason, count in entry["left_out"].items():
+                    total = left_out.setdefault(reason, {"count": 0, "hours": 0.0, "examples": []})
+                    left_out[reason] = {name: value + count[name] for name, value in total.items()}
+            outside = sum((Counter(entry["outside_alphabet"]) for entry in entries), Counter[str]())
+            reports[split] = SplitReport(split, "mixture", sum(entry["rows"] for entry in entries), len(manifest),
+                                         round(manifest.hours, 3), left_out, dict(outside))
         if "train" in joint:  # without recordings that are in any part's dev or test
             train, report_of_train = joint["train"], reports["train"]
             here, held_out = recording_keys(train.wavs, train.starts), np.zeros(len(train), bool)
@@ -237,10 +264,7 @@ class Mixture(Corpus):
             blank = each.wavs if name in own else Column(pa.repeat("", len(each)))
             return each.meta.get(name, blank).arrow
 
-        def speakers(part: str, each: Manifest) -> pa.Array:
-            named = join(f"{part}{_SEPARATOR}", each.speakers.arrow)
-            return pc.if_else(pc.equal(each.speakers.arrow, ""), each.speakers.arrow, named)
-
+        speakers = {part: each.speakers.arrow for part, each in parts.items()}
         tags = {"corpus": [Column(pa.repeat(part, len(each))).arrow for part, each in parts.items()],
                 "language": [Column(pa.repeat(language, len(each))).arrow if (language := self.parts[part].language)
                              else column("language", each) for part, each in parts.items()]}
@@ -250,23 +274,11 @@ class Mixture(Corpus):
             durations=np.concatenate([each.durations for each in several]),
             wavs=pa.concat_arrays([each.wavs.arrow for each in several]),
             texts=pa.concat_arrays([each.texts.arrow for each in several]),
-            speakers=pa.concat_arrays([speakers(part, each) for part, each in parts.items()]),
+            speakers=pa.concat_arrays([pc.if_else(pc.equal(each, ""), each, join(f"{part}{_SEPARATOR}", each))
+                                       for part, each in speakers.items()]),
             starts=np.concatenate([each.starts for each in several]), remote=self.remote,
             meta={name: pa.concat_arrays(columns) for name, columns in {
                 **{name: [column(name, each) for each in several] for name in names}, **tags}.items()})
-
-    def _report_of(self, split: str, manifest: Manifest) -> SplitReport:
-        """Return the sum of the parts' reports on a split."""
-        reported = [part.prepared["splits"] for part in self.parts.values()]
-        entries = [each[split] for each in reported if split in each]
-        left_out: dict[str, dict[str, Any]] = {}
-        for entry in entries:
-            for reason, found in entry["left_out"].items():
-                total = left_out.setdefault(reason, {"count": 0, "hours": 0.0, "examples": []})
-                left_out[reason] = {name: value + found[name] for name, value in total.items()}
-        outside = sum((Counter(entry["outside_alphabet"]) for entry in entries), Counter[str]())
-        return SplitReport(split, "mixture", sum(entry["rows"] for entry in entries), len(manifest),
-                           round(manifest.hours, 3), left_out, dict(outside))
 
     # ---------------------------------------------------------------- what is prepared
 
@@ -320,18 +332,3 @@ def hours_of_pass(train: Manifest) -> float:
     hours = hours_of(train)
     return hours[train.once] / train.shares[train.once] if train.once else \
         sum(each for name, each in hours.items() if train.shares[name])
-
-
-def _weights(given: Mapping[str, float], parts: Mapping[str, Corpus]) -> dict[str, float]:
-    if not isinstance(given, Mapping):
-        raise SbkitError(f"mixture: weights is {given!r}", hint=f"write a number for each part: "
-                                                               f"{{{', '.join(f'{name}: 1' for name in parts)}}}")
-    for name in given:
-        if name not in parts:
-            raise SbkitError(f"mixture: weights names {name!r}, which is no part", hint=f"parts are {', '.join(parts)}")
-        require(f"mixture: weights: {name}", given[name], NOT_NEGATIVE)
-    if missing := [name for name in parts if name not in given]:
-        raise SbkitError(f"mixture: weights has no entry for {missing[0]}", hint="give it 0 to use it for scoring only")
-    if not sum(given.values()):
-        raise SbkitError("mixture: weights are all 0, so there is nothing to train on", hint="raise one of them")
-    return {str(name): float(weight) for name, weight in given.items()}

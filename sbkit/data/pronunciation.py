@@ -39,8 +39,10 @@ class Pronunciation:
                 if len(self._known) + len(missing) > _MAX_WORDS:
                     self._known = {}
                 parts = [[word[at:at + _LONGEST] for at in range(0, len(word), _LONGEST)] for word in missing]
-                sounds = iter(demo_voice.pronounce([part for each in parts for part in each], self.voice))
-                self._known |= {word: "".join(_written(next(sounds)) for _ in each)
+                spoken = demo_voice.pronounce([part for each in parts for part in each], self.voice)
+                sounds = (unicodedata.normalize("NFC", _SWITCH.sub("", sound)).replace(_LIAISON, "").strip()
+                          for sound in spoken)
+                self._known |= {word: "".join(next(sounds) for _ in each)
                                 for word, each in zip(missing, parts, strict=True)}
 
     def __call__(self, word: str) -> str:
@@ -72,7 +74,3 @@ def symbol_weights(symbols: str) -> list[float]:
     """Return 1 for each symbol with a duration, and 0 for marks of stress and length; 1 for all if all are marks."""
     found = [0.0 if unicodedata.category(each) in ("Lm", "Mn", "Sk") else 1.0 for each in symbols]
     return found if any(found) else [1.0] * len(found)
-
-
-def _written(sound: str) -> str:
-    return unicodedata.normalize("NFC", _SWITCH.sub("", sound)).replace(_LIAISON, "").strip()

@@ -147,7 +147,13 @@ class Reader(Dataset[Any]):
         for name, several in zip(self.columns.signals, others, strict=True):
             sizes = [len(signal) for signal in several]
             columns[name] = Padded(_pad(several, torch.float32, self._width(sizes, shape)), torch.tensor(sizes))
-        tokens = [self._encoded(*pair) for pair in zip(ids[:count], texts, strict=False)]
+        tokens: list[list[int]] = []
+        for name, text in zip(ids[:count], texts, strict=False):
+            try:
+                tokens.append([] if self.tokenizer is None else self.tokenizer.encode(text))
+            except Exception as error:  # the task's own code
+                raise SbkitError(f"{type(self.tokenizer).__name__}.encode can't take the text of {name}, "
+                                 f"{shown(text)}: {type(error).__name__}: {error}") from error
         tokens += [[1] if self.tokenizer is not None else [] for _ in ids[count:]]
         encoded = _pad(tokens, torch.int64, shape.tokens if shape else 0)
         beyond = shape is not None and (
@@ -159,15 +165,6 @@ class Reader(Dataset[Any]):
             texts=texts, columns=columns, labels=labels, damaged=damaged, samples=sum(lengths[:count]),
             sample_rate=self.sample_rate, **place,
         )
-
-    def _encoded(self, name: str, text: str) -> list[int]:
-        if self.tokenizer is None:
-            return []
-        try:
-            return self.tokenizer.encode(text)
-        except Exception as error:  # the task's own code
-            raise SbkitError(f"{type(self.tokenizer).__name__}.encode can't take the text of {name}, {shown(text)}: "
-                             f"{type(error).__name__}: {error}") from error
 
     def _width(self, lengths: list[int], shape: Shape | None) -> int:
         """The number of samples to which each row of the batch is padded."""

@@ -69,9 +69,9 @@ class Remote:
         """Download the bytes behind a URL, or ``size`` of them from ``offset`` on; ``OSError`` if that fails."""
         if why := self.refusal(url):
             raise OSError(why)
-        limit = int(self.megabytes * 1e6)
+        limit, too_large = int(self.megabytes * 1e6), f"larger than {self.megabytes:g} MB (corpus.url_megabytes)"
         if size is not None and size > limit:
-            raise OSError(self._too_large)
+            raise OSError(too_large)
         wanted = limit + 1 if size is None else size
         try:
             if scheme_of(url) in _HTTP:
@@ -86,25 +86,17 @@ class Remote:
                 try:
                     data = filesystem.cat_file(inside, start=offset, end=offset + wanted, **deadline)
                 except (asyncio.TimeoutError, TimeoutError):  # two in Python 3.10
-                    raise OSError(_late(self.seconds)) from None
+                    raise OSError(f"not downloaded after {self.seconds:g} s (corpus.url_seconds)") from None
         except OSError:
             raise
         except Exception as error:  # clients have different ones, for missing credentials or packages
             raise OSError(str(error) or type(error).__name__) from error
         if len(data) > limit:
-            raise OSError(self._too_large)
+            raise OSError(too_large)
         return data
-
-    @property
-    def _too_large(self) -> str:
-        return f"larger than {self.megabytes:g} MB (corpus.url_megabytes)"
 
 
 NO_REMOTE = Remote()
-
-
-def _late(seconds: float) -> str:
-    return f"not downloaded after {seconds:g} s (corpus.url_seconds)"
 
 
 def _over_http(url: str, first: int, max_bytes: int, seconds: float) -> bytes:
@@ -140,7 +132,7 @@ def _over_http(url: str, first: int, max_bytes: int, seconds: float) -> bytes:
         watch.cancel()
         connection.close()
     if late.is_set():
-        raise OSError(_late(seconds))
+        raise OSError(f"not downloaded after {seconds:g} s (corpus.url_seconds)")
     return data
 
 

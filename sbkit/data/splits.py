@@ -82,13 +82,3 @@ def hold_out(rows: Rows) -> dict[str, Rows]:
     found = {name: rows.take(np.flatnonzero([split[key] == name for key in keys])) for name in SPLITS}
     found["dev"].malformed, found["test"].malformed = [], []
     return found
-
-
-def check_needed(source: Source, needed: Sequence[str], available: Collection[str]) -> None:
-    """Refuse a source that lacks a split which the run needs."""
-    missing = [split for split in needed if split not in available]
-    if missing:
-        raise SbkitError(
-            f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
-            f"{', '.join(source.names())})",
-            hint=f"choose one: --corpus.splits '{{{missing[0]}: NAME}}'")

@@ -120,7 +120,8 @@ class Symbols(NameTable):
     def look_up(self, texts: Iterable[str]) -> None:
         """Look up the pronunciations of all words at once, if symbols are phones."""
         if self.spelling is not None:
-            pronunciation(self.spelling).learn(core for text in texts for core in _cores(text))
+            pronunciation(self.spelling).learn(
+                split_punctuation(word)[1] for text in texts for word in text.split(" "))
 
     def unknown(self, texts: Iterable[str]) -> set[str]:
         """Return the characters and phones of texts that the corpus doesn't have."""
@@ -139,7 +140,7 @@ class Symbols(NameTable):
 def phones(text: str, pronounce: Pronunciation) -> Iterator[tuple[str, float]]:
     """Yield the phones of a text's words, the punctuation around them and the spaces between, with the end of each in
     the text, in characters: a word's phones share its length evenly."""
-    pronounce.learn(_cores(text))
+    pronounce.learn(split_punctuation(word)[1] for word in text.split(" "))
     begin = 0
     for number, word in enumerate(text.split(" ")):
         if number:
@@ -155,10 +156,6 @@ def phones(text: str, pronounce: Pronunciation) -> Iterator[tuple[str, float]]:
         begin += len(core)
         yield from zip(behind, range(begin + 1, begin + len(behind) + 1), strict=True)
         begin += len(behind) + 1
-
-
-def _cores(text: str) -> list[str]:
-    return [split_punctuation(word)[1] for word in text.split(" ")]
 
 
 class Speakers(NameTable):

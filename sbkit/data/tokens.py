@@ -131,7 +131,7 @@ class Tokenizer:
         """
         if self.model is not None:
             return self.load()
-        texts = _column(texts)
+        texts = texts if isinstance(texts, Column) else Column(list(texts))
         digest = hashlib.sha256(json.dumps(self.options(), sort_keys=True).encode())
         for lines in texts.lines():
             digest.update(lines)
@@ -322,7 +322,7 @@ class Tokenizer:
 
 def count_characters(texts: Iterable[str]) -> Counter[str]:
     """How often each character occurs in some texts."""
-    column = _column(texts)
+    column = texts if isinstance(texts, Column) else Column(list(texts))
     counts = np.zeros(sys.maxunicode + 1, np.int64)
     for lines in column.lines():
         codes = np.frombuffer(lines, np.uint8)
@@ -331,7 +331,3 @@ def count_characters(texts: Iterable[str]) -> Counter[str]:
         counts += np.bincount(codes, minlength=len(counts))
     counts[ord("\n")] -= pc.sum(pc.not_equal(column.arrow, "")).as_py() or 0
     return Counter({chr(code): int(counts[code]) for code in np.flatnonzero(counts).tolist()})
-
-
-def _column(texts: Iterable[str]) -> Column:
-    return texts if isinstance(texts, Column) else Column(list(texts))

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from sbkit.system.console import atomic_write
 _BLOCK_BYTES = 1 << 22
 #: Maximum size of the text.
 _MAX_BYTES = 1 << 33
+_MAX_LOG10 = 1e-4  # of a probability: some tools round to slightly above 0
 _COUNT = re.compile(rb"ngram[ \t]+(\d{1,18})[ \t]*=[ \t]*(\d{1,18})(?!\d)")
 
 
@@ -59,14 +59,23 @@ def _lines(model: NGram) -> Iterator[str]:
 def read(path: str | Path) -> NGram:
     """Read a model, ``.gz`` or plain; raises ``SbkitError`` for a damaged file."""
     path = Path(path)
-    data = _bytes(path)
+    try:
+        data = untrusted.unpack(path, _MAX_BYTES)
+    except FileNotFoundError:
+        raise SbkitError(f"{path}: there is no such language model",
+                         hint="sbkit lm estimates one from text") from None
+    except EOFError:
+        raise SbkitError(f"{path} is truncated: its compressed data ends too early",
+                         hint="download it again or write it again") from None
+    except OSError as error:
+        raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
     begin = data.find(b"\\data\\")
     if begin < 0:
         binary = data.startswith(b"mmap lm http://kheafield.com/code")
         raise SbkitError(f"{path} is not an ARPA language model",
                          hint="it is KenLM's binary: use the ARPA file that it was made from" if binary
                          else "such a file has a section \\data\\")
-    first = _section(data, 1, begin)
+    first = data.find(b"\n\\1-grams:", begin) + 1 or -1  # where its section begins; -1: it is missing
     header = data[begin:first if first >= 0 else len(data)]
     counts = [(int(order), int(count)) for order, count in _COUNT.findall(header)]
     if not 0 < len(counts) <= MAX_ORDER or [order for order, _ in counts] != list(range(1, len(counts) + 1)):
@@ -76,7 +85,7 @@ def read(path: str | Path) -> NGram:
     words: dict[bytes, int] = {}
     at = begin
     for order, count in counts:
-        start = _section(data, order, at)
+        start = data.find(b"\n\\%d-grams:" % order, at) + 1 or -1
         if start < 0:
             raise SbkitError(f"{path} is truncated: its section \\{order}-grams: is missing, and \\data\\ says that "
                              f"there are {count} {order}-grams", hint="download it again or write it again")
@@ -96,25 +105,6 @@ def read(path: str | Path) -> NGram:
     except UnicodeDecodeError as error:  # such a word could never match a transcript
         raise SbkitError(f"{path}: the word {shown(error.object.decode('utf-8', 'replace'))} is not UTF-8",
                          hint="convert the file to UTF-8, for example with iconv -f latin1 -t utf-8") from None
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return untrusted.unpack(path, _MAX_BYTES)
-    except FileNotFoundError:
-        raise SbkitError(f"{path}: there is no such language model",
-                         hint="sbkit lm estimates one from text") from None
-    except EOFError:
-        raise SbkitError(f"{path} is truncated: its compressed data ends too early",
-                         hint="download it again or write it again") from None
-    except OSError as error:
-        raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
-
-
-def _section(data: bytes, order: int, start: int) -> int:
-    """Find the position of an order's section, -1 if it is missing."""
-    at = data.find(b"\n\\%d-grams:" % order, start)
-    return at if at < 0 else at + 1
 
 
 def _line_blocks(data: bytes, at: int, end: int) -> Iterator[list[bytes]]:
@@ -140,7 +130,12 @@ def _level(path: Path, order: int, section: Callable[[], Iterator[list[bytes]]],
         return Level(np.zeros(len(ids), np.int32), np.arange(len(ids), dtype=np.int32), log10, backoff)
     size, row = np.int64(len(words)), ids[:, 0]
     for level, word in zip(below[1:], ids[:, 1:-1].T, strict=True):
-        row = _rows(level, row, word, size)
+        if len(level.word):
+            known, wanted = level.context * size + level.word, row * size + word
+            at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+            row = np.where(known[at] == wanted, at, -1)
+        else:
+            row = np.full(len(word), -1, dtype=np.int64)
         if (row < 0).any():
             raise SbkitError(f"{path}: the {order}-gram {shown_line(int(np.flatnonzero(row < 0)[0]))} begins with "
                              f"a {order - 1}-gram that the file lacks")
@@ -152,19 +147,6 @@ def _level(path: Path, order: int, section: Callable[[], Iterator[list[bytes]]],
         raise SbkitError(f"{path}: the {order}-gram {shown_line(int(order_of[repeated[0] + 1]))} occurs twice")
     return Level(row[order_of].astype(np.int32), ids[order_of, -1].astype(np.int32), log10[order_of],
                  backoff[order_of])
-
-
-def _rows(level: Level, context: np.ndarray, word: np.ndarray, size: np.int64) -> np.ndarray:
-    """Find the rows of n-grams in their level, -1 if missing."""
-    if not len(level.word):
-        return np.full(len(word), -1, dtype=np.int64)
-    keys, wanted = level.context * size + level.word, context * size + word
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where(keys[at] == wanted, at, -1)
-
-
-def _is_log10(log10: float | np.ndarray) -> Any:  # a bool, or an array of them
-    return log10 < 1e-4  # some tools round to slightly above 0
 
 
 def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]) -> tuple[np.ndarray, ...]:
@@ -187,11 +169,11 @@ def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]
             else np.zeros(len(lines), np.float32)
     except ValueError:
         log10 = backoff = np.full(len(lines), np.nan)
-    if not (_is_log10(log10).all() and (backoff < np.inf).all()):  # False for NaN
+    if not ((log10 < _MAX_LOG10).all() and (backoff < np.inf).all()):  # False for NaN
         for line in lines:
             row = line.split()
             try:
-                if not _is_log10(float(row[0])) or (len(row) != order + 1 and not float(row[-1]) < math.inf):
+                if not float(row[0]) < _MAX_LOG10 or (len(row) != order + 1 and not float(row[-1]) < math.inf):
                     break
             except ValueError:
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from typing import Generic, Protocol, TypeVar
@@ -177,7 +178,12 @@ class BeamStream(StreamSearch, Generic[S]):
         line, results = self._line, []
         for frame in self._events.frame[line.searched:].tolist():
             results += self._close_before(frame)
-            self._settle_if_too_long(frame)
+            # If no word was settled for too long: first those of the best hypothesis, then all, by ending the line.
+            for settle in (self._settle_shared, self._trust_best, self._settle_shared,
+                           functools.partial(self._end, frame)):
+                if not line.searched or frame - self._events.frame[0] < self.spelling.longest:
+                    break
+                settle()
             line.step()
         results += self._close_before(self._events.source.known)
         self._settle_shared()
@@ -237,14 +243,6 @@ class BeamStream(StreamSearch, Generic[S]):
         if count:
             self._add(self.spelling.write(groups[:count], spans))
             line.cut(path[:first + 1])
-
-    def _settle_if_too_long(self, frame: int) -> None:
-        """Settle words if none was for too long: first those of the best hypothesis, then by ending the line."""
-        line, longest = self._line, self.spelling.longest
-        for settle in (self._settle_shared, self._trust_best, self._settle_shared, lambda: self._end(frame)):
-            if not line.searched or frame - self._events.frame[0] < longest:
-                return
-            settle()
 
     def _trust_best(self) -> None:
         """Drop the hypotheses that disagree with the best about the words before its last."""

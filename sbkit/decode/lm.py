@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -51,11 +51,11 @@ class LMReport:
     seconds: float
 
     def __str__(self) -> str:
-        def shown(discounts: kneser_ney.Discounts) -> str:
-            return " ".join(f"{value:.3f}" for value in discounts.values) + " (fallback)" * discounts.fallback
-
-        rows = [[order, count, full, shown(self.discounts[order - 1])] for order, (count, full) in
-                enumerate(zip_longest(self.counts, self.counted, fillvalue=0), start=1)]
+        rows = []
+        for order, (count, full) in enumerate(zip_longest(self.counts, self.counted, fillvalue=0), start=1):
+            discounts = self.discounts[order - 1]
+            rows.append([order, count, full, " ".join(f"{value:.3f}" for value in discounts.values)
+                         + " (fallback)" * discounts.fallback])
         text = self.held_out or "the text it was estimated from"
         quality = self.quality
         return "\n".join([
@@ -140,19 +140,17 @@ def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
     """Yield the lines of text files, ``.gz`` or plain; ``-`` is stdin."""
     for path in map(Path, paths):
         try:
-            with _open(path) as lines:
+            if str(path) == "-":
+                given = standard_input("texts", "cat texts.txt | sbkit lm ... -")
+                file = open(given.fileno(), encoding="utf-8", closefd=False)  # noqa: SIM115  # closed below
+            else:
+                file = (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8")
+            with file as lines:
                 yield from (line.strip() for line in lines)
         except UnicodeDecodeError:
             raise SbkitError(f"{path} is not UTF-8 text") from None
         except (OSError, EOFError, zlib.error) as error:
             raise SbkitError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-
-
-def _open(path: Path) -> IO[str]:
-    if str(path) == "-":
-        file = standard_input("texts", "cat texts.txt | sbkit lm ... -")
-        return open(file.fileno(), encoding="utf-8", closefd=False)
-    return (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8")
 
 
 def unit_of(model: NGram, pieces: Pieces, unit: str | None = None, name: str = "the language model") -> str:

@@ -62,22 +62,10 @@ class NGram:
                                      zip(self.levels[0], (0, new, NEVER, 0.0), strict=True)))
         self.unknown = self.ids[UNKNOWN]
         self.end = self.ids.get(END, self.unknown)
-        self.empty = np.zeros((), np.int64)  # a state is the number of an n-gram, see :meth:`_build`
+        self.empty = np.zeros((), np.int64)
         self.start = np.array(self.ids[BEGIN] + 1 if BEGIN in self.ids else 0)
-        self._build()
-
-    @property
-    def counts(self) -> list[int]:
-        """The number of n-grams of each order."""
-        return [len(level.word) for level in self.levels]
-
-    # ------------------------------------------------------------- scoring
-
-    def _build(self) -> None:
-        """Build the table of arcs: n-gram i leads from the state of its context to state ``_next[i]``.
-
-        The state of n-gram i is i + 1, numbered across all orders.
-        """
+        # The table of arcs: n-gram i leads from the state of its context to state ``_next[i]``. The state of n-gram i
+        # is i + 1, numbered across all orders.
         size = self._size = len(self.words)
         offsets = np.cumsum([0, *self.counts])
         keys, below = [], 0
@@ -108,6 +96,13 @@ class NGram:
             parent = self._parent[rows + 1]
             shorter = np.where(parent > 0, self._next[parent - 1], 0)
             self._next[rows] = np.where(own, rows + 1, shorter)
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of n-grams of each order."""
+        return [len(level.word) for level in self.levels]
+
+    # ------------------------------------------------------------- scoring
 
     def suffixes(self, number: int) -> np.ndarray:
         """The rows, in the level below, of a level's n-grams without their first words; -1 if missing."""

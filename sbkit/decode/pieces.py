@@ -37,7 +37,10 @@ class Pieces:
                        for text, begins in zip(self.texts, opens, strict=True)]
         self.opens = np.array(opens, dtype=bool) & ~np.array(special, dtype=bool)
         self.across = [text for text in letters if separator is not None and separator in text]
-        raw = [b"" if skip else _bytes(text) for text, skip in zip(letters, special, strict=True)]
+        raw = []
+        for text, skip in zip(letters, special, strict=True):
+            byte = _BYTE.fullmatch(text)  # a piece such as <0xE4> is that byte
+            raw.append(b"" if skip else bytes([int(byte[1], 16)]) if byte else text.encode("utf-8", "surrogatepass"))
         self.spoken = frozenset(text for text, skip in zip(self.texts, special, strict=True) if not skip)
         self.letters = frozenset("".join(letter for letter, skip in zip(letters, special, strict=True) if not skip))
         self.any_letter = any(map(_BYTE.fullmatch, self.texts))
@@ -50,9 +53,3 @@ class Pieces:
     def spells(self, word: str) -> bool:
         """Whether the tokens contain every letter of a word."""
         return self.any_letter or self.letters.issuperset(word)
-
-
-def _bytes(text: str) -> bytes:
-    """Encode a piece as UTF-8; a piece such as <0xE4> is that byte."""
-    byte = _BYTE.fullmatch(text)
-    return bytes([int(byte[1], 16)]) if byte else text.encode("utf-8", "surrogatepass")

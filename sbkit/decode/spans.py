@@ -174,7 +174,9 @@ class Spelling:
         curve = np.transpose(self.reliability)
         return [
             Word(
-                text=_text(parts), start=round(start + self.frame_seconds * int(spans.starts[tokens[0]]), 3),
+                text=_BYTES.sub(lambda found: bytes.fromhex(re.sub("<0x|>", "", found[0])).decode(errors="replace"),
+                                "".join(parts)),
+                start=round(start + self.frame_seconds * int(spans.starts[tokens[0]]), 3),
                 end=round(start + self.frame_seconds * int(spans.ends[tokens[-1]]), 3),
                 confidence=float(np.interp(spans.confidence[tokens].min(), *curve)),
             )
@@ -206,11 +208,6 @@ def _parts(text: str, separator: str | None) -> Iterator[tuple[str, bool]]:
         return
     for number, part in enumerate(text.split(separator)):
         yield part, number > 0
-
-
-def _text(parts: list[str]) -> str:
-    return _BYTES.sub(
-        lambda found: bytes.fromhex(re.sub("<0x|>", "", found[0])).decode(errors="replace"), "".join(parts))
 
 
 def check_shapes(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> None:

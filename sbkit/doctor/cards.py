@@ -47,21 +47,20 @@ def driver() -> Iterator[MachineFinding]:
         yield MachineFinding("NVIDIA driver", f"{found}; this torch is built without CUDA", IN_THE_WAY,
                              f"install a torch with CUDA: pip uninstall -y torch torchaudio; pip install {TORCH}")
     elif torch:
-        yield MachineFinding("NVIDIA driver", *_unusable(found, version[1], torch["cuda"]))
-
-
-def _unusable(found: str, version: str, cuda: str) -> tuple[str, str, str]:
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and not re.search(r"\d|GPU|MIG", hidden):
-        return (f"{found}; CUDA_VISIBLE_DEVICES={hidden!r} hides all cards", NOTE, "unset CUDA_VISIBLE_DEVICES")
-    major = cuda.split(".")[0]
-    oldest = _OLDEST.get(major, "0")
-    if int(version.split(".")[0]) < int(oldest):
-        return (f"{found}; torch is built for CUDA {cuda}, which needs {oldest} or newer", IN_THE_WAY,
+        hidden, cuda = os.environ.get("CUDA_VISIBLE_DEVICES"), torch["cuda"]
+        oldest = _OLDEST.get(cuda.split(".")[0], "0")
+        if hidden is not None and not re.search(r"\d|GPU|MIG", hidden):
+            yield MachineFinding("NVIDIA driver", f"{found}; CUDA_VISIBLE_DEVICES={hidden!r} hides all cards", NOTE,
+                                 "unset CUDA_VISIBLE_DEVICES")
+        elif int(version[1].split(".")[0]) < int(oldest):
+            yield MachineFinding(
+                "NVIDIA driver", f"{found}; torch is built for CUDA {cuda}, which needs {oldest} or newer", IN_THE_WAY,
                 f"update the driver to {oldest}, or install a torch for an older CUDA: pip install {TORCH} "
                 "--index-url https://download.pytorch.org/whl/cu126")
-    return (f"{found}; torch finds no card that works", IN_THE_WAY,
-            "does nvidia-smi list cards? a container needs --gpus all; after an update of the driver: reboot")
+        else:
+            yield MachineFinding(
+                "NVIDIA driver", f"{found}; torch finds no card that works", IN_THE_WAY,
+                "does nvidia-smi list cards? a container needs --gpus all; after an update of the driver: reboot")
 
 
 def cards() -> Iterator[MachineFinding]:
@@ -117,16 +116,10 @@ def health() -> Iterator[MachineFinding]:
             fixes.append("its memory has errors: restart the machine, and have the card checked if they return")
         if card["mig.mode.current"] == "Enabled":
             fixes.append("MIG slices can't talk to each other by NCCL: train on one slice, or turn MIG off")
-        if _lower(card["power.limit"], card["power.default_limit"]):
-            fixes.append(f"its power limit is {card['power.limit']} W of {card['power.default_limit']}")
+        with contextlib.suppress(ValueError):  # some cards don't tell
+            if float(card["power.limit"]) < 0.98 * float(card["power.default_limit"]):
+                fixes.append(f"its power limit is {card['power.limit']} W of {card['power.default_limit']}")
         yield note_if(fixes, f"card {card['index']}", ", ".join(facts), "; ".join(fixes))
-
-
-def _lower(limit: str, usual: str) -> bool:
-    try:
-        return float(limit) < 0.98 * float(usual)
-    except ValueError:
-        return False
 
 
 def clocks() -> Iterator[MachineFinding]:

@@ -30,8 +30,8 @@ def caches() -> Iterator[MachineFinding]:
                                    ("Triton's cache", Path(triton), "TRITON_CACHE_DIR"),
                                    ("Hugging Face", Path(hub), "HF_HOME"),
                                    ("temporary", Path(tempfile.gettempdir()), "TMPDIR")):
-        may, free = _may_write(folder), disk.free(folder)
-        if not may:
+        free = disk.free(folder)
+        if not os.access(disk.nearest_folder(folder), os.W_OK | os.X_OK):
             yield MachineFinding(what, f"{folder} can't be written", NOTE,
                                  f"export {variable}=FOLDER, with a writable folder")
         else:
@@ -44,21 +44,8 @@ def data(place: Path) -> Iterator[MachineFinding]:
     if not place.exists():
         yield MachineFinding("data", f"{place} does not exist", IN_THE_WAY, "give --data an existing folder or file")
         return
-    read, seconds, files = _read(place)
-    if not files:
-        yield MachineFinding("data", f"{place}: no file in it can be read", IN_THE_WAY,
-                             "is it the right folder, and may this user read it?")
-        return
-    speed = read / max(seconds, 1e-6)
-    yield note_if(speed < _SLOW and seconds > 0.2, "data",
-                  f"{place}: {speed / 1e6:.0f} MB/s, {files / max(seconds, 1e-6):.0f} files/s, one reader (cached "
-                  "files are faster)",
-                  "sbkit shard packs many small files into few large ones; or copy the data to a local disk")
-
-
-def _read(path: Path) -> tuple[int, float, int]:
-    """Read files across the folder for a second; returns bytes, seconds and number of files."""
-    paths = [path] if path.is_file() else list(islice(_files(path), _SAMPLED_FILES))
+    # Read files across the folder for a second.
+    paths = [place] if place.is_file() else list(islice(_files(place), _SAMPLED_FILES))
     step = max(1, len(paths) // 200)
     began, read, files = time.perf_counter(), 0, 0
     for each in paths[::step]:
@@ -71,7 +58,16 @@ def _read(path: Path) -> tuple[int, float, int]:
             continue
         if read >= _TEST_BYTES or time.perf_counter() - began >= _SECONDS:
             break
-    return read, time.perf_counter() - began, files
+    seconds = time.perf_counter() - began
+    if not files:
+        yield MachineFinding("data", f"{place}: no file in it can be read", IN_THE_WAY,
+                             "is it the right folder, and may this user read it?")
+        return
+    speed = read / max(seconds, 1e-6)
+    yield note_if(speed < _SLOW and seconds > 0.2, "data",
+                  f"{place}: {speed / 1e6:.0f} MB/s, {files / max(seconds, 1e-6):.0f} files/s, one reader (cached "
+                  "files are faster)",
+                  "sbkit shard packs many small files into few large ones; or copy the data to a local disk")
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -81,7 +77,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def output(folder: Path) -> Iterator[MachineFinding]:
     """Check the output folder of runs."""
-    if not _may_write(folder):
+    if not os.access(disk.nearest_folder(folder), os.W_OK | os.X_OK):
         yield MachineFinding("output", f"{folder} can't be written", IN_THE_WAY,
                              "give --output_folder a writable folder")
         return
@@ -109,10 +105,6 @@ def time_stamps(run: Path) -> Iterator[MachineFinding]:
              f"no file of {run} is in the future" if newest else f"{run} is empty")
     yield note_if(wrong, "clock", found,
                   "set this machine's clock (timedatectl): it decides which checkpoint is the newest")
-
-
-def _may_write(folder: Path) -> bool:
-    return os.access(disk.nearest_folder(folder), os.W_OK | os.X_OK)
 
 
 def _gib(size: int) -> str:

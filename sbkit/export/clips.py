@@ -67,7 +67,13 @@ def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_second
     hint = None if clips else ("a comparison on noise means little: give sbkit import a --data_folder; a run's corpus "
                                "has to be where it was")
     if not clips:
-        clips = [Clip(_noise(seconds, sample_rate), None, f"{seconds:g} s of noise") for seconds in _SYNTHETIC_SECONDS]
+        for seconds in _SYNTHETIC_SECONDS:  # noise with changing loudness and pitch, so that frames differ
+            rng, size = np.random.default_rng(round(seconds * 1000)), round(seconds * sample_rate)
+            time = np.arange(size) / sample_rate
+            loudness = 0.05 * (1.1 + np.sin(2 * np.pi * 3 * time))
+            tone = np.sin(2 * np.pi * (200 + 800 * np.abs(np.sin(time))) * time)
+            noise = (loudness * (rng.standard_normal(size) * 0.3 + tone)).astype(np.float32)
+            clips.append(Clip(noise, None, f"{seconds:g} s of noise"))
     longest = longest or max(len(clip.signal) for clip in clips) / sample_rate
     # One clip is longer than any utterance in training. It has no text, because error rates are of utterances.
     parts: list[np.ndarray] = []
@@ -92,13 +98,3 @@ def clips_of(manifest: Manifest, sample_rate: int, count: int, column: str = "te
             continue
         clips.append(Clip(signal, texts[i], row.id))
     return clips
-
-
-def _noise(seconds: float, sample_rate: int) -> np.ndarray:
-    """Make noise with changing loudness and pitch, so that frames differ."""
-    rng = np.random.default_rng(round(seconds * 1000))
-    size = round(seconds * sample_rate)
-    time = np.arange(size) / sample_rate
-    loudness = 0.05 * (1.1 + np.sin(2 * np.pi * 3 * time))
-    tone = np.sin(2 * np.pi * (200 + 800 * np.abs(np.sin(time))) * time)
-    return (loudness * (rng.standard_normal(size) * 0.3 + tone)).astype(np.float32)

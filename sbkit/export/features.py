@@ -12,7 +12,7 @@ import math
 
 import torch
 from speechbrain.lobes import features as lobes
-from speechbrain.processing.features import STFT, ContextWindow, Filterbank, InputNormalization
+from speechbrain.processing.features import ContextWindow, InputNormalization
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -41,7 +41,17 @@ class Features(nn.Module):
     def __init__(self, features: lobes.Fbank | lobes.MFCC, hop_samples: int):
         super().__init__()
         stft, bank = features.compute_STFT, features.compute_fbanks
-        _check(features, stft, bank, hop_samples)
+        name = type(features).__name__
+        for value, expected, what in (
+            (stft.center, True, "center"), (stft.pad_mode, "constant", "pad_mode"), (stft.onesided, True, "onesided"),
+            (bank.log_mel, True, "log_mel"),
+        ):
+            if value != expected:
+                raise SbkitError(f"the feature front end {name} can't be exported: {what} is {value!r}, and only "
+                                 f"{expected!r} gives each utterance the same frames alone and in a batch")
+        if stft.hop_length != hop_samples:
+            raise SbkitError(f"the recipe's hop_length is {hop_samples} samples, but {name}'s is {stft.hop_length}",
+                             hint=f"give {name} `hop_length: !ref <hop_length>`")
         self.hop, self.size = stft.hop_length, stft.n_fft
         window, left = torch.zeros(stft.n_fft, dtype=torch.float64), (stft.n_fft - stft.win_length) // 2
         window[left : left + stft.win_length] = stft.window.double()  # torch.stft centres a short window
@@ -121,21 +131,6 @@ def refuse_transforms(program: torch.export.ExportedProgram, name: str) -> None:
                 "for which runtimes have no fast kernel",
                 hint="use Fbank or MFCC of speechbrain.lobes.features, or one made of real-valued convolutions and "
                      "matrix products")
-
-
-def _check(features: nn.Module, stft: STFT, bank: Filterbank, hop_samples: int) -> None:
-    """Refuse settings that :class:`Features` does not reproduce exactly."""
-    name = type(features).__name__
-    for value, expected, what in (
-        (stft.center, True, "center"), (stft.pad_mode, "constant", "pad_mode"), (stft.onesided, True, "onesided"),
-        (bank.log_mel, True, "log_mel"),
-    ):
-        if value != expected:
-            raise SbkitError(f"the feature front end {name} can't be exported: {what} is {value!r}, and only "
-                             f"{expected!r} gives each utterance the same frames alone and in a batch")
-    if stft.hop_length != hop_samples:
-        raise SbkitError(f"the recipe's hop_length is {hop_samples} samples, but {name}'s is {stft.hop_length}",
-                         hint=f"give {name} `hop_length: !ref <hop_length>`")
 
 
 def _repeat_last(feats: Tensor, frames: Tensor) -> Tensor:

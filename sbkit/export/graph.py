@@ -31,29 +31,25 @@ _MAX_BYTES = 1 << 30  # larger models get a separate file of weights, since a pr
 def trace_module(module: nn.Module, example: tuple[Tensor, ...],
                  dynamic_dims: Mapping[str, tuple[int, ...] | list[tuple[int, ...]]]) -> torch.export.ExportedProgram:
     """Trace a module; ``dynamic_dims`` are the dynamic dimensions of each input, a list of them for ``*inputs``."""
-    def dynamic(dims: tuple[int, ...]) -> dict[int, Any]:  # torch's, which no type declares
-        return dict.fromkeys(dims, torch.export.Dim.DYNAMIC)
-
-    shapes = {name: tuple(map(dynamic, dims)) if isinstance(dims, list) else dynamic(dims)
-              for name, dims in dynamic_dims.items()}
+    dynamic: Any = torch.export.Dim.DYNAMIC  # torch's, which no type declares
+    shapes = {name: tuple(dict.fromkeys(each, dynamic) for each in dims) if isinstance(dims, list) else
+              dict.fromkeys(dims, dynamic) for name, dims in dynamic_dims.items()}
     try:
         with torch.no_grad(), _quiet(), _without_cache():
             program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        line = _line_of(error) or _line_of_fixed_size(module, example, shapes)
+        origin: BaseException = error
+        while origin.__cause__ is not None:
+            origin = origin.__cause__
+        frames = traceback.extract_tb(origin.__traceback__)
+        # The line of the model's code that raised the error, unless torch raised it.
+        inside = [each for each in frames[1:] if _TORCH_FOLDER not in each.filename and each.filename != __file__]
+        line = f" ({inside[-1].filename}, line {inside[-1].lineno}: {inside[-1].line})" if inside else \
+            _line_of_fixed_size(module, example, shapes)
         raise SbkitError(f"the model can't be traced{line}: {_cause(error)}",
                          hint="look for a branch on values, a size that becomes a number (len(tensor), int(...)) or "
                          "a loop over frames") from error
     return program
-
-
-def _line_of(error: BaseException) -> str:
-    """Return the line of the model's code that raised an error; empty if torch raised it."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [each for each in frames[1:] if _TORCH_FOLDER not in each.filename and each.filename != __file__]
-    return _shown(inside[-1].filename, inside[-1].lineno, inside[-1].line) if inside else ""
 
 
 def _line_of_fixed_size(module: nn.Module, example: tuple[Tensor, ...], shapes: Any) -> str:  # torch.export's
@@ -70,14 +66,10 @@ def _line_of_fixed_size(module: nn.Module, example: tuple[Tensor, ...], shapes: 
             stack = [(names[each["filename"]], each) for each in failure.data.get("user_stack", ())]
             if inside := [(path, each) for path, each in stack if _TORCH_FOLDER not in path]:
                 path, each = inside[-1]
-                return _shown(path, each["line"], each["loc"])
+                return f" ({path}, line {each['line']}: {each['loc']})"
     except Exception as error:  # the report has no public form yet; without it the message names no line
         logger.debug("no draft of the export: %s", error)
     return ""
-
-
-def _shown(path: str, line: int | None, code: str | None) -> str:
-    return f" ({path}, line {line}: {code})"
 
 
 def min_samples(program: torch.export.ExportedProgram, signals: str = "signals") -> int:

@@ -79,7 +79,21 @@ class ModelFailed(SbkitError):
     """The runtime failed while it ran a graph."""
 
 
-class BundleEngine(ABC):
+class _Closing(ABC):
+    """Is closed at the end of a ``with`` block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what is held."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class BundleEngine(_Closing):
     """Holds one graph of a bundle, opened and warmed up in a worker; if that fails, the worker ends.
 
     Subclasses run the graph with :meth:`compute`, in ``worker``. A model of two graphs has two engines.
@@ -134,12 +148,6 @@ class BundleEngine(ABC):
         """Release the model after the submitted calls."""
         self.worker.close()
         self.backend = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @abstractmethod
     def _read(self) -> None:
@@ -216,7 +224,7 @@ LOADERS: layout.ByKind[Callable[..., Any]] = layout.ByKind()
 E = TypeVar("E", bound=BundleEngine)
 
 
-class LoadedBundle(Generic[E]):
+class LoadedBundle(_Closing, Generic[E]):
     """A loaded bundle, which any number of threads may call.
 
     A subclass names the configuration of the kind that it loads, ``class Voice(LoadedBundle[VoiceEngine],
@@ -252,9 +260,3 @@ class LoadedBundle(Generic[E]):
 
     def close(self) -> None:
         self.engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -145,7 +145,13 @@ def _rows(words: Sequence[str], space: str, width: int) -> list[list[_CaptionPar
     rows: list[list[_CaptionPart]] = [[]]
     used = 0
     for number, word in enumerate(words):
-        for place, part in enumerate(_parts(word, width)):
+        parts = [""]  # of at most ``width`` cells
+        for character in word:
+            shown = "\ufffd" if unicodedata.category(character) == "Cc" else character
+            if parts[-1] and _cells(parts[-1] + shown) > width:
+                parts.append("")
+            parts[-1] += shown
+        for place, part in enumerate(parts):
             gap = len(space) if rows[-1] and not place else 0
             if rows[-1] and used + gap + _cells(part) > width:
                 rows.append([])
@@ -153,17 +159,6 @@ def _rows(words: Sequence[str], space: str, width: int) -> list[list[_CaptionPar
             rows[-1].append(_CaptionPart(part, number, not place))
             used += gap + _cells(part)
     return rows
-
-
-def _parts(word: str, width: int) -> list[str]:
-    """Split a word into parts of at most ``width`` cells."""
-    parts = [""]
-    for character in word:
-        shown = "\ufffd" if unicodedata.category(character) == "Cc" else character
-        if parts[-1] and _cells(parts[-1] + shown) > width:
-            parts.append("")
-        parts[-1] += shown
-    return parts
 
 
 def _cells(text: str) -> int:

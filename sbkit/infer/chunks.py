@@ -80,7 +80,15 @@ def cut(blocks: Iterable[np.ndarray], rate: int, frame_samples: int, chunk_secon
             signal, spoken = np.concatenate(waiting), None
             if detector is not None:
                 spoken = detector(np.concatenate([heard, signal[:size]]), frame_samples)[len(heard) // frame_samples:]
-            gap, beyond = 0 if spoken is None else _longest_gap(spoken[done // frame_samples:-unsure]), 0
+            gap = beyond = 0
+            if spoken is not None:  # the frame in the middle of the longest gap in the second half, if there is one
+                sure = spoken[done // frame_samples:-unsure]
+                half = int(len(sure) * _FROM)
+                edges = np.flatnonzero(np.diff(np.concatenate([[True], sure[half:], [True]])))
+                starts, ends = edges[::2], edges[1::2]  # of gaps
+                if len(starts):
+                    longest = int(np.argmax(ends - starts))
+                    gap = half + max(1, int(starts[longest] + ends[longest]) // 2)
             length, pause = (gap * frame_samples, True) if gap else _quietest(signal[done:size], rate, frame_samples)
             if not pause:  # the cut goes through speech, and must leave room for what is included beyond it
                 beyond, (length, _) = context, _quietest(signal[done : size - context], rate, frame_samples)
@@ -94,17 +102,6 @@ def cut(blocks: Iterable[np.ndarray], rate: int, frame_samples: int, chunk_secon
         signal = np.concatenate(waiting)
         yield Chunk(signal, done // frame_samples, None, spoken=None if detector is None else detector(
             np.concatenate([heard, signal]), frame_samples)[len(heard) // frame_samples:])
-
-
-def _longest_gap(spoken: np.ndarray) -> int:
-    """Return the frame in the middle of the longest gap in the second half, for ``spoken`` [T] bool; 0 without one."""
-    first = int(len(spoken) * _FROM)
-    edges = np.flatnonzero(np.diff(np.concatenate([[True], spoken[first:], [True]])))  # starts and ends of gaps
-    starts, ends = edges[::2], edges[1::2]
-    if not len(starts):
-        return 0
-    longest = int(np.argmax(ends - starts))
-    return first + max(1, int(starts[longest] + ends[longest]) // 2)
 
 
 def _quietest(signal: np.ndarray, rate: int, frame_samples: int) -> tuple[int, bool]:

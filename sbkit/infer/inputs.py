@@ -100,7 +100,8 @@ def _named(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
     path, remote = Path(name), Remote(schemes)
     if path.is_dir():
         for file in sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES and each.is_file()):
-            yield Recording(str(file), _decoded_name(file.relative_to(path).with_suffix("")))
+            # Decoded without errors: invalid UTF-8 could not be written into a transcript.
+            yield Recording(str(file), os.fsencode(file.relative_to(path).with_suffix("")).decode("utf-8", "replace"))
     elif path.suffix.lower() in (".csv", ".tsv") and path.is_file():
         from sbkit.data.manifest import Manifest
 
@@ -126,12 +127,8 @@ def _named(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
     elif not path.exists() and "?offset=" not in name and "://" not in name:
         raise SbkitError(f"{name}: no such file")
     else:
-        yield Recording(name, _decoded_name(path.stem), remote=Remote(tuple(filter(None, [scheme_of(name)]))))
-
-
-def _decoded_name(path: str | os.PathLike[str]) -> str:
-    """Decode a file name without errors: invalid UTF-8 could not be written into a transcript."""
-    return os.fsencode(path).decode("utf-8", "replace")
+        yield Recording(name, os.fsencode(path.stem).decode("utf-8", "replace"),
+                        remote=Remote(tuple(filter(None, [scheme_of(name)]))))
 
 
 def lengths(recordings: Sequence[Recording], rate: int) -> list[float]:

@@ -314,24 +314,19 @@ def _write(request: LabelRequest, path: Path, calibration: Calibration, errors: 
             rows[UNREADABLE] += 1
             line = {"audio_filepath": _name(key), "reason": UNREADABLE, "detail": problem}
             rest.write(json.dumps(line, ensure_ascii=False) + "\n")
-    _report(request, rows, hours, candidates, errors)
-    return SOME_FAILED if errors else 0
-
-
-def _report(request: LabelRequest, rows: Mapping[str, int], hours: Mapping[str, float],
-            candidates: Sequence[tuple[float, float]], errors: Mapping[str, str]) -> None:
     print_first("left out", [f"{_name(key)}: {problem}" for key, problem in errors.items()])
     print(table(["", "rows", "hours"], [(each, rows[each], f"{hours[each]:.2f}") for each in (
         KEPT, UNSURE, UNLIKE, NO_WORDS, NO_PAUSE, UNREADABLE) if each == KEPT or rows[each] or hours[each] > 0.005]))
     if rows[UNLIKE]:
         print(f"not calibrated: {counted(rows[UNLIKE], 'row')} with a lower confidence than every recording of "
               f"{request.calibrate}, so of unknown word accuracy; calibrate on recordings like these to keep some")
-    kept = [each for each in candidates if each[0] >= request.keep]
-    if total := sum(length for _, length in kept):
-        mean = sum(expected * length for expected, length in kept) / total
+    sure = [each for each in candidates if each[0] >= request.keep]
+    if total := sum(length for _, length in sure):
+        mean = sum(expected * length for expected, length in sure) / total
         print(f"expected word accuracy of the rows that are kept: {100 * mean:.1f} %")
-    if kept != candidates:
+    if sure != candidates:
         print("hours kept with other values of --keep: " + ", ".join(
             f"{keep:g}: {sum(length for expected, length in candidates if expected >= keep):.2f} h" for keep in _KEEPS))
     print(f"{request.to / request.shard.name}.jsonl  (left out: {request.to / FOLDER}; another --keep reuses these "
           "transcripts)")
+    return SOME_FAILED if errors else 0

@@ -60,7 +60,16 @@ def open_session(path: Path, gpu: int | None, threads: int | None, interface: In
     available, and a session with it runs on the CPU without an error. Operators are counted because a session may have
     the provider and run nothing on it.
     """
-    runtime = load_runtime()
+    builds = list(onnxruntimes())
+    if len(builds) > 1:
+        raise SbkitError(f"{' and '.join(builds)} are both installed, and each overwrote files of the other",
+                         hint=f"pip uninstall -y {' '.join(builds)}, then install the one you want")
+    import onnxruntime
+
+    if not hasattr(onnxruntime, "InferenceSession"):
+        raise SbkitError("onnxruntime is installed incompletely: another build of it was removed",
+                         hint=f"pip install --force-reinstall {builds[0] if builds else 'onnxruntime'}")
+    runtime = onnxruntime
     if gpu is not None:
         if CUDA not in runtime.get_available_providers():
             build = next(iter(onnxruntimes()), "onnxruntime")
@@ -99,20 +108,6 @@ def open_session(path: Path, gpu: int | None, threads: int | None, interface: In
     device = "cpu" if gpu is None else f"cuda:{gpu}"
     return session, Placement(device, device, session.get_providers()[0], layout.ONNX, path.name,
                               threads or usable_cores(), {"onnxruntime": runtime.__version__}, note, operators)
-
-
-def load_runtime() -> ModuleType:
-    """Import ONNX Runtime; raises if two builds are in its folder, or one was removed from there."""
-    builds = list(onnxruntimes())
-    if len(builds) > 1:
-        raise SbkitError(f"{' and '.join(builds)} are both installed, and each overwrote files of the other",
-                         hint=f"pip uninstall -y {' '.join(builds)}, then install the one you want")
-    import onnxruntime
-
-    if not hasattr(onnxruntime, "InferenceSession"):
-        raise SbkitError("onnxruntime is installed incompletely: another build of it was removed",
-                         hint=f"pip install --force-reinstall {builds[0] if builds else 'onnxruntime'}")
-    return onnxruntime
 
 
 def _new_session(runtime: ModuleType, path: Path, gpu: int | None,

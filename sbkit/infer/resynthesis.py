@@ -71,32 +71,28 @@ def resynthesize(request: ResynthesizeRequest) -> int:
         began, seconds = time.perf_counter(), 0.0
         with publish.temporary_folder(to) as staging:
             for name, each in codes.items():
-                seconds += _write(loaded, each, staging / name, f"resynthesizing {name}".rstrip(), request.format)
+                folder, names = staging / name, iter(file_names(each.ids))
+                folder.mkdir(exist_ok=True)
+                rows: list[tuple[str, float, str, str, str]] = []
+                with progress(what=f"resynthesizing {name}".rstrip(), total=len(each), unit="clip") as bar:
+                    for window in _windows(each, loaded.books.frame_rate):
+                        sounds = loaded.decode([utterance.codes for utterance in window])
+                        for utterance, sound in zip(window, sounds, strict=True):
+                            path = folder / f"{next(names)}.{request.format}"
+                            with path.open("wb") as file:
+                                write_sound(file, request.format, loaded.sample_rate, sound)
+                            rows.append((utterance.id, len(sound) / loaded.sample_rate, str(path),
+                                         utterance.text or "", utterance.speaker or ""))
+                        bar.update(len(window))
+                ids, durations, wavs, texts, speakers = map(list, zip(*rows, strict=True))
+                manifest = Manifest(ids=ids, durations=np.array(durations), wavs=wavs, texts=texts, speakers=speakers)
+                manifest.write(folder / SOUNDS, data_root=folder)
+                seconds += sum(durations)
             publish.publish(staging, to, request.force)
     elapsed, count = time.perf_counter() - began, sum(map(len, codes.values()))
     print(f"{request.to}: {count:,} recordings, {time_span(seconds)}; it took {time_span(elapsed)} (real-time factor "
           f"{elapsed / seconds:.4f})")
     return 0
-
-
-def _write(codec: CodecModel, codes: Codes, folder: Path, what: str, format: str) -> float:
-    """Decode a folder of codes into audio files and a manifest; returns their seconds."""
-    folder.mkdir(exist_ok=True)
-    names = iter(file_names(codes.ids))
-    rows: list[tuple[str, float, str, str, str]] = []
-    with progress(what=what, total=len(codes), unit="clip") as bar:
-        for window in _windows(codes, codec.books.frame_rate):
-            for utterance, sound in zip(window, codec.decode([each.codes for each in window]), strict=True):
-                path = folder / f"{next(names)}.{format}"
-                with path.open("wb") as file:
-                    write_sound(file, format, codec.sample_rate, sound)
-                rows.append((utterance.id, len(sound) / codec.sample_rate, str(path), utterance.text or "",
-                             utterance.speaker or ""))
-            bar.update(len(window))
-    ids, seconds, wavs, texts, speakers = map(list, zip(*rows, strict=True))
-    manifest = Manifest(ids=ids, durations=np.array(seconds), wavs=wavs, texts=texts, speakers=speakers)
-    manifest.write(folder / SOUNDS, data_root=folder)
-    return sum(seconds)
 
 
 def _windows(codes: Codes, frame_rate: float) -> Iterator[list[CodedUtterance]]:

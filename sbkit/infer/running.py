@@ -57,7 +57,19 @@ def run(request: RunRequest) -> int:
                                      hint="write files: --to FOLDER")
                 sys.stdout.write(_line(recording, result))
             else:
-                _write(request.output, recording, result, request.formats, rate, seconds)
+                for name in request.formats:
+                    path = output_path(request.output, recording, name)
+                    try:
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        if name == "json":
+                            with atomic_write(path) as file:
+                                file.write(_line(recording, result))
+                        elif name == "wav":
+                            path.write_bytes(result.wav(rate, seconds * rate))
+                        else:
+                            np.savez(path, allow_pickle=False, **result.outputs)
+                    except OSError as error:
+                        raise SbkitError(f"cannot write {path}: {error.strerror}") from error
     summarise(len(recordings), len(errors), audio, time.perf_counter() - began, request.output)
     return SOME_FAILED if errors else 0
 
@@ -72,20 +84,3 @@ def _run(model: GraphModel, recordings: Sequence[Recording]) -> Generator[Result
 
 def _line(recording: Recording, result: Output) -> str:
     return json.dumps({"id": recording.id, **result.facts()}, ensure_ascii=False) + "\n"
-
-
-def _write(folder: Path, recording: Recording, result: Output, formats: Sequence[str], rate: int,
-           seconds: float) -> None:
-    for name in formats:
-        path = output_path(folder, recording, name)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if name == "json":
-                with atomic_write(path) as file:
-                    file.write(_line(recording, result))
-            elif name == "wav":
-                path.write_bytes(result.wav(rate, seconds * rate))
-            else:
-                np.savez(path, allow_pickle=False, **result.outputs)
-        except OSError as error:
-            raise SbkitError(f"cannot write {path}: {error.strerror}") from error

@@ -116,7 +116,7 @@ class PhraseReader:
             if bare.endswith(tuple(ENDS)) and not abbreviated:
                 yield from buffer.flush(SENTENCE_PAUSE)
             # The voice can't pause at a mark that is not one of its symbols.
-            pauses = _ends_clause(word.text) and bare[-1] not in self._symbols
+            pauses = bare.endswith(tuple(CLAUSE)) and bare[-1] not in self._symbols
         if unknown.counts and not self._skip:
             raise unknown.error()
         yield from buffer.flush(SENTENCE_PAUSE)
@@ -161,10 +161,6 @@ def _parts(text: str, place: TextPosition, joined: bool, first: bool) -> Iterato
         at += len(part)
 
 
-def _ends_clause(word: str) -> bool:
-    return word.rstrip(CLOSING).endswith(tuple(CLAUSE))
-
-
 class _PhraseBuffer:
     """The words so far of a sentence, never more than fit in a phrase."""
 
@@ -180,7 +176,8 @@ class _PhraseBuffer:
             word = SpelledWord(text if whole else text[begin : begin + self._max_symbols], part, joined or begin > 0)
             if self._size([*self._words, word]) > self._max_symbols:
                 # End the phrase at the last mark between clauses, if any.
-                marks = [count for count, each in enumerate(self._words, 1) if _ends_clause(each.text)]
+                marks = [count for count, each in enumerate(self._words, 1)
+                         if each.text.rstrip(CLOSING).endswith(tuple(CLAUSE))]
                 if marks:
                     done, self._words = self._words[: marks[-1]], self._words[marks[-1] :]
                     yield self._phrase(done, 0.0 if (self._words or [word])[0].joined else CLAUSE_PAUSE)

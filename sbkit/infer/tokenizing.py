@@ -69,8 +69,26 @@ Window = list[tuple[int, Future[np.ndarray]]]
 def tokenize(request: TokenizeRequest) -> int:
     """Encode a corpus and return the exit code. Each split is written as a whole, once."""
     config = layout.CodecConfig.read(request.bundle)
+    names = _corpus(request, "").names()
+    unknown = [name for name in request.splits if name not in names]
+    if unknown:
+        raise SbkitError(f"{request.corpus} has no split {unknown[0]!r}", hint=f"it has {', '.join(names) or 'none'}")
+    if not names:
+        raise SbkitError(f"{request.corpus} has no split", hint="docs/how-to/data.md says what a corpus may be")
+    usual = sorted((name for name in names if _kind(name)), key=lambda name: SPLITS.index(_kind(name) or ""))
+    taken: dict[str, str] = {}
+    wanted: dict[str, Path] = {}  # the folder of each split to encode
+    for name in list(dict.fromkeys(request.splits)) or usual or names:
+        written = file_name(name)
+        if written.casefold() == PREPARED:
+            raise SbkitError(f"the split {name!r} can't be encoded: {request.to / PREPARED} is where the corpus's "
+                             "manifests are kept", hint="rename its list or folder")
+        if (other := taken.setdefault(written.casefold(), name)) != name:
+            raise SbkitError(f"the splits {other!r} and {name!r} would both be {request.to / written}",
+                             hint="choose one with --split, and another folder for the other")
+        wanted[name] = request.to / written
     folders = {}
-    for name, folder in _folders(request).items():
+    for name, folder in wanted.items():
         if not request.force and (folder / MANIFEST).is_file():
             codes = Codes(folder)
             if codes.made_from is not None and codes.books.codec == config.codec:
@@ -90,29 +108,6 @@ def tokenize(request: TokenizeRequest) -> int:
 
 
 # ---------------------------------------------------------------------- the corpus
-
-
-def _folders(request: TokenizeRequest) -> dict[str, Path]:
-    """The folder of each split to encode; raises if two are the same, ignoring case, or one is the manifests'."""
-    names = _corpus(request, "").names()
-    unknown = [name for name in request.splits if name not in names]
-    if unknown:
-        raise SbkitError(f"{request.corpus} has no split {unknown[0]!r}", hint=f"it has {', '.join(names) or 'none'}")
-    if not names:
-        raise SbkitError(f"{request.corpus} has no split", hint="docs/how-to/data.md says what a corpus may be")
-    usual = sorted((name for name in names if _kind(name)), key=lambda name: SPLITS.index(_kind(name) or ""))
-    taken: dict[str, str] = {}
-    folders: dict[str, Path] = {}
-    for name in list(dict.fromkeys(request.splits)) or usual or names:
-        folder = file_name(name)
-        if folder.casefold() == PREPARED:
-            raise SbkitError(f"the split {name!r} can't be encoded: {request.to / PREPARED} is where the corpus's "
-                             "manifests are kept", hint="rename its list or folder")
-        if (other := taken.setdefault(folder.casefold(), name)) != name:
-            raise SbkitError(f"the splits {other!r} and {name!r} would both be {request.to / folder}",
-                             hint="choose one with --split, and another folder for the other")
-        folders[name] = request.to / folder
-    return folders
 
 
 def _kind(name: str) -> str | None:
@@ -167,26 +162,21 @@ def _tokenize(codec: CodecModel, name: str, folder: Path, request: TokenizeReque
                             [manifest.wavs[row] for row, _ in rows], [why for _, why in rows], versions=True)
             for reason, rows in unusable.items() if rows)])
         exclusions.write(out.folder, [left_out])
-        _report_left_out(name, folder, left_out, utterances)
+        rows = utterances + left_out.num_rows
+        reasons = Counter(left_out["reason"].to_pylist())
+        counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
+        examples = [f"{id[:_SHOWN]}: {detail or reason}" for id, detail, reason in zip(*(
+            left_out[column][:_LISTED].to_pylist() for column in ("ID", "detail", "reason")), strict=True)]
+        if not utterances:
+            raise SbkitError(f"all {rows:,} rows of {name} were left out: {counted}", hint=f"for example {examples[0]}")
+        if left_out.num_rows:
+            print(f"{name}: {rows:,} rows read, {utterances:,} kept, {left_out.num_rows:,} left out: {counted}\n  "
+                  + "\n  ".join(examples) + f"\n  all are in {folder / exclusions.NAME}", file=sys.stderr)
     elapsed = time.perf_counter() - began
     books, size = codec.books, sum(each.stat().st_size for each in folder.iterdir())
     print(f"{folder}: {utterances:,} utterances, {time_span(seconds)}, {frames:,} frames at {books.bit_rate:.0f} "
           f"bit/s, {disk.size(size)} instead of {disk.size(2 * codec.sample_rate * seconds)} as 16-bit samples; it "
           f"took {time_span(elapsed)} (real-time factor {elapsed / seconds:.4f})")
-
-
-def _report_left_out(name: str, folder: Path, left_out: pa.Table, utterances: int) -> None:
-    """Print how many rows were left out and why; raise if all were."""
-    rows = utterances + left_out.num_rows
-    reasons = Counter(left_out["reason"].to_pylist())
-    counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
-    examples = [f"{id[:_SHOWN]}: {detail or reason}" for id, detail, reason
-                in zip(*(left_out[column][:_LISTED].to_pylist() for column in ("ID", "detail", "reason")), strict=True)]
-    if not utterances:
-        raise SbkitError(f"all {rows:,} rows of {name} were left out: {counted}", hint=f"for example {examples[0]}")
-    if left_out.num_rows:
-        print(f"{name}: {rows:,} rows read, {utterances:,} kept, {left_out.num_rows:,} left out: {counted}\n  "
-              + "\n  ".join(examples) + f"\n  all are in {folder / exclusions.NAME}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------- reading

@@ -106,8 +106,19 @@ class Adapters(ABC):
         if missing := [target for target, path in unsupported.items() if path is None]:
             problems.insert(0, f"no layer of {type(self.module).__name__} is called {', '.join(missing)}")
         if problems:
+            # The shortest pattern of each possible target: the end that no other has, after ``*.``, or else all of it.
+            starred = dict.fromkeys(
+                tuple("*" if part.isdigit() else part for part in path.split(".")) for path in fitting)
+            patterns = []
+            for parts in starred:
+                ends = (parts[-count:] for count in range(1, len(parts)))
+                unique = next((end for end in ends if set(end) != {"*"}
+                               and sum(other[-len(end):] == end for other in starred) == 1), None)
+                patterns.append(".".join(parts if unique is None else ["*", *unique]))
+            more = f" and {len(patterns) - _NAMED} more" if len(patterns) > _NAMED else ""
             raise SbkitError(f"{type(self).__name__}: targets: {'; '.join(problems)}", hint=f"possible targets: "
-                             f"{_some(fitting)} (docs/how-to/finetune.md#adapters says which are of attention)")
+                             f"{patterns[:_NAMED]}{more} (docs/how-to/finetune.md#adapters says which are of "
+                             "attention)")
         matched = [path for path in fitting if any(fnmatch.fnmatchcase(path, target) for target in self.targets)]
         return {path: fitting[path] for path in matched if not any(path.startswith(f"{outer}.") for outer in matched)}
 
@@ -204,16 +215,3 @@ def _width(layer: nn.Module) -> int | None:
     widths = [inner.out_features if isinstance(inner, nn.Linear) else inner.normalized_shape[0]
               for inner in layer.modules() if isinstance(inner, (nn.Linear, nn.LayerNorm))]
     return widths[-1] if widths else None
-
-
-def _some(paths: Iterable[str]) -> str:
-    """Format the shortest unique patterns of layers for a message."""
-    starred = dict.fromkeys(tuple("*" if part.isdigit() else part for part in path.split(".")) for path in paths)
-    patterns = []
-    for path in starred:  # the shortest end that no other path has, after ``*.``; the whole path if there is none
-        ends = (path[-count:] for count in range(1, len(path)))
-        unique = next((end for end in ends if set(end) != {"*"}
-                       and sum(other[-len(end):] == end for other in starred) == 1), None)
-        patterns.append(".".join(path if unique is None else ["*", *unique]))
-    more = len(patterns) - _NAMED
-    return f"{patterns[:_NAMED]}" + (f" and {more} more" if more > 0 else "")

@@ -121,14 +121,11 @@ def mirrored(signals: Tensor, lengths: Tensor, before: int, after: int) -> Tenso
     """
     ends, device = lengths[:, None].clamp(min=1), signals.device
 
-    def image(places: Tensor) -> Tensor:
-        places = places.remainder(2 * ends)
-        return signals.gather(1, torch.minimum(places, 2 * ends - 1 - places))
-
     offsets = torch.arange(after, device=device)
-    whole = torch.cat([image(torch.arange(min(0, -before), 0, device=device)), signals[:, max(0, -before):],
-                       signals.new_zeros(signals.shape[0], after)], dim=1)
-    return whole.scatter_(1, (ends + before).clamp(min=0) + offsets, image(ends + offsets))
+    in_front, behind = (signals.gather(1, torch.minimum(places, 2 * ends - 1 - places)) for places in (
+        torch.arange(min(0, -before), 0, device=device).remainder(2 * ends), (ends + offsets).remainder(2 * ends)))
+    whole = torch.cat([in_front, signals[:, max(0, -before):], signals.new_zeros(signals.shape[0], after)], dim=1)
+    return whole.scatter_(1, (ends + before).clamp(min=0) + offsets, behind)
 
 
 def framed(signals: Tensor, size: int, hop: int, count: int | None = None) -> Tensor:
@@ -192,17 +189,14 @@ def kaldi_filters(sample_rate: int, bins: int, bands: int, low: float, high: flo
 def slaney_filters(sample_rate: int, bins: int, bands: int, low: float, high: float) -> Tensor:
     """Make filters [bins / 2 + 1, bands] that are triangles in Hertz, of equal area, spaced as in Slaney's toolbox:
     evenly up to 1 kHz, then by a constant factor."""
-    first, last = _slaney_mel(low), _slaney_mel(high)
+    first, last = (hertz / _LINEAR if hertz < 1000.0 else _BEND + math.log(hertz / 1000.0) / _FACTOR
+                   for hertz in (low, high))
     mels = first + torch.arange(bands + 2, dtype=torch.float64) * ((last - first) / (bands + 1))
     hertz = torch.where(mels < _BEND, mels * _LINEAR, 1000.0 * ((mels - _BEND) * _FACTOR).exp())
     left, centre, right = hertz[:-2], hertz[1:-1], hertz[2:]
     places = (torch.arange(bins // 2 + 1, dtype=torch.float64) * (sample_rate / bins))[:, None]
     filters = torch.minimum((places - left) / (centre - left), (right - places) / (right - centre)).clamp(min=0.0)
     return (filters * (2.0 / (right - left))).float()
-
-
-def _slaney_mel(hertz: float) -> float:
-    return hertz / _LINEAR if hertz < 1000.0 else _BEND + math.log(hertz / 1000.0) / _FACTOR
 
 
 _WINDOWS: dict[str, Callable[[int], Tensor]] = {

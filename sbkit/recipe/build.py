@@ -13,7 +13,7 @@ import random
 import tempfile
 import textwrap
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -194,20 +194,25 @@ class Built(Builder):
         """Call it; a failure becomes a finding."""
         if isinstance(target, type) and issubclass(target, Checkpointer):
             kwargs["checkpoints_dir"], args = self.folder, args[1:]
+        name = getattr(target, "__name__", str(target))
         try:
             return target(*args, **kwargs)
         except SbkitError as error:
             self.fail(node, error.message, error.hint or "")
         except OSError as error:  # a file that doesn't exist yet, or no network
             self.findings.warning("not-built", *node.culprit(),
-                                  f"{_name(target)} can't be built here: {_first(error)}",
+                                  f"{name} can't be built here: {_first(error)}",
                                   "objects that need it were not checked")
         except Exception as error:  # each constructor has its own errors for wrong arguments
-            hint, reason = _given(kwargs), _first(error)
+            # The numbers, texts and lists among the arguments are likely causes.
+            shown = [f"{key} {value!r}" for key, value in kwargs.items()
+                     if all(isinstance(one, (bool, int, float, str, type(None)))
+                            for one in (value if isinstance(value, (list, tuple)) else [value]))]
+            hint, reason = f"it gets {listed(shown)}" if shown else "", _first(error)
             if target is nn.ModuleList:  # torch's message changes with its versions
                 reason = "modules is a list of layers, and this one holds lists"
                 hint = "write its layers as one list within a list: [[!ref <a>, !ref <b>]]"
-            self.fail(node, f"{_name(target)} refuses its arguments: {reason}", hint)
+            self.fail(node, f"{name} refuses its arguments: {reason}", hint)
         raise _NotBuilt
 
     def fail(self, node: Node, message: str, hint: str = "") -> NoReturn:
@@ -229,18 +234,6 @@ def build(root: Node, findings: Findings) -> Iterator[Built]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-
-
-def _given(kwargs: Mapping[str, Any]) -> str:
-    """A hint with the numbers, texts and lists among the arguments, which are likely causes."""
-    shown = [f"{key} {value!r}" for key, value in kwargs.items()
-             if all(isinstance(one, (bool, int, float, str, type(None)))
-                    for one in (value if isinstance(value, (list, tuple)) else [value]))]
-    return f"it gets {listed(shown)}" if shown else ""
-
-
-def _name(target: object) -> str:
-    return getattr(target, "__name__", str(target))
 
 
 def _first(error: BaseException) -> str:

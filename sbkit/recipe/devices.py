@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sbkit.recipe.build import Built
 from sbkit.recipe.ownership import (
     Owned,
-    Tensor,
     left_behind,
     optimized_by,
     recoverables,
@@ -29,7 +27,15 @@ def section(built: Built, owned: Owned) -> Section:
     found = recoverables(built)
     saved = {name: saved_by(obj) for name, obj in (found or {}).items()}
     trains = {"opt_class": "yes", "": "no"}.get(by := optimized_by(built), by)
-    rows = [_row(key, module, saved, trains) for key, module in _listed(built, owned)]
+    rows = []
+    for key, module in _listed(built, owned):
+        parameters = list(module.parameters())
+        size = sum(p.numel() for p in parameters)
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        state = parameters or list(module.state_dict(keep_vars=True).values())
+        holders = [name for name, held in saved.items() if state and all(id(tensor) in held for tensor in state)]
+        rows.append([key, type(module).__name__, f"{size:,}", f"{100 * trained / size:.0f}%" if size else "-", "",
+                     (trains if trained else "no") if size else "-", (", ".join(holders) or "no") if state else "-"])
     total = [p for root in owned.roots.values() for p in root.parameters()]
     distinct = {id(p): p for p in total}.values()
     count = sum(p.numel() for p in distinct)
@@ -62,16 +68,6 @@ def _members(module: nn.Module) -> list[nn.Module]:
     return [inner for child in module.children() for inner in _members(child)]
 
 
-def _row(key: str, module: nn.Module, saved: dict[str, dict[int, torch.Tensor]], trains: str) -> list[str]:
-    parameters = list(module.parameters())
-    count = sum(p.numel() for p in parameters)
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    state = parameters or list(module.state_dict(keep_vars=True).values())
-    holders = [name for name, held in saved.items() if state and all(id(tensor) in held for tensor in state)]
-    return [key, type(module).__name__, f"{count:,}", f"{100 * trained / count:.0f}%" if count else "-", "",
-            (trains if trained else "no") if count else "-", (", ".join(holders) or "no") if state else "-"]
-
-
 def check_moved(owned: Owned, table: Section, traced: Trace, findings: Findings) -> str:
     """Move the modules to ``meta`` to find tensors that stay behind, then run the forward on a fake GPU.
 
@@ -83,7 +79,11 @@ def check_moved(owned: Owned, table: Section, traced: Trace, findings: Findings)
     modules.to("meta")
     left, note = left_behind(built, owned), ""
     for row, (_, module) in zip(table.rows, listed, strict=True):
-        row[4] = _place(module, left)
+        inside = {id(each) for each in module.modules()}
+        stays = [tensor for tensor in left if tensor.module is not None and id(tensor.module) in inside]
+        kinds = {tensor.device.type for tensor in [*module.parameters(), *module.buffers()]}
+        row[4] = f"{len(stays)} tensors stay on cpu" if stays else "no tensors" if not kinds else \
+            "moved" if kinds == {"meta"} else "stays on cpu"
     if traced.complete:
         note = trace_moved(traced, modules, findings).note
         # tensors that the forward uses work, or were reported when it failed
@@ -91,14 +91,3 @@ def check_moved(owned: Owned, table: Section, traced: Trace, findings: Findings)
     if traced.complete or (traced.task is None and "brain" not in built.nodes):
         report_left_behind(left, owned, findings)
     return f"on a GPU, {note}" if note else ""
-
-
-def _place(module: nn.Module, left: list[Tensor]) -> str:
-    inside = {id(m) for m in module.modules()}
-    stays = [t for t in left if t.module is not None and id(t.module) in inside]
-    if stays:
-        return f"{len(stays)} tensors stay on cpu"
-    devices = {t.device.type for t in [*module.parameters(), *module.buffers()]}
-    if not devices:
-        return "no tensors"
-    return "moved" if devices == {"meta"} else "stays on cpu"

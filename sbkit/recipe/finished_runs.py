@@ -158,17 +158,6 @@ def store_prediction(setting: Setting, steps: Steps, prediction: RunEstimate) ->
     _append("check", setting, steps, predicted=dataclasses.asdict(prediction))
 
 
-def _predicted(setting: Setting, steps: Steps) -> dict[str, Any] | None:
-    """The last prediction for such a run."""
-    found = None
-    for line in _lines("check"):
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            if line["setting"] == setting._asdict() and line["steps"]["steps"] == steps.steps and \
-                    Steps(**line["steps"]).same_as(steps):
-                found = line["predicted"]
-    return found
-
-
 # ---------------------------------------------------------------- recording
 
 
@@ -206,8 +195,14 @@ def record(log: Iterable[Mapping[str, Any]], brain: type, threads: int, max_batc
     operations = epochs[-1]["flops_per_s"] / epochs[-1]["audio_s_per_s"]
     steps = steps_of(brain, operations, padded / count / setting.processes, max_batch_seconds, count,
                      (len(epochs) * dev_seconds + test_seconds) / setting.processes)
+    found = None  # what was last predicted for such a run
+    for line in _lines("check"):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            if line["setting"] == setting._asdict() and line["steps"]["steps"] == steps.steps and \
+                    Steps(**line["steps"]).same_as(steps):
+                found = line["predicted"]
     _append("run", setting, steps, step_seconds=sum(line["train_seconds"] for line in epochs) / count,
-            hours=seconds / 3600, predicted=_predicted(setting, steps))
+            hours=seconds / 3600, predicted=found)
     return True
 
 

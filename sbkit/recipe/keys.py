@@ -212,26 +212,25 @@ class Keys:
     @functools.cache
     def declared(cls) -> Mapping[str, Declared]:
         """The declarations of all keys by name, those of base classes first."""
-        return types.MappingProxyType({field.name: _declared(cls, field) for field in dataclasses.fields(cls)})
+        found = {}
+        for field in dataclasses.fields(cls):
+            by = next(base for base in reversed(cls.__mro__) if field.name in inspect.get_annotations(base))
+            needed = field.default is dataclasses.MISSING
+            hint: object = Any  # for a name that only type checkers import
+            scope = vars(sys.modules[by.__module__]) if by.__module__ in sys.modules else {}
+            with contextlib.suppress(Exception):  # an annotation can raise anything when it is evaluated
+                hint = typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": field.type}), scope)["it"]
+            found[field.name] = Declared(
+                name=field.name, what=field.metadata.get("what", ""), kind=_written(field.type), hint=hint,
+                allowed=field.metadata.get("allowed"), default=None if needed else field.default, needed=needed,
+                by=by.__name__, module=by.__module__,
+                former=field.metadata.get("former"))
+        return types.MappingProxyType(found)
 
     @classmethod
     def needed(cls) -> Iterator[str]:
         """The names of the keys that have no default."""
         return (declared.name for declared in cls.declared().values() if declared.needed)
-
-
-def _declared(cls: type[Keys], field: dataclasses.Field[Any]) -> Declared:
-    by = next(base for base in reversed(cls.__mro__) if field.name in inspect.get_annotations(base))
-    needed = field.default is dataclasses.MISSING
-    hint: object = Any  # for a name that only type checkers import
-    scope = vars(sys.modules[by.__module__]) if by.__module__ in sys.modules else {}
-    with contextlib.suppress(Exception):  # an annotation can raise anything when it is evaluated
-        hint = typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": field.type}), scope)["it"]
-    return Declared(
-        name=field.name, what=field.metadata.get("what", ""), kind=_written(field.type), hint=hint,
-        allowed=field.metadata.get("allowed"), default=None if needed else field.default, needed=needed,
-        by=by.__name__, module=by.__module__,
-        former=field.metadata.get("former"))
 
 
 def _written(kind: object) -> str:

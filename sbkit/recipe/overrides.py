@@ -83,15 +83,11 @@ def from_python(value: Any, key: str, place: Place = _COMMAND_LINE) -> Node:  # 
         return Node(value.value, place, key, tag.replace("!tuple", ""))
     if isinstance(value, NoValue):
         return Node(True, _NO_VALUE, key, computed=True)
-    return Node(_plain(value), place, key, computed=True)
-
-
-def _plain(value: object) -> object:
-    """A plain Python value, without ruamel's information on how it was written."""
+    # A plain Python value, without ruamel's information on how it was written.
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
-            return value if kind is bool else kind(value)
-    return value if value is None or isinstance(value, bytes) else str(value)
+            return Node(value if kind is bool else kind(value), place, key, computed=True)
+    return Node(value if value is None or isinstance(value, bytes) else str(value), place, key, computed=True)
 
 
 def named(key: str, files: Files, overrides: Mapping[str, Any]) -> str:
@@ -109,15 +105,6 @@ def override(files: Files, given: Node, findings: Findings, declared: Collection
 
     declared : keys that aren't misspelt even if no file has them
     """
-    _apply(files[0][1], _placed(given, files), findings, declared)
-
-
-def _placed(given: Node, files: Files) -> Node:
-    """Nest each override under ``recipe`` as deep as its key is written.
-
-    That is where a file first has the key, under its own ``recipe`` included, or else the last file, so that all files
-    can refer to it.
-    """
     placed = Node({}, given.place, given.key)
     for key, value in given.value.items():
         into, depth = placed, len(files) - 1
@@ -132,7 +119,7 @@ def _placed(given: Node, files: Files) -> Node:
             _insert(into.value[BASE], value)
         else:
             _set(into, key, value, given)
-    return placed
+    _apply(files[0][1], placed, findings, declared)
 
 
 def _set(into: Node, key: object, value: Node, given: Node) -> None:

@@ -173,7 +173,8 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
             continue  # `report_left_behind` reports constants, unless the forward works with them
         first, place = next(iter(parameters)), found[0].place
         trained = any(t.value.requires_grad for t in parameters)
-        kind = type(first.module).__name__ if len({id(t.module) for t in parameters}) == 1 else _kind(built, key)
+        obj = first.module if len({id(t.module) for t in parameters}) == 1 else built.hparams.get(key)
+        kind = type(obj).__name__ if isinstance(obj, nn.Module) else "a layer"
         via = "" if first.path.startswith(key.split(".")[0]) else f" (it's reached through {first.path})"
         if all(id(p.value) in pretrained for p in parameters):
             if all(id(p.value) in moved for p in parameters):
@@ -222,11 +223,6 @@ def _pretrained(built: Built) -> set[int]:
     pretrainers = [each for key, each in built.hparams.items() if key == "pretrainer" or isinstance(each, Pretrainer)]
     return {id(p) for each in pretrainers for module in getattr(each, "loadables", {}).values()
             if isinstance(module, nn.Module) for p in module.parameters()}
-
-
-def _kind(built: Built, key: str) -> str:
-    obj = built.hparams.get(key)
-    return type(obj).__name__ if isinstance(obj, nn.Module) else "a layer"
 
 
 def _keeps_statistics(obj: object) -> bool:

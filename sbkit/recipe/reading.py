@@ -70,11 +70,23 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unchecked
                            f"did you mean {near} <{name}>?" if name and near in ("!ref", "!copy") else
                            f"did you mean {near}{colon}{name or ('NAME' if colon else '')}?" if near else
                            f"tags are {listed(_ALL_TAGS)}")
-    _check_layers(root, findings)
+    # Layers that are only named where a run needs them built: under modules, and for a declared key.
+    keys = declared(root)
+    waiting = [node for key, node in root.value.items() if key not in ("brain", "opt_class")  # classes are right there
+               and (key == "modules" or (key in keys and keys[key].built))]
+    for node in waiting:  # which grows
+        kind, _, name = node.tag.partition(":")
+        if kind == "!name" and not node.unusable:
+            cls = locate(name)
+            if isinstance(cls, type) and issubclass(cls, torch.nn.Module):
+                findings.wrong(node, "no-module", "this layer is only named, and was never built",
+                               f"write !new:{name} instead of {node.tag}")
+        elif not kind or name.startswith("torch.nn."):  # a list or mapping of layers
+            waiting += [each for each in node.children() if each not in waiting]
     mistaken = {(f.file, f.line, f.key) for f in findings if f.code == "wrong-type" and f.severity == "error"}
     findings[:] = [f for f in findings if not f.code.endswith("-as-text") or f.severity == "error"
                    or (f.file, f.line, f.key) not in mistaken]
-    for key, known in declared(root).items():
+    for key, known in keys.items():
         if known.needed and key not in root.value:
             near = did_you_mean(key, map(str, root.value), cutoff=0.8)
             findings.error("missing-key", Place(str(path)), key, f"the recipe lacks this key: {known.what}",
@@ -129,22 +141,6 @@ def _check_tagged(node: Node, findings: Findings) -> None:
                            "remove them")
         return
     bind(target, node, findings, partial=kind == "!name")
-
-
-def _check_layers(root: Node, findings: Findings) -> None:
-    """Report layers that are only named where a run needs them built: under ``modules``, and for a declared key."""
-    known = declared(root)
-    waiting = [node for key, node in root.value.items() if key not in ("brain", "opt_class")  # classes are right there
-               and (key == "modules" or (key in known and known[key].built))]
-    for node in waiting:  # which grows
-        kind, _, name = node.tag.partition(":")
-        if kind == "!name" and not node.unusable:
-            cls = locate(name)
-            if isinstance(cls, type) and issubclass(cls, torch.nn.Module):
-                findings.wrong(node, "no-module", "this layer is only named, and was never built",
-                               f"write !new:{name} instead of {node.tag}")
-        elif not kind or name.startswith("torch.nn."):  # a list or mapping of layers
-            waiting += [each for each in node.children() if each not in waiting]
 
 
 # ---------------------------------------------------------------------------------------------- what is not checked

@@ -112,7 +112,16 @@ def _padding(brain: Task, traced: Trace, findings: Findings) -> None:
     samples = round(SECONDS * brain.keys.sample_rate)
     signal = 0.1 * torch.randn(samples, generator=torch.Generator().manual_seed(0))
     longer = torch.cat((signal, torch.zeros(samples)))
-    alone, again, padded = (_outputs(brain, each, samples, i) for i, each in enumerate((signal, signal, longer)))
+    outputs: list[list[Tensor]] = []
+    for seed, each in enumerate((signal, signal, longer)):  # of compute_forward, with different random seeds
+        torch.manual_seed(0)
+        batch = brain.clip_batch(each, samples)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            leaves = tree_leaves(brain.compute_forward(batch, Stage.VALID))
+        outputs.append([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()
+                        and leaf.dim() > 1 and len(leaf) == 1])
+    alone, again, padded = outputs
     if not len(alone) == len(again) == len(padded) or any(map(_difference, alone, again)):
         return  # outputs are random, so they can't be compared
     difference = max(map(_difference, alone, padded), default=0.0)
@@ -122,17 +131,6 @@ def _padding(brain: Task, traced: Trace, findings: Findings) -> None:
                          f"an utterance's outputs depend on its padding, and so on other utterances of a batch: padded "
                          f"to twice its length, they are {100 * difference:.0f} % off",
                          "leave padding out of means and normalisation, by batch.signal_lengths")
-
-
-def _outputs(brain: Task, signal: Tensor, samples: int, seed: int) -> list[Tensor]:
-    """The outputs of ``compute_forward`` for one utterance, with this random seed."""
-    torch.manual_seed(0)
-    batch = brain.clip_batch(signal, samples)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        leaves = tree_leaves(brain.compute_forward(batch, Stage.VALID))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1
-            and len(leaf) == 1]
 
 
 def _difference(alone: Tensor, padded: Tensor) -> float:

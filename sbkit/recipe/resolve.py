@@ -121,7 +121,24 @@ class _Resolver:
             return self._error("placeholder", node, "you must set this value (!PLACEHOLDER)",
                                "write it into the YAML" if "[" in node.key else f"set it: --{node.key} VALUE")
         if node.tag.startswith(INCLUDE):
-            return self._include(node)
+            path = included_path(node.tag, self.path)
+            if path.resolve() in self.inside:
+                return self._error("circular-include", node, f"{path} includes itself",
+                                   " -> ".join(p.name for p in (*self.inside, path)))
+            if not path.is_file():
+                near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.y*ml")])
+                return self._error("no-file", node, f"there is no file {path}", f"did you mean {near}?" if near else
+                                   f"the path is relative to {self.path.parent or '.'}")
+            before = len(self.findings)
+            files = chain(path, self.findings, prefix="" if node.key == BASE else node.key)
+            if not files:
+                return self._unknown(node)
+            root = files[0][1]
+            if isinstance(node.value, dict):
+                override(files, node, self.findings, self.declared)
+            _Resolver(root, path, self.findings, (*self.inside, path.resolve()), self.declared, self.call).walk(root)
+            root.wrong = any(f.code == "syntax" for f in self.findings[before:])
+            return copy.deepcopy(root)  # HyperPyYAML reads each include separately, so nothing in it is shared
         if self.call and node.tag.startswith(_APPLYREF):
             try:
                 args, kwargs = arguments(node)
@@ -303,26 +320,6 @@ class _Resolver:
         return Node(UNKNOWN, node.place, node.key, wrong=True)
 
     # ------------------------------------------------------------ includes
-
-    def _include(self, node: Node) -> Node:
-        path = included_path(node.tag, self.path)
-        if path.resolve() in self.inside:
-            return self._error("circular-include", node, f"{path} includes itself",
-                               " -> ".join(p.name for p in (*self.inside, path)))
-        if not path.is_file():
-            near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.y*ml")])
-            return self._error("no-file", node, f"there is no file {path}", f"did you mean {near}?" if near else
-                               f"the path is relative to {self.path.parent or '.'}")
-        before = len(self.findings)
-        files = chain(path, self.findings, prefix="" if node.key == BASE else node.key)
-        if not files:
-            return self._unknown(node)
-        root = files[0][1]
-        if isinstance(node.value, dict):
-            override(files, node, self.findings, self.declared)
-        _Resolver(root, path, self.findings, (*self.inside, path.resolve()), self.declared, self.call).walk(root)
-        root.wrong = any(f.code == "syntax" for f in self.findings[before:])
-        return copy.deepcopy(root)  # HyperPyYAML reads each include separately, so nothing in it is shared
 
 
 def _report_cycles(root: Node, findings: Findings) -> None:

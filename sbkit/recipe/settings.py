@@ -44,7 +44,19 @@ def check_settings(root: Node, findings: Findings) -> None:
         if node.unusable:
             continue
         if key in known:
-            _check_declared(root, known[key], value, findings)
+            own = known[key]
+            given = data(value) if isinstance(value, Node) else value
+            if given is UNKNOWN:  # an object, or a list of them: neither a number nor a text
+                if own.plain:
+                    _report(root, own.name, f"it is {_shown(value)}, and must be {own.wanted}", findings)
+            elif own.name not in BY_PART and (problem := own.problem(given)):
+                hint = COMPLETE if given is None and own.needed else f"it sets: {own.what}" if given is True else ""
+                _report(root, own.name, f"it {problem}", findings, hint)
+            elif own.built and isinstance(value, (str, bool)) and value != "None":  # check_text reports "None"
+                null = "" if own.needed else " or null"
+                findings.error("setting", root.place_of(own.name), own.name,
+                               f"it is {_shown(value)}, and must be an object{null}",
+                               "write null" if null else "write !new: and its class")
         elif key in NUMBERS and not _is_number(key, value):
             _report(root, key, f"it is {_shown(value)}, and must be a number", findings)
         elif _too_low(key, value):
@@ -54,28 +66,16 @@ def check_settings(root: Node, findings: Findings) -> None:
     count = _number(root, known[average]) if average in known else None
     if count is not None and count >= 2:
         kept, for_good = _number(root, known["keep_checkpoints"]), _number(root, known["keep_every"])
-        if _averages(root):
+        ema = root.value.get("ema")  # it keeps a moving average, unless its decay is 0
+        absent = ema is None or static(ema) is None or static(ema) is UNKNOWN
+        given = ema.value.get("decay") if ema is not None and isinstance(ema.value, dict) else None
+        decay = static(given) if given is not None else 1
+        if not absent and isinstance(decay, (int, float)) and decay > 0:
             _report(root, average, "ema averages weights as well", findings,
                     f"use one of them: ema_decay: 0, or {average}: 1")
         elif not for_good and kept is not None and kept < count:
             _report(root, average, f"it is {count}, but keep_checkpoints is {kept}: fewer are kept", findings,
                     f"set keep_checkpoints to {count} or more")
-
-
-def _check_declared(root: Node, known: Declared, value: object, findings: Findings) -> None:
-    """Add a finding about a value that doesn't match the declared type or values of its key."""
-    given = data(value) if isinstance(value, Node) else value
-    if given is UNKNOWN:  # an object, or a list of them: neither a number nor a text
-        if known.plain:
-            _report(root, known.name, f"it is {_shown(value)}, and must be {known.wanted}", findings)
-    elif known.name not in BY_PART and (problem := known.problem(given)):
-        hint = COMPLETE if given is None and known.needed else f"it sets: {known.what}" if given is True else ""
-        _report(root, known.name, f"it {problem}", findings, hint)
-    elif known.built and isinstance(value, (str, bool)) and value != "None":  # check_text reports "None"
-        null = "" if known.needed else " or null"
-        findings.error("setting", root.place_of(known.name), known.name,
-                       f"it is {_shown(value)}, and must be an object{null}",
-                       "write null" if null else "write !new: and its class")
 
 
 def check_options(run_opts: RunOptions | None, findings: Findings) -> None:
@@ -110,16 +110,6 @@ def _number(root: Node, known: Declared) -> int | None:
     """The value of a key that is a whole number; None if it is known only later, or already reported as wrong."""
     value = static(root.value[known.name]) if known.name in root.value else known.default
     return value if isinstance(value, int) and not known.problem(value) else None
-
-
-def _averages(root: Node) -> bool:
-    """Whether ``ema`` keeps a moving average, which depends on its ``decay``."""
-    node = root.value.get("ema")
-    if node is None or static(node) is None or static(node) is UNKNOWN:
-        return False
-    decay = node.value.get("decay") if isinstance(node.value, dict) else None
-    value = static(decay) if decay is not None else 1
-    return isinstance(value, (int, float)) and value > 0
 
 
 def _check_precision(root: Node, key: str, value: object, findings: Findings) -> None:

@@ -296,11 +296,26 @@ def fits(hint: object, node: Node) -> bool:
     if given is None:
         return kind is object
     if isinstance(given, Node):
-        return _built_fits(kind, inner, given)
-    return _plain_fits(kind, inner, given)
-
-
-def _plain_fits(kind: type, inner: tuple[Any, ...], given: object) -> bool:
+        if isinstance(given.value, list) and not given.tag:
+            if kind in (list, tuple, set, frozenset) or issubclass(list, kind):
+                of_one_kind = inner[:1] if len(inner) == 1 or (len(inner) == 2 and inner[1] is Ellipsis) else ()
+                return all(fits(of_one_kind[0], item) for item in given.value) if of_one_kind else True
+            return False
+        if isinstance(given.value, dict) and not given.tag:
+            return issubclass(dict, kind) or kind in (dict, collections.abc.MutableMapping) \
+                or kind.__module__ == "typing"
+        if given.tag.startswith("!new:"):
+            try:
+                built = locate(given.tag[len("!new:"):])
+            except LookupError:
+                return True
+            return not isinstance(built, type) or issubclass(built, kind) or kind in (float, complex) or _duck(kind)
+        if given.tag.startswith("!name:"):
+            with contextlib.suppress(LookupError, TypeError):  # some Protocols don't support isinstance
+                if isinstance(locate(given.tag[len("!name:"):]), kind):  # a constant, or a class for a type
+                    return True
+            return kind in (type, object) or kind.__name__ == "Callable" or _duck(kind) or kind.__module__ == "typing"
+        return True
     if kind is bool:
         return isinstance(given, bool) or given in (0, 1)
     if kind is float:
@@ -316,29 +331,6 @@ def _plain_fits(kind: type, inner: tuple[Any, ...], given: object) -> bool:
     if kind.__module__.split(".")[0] == "torch" and kind.__name__ in ("dtype", "device"):
         return isinstance(given, (str, int))
     return isinstance(given, kind)
-
-
-def _built_fits(kind: type, inner: tuple[Any, ...], node: Node) -> bool:
-    """The same for lists, mappings and objects that the recipe builds."""
-    if isinstance(node.value, list) and not node.tag:
-        if kind in (list, tuple, set, frozenset) or issubclass(list, kind):
-            of_one_kind = inner[:1] if len(inner) == 1 or (len(inner) == 2 and inner[1] is Ellipsis) else ()
-            return all(fits(of_one_kind[0], item) for item in node.value) if of_one_kind else True
-        return False
-    if isinstance(node.value, dict) and not node.tag:
-        return issubclass(dict, kind) or kind in (dict, collections.abc.MutableMapping) or kind.__module__ == "typing"
-    if node.tag.startswith("!new:"):
-        try:
-            built = locate(node.tag[len("!new:"):])
-        except LookupError:
-            return True
-        return not isinstance(built, type) or issubclass(built, kind) or kind in (float, complex) or _duck(kind)
-    if node.tag.startswith("!name:"):
-        with contextlib.suppress(LookupError, TypeError):  # some Protocols don't support isinstance
-            if isinstance(locate(node.tag[len("!name:"):]), kind):  # a constant, or a class for a type
-                return True
-        return kind in (type, object) or kind.__name__ == "Callable" or _duck(kind) or kind.__module__ == "typing"
-    return True
 
 
 def _duck(kind: type) -> bool:

@@ -354,7 +354,9 @@ def _report(error: Exception, found: Trace, findings: Findings) -> None:
         if match := pattern.search(text):
             given, wanted = int(match["given"]), int(match["wanted"])
             message = f"the input has {given} values per frame, and {wanted} are expected{inside}"
-            argument = _argument(node, wanted)
+            arguments = node.value.items() if node is not None and isinstance(node.value, dict) else ()
+            named = [name for name, child in arguments if static(child) == wanted and isinstance(name, str)]
+            argument = next((name for name in named if "in" in name), named[0] if named else None)  # an input size
             if node is not None and argument is not None:
                 place, key = node.place_of(argument), node.key_of(argument)
                 suggestion = f"set {argument} to {given}, or make the layer before it output {wanted}"
@@ -373,14 +375,6 @@ def _texts(node: Node | None) -> str:
     given = node.value.items() if node is not None and isinstance(node.value, dict) else ()
     shown = [f"{key} {value!r}" for key, child in given if isinstance(value := static(child), str)]
     return f"it gets {listed(shown)}" if shown else "check its arguments"
-
-
-def _argument(node: Node | None, value: int) -> str | None:
-    """The argument of a layer with this value, preferably an input size."""
-    if node is None or not isinstance(node.value, dict):
-        return None
-    found = [key for key, child in node.value.items() if static(child) == value and isinstance(key, str)]
-    return next((key for key in found if "in" in key), found[0] if found else None)
 
 
 # ---------------------------------------------------------------------------------------------- the table

@@ -25,7 +25,7 @@ def static(node: Node) -> object:
     """The Python value of a scalar; the node itself for lists, mappings and objects; UNKNOWN if it is known later."""
     if node.value is UNKNOWN or node.tag in ("!ref", "!copy"):
         return UNKNOWN
-    if _reads_as_tuple(node):
+    if not (node.tag or node.quoted) and is_tuple(node.value):
         return as_tuple(node.value)
     if node.tag.startswith(("!apply", "!module:", "!!")):
         return UNKNOWN
@@ -43,10 +43,6 @@ def data(node: Node) -> object:
     if any(each is UNKNOWN for each in inside):
         return UNKNOWN
     return dict(zip(value.value, inside, strict=True)) if isinstance(value.value, dict) else inside
-
-
-def _reads_as_tuple(node: Node) -> bool:
-    return not (node.tag or node.quoted) and is_tuple(node.value)
 
 
 def is_tuple(value: object) -> bool:
@@ -92,8 +88,23 @@ def check_text(node: Node, findings: Findings, in_list: bool = False) -> None:
     text = node.value
     if node.source is not None:
         return  # reported where it is written
-    if _reads_as_tuple(node):
-        _check_tuple(node, findings)
+    if not (node.tag or node.quoted) and is_tuple(text):
+        parts = as_tuple(text)
+        written = f"[{text[1:-1]}]"
+        if "(" in text[1:-1]:
+            findings.wrong(node, "tuple-as-text", f"{text!r} can't be read: a tuple can't contain tuples",
+                           "write lists: [[3, 3], [2, 2]]")
+        elif parts is UNKNOWN or "!ref" in text or "<" in text:
+            findings.wrong(node, "tuple-as-text", f"{text!r} can't be read: a tuple can't contain references",
+                           f"write {written}")
+        else:
+            for part in parts:
+                if isinstance(part, str) and (number := looks_like_number(part)):
+                    mantissa, _, power = number.partition("e")
+                    hint = f"write {mantissa}.0e{power}" if power and "." not in mantissa else f"write {number}"
+                    findings.wrong(node, "number-as-text",
+                                   f"{text!r} contains {part!r}, which inside a tuple is a text",
+                                   f"{hint}, or a list: {written}")
         if node.computed and not node.wrong:  # HyperPyYAML writes such values to text and reads them again
             findings.warning("tuple-as-text", node.place, node.key,
                              f"{text!r} is a tuple in the first recipe that a program loads, and a text in the next",
@@ -125,25 +136,6 @@ def check_text(node: Node, findings: Findings, in_list: bool = False) -> None:
     elif text in TRUTHS and node.key.rpartition(".")[2] != "language":
         findings.warning("truth-as-text", node.place, node.key, f"{text!r} is a text, not true or false",
                          f"write {TRUTHS[text]}, or quote it if the word is meant")
-
-
-def _check_tuple(node: Node, findings: Findings) -> None:
-    text = node.value
-    parts = as_tuple(text)
-    written = f"[{text[1:-1]}]"
-    if "(" in text[1:-1]:
-        findings.wrong(node, "tuple-as-text", f"{text!r} can't be read: a tuple can't contain tuples",
-                       "write lists: [[3, 3], [2, 2]]")
-    elif parts is UNKNOWN or "!ref" in text or "<" in text:
-        findings.wrong(node, "tuple-as-text", f"{text!r} can't be read: a tuple can't contain references",
-                       f"write {written}")
-    else:
-        for part in parts:
-            if isinstance(part, str) and (number := looks_like_number(part)):
-                mantissa, _, power = number.partition("e")
-                hint = f"write {mantissa}.0e{power}" if power and "." not in mantissa else f"write {number}"
-                findings.wrong(node, "number-as-text", f"{text!r} contains {part!r}, which inside a tuple is a text",
-                               f"{hint}, or a list: {written}")
 
 
 def unwrapped(value: object) -> tuple[Any, dict[str, Any]]:

@@ -31,7 +31,6 @@ from sbkit.runs import start
 from sbkit.tasks.task import Task
 from sbkit.train import device as devices
 from sbkit.train.batches import MicroBatch
-from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.parallel import communicates_in_forward
 from sbkit.train.trainer import Trainer
@@ -171,7 +170,11 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
             if not brain.try_batch(batch):
                 raise SbkitError(f"the planned micro-batch of {batch.padded_seconds:.0f} s doesn't fit into the GPU",
                                  hint="lower max_batch_seconds")
-        steps = [_timed(brain, batch) for _ in range(TRIES)]
+        steps = []  # the CPU seconds of this process for a step, and its counts of launches and copies
+        for _ in range(TRIES):
+            before, began = nullcard.counters(), time.process_time()
+            brain.try_batch(batch)
+            steps.append((time.process_time() - began, nullcard.counters() - before))
         host, counted = min(steps, key=lambda step: step[0])
         nodes, pools = brain.trainer.graphs.nodes, (each for each in torch.cuda.memory_snapshot()
                                                     if each["segment_pool_id"] != (0, 0))
@@ -215,13 +218,6 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         diary.write("figures", {"largest_batch": f"{count} x {seconds:g} s{capped}",
                                 "largest_peak_bytes": torch.cuda.max_memory_allocated()})
     return 0
-
-
-def _timed(brain: Brain, batch: MicroBatch) -> tuple[float, nullcard.Counters]:
-    """Return the CPU seconds of this process for a step, and its counts of launches and copies."""
-    before, started = nullcard.counters(), time.process_time()
-    brain.try_batch(batch)
-    return time.process_time() - started, nullcard.counters() - before
 
 
 # ------------------------------------------------------------------------------------------- the run itself

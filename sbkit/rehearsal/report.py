@@ -66,7 +66,12 @@ def assemble(recipe: str, found: Sequence[Line], count: int, card: Card, seconds
             slow = ReadingRate(*reads).advice(figures["num_workers"], 1000 * audio / step_ms, count)
             report.add([] if slow is None else [Finding(WARNING, "slow-reading", recipe, 0, "num_workers", *slow)])
         report.sections["figures"] = _figures(figures, card)
-        report.sections["memory"] = _memory(figures["timeline"], figures)
+        timeline = figures["timeline"]
+        rows = [[_memory_size(size), short(file, line) if file else "in torch", source[:60]]
+                for file, line, size, source in timeline["lines"]]
+        held = f"plus {_memory_size(figures['held_bytes'])} between steps: weights and optimizer states"
+        report.sections["memory"] = Section("Memory at the peak of a step", ["memory", "allocated at", "line"], rows,
+                                            [held], timeline)
     return report
 
 
@@ -146,13 +151,6 @@ def _figures(figures: Line, card: Card) -> Section:
                ] if launch_bound and gpu_ms >= TOY_MS else []
     return Section("Figures", ["figure", "value"], rows, remarks, values={
         name: value for name, value in figures.items() if name not in ("timeline", "exports", "data")})
-
-
-def _memory(timeline: Line, figures: Line) -> Section:
-    rows = [[_memory_size(size), short(file, line) if file else "in torch", source[:60]]
-            for file, line, size, source in timeline["lines"]]
-    held = f"plus {_memory_size(figures['held_bytes'])} between steps: weights and optimizer states"
-    return Section("Memory at the peak of a step", ["memory", "allocated at", "line"], rows, [held], timeline)
 
 
 def _memory_size(count: float) -> str:

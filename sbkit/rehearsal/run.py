@@ -69,8 +69,11 @@ def rehearse(args: Sequence[str], count: int, card: Card) -> list[Line]:
                         try:
                             process.wait(LINE_SECONDS)
                             break
-                        except subprocess.TimeoutExpired:
-                            print(f"rehearsing for {time_span(time.monotonic() - started)}: {_stage(folder)}",
+                        except subprocess.TimeoutExpired:  # say which stage a process has begun last
+                            diary = max(folder.glob("*.jsonl"), key=os.path.getmtime, default=None)
+                            said = diary.read_text(encoding="utf-8") if diary is not None else ""
+                            stages = ["start", *re.findall(r'"stage": "([^"]+)"', said)]
+                            print(f"rehearsing for {time_span(time.monotonic() - started)}: {stages[-1]}",
                                   file=sys.stderr, flush=True)
             finally:
                 for file in folder.glob("*.group"):
@@ -78,13 +81,6 @@ def rehearse(args: Sequence[str], count: int, card: Card) -> list[Line]:
         if not (folder / "found.json").exists():
             raise SbkitError(f"the rehearsal ended early:\n{(folder / 'server.log').read_text()[-3000:]}", exit_code=1)
         return json.loads((folder / "found.json").read_text().replace(temporary, "the rehearsal's folder"))
-
-
-def _stage(folder: Path) -> str:
-    """The last stage that a process has begun."""
-    diary = max(folder.glob("*.jsonl"), key=os.path.getmtime, default=None)
-    stages = re.findall(r'"stage": "([^"]+)"', diary.read_text(encoding="utf-8")) if diary is not None else []
-    return stages[-1] if stages else "start"
 
 
 def main(folder: str) -> None:

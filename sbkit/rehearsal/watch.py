@@ -85,14 +85,11 @@ class Diary:
         else:
             message, hint = f"{type(error).__name__}: {first_line(error)}", _ADVICE.get(code, "")
         line = linecache.getline(*location).strip()
-        self.report(code, location, message, hint or f"the line is: {line}", key=self._key(frames), ends=True)
-
-    def _key(self, frames: Iterable[tuple[Any, int]]) -> str:
-        """Return the recipe key of the object whose code was running."""
         known = {id(value): key for key, value in vars(self.brain.hparams).items()
                  if hasattr(value, "__dict__")} if self.brain is not None else {}
         running = [known.get(id(frame.f_locals.get("self"))) for frame, _ in frames]
-        return next((key for key in reversed(running) if key), "")
+        self.report(code, location, message, hint or f"the line is: {line}", ends=True,
+                    key=next((key for key in reversed(running) if key), ""))
 
 
 #: Parts of torch's messages about tensors that don't match.

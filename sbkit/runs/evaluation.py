@@ -84,18 +84,14 @@ class EvaluateRequest:
     workers: int | None = None
     behaviour: bool = False
 
-    def search_options(self) -> list[str]:
-        """The names of the search options that were given."""
-        return [name for name in ("lm", "tune_lm", "lm_weight", "word_score", "beam", "hot_words", "nbest", "joint",
-                                  "ctc_weight") if getattr(self, name)]
-
     def label(self) -> str:
         """The part of the results' name that lists the given search options, such as ``-joint-ctc0.2-beam10``."""
         numbers = {"lm": self.lm_weight, "word": self.word_score, "ctc": self.ctc_weight, "beam": self.beam,
                    "nbest": self.nbest}
         parts = [("joint", self.joint), (self.lm and Path(self.lm).name.split(".")[0], self.lm),
                 ("tuned", self.tune_lm), ("hot", self.hot_words),
-                ("chunk" + "-".join(map(chunk_size.to_option, self.chunk)), self.chunk),
+                ("chunk" + "-".join(chunk_size.WHOLE if each is None else str(each) for each in self.chunk),
+                 self.chunk),
                 *((f"{name}{value:g}", True) for name, value in numbers.items() if value is not None)]
         return "".join(f"-{word}" for word, asked in parts if asked)
 

@@ -34,8 +34,9 @@ def warning(run: Path, metric: Metric) -> str:
         own, curve = _curve(run, metric), _curve(other, metric)
         if _is_behind(own, curve, metric) and not _is_behind(own[:-1], curve, metric):
             seconds, value = own[-1]
+            its = [each for at, each in curve if at <= seconds][-1]
             return (f"After {time_span(seconds)} of training the best dev {metric.name} is {value:.2f}. From random "
-                    f"weights {other} had {_within(curve, seconds)[-1][1]:.2f} by then, so what this run starts from "
+                    f"weights {other} had {its:.2f} by then, so what this run starts from "
                     "does harm as it is used here: docs/how-to/finetune.md#when-it-wont-fit-or-wont-learn")
     return ""
 
@@ -51,13 +52,9 @@ def _curve(run: Path, metric: Metric) -> Curve:
                     itertools.accumulate((value for _, value in known), best), strict=True))
 
 
-def _within(curve: Curve, seconds: float) -> Curve:
-    return [each for each in curve if each[0] <= seconds]
-
-
 def _is_behind(own: Curve, curve: Curve, metric: Metric) -> bool:
-    known = _within(curve, own[-1][0]) if own else []
+    known = [value for seconds, value in curve if seconds <= own[-1][0]] if own else []
     if not known:
         return False
-    mine, its = own[-1][1], known[-1][1]
+    mine, its = own[-1][1], known[-1]
     return mine > (1 + MUCH) * its if metric.lower_is_better else mine < (1 - MUCH) * its

@@ -60,7 +60,24 @@ def measure(recipe: Recipe, request: CommandLine, device: torch.device) -> float
         found = [min(found)] * len(found)
     seconds, text = math.inf, ""
     if found.index(found[ranks.rank()]) == ranks.rank():
-        seconds, text = _in_own_process(request, device, found[ranks.rank()][1])
+        own = dataclasses.replace(request, run_opts=dataclasses.replace(request.run_opts, device=str(device)))
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_serve, args=(theirs, own, device, found[ranks.rank()][1]))
+        with helper_process.without_working_directory():
+            process.start()
+        theirs.close()
+        try:
+            answer = ours.recv()
+        except EOFError:
+            raise SbkitError("max_batch_seconds: auto: the process that measures what fits ended early",
+                             hint="give a number; sbkit tune finds one") from None
+        finally:
+            process.kill()
+            process.join()
+        if isinstance(answer, SbkitError):
+            raise answer
+        seconds, text = answer
     seconds, text = min(ranks.gather_objects((seconds, text)))
     if not seconds:
         ranks.raise_on_main(SbkitError(f"max_batch_seconds: auto: {text}", hint=batch_size_search.SMALLER, exit_code=1))
@@ -69,27 +86,6 @@ def measure(recipe: Recipe, request: CommandLine, device: torch.device) -> float
         with atomic_write(recipe.keys.folder / MEASURED) as out:
             json.dump({KEY: seconds, "measured": text}, out)
     return seconds
-
-
-def _in_own_process(request: CommandLine, device: torch.device, gib: float) -> tuple[float, str]:
-    own = dataclasses.replace(request, run_opts=dataclasses.replace(request.run_opts, device=str(device)))
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, own, device, gib))
-    with helper_process.without_working_directory():
-        process.start()
-    theirs.close()
-    try:
-        answer = ours.recv()
-    except EOFError:
-        raise SbkitError("max_batch_seconds: auto: the process that measures what fits ended early",
-                         hint="give a number; sbkit tune finds one") from None
-    finally:
-        process.kill()
-        process.join()
-    if isinstance(answer, SbkitError):
-        raise answer
-    return answer
 
 
 def _serve(pipe: Connection, request: CommandLine, device: torch.device, gib: float) -> None:

@@ -95,7 +95,20 @@ class RunLock:
     def _follow(self, before: int) -> bool:
         """Take the folder once its holder ``before`` has ended; False if another process did."""
         if before:
-            self._wait_for(self._path(before))
+            began, warned, holder = time.monotonic(), False, _LockHolder(self._path(before))
+            while holder.alive is not False:
+                waited = time.monotonic() - began
+                runs = holder.alive and holder.facts.get("runs", True)
+                if runs and waited > PATIENCE:
+                    raise SbkitError(f"{self.folder} is in use by another run: {holder}",
+                                     hint=f"wait for it, end it, or choose another place with {self.option}")
+                if not warned and waited > TOLD_AFTER:
+                    warned = True
+                    what = f"is training there, waiting {PATIENCE:.0f} s for its end" if runs else \
+                        "is working there, waiting for it" if holder.alive else "held it, waiting for a sign of life"
+                    logger.warning("%s: %s %s", self.folder, holder, what)
+                time.sleep(_POLL_SECONDS)
+                holder.refresh()
         path = self._path(before + 1)
         try:
             lock = Lock(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -134,23 +147,6 @@ class RunLock:
         os.fsync(self._held.descriptor)
 
     # ------------------------------------------------------------ another one holds it
-
-    def _wait_for(self, path: Path) -> None:
-        """Wait until the holder that wrote ``path`` has ended; a run that doesn't end is an error."""
-        began, warned, holder = time.monotonic(), False, _LockHolder(path)
-        while holder.alive is not False:
-            waited = time.monotonic() - began
-            runs = holder.alive and holder.facts.get("runs", True)
-            if runs and waited > PATIENCE:
-                raise SbkitError(f"{self.folder} is in use by another run: {holder}",
-                                 hint=f"wait for it, end it, or choose another place with {self.option}")
-            if not warned and waited > TOLD_AFTER:
-                warned = True
-                what = f"is training there, waiting {PATIENCE:.0f} s for its end" if runs else \
-                    "is working there, waiting for it" if holder.alive else "held it, waiting for a sign of life"
-                logger.warning("%s: %s %s", self.folder, holder, what)
-            time.sleep(_POLL_SECONDS)
-            holder.refresh()
 
     # ------------------------------------------------------------ holding it
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +54,23 @@ def compare(brain: Brain, device: torch.device) -> None:
     else:
         why = "no mean of old and new weights prevents it; a larger replay may"
         try:
-            known = _with_mean(known, folder, device, brain)
+            # The mean that is best on both dev sets, of saved weights: those in memory may be sharded or averaged.
+            recipe, saved = restore.load_run(folder, device, mean_of=brain.keys.average_checkpoints,
+                                             eval_precision=brain.eval_precision)
+            mean, rates = initial.MeanWithSource(saved), {}
+            for share in SHARES:
+                mean.take(share)
+                rates[share] = [_score(recipe, saved, part, "dev").stats[known.metric] for part in (OLD, NEW)]
+            logger.info("Means with the initial weights, %s on the dev sets: %s", known.metric, "; ".join(
+                f"{share:g} of the new weights: old {old:.2f}, new {new:.2f}" for share, (old, new) in rates.items()))
+            # Of those that haven't forgotten on dev, if there are any: a mean that learnt more by forgetting helps
+            # nobody.
+            kept = [share for share, (old, _) in rates.items() if not known.is_worse(old)] or list(rates)
+            best = (min if known.lower_is_better else max)(kept, key=lambda share: sum(rates[share]))
+            mean.take(best)
+            old, new = (_score(recipe, saved, part, "test").stats[known.metric] for part in (OLD, NEW))
+            known = dataclasses.replace(known, **(dict.fromkeys(("share", "old", "new")) if known.is_worse(old) else
+                                                  {"share": best, "old": old, "new": new}))
         except SbkitError as error:  # the source may be gone by now
             why = f"no mean of old and new weights could be tried: {error.message}"
         logger.warning("After training: %s; %s", known.describe(value),
@@ -109,25 +124,3 @@ def _score(recipe: Recipe, brain: Brain, part: str, split: str) -> Results:
     manifest = recipe.keys.corpus.parts[part].manifest(split)
     request = EvaluateRequest(recipe.keys.folder)
     return evaluation.score(request, recipe, brain, manifest, f"{part} {split}").results
-
-
-def _with_mean(known: OldSet, folder: Path, device: torch.device, tested: Brain) -> OldSet:
-    """Find the mean that is best on both dev sets, and score it on the tests; drop it if it forgot, too.
-
-    It uses saved weights: those in memory may be sharded or averaged.
-    """
-    recipe, brain = restore.load_run(folder, device, mean_of=tested.keys.average_checkpoints,
-                                     eval_precision=tested.eval_precision)
-    mean, rates = initial.MeanWithSource(brain), {}
-    for share in SHARES:
-        mean.take(share)
-        rates[share] = [_score(recipe, brain, part, "dev").stats[known.metric] for part in (OLD, NEW)]
-    logger.info("Means with the initial weights, %s on the dev sets: %s", known.metric, "; ".join(
-        f"{share:g} of the new weights: old {old:.2f}, new {new:.2f}" for share, (old, new) in rates.items()))
-    # Of those that haven't forgotten on dev, if there are any: a mean that learnt more by forgetting helps nobody.
-    kept = [share for share, (old, _) in rates.items() if not known.is_worse(old)] or list(rates)
-    best = (min if known.lower_is_better else max)(kept, key=lambda share: sum(rates[share]))
-    mean.take(best)
-    old, new = (_score(recipe, brain, part, "test").stats[known.metric] for part in (OLD, NEW))
-    return dataclasses.replace(known, **(dict.fromkeys(("share", "old", "new")) if known.is_worse(old) else
-                                         {"share": best, "old": old, "new": new}))

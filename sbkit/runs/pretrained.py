@@ -123,7 +123,24 @@ def _load(obj: Any, name: str, path: str, custom: Hook | None) -> None:  # obj: 
     hook = custom or get_default_hook(obj, DEFAULT_TRANSFER_HOOKS)
     try:
         if hook is torch_parameter_transfer:
-            _transfer(obj, name, path)
+            state = load_file(path)
+            own = obj.state_dict()
+            if isinstance(state, Mapping):
+                state = hook_on_loading_state_dict_checkpoint(dict(state))
+            shared = [key for key in own if key in state] if isinstance(state, Mapping) else []
+            if not shared and own:
+                raise SbkitError(f"{path} has none of the module's parameters: {differences(own, state)}",
+                                 hint="is it the file of a different layer?")
+            differing = differences({key: own[key] for key in shared}, {key: state[key] for key in shared})
+            if differing:
+                raise SbkitError(f"{path} comes from a model of different sizes: {differing}",
+                                 hint="set the recipe's sizes to those it was trained with")
+            obj.load_state_dict(state, strict=False)
+            for what, left in ((f"lacks parameters of {name}", own.keys() - set(shared)),
+                               (f"has parameters that {name} lacks", state.keys() - set(shared))):
+                if left and ranks.is_main():
+                    logger.warning("pretrainer: %s %s: %d, such as %s", path, what, len(left),
+                                   ", ".join(sorted(left)[:_NAMED]))
         elif hook is not None:
             hook(obj, path)
         elif (hook := get_default_hook(obj, DEFAULT_LOAD_HOOKS)) is torch_recovery:
@@ -137,24 +154,3 @@ def _load(obj: Any, name: str, path: str, custom: Hook | None) -> None:  # obj: 
         raise SbkitError(f"pretrainer: {name}: {error.message}", hint=error.hint) from error
     except Exception as error:  # a file may hold anything
         raise SbkitError(f"pretrainer: {path} can't be loaded into {name}: {summary(error)}") from error
-
-
-def _transfer(module: nn.Module, name: str, path: str) -> None:
-    """Load the parameters that both have; log those that only one has; different shapes are an error."""
-    state = load_file(path)
-    own = module.state_dict()
-    if isinstance(state, Mapping):
-        state = hook_on_loading_state_dict_checkpoint(dict(state))
-    shared = [key for key in own if key in state] if isinstance(state, Mapping) else []
-    if not shared and own:
-        raise SbkitError(f"{path} has none of the module's parameters: {differences(own, state)}",
-                         hint="is it the file of a different layer?")
-    differing = differences({key: own[key] for key in shared}, {key: state[key] for key in shared})
-    if differing:
-        raise SbkitError(f"{path} comes from a model of different sizes: {differing}",
-                         hint="set the recipe's sizes to those it was trained with")
-    module.load_state_dict(state, strict=False)
-    for what, left in ((f"lacks parameters of {name}", own.keys() - set(shared)),
-                       (f"has parameters that {name} lacks", state.keys() - set(shared))):
-        if left and ranks.is_main():
-            logger.warning("pretrainer: %s %s: %d, such as %s", path, what, len(left), ", ".join(sorted(left)[:_NAMED]))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, Checkpoint
+from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS
 from speechbrain.utils.epoch_loop import EpochCounter
 
 from sbkit.score.run_files import METRICS
@@ -59,16 +59,13 @@ def read_progress(checkpointer: Checkpointer, counter: EpochCounter) -> RunProgr
     name = next((name for name, each in checkpointer.recoverables.items() if each is counter), "")
     for checkpoint in checkpointer.find_checkpoints():
         with contextlib.suppress(AttributeError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError, NotLoaded):
-            return _read(checkpoint, name, counter)  # of a damaged one
+            ended = checkpoint.meta.get("end-of-epoch", True)
+            state, at = TrainState(), copy.copy(counter)
+            state.load_state_dict(yaml.safe_load(checkpoint.paramfiles["brain"].read_text(encoding="utf-8")), ended)
+            load_recoverable(at, name, checkpoint.paramfiles[name], hook_for(at, None, DEFAULT_LOAD_HOOKS, "load"),
+                             ended)
+            return RunProgress(state.epochs or counter.limit, state.optimizer_step, at.current, state.epoch_step)
     return RunProgress(counter.limit)
-
-
-def _read(checkpoint: Checkpoint, name: str, counter: EpochCounter) -> RunProgress:
-    ended = checkpoint.meta.get("end-of-epoch", True)
-    state, at = TrainState(), copy.copy(counter)
-    state.load_state_dict(yaml.safe_load(checkpoint.paramfiles["brain"].read_text(encoding="utf-8")), ended)
-    load_recoverable(at, name, checkpoint.paramfiles[name], hook_for(at, None, DEFAULT_LOAD_HOOKS, "load"), ended)
-    return RunProgress(state.epochs or counter.limit, state.optimizer_step, at.current, state.epoch_step)
 
 
 def last_logged_step(folder: Path) -> int:

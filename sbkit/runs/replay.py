@@ -5,13 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from sbkit.data.columns import Declared
 from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.data.mixture import Mixture
-from sbkit.data.text import AsWritten, NormalizedBefore, TextRules
+from sbkit.data.text import AsWritten, NormalizedBefore
 from sbkit.errors import SbkitError
 from sbkit.nn.pretrained.source import names_model
 from sbkit.recipe import load
@@ -39,8 +38,11 @@ class Replay(Mixture):
     def __init__(self, corpus: Corpus, share: float, source: str | Path):
         options, folder = stored_json(Path(source) / _REPORT).get("options"), corpus.folder / OLD
         options = options if isinstance(options, dict) else {}  # the source has no manifests
+        written = options.get("text")
+        rules = corpus.text if not isinstance(written, Mapping) else AsWritten() if written.get("as_written") else \
+            NormalizedBefore.for_language(None, **written)
         old = (Prepared if source == folder else Corpus)(
-            source, options.get("language"), folder, text=_rules(options) or corpus.text,
+            source, options.get("language"), folder, text=rules,
             min_duration=corpus.min_duration, max_duration=corpus.max_duration, schemes=corpus.schemes,
             workers=corpus.workers)
         super().__init__({NEW: corpus.in_folder(corpus.folder / NEW), OLD: old}, corpus.folder,
@@ -62,14 +64,6 @@ class Prepared(Corpus):
         return self.load()
 
 
-def _rules(options: Mapping[str, Any]) -> TextRules | None:
-    """The text rules in these options; None if they have none."""
-    text = options.get("text")
-    if not isinstance(text, Mapping):
-        return None
-    return AsWritten() if text.get("as_written") else NormalizedBefore.for_language(None, **text)
-
-
 def with_replay(keys: TaskKeys) -> Replay:
     """The recipe's corpus mixed with the one that the initial model was trained on."""
     assert keys.replay is not None
@@ -77,7 +71,18 @@ def with_replay(keys: TaskKeys) -> Replay:
         raise SbkitError("replay: the corpus is a mixture already", hint="make the old corpus a part of it, and leave "
                                                                         "out replay")
     try:
-        joint = Replay(keys.corpus, keys.replay, _source(keys))
+        source: str | Path  # as named, or the manifests of the run that the weights come from
+        if keys.replay_from is not None:
+            named = Path(keys.replay_from).expanduser()
+            source = named / MANIFESTS if (named / PREPARED).is_file() else keys.replay_from
+        elif (run := _run_of(keys)) is not None:
+            source = run / MANIFESTS
+        elif not Path(str(keys.init_from)).expanduser().exists() and not names_model(str(keys.init_from)):
+            raise SbkitError(f"init_from: {keys.init_from} doesn't exist", hint="name a run")
+        else:
+            raise SbkitError(f"replay: {keys.init_from} has no {PREPARED}, so it is unknown what it was trained on",
+                             hint="name that corpus: replay_from: a run, or what data_folder could be")
+        joint = Replay(keys.corpus, keys.replay, source)
         joint.parts[OLD].check_exists()
     except SbkitError:
         prepared = keys.corpus.folder / OLD
@@ -85,20 +90,6 @@ def with_replay(keys: TaskKeys) -> Replay:
             raise
         joint = Replay(keys.corpus, keys.replay, prepared)  # the run has started, and the source is gone
     return joint
-
-
-def _source(keys: TaskKeys) -> str | Path:
-    """The source of the old corpus: as named, or the manifests of the run that the weights come from."""
-    if keys.replay_from is not None:
-        run = Path(keys.replay_from).expanduser()
-        return run / MANIFESTS if (run / PREPARED).is_file() else keys.replay_from
-    found = _run_of(keys)
-    if found is not None:
-        return found / MANIFESTS
-    if not Path(str(keys.init_from)).expanduser().exists() and not names_model(str(keys.init_from)):
-        raise SbkitError(f"init_from: {keys.init_from} doesn't exist", hint="name a run")
-    raise SbkitError(f"replay: {keys.init_from} has no {PREPARED}, so it is unknown what it was trained on",
-                     hint="name that corpus: replay_from: a run, or what data_folder could be")
 
 
 def _run_of(keys: TaskKeys) -> Path | None:

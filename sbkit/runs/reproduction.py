@@ -69,7 +69,8 @@ def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence
     lines, run = recipe_lines(folder), starts[-1]
     options = request.run_opts
     found = {
-        "format": FORMAT, "recipe": lines, "recipe_lines": _checksums(lines),
+        "format": FORMAT, "recipe": lines, "recipe_lines": " ".join(
+            f"{zlib.crc32(line.encode()):08x}" for line in lines),
         "options": {name: getattr(options, name) for name in sorted(set(options.overridden_args) - SHOW)},
         "device": torch.device(run["device"]).type, "processes": run["devices"],
         "threads": run.get("threads") or torch.get_num_threads(),  # older lines have none
@@ -85,10 +86,6 @@ def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence
 def recipe_lines(folder: Path) -> list[str]:
     """The lines of a run's resolved recipe, without its head."""
     return [line for line in (folder / RECIPE).read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-
-
-def _checksums(lines: Iterable[str]) -> str:
-    return " ".join(f"{zlib.crc32(line.encode()):08x}" for line in lines)
 
 
 def weights_hash(modules: torch.nn.Module) -> str | None:
@@ -108,14 +105,15 @@ def hashes(manifest: Manifest, split: str) -> dict[str, Any]:
     block of each are."""
     signals = [manifest.wavs, *(manifest.meta[name] for name in manifest.meta if f"{name}{SECONDS}" in manifest.meta)]
     texts = (_hash("\0".join((row.id, row.speaker, repr(row.start), row.text)).encode()) for row in manifest)
-    found: dict[str, Any] = {"rows": len(manifest), "texts": _packed(texts), "audio": None}
+    found: dict[str, Any] = {"rows": len(manifest), "texts": base64.b64encode(b"".join(texts)).decode(), "audio": None}
     if not any("://" in wav for wavs in signals for wav in wavs):
         paths = sorted({wav for wavs in signals for wav in wavs})
         with ThreadPoolExecutor(usable_cores()) as pool:
             read = pool.map(lambda wav: _audio_hash(wav, len(paths) <= WHOLE), paths)
             bar = progress(read, what=f"hashing the audio of {split}", total=len(paths), show=len(paths) > _QUICK)
             audio = dict(zip(paths, bar, strict=True))
-        found["audio"] = _packed(_hash(b"".join(audio[wav] for wav in row)) for row in zip(*signals, strict=True))
+        hashed = (_hash(b"".join(audio[wav] for wav in row)) for row in zip(*signals, strict=True))
+        found["audio"] = base64.b64encode(b"".join(hashed)).decode()
     return found
 
 
@@ -130,10 +128,6 @@ def _audio_hash(wav: str, whole: bool) -> bytes:
 
 def _hash(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_HASH).digest()
-
-
-def _packed(rows: Iterable[bytes]) -> str:
-    return base64.b64encode(b"".join(rows)).decode()
 
 
 def _unpacked(text: str, rows: int) -> np.ndarray:
@@ -208,7 +202,7 @@ def read(path: Path) -> dict[str, Any]:
         raise SbkitError(f"{path} is not what a run records ({first_line(error)[:200]})",
                          hint=f"a finished run has a {REPRODUCE} in its output_folder") from None
     for number, (line, recorded) in enumerate(zip(lines, sums, strict=False), start=1):
-        if _checksums([line]) != recorded:
+        if f"{zlib.crc32(line.encode()):08x}" != recorded:
             raise SbkitError(f"{path}: line {number} of its recipe was changed since the run: {shown(line.strip())}",
                              hint="train it as a new recipe, or use the file as the run wrote it", exit_code=1)
     if len(lines) != len(sums):

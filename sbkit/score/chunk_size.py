@@ -5,15 +5,6 @@ from __future__ import annotations
 WHOLE = "whole"
 
 
-def to_option(chunk: int | None) -> str:
-    """Format a size for the command line.
-
-    >>> to_option(320), to_option(None)
-    ('320', 'whole')
-    """
-    return WHOLE if chunk is None else str(chunk)
-
-
 def to_label(chunk: int | str | None) -> str:
     """Format a size for a table.
 

@@ -102,10 +102,8 @@ def from_list(trials: Sequence[tuple[bool, str, str]], ids: Sequence[str]) -> tu
     many others there are."""
     place: Mapping[str, int] = {name: number for number, name in enumerate(ids)}
 
-    def at(name: str) -> int:
-        return place.get(name, place.get(name.rpartition(".")[0], -1))
-
-    every = np.array([(at(first), at(second), same) for same, first, second in trials], int).reshape(-1, 3)
+    every = np.array([(*(place.get(name, place.get(name.rpartition(".")[0], -1)) for name in pair), same)
+                      for same, *pair in trials], int).reshape(-1, 3)
     found = (every[:, :2] >= 0).all(1)
     first, second, same = every[found].T
     return Trials(first, second, same.astype(bool)), int((~found).sum())

@@ -149,7 +149,12 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
                                               parsed.served.batcher.backlog))
 
     async def correct(request: Request) -> Response:
-        kept = _kept(state)
+        if state.corrections is None:
+            error = invalid("this server keeps no corrections; sbkit serve --corrections FOLDER does",
+                            code="unknown_url")
+            error.status = 404
+            raise error
+        kept = state.corrections
         if request.method == "DELETE":
             await asyncio.to_thread(kept.delete, request.path_params["id"])
             return JSONResponse({"id": request.path_params["id"], "deleted": True})
@@ -231,14 +236,6 @@ def _outputs(state: State, parsed: OutputsForm, reservation: DiskReservation, co
         raise invalid(f"the response would have {output.size:,} numbers, the limit is {_MAX_NUMBERS:,}", "file",
                       "invalid_audio")
     return JSONResponse({"model": served.name, **output.facts()})
-
-
-def _kept(state: State) -> Corrections:
-    if state.corrections is None:
-        error = invalid("this server keeps no corrections; sbkit serve --corrections FOLDER does", code="unknown_url")
-        error.status = 404
-        raise error
-    return state.corrections
 
 
 def _correct(state: State, kept: Corrections, parsed: CorrectionForm, reservation: DiskReservation,

@@ -165,7 +165,16 @@ class _Server:
             while serving.is_alive():
                 serving.join(_POLL_SECONDS)
                 if self.state.stopping and not self._server.should_exit:
-                    self._finish()
+                    self._ending.set()
+                    until = time.monotonic() + self._request.grace_seconds
+                    self._watchdog = threading.Timer(self._request.grace_seconds + _CLEANUP_SECONDS, self._give_up)
+                    self._watchdog.daemon = True
+                    self._watchdog.start()
+                    while self.state.live_sessions.active and time.monotonic() < until and not self._server.should_exit:
+                        time.sleep(_POLL_SECONDS / 4)
+                    left: Any = max(until - time.monotonic(), _POLL_SECONDS)  # as above
+                    self._server.config.timeout_graceful_shutdown = left
+                    self._server.should_exit = True
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
@@ -213,20 +222,6 @@ class _Server:
         if self.state.stopping:
             self._server.force_exit = self._server.should_exit = True
         self.state.stop()
-
-    def _finish(self) -> None:
-        """Finish requests and sessions in flight by one deadline; uvicorn cuts off sockets when it ends, and only waits
-        for requests."""
-        self._ending.set()
-        until = time.monotonic() + self._request.grace_seconds
-        self._watchdog = threading.Timer(self._request.grace_seconds + _CLEANUP_SECONDS, self._give_up)
-        self._watchdog.daemon = True
-        self._watchdog.start()
-        while self.state.live_sessions.active and time.monotonic() < until and not self._server.should_exit:
-            time.sleep(_POLL_SECONDS / 4)
-        left: Any = max(until - time.monotonic(), _POLL_SECONDS)  # as above
-        self._server.config.timeout_graceful_shutdown = left
-        self._server.should_exit = True
 
     def _give_up(self) -> None:
         print(f"not everything finished within {self._request.grace_seconds:g} s; the rest is dropped",

@@ -46,7 +46,12 @@ def cached_library(parts: Iterable[str], build: Callable[[Path], Path]) -> Path:
     parts : everything that the library depends on: sources, flags, the compiler's version
     build : compiles into an empty folder, and returns the library's path there
     """
-    folder, key = _folder(), _digest("|".join(parts).encode())
+    # Only this user may write to the folder, since code from it is run.
+    folder = cache_folder() / "kernels"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_ours(folder.resolve()):
+        raise Unavailable(f"{folder} belongs to another user, or others may write to it, so no code from it is run")
+    key = _digest("|".join(parts).encode())
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # processes that start together compile once
@@ -66,15 +71,6 @@ def cached_library(parts: Iterable[str], build: Callable[[Path], Path]) -> Path:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:24]
-
-
-def _folder() -> Path:
-    """Return the folder for compiled code, which only this user may write to, since code from it is run."""
-    folder = cache_folder() / "kernels"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _is_ours(folder.resolve()):
-        raise Unavailable(f"{folder} belongs to another user, or others may write to it, so no code from it is run")
-    return folder
 
 
 def _is_ours(path: Path) -> bool:

@@ -38,7 +38,8 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], indent: str = "
               for value in row] for row in rows]
     widths = [max([len(h), *(len(row[i]) for row in cells)]) for i, h in enumerate(headers)]
     numeric = [
-        bool(cells) and all(_is_number(row[i]) for row in cells if row[i]) for i in range(len(headers))
+        bool(cells) and all(row[i].rstrip("%x").replace(",", "").replace(".", "", 1).lstrip("-").isdigit()
+                            for row in cells if row[i]) for i in range(len(headers))
     ]
 
     def line(values: Sequence[str]) -> str:
@@ -62,10 +63,6 @@ def time_span(seconds: float) -> str:
 def counted(count: int, what: str) -> str:
     """Format a count with its noun: 1 error, 2 errors."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")
-
-
-def _is_number(text: str) -> bool:
-    return text.rstrip("%x").replace(",", "").replace(".", "", 1).lstrip("-").isdigit()
 
 
 def progress(iterable: Iterable[Any] | None = None, *, what: str, total: int | None = None, unit: str = "it",

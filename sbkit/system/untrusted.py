@@ -119,22 +119,7 @@ def load_tensors(path: str | os.PathLike[str], device: Any = "cpu", mmap: bool =
     import torch
 
     check_torch(torch.__version__)
-    _refuse_long_names(path)
-    try:
-        return torch.load(path, map_location=device, weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
-    except (OSError, pickle.UnpicklingError):
-        raise
-    except Exception as error:  # of any kind, by what is wrong
-        if is_out_of_memory(error):
-            raise
-        raise ValueError(summary(error)) from error
-
-
-def _refuse_long_names(path: str | os.PathLike[str]) -> None:
-    """Raise for a pickle that names a class of more than a thousand characters.
-
-    torch searches its message of such a class in a time that grows with the square of the name: hours for a megabyte.
-    """
+    # torch searches its message of a class in a time that grows with the square of its name: hours for a megabyte.
     named = ""
     # What else is wrong with a file is torch's to say.
     with contextlib.ExitStack() as opened, contextlib.suppress(Exception):
@@ -150,6 +135,14 @@ def _refuse_long_names(path: str | os.PathLike[str]) -> None:
                     named = str(value)
     if named:
         raise pickle.UnpicklingError(f"GLOBAL {named[:_MAX_NAME]}")
+    try:
+        return torch.load(path, map_location=device, weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
+    except (OSError, pickle.UnpicklingError):
+        raise
+    except Exception as error:  # of any kind, by what is wrong
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(summary(error)) from error
 
 
 def standard_input(what: str, hint: str) -> TextIO:

@@ -130,8 +130,11 @@ class ASRResults(Results):
                 "without_reference": [row.id for row in self.rows if not row.reference.split()]}
 
     def columns(self) -> list[tuple[str, Any]]:
-        return [("WER %", self.words.rate), ("95 % interval", _range(interval(self.words))),
-                ("CER %", self.characters.rate), ("95 % interval", _range(interval(self.characters)))]
+        found: list[tuple[str, Any]] = []
+        for name, rates in (("WER %", self.words), ("CER %", self.characters)):
+            low, high = interval(rates)
+            found += [(name, rates.rate), ("95 % interval", f"{low:.2f} to {high:.2f}")]
+        return found
 
     def files(self, of: str = "") -> list[str]:
         line = "_" if of else ""
@@ -148,10 +151,6 @@ class ASRResults(Results):
         utterances.write(transcripts, utterances.join(self.rows, manifest))
         if not of and any(row.nbest for row in self.rows):
             write_nbest(folder / NBEST, self.rows)
-
-
-def _range(bounds: Sequence[float]) -> str:
-    return f"{bounds[0]:.2f} to {bounds[1]:.2f}"
 
 
 class ASR(Task):

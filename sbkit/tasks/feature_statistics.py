@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from sbkit.data.audio import AudioError
-from sbkit.data.loader import QuietDataLoader, plain_worker_errors
+from sbkit.data.loader import QuietDataLoader, plain_worker_errors, unchanged
 from sbkit.data.manifest import Manifest
 from sbkit.data.reader import Reader, init_worker, starting_workers
 from sbkit.errors import SbkitError
@@ -70,7 +70,17 @@ def path_of(norm: Norm, folder: str | None = None) -> Path:
 
 def prepare(norm: Norm, settings: FeatureSettings, manifest: Manifest, folder: str | None = None) -> None:
     """Compute the statistics of a training split, unless the file already has them; ``folder``: of the run."""
-    fingerprint, path = _fingerprint(settings, manifest), path_of(norm, folder)
+    # The classes and the plain attributes of the features' layers.
+    layers = [[path, type(module).__qualname__, {name: value for name, value in sorted(vars(module).items())
+                                                 if not name.startswith("_") and _plain(value) and name != "training"}]
+              for path, module in settings.features.named_modules()]
+    digest = hashlib.sha256(json.dumps([settings.hop, settings.sample_rate, layers]).encode())
+    for name, tensor in settings.features.state_dict().items():
+        digest.update(name.encode() + tensor.detach().cpu().numpy().tobytes())
+    digest.update(manifest.durations.tobytes() + manifest.starts.tobytes())
+    for name in manifest.ids:
+        digest.update(name.encode("utf-8", "surrogatepass") + b"\n")
+    fingerprint, path = digest.hexdigest(), path_of(norm, folder)
     if _stored(path).get("fingerprint") == fingerprint:
         logger.info("%s: already computed from this corpus", path)
         return
@@ -135,7 +145,7 @@ def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None =
         cores = min(_MAX_WORKERS, usable_cores())
         workers = cores if cores > 1 and len(manifest) >= WORTH_PROCESSES else 0
     parallel: dict[str, Any] = {"worker_init_fn": init_worker, "prefetch_factor": _PREFETCHED} if workers else {}
-    loader = QuietDataLoader(_Sums(settings, manifest), batch_size=None, collate_fn=_unchanged, num_workers=workers,
+    loader = QuietDataLoader(_Sums(settings, manifest), batch_size=None, collate_fn=unchanged, num_workers=workers,
                      generator=torch.Generator(), **parallel)
     sums, frames, unread, threads = np.zeros(1), 0, 0, torch.get_num_threads()
     torch.set_num_threads(1)  # as in workers: sums depend on the number of threads
@@ -203,28 +213,9 @@ def _stored(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _fingerprint(settings: FeatureSettings, manifest: Manifest) -> str:
-    """Identify the features and the utterances; without paths of recordings, since a corpus may be moved."""
-    # The classes and the plain attributes of the features' layers.
-    layers = [[path, type(module).__qualname__, {name: value for name, value in sorted(vars(module).items())
-                                                 if not name.startswith("_") and _plain(value) and name != "training"}]
-              for path, module in settings.features.named_modules()]
-    digest = hashlib.sha256(json.dumps([settings.hop, settings.sample_rate, layers]).encode())
-    for name, tensor in settings.features.state_dict().items():
-        digest.update(name.encode() + tensor.detach().cpu().numpy().tobytes())
-    digest.update(manifest.durations.tobytes() + manifest.starts.tobytes())
-    for name in manifest.ids:
-        digest.update(name.encode("utf-8", "surrogatepass") + b"\n")
-    return digest.hexdigest()
-
-
 def _plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_plain, value))
     if isinstance(value, dict):
         return all(map(_plain, (*value, *value.values())))
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _unchanged(result: Any) -> Any:  # of any type
-    return result

@@ -140,10 +140,12 @@ class SpeechTask(Task):
     @contextlib.contextmanager
     def timed(self, device: torch.device) -> Iterator[None]:
         """Measure the time of a batch in this context, including the device's."""
-        _wait(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         began = time.perf_counter()
         yield
-        _wait(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         self.batch_seconds = time.perf_counter() - began
 
     def test_rows(self, rows: Sequence[Row], recordings: Sequence[np.ndarray],
@@ -155,11 +157,6 @@ class SpeechTask(Task):
                              output_transcript=of_output, sound=self.clips.keep(row.id, output))
                 for row, output, of_recording, of_output in zip(rows, outputs, texts[:count], texts[count:],
                                                                 strict=True)]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @dataclass
@@ -200,7 +197,7 @@ class SoundResults(Results):
         return {f"of the {self.maker}'s output": value for value in found.values()} if name == "WER" else found
 
     def files(self, of: str = "") -> list[str]:
-        return [*super().files(of), self._subfolder(of)]
+        return [*super().files(of), f"{of}_{SOUNDS}" if of else SOUNDS]
 
     def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
         """Write the numbers, and the sounds of a few utterances."""
@@ -209,7 +206,7 @@ class SoundResults(Results):
         worst = [] if self.estimate is None else [self.estimate.ids[i] for i in self.estimate.worst()[:SAMPLES]]
         if not kept.keys() >= set(worst):  # this task keeps only random clips
             worst = []
-        subfolder, place = Path(self._subfolder(of)), {name: i for i, name in enumerate(manifest.ids)}
+        subfolder, place = Path(f"{of}_{SOUNDS}" if of else SOUNDS), {name: i for i, name in enumerate(manifest.ids)}
         (folder / subfolder).mkdir(parents=True, exist_ok=True)
         players = {}
         for number, name in enumerate(dict.fromkeys([*drawn, *worst]), 1):
@@ -232,10 +229,6 @@ class SoundResults(Results):
                 for name, what, rates in (("WER", f"of the {self.maker}'s output", self.after),
                                           ("WER of the recordings", "by the same recogniser", self.before))
                 if rates is not None]
-
-    @staticmethod
-    def _subfolder(of: str) -> str:
-        return f"{of}_{SOUNDS}" if of else SOUNDS
 
 
 def word_rates(rows: Sequence[Row], name: str) -> ErrorRates | None:

@@ -288,10 +288,7 @@ class Task(Brain):
 
     # ------------------------------------------------------------ validation and test
 
-    @property
-    def shares_validation(self) -> bool:
-        """True: the rows of all ranks are gathered, so no utterance may be evaluated on two ranks."""
-        return True
+    shares_validation = True  # the rows of all ranks are gathered, so no utterance may be evaluated on two ranks
 
     def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
         """Clear the rows, and call ``on_stage_start``."""
@@ -382,7 +379,8 @@ class Task(Brain):
 
     def take_search(self, request: EvaluateRequest) -> None:
         """Use the search that the options of ``sbkit evaluate`` describe."""
-        options = request.search_options()
+        options = [name for name in ("lm", "tune_lm", "lm_weight", "word_score", "beam", "hot_words", "nbest", "joint",
+                                     "ctc_weight") if getattr(request, name)]
         if options:
             raise SbkitError(f"{type(self).__name__} has no search, so it can't use --{options[0].replace('_', '-')}",
                              hint="leave it out")

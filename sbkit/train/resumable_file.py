@@ -50,38 +50,36 @@ class ResumableFile:
     def _write_waiting(self) -> None:
         try:
             while self.waiting:
-                self._write(self.waiting[0])
+                line = self.waiting[0]
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+                try:
+                    if not self._clean:
+                        self._clean = True
+                        whole = os.pread(handle, os.fstat(handle).st_size, 0)
+                        if (end := whole.rfind(b"\n") + 1) < len(whole):  # a crash cut the last line off
+                            os.ftruncate(handle, end)
+                    if not self._trained and self._written_again(line):
+                        self._trained = True
+                        size = os.fstat(handle).st_size
+                        if self._resume_at is not None and self._resume_at < size:
+                            beyond = os.pread(handle, size - self._resume_at, self._resume_at).splitlines(keepends=True)
+                            kept = [each for each in beyond if not self._written_again(each.decode("utf-8", "replace"))]
+                            os.ftruncate(handle, self._resume_at)
+                            if kept:
+                                os.write(handle, b"".join(kept))
+                    data = line.encode("utf-8") + b"\n"
+                    if os.write(handle, data) < len(data):  # the disk is full
+                        self._clean = False
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                finally:
+                    os.close(handle)
                 self.waiting.popleft()
             self._warned = False
         except OSError as error:
             if not self._warned:
                 logger.warning("%s. Its lines are kept in memory until there is room", disk.explain(error, self.path))
             self._warned = True
-
-    def _write(self, line: str) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            if not self._clean:
-                self._clean = True
-                whole = os.pread(handle, os.fstat(handle).st_size, 0)
-                if (end := whole.rfind(b"\n") + 1) < len(whole):  # a crash cut the last line off
-                    os.ftruncate(handle, end)
-            if not self._trained and self._written_again(line):
-                self._trained = True
-                size = os.fstat(handle).st_size
-                if self._resume_at is not None and self._resume_at < size:
-                    beyond = os.pread(handle, size - self._resume_at, self._resume_at).splitlines(keepends=True)
-                    kept = [each for each in beyond if not self._written_again(each.decode("utf-8", "replace"))]
-                    os.ftruncate(handle, self._resume_at)
-                    if kept:
-                        os.write(handle, b"".join(kept))
-            data = line.encode("utf-8") + b"\n"
-            if os.write(handle, data) < len(data):  # the disk is full
-                self._clean = False
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-        finally:
-            os.close(handle)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the present length in a checkpoint file."""

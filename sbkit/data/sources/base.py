@@ -167,16 +167,6 @@ def names_of(role: str) -> tuple[str, ...]:
     return ALIASES.get(role) or META_ALIASES.get(role) or (role,)
 
 
-def check_columns(columns: Mapping[str, str] | None, declared: Iterable[str] = ()) -> dict[str, str]:
-    """Refuse roles that are neither known nor declared by the task; return the others with their columns' names."""
-    columns = dict(columns or {})
-    for role in columns:
-        if role not in ALIASES and role not in declared:
-            raise SbkitError(f"corpus: columns names the unknown role {role!r}",
-                             hint=f"roles are {', '.join([*ALIASES, *declared])}")
-    return columns
-
-
 def no_column(where: object, role: str, available: Iterable[str], columns: Mapping[str, str]) -> SbkitError:
     """Return the error for a role that no column has."""
     names = [columns[role]] if role in columns else names_of(role)

@@ -74,26 +74,24 @@ class CommonVoice(Source):
         meta.update({role: Column(tsv.need(role)) for role in further})
         locales = meta.get("language")
         found = locales[0] if locales else None
-        if found and self.language and _primary(found) != _primary(self.language) and not self._reported:
+        # The first part of a language code is compared, such as zh of zh-CN.
+        if found and self.language and not self._reported and len({
+                language.replace("_", "-").split("-")[0].lower() for language in (found, self.language)}) > 1:
             self._reported = True
             logger.warning("%s holds %s, but the language is set to %s: the text rules may not fit",
                            self.folder, found, self.language)
-        return Rows(
-            str(path), pc.replace_substring_regex(clip_names, _SUFFIX, ""),
-            join(f"{os.path.abspath(self.clips)}/", clip_names), sentences, tsv.find("client_id"),
-            self._durations(clip_names), meta=meta,
-            malformed=[(f"{path.name} line {line}", what) for line, what in tsv.malformed],
-        )
-
-    def _durations(self, clip_names: pa.Array) -> np.ndarray:
-        """Seconds of each clip from ``clip_durations.tsv``, NaN for clips that it doesn't list."""
-        seconds = np.full(len(clip_names), np.nan)
+        seconds = np.full(len(clip_names), np.nan)  # of clips that clip_durations.tsv doesn't list
         if self._listed is not None:
             names, listed = self._listed
             at = pc.index_in(clip_names, names)
-            found = pc.is_valid(at).to_numpy(zero_copy_only=False)
-            seconds[found] = listed[pc.fill_null(at, 0).to_numpy()[found]]
-        return seconds
+            known = pc.is_valid(at).to_numpy(zero_copy_only=False)
+            seconds[known] = listed[pc.fill_null(at, 0).to_numpy()[known]]
+        return Rows(
+            str(path), pc.replace_substring_regex(clip_names, _SUFFIX, ""),
+            join(f"{os.path.abspath(self.clips)}/", clip_names), sentences, tsv.find("client_id"),
+            seconds, meta=meta,
+            malformed=[(f"{path.name} line {line}", what) for line, what in tsv.malformed],
+        )
 
     @cached_property
     def _listed(self) -> tuple[pa.Array, np.ndarray] | None:
@@ -117,11 +115,6 @@ def _file_names(paths: pa.Array) -> pa.Array:
     if pc.any(pc.match_substring(paths, "/")).as_py():
         paths = pc.replace_substring_regex(paths, r"^.*/", "")
     return pc.if_else(pc.match_substring_regex(paths, _SUFFIX), paths, join(paths, ".mp3"))
-
-
-def _primary(language: str) -> str:
-    """The first part of a language code, such as ``zh`` of ``zh-CN``."""
-    return language.replace("_", "-").split("-")[0].lower()
 
 
 def is_language_folder(path: Path) -> bool:

@@ -39,30 +39,39 @@ def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: i
     """
     with locked(folder / f".{name}.lock"), disk.disk_errors_as_user_error(folder):
         if not is_stored(folder, name):
-            for left in folder.glob(f".{name}-*.tar.*"):  # left by a process that was killed
-                left.unlink()
-            _store(tables, folder, name, total, show_progress)
-    return _rows(_read_tables(folder, name), origin)
+            for partial in folder.glob(f".{name}-*.tar.*"):  # left by a process that was killed
+                partial.unlink()
+            done = _read_tables(folder, name)
+            shards, rows = len(done), sum(map(len, done))
+            left = _read(tables(rows), folder)
+            with progress(what=f"storing {name}", total=total, unit="row", show=show_progress) as bar:
+                bar.update(rows)
+                while (table := next(left, None)) is not None:
+                    with ShardWriter(folder, name, shards) as shard:
+                        while table is not None:
+                            for row in table.to_pylist():
+                                shard.add(row, rows)
+                                rows += 1
+                            bar.update(len(table))
+                            table = None if shard.full else next(left, None)
+                    shards += bool(shard.rows)
+            tars = [path.name for i in range(shards) if (path := _shard_path(folder, name, i)).exists()]
+            with atomic_write(folder / f"{name}.json") as file:
+                json.dump({"rows": rows, "shards": shards, "tars": tars}, file)
+    stored = _read_tables(folder, name)
+    if not stored:
+        return Rows(origin, [], [])
+    whole = pa.concat_tables(stored, promote_options="default")
 
+    def column(name: str) -> Column:
+        return Column(whole.column(name).cast(pa.large_string()).fill_null(""))
 
-def _store(tables: Tables, folder: Path, name: str, total: int | None, show_progress: bool) -> None:
-    done = _read_tables(folder, name)
-    shards, rows = len(done), sum(map(len, done))
-    left = _read(tables(rows), folder)
-    with progress(what=f"storing {name}", total=total, unit="row", show=show_progress) as bar:
-        bar.update(rows)
-        while (table := next(left, None)) is not None:
-            with ShardWriter(folder, name, shards) as shard:
-                while table is not None:
-                    for row in table.to_pylist():
-                        shard.add(row, rows)
-                        rows += 1
-                    bar.update(len(table))
-                    table = None if shard.full else next(left, None)
-            shards += bool(shard.rows)
-    tars = [path.name for i in range(shards) if (path := _shard_path(folder, name, i)).exists()]
-    with atomic_write(folder / f"{name}.json") as file:
-        json.dump({"rows": rows, "shards": shards, "tars": tars}, file)
+    # Rows without ids get the names of their files, which may not be unique.
+    ids = column("id") if whole.column("id").null_count < len(whole) else Column(unique_ids(column("name")))
+    return Rows(
+        origin=origin, ids=ids, wavs=column("wav"), texts=column("text"), speakers=column("speaker"),
+        durations=whole.column("duration").to_numpy(), starts=whole.column("start").to_numpy(),
+        meta={name[5:]: column(name) for name in whole.column_names if name.startswith("meta ")})
 
 
 def _read(tables: Iterator[pa.Table], folder: Path) -> Iterator[pa.Table]:
@@ -80,7 +89,7 @@ def _shard_path(folder: Path, name: str, number: int) -> Path:
     return folder / f"{name}-{number:06d}.tar"
 
 
-class ShardWriter:
+class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
     """Writes a shard and the table of its rows, which get their names when this context ends without an error."""
 
     def __init__(self, folder: Path, name: str, number: int):
@@ -88,9 +97,6 @@ class ShardWriter:
         self.rows: list[dict[str, Any]] = []
         self._file: IO[bytes] | None = None
         self._written = contextlib.ExitStack()
-
-    def __enter__(self) -> ShardWriter:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         with self._written:
@@ -108,7 +114,10 @@ class ShardWriter:
         row["wav"], row["duration"], row["start"] = path, listed, to_number(row["start"]) if segment else 0.0
         if data:
             row["wav"] = self._append(data, path, number)
-            left = _seconds(data) - row["start"]
+            try:
+                left = audio_info(data, whole=True)[0] - row["start"]
+            except AudioError:  # preparation reports it
+                left = float("nan")
             # For a segment, the duration says where it ends; otherwise the audio is more reliable than a list.
             row["duration"] = listed if listed < left and segment else left
         row["name"] = PurePosixPath(path).stem or f"{number:08d}"
@@ -140,26 +149,3 @@ def _read_tables(folder: Path, name: str) -> list[pa.Table]:
             break  # the shard was deleted
         tables.append(table)
     return tables
-
-
-def _rows(tables: list[pa.Table], origin: str) -> Rows:
-    if not tables:
-        return Rows(origin, [], [])
-    table = pa.concat_tables(tables, promote_options="default")
-
-    def column(name: str) -> Column:
-        return Column(table.column(name).cast(pa.large_string()).fill_null(""))
-
-    # Rows without ids get the names of their files, which may not be unique.
-    ids = column("id") if table.column("id").null_count < len(table) else Column(unique_ids(column("name")))
-    return Rows(
-        origin=origin, ids=ids, wavs=column("wav"), texts=column("text"), speakers=column("speaker"),
-        durations=table.column("duration").to_numpy(), starts=table.column("start").to_numpy(),
-        meta={name[5:]: column(name) for name in table.column_names if name.startswith("meta ")})
-
-
-def _seconds(data: bytes) -> float:
-    try:
-        return audio_info(data, whole=True)[0]
-    except AudioError:  # preparation reports it
-        return float("nan")

@@ -208,17 +208,15 @@ class SavedToDisk(HuggingFace):
         except (OSError, ValueError, KeyError) as error:
             raise self.unreadable(str(self._splits), error) from error
 
-    def _split_folder(self, name: str) -> Path:
-        return self.path / name if self._splits.is_file() else self.path
-
     def header(self, name: str) -> list[str] | None:
         # Without this file, they are unknown until the dataset is read.
-        return list(stored_json(self._split_folder(name) / "dataset_info.json").get("features") or ()) or None
+        folder = self.path / name if self._splits.is_file() else self.path
+        return list(stored_json(folder / "dataset_info.json").get("features") or ()) or None
 
     def load(self, name: str) -> datasets.Dataset:
         import datasets
 
-        return datasets.load_from_disk(str(self._split_folder(name)))
+        return datasets.load_from_disk(str(self.path / name if self._splits.is_file() else self.path))
 
 
 class Parquet(HuggingFace):

@@ -36,7 +36,14 @@ class LJSpeech(Source):
 
     def __init__(self, folder: Path, columns: Mapping[str, str], data_root: str | Path | None = None):
         self.folder, self.path, self.where = folder, folder / METADATA, str(folder)
-        self.columns = {role: self._number(role, given) for role, given in columns.items()}
+        self.columns: dict[str, int] = {}  # the index of each field
+        for role, given in columns.items():
+            if role in ALIASES and role not in _ROLES:
+                raise SbkitError(f"corpus: columns names the {role}, which {self.path} has no field for",
+                                 hint=f"roles are {', '.join(_ROLES)}")
+            if not str(given).isdecimal() or int(str(given)) < 1:
+                raise SbkitError(f"corpus: columns: {role} is {given!r}, but {self.path} has no header", hint=_NAMED)
+            self.columns[role] = int(str(given)) - 1
         self.root = os.path.abspath(folder) if data_root is None else str(data_root).rstrip("/")
 
     @staticmethod
@@ -59,22 +66,20 @@ class LJSpeech(Source):
         split = assign_splits((row[self._column("id")] for row in rows), _LEAST)
         rows = [row for row in rows if split[row[self._column("id")]] == name]
         speakers = self.columns.get("speaker")
+        names = [row[self._column("id")].removeprefix(f"{WAVS}/") for row in rows]
+        wavs = []
+        for row in rows:  # a recording's id, or a path from the folder or from ``wavs/``
+            wav = row[self._column("audio")]
+            if "://" not in wav and not os.path.isabs(wav):
+                wav += "" if wav.lower().endswith(SUFFIXES) else ".wav"
+                wav = "/".join((self.root, wav) if wav.startswith(f"{WAVS}/") else (self.root, WAVS, wav))
+            wavs.append(wav)
         return Rows(
-            str(self.path), [_id(row[self._column("id")]) for row in rows],
-            [self._recording(row[self._column("audio")]) for row in rows],
-            [self._text(row) for row in rows], None if speakers is None else [row[speakers] for row in rows],
+            str(self.path), [name[:name.rindex(".")] if name.lower().endswith(SUFFIXES) else name for name in names],
+            wavs, [self._text(row) for row in rows], None if speakers is None else [row[speakers] for row in rows],
             meta={role: [row[self.columns[role]] for row in rows] for role in self.wanted
                   if role not in ALIASES and role in self.columns},
             malformed=malformed if name == "train" else [])
-
-    def _number(self, role: str, given: object) -> int:
-        """Return the index of a field that the corpus's ``columns`` name."""
-        if role in ALIASES and role not in _ROLES:
-            raise SbkitError(f"corpus: columns names the {role}, which {self.path} has no field for",
-                             hint=f"roles are {', '.join(_ROLES)}")
-        if not str(given).isdecimal() or int(str(given)) < 1:
-            raise SbkitError(f"corpus: columns: {role} is {given!r}, but {self.path} has no header", hint=_NAMED)
-        return int(str(given)) - 1
 
     def _column(self, role: str) -> int:
         return self.columns.get(role, 1 if role == "text" else 0)
@@ -87,15 +92,13 @@ class LJSpeech(Source):
             try:
                 rows.append((number, [field.strip() for field in line.decode("utf-8").split("|")]))
             except UnicodeDecodeError:
-                malformed.append((self._described(number), "not UTF-8"))
+                malformed.append((f"{self.path.name} line {number}", "not UTF-8"))
         wanted = max(2, Counter(len(row) for _, row in rows).most_common(1)[0][0]) if rows else 2
-        malformed += [(self._described(number), f"{len(row)} field{'s' if len(row) > 1 else ''} instead of {wanted}"
+        malformed += [(f"{self.path.name} line {number}",
+                       f"{len(row)} field{'s' if len(row) > 1 else ''} instead of {wanted}"
                        if len(row) != wanted else "no id")
                       for number, row in rows if len(row) != wanted or not row[0]]
         return [row for _, row in rows if len(row) == wanted and row[0]], malformed
-
-    def _described(self, number: int) -> str:
-        return f"{self.path.name} line {number}"
 
     def _check(self, rows: list[list[str]]) -> None:
         """Refuse fields that don't exist or whose meaning is unknown."""
@@ -115,17 +118,3 @@ class LJSpeech(Source):
     def _text(self, row: list[str]) -> str:
         normalised = row[2] if "text" not in self.columns and len(row) >= _MAX_COLUMNS else ""
         return normalised or row[self._column("text")]
-
-    def _recording(self, name: str) -> str:
-        """Return the path of a recording by its id, or by a path from the folder or from ``wavs/``."""
-        if "://" in name or os.path.isabs(name):
-            return name
-        if not name.lower().endswith(SUFFIXES):
-            name += ".wav"
-        return "/".join((self.root, name) if name.startswith(f"{WAVS}/") else (self.root, WAVS, name))
-
-
-def _id(name: str) -> str:
-    """Return an id without folder and suffix."""
-    name = name.removeprefix(f"{WAVS}/")
-    return name[:name.rindex(".")] if name.lower().endswith(SUFFIXES) else name

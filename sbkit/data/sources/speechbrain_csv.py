@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -29,10 +28,12 @@ class SpeechBrainCsv(FileSource):
     suffixes = (".csv",)
 
     def header(self, name: str) -> list[str]:
-        return header(self.files[name], **_layout(self.files[name]))
+        tabs = self.files[name].suffix == ".tsv"
+        return header(self.files[name], delimiter="\t" if tabs else None, quoted=not tabs)
 
     def read_file(self, path: Path, show_progress: bool) -> Rows:
-        csv = read_delimited(path, **_layout(path))
+        tabs = path.suffix == ".tsv"
+        csv = read_delimited(path, delimiter="\t" if tabs else None, quoted=not tabs)
         roles = {role: find_column(role, csv.columns, self.columns)
                  for role in dict.fromkeys(("id", "audio", "text", "speaker", "duration", "start", *self.wanted))}
         for role in self.needed:
@@ -66,7 +67,3 @@ class SpeechBrainCsv(FileSource):
             str(path), column["id"] if "id" in column else unique_ids(stems), self.locate(wavs, path),
             column.get("text"), column.get("speaker"), durations, starts, self.with_paths(meta, path),
             malformed=[(f"{path.name} line {line}", what) for line, what in csv.malformed])
-
-
-def _layout(path: Path) -> dict[str, Any]:
-    return {"delimiter": "\t", "quoted": False} if path.suffix == ".tsv" else {}

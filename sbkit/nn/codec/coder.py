@@ -155,7 +155,7 @@ class Coder(nn.Module):
 
     def sound(self, vectors: Tensor, frames: Tensor) -> Tensor:
         """Quantised vectors [B, T, D] and code frames [B] to waveforms [B, T * stride]."""
-        return _sound(self.decoder, self.head, vectors, frames)
+        return self.head(self.decoder(vectors, frames), frames * self.decoder.fold)
 
 
 class Encode(nn.Module):
@@ -182,8 +182,4 @@ class Decode(nn.Module):
         self.quantiser, self.decoder, self.head = quantiser, decoder, head
 
     def forward(self, codes: Tensor, frames: Tensor) -> Tensor:
-        return _sound(self.decoder, self.head, self.quantiser.embed(codes), frames)
-
-
-def _sound(decoder: CodecDecoder, head: WaveHead, vectors: Tensor, frames: Tensor) -> Tensor:
-    return head(decoder(vectors, frames), frames * decoder.fold)
+        return self.head(self.decoder(self.quantiser.embed(codes), frames), frames * self.decoder.fold)

@@ -90,11 +90,9 @@ def si_snr(estimates: Tensor, targets: Tensor, lengths: Tensor, max_decibels: fl
     """
     inside = lengths_to_mask(lengths, targets.shape[1])
 
-    def centred(signals: Tensor) -> Tensor:
-        signals = (signals * inside).float()
-        return (signals - signals.sum(1, keepdim=True) / lengths[:, None]) * inside
-
-    estimate, target = centred(estimates), centred(targets)
+    estimate, target = ((signals * inside).float() for signals in (estimates, targets))
+    estimate, target = ((signals - signals.sum(1, keepdim=True) / lengths[:, None]) * inside
+                        for signals in (estimate, target))
     scale = (estimate * target).sum(1, keepdim=True) / (target.square().sum(1, keepdim=True) + _EPSILON)
     projection = scale * target
     return _ratio(projection, estimate - projection, max_decibels)

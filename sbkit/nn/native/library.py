@@ -71,8 +71,10 @@ def load() -> str | None:
             raise Unavailable(f"they are written for Linux, not {platform.system()}")
         compiler, runtime = find_compiler(), openmp()
         version = run_compiler([compiler, "--version"])
+        # What -march=native depends on, since different machines may share a home folder.
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
         parts = [*(source.read_text(encoding="utf-8") for source in SOURCES), version, *FLAGS, str(runtime),
-                 _processor()]
+                 "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")))]
         library = ctypes.CDLL(str(cached_library(parts, lambda folder: _compile(compiler, runtime, folder))))
         functions = {}
         for name, arguments in _ARGUMENTS.items():
@@ -129,9 +131,3 @@ def openmp() -> Path:
         if first <= address < end:
             return Path(path)
     raise Unavailable("torch's OpenMP library was not found")
-
-
-def _processor() -> str:
-    """Describe what ``-march=native`` depends on, since different machines may share a home folder."""
-    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")))

@@ -64,7 +64,17 @@ class Encoder(nn.Module):
         if source is None and init_from is not None and not any(Path(folder or "").glob("CKPT+*")):
             kept = None  # an earlier start without a checkpoint may have had another init_from
         copy = kept or (None if here else Settings.of_run(source, init_from))
-        self.settings, self.folder = copy or Settings.of(_named(source, init_from)), folder
+        settings = copy
+        if settings is None:
+            named = source if isinstance(source, str) and source else \
+                str(init_from) if init_from is not None and names_model(str(init_from)) else ""
+            if not named:
+                problem = "no pretrained encoder is named" if init_from is None else \
+                    f"no pretrained encoder is named, and {init_from} is no run with a copy of an encoder's config"
+                raise SbkitError(problem, hint="give its folder, or its name on the Hugging Face Hub: --encoder_source "
+                                 "owner/name")
+            settings = Settings.of(named)
+        self.settings, self.folder = settings, folder
         if adapter_language is not None:
             self.settings = replace(self.settings, adapter_language=adapter_language)
         self.options = EncoderOptions(freeze_front, layers, dropout, mask_time_prob, mask_time_length,
@@ -247,14 +257,3 @@ def build_network(settings: Settings, options: EncoderOptions,
     for name in kind.front:
         network.get_submodule(name).requires_grad_(not options.freeze_front)
     return network
-
-
-def _named(named: str | None, init_from: str | Path | None) -> str:
-    """Return the source; raises if there is none."""
-    if isinstance(named, str) and named:
-        return named
-    if init_from is not None and names_model(str(init_from)):
-        return str(init_from)
-    problem = "no pretrained encoder is named" if init_from is None else \
-        f"no pretrained encoder is named, and {init_from} is no run with a copy of an encoder's config"
-    raise SbkitError(problem, hint="give its folder, or its name on the Hugging Face Hub: --encoder_source owner/name")

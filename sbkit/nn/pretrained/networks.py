@@ -210,7 +210,7 @@ class Wav2Vec2(Network):
         self.feature_extractor, self.feature_projection = model.feature_extractor, model.feature_projection
         self.encoder = model.encoder
         self.encoder.layers = lowest(self.encoder.layers, options.layers)
-        self.normalizes = _normalizes(settings, config.feat_extract_norm)
+        self.normalizes = bool(settings.preprocessor.get("do_normalize", config.feat_extract_norm == "layer"))
         self.norm_first: bool = config.do_stable_layer_norm
         self.add_mask_and_adapter(model, config)
 
@@ -388,7 +388,8 @@ def differences(here: Settings, there: Settings) -> list[str]:
         config = make_config(settings, EncoderOptions()).to_dict()
         values = {name: config[name] for name in ("model_type", *_DEFINING) if name in config}
         if "feat_extract_norm" in values:
-            values["do_normalize"] = _normalizes(settings, values["feat_extract_norm"])
+            values["do_normalize"] = bool(settings.preprocessor.get("do_normalize",
+                                                                    values["feat_extract_norm"] == "layer"))
         both.append({name: list(value) if isinstance(value, tuple) else value for name, value in values.items()})
     own, other = both
     return [f"{name}: {other[name]} there, {value} here" for name, value in own.items()
@@ -474,10 +475,6 @@ def check_size(kind: type[Network], config: Any, source: str,  # each family has
                          f"{'' if shapes is None else ' that its weights lack'}, such as {name}: "
                          f"{list(described[name])}",
                          hint="are its config.json and its weights of the same model?")
-
-
-def _normalizes(settings: Settings, norm: str) -> bool:
-    return bool(settings.preprocessor.get("do_normalize", norm == "layer"))
 
 
 def lowest(layers: nn.ModuleList, count: int | None) -> nn.ModuleList:

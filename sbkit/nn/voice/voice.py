@@ -100,15 +100,11 @@ class TextEncoder(nn.Module):
         silent = (at == 0) | (at == lengths[:, None] + 1)
         text = torch.where(silent, self.symbols, functional.pad(text, (1, 1)))
         real = lengths_to_mask(lengths + 2, width)[..., None].to(self.table.weight.dtype)
-        x = self.table(text) + self.speaker(speaker)[:, None] + self.place(nearness(lengths + 2, width))
+        # How near each place is to the beginning and to the end, on several scales: [B, width, 2 * len(FADES)].
+        before, after = at.expand(lengths.shape[0], -1), ((lengths + 2)[:, None] - 1 - at).clamp(min=0)
+        near = torch.stack([(-side / fade).exp() for side in (before, after) for fade in FADES], dim=2)
+        x = self.table(text) + self.speaker(speaker)[:, None] + self.place(near)
         return self.norm(self.blocks(x, real)) * real
-
-
-def nearness(lengths: Tensor, width: int) -> Tensor:
-    """Compute how near each place is to the beginning and the end, on several scales: [B, width, 2 * len(FADES)]."""
-    at = torch.arange(width, device=lengths.device)
-    before, after = at.expand(lengths.shape[0], -1), (lengths[:, None] - 1 - at).clamp(min=0)
-    return torch.stack([(-side / fade).exp() for side in (before, after) for fade in FADES], dim=2)
 
 
 class FrameDecoder(nn.Module):

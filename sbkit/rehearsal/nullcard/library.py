@@ -57,15 +57,6 @@ def build() -> Path:
 
 
 def _compile(compiler: str, torch: Path, include: Path, folder: Path) -> Path:
-    (folder / "stubs.cpp").write_text(_stubs(torch, include), encoding="utf-8")
-    sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
-    run_compiler([compiler, *FLAGS, f"-I{_HERE}", f"-I{include}", *sources, str(folder / "stubs.cpp"),
-                  "-o", str(folder / "card.so"), *_LIBRARIES])
-    return folder / "card.so"
-
-
-def _stubs(torch: Path, include: Path) -> str:
-    """Return weak definitions of the CUDA functions of torch and the driver; the C++ files' are strong."""
     symbols = run_compiler(["nm", "-D", "--undefined-only", *map(str, sorted(torch.glob("*.so")))])
     names = {line.split()[-1].split("@")[0] for line in symbols.splitlines() if line.strip()}
     names |= set(re.findall(r"\bcu[A-Z]\w+(?=\()|\bcu[A-Z]\w+_v\d\b", (include / "cuda.h").read_text(encoding="utf-8")))
@@ -91,4 +82,8 @@ def _stubs(torch: Path, include: Path) -> str:
     cases = "".join(f'case {code}: return "{text}"; ' for code, text in texts.items())
     lines.append("namespace card { const char* error_text(int code) { "
                  f'switch (code) {{ {cases}}} return "error"; }} }}')
-    return "\n".join(lines) + "\n"
+    (folder / "stubs.cpp").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
+    run_compiler([compiler, *FLAGS, f"-I{_HERE}", f"-I{include}", *sources, str(folder / "stubs.cpp"),
+                  "-o", str(folder / "card.so"), *_LIBRARIES])
+    return folder / "card.so"

@@ -85,17 +85,12 @@ def looks_like_tensors(path: Path) -> bool:
     return _is_safetensors(path) or _is_torchs(path)
 
 
-def statistics_in(state: Mapping[str, Any]) -> bool:
-    """Whether this is the state of an InputNormalization."""
-    return set(state) == STATISTICS
-
-
 def _plain(state: object) -> dict[str, Any] | None:
     """Tensors by name, and the hash of an adapted model's base."""
     if not isinstance(state, Mapping):
         return None
     state = weights_in(hook_on_loading_state_dict_checkpoint(dict(state)))
-    if statistics_in(state):
+    if set(state) == STATISTICS:  # an InputNormalization's
         found = {name: torch.as_tensor(value) for name, value in state.items()}
         return found if found["count"] > 0 else {}
     whole = bool(state) and all(isinstance(name, str) and isinstance(value, str if name == BASE else torch.Tensor)
@@ -128,16 +123,3 @@ def counting_modules(modules: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in modules.named_modules():
         if getattr(module, "norm_type", "") == "global" and hasattr(module, "_load_statistics_dict"):
             yield path, module
-
-
-def load_statistics(modules: nn.Module, found: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Load running statistics into the modules at these paths."""
-    for path, module in counting_modules(modules):
-        if path in found:
-            values = dict(found[path])
-            module._load_statistics_dict({**values, "count": int(values["count"])})
-
-
-def statistics_names(head: str) -> dict[str, str]:
-    """The full names of a module's statistics, by their names in the module."""
-    return {name: f"{head}.{name}" for name in sorted(STATISTICS)}

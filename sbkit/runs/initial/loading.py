@@ -21,7 +21,7 @@ from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import Trace
 from sbkit.recipe.values import static
 from sbkit.runs import pretrained
-from sbkit.runs.initial.files import load_statistics
+from sbkit.runs.initial.files import counting_modules
 from sbkit.runs.initial.matching import Match, ParameterOutcome
 from sbkit.runs.initial.published import find
 from sbkit.runs.initial.source import WeightSource
@@ -116,7 +116,10 @@ def load(brain: Task) -> None:
     counted, outcome = ranks.run_on_main(_fill, brain)
     if ranks.is_main():
         logger.info("%s", outcome)
-    load_statistics(brain.modules, counted)
+    for path, module in counting_modules(brain.modules):
+        if path in counted:
+            values = dict(counted[path])
+            module._load_statistics_dict({**values, "count": int(values["count"])})
     ranks.take_from_main(brain.modules.state_dict(keep_vars=True).values())
 
 

@@ -14,7 +14,7 @@ from sbkit.nn.adapters import LORA, is_added, with_product
 from sbkit.nn.pretrained import Encoder, Head, networks
 from sbkit.recipe.parts import ParameterGroups
 from sbkit.recipe.report import listed
-from sbkit.runs.initial.files import counting_modules, statistics_names
+from sbkit.runs.initial.files import STATISTICS, counting_modules
 from sbkit.runs.initial.source import TokenRows, TokenTables, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,8 @@ class Match:
         """The source's names for the running statistics of the model's normalisations, by the module's path."""
         for path, _ in counting_modules(modules):
             heads = [name.removesuffix(".count") for name in self.parts.names(f"{path}.count")]
-            for there in map(statistics_names, heads):
+            for head in heads:
+                there = {name: f"{head}.{name}" for name in sorted(STATISTICS)}
                 if self.theirs.keys() >= set(there.values()) and not self.left_there.intersection(there.values()):
                     self.counted.setdefault(path, there)
 
@@ -186,7 +187,15 @@ class Match:
     @torch.no_grad()
     def fill(self) -> list[ParameterOutcome]:
         """Copy the source's tensors into the model; nothing is copied if one doesn't fit."""
-        rows = self._rows(self.with_rows)
+        rows: dict[str, list[int]] = {}  # the source's row for each row of tensors with a row per token, if known
+        if self.with_rows and self.tables is not None:
+            if self.source.has_tokenizer or any(self.theirs[self.found[path]].shape != self.own[path].shape
+                                                for path in self.with_rows):
+                of_tokens = self.tables.vocabulary().rows_in(self._their_tokens(self.with_rows))
+                rows = dict.fromkeys(self.with_rows, of_tokens)
+            elif self.source.lost_tokenizer is not None:
+                logger.warning("init_from: %s names the tokenizer %s, which doesn't exist: token rows are copied in "
+                               "order, as if both had the same", self.source.description, self.source.lost_tokenizer)
         self._check_shapes(rows)
         for path in self.taken():
             own, theirs = self.own[path], self.theirs[self.found[path]]
@@ -199,7 +208,7 @@ class Match:
         return self._outcomes(rows)
 
     def _outcomes(self, rows: Mapping[str, list[int]] | None) -> list[ParameterOutcome]:
-        """rows : of tensors with a row for each token, as ``_rows`` gives them; None before the corpus is prepared"""
+        """rows : of tensors with a row for each token, as in ``fill``; None before the corpus is prepared"""
         outcomes = []
         for path, own in self.own.items():
             what, why = TAKEN, ""
@@ -226,26 +235,12 @@ class Match:
                 *(ParameterOutcome(name, 0, LEFT, why) for name, why in self.source.no_tensors.items())]
 
     def statistics(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The argument of ``load_statistics``, on every rank."""
+        """The running statistics by the module's path, for every rank."""
         return {path: {own: self.theirs[name] for own, name in names.items()} for path, names in self.counted.items()}
 
     def taken(self) -> list[str]:
         """The paths of the tensors that get values or rows from the source."""
         return [path for path in self.found if path not in self.left]
-
-    def _rows(self, paths: Sequence[str]) -> dict[str, list[int]]:
-        """The source's row for each row of tensors with a row per token; empty if unknown."""
-        if not paths or self.tables is None:
-            return {}
-        if not self.source.has_tokenizer and all(self.theirs[self.found[path]].shape == self.own[path].shape
-                                                 for path in paths):
-            if self.source.lost_tokenizer is not None:
-                logger.warning("init_from: %s names the tokenizer %s, which doesn't exist: token rows are copied in "
-                               "order, as if both had the same", self.source.description,
-                               self.source.lost_tokenizer)
-            return {}
-        rows = self.tables.vocabulary().rows_in(self._their_tokens(paths))
-        return dict.fromkeys(paths, rows)
 
     def _their_tokens(self, paths: Sequence[str]) -> TokenRows:
         """The tokens of the rows of the source's tensors; raises if they are unknown."""
@@ -267,13 +262,16 @@ class Match:
         """Raise one error for all tensors that don't fit."""
         wrong = []
         for path in self.taken():
-            here, there = self.own[path].shape, self.theirs[self.found[path]].shape
-            if (here[1:], len(there)) != (there[1:], len(here)) if path in rows else here != there:
+            mine, its = self.own[path].shape, self.theirs[self.found[path]].shape
+            if (mine[1:], len(its)) != (its[1:], len(mine)) if path in rows else mine != its:
                 wrong.append(path)
         if not wrong:
             return
-        lines = [f"{self.parts.name(path)}: {_shape(self.theirs[self.found[path]])} there, {_shape(self.own[path])} "
-                "here" for path in wrong[:_LISTED]]
+        lines = []
+        for path in wrong[:_LISTED]:
+            there, here = ("x".join(map(str, tensor.shape)) or "a number"
+                           for tensor in (self.theirs[self.found[path]], self.own[path]))
+            lines.append(f"{self.parts.name(path)}: {there} there, {here} here")
         more = f"\n  and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
         raise SbkitError(f"init_from: {len(wrong)} tensors of {self.source.description} have another shape:\n  "
                          + "\n  ".join(lines) + more,
@@ -299,10 +297,6 @@ def _entries(names: Iterable[str], before: str) -> dict[str, set[str]]:
         if name.startswith(before) and place.isdigit():
             found.setdefault(place, set()).add(rest)
     return found
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "a number"
 
 
 _DOWN, _UP = f".{LORA}.1.weight", f".{LORA}.2.weight"

@@ -39,9 +39,7 @@ class PublishedSource(WeightSource):
         parts = ((name.partition("."), value) for name, value in self.model.tensors(shapes).items())
         return {f"{_KEYS[part]}.{rest}": value for (part, _, rest), value in parts}
 
-    @property
-    def has_tokenizer(self) -> bool:
-        return True
+    has_tokenizer = True
 
     @property
     def kept_order(self) -> list[int]:

@@ -21,10 +21,10 @@ from sbkit.recipe import load
 from sbkit.recipe.source import Node
 from sbkit.runs import restore
 from sbkit.runs.initial.files import (
+    STATISTICS,
     by_parts,
     looks_like_tensors,
     plain_state,
-    statistics_in,
     tensors_in,
 )
 from sbkit.runs.initial.names import SavedNames, encoders, wrapped
@@ -152,7 +152,7 @@ class WeightSource:
             self.no_tensors[name] = _OTHER
             return {}
         state = plain_state(path, lazily=shapes) or {}  # files without tensors have no weights
-        if state and self.mean_of > 1 and not shapes and not statistics_in(state):
+        if state and self.mean_of > 1 and not shapes and set(state) != STATISTICS:
             state, used = average(self.checkpointer, name, self.mean_of, **self.order)
             self.description = self.describe_mean(self.mean_of, len(used))
         return state
@@ -163,17 +163,15 @@ class WeightSource:
         own = {key: value for key, value in state.items() if key != BASE}
         found = self.names.named(name, own)
         if BASE in state and not self.names.averaged(name):
-            found |= self.names.named_base(name, self._base(name, state[BASE], shapes))
+            hashed = state[BASE]
+            folders = [self.files[name].parent.parent, Path(self.names.base_folder(name))]
+            path = next((file for folder in folders if (file := base_file(folder, hashed)).is_file()), None)
+            if path is None:
+                raise SbkitError(f"init_from: {self.description} has adapters, but the model that they were trained "
+                                 f"with doesn't exist: {base_file(folders[0], hashed)}",
+                                 hint="copy it from where the run was")
+            found |= self.names.named_base(name, (tensors_in(path) or {}) if shapes else read_base(path, hashed))
         return found
-
-    def _base(self, name: str, hashed: str, shapes: bool) -> dict[str, torch.Tensor]:
-        assert self.names is not None
-        folders = [self.files[name].parent.parent, Path(self.names.base_folder(name))]
-        path = next((found for folder in folders if (found := base_file(folder, hashed)).is_file()), None)
-        if path is None:
-            raise SbkitError(f"init_from: {self.description} has adapters, but the model that they were trained with "
-                             f"doesn't exist: {base_file(folders[0], hashed)}", hint="copy it from where the run was")
-        return (tensors_in(path) or {}) if shapes else read_base(path, hashed)
 
     def describe_mean(self, asked: int, count: int) -> str:
         """Describe the mean of a run's checkpoints, which are all of them if it has fewer than requested."""
@@ -240,7 +238,18 @@ def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> Wei
         return _of_run(run, checkpoint, mean_of, metric)
     refuse_choice(path, checkpoint, mean_of)
     if path.is_file():
-        return _of_file(path, metric)
+        description, folder = f"the file {path}", path.absolute().parent
+        container = None  # the checkpoint, bundle or folder that it belongs to
+        if (folder / METAFNAME).is_file():
+            container = _of_checkpoint(folder, metric)
+        elif (folder / RECIPE).is_file():
+            with contextlib.suppress(SbkitError):  # not a recipe that can be read
+                container = _of_speechbrain(folder) if _run_of(folder) is None else None
+        held = None if container is None else next(
+            (name for name, file in container.files.items() if file.stem == path.stem or file.samefile(path)), None)
+        if container is None or held is None:
+            return WeightSource(description, {"": path})
+        return replace(container, description=description, files={held: path}, no_tensors={})
     if (path / METAFNAME).is_file():
         return _of_checkpoint(path, metric)
     if (path / RECIPE).is_file():
@@ -317,22 +326,6 @@ def _of_checkpoint(path: Path, metric: Metric) -> WeightSource:
     if not files:
         raise SbkitError(f"init_from: the checkpoint {path} has no weights")
     return WeightSource(f"the checkpoint {path}", files)
-
-
-def _of_file(path: Path, metric: Metric) -> WeightSource:
-    """A file of weights, with the names of the recipe in its folder if that knows the file, otherwise with its own."""
-    description, folder = f"the file {path}", path.absolute().parent
-    container = None  # the checkpoint, bundle or folder that it belongs to
-    if (folder / METAFNAME).is_file():
-        container = _of_checkpoint(folder, metric)
-    elif (folder / RECIPE).is_file():
-        with contextlib.suppress(SbkitError):  # not a recipe that can be read
-            container = _of_speechbrain(folder) if _run_of(folder) is None else None
-    held = None if container is None else next(
-        (name for name, file in container.files.items() if file.stem == path.stem or file.samefile(path)), None)
-    if container is None or held is None:
-        return WeightSource(description, {"": path})
-    return replace(container, description=description, files={held: path}, no_tensors={})
 
 
 def _chosen(checkpointer: Checkpointer, checkpoint: str, order: Order) -> Checkpoint:

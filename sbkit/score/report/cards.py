@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import soundfile
@@ -106,14 +106,3 @@ def diff(reference: Tokens, hypothesis: Tokens, alignment: str) -> list[tuple[st
 def short(name: str, limit: int = 12) -> str:
     """Shorten a long name, such as a hash."""
     return name if len(name) <= limit else name[:8] + "…"
-
-
-def most_wrong(results: ScoredRun, count: int, without: Sequence[int] = ()) -> list[int]:
-    """Return the utterances with the most errors beyond what is expected for their length.
-
-    Sorted by rate alone, utterances of one word would come first.
-    """
-    excess = results.edits - results.lengths * (results.edits.sum() / results.lengths.sum())
-    order = (-excess).argsort(kind="stable")
-    out = set(without)
-    return [int(i) for i in order if i not in out and results.edits[i] > 0][:count]

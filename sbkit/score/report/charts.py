@@ -92,7 +92,7 @@ def points(title: str, found: Sequence[tuple[str, float, float, float]], x_label
     shown = [(f"{name}: {rate:.2f} % at {low:.2f}, up to {high:.2f}", x(low), x(high), y(rate))
              for name, low, rate, high in found]
     return _drawn("points", title, note, [(name, colour) for colour, name in enumerate(names, 1)], _grid(y, unit="%"),
-                  x_label, _even_ticks(x), shown)
+                  x_label, [(x(at), f"{at:g}") for at in nice_ticks(0, x.high, 6)], shown)
 
 
 def histogram(title: str, values: Sequence[float], x_label: str, note: str | None = None) -> Markup:
@@ -105,7 +105,8 @@ def histogram(title: str, values: Sequence[float], x_label: str, note: str | Non
     shown = [("bar", f"{low:g} to {high:g} %: {count}", x(low) + 0.5, round(x(high) - x(low) - 1, 1), y(count),
               round(y(0) - y(count), 1))
              for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True) if count]
-    return _drawn("boxes", title, note, [], _grid(y), x_label, _even_ticks(x), shown, True)
+    return _drawn("boxes", title, note, [], _grid(y), x_label,
+                  [(x(at), f"{at:g}") for at in nice_ticks(0, x.high, 6)], shown, True)
 
 
 def shares(title: str, rows: Sequence[tuple[str, dict[str, float]]], colours: dict[str, int], note: str | None = None,
@@ -184,10 +185,6 @@ def _drawn(macro: str, *values: Any) -> Markup:
 def _grid(y: Scale, unit: str = "") -> list[tuple[float, str]]:
     return [(y(value), (f"{value:.2g}".replace("e-0", "e-") if y.high < 1e-3 else f"{value:,.10g}") + unit)
             for value in nice_ticks(y.low, y.high, 4)]
-
-
-def _even_ticks(x: Scale) -> list[tuple[float, str]]:
-    return [(x(at), f"{at:g}") for at in nice_ticks(0, x.high, 6)]
 
 
 def _ends(series: Sequence[Series]) -> tuple[float, float]:

@@ -253,7 +253,17 @@ def read(run: str | Path, utterances_file: str | Path | None = None) -> RunData:
     if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
         missing = f"is not a run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else "does not exist"
         raise SbkitError(f"{folder} {missing}", hint="name the output_folder of a run")
-    lines = _metrics(folder / METRICS)
+    lines: list[dict[str, Any]] = []
+    written = _text(folder / METRICS).split("\n")
+    for number, text in enumerate(written, 1):
+        try:
+            value = untrusted.parse_json(text) if text.strip() else None
+        except ValueError as error:
+            if number == len(written):  # the run was killed, or is writing it just now
+                continue
+            raise SbkitError(f"{folder / METRICS}, line {number}: {error}", hint="remove that line") from None
+        if isinstance(value, dict) and "kind" in value:
+            lines.append(value)
     utterances_file = Path(utterances_file) if utterances_file is not None else folder / TEST_UTTERANCES
     rows = utterances.read(utterances_file) if utterances_file.is_file() else []
     numbers = _json(folder / TEST_RESULTS) or {}
@@ -286,21 +296,6 @@ def _numbers(numbers: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {"stats": numbers.get("stats", {}), "tables": numbers.get("tables", []),
             "players": players, "estimate": estimate and MetricEstimate(**estimate),
             "recordings": [Utterance(**each) for each in numbers.get("recordings", [])]}
-
-
-def _metrics(path: Path) -> list[dict[str, Any]]:
-    found = []
-    lines = _text(path).split("\n")
-    for number, line in enumerate(lines, 1):
-        try:
-            value = untrusted.parse_json(line) if line.strip() else None
-        except ValueError as error:
-            if number == len(lines):  # the run was killed, or is writing it just now
-                continue
-            raise SbkitError(f"{path}, line {number}: {error}", hint="remove that line") from None
-        if isinstance(value, dict) and "kind" in value:
-            found.append(value)
-    return found
 
 
 def _json(path: Path) -> dict[str, Any] | None:

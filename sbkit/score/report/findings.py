@@ -151,25 +151,20 @@ def _groups(results: ScoredRun, known: Collection[str]) -> Iterator[RunFinding]:
                 f"{label[0].upper()}{label[1:]}: {rate(worst.rate, 1)} of the words are wrong",
                 f"Elsewhere {rate(worst.rest, 1)}. These are {percent(words)} of the words and {percent(share)} of the "
                 "errors: more such data may help.", "where", 100 * _excess(worst) / results.totals[1])
-    yield from _speakers(found.speakers, results.totals)
+    if len(found.speakers) >= 20:
+        tenth = found.speakers[:len(found.speakers) // 10]
+        errors = sum(group.edits for group in tenth) / results.totals[0]
+        words = sum(group.words for group in tenth) / results.totals[1]
+        if errors > 1.5 * words and errors - words > _MIN_SHARE:
+            yield RunFinding(
+                errors - words, f"A tenth of the speakers account for {percent(errors)} of the errors",
+                f"These {len(tenth)} of {len(found.speakers)} speakers account for {percent(words)} of the words.",
+                "where", 100 * (errors - words) * results.totals[0] / results.totals[1])
 
 
 def _excess(group: UtteranceGroup) -> float:
     """The errors beyond those expected at the rate of all others."""
     return group.edits - (group.rest or 0) / 100 * group.words
-
-
-def _speakers(speakers: Sequence[UtteranceGroup], totals: tuple[int, int]) -> Iterator[RunFinding]:
-    if len(speakers) < 20:
-        return
-    worst = speakers[:max(1, len(speakers) // 10)]
-    errors = sum(group.edits for group in worst) / totals[0]
-    words = sum(group.words for group in worst) / totals[1]
-    if errors > 1.5 * words and errors - words > _MIN_SHARE:
-        yield RunFinding(
-            errors - words, f"A tenth of the speakers account for {percent(errors)} of the errors",
-            f"These {len(worst)} of {len(speakers)} speakers account for {percent(words)} of the words.", "where",
-            100 * (errors - words) * totals[0] / totals[1])
 
 
 def _kinds(results: ScoredRun) -> Iterator[RunFinding]:
@@ -245,25 +240,20 @@ def _training(run: RunData) -> Iterator[RunFinding]:
                 0.1, "A larger model would help more than more data",
                 f"{losses_now}, and over the last two epochs it fell by {percent((before - train) / before, 1)}.",
                 "curves")
-    yield from _waiting(run)
+    epochs = [(epoch["time_shares"].get("data", 0.0), epoch.get("train_seconds") or 0.0) for epoch in run.epochs
+              if epoch.get("time_shares")]
+    waited = float(np.mean([share for share, _ in epochs])) if epochs else 0.0
+    if waited > _MIN_WAITING and sum(share * seconds for share, seconds in epochs) >= _MIN_LOST_SECONDS:
+        on_cpu = bool(run.starts) and run.starts[-1].get("device") == "cpu"
+        advice = ("Data workers and training share the cores here: WAV takes less time to read than MP3, and more "
+                  "num_workers help only if cores are free." if on_cpu else
+                  "More num_workers, a faster disk or shards (sbkit shard) give that time back.")
+        yield RunFinding(waited, f"The device waited for data during {percent(waited)} of a step", advice, "curves")
     skipped = sum(epoch.get("skipped_steps") or 0 for epoch in run.epochs)
     if skipped:
         yield RunFinding(
             0.2, f"{skipped} steps were skipped because a value was not finite",
             "The run's folder culprits/ names the utterances and layers; sbkit rerun shows more.", "curves")
-
-
-def _waiting(run: RunData) -> Iterator[RunFinding]:
-    """Yield what training waited for, if it was long enough to matter."""
-    epochs = [(epoch["time_shares"].get("data", 0.0), epoch.get("train_seconds") or 0.0) for epoch in run.epochs
-              if epoch.get("time_shares")]
-    data = float(np.mean([share for share, _ in epochs])) if epochs else 0.0
-    if data > _MIN_WAITING and sum(share * seconds for share, seconds in epochs) >= _MIN_LOST_SECONDS:
-        on_cpu = bool(run.starts) and run.starts[-1].get("device") == "cpu"
-        advice = ("Data workers and training share the cores here: WAV takes less time to read than MP3, and more "
-                  "num_workers help only if cores are free." if on_cpu else
-                  "More num_workers, a faster disk or shards (sbkit shard) give that time back.")
-        yield RunFinding(data, f"The device waited for data during {percent(data)} of a step", advice, "curves")
 
 
 def _data(run: RunData) -> Iterator[RunFinding]:

@@ -134,8 +134,21 @@ def _sections(run: RunData, figures: str, *remarks: str) -> list[str]:
             f"- {what}: {name if _on_hub(name) else Path(name).name}, "
             + (f"licence: {licence}" if licence else "licence unknown: see its source")
             for what, name, licence in started)]
-    if facts := _training(run):
-        parts += ["## Training", _table(("what", "value"), facts)]
+    start = run.starts[-1] if run.starts else {}
+    rows: list[tuple[str, ...]] = [
+        (name, f"{start[name]:,}" if isinstance(start[name], int) else str(start[name]))
+        for name in ("parameters", "devices", "device", "precision", "max_batch_seconds")
+        if start.get(name) is not None]
+    seconds = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
+    if run.epochs:
+        done, wanted = run.epochs[-1].get("epoch", len(run.epochs)), run.key("number_of_epochs")
+        unfinished = f" of {wanted}: the run has not finished" if wanted.isdecimal() and done < int(wanted) else ""
+        rows += [("epochs", f"{done}{unfinished}"), ("steps", f"{run.epochs[-1].get('step', 0):,}"),
+                 ("training time", time_span(seconds))]
+    versions = start.get("environment") or {}
+    rows += [(name, str(versions[name])) for name in ("sbkit", "torch", "speechbrain") if name in versions]
+    if rows:
+        parts += ["## Training", _table(("what", "value"), rows)]
     return parts
 
 
@@ -175,22 +188,6 @@ def _figures(run: RunData) -> str:
         between = run.estimate.interval if run.estimate is not None and run.estimate.name == name else None
         rows.append((name, f"{value:.4g}", "{:.4g} to {:.4g}".format(*between) if between else ""))
     return _table(("test", "figure", "95 % interval"), rows) if rows else ""
-
-
-def _training(run: RunData) -> list[tuple[str, ...]]:
-    start = run.starts[-1] if run.starts else {}
-    rows: list[tuple[str, ...]] = [
-        (name, f"{start[name]:,}" if isinstance(start[name], int) else str(start[name]))
-        for name in ("parameters", "devices", "device", "precision", "max_batch_seconds")
-        if start.get(name) is not None]
-    seconds = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
-    if run.epochs:
-        done, wanted = run.epochs[-1].get("epoch", len(run.epochs)), run.key("number_of_epochs")
-        unfinished = f" of {wanted}: the run has not finished" if wanted.isdecimal() and done < int(wanted) else ""
-        rows += [("epochs", f"{done}{unfinished}"), ("steps", f"{run.epochs[-1].get('step', 0):,}"),
-                 ("training time", time_span(seconds))]
-    versions = start.get("environment") or {}
-    return rows + [(name, str(versions[name])) for name in ("sbkit", "torch", "speechbrain") if name in versions]
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

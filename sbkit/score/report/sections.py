@@ -17,7 +17,7 @@ from sbkit.score import chunk_size
 from sbkit.score.estimate import MetricEstimate
 from sbkit.score.latency import LATE
 from sbkit.score.report import charts, groups
-from sbkit.score.report.cards import AudioEmbedder, Card, card, most_wrong, short
+from sbkit.score.report.cards import AudioEmbedder, Card, card, short
 from sbkit.score.report.charts import Series
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
 from sbkit.score.report.findings import NONE_SUSPECTED, NOT_CHECKED, SUSPECTS_NOTE, SuspectLabel, can_judge
@@ -140,10 +140,6 @@ def _column(found: RunComparison) -> tuple[str, ...]:
 # ---------------------------------------------------------------- training
 
 
-def _ticks(run: RunData) -> list[tuple[float, str]]:
-    return [(epoch["step"], str(epoch["epoch"])) for epoch in run.epochs if "step" in epoch]
-
-
 def _curve(runs: Sequence[RunData], key: str, name: str, colour: int = 1) -> list[Series]:
     """The curve of each run from the lines within epochs or, if it was too short for those, from the epochs."""
     found = []
@@ -161,14 +157,16 @@ def _curve(runs: Sequence[RunData], key: str, name: str, colour: int = 1) -> lis
 def loss_in_text(run: RunData) -> str:
     """The chart of the loss for a terminal; empty before the first epoch."""
     series = _curve([run], "loss", "training") + _curve([run], "valid_loss", "validation", 2)
-    return charts.in_text("loss", series, _ticks(run))
+    ticks = [(epoch["step"], str(epoch["epoch"])) for epoch in run.epochs if "step" in epoch]
+    return charts.in_text("loss", series, ticks)
 
 
 def training(run: RunData, other: RunData | None) -> Section | None:
     """Chart loss, validation results, learning rate, speed and how the time of a step was spent."""
     both = [run] if other is None else [run, other]
     longest = max(both, key=lambda each: each.epochs[-1]["step"] if each.epochs else 0)
-    ticks, curve = _ticks(longest), functools.partial(_curve, both)
+    ticks = [(epoch["step"], str(epoch["epoch"])) for epoch in longest.epochs if "step" in epoch]
+    curve = functools.partial(_curve, both)
 
     # Validation results: WER and CER in one chart, or each number with a curve for each part of a mixture.
     names = sorted({key.removeprefix("valid_") for epoch in run.epochs for key in epoch if key.startswith("valid_")}
@@ -301,7 +299,10 @@ def confused(results: ScoredRun) -> Section | None:
 
 def worst(results: ScoredRun, clips: AudioEmbedder, count: int, suspects: Sequence[SuspectLabel]) -> Section | None:
     """Show the utterances with the most errors; those with suspected labels are left out."""
-    chosen = most_wrong(results, count, [suspect.index for suspect in suspects])
+    # Beyond what is expected for their length: sorted by rate alone, utterances of one word would come first.
+    excess = results.edits - results.lengths * (results.edits.sum() / results.lengths.sum())
+    suspected = {suspect.index for suspect in suspects}
+    chosen = [int(i) for i in (-excess).argsort(kind="stable") if i not in suspected and results.edits[i] > 0][:count]
     lead = "Those with the most errors beyond what is expected for their length." + (
         " Those with a suspected label error are listed below instead." if suspects else "")
     return {"title": "Worst utterances", "with_key": True, "cards": [card(results, clips, i) for i in chosen],

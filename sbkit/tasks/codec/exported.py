@@ -112,16 +112,13 @@ class ExportedCodec(Exported):
 
     coder: Coder = field(kw_only=True)
 
+    formats = layout.ONNX, layout.TORCH  # int8 would change the codes
+
     @classmethod
     def of(cls, coder: Coder) -> ExportedCodec:
         """Export a codec in evaluation mode, which isn't changed."""
         return cls(Encode(coder.features, coder.encoder, coder.quantiser), OUTPUTS, coder.features.sample_rate,
                    coder=coder, from_forward=lambda outputs: (outputs.quantised.codes, outputs.frames))
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """No int8: it would change the codes."""
-        return layout.ONNX, layout.TORCH
 
     @property
     def companions(self) -> Sequence[Companion]:

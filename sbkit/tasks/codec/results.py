@@ -89,7 +89,11 @@ class CodecResults(SoundResults):
         seconds = sum(row.samples for row in rows) / books.sample_rate
         found.stats |= {"bit_rate": books.bit_rate,
                         "coding_real_time_factor": computing / seconds if seconds else math.nan}
-        found.tables = [found._measured(), found._books(), found._worst()]
+        codebooks = Table("The codebooks", ["book", "entries", "used in the test", "perplexity", "bits"], [
+            [i, len(counts), f"{int((counts > 0).sum())} ({(counts > 0).mean():.0%})", f"{perplexity(counts):.0f}",
+             f"{entropy(counts):.2f} of {math.log2(len(counts)):.2f}"]
+            for i, counts in enumerate(used(rows, books), 1)])
+        found.tables = [found._measured(), codebooks, found._worst()]
         return found
 
     def headline(self) -> str:
@@ -131,13 +135,6 @@ class CodecResults(SoundResults):
                  ["bit rate", f"{self.books.bit_rate:.0f} bit/s", f"{coded:.0f} with entropy coding"],
                  ["real-time factor", f"{stats['coding_real_time_factor']:.4f}", "of coding and decoding together"]]
         return Table("How it sounds", ["measure", "value", "note"], rows)
-
-    def _books(self) -> Table:
-        """Make the table of how much of each codebook is used."""
-        rows = [[i, len(counts), f"{int((counts > 0).sum())} ({(counts > 0).mean():.0%})", f"{perplexity(counts):.0f}",
-                 f"{entropy(counts):.2f} of {math.log2(len(counts)):.2f}"]
-                for i, counts in enumerate(used(self.rows, self.books), 1)]
-        return Table("The codebooks", ["book", "entries", "used in the test", "perplexity", "bits"], rows)
 
     def _worst(self) -> Table:
         """Make the table of the worst clips: by STOI, or by the mel distance where STOI was not measured."""

@@ -128,7 +128,8 @@ class Codec(SpeechTask):
         """Compute the loss, a sum over code frames, and their number."""
         frames = outputs.frames * batch.real
         count = frames.sum()
-        sound = trimmed(outputs.sound, batch)
+        width = batch.signals.shape[1]  # the recordings' samples, and 0 beyond an utterance's end: [B, S]
+        sound = outputs.sound[:, :width] * lengths_to_mask(batch.signal_lengths, width)
         spectral = (self.keys.spectral_loss(sound, batch.signals, batch.signal_lengths) * frames).sum()
         inside = lengths_to_mask(frames, outputs.quantised.penalty.shape[1])
         total = spectral + self.keys.quantiser_weight * (outputs.quantised.penalty * inside).sum()
@@ -185,9 +186,3 @@ class Codec(SpeechTask):
         from sbkit.tasks.codec.exported import ExportedCodec
 
         return ExportedCodec.of(self.coder.eval())
-
-
-def trimmed(sound: Tensor, batch: Batch) -> Tensor:
-    """Cut waveforms [B, T * stride] to the recordings' samples: [B, S], 0 beyond an utterance's end."""
-    width = batch.signals.shape[1]
-    return sound[:, :width] * lengths_to_mask(batch.signal_lengths, width)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -44,7 +43,11 @@ def score(run: Path, manifest: Manifest, device: str | torch.device) -> list[Lab
             return [LabelScore(*row) for row in cached["scores"]]
     except (OSError, ValueError, TypeError, KeyError):
         pass  # there is no cache, or it is damaged
-    search = _search(brain, list(keys.corpus.manifest("train").texts), run / "labels.arpa")
+    labels, path = list(keys.corpus.manifest("train").texts), run / "labels.arpa"
+    unit = "word" if units(labels) == "word" else "piece"
+    lm.build(labels, path, unit=unit, tokenizer=brain.keys.tokenizer)
+    search = BeamSearch(brain.keys.tokenizer, lm=path, unit=unit, blank_id=brain.keys.blank_index)
+    search.load()
     loader = EvalLoader(
         manifest, recipe.task.encoder(keys), columns=BatchColumns(recipe.task.columns, keys),
         max_batch_seconds=keys.batching.max_batch_seconds, workers=keys.num_workers, sample_rate=keys.sample_rate)
@@ -67,15 +70,6 @@ def score(run: Path, manifest: Manifest, device: str | torch.device) -> list[Lab
     with atomic_write(path) as out:
         json.dump({"of": key, "scores": scores}, out)
     return scores
-
-
-def _search(brain: CTC, labels: Sequence[str], path: Path) -> BeamSearch:
-    """Make a search with a language model of the labels, so that transcripts are plausible texts."""
-    unit = "word" if units(labels) == "word" else "piece"
-    lm.build(labels, path, unit=unit, tokenizer=brain.keys.tokenizer)
-    search = BeamSearch(brain.keys.tokenizer, lm=path, unit=unit, blank_id=brain.keys.blank_index)
-    search.load()
-    return search
 
 
 def _likelihoods(brain: CTC, log_probs: Tensor, frames: Tensor, tokens: Tensor, lengths: Tensor) -> list[float]:

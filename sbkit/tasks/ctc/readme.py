@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sbkit.export import layout
-from sbkit.export.layout import Config, Streaming
+from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
 from sbkit.export.readme import PROGRAM, joined, of_recogniser
 
@@ -179,26 +179,23 @@ def text(name: str, config: Config, comparison: Comparison, of_targets: Sequence
               "frame": 1000 * config.frame_seconds}
     parts = [words(config), *(_USE[each].format(**values) for each in _USE if each in config.models)]
     if config.streaming is not None and config.streaming.models:
-        parts.append(_streams(name, config, config.streaming))
+        stream = config.streaming
+        files = stream.models
+        used = {layout.ONNX: files.get(layout.ONNX, files.get(layout.INT8)), layout.TORCH: files.get(layout.TORCH)}
+        lines = [_LIVE.format(name=name), _STREAMS.format(
+            files=_listed([f"`{file}`" for file in files.values()]), chunks=_listed(stream.chunks),
+            milliseconds=_listed([f"{1000 * size * config.frame_seconds:g}" for size in stream.chunks]),
+            before=stream.before, after=stream.after, frame=config.hop_samples * config.subsampling,
+            overlap=stream.overlap, moves=f"(C - {stream.ahead})" if stream.ahead else "C",
+            again=f" (not the last {stream.ahead} of a full window, the lookahead: the next window begins with them,"
+                  " even if it has no others)" if stream.ahead else "", subsampling=config.subsampling,
+            hop=config.hop_samples,
+            size=config.hop_samples + stream.overlap, vocabulary=config.vocabulary,
+            chunk=stream.chunks[len(stream.chunks) // 2],
+            ahead=f" - {stream.ahead}" if stream.ahead else "")]
+        lines += [_STREAM_USE[each].format(file=file) for each, file in used.items() if file is not None]
+        parts.append("### Streams\n\n" + "\n".join(lines))
     return of_recogniser(name, "CTC", config, comparison, [*parts, *of_targets])
-
-
-def _streams(name: str, config: Config, streaming: Streaming) -> str:
-    files = streaming.models
-    used = {layout.ONNX: files.get(layout.ONNX, files.get(layout.INT8)), layout.TORCH: files.get(layout.TORCH)}
-    parts = [_LIVE.format(name=name), _STREAMS.format(
-        files=_listed([f"`{file}`" for file in files.values()]), chunks=_listed(streaming.chunks),
-        milliseconds=_listed([f"{1000 * size * config.frame_seconds:g}" for size in streaming.chunks]),
-        before=streaming.before, after=streaming.after, frame=config.hop_samples * config.subsampling,
-        overlap=streaming.overlap, moves=f"(C - {streaming.ahead})" if streaming.ahead else "C",
-        again=f" (not the last {streaming.ahead} of a full window, the lookahead: the next window begins with them,"
-        " even if it has no others)"
-        if streaming.ahead else "", subsampling=config.subsampling, hop=config.hop_samples,
-        size=config.hop_samples + streaming.overlap, vocabulary=config.vocabulary,
-        chunk=streaming.chunks[len(streaming.chunks) // 2],
-        ahead=f" - {streaming.ahead}" if streaming.ahead else "")]
-    parts += [_STREAM_USE[each].format(file=file) for each, file in used.items() if file is not None]
-    return "### Streams\n\n" + "\n".join(parts)
 
 
 def _listed(values: Sequence[object]) -> str:

@@ -20,7 +20,6 @@ import torch
 from hyperpyyaml import load_hyperpyyaml
 from safetensors.torch import save_model
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
-from torch import nn
 
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError, summary
@@ -86,23 +85,7 @@ class Part(NamedTuple):
 def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Tokenizer, sample_rate: int, blank_id: int,
           name: str) -> None:
     """Write hyperparams.yaml, the weights and the tokenizer into ``folder``."""
-    parts = _parts(recognizer, load.tree(run / layout.RECIPE).value)
-    text = _recipe(parts, recognizer, sample_rate, blank_id, name)
-    (folder / layout.RECIPE).write_text(text, encoding="utf-8")
-    try:
-        built = load_hyperpyyaml(text)
-    except Exception as error:
-        raise SbkitError(f"SpeechBrain can't build what the recipe describes: {summary(error)}") from error
-    for module, part in zip(built["model"], filter(lambda part: part.learned, parts), strict=True):
-        _fill(module, part)
-    keys = {str(place): part.key for place, part in enumerate(part for part in parts if part.learned)}
-    save_model(built["model"], str(folder / layout.WEIGHTS), metadata={"format": "pt", PARTS: json.dumps(keys)})
-    (folder / layout.TOKENIZER).write_bytes(tokenizer.processor.serialized_model_proto())
-    disk.link_or_copy(folder / layout.WEIGHTS, folder / "model.ckpt")
-    disk.link_or_copy(folder / layout.TOKENIZER, folder / "tokenizer.ckpt")
-
-
-def _parts(recognizer: Recognizer, nodes: dict[str, Node]) -> list[Part]:
+    nodes = load.tree(run / layout.RECIPE).value
     encoder = next(key for key in ENCODERS if key in nodes and nodes[key].value is not None)
     modules = [("compute_features", recognizer.compute_features), ("normalize", recognizer.normalize),
                ("CNN", recognizer.frontend), (encoder, recognizer.encoder), ("ctc_lin", recognizer.head)]
@@ -112,7 +95,31 @@ def _parts(recognizer: Recognizer, nodes: dict[str, Node]) -> list[Part]:
             node.comments = {}  # they refer to other keys of the recipe
         if isinstance(part.module, TransformerASR) and isinstance(part.node.value, dict):
             part.node.value["num_decoder_layers"] = from_python(0, "num_decoder_layers")  # CTC needs no decoder
-    return parts
+    text = _recipe(parts, recognizer, sample_rate, blank_id, name)
+    (folder / layout.RECIPE).write_text(text, encoding="utf-8")
+    try:
+        built = load_hyperpyyaml(text)
+    except Exception as error:
+        raise SbkitError(f"SpeechBrain can't build what the recipe describes: {summary(error)}") from error
+    for module, part in zip(built["model"], filter(lambda part: part.learned, parts), strict=True):
+        if part.fixed:
+            norm = part.module
+            spread = (norm.glob_std if norm.std_norm else torch.ones_like(norm.glob_std)).clamp(min=norm.epsilon)
+            state = {"norm.running_mean": norm.glob_mean, "norm.running_var": spread.square(),
+                     "norm.num_batches_tracked": torch.tensor(0)}
+        else:
+            state = part.module.state_dict()
+        own = module.state_dict()
+        missing = sorted(set(own) - set(state))
+        if missing:
+            raise SbkitError(f"{part.key}: the recipe describes weights that were not trained: {missing[0]} (and "
+                             f"{len(missing) - 1} more)", hint=f"has the run's {layout.RECIPE} been changed?")
+        module.load_state_dict({key: state[key] for key in own})
+    keys = {str(place): part.key for place, part in enumerate(part for part in parts if part.learned)}
+    save_model(built["model"], str(folder / layout.WEIGHTS), metadata={"format": "pt", PARTS: json.dumps(keys)})
+    (folder / layout.TOKENIZER).write_bytes(tokenizer.processor.serialized_model_proto())
+    disk.link_or_copy(folder / layout.WEIGHTS, folder / "model.ckpt")
+    disk.link_or_copy(folder / layout.TOKENIZER, folder / "tokenizer.ckpt")
 
 
 def _recipe(parts: list[Part], recognizer: Recognizer, sample_rate: int, blank_id: int, name: str) -> str:
@@ -178,23 +185,6 @@ model: !new:torch.nn.ModuleList
 _ROW = """
 encoder: !new:speechbrain.nnet.containers.LengthsCapableSequential
 """
-
-
-def _fill(module: nn.Module, part: Part) -> None:
-    """Load the trained weights into a stock module; raises if some are missing."""
-    if part.fixed:
-        norm = part.module
-        spread = (norm.glob_std if norm.std_norm else torch.ones_like(norm.glob_std)).clamp(min=norm.epsilon)
-        state = {"norm.running_mean": norm.glob_mean, "norm.running_var": spread.square(),
-                 "norm.num_batches_tracked": torch.tensor(0)}
-    else:
-        state = part.module.state_dict()
-    own = module.state_dict()
-    missing = sorted(set(own) - set(state))
-    if missing:
-        raise SbkitError(f"{part.key}: the recipe describes weights that were not trained: {missing[0]} (and "
-                         f"{len(missing) - 1} more)", hint=f"has the run's {layout.RECIPE} been changed?")
-    module.load_state_dict({key: state[key] for key in own})
 
 
 def runner(bundle: Path, at_least: int = 1) -> Runner:

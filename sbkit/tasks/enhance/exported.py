@@ -102,15 +102,12 @@ class ExportedEnhancer(Exported):
 
     enhancer: Enhancer = field(kw_only=True)
 
+    formats = layout.ONNX, layout.TORCH  # the sound quality of int8 isn't measured
+
     @classmethod
     def of(cls, enhancer: Enhancer, sample_rate: int) -> ExportedEnhancer:
         """Export an enhancer in evaluation mode, which isn't changed."""
         return cls(WholeEnhancer(enhancer), OUTPUTS, sample_rate, enhancer=enhancer)
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """No int8: its sound quality isn't measured."""
-        return layout.ONNX, layout.TORCH
 
     @property
     def companions(self) -> Sequence[Companion]:

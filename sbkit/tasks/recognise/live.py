@@ -17,7 +17,7 @@ from sbkit.decode.greedy import align
 from sbkit.decode.spans import Spelling, TokenSpans, Word
 from sbkit.decode.token_search import TokenSearch
 from sbkit.errors import SbkitError
-from sbkit.nn.chunks import ChunkConfig, Chunks
+from sbkit.nn.chunks import ChunkConfig
 from sbkit.nn.ctc import ctc_frames_needed
 from sbkit.score import chunk_size
 from sbkit.score.latency import COLUMNS, LiveRates, LiveTranscript, live_transcript, rates
@@ -81,15 +81,14 @@ class LiveTest:
                              hint="train one with hparams/streaming.yaml, or leave out --chunk")
         self.task, self.keys, self.chunk = task, keys, tuple(chunk)
         self.frame_seconds = frame_seconds(task.recognizer, keys)
-        self.configs = {one: self._config(one, keys.chunks) for one in (*self.chunk, None)}
+        sizes = keys.chunks.in_milliseconds(self.frame_seconds)
+        self.configs: dict[int | None, ChunkConfig | None] = {}
         """The context of frames with chunks of each size; None: the whole utterance."""
-
-    def _config(self, chunk: int | None, chunks: Chunks) -> ChunkConfig | None:
-        sizes = chunks.in_milliseconds(self.frame_seconds)
-        if chunk is not None and chunk not in sizes:
-            raise SbkitError(f"--chunk {chunk}: the model wasn't trained for chunks of {chunk} ms",
-                             hint=f"it was trained for {', '.join(map(str, sorted(sizes)))} and {chunk_size.WHOLE}")
-        return None if chunk is None else chunks.config(sizes[chunk])
+        for one in (*self.chunk, None):
+            if one is not None and one not in sizes:
+                raise SbkitError(f"--chunk {one}: the model wasn't trained for chunks of {one} ms",
+                                 hint=f"it was trained for {', '.join(map(str, sorted(sizes)))} and {chunk_size.WHOLE}")
+            self.configs[one] = None if one is None else keys.chunks.config(sizes[one])
 
     def scores(self, feats: Tensor, frames: Tensor, first: DecoderScores) -> list[DecoderScores]:
         """Compute the scores of features [B, T', F] for each size in order, and for whole utterances at the end.
@@ -112,7 +111,13 @@ class LiveTest:
         """
         inputs = self.task.search_input(scores)
         if search is None:
-            return self._prefixes(self.task.greedy(inputs, frames), cuts)
+            decode, decoded = self.keys.tokenizer.decode, list[list[PartialTranscript]]()
+            for spans, ends in zip(self.task.greedy(inputs, frames), cuts, strict=True):
+                # Each token is final from its first frame on.
+                ids, starts = spans.ids.tolist(), spans.starts.tolist()
+                mean = float(spans.confidence.mean()) if len(spans) else None
+                decoded.append([PartialTranscript(decode(ids[:bisect_left(starts, end)]), mean) for end in ends])
+            return decoded
         if not live:
             return [[PartialTranscript(best[0].text, best[0].confidence, nbest_entries(best))]
                     for best in search.decode(inputs, frames)]
@@ -161,16 +166,6 @@ class LiveTest:
             finals = finals or [transcripts[-1] for transcripts in partials]
         for name, reference, final, live in zip(batch.ids, batch.texts, finals, live_transcripts, strict=True):
             yield TranscribedUtterance(name, reference, final.text, final.confidence, final.nbest, tuple(live))
-
-    def _prefixes(self, decoded: Iterable[TokenSpans],
-                  cuts: Sequence[Sequence[int]]) -> list[list[PartialTranscript]]:
-        """Transcribe utterances up to each cut, for greedy decoding: each token is final from its first frame on."""
-        decode, transcripts = self.keys.tokenizer.decode, []
-        for spans, ends in zip(decoded, cuts, strict=True):
-            ids, starts = spans.ids.tolist(), spans.starts.tolist()
-            confidence = float(spans.confidence.mean()) if len(spans) else None
-            transcripts.append([PartialTranscript(decode(ids[:bisect_left(starts, end)]), confidence) for end in ends])
-        return transcripts
 
     def _word_ends(self, log_probs: Tensor, frames: Tensor, batch: Batch) -> list[list[float] | None]:
         """Return when each word of a text ends, by the model's own alignment; None if it can't be aligned.

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -212,20 +212,15 @@ def options(request: EvaluateRequest, keys: EncoderKeys) -> dict[str, Any]:
     names = "lm", "lm_weight", "word_score", "beam", "nbest"
     given = {name: value for name in names if (value := getattr(request, name)) is not None}
     if request.hot_words:
-        given["hot_words"] = _normalised(hot_words(request.hot_words), keys.corpus.text)
+        normalised: dict[str, float] = {}  # by the rules of the run's transcripts: case, punctuation
+        for phrase, boost in hot_words(request.hot_words).items():
+            text = keys.corpus.text(phrase)
+            if not text:
+                raise SbkitError(f"the run's text rules leave nothing of the hot word {phrase!r}",
+                                 hint="write words as they are spoken")
+            normalised[text] = max(boost, normalised.get(text, boost))
+        given["hot_words"] = normalised
     return given
-
-
-def _normalised(phrases: Mapping[str, float], rules: Callable[[str], str]) -> dict[str, float]:
-    """Normalise hot words by the rules of the run's transcripts: case, punctuation."""
-    normalised: dict[str, float] = {}
-    for phrase, boost in phrases.items():
-        text = rules(phrase)
-        if not text:
-            raise SbkitError(f"the run's text rules leave nothing of the hot word {phrase!r}",
-                             hint="write words as they are spoken")
-        normalised[text] = max(boost, normalised.get(text, boost))
-    return normalised
 
 
 @contextlib.contextmanager

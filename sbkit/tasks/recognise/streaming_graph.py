@@ -126,13 +126,14 @@ class Streams(Companion):
         chunks = self.recognizer.chunks
         assert chunks is not None and self.compare is not None, "others are refused"
         check_steps(self.recognizer, torch.from_numpy(clips.alone[-1].signal))
-        return {_runner(config, size): self.compare(clips, config, folder,
-                                                    reference(self.recognizer, chunks=chunks.config(size)))
-                for size in self.graph.chunks}
+        return {f"{1000 * size * config.frame_seconds:g} ms": self.compare(
+            clips, config, folder, reference(self.recognizer, chunks=chunks.config(size)))
+            for size in self.graph.chunks}
 
     def runners(self, name: str, path: Path, config: Config) -> Mapping[str, Runner]:
         call = open_runner(name, path)
-        return {_runner(config, size): functools.partial(run, call, config, size) for size in self.graph.chunks}
+        return {f"{1000 * size * config.frame_seconds:g} ms": functools.partial(run, call, config, size)
+                for size in self.graph.chunks}
 
 
 @torch.no_grad()
@@ -173,7 +174,3 @@ def run(call: Call, config: Config, chunk: int, signals: Sequence[np.ndarray]) -
         for parts, row, count in zip(outputs, log_probs, counts, strict=True):
             parts.append(row[:count])
     return [np.concatenate(parts) for parts in outputs]
-
-
-def _runner(config: Config, size: int) -> str:
-    return f"{1000 * size * config.frame_seconds:g} ms"

@@ -96,10 +96,8 @@ class ExportedVoice(Exported):
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
         return {"text": ("batch", "symbols"), **dict.fromkeys(layout.VOICE_INPUTS[1:], ("batch",))}
 
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """No int8: it changes durations and spectra (by 3 dB), and a recogniser makes more errors."""
-        return layout.ONNX, layout.TORCH
+    # int8 changes durations and spectra (by 3 dB), and a recogniser makes more errors.
+    formats = layout.ONNX, layout.TORCH
 
     def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:
         """Choose texts of the run's test split, from the shortest to the longest, one of a symbol, and a long one."""

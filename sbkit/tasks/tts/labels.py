@@ -65,7 +65,16 @@ class VoiceLabels:
     def __init__(self, folders: Sequence[Path], symbols: Symbols, books: Books | None = None):
         self._places: dict[str, dict[tuple[str, str], tuple[Codes, int, np.ndarray]]] = {}
         for folder in folders:
-            codes, frames = Codes(folder / CODES, books), _frames(folder / DURATIONS)
+            codes, path = Codes(folder / CODES, books), folder / DURATIONS
+            try:
+                found = load_file(path)
+                durations, ends = (found[name].astype(np.int64) for name in ("frames", "ends"))
+            except (OSError, SafetensorError, KeyError) as error:
+                raise SbkitError(f"{path} cannot be read: {first_line(error)}", hint=_AGAIN) from None
+            if durations.ndim != 1 or ends.ndim != 1 or list(ends[-1:]) != [len(durations)] \
+                    or np.diff(ends, prepend=0).min() < 1:
+                raise SbkitError(f"{path} is damaged: it doesn't say where each utterance's durations end", hint=_AGAIN)
+            frames = np.split(durations, ends[:-1])
             places = self._places[folder.name] = {}
             if len(frames) != len(codes):
                 raise SbkitError(f"{folder} has codes of {len(codes)} utterances, but durations of {len(frames)}",
@@ -93,18 +102,6 @@ class VoiceLabels:
         return Label(utterance.codes, frames, utterance.speaker or "")
 
 
-def _frames(path: Path) -> list[np.ndarray]:
-    """Read the durations of each utterance."""
-    try:
-        found = load_file(path)
-        frames, ends = (found[name].astype(np.int64) for name in ("frames", "ends"))
-    except (OSError, SafetensorError, KeyError) as error:
-        raise SbkitError(f"{path} cannot be read: {first_line(error)}", hint=_AGAIN) from None
-    if frames.ndim != 1 or ends.ndim != 1 or list(ends[-1:]) != [len(frames)] or np.diff(ends, prepend=0).min() < 1:
-        raise SbkitError(f"{path} is damaged: it doesn't say where each utterance's durations end", hint=_AGAIN)
-    return np.split(frames, ends[:-1])
-
-
 def read(keys: TTSKeys) -> VoiceLabels:
     """Read the labels of a run; empty if it has none yet."""
     if (facts := label_facts(keys)) is None:
@@ -121,12 +118,7 @@ def label_facts(keys: TTSKeys) -> dict[str, Any] | None:
 
 def pinned_facts(keys: TTSKeys) -> dict[str, Any] | None:
     """Return what the labels of the run's checkpoints were made from; None if there are none."""
-    return _read(_pin(keys))
-
-
-def _pin(keys: TTSKeys) -> Path:
-    """Return the path of a copy next to the checkpoints, since the labels may be removed and made again."""
-    return keys.symbols.file.with_name(FACTS)
+    return _read(keys.symbols.file.with_name(FACTS))
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -149,14 +141,25 @@ def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> 
     assert keys.codec is not None and keys.recogniser is not None, "they would be absent"
     codec, aligner = bundles.codec(keys.codec), bundles.aligner(keys.recogniser)
     try:
+        digests = {}
+        for split, manifest in manifests.items():
+            digests[split] = manifest.digest()
+            if keys.symbols.spelling is not None:
+                keys.symbols.look_up(manifest.texts)  # another release of espeak-ng may pronounce a word otherwise
+                spelled = hashlib.sha256(digests[split].encode())
+                for text in manifest.texts:
+                    spelled.update(str(keys.symbols.encode(text)).encode())
+                digests[split] = spelled.hexdigest()
         facts = {"codec": codec.books.codec, "books": codec.books.to_dict(), "recogniser": aligner.fingerprint,
-                 "manifests": {split: _digest(manifest, keys.symbols) for split, manifest in manifests.items()}}
+                 "manifests": digests}
         trained_on = pinned_facts(keys) or label_facts(keys)
-        if not initial.fresh(keys) and trained_on is not None and not _same(trained_on, facts):
+        if not initial.fresh(keys) and trained_on is not None \
+                and {name: trained_on.get(name) for name in facts} != facts:
             raise SbkitError(f"the labels in {keys.labels}, on which the checkpoints depend, are of another codec, "
                              "recogniser or corpus",
                              hint="start in a new output_folder, or restore codec, recogniser and corpus")
-        if (before := label_facts(keys)) is not None and _same(before, facts):
+        before = label_facts(keys)
+        if before is not None and {name: before.get(name) for name in facts} == facts:
             logger.info("labels: those in %s are up to date", keys.labels)
         else:
             with disk.disk_errors_as_user_error(keys.labels):
@@ -164,25 +167,11 @@ def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> 
                 counts = {split: _label(Path(keys.labels, split), manifest, keys, codec, aligner)
                           for split, manifest in manifests.items()}
                 _write(Path(keys.labels, FACTS), {**facts, "splits": counts})
-        _write(_pin(keys), facts)
+        # A copy next to the checkpoints, since the labels may be removed and made again.
+        _write(keys.symbols.file.with_name(FACTS), facts)
     finally:
         codec.close()
         aligner.close()
-
-
-def _same(made_from: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    return {name: made_from.get(name) for name in facts} == facts
-
-
-def _digest(manifest: Manifest, symbols: Symbols) -> str:
-    digest = manifest.digest()
-    if symbols.spelling is None:
-        return digest
-    symbols.look_up(manifest.texts)  # another release of espeak-ng may pronounce a word otherwise
-    spelled = hashlib.sha256(digest.encode())
-    for text in manifest.texts:
-        spelled.update(str(symbols.encode(text)).encode())
-    return spelled.hexdigest()
 
 
 def _label(folder: Path, manifest: Manifest, keys: TTSKeys, codec: CodecBundle, aligner: AlignerBundle,
@@ -200,22 +189,18 @@ def _label(folder: Path, manifest: Manifest, keys: TTSKeys, codec: CodecBundle, 
                     continue
                 out.add(row.id, label.codes, text=row.text, speaker=row.speaker or None)
                 frames.append(label.frames)
-        _report_left_out(folder.name, left_out, len(manifest))
+        split, count = folder.name, len(manifest)
+        for name, why in list(left_out.items())[:10 * NAMED]:
+            logger.warning("labels: left out of %s: %s: %s", split, name, why)
+        if left_out:
+            logger.warning("labels: %d of %d rows of %s have none", len(left_out), count, split)
+        if len(left_out) > max(1, LEFT_OUT * count) or len(left_out) == count:
+            first = "; ".join(f"{name}: {why}" for name, why in list(left_out.items())[:NAMED])
+            raise SbkitError(f"{len(left_out)} of {count} rows of {split} can't be labelled: {first}",
+                             hint="is the recogniser one of this language and alphabet?")
     save_file({"frames": np.concatenate(frames).astype(np.int32),
                "ends": np.cumsum([len(each) for each in frames])}, folder / DURATIONS)
     return {"rows": len(manifest), "kept": len(frames), "left_out": len(left_out)}
-
-
-def _report_left_out(split: str, left_out: Mapping[str, str], count: int) -> None:
-    """Log which rows have no labels, and raise if there are too many."""
-    for name, why in list(left_out.items())[:10 * NAMED]:
-        logger.warning("labels: left out of %s: %s: %s", split, name, why)
-    if left_out:
-        logger.warning("labels: %d of %d rows of %s have none", len(left_out), count, split)
-    if len(left_out) > max(1, LEFT_OUT * count) or len(left_out) == count:
-        first = "; ".join(f"{name}: {why}" for name, why in list(left_out.items())[:NAMED])
-        raise SbkitError(f"{len(left_out)} of {count} rows of {split} can't be labelled: {first}",
-                         hint="is the recogniser one of this language and alphabet?")
 
 
 def _batch(rows: Sequence[Utterance], keys: TTSKeys, codec: CodecBundle, aligner: AlignerBundle,

@@ -146,9 +146,7 @@ class TTS(SpeechTask):
             logger.warning("The voice never learnt %d characters of these texts, and leaves them out: %s", len(unknown),
                            ", ".join(map(repr, unknown[:_NAMED])))
 
-    @property
-    def labels_per_second(self) -> float:
-        return 15.0
+    labels_per_second = 15.0
 
     # ------------------------------------------------------------ training
 

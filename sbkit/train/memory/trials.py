@@ -104,7 +104,7 @@ def open_trial(request: arguments.CommandLine, device: torch.device) -> Iterator
 # ---------------------------------------------------------------------------------------- with little memory
 
 
-class BoundedTrial:
+class BoundedTrial(contextlib.AbstractContextManager["BoundedTrial"]):
     """Trials on a CPU with limited memory, in a separate process.
 
     A process that ran out of memory is replaced: its heap is fragmented, and some libraries never recover. It does not
@@ -122,9 +122,6 @@ class BoundedTrial:
             self._context.set_forkserver_preload([__name__])  # each process starts with everything imported
         self._process: BaseProcess | None = None
         self._pipe: Connection  # while there is a process
-
-    def __enter__(self) -> BoundedTrial:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         if self._process is not None:

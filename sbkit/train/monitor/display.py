@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import IO, Any
 
 import torch
@@ -32,7 +33,7 @@ _SLOW_DATA = 0.1  # share of waiting for data that is coloured
 _RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
 
-class StageDisplay:
+class StageDisplay(AbstractContextManager["StageDisplay"]):
     """A progress bar on stderr in a terminal, elsewhere a plain line each half minute.
 
         with StageDisplay("valid 3", total_steps=len(loader), show=is_main()) as display:
@@ -80,9 +81,6 @@ class StageDisplay:
         self.done += steps
         self.seconds += getattr(batch, "seconds", 0.0)
         self.padded_seconds += getattr(batch, "padded_seconds", 0.0)
-
-    def __enter__(self) -> StageDisplay:
-        return self
 
     def __exit__(self, *error: object) -> None:
         """Draw the final state, and leave it on the screen."""
