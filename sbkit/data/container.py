@@ -43,7 +43,7 @@ class ContainerFile:
         self.format, self._av = kind, av
         self._file = os.fdopen(source, "rb", closefd=False) if isinstance(source, int) else io.BytesIO(source)
         self._left, self._blocks = np.zeros((0, 1), np.float32), self._decode()
-        if kind == "MP4":
+        if kind == "MP4":  # FFmpeg takes memory for each packet that a file claims: no more than it has bytes
             size, at, counts, fragments = self._file.seek(0, os.SEEK_END), 0, [0, 0], False
             while at + 8 <= size:
                 self._file.seek(at)

@@ -174,8 +174,10 @@ def test_texts_that_are_probably_wrong_are_told_with_a_row(clips):
 
 
 @pytest.mark.parametrize("texts, foreign", [
-    (["one two"] * 19 + ["\u0434\u0430", "7", ""], "1 text in another script than the rest, such as u19: '\u0434\u0430'"),
-    (["\u6771\u4eac", "\u3072\u3089", "\u30ab\u30bf"] * 4, None), (["one", "\u0434\u0430"] * 3, None), (["7", ""], None)])
+    (["one two"] * 19 + ["\u0434\u0430", "7", ""],
+     "1 text in another script than the rest, such as u19: '\u0434\u0430'"),
+    (["\u6771\u4eac", "\u3072\u3089", "\u30ab\u30bf"] * 4, None), (["one", "\u0434\u0430"] * 3, None),
+    (["7", ""], None)])
 def test_texts_in_another_script_than_the_rest_are_told(clips, texts, foreign):
     source = rows(clips, *[("good.wav", text) for text in texts])
     source.ids, source.wavs = Column([f"u{i}" for i in range(len(texts))]), Column([f"{clips}/good.wav"] * len(texts))
