@@ -86,7 +86,7 @@ def _rehearse(argv: list[str], given: argparse.Namespace) -> int:
     html: Path | None = given.html
     if html is not None:
         disk.check_writable(html, "--html")
-    request, started = arguments.parse([*argv, "--device", "cuda"]), time.perf_counter()
+    request = arguments.parse([*argv, "--device", "cuda"])
     if not given.json:  # JSON has these errors among its findings
         check_overrides(request.path, request.overrides)
     sections, notes = {}, []
@@ -100,6 +100,7 @@ def _rehearse(argv: list[str], given: argparse.Namespace) -> int:
         notes = [note for note in priced.notes if note.startswith("the price")]
         for note in notes:
             print(f"not checked: {note}", file=sys.stderr, flush=True)
+    started = time.perf_counter()
     report = assemble(str(request.path), rehearse(argv, count, card), count, card, time.perf_counter() - started)
     report.sections |= sections
     report.notes += notes

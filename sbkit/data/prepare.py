@@ -56,8 +56,11 @@ _UNSPOKEN = r"[\pN<>\[\](){}]"
 _ALIKE = ("Latin", "Cyrillic", "Greek")
 _PAIRS = [{one.upper(), two.upper()} for one, two in itertools.combinations(_ALIKE, 2)]
 #: Scripts of which one may be that of a corpus; Japanese has three at once.
-_SCRIPTS = ("Latin", "Cyrillic", "Greek", "Arabic", "Hebrew", "Devanagari", "Bengali", "Tamil", "Thai", "Georgian",
-            "Armenian", "Ethiopic", "Hangul", r"Han}\p{Hiragana}\p{Katakana")
+_SCRIPTS = [*(rf"\p{{{name}}}" for name in (
+    "Latin", "Cyrillic", "Arabic", "Devanagari", "Hangul", "Greek", "Hebrew", "Bengali", "Tamil", "Telugu", "Kannada",
+    "Malayalam", "Gujarati", "Gurmukhi", "Sinhala", "Thai", "Lao", "Khmer", "Myanmar", "Tibetan", "Georgian",
+    "Armenian", "Ethiopic")), r"\p{Han}\p{Hiragana}\p{Katakana}"]
+_SCRIPT_SAMPLE = 10_000  # texts that say which script is the corpus's
 _MAIN_SCRIPT = 0.9  # of the texts have letters of it
 _MIXED = "|".join(rf"\p{{{one}}}\pM*\p{{{two}}}" for one, two in itertools.permutations(_ALIKE, 2))
 
@@ -269,11 +272,11 @@ def _odd_texts(rows: Manifest, at: np.ndarray) -> list[str]:
                       ("such letters",))  # named otherwise, as the ordinal indicator is
         notices.append(f"{counted(len(mixed), 'text')} with letters of two scripts in a word, such as "
                        f"{rows.ids[mixed[0]]}: {text[:100]!r} has {' beside '.join(beside)}")
-    lettered = np.asarray(pc.match_substring_regex(texts, r"\pL"))
+    sample = texts[:_SCRIPT_SAMPLE]
+    lettered = np.asarray(pc.match_substring_regex(sample, r"\pL")).sum()
     for script in _SCRIPTS:
-        native = np.asarray(pc.match_substring_regex(texts, rf"[\p{{{script}}}]"))
-        if native.sum() > _MAIN_SCRIPT * lettered.sum():
-            foreign = at[lettered & ~native]
+        if np.asarray(pc.match_substring_regex(sample, f"[{script}]")).sum() > _MAIN_SCRIPT * lettered:
+            foreign = at[np.asarray(pc.match_substring_regex(texts, rf"^[^{script}]*\pL[^{script}]*$"))]
             if len(foreign):
                 notices.append(f"{counted(len(foreign), 'text')} in another script than the rest, such as "
                                f"{rows.ids[foreign[0]]}: {rows.texts[foreign[0]][:100]!r}")

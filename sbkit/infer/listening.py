@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 
@@ -89,44 +90,48 @@ def listen(request: ListenRequest) -> int:
     with CtrlC() as ctrl_c:
         try:
             with StreamEngine(request.bundle, request.model, request.device, request.threads, max_streams=1) as engine:
-                source: Pcm | Microphone
-                if request.source == STDIN:
-                    rate = request.rate or engine.config.sample_rate
-                    pcm = standard_input("16-bit PCM", f"arecord -t raw -f S16_LE -r {rate} | sbkit listen BUNDLE -")
-                    source = Pcm(open(pcm.fileno(), "rb", closefd=False), rate)  # noqa: SIM115  not ours to close
-                else:
-                    source = Microphone(request.rate, engine.config.sample_rate, request.microphone)
-                stream = Stream(engine, decoder(engine.vocabulary, search), request.chunk, source.rate)
-                print(f"{engine.running}\nlistening to {source.name} at {source.rate} Hz in chunks of "
-                      f"{1000 * stream.chunk_seconds:g} ms; Ctrl-C ends it", file=sys.stderr)
-                captions: Captions = Json(engine.vocabulary.text, sys.stdout) if request.json else \
-                    TerminalCaptions(engine.vocabulary.space, sys.stdout) if sys.stdout.isatty() else \
-                    Plain(engine.vocabulary.text, sys.stdout)
-                lines, code = Lines(engine.config.chunk_seconds), 0
-                failed: SbkitError | None = None
-
-                def show(results: list[StreamResult]) -> None:
-                    for each in results:
-                        for line in lines.add(each):
-                            captions.show(line)
-
-                try:
-                    try:
-                        for samples in ctrl_c.defer_during(source):
-                            show(stream.feed(samples))
-                    except KeyboardInterrupt:
-                        code = _STOPPED
-                    except SbkitError as error:  # of the source: what it recorded is still decoded
-                        failed = error
-                    rest = stream.finish()
-                    show(rest)
-                    captions.end(rest[-1].seconds)
-                finally:
-                    captions.close()
-                if source.warning is not None:  # after the line in progress
-                    print(source.warning, file=sys.stderr)
-                if failed is not None:
-                    raise failed
-                return code
+                return _listen(engine, request, search, ctrl_c)
         except KeyboardInterrupt:  # while the model is loaded, or the rest is decoded
             return _STOPPED
+
+
+def _listen(engine: StreamEngine, request: ListenRequest, search: dict[str, Any] | None, ctrl_c: CtrlC) -> int:
+    source: Pcm | Microphone
+    if request.source == STDIN:
+        rate = request.rate or engine.config.sample_rate
+        pcm = standard_input("16-bit PCM", f"arecord -t raw -f S16_LE -r {rate} | sbkit listen BUNDLE -")
+        source = Pcm(open(pcm.fileno(), "rb", closefd=False), rate)  # noqa: SIM115  not ours to close
+    else:
+        source = Microphone(request.rate, engine.config.sample_rate, request.microphone)
+    stream = Stream(engine, decoder(engine.vocabulary, search), request.chunk, source.rate)
+    print(f"{engine.running}\nlistening to {source.name} at {source.rate} Hz in chunks of "
+          f"{1000 * stream.chunk_seconds:g} ms; Ctrl-C ends it", file=sys.stderr)
+    captions: Captions = Json(engine.vocabulary.text, sys.stdout) if request.json else \
+        TerminalCaptions(engine.vocabulary.space, sys.stdout) if sys.stdout.isatty() else \
+        Plain(engine.vocabulary.text, sys.stdout)
+    lines, code = Lines(engine.config.chunk_seconds), 0
+    failed: SbkitError | None = None
+
+    def show(results: list[StreamResult]) -> None:
+        for each in results:
+            for line in lines.add(each):
+                captions.show(line)
+
+    try:
+        try:
+            for samples in ctrl_c.defer_during(source):
+                show(stream.feed(samples))
+        except KeyboardInterrupt:
+            code = _STOPPED
+        except SbkitError as error:  # of the source: what it recorded is still decoded
+            failed = error
+        rest = stream.finish()
+        show(rest)
+        captions.end(rest[-1].seconds)
+    finally:
+        captions.close()
+    if source.warning is not None:  # after the line in progress
+        print(source.warning, file=sys.stderr)
+    if failed is not None:
+        raise failed
+    return code

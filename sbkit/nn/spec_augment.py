@@ -83,24 +83,7 @@ class SpecAugment(nn.Module):
         draw = draw[((lengths > 0).cumsum(0) - 1).clamp(min=0)]  # the first numbers are those of the rows with frames
         of_warp, of_time, of_frequency = draw.split(sizes, 1)
         if self.time_warp:
-            # Each utterance's time is warped piecewise linearly, by two pieces that meet at a frame, the joint.
-            where, by = of_warp[:, 0, :1], of_warp[:, 0, 1:]
-            last = (lengths - 1).float()[:, None]
-            # Limits the warp so that the joint and its new place are inside the utterance, however short it is.
-            reach = torch.minimum(reach, (last - 1).clamp(min=0) / 2)
-            joint = reach + where * (last - 2 * reach)
-            moved = joint + (2 * by - 1) * reach * 0.999
-            at = torch.arange(features.shape[1], device=features.device)[None, :].float()
-            before = at * joint / moved.clamp(min=1e-3)
-            after = joint + (at - moved) * (last - joint) / (last - moved).clamp(min=1e-3)
-            source = torch.where(at < moved, before, after).clamp(min=0)
-            source = torch.minimum(source, last.clamp(min=0))
-            left = source.floor().long()
-            right = torch.minimum(left + 1, last.long().clamp(min=0))
-            part = (source - left)[..., None].to(features.dtype)
-            before, after = (
-                features.gather(1, place[..., None].expand(-1, -1, features.shape[2])) for place in (left, right))
-            warped = before * (1 - part) + after * part
+            warped = self._warped(features, lengths, reach, of_warp[:, 0])
             features = torch.where(real[..., None], warped, features)
         counts = lengths[:, None].expand(batch, self.time_masks)
         masked = _spans(of_time, counts, counts * longest, time)[:, :, None] & real[..., None]
@@ -113,6 +96,28 @@ class SpecAugment(nn.Module):
         total = features.masked_fill(~real[..., None], 0.0).sum((1, 2), dtype=torch.float32)
         mean = total / (lengths.clamp(min=1) * bands)
         return torch.where(masked, mean[:, None, None].to(features.dtype), features)
+
+    def _warped(self, features: Tensor, lengths: Tensor, reach: Tensor, draw: Tensor) -> Tensor:
+        """Warp each utterance's time, piecewise linearly with two pieces that meet at a frame; both this and its new
+        place follow from ``draw`` [B, 2]."""
+        last = (lengths - 1).float()[:, None]
+        # Limits the warp so that the joint and its new place are inside the utterance, however short it is.
+        reach = torch.minimum(reach, (last - 1).clamp(min=0) / 2)
+        joint = reach + draw[:, :1] * (last - 2 * reach)
+        moved = joint + (2 * draw[:, 1:] - 1) * reach * 0.999
+        at = torch.arange(features.shape[1], device=features.device)[None, :].float()
+        before = at * joint / moved.clamp(min=1e-3)
+        after = joint + (at - moved) * (last - joint) / (last - moved).clamp(min=1e-3)
+        source = torch.where(at < moved, before, after).clamp(min=0)
+        source = torch.minimum(source, last.clamp(min=0))
+        left = source.floor().long()
+        right = torch.minimum(left + 1, last.long().clamp(min=0))
+        part = (source - left)[..., None].to(features.dtype)
+
+        def index(place: Tensor) -> Tensor:
+            return place[..., None].expand(-1, -1, features.shape[2])
+
+        return features.gather(1, index(left)) * (1 - part) + features.gather(1, index(right)) * part
 
     def extra_repr(self) -> str:
         return (f"time_masks={self.time_masks}, time_share={self.time_share}, "

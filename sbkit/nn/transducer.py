@@ -87,17 +87,7 @@ class _NegLogLikelihood(torch.autograd.Function):
         last = (time == frames[:, None] - 1)[:, :, None] & (token == lengths[:, None])[:, None]
         silent = silent.where(inside, 0.0)
         label = label.where((inside & (token < lengths[:, None])[:, None])[:, :, :-1], _NEVER)
-        # The logarithms of the sums over all paths to each point of the lattice. The loop is over tokens: over time,
-        # the sum of paths is a cumulative sum once the blanks are divided out.
-        blanks = functional.pad(silent.cumsum(1), (0, 0, 1, 0))[:, :-1]
-        if has_values(silent):
-            rows = [blanks[:, :, 0]]
-            for u in range(label.shape[2]):
-                following = blanks[:, :, u + 1]
-                rows.append(torch.logcumsumexp(rows[-1] + label[:, :, u] - following, 1) + following)
-            before = torch.stack(rows, 2)
-        else:  # the same tensors are held without the loop, which takes seconds there
-            before = torch.stack((silent + blanks).unbind(2), 2)
+        before = _sums(silent, label)
         likelihood = before.masked_fill(~last, 0.0).sum((1, 2)) + silent.masked_fill(~last, 0.0).sum((1, 2))
         ctx.blank = blank
         ctx.save_for_backward(logits, total, targets, silent, label, before, inside, last, likelihood)
@@ -107,17 +97,7 @@ class _NegLogLikelihood(torch.autograd.Function):
     def backward(ctx: Any,  # torch's context of a function
                  *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, total, targets, silent, label, before, inside, last, likelihood = ctx.saved_tensors
-        # The same for all paths from each point to the end, after the blank at ``last``.
-        end = silent.where(last, _NEVER)
-        blanks = silent.where(~last, 0.0).flip(1).cumsum(1).flip(1)  # from a frame on
-        if has_values(silent):
-            rows: list[Tensor] = []
-            for u in range(silent.shape[2] - 1, -1, -1):
-                begins = end[:, :, u] if not rows else torch.logaddexp(end[:, :, u], rows[-1] + label[:, :, u])
-                rows.append(torch.logcumsumexp((begins - blanks[:, :, u]).flip(1), 1).flip(1) + blanks[:, :, u])
-            after = torch.stack(rows[::-1], 2)
-        else:
-            after = torch.stack((end + blanks).unbind(2), 2)
+        after = _sums_back(silent, label, last)
         here = likelihood[:, None, None]
         following = functional.pad(after[:, 1:], (0, 0, 0, 1), value=_NEVER).where(~last, 0.0)
         of_silent = ((before + silent + following - here).exp() * inside).to(logits.dtype)
@@ -129,3 +109,31 @@ class _NegLogLikelihood(torch.autograd.Function):
         index = functional.pad(targets, (0, 1), value=ctx.blank)[:, None, :, None].expand(-1, logits.shape[1], -1, 1)
         grad.scatter_add_(3, index, -of_label[..., None])
         return grad, None, None, None, None
+
+
+def _sums(silent: Tensor, label: Tensor) -> Tensor:
+    """Compute the logarithms of the sums over all paths to each point of the lattice, from log-probabilities of a blank
+    [B, T, U + 1] and of the next token [B, T, U].
+
+    It loops over tokens: over time, the sum of paths is a cumulative sum once the blanks are divided out.
+    """
+    blanks = functional.pad(silent.cumsum(1), (0, 0, 1, 0))[:, :-1]
+    if not has_values(silent):  # the same tensors are held without the loop, which takes seconds there
+        return torch.stack((silent + blanks).unbind(2), 2)
+    rows = [blanks[:, :, 0]]
+    for u in range(label.shape[2]):
+        rows.append(torch.logcumsumexp(rows[-1] + label[:, :, u] - blanks[:, :, u + 1], 1) + blanks[:, :, u + 1])
+    return torch.stack(rows, 2)
+
+
+def _sums_back(silent: Tensor, label: Tensor, last: Tensor) -> Tensor:
+    """Compute the same for all paths from each point to the end, after the blank at ``last`` [B, T, U + 1]."""
+    end = silent.where(last, _NEVER)
+    blanks = silent.where(~last, 0.0).flip(1).cumsum(1).flip(1)  # from a frame on
+    if not has_values(silent):
+        return torch.stack((end + blanks).unbind(2), 2)
+    rows: list[Tensor] = []
+    for u in range(silent.shape[2] - 1, -1, -1):
+        begins = end[:, :, u] if not rows else torch.logaddexp(end[:, :, u], rows[-1] + label[:, :, u])
+        rows.append(torch.logcumsumexp((begins - blanks[:, :, u]).flip(1), 1).flip(1) + blanks[:, :, u])
+    return torch.stack(rows[::-1], 2)

@@ -51,10 +51,10 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
     known : the keys and options that do
     """
     ours = _NAMED_ELSEWHERE.get(key)
-    within = next((f"{name}.{key}" for _, level in levels(files) for name, node in level.value.items()
-                   if isinstance(node.value, dict) and key in node.value), None)
-    near = ours if ours in known else (
-        within or did_you_mean(key, known) or did_you_mean(f"--{key}", [f"--{name}" for name in known], cutoff=0.75))
+    within = {f"{name}.{key}" for _, level in levels(files) for name, node in level.value.items()
+              if isinstance(node.value, dict) and key in node.value}
+    near = ours if ours in known else within.pop() if len(within) == 1 else (
+        did_you_mean(key, known) or did_you_mean(f"--{key}", [f"--{name}" for name in known], cutoff=0.75))
     hint = f"did you mean --{near.removeprefix('--')}?" if near else "define that key in the YAML first"
     if key in _OF_TORCHRUN:
         hint = f"it is an option of torchrun: torchrun --{key}{f'={value}' if value else ''} train.py RECIPE ..."

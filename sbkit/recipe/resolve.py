@@ -319,8 +319,6 @@ class _Resolver:
     def _unknown(self, node: Node) -> Node:
         return Node(UNKNOWN, node.place, node.key, wrong=True)
 
-    # ------------------------------------------------------------ includes
-
 
 def _report_cycles(root: Node, findings: Findings) -> None:
     """Report mappings and lists that contain themselves."""

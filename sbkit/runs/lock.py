@@ -146,8 +146,6 @@ class RunLock:
         os.pwrite(self._held.descriptor, text, 0)
         os.fsync(self._held.descriptor)
 
-    # ------------------------------------------------------------ another one holds it
-
     # ------------------------------------------------------------ holding it
 
     def _renew(self) -> None:

@@ -170,9 +170,10 @@ class _Server:
                     self._watchdog = threading.Timer(self._request.grace_seconds + _CLEANUP_SECONDS, self._give_up)
                     self._watchdog.daemon = True
                     self._watchdog.start()
+                    # uvicorn cuts off sockets when it ends, and only waits for requests: sessions get their time here.
                     while self.state.live_sessions.active and time.monotonic() < until and not self._server.should_exit:
                         time.sleep(_POLL_SECONDS / 4)
-                    left: Any = max(until - time.monotonic(), _POLL_SECONDS)  # as above
+                    left: Any = max(until - time.monotonic(), _POLL_SECONDS)  # whole seconds by its type
                     self._server.config.timeout_graceful_shutdown = left
                     self._server.should_exit = True
         finally:

@@ -70,7 +70,7 @@ def path_of(norm: Norm, folder: str | None = None) -> Path:
 
 def prepare(norm: Norm, settings: FeatureSettings, manifest: Manifest, folder: str | None = None) -> None:
     """Compute the statistics of a training split, unless the file already has them; ``folder``: of the run."""
-    # The classes and the plain attributes of the features' layers.
+    # The classes and the plain attributes of the features' layers; no paths of recordings: a corpus may be moved.
     layers = [[path, type(module).__qualname__, {name: value for name, value in sorted(vars(module).items())
                                                  if not name.startswith("_") and _plain(value) and name != "training"}]
               for path, module in settings.features.named_modules()]

@@ -102,6 +102,19 @@ class StepGraphs:
         self.enabled = self.device.type == "cuda" and self.brain.keys.graphs is not False
         """Whether to call this at all."""
 
+    def _begin(self) -> None:
+        """Decide whether to capture."""
+        brain, asked = self.brain, self.brain.keys.graphs
+        self._on = True
+        if not asked and not vars(type(brain)).get("capturable", False):
+            self._stop(f"{type(brain).__name__} doesn't say that its steps can be replayed; `graphs: true` says so")
+        elif self._sharded:
+            self._stop("fsdp gathers weights in each step")
+        elif self._exchange is not None and self._exchange.agree_each_time:
+            self._stop("ranks agree in each step on the parameters that have gradients")
+        elif ranks.world_size() > 1 and any(map(communicates_in_forward, brain.modules.modules())):
+            self._stop("layers communicate with other ranks")
+
     def _stop(self, reason: str) -> None:
         """Capture nothing from now on, and free the memory of graphs."""
         self._on, self._pool, self._graphs = False, None, {}
@@ -146,16 +159,7 @@ class StepGraphs:
         """
         self._steps += 1
         if self._steps == 1:
-            brain, asked = self.brain, self.brain.keys.graphs
-            self._on = True
-            if not asked and not vars(type(brain)).get("capturable", False):
-                self._stop(f"{type(brain).__name__} doesn't say that its steps can be replayed; `graphs: true` says so")
-            elif self._sharded:
-                self._stop("fsdp gathers weights in each step")
-            elif self._exchange is not None and self._exchange.agree_each_time:
-                self._stop("ranks agree in each step on the parameters that have gradients")
-            elif ranks.world_size() > 1 and any(map(communicates_in_forward, brain.modules.modules())):
-                self._stop("layers communicate with other ranks")
+            self._begin()
         elif self._on and not self._gradients and self._exchange is not None:
             # Also on a rank that had only stand-ins so far: an optimizer may communicate, so all capture it together.
             self._gradients = list(self._exchange.views().items())
@@ -305,12 +309,7 @@ class StepGraphs:
                     torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
                 torch.zeros((), device=self.device)
             raise
-        # The number of kernels and copies in the graph; 0 if this driver doesn't tell.
-        count = ctypes.c_size_t()
-        with contextlib.suppress(OSError, AttributeError):
-            driver = ctypes.CDLL("nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1")
-            driver.cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
-        self.nodes[kind] = nodes = count.value
+        self.nodes[kind] = nodes = _count_nodes(graph)
         if nodes > MAX_NODES:
             raise _NotRepeatable(f"the {kind} has {nodes:,} nodes, and {MAX_NODES:,} are allowed")
         graph.instantiate()
@@ -371,3 +370,12 @@ def _refusing_waits() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
+    """Return the number of kernels and copies in a graph; 0 if this driver doesn't tell."""
+    count = ctypes.c_size_t()
+    with contextlib.suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1")
+        driver.cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
+    return count.value

@@ -362,7 +362,8 @@ class Trainer:
             f"train {epoch}", total, initial=begun, show=show, times=self.times, metrics=brain.metrics_log,
             epoch=epoch, interval=brain.keys.log_interval, colour=brain.tqdm_barcolor["train"] or None,
             # A second of audio takes fewer FLOPs while parts are frozen that will train.
-            utilisation=brain.utilisation if self.freezing.next_change is None else None, compiled=brain.compiled)
+            utilisation=None if any(turn > state.optimizer_step for turn in self.freezing.unfreeze_steps)
+            else brain.utilisation, compiled=brain.compiled)
         if not state.step:
             state.began = time.monotonic()
         with progress:

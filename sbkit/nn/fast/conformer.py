@@ -105,14 +105,7 @@ class ConformerEncoderLayer(Conformer.ConformerEncoderLayer):
         dtype, given = fused.precision(x), x.dtype
         x = x if dtype is None else x.float()  # residuals are summed in float32
         x = _feed_forward(self.ffn_module1, x, dtype)
-        weights, summed = None, None if dtype is None else _fused_attention(
-            self.mha_layer, self.norm1, x, src_mask, src_key_padding_mask, pos_embs, dtype)
-        if summed is None:
-            normed = _norm(self.norm1, x, dtype)
-            attended, weights = self.mha_layer(normed, normed, normed, attn_mask=src_mask,
-                                               key_padding_mask=src_key_padding_mask, pos_embs=pos_embs)
-            summed = attended + x
-        x = summed
+        x, weights = _attend(self, x, src_mask, src_key_padding_mask, pos_embs, dtype)
         x = _convolution(self.convolution_module, x, mask, dynchunktrain_config, dtype)
         return _norm(self.norm2, _feed_forward(self.ffn_module2, x, dtype), dtype and given), weights
 
@@ -135,6 +128,18 @@ def _feed_forward(module: Layer, x: Tensor, dtype: torch.dtype | None) -> Tensor
             return fused.FeedForwardPart.apply(x, before.weight, before.bias, first.weight, first.bias, second.weight,
                                                second.bias, before.eps, *shares, 0.5, dtype)
     return torch.add(x, module(x), alpha=0.5)
+
+
+def _attend(layer: Layer, x: Tensor, mask: Tensor | None, keys: Tensor | None, positions: Tensor | None,
+            dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """Compute x plus self-attention of its norm, fused if possible; returns the attention weights too, or None."""
+    summed = None if dtype is None else _fused_attention(layer.mha_layer, layer.norm1, x, mask, keys, positions, dtype)
+    if summed is not None:
+        return summed, None
+    normed = _norm(layer.norm1, x, dtype)
+    attended, weights = layer.mha_layer(normed, normed, normed, attn_mask=mask, key_padding_mask=keys,
+                                        pos_embs=positions)
+    return attended + x, weights
 
 
 def _fused_attention(mha: Layer, wrapper: Layer, x: Tensor, mask: Tensor | None, keys: Tensor | None,

@@ -65,7 +65,7 @@ def spread(states: Tensor, frames: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return states.gather(1, symbol[..., None].expand(-1, -1, states.shape[2])), place
 
 
-#: In symbols: over which distances ``nearness`` to the first and last symbol decays.
+#: In symbols: over which distances the nearness to the first and last symbol decays.
 FADES = (1.0, 4.0, 16.0)
 
 
