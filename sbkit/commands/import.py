@@ -22,8 +22,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--formats", type=several_of("onnx", "int8", "torch"), metavar="A,B",
                         help="any of onnx,int8,torch (default: all)")
     parser.add_argument("--clips", type=count, default=40, help="number of recordings to compare on (40)")
-    parser.add_argument("--tolerance", type=above, metavar="D", default=0.001,
-                        help="largest allowed difference of a log-probability from the model's own code (0.001)")
+    parser.add_argument("--tolerance", type=above, metavar="D", default=0.005,
+                        help="largest allowed difference of a log-probability from the model's own code (0.005)")
     parser.add_argument("--trust-code", action="store_true", help="run the hyperparams.yaml of a SpeechBrain "
                         "model")
     parser.add_argument("--force", action="store_true", help="replace an existing bundle")

@@ -173,7 +173,7 @@ class _Server:
                     # uvicorn cuts off sockets when it ends, and only waits for requests: sessions get their time here.
                     while self.state.live_sessions.active and time.monotonic() < until and not self._server.should_exit:
                         time.sleep(_POLL_SECONDS / 4)
-                    left: Any = max(until - time.monotonic(), _POLL_SECONDS)  # whole seconds by its type
+                    left: Any = max(until - time.monotonic(), _POLL_SECONDS)  # typed as int, but fractions work
                     self._server.config.timeout_graceful_shutdown = left
                     self._server.should_exit = True
         finally:
