@@ -24,6 +24,15 @@ def test_the_oserror_of_a_full_disk_is_found_behind_other_errors():
     assert disk.disk_error(ValueError("x")) is None
 
 
+@pytest.mark.parametrize("place", ["file/out/x.json", f"{'a' * 300}/x.json", "x.json"])
+def test_a_place_that_cannot_be_written_is_an_error_of_the_users(tmp_path, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(SbkitError) as error:
+        disk.check_writable(tmp_path / place, "--to")
+    assert str(tmp_path / place) in str(error.value) and "--to" in error.value.hint
+
+
 def test_a_disk_error_names_the_path_and_the_free_space(tmp_path):
     with pytest.raises(SbkitError) as error, disk.disk_errors_as_user_error(tmp_path / "a.json"):
         raise OSError(errno.ENOSPC, "as write() says it, without a name")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, layers, state
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.parts import ParameterGroups
+from sbkit.recipe.speed import Utilisation
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import Adapted
@@ -306,3 +308,13 @@ def test_no_table_is_logged_if_all_parts_learn_at_one_rate(caplog):
 def test_after_unfreezing_only_unfrozen_parameters_are_named_that_the_loss_does_not_reach(caplog, freeze, told):
     found = [each for each in said(caplog, freeze) if "does not reach" in each]
     assert [each[each.rindex(":"):] for each in found] == told
+
+
+@pytest.mark.parametrize("until, known", [(4, [False, True, True]), (5, [False, False, True]), (True, [True] * 3)])
+def test_an_epoch_in_which_parts_are_frozen_that_will_train_has_no_utilisation(tmp_path, until, known):
+    made = toy({"first": until}, hparams={"output_folder": str(tmp_path)})
+    made.utilisation = Utilisation(1e9, 2e11)
+    made.fit([1, 2, 3], ToyTrainLoader(4))
+    made.metrics_log.flush()
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert ["flops_per_s" in line for line in lines if line["kind"] == "epoch"] == known
