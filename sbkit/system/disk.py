@@ -142,12 +142,11 @@ def explain(error: OSError, path: str | os.PathLike[str], needed: float | None =
 def check_writable(path: Path, option: str) -> None:
     """Raise if a file can't be written, before the work that produces it."""
     try:
-        folder = path.is_dir()
+        if path.is_dir():
+            raise SbkitError(f"{path} is a folder", hint=f"name a file with {option}")
         tempfile.TemporaryFile(dir=next(each for each in path.absolute().parents if each.exists())).close()
     except OSError as error:
         raise unwritable(path, option, error) from error
-    if folder:
-        raise SbkitError(f"{path} is a folder", hint=f"name a file with {option}")
 
 
 def unwritable(path: Path, option: str, error: OSError) -> SbkitError:
