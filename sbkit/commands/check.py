@@ -30,49 +30,53 @@ FORMER = {"on": "as"}
 def run(argv: list[str]) -> int:
     gc.disable()  # what is imported and built stays until the end, and searching it for cycles is slow
     try:
-        check_torch()
-        from sbkit.recipe import arguments
-        from sbkit.recipe.check import check
-
-        given, argv = arguments.command_options(argv, "see sbkit check --help", FLAGS, as_=str, html=Path, price=price)
-        if given.price is not None and given.no_run:
-            raise SbkitError("--price needs the model, which --no-run doesn't build", hint="drop one of them")
-        if given.measure and given.no_run:
-            raise SbkitError("--measure runs steps of the recipe, which --no-run doesn't", hint="drop one of them")
-        if given.as_ is not None:
-            if given.measure or given.no_run:
-                raise SbkitError("--as rehearses the whole run, so it can't be used with "
-                                 f"{'--measure' if given.measure else '--no-run'}", hint="drop one of them")
-            return _rehearse(argv, given)
-        if given.html is not None:
-            raise SbkitError("--html writes the report of a rehearsal", hint="add --as CARDS, such as --as 8xH100")
-        request = arguments.parse(argv, importable=not given.no_run)
-        measure = None
-        if given.measure:
-            from sbkit.train.memory import trials
-
-            measure = partial(trials.measure, request, planned=given.price is not None)
-        pricing = None
-        if given.price is not None:
-            from sbkit.recipe.price import PriceRequest
-            from sbkit.rehearsal.cards import CARDS
-
-            pricing = PriceRequest(given.price, watts={card.name: card.watts for card in CARDS.values()})
-        report = check(request.path, request.overrides, run_opts=request.run_opts, run=not given.no_run,
-                       measure=measure, pricing=pricing)
-        if given.json:
-            print(report.json())
-        else:
-            ignored = {"unknown-override", "no-value"} & {each.code for each in report.errors}  # tables would mislead
-            facts = "" if ignored else report.facts()
-            if facts:
-                print(facts, flush=True)
-            if report.problems():
-                print(f"{chr(10) if facts else ''}{report.problems()}", file=sys.stderr, flush=True)
-            print(f"\n{report.verdict()}", file=sys.stderr if report.errors else sys.stdout)
-        return 1 if report.errors else 0
+        return _check(argv)
     finally:
         gc.enable()
+
+
+def _check(argv: list[str]) -> int:
+    check_torch()
+    from sbkit.recipe import arguments
+    from sbkit.recipe.check import check
+
+    given, argv = arguments.command_options(argv, "see sbkit check --help", FLAGS, as_=str, html=Path, price=price)
+    if given.price is not None and given.no_run:
+        raise SbkitError("--price needs the model, which --no-run doesn't build", hint="drop one of them")
+    if given.measure and given.no_run:
+        raise SbkitError("--measure runs steps of the recipe, which --no-run doesn't", hint="drop one of them")
+    if given.as_ is not None:
+        if given.measure or given.no_run:
+            raise SbkitError("--as rehearses the whole run, so it can't be used with "
+                             f"{'--measure' if given.measure else '--no-run'}", hint="drop one of them")
+        return _rehearse(argv, given)
+    if given.html is not None:
+        raise SbkitError("--html writes the report of a rehearsal", hint="add --as CARDS, such as --as 8xH100")
+    request = arguments.parse(argv, importable=not given.no_run)
+    measure = None
+    if given.measure:
+        from sbkit.train.memory import trials
+
+        measure = partial(trials.measure, request, planned=given.price is not None)
+    pricing = None
+    if given.price is not None:
+        from sbkit.recipe.price import PriceRequest
+        from sbkit.rehearsal.cards import CARDS
+
+        pricing = PriceRequest(given.price, watts={card.name: card.watts for card in CARDS.values()})
+    report = check(request.path, request.overrides, run_opts=request.run_opts, run=not given.no_run, measure=measure,
+                   pricing=pricing)
+    if given.json:
+        print(report.json())
+    else:
+        ignored = {"unknown-override", "no-value"} & {each.code for each in report.errors}  # tables would mislead
+        facts = "" if ignored else report.facts()
+        if facts:
+            print(facts, flush=True)
+        if report.problems():
+            print(f"{chr(10) if facts else ''}{report.problems()}", file=sys.stderr, flush=True)
+        print(f"\n{report.verdict()}", file=sys.stderr if report.errors else sys.stdout)
+    return 1 if report.errors else 0
 
 
 def _rehearse(argv: list[str], given: argparse.Namespace) -> int:
