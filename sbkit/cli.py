@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with disk.disk_errors_as_user_error(os.environ.get("TMPDIR", "/tmp"), "the output or a temporary file"):
             return dispatch(argv)
     except SbkitError as error:
-        if "--debug" in argv:
+        if "--debug" in argv and argv[0] != "train":  # there it is SpeechBrain's option for a few batches
             traceback.print_exc()
         if os.environ.get("RANK", "0") == "0":  # every rank has the same error; one reports it
             console.write_error(f"error: {error}")

@@ -225,6 +225,10 @@ def test_info_tells_a_run_from_a_bundle(tmp_path, capsys):
     assert main(["info", str(tmp_path)]) == 2
     assert "is neither a run, which has hyperparams.yaml, nor a bundle" in capsys.readouterr().err
     (tmp_path / "hyperparams.yaml").write_text("seed: 1\n")
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "epoch", "epoch": 1, "step": 7}\n')
+    assert main(["info", str(tmp_path)]) == 0
+    assert re.search(r"run of a script\nstate +known to its script\nepochs +1\n", capsys.readouterr().out)
+    (tmp_path / "hyperparams.yaml").write_text("seed: 1\nbrain: !name:sbkit.tasks.ctc.CTC\n")
     (tmp_path / "README.md").write_text("---\ntags: []\n---\n# mine\n")
     assert main(["info", str(tmp_path)]) == 0
     out = capsys.readouterr().out

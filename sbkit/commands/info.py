@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from sbkit.errors import SbkitError, printable
@@ -33,9 +34,12 @@ def run(args: argparse.Namespace) -> int:
     elif (folder / RECIPE).exists():
         lines = (folder / METRICS).read_text(encoding="utf-8").splitlines() if (folder / METRICS).exists() else []
         checkpoints = sorted(path.name for path in folder.glob("save/CKPT+*"))
-        rows = [["what", "a run"], ["state", "finished" if (folder / TESTED).exists() else
-                                    "not finished: the same command continues it"],
-                ["epochs", str(sum('"kind": "epoch", "epoch"' in line and "valid_loss" in line for line in lines))],
+        script = not re.search("^brain:", (folder / RECIPE).read_text(encoding="utf-8"), re.MULTILINE)
+        state = "known to its script" if script else "finished" if (folder / TESTED).exists() else \
+            "not finished: the same command continues it"
+        rows = [["what", "a run of a script" if script else "a run"], ["state", state],
+                ["epochs", str(sum('"kind": "epoch", "epoch"' in line and (script or "valid_loss" in line)
+                                   for line in lines))],
                 ["checkpoints", ", ".join(checkpoints) or "none"]]
     else:
         raise SbkitError(f"{folder} is neither a run, which has {RECIPE}, nor a bundle, which has {layout.CONFIG}",

@@ -32,7 +32,7 @@ SECONDS = "_seconds"
 #: A prepared manifest with at least this many rows is mapped.
 MAPPED_ROWS = 500_000
 _ROWS_PER_BLOCK = 200_000
-_DATA_ROOT = r"^(\$data_root|\$?\{data_root\})"
+_DATA_ROOT = r"^(\$data_(root|folder)|\$?\{data_(root|folder)\})"
 
 
 class Column(Sequence[str]):
@@ -364,7 +364,10 @@ def to_number(text: str) -> float:
 
 
 def replace_data_root(wavs: pa.ChunkedArray, root: str | Path) -> pa.ChunkedArray:
-    """Replace ``$data_root``, ``${data_root}`` or ``{data_root}`` at the start of each path by ``root``."""
+    """Replace ``$data_root`` at the start of each path by ``root``.
+
+    ``${data_root}``, ``{data_root}`` and ``data_folder``, as SpeechBrain's recipes call it, too.
+    """
     safe = re.sub(r"\\", r"\\\\", str(root))  # RE2 reads a backslash in a replacement as a group number
     return pc.replace_substring_regex(wavs, _DATA_ROOT, safe)
 

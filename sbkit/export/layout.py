@@ -498,6 +498,8 @@ def read(folder: str | Path) -> Bundle:
         hint = "sbkit export RUN --to BUNDLE makes one"
         if (before := publish.replaced(folder)).is_dir() and not path.parent.exists():
             hint = f"an export that was killed left the previous bundle at {before}: rename it back"
+        elif (path.parent / "bundle" / CONFIG).is_file():  # a run that `make demo` or the README exported
+            hint = f"its bundle is {path.parent / 'bundle'}"
         raise SbkitError(f"{folder} {problem}", hint=hint) from None
     except (OSError, ValueError) as error:
         raise SbkitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None

@@ -345,6 +345,8 @@ def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
     for key, obj in built.hparams.items():
         if id(obj) in kept or key in by_brain or isinstance(obj, (Checkpointer, type)):
             continue
+        if any(found.code == "unread-key" and found.key == key for found in findings):  # then its state is no loss
+            continue
         saves = not isinstance(obj, nn.Module) and get_default_hook(obj, DEFAULT_SAVE_HOOKS) is not None
         if saves or _keeps_statistics(obj):
             findings.warning("not-saved", built.nodes[key].place, key,

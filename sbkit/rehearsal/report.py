@@ -126,8 +126,8 @@ def _figures(figures: Line, card: Card) -> Section:
     estimated, peak = figures.get("estimated_bytes"), max(figures["peak_bytes"], figures.get("reserved_bytes", 0))
     rows = [["micro-batch per GPU", f"{figures['batch']} in {figures['precision']}"],
             ["kernels per step", f"{figures['launches']:,} launches, {figures['copies']:,} copies"],
-            ["host time per step", f"{figures['host_ms']:.1f} ms on a core of this machine; with a GPU's driver an "
-             f"estimate: {launch_ms:.1f} ms, as the host of an H200 took for these launches"]]
+            ["host time per step", f"{figures['host_ms']:.1f} ms on a core here; an estimate with a GPU's driver: "
+             f"{launch_ms:.1f} ms"]]  # as the host of an H200 took for its launches
     if nodes:
         counts = " and ".join(f"{count:,} nodes for the {kind}" for kind, count in nodes.items())
         rows.insert(2, ["CUDA graphs", f"{counts}, in {_memory_size(figures['graph_bytes'])} that all share"])
@@ -135,8 +135,7 @@ def _figures(figures: Line, card: Card) -> Section:
         bound = "too little to keep the GPU busy" if gpu_ms < TOY_MS else \
             "launch-bound" if launch_bound else "not launch-bound"
         rows.append(["GPU time per step", f"an estimate: at least {gpu_ms:.1f} ms for "
-                     f"{figures['operations'] / 1e12:.3g} TFLOP and {figures['bytes'] / 1e9:.3g} GB, at the "
-                     f"GPU's limits: {bound}"])
+                     f"{figures['operations'] / 1e12:.3g} TFLOP, {figures['bytes'] / 1e9:.3g} GB: {bound}"])
     rows.append(["peak memory", f"{_memory_size(peak)} of {_memory_size(card.memory)}" + (
         f"; the check estimates {_memory_size(estimated)}" if estimated else "")])
     if "largest_batch" in figures:
@@ -147,8 +146,10 @@ def _figures(figures: Line, card: Card) -> Section:
             f"; {short(wait[0], wait[1]) if wait[0] else 'in a backward of torch'}" for wait in figures["waits"][:2])])
     if "collectives" in figures:
         rows.append(["collectives", f"{figures['collectives']:,}, the same on all ranks"])
-    remarks = ["the GPU waits for the host in each step: a larger max_batch_seconds (and step_seconds) helps"
-               ] if launch_bound and gpu_ms >= TOY_MS else []
+    remarks = []
+    if launch_bound and gpu_ms >= TOY_MS:
+        remarks.append("the GPU waits for the host in each step: a larger max_batch_seconds (and step_seconds) helps"
+                       + ("" if nodes else "; `graphs: true` launches its kernels at once"))
     return Section("Figures", ["figure", "value"], rows, remarks, values={
         name: value for name, value in figures.items() if name not in ("timeline", "exports", "data")})
 

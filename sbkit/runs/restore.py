@@ -67,6 +67,9 @@ def read_run(run: str | Path) -> Recipe:
     except Exception as error:
         raise SbkitError(f"{path} cannot be loaded: {summary(error)}",
                          hint="was it trained with your own code? add its folder to PYTHONPATH") from error
+    if hparams.get("brain") is None:
+        raise SbkitError(f"{run} was trained by a script, which also tests; this command needs the run of a task",
+                         hint="docs/tutorials/own-task.md makes a task of it")
     if hparams.get("checkpointer") is None:
         raise SbkitError(f"{path} has no checkpointer, so nothing that it trained was saved",
                          hint="train it again with one")

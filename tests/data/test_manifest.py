@@ -102,9 +102,9 @@ def test_speechbrain_reads_it(tmp_path):
 def test_data_root_is_replaced_in_paths_and_a_dollar_elsewhere_is_a_character(tmp_path, root):
     path = tmp_path / "train.csv"
     path.write_text("ID,duration,wav,spk_id,wrd\na,1,$data_root/a.wav,s,costs $word and $data_root\n"
-                    "b,1,${data_root}/b.wav,s,x\nc,1,/other/$data_root/c.wav,s,x\n")
+                    "b,1,${data_root}/b.wav,s,x\nc,1,/other/$data_root/c.wav,s,x\nd,1,$data_folder/d.wav,s,x\n")
     manifest = Manifest.read(path, data_root=root)
-    assert list(manifest.wavs) == [f"{root}/a.wav", f"{root}/b.wav", "/other/$data_root/c.wav"]
+    assert list(manifest.wavs) == [f"{root}/a.wav", f"{root}/b.wav", "/other/$data_root/c.wav", f"{root}/d.wav"]
     assert manifest.texts[0] == "costs $word and $data_root"
     assert Manifest.read(path).wavs[0] == f"{tmp_path}/a.wav"
 

@@ -283,7 +283,8 @@ def test_a_larger_batch_is_advised_only_where_the_host_is_late_for_work_that_fil
     report = assemble("recipe.yaml", [line], 1, CARDS["H100"], 0.0)
     rows = dict(report.sections["figures"].rows)
     assert said in rows["GPU time per step"] and report.sections["figures"].remarks == advised * [
-        "the GPU waits for the host in each step: a larger max_batch_seconds (and step_seconds) helps"]
+        "the GPU waits for the host in each step: a larger max_batch_seconds (and step_seconds) helps; `graphs: true` "
+        "launches its kernels at once"]
     assert rows["peak memory"].startswith("3.0 MiB of 79.18 GiB")
     assert report.sections["memory"].remarks[0].startswith("plus 2.00 GiB")
 

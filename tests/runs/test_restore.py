@@ -133,7 +133,10 @@ def test_nothing_but_the_model_is_taken_from_a_checkpoint_or_written(run):
     (lambda run: [shutil.rmtree(run / "save" / f"CKPT+epoch{i}") for i in (1, 2, 3)], "--checkpoint last"),
     (lambda run: [(each / "model.ckpt").write_bytes(b"cut") for each in (run / "save").glob("CKPT*")],
      "no checkpoint in .* can be used"),
-    (lambda run: (run / "hyperparams.yaml").write_text(f"# resolved\noutput_folder: {run}\ncheckpointer: null\n"),
+    (lambda run: (run / "hyperparams.yaml").write_text(f"# resolved\noutput_folder: {run}\n"),
+     "was trained by a script, which also tests; this command needs the run of a task; docs/tutorials/own-task.md"),
+    (lambda run: (run / "hyperparams.yaml").write_text(f"# resolved\noutput_folder: {run}\ncheckpointer: null\n"
+                                                       "brain: !name:sbkit.tasks.ctc.CTC\n"),
      "has no checkpointer, so nothing that it trained was saved; train it again with one"),
 ])
 def test_what_is_missing_is_named(moved, spoil, message):

@@ -87,6 +87,6 @@ def _page(data: RunData, other: RunData | None, compared: RunComparison | None, 
     shown |= {"data": sections.data(data), "making": sections.making(data)}
     return render(
         "score/report/run.html", "page.js", title=title, tiles=sections.tiles(data), titles=_TITLES,
-        over="Test results" if results is not None or data.stats else "No test set has been scored yet",
+        over="Test results" if results is not None or data.stats else "No test result is recorded",
         shown=dict.fromkeys(_TITLES) | {place: part or None for place, part in shown.items()},
         version=sbkit.__version__, made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"))

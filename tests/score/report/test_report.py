@@ -269,7 +269,7 @@ def test_a_run_that_has_just_begun_has_a_page_too(tmp_path):
     with open(run / "metrics.jsonl", "a") as out:
         out.write('{"kind": "ste')  # it is being written right now
     page = Page(write_report(run))
-    assert "No test set has been scored yet" in page.text and "Loss" in page.text
+    assert "No test result is recorded" in page.text and "Loss" in page.text
     (run / "metrics.jsonl").unlink()
     assert "# a recipe" in Page(write_report(run)).text
 
