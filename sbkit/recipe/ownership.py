@@ -12,6 +12,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -223,6 +224,28 @@ def _pretrained(built: Built) -> set[int]:
     pretrainers = [each for key, each in built.hparams.items() if key == "pretrainer" or isinstance(each, Pretrainer)]
     return {id(p) for each in pretrainers for module in getattr(each, "loadables", {}).values()
             if isinstance(module, nn.Module) for p in module.parameters()}
+
+
+def missing_weights(pretrainer: Pretrainer) -> Iterator[tuple[str, str, str]]:
+    """The name, the problem and the advice for each path of a Pretrainer that can't be a file, a URL or on the Hub."""
+    for name in filter(pretrainer.is_loadable, pretrainer.loadables):
+        path = pretrainer.paths.get(name)
+        if path is None:
+            yield name, f"there is no path for {name}", f"add {name}: FILE to its paths"
+        elif not isinstance(path, str) or path.startswith(("http:", "https:")) or Path(path).is_file():
+            continue
+        elif Path(path).is_absolute() or path[0] in ".~" or path.count("/") < 2 or Path(path).parent.is_dir():
+            # a local path that doesn't exist would be looked up on the Hub
+            yield (name, f"there is no file {path}",
+                   "name a file, a URL, or owner/model/file on the Hugging Face Hub")
+
+
+def check_pretrainer(built: Built, findings: Findings) -> None:
+    """Add an error for each of the pretrainer's files that a task's run wouldn't find; a script may not load them."""
+    pretrainer = built.hparams.get("pretrainer")
+    if isinstance(pretrainer, Pretrainer) and hasattr(brain_class(built.root), "stand_in"):
+        for name, problem, hint in missing_weights(pretrainer):
+            findings.error("no-file", built.nodes["pretrainer"].place, f"pretrainer.paths.{name}", problem, hint)
 
 
 def _keeps_statistics(obj: object) -> bool:

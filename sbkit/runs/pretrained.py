@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from speechbrain.utils.checkpoints import (
@@ -31,7 +30,7 @@ from torch import nn
 
 from sbkit.errors import SbkitError, summary
 from sbkit.nn.adapters import is_added
-from sbkit.recipe.ownership import saved_by
+from sbkit.recipe.ownership import missing_weights, saved_by
 from sbkit.train.checkpoint.state import Hook, differences, load_file, load_state
 from sbkit.train.distributed import ranks
 
@@ -92,15 +91,8 @@ def _needed(pretrainer: Pretrainer | None, filled: Collection[int]) -> dict[str,
 def _collect(pretrainer: Pretrainer) -> dict[str, str]:
     named, folder = dict(pretrainer.paths), pretrainer.collect_in
     wanted = [name for name in pretrainer.loadables if pretrainer.is_loadable(name)]
-    for name in wanted:  # a local path that doesn't exist would be looked up on the Hub
-        if name not in named:
-            raise SbkitError(f"pretrainer: there is no path for {name}", hint=f"add {name}: FILE to its paths")
-        path = named[name]
-        if not isinstance(path, str) or path.startswith(("http:", "https:")) or Path(path).is_file():
-            continue
-        if Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") < 2 or Path(path).parent.is_dir():
-            raise SbkitError(f"pretrainer: {name}: there is no file {path}",
-                             hint="name a file, a URL, or owner/model/file on the Hugging Face Hub")
+    for name, problem, hint in missing_weights(pretrainer):
+        raise SbkitError(f"pretrainer: {name}: {problem}" if name in named else f"pretrainer: {problem}", hint=hint)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in wanted:  # an old link may point to an earlier recipe's file

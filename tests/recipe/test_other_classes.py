@@ -111,3 +111,13 @@ def test_what_a_recipe_of_that_form_saves_nowhere_is_told(tmp_path):
     text = SCRIPT.replace("scheduler: !ref <lr_annealing>", "").replace("model: !ref <encoder>", "lm: !ref <lm_model>")
     report = check(write(tmp_path, text), {"data_folder": "/somewhere"})
     assert {each.key for each in [*report.errors, *report.warnings]} >= {"lr_annealing", "checkpointer.recoverables"}
+
+
+def test_a_pretrainers_file_that_is_not_there_is_told_before_the_run(tmp_path):
+    (tmp_path / "there.ckpt").touch()
+    text = ("pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer\n"
+            "    loadables: {there: !ref <seq_lin>, gone: !ref <ctc_lin>, hub: !ref <ctc_lin>}\n"
+            f"    paths: {{there: {tmp_path}/there.ckpt, gone: {tmp_path}/gone.ckpt, hub: owner/model/file.ckpt}}\n")
+    report = check(write(tmp_path, text + changed(tmp_path, {}).read_text()))
+    assert [(each.key, each.message) for each in report.errors] == [
+        ("pretrainer.paths.gone", f"there is no file {tmp_path}/gone.ckpt")]
