@@ -94,10 +94,24 @@ def coloured_noise(rng: np.random.Generator, size: int, rate: int) -> np.ndarray
     return coloured(rng, size, lambda hertz: hertz ** -slope, rate)
 
 
+def textures(rng: np.random.Generator, size: int, rate: int) -> np.ndarray:
+    """Bands of noise, each of which swells and fades at its own pace: streets, rain, steps, rooms with people.
+
+    What sounds are made of that have no pitch and no words is little more than how fast each band changes.
+    """
+    sound, pace = np.zeros(size), rng.uniform(-0.7, 1.3)
+    for _ in range(rng.integers(3, 13)):
+        middle = np.exp(rng.uniform(np.log(80), np.log(0.48 * rate)))
+        band = coloured(rng, size, resonance(middle, rng.uniform(0.1, 1.2)), rate)
+        swell = slow_curve(rng, size, rate, 10 ** (pace + rng.uniform(-0.3, 0.3))) ** rng.uniform(0.3, 5)
+        sound += 10 ** rng.uniform(-1.2, 0) * band * swell / (np.std(band) + 1e-12)
+    return sound
+
+
 #: Silence that is synthesised, by name: what models are known to write words for, coloured noise, and all others.
 HARD = {"breaths": breaths, "clicks": clicks, "tones": tones, "music": music}
 SILENCES: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
-    "noise": coloured_noise, **HARD, **KINDS}
+    "noise": coloured_noise, "textures": textures, **HARD, **KINDS}
 
 
 class NonSpeech:
@@ -108,7 +122,7 @@ class NonSpeech:
 
     They are added to the rows of the corpus, with its durations, and drawn by the plan as all others. What is heard in
     a row depends on the seed, the row and the number of the pass alone, so a run is the same on any number of devices,
-    and after any interruption: digital zero, noise of all colours, hum, clicks, breath, tones, music and more, at -95
+    and after any interruption: digital zero, noise of all colours, hum, clicks, breath, tones, music, streets and more, at -95
     to -12 dB, and the pauses of the corpus' own recordings. Rows of the corpus whose text is empty are kept as well.
 
     share : of the audio of training, from 0 to 0.9
@@ -186,8 +200,9 @@ class NonSpeech:
         else:
             found = np.zeros(size)
             for weight in (1.0, rng.random())[: rng.integers(1, 3)]:
-                # A quarter is coloured noise, which all microphones have, and a third what is hard.
-                names = [["noise"], list(HARD), list(KINDS)][np.searchsorted([0.25, 0.6], rng.random())]
+                # A fifth is coloured noise, which all microphones have, a third textures, a quarter what is hard.
+                names = [["noise"], ["textures"], list(HARD), list(KINDS)][np.searchsorted([0.2, 0.53, 0.8],
+                                                                                         rng.random())]
                 sound = SILENCES[names[rng.integers(len(names))]](rng, size, rate)
                 if rng.random() < _SWELLING:
                     sound *= slow_curve(rng, size, rate, 10 ** rng.uniform(*_SWELLS)) ** rng.uniform(0.5, 4)
