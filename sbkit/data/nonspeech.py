@@ -122,8 +122,9 @@ class NonSpeech:
 
     They are added to the rows of the corpus, with its durations, and drawn by the plan as all others. What is heard in
     a row depends on the seed, the row and the number of the pass alone, so a run is the same on any number of devices,
-    and after any interruption: digital zero, noise of all colours, hum, clicks, breath, tones, music, streets and more, at -95
-    to -12 dB, and the pauses of the corpus' own recordings. Rows of the corpus whose text is empty are kept as well.
+    and after any interruption: digital zero, noise of all colours, hum, clicks, breath, tones, music, streets and more,
+    at -95 to -12 dB, and the pauses of the corpus' own recordings. Rows of the corpus whose text is empty are kept as
+    well.
 
     share : of the audio of training, from 0 to 0.9
     folder : has recordings in which nobody speaks, at any depth; then half of the silence is from there
