@@ -155,7 +155,9 @@ def test_the_recipe_whose_encoder_has_weights_builds(tmp_path):
     blocks = re.findall(r"(?:^ {4}.*\n)+", prose("docs/how-to/models.md"), re.M)
     [block] = [block for block in blocks if "Pretrainer" in block]
     recipe = tmp_path / "finetune.yaml"
-    recipe.write_text(re.sub("^ {4}", "", block, flags=re.M).replace("../hparams", str(ROOT / "hparams")))
+    (tmp_path / "encoder.ckpt").touch()
+    text = re.sub("^ {4}", "", block, flags=re.M).replace("../hparams", str(ROOT / "hparams"))
+    recipe.write_text(text.replace("/models/encoder.ckpt", str(tmp_path / "encoder.ckpt")))
     keys = {"output_folder": str(tmp_path), "d_model": 64, "num_encoder_layers": 1, "data_folder": None}
     report = check(recipe, keys)
     assert [str(error) for error in report.errors] == []
