@@ -53,6 +53,10 @@ def run_rank(launch: str, rank: int, job: Mapping[str, Any]) -> None:
     diary = Diary(folder, launch, rank)
     stack = open(folder / f"{launch}.{rank}.stack", "w")  # noqa: SIM115 (stays open)
     faulthandler.register(TRACEBACK_SIGNAL, stack, all_threads=False)
+    # A library's handler of crashes, which a forked process inherits, and Python's may restore each other forever.
+    faulthandler.disable()
+    for crash in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV):
+        signal.signal(crash, signal.SIG_DFL)
     faulthandler.enable(stack, all_threads=False)
     out = os.open(folder / f"{launch}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
