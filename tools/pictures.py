@@ -33,7 +33,7 @@ recipe: !include:ctc.yaml
     lr: !ref <learning_rate>
     spec_augment: {time_mask: 4}
 """
-COLUMNS, ROWS = 104, 30
+COLUMNS, ROWS = 104, 33
 
 
 def terminal(command: str, folder: Path) -> str:
@@ -42,7 +42,8 @@ def terminal(command: str, folder: Path) -> str:
     environment = {**os.environ, "COLUMNS": str(COLUMNS), "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     done = subprocess.run(words, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT)
-    said = [piece for line in done.stdout.strip().splitlines()
+    # A picture shows what a command found, not how it waited.
+    said = [piece for line in done.stdout.strip().splitlines() if not line.startswith("rehearsing for ")
             for piece in textwrap.wrap(line, COLUMNS, subsequent_indent="    ", drop_whitespace=False) or [""]]
     lines = [f"$ {command}", *said[:ROWS], *(["..."] if len(said) > ROWS else [])]
     drawn = []
