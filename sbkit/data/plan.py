@@ -261,6 +261,16 @@ class Plan:
                          np.concatenate(orders), pass_numbers, self._shape_of if self._tokens is not None else None)
 
 
+    def padded_seconds(self, world: int = 1, min_micros: int = 1) -> float:
+        """The mean seconds of audio in a step on one of ``world`` devices, padding included, of up to 200 steps."""
+        epoch, found = self.epoch(1), []
+        for i in np.unique(np.linspace(0, len(epoch) - 1, min(200, len(epoch))).round().astype(int)):
+            parts, shape = epoch.share(i, 0, world, min_micros), epoch.shape(i, world, min_micros)
+            found.append(sum(len(part) * float(epoch.durations[part].max()) for part in parts if len(part))
+                         if shape is None else len(parts) * shape.rows * shape.seconds)
+        return float(np.mean(found))
+
+
 class EpochPlan:
     """One epoch: an ordered list of optimizer steps, each a set of utterances of similar duration."""
 

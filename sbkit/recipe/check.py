@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,7 +28,6 @@ from sbkit.recipe import (
     batch_size,
     cost,
     devices,
-    finished_runs,
     flops,
     ownership,
     parts,
@@ -45,10 +41,10 @@ from sbkit.recipe.reading import read, without_imports_from
 from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import UNKNOWN, Findings, Node
-from sbkit.recipe.speed import limits_of, native_precision, peak_of, peak_of_card
+from sbkit.recipe.speed import limits_of, native_precision
 from sbkit.recipe.values import data, static
 from sbkit.system import disk
-from sbkit.system.console import logging_disabled, stored_json
+from sbkit.system.console import counted, logging_disabled, stored_json
 from sbkit.system.environment import describe
 
 logger = logging.getLogger(__name__)
@@ -249,16 +245,6 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     estimate.check_fits(findings, built.nodes.get("batching"), tried)
     audio = () if planned is None else (
         mixture.hours_of_pass(planned[0]), planned[1].passes, traced.keys.epoch_counter.limit)
-    if estimate.hours_per_100 is not None and planned is not None and measured is None and pricing is None \
-            and not starting:
-        with contextlib.suppress(SbkitError):  # no dev or test set
-            setting, steps = _setting_and_steps(
-                traced, estimate, device, precision, price.PriceRequest(0.0), planned[1])
-            prediction = price.predict(steps, finished_runs.read(setting), None)
-            if prediction is not None:  # enough runs have finished on this machine to fit a time to them
-                hours = steps.steps * prediction.step_seconds / 3600
-                estimate = dataclasses.replace(
-                    estimate, hours_per_100=100 * hours / math.prod(audio), runs=prediction.runs)
     limits = limits_of(device, precision) if device.type == "cuda" and planned is not None and not starting else None
     if planned is not None and limits is not None and not planned[0].has_urls:
         reader = Reader(planned[0], None, augment=traced.keys.augment, sample_rate=traced.keys.sample_rate,
@@ -285,35 +271,23 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     return sections
 
 
-def _setting_and_steps(traced: trace.Trace, estimate: cost.CostEstimate, device: torch.device, precision: str,
-                       pricing: price.PriceRequest, plan: Plan) -> tuple[finished_runs.Setting, finished_runs.Steps]:
-    """The device of the whole run, and its steps."""
-    keys = traced.keys
-    epochs, (dev, test) = keys.epoch_counter.limit, (keys.corpus.manifest(split).hours for split in ("dev", "test"))
-    steps = finished_runs.steps_of(
-        traced.task, estimate.cost.operations, price.padded_seconds(plan, pricing.processes),
-        keys.batching.max_batch_seconds, epochs * len(plan), 3600 * (epochs * dev + test) / pricing.processes)
-    threads = torch.get_num_threads() if device.type == "cpu" else 0
-    name = pricing.device or (torch.cuda.get_device_name(device) if device.type == "cuda" else
-                            finished_runs.cpu_model(describe()))
-    return finished_runs.Setting(name, precision, threads, pricing.processes), steps
-
-
 def _price(traced: trace.Trace, estimate: cost.CostEstimate, device: torch.device, precision: str,
            pricing: price.PriceRequest, plan: Plan, measured: cost.StepMeasurement | None) -> Section | None:
     """The price of the whole run; None if the device's speed is unknown."""
-    setting, steps = _setting_and_steps(traced, estimate, device, precision, pricing, plan)
-    name = setting.device
-    peak = (peak_of_card(name, precision) if pricing.device else peak_of(device, precision))[0]
-    trial = measured.planned * steps.audio if measured is not None and measured.planned is not None else None
-    limits = limits_of(device, precision, pricing.device or "")
-    least = None if limits is None else estimate.least_step_seconds(steps.audio, limits)
-    prediction = price.predict(steps, finished_runs.read(setting), peak, trial, least)
-    if prediction is None:
-        return None
-    if pricing.device is None:  # a run here will show how accurate it was
-        finished_runs.store_prediction(setting, steps, prediction)
-    return price.section(pricing, setting, steps, prediction)
+    keys = traced.keys
+    audio, epochs = plan.padded_seconds(pricing.processes), keys.epoch_counter.limit
+    if measured is not None and measured.planned is not None:
+        step_seconds = measured.planned * audio
+    else:
+        limits = limits_of(device, precision, pricing.device or "")
+        if limits is None:
+            return None
+        step_seconds = estimate.least_step_seconds(audio, limits)
+    name = pricing.device or (torch.cuda.get_device_name(device) if device.type == "cuda" else
+                              f"{describe()['cpu']}, {counted(torch.get_num_threads(), 'thread')}")
+    dev, test = (keys.corpus.manifest(split).hours for split in ("dev", "test"))
+    return price.section(pricing, name, epochs * len(plan), step_seconds, audio,
+                         3600 * (epochs * dev + test) / pricing.processes, measured is not None)
 
 
 def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device, precision: str,

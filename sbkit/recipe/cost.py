@@ -192,8 +192,6 @@ class CostEstimate:
     """Why the count of memory is too high, if it is."""
     unfreezes: int = 0
     """Steps after which all temporarily frozen parts are trained; the estimate is for the time after that."""
-    runs: int = 0
-    """The number of finished runs on this machine from which the time was fitted."""
     update: int = 0
     """Bytes that an update reads and writes."""
     full_weights: int = 0
@@ -365,9 +363,8 @@ def _remarks(estimate: CostEstimate) -> list[str]:
     measured = estimate.measured
     if measured is None:
         cost = estimate.cost
-        by = f"that of training, from {counted(estimate.runs, 'finished run')} here" if estimate.runs else \
-            f"a guess, perhaps off by a factor of {GUESS_FACTOR:g} (--measure times a few steps)"
-        return [f"memory is counted on fake tensors, and the time is {by}: a second of audio takes "
+        return ["memory is counted on fake tensors, and the time is a guess, perhaps off by a factor of "
+                f"{GUESS_FACTOR:g} (--measure times a few steps): a second of audio takes "
                 f"{speed.flops(cost.operations)} in training, in utterances of "
                 f"{cost.typical or cost.seconds:.3g} s", *estimate.inexact]
     largest = "the largest micro-batch that max_batch_seconds allows"

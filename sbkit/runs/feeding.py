@@ -16,7 +16,6 @@ from sbkit.data.reader import SupportsEncode
 from sbkit.errors import SbkitError
 from sbkit.recipe import flops
 from sbkit.recipe.cost import update_bytes
-from sbkit.recipe.price import padded_seconds
 from sbkit.recipe.speed import LAUNCH_MS, Utilisation, least_step_seconds, limits_of, peak_of
 from sbkit.system.console import counted
 from sbkit.train.brain import Brain
@@ -43,11 +42,11 @@ def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,
             logger.info("Micro-batches aren't padded to few shapes: %s", reason)
         return
     ranks_and_micros = ranks.world_size(), brain.grad_accumulation_factor
-    before = padded_seconds(plan, *ranks_and_micros)
+    before = plan.padded_seconds(*ranks_and_micros)
     # All ranks must find the same, however an encoder counts.
     plan.pad_to_shapes(None if encoder is None else ranks.run_on_main(
         lambda: np.fromiter((len(encoder.encode(text)) for text in train.texts), np.int64, len(train))))
-    more, found = padded_seconds(plan, *ranks_and_micros) / before, plan.shapes(*ranks_and_micros)
+    more, found = plan.padded_seconds(*ranks_and_micros) / before, plan.shapes(*ranks_and_micros)
     if more > MAX_PADDED and not asked:  # a corpus of few steps, whose buckets are wide
         plan.pad_to_shapes(None, False)
     if ranks.is_main() and found is not None:

@@ -29,7 +29,6 @@ from sbkit.data.manifest import SECONDS, Manifest
 from sbkit.data.remote import NO_REMOTE
 from sbkit.errors import SbkitError, first_line, shown
 from sbkit.recipe.arguments import CommandLine
-from sbkit.recipe.finished_runs import cpu_model
 from sbkit.recipe.report import did_you_mean
 from sbkit.runs.keys import TaskKeys
 from sbkit.score.results import Results
@@ -260,7 +259,9 @@ def not_to_the_bit(recorded: Mapping[str, Any], environment: Mapping[str, str], 
     was, on_cpu = recorded["environment"], launch.device == "cpu"
     names = [*_BITS, *([] if on_cpu else ["gpu"])]
     pairs = [(name, str(was.get(name)), str(environment.get(name))) for name in names]
-    pairs += [("cpu", cpu_model(was), cpu_model(environment))] if on_cpu else []  # threads are compared, not cores
+    if on_cpu:  # threads are compared, not cores
+        before, after = (re.sub(r", \d+ cores?$", "", str(each.get("cpu"))) for each in (was, environment))
+        pairs.append(("cpu", before, after))
     pairs += [(name, str(recorded[name]), str(now)) for name, now in launch._asdict().items()]
     return [f"{name} {now}, recorded with {before}" for name, before, now in pairs if before != now]
 

@@ -11,11 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
-from sbkit.recipe import finished_runs
 from sbkit.recipe.arguments import CommandLine
 from sbkit.runs import reproduction
 from sbkit.runs.keys import TaskKeys
@@ -117,8 +114,6 @@ def mark_finished(keys: TaskKeys, request: CommandLine, results: Results) -> Non
         return  # the run can't be identified, or it ran only in part
     log = [json.loads(line) for line in (keys.folder / METRICS).read_text(encoding="utf-8").splitlines()]
     reproduction.record(keys, request, results, log)
-    dev, test = (3600 * keys.corpus.manifest(split).hours for split in ("dev", "test"))
-    finished_runs.record(log, keys.brain, torch.get_num_threads(), keys.batching.max_batch_seconds, dev, test)
     with atomic_write(keys.folder / TESTED) as out:
         said = "; ".join(f"{part}: {each.headline()}" for part, each in results.parts.items()) or results.headline()
         json.dump({**results.stats, "said": said, "files": results.files("test"),

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sbkit.doctor import examination, probe
+from sbkit import doctor
 from sbkit.errors import SbkitError
 from sbkit.rehearsal import nullcard
 
@@ -57,7 +57,7 @@ def prove(args: argparse.Namespace) -> int:
     logs = Path(f"{args.out}-logs").absolute()
     logs.mkdir(parents=True, exist_ok=True)
     say(f"{len(asked)} checks on {machine}, {args.minutes:g} minutes at most; logs in {logs}")
-    about = [(each.what, each.found) for each in examination.examine()]
+    about = [(each.what, each.found) for each in doctor.examine()]
     paths = [str(CHECKOUT), *(os.path.abspath(each) for each in os.environ.get("PYTHONPATH", "").split(":") if each)]
     os.environ["PYTHONPATH"] = ":".join(dict.fromkeys(paths))  # of all that is started
     for signum in (signal.SIGTERM, signal.SIGHUP):
@@ -110,7 +110,7 @@ def find_cards(dry_run: bool) -> tuple[dict[str, object], str]:
     """Find the cards, as a separate process sees them: this one must not touch them, since it forks others."""
     if dry_run:
         return {"device": "cpu", "dry_run": True, "cards": 2, "gib": None}, "a CPU instead of two cards"
-    cards = probe.inspect_library("torch").get("cards", {}).get("cards", [])
+    cards = doctor.ask("torch")["torch"].get("cards", [])
     if not cards:
         raise SbkitError("torch finds no CUDA card on this machine", exit_code=1,
                          hint="sbkit doctor says why; --dry-run runs the same checks small, on the CPU")

@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import processes
 import pytest
 
-from sbkit.cli import main as sbkit
-from sbkit.doctor import examination, probe
+from sbkit import doctor
 from sbkit.recipe import arguments
 from tools.bench import train
 from tools.gpu import __main__ as gpu
@@ -40,7 +39,7 @@ def dry_run(*words):
         assert command[:2] == [sys.executable, "-m"]
         return subprocess.Popen(command, preexec_fn=partial(module, command[2:]), **pipes)
 
-    examination.examine = list  # takes seconds
+    doctor.examine = list  # takes seconds
     train.subprocess = SimpleNamespace(Popen=start, PIPE=subprocess.PIPE)
     sys.exit(gpu.main(words))
 
@@ -92,7 +91,7 @@ def test_a_signal_ends_the_check_that_runs_too(tmp_path):
 
 
 def test_without_a_card_it_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(probe, "inspect_library", lambda library: {"cards": {"cards": []}})
+    monkeypatch.setattr(doctor, "ask", lambda library: {"torch": {}})
     assert gpu.main([]) == 1
     assert "torch finds no CUDA card" in capsys.readouterr().err
 
@@ -103,16 +102,10 @@ def test_a_check_that_does_not_exist_is_named(capsys):
     assert "there is no check kernel; choose from step,kernels," in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["--dry-run", "--only", "kernels"]])
-def test_the_old_command_says_the_new_one(words, capsys):
-    assert sbkit(["doctor", "--gpu", *words]) == 2
-    assert " ".join(["run there: make gpu, or python -m tools.gpu", *words]) in capsys.readouterr().err
-
-
 @pytest.fixture
 def limits(monkeypatch, tmp_path):
     """Runs checks that take the given seconds of a clock that stands; returns each one's limit, and the report."""
-    monkeypatch.setattr(examination, "examine", lambda: [])  # takes seconds
+    monkeypatch.setattr(doctor, "examine", lambda: [])  # takes seconds
     monkeypatch.setattr(signal, "signal", lambda *args: None)
     now, given = [1000.0], {}
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])

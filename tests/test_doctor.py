@@ -1,0 +1,201 @@
+"""What the doctor says of this machine, and of ones where something is broken, too old, twice there, or too little."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from sbkit import doctor
+from sbkit.cli import main
+from sbkit.doctor import MachineFinding
+from sbkit.system import disk
+
+TORCH = {"version": "2.11.0+cu130", "cuda": "13.0", "hip": None}
+H100 = {"name": "NVIDIA H100", "capability": [9, 0], "total": 80 << 30, "free": 79 << 30}
+SMI = "| NVIDIA-SMI 550.54.14    Driver Version: 550.54.14    CUDA Version: 12.4     |\n"
+
+
+@pytest.fixture
+def examined(monkeypatch):
+    """Examine a machine whose libraries say what a test gives, with these versions of packages; findings by name."""
+    def examine(packages=None, kernels=None, **said):
+        parts = {"torch": TORCH, "torchaudio": {"version": "2.11.0"}, "kernels": {"why_not": kernels},
+                 "onnxruntime": {"providers": ["CPUExecutionProvider"]}} | said
+        monkeypatch.setattr(doctor, "ask", lambda library: parts)
+        if packages is not None:
+            found = {name.replace("_", "-"): version for name, version in packages.items()}
+            for module in (doctor, sys.modules["sbkit.system.environment"]):
+                monkeypatch.setattr(module, "version_of", found.get)
+            monkeypatch.setattr(doctor, "onnxruntimes", lambda: {
+                name: version for name, version in found.items() if name.startswith("onnxruntime")})
+        return {each.what: each for each in doctor.examine()}
+    return examine
+
+
+@pytest.mark.slow
+def test_this_machine_is_told_in_a_table_of_80_columns_without_importing_torch():
+    code = "import sys; from sbkit.cli import main; sys.exit(main(['doctor']) or 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"COLUMNS": "80"}, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    for what in ("Python", "packages", "torch", "torchaudio", "NVIDIA driver", "onnxruntime", "C compiler", "cores",
+                 "memory", "shared memory", "open files", "locale", "temporary", "output"):
+        assert any(f"  {what}  " in line for line in lines), what
+    assert lines[-1].startswith("nothing is in the way of sbkit")
+
+
+def test_what_is_in_the_way_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", lambda: [
+        MachineFinding("torch", "2.11.0, built for CUDA 13.0"),
+        MachineFinding("NVIDIA driver", "550.54, for CUDA up to 12.4; torch is built for CUDA 13.0, which needs 580 or "
+                       "newer", "update the driver to 580, or install a torch for an older CUDA", True),
+        MachineFinding("shared memory", "/dev/shm: 0.1 GiB free", "docker run --shm-size=8g, or fewer workers")])
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out == """\
+ok          torch          2.11.0, built for CUDA 13.0
+in the way  NVIDIA driver  550.54, for CUDA up to 12.4; torch is built for CUDA
+                           13.0, which needs 580 or newer
+                           -> update the driver to 580, or install a torch for
+                              an older CUDA
+note        shared memory  /dev/shm: 0.1 GiB free
+                           -> docker run --shm-size=8g, or fewer workers
+
+1 in the way of sbkit, 1 note
+"""
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["in_the_way"] == 1
+    assert [each["verdict"] for each in report["findings"]] == ["ok", "in the way", "note"]
+
+
+def test_a_mixed_pair_is_in_the_way_with_what_to_install(examined):
+    found = examined({"torch": "2.13.0", "torchaudio": "2.11.0"}, torch=TORCH | {"version": "2.13.0"},
+                     torchaudio={"error": "OSError: undefined symbol"})
+    assert found["torch pair"].in_the_way and "torchaudio==2.13.0" in found["torch pair"].fix
+    assert found["torch"].verdict == "ok"
+    assert found["torchaudio"].in_the_way and found["torchaudio"].found.endswith("OSError: undefined symbol")
+
+
+@pytest.mark.parametrize("signum, name", [(11, "SIGSEGV"), (35, "signal 35")])
+def test_a_torch_that_ends_its_process_is_a_line(monkeypatch, signum, name):
+    doctor.ask.cache_clear()
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, -signum, "", ""))
+    assert doctor.ask("torch")["torch"] == {"error": f"its process was ended by {name}"}
+    doctor.ask.cache_clear()
+
+
+@pytest.mark.parametrize("version, verdict", [("3.10.14", "note"), ("3.10.15", "ok"), ("3.11.9", "note"),
+                                              ("3.11.10", "ok"), ("3.12.0", "ok"), ("3.9.1", "in the way")])
+def test_a_python_whose_forked_processes_may_hang_is_noted(examined, monkeypatch, version, verdict):
+    monkeypatch.setattr(platform, "python_version", lambda: version)
+    found = examined()["Python"]
+    assert found.verdict == verdict and ("fork" in found.fix) == (verdict == "note")
+
+
+def test_builds_of_onnxruntime(examined):
+    both = examined({"onnxruntime": "1.23.0", "onnxruntime-gpu": "1.23.0"})["onnxruntime"]
+    assert both.in_the_way and both.fix.startswith("pip uninstall -y onnxruntime onnxruntime-gpu")
+    cards = TORCH | {"cards": [H100], "architectures": []}
+    one = examined({"onnxruntime": "1.23.0"}, torch=cards)["onnxruntime"]
+    assert one.found == "onnxruntime 1.23.0, built for CPU" and "onnxruntime-gpu" in one.fix
+
+
+def test_packages_that_are_missing_or_too_old_are_named_with_the_range(examined, monkeypatch):
+    wanted = ["numpy>=1.26", "tqdm>=4.66", "soxr>=0.5", 'onnx>=1.21; extra == "export"']
+    monkeypatch.setattr(doctor.metadata, "requires", lambda _: wanted)
+    found = examined({"sbkit": "0.1.0", "numpy": "1.20", "tqdm": "4.70"})
+    assert found["numpy"] == MachineFinding("numpy", "1.20", "pip install 'numpy>=1.26'", True)
+    assert found["soxr"] == MachineFinding("soxr", "not installed", "pip install 'soxr>=0.5'", True)
+    assert found["packages"].found.endswith("1 of its 3 requirements are met: tqdm 4.70")
+    assert examined({})["packages"].fix == "pip install -e . in its folder, or make install"
+
+
+def test_without_a_compiler_triton_and_the_kernels_say_what_they_miss(examined, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    found = examined(kernels="there is no C compiler")
+    assert [found[what].verdict for what in ("C compiler", "CPU kernels", "Triton")] == ["note"] * 3
+    assert found["C compiler"].fix == "apt install gcc" and "apt install gcc" in found["Triton"].fix
+
+
+@pytest.mark.parametrize("torch, visible, verdict, expected, fix", [
+    ({}, None, "in the way", "torch is built for CUDA 13.0, which needs 580 or newer", "whl/cu126"),
+    ({"cuda": "12.8"}, None, "in the way", "torch finds no card that works", "--gpus all"),
+    ({}, "", "note", "CUDA_VISIBLE_DEVICES='' hides all cards", "unset"),
+    ({"cuda": None}, None, "in the way", "this torch is built without CUDA", "pip uninstall -y"),
+    ({"cards": [], "architectures": []}, None, "in the way", "needs 580", "whl/cu126"),
+    ({"cards": [H100], "architectures": ["sm_90"]}, None, "ok", "550.54.14, for CUDA up to 12.4", ""),
+])
+def test_a_driver_and_whether_torch_can_use_it(examined, monkeypatch, tmp_path, torch, visible, verdict, expected, fix):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{SMI}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = examined(torch=TORCH | torch)["NVIDIA driver"]
+    assert found.verdict == verdict and expected in found.found and fix in found.fix and bool(fix) == bool(found.fix)
+
+
+def test_cards_that_are_taken_or_too_new(examined):
+    taken, new = H100 | {"free": 9 << 30}, H100 | {"name": "NVIDIA B300", "capability": [11, 0]}
+    found = examined(torch=TORCH | {"cards": [H100, taken, new], "architectures": ["sm_80", "sm_90"]})
+    assert found["cuda:0"] == MachineFinding("cuda:0", "NVIDIA H100, 79.0 of 80.0 GiB free, compute capability 9.0")
+    assert found["cuda:1"].verdict == "note" and "another process" in found["cuda:1"].fix
+    assert found["cuda:2"].in_the_way and "not built for it" in found["cuda:2"].found
+    rocm = examined(torch=TORCH | {"cards": [H100], "architectures": ["gfx90a"]})
+    assert rocm["cuda:0"].verdict == "ok", "what ROCm is built for isn't judged"
+
+
+@pytest.mark.parametrize("usable, threads, verdict, fix", [
+    (1, None, "note", "two or more"), (4, "16", "note", "OMP_NUM_THREADS=4"), (4, "4", "ok", ""), (4, None, "ok", "")])
+def test_cores_and_threads_that_fight_for_them(examined, monkeypatch, usable, threads, verdict, fix):
+    monkeypatch.setattr(doctor, "usable_cores", lambda: usable)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    found = examined()["cores"]
+    assert found.verdict == verdict and fix in found.fix
+
+
+def test_little_of_everything(examined, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(disk, "free", lambda folder: 64 << 20)
+    monkeypatch.setattr(doctor.memory, "available", lambda: 1 << 30)
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr(doctor.sys, "getfilesystemencoding", lambda: "ascii")
+    found = examined()
+    assert "--shm-size" in found["shared memory"].fix and "sbkit tune --memory" in found["memory"].fix
+    assert found["open files"].fix.startswith("ulimit -n 1024") and "C.UTF-8" in found["locale"].fix
+    assert found["output"].verdict == "note" and found["output"].found == "results, 0.1 GiB free"
+    assert str(tmp_path) not in "".join(each.found for each in found.values()), "a home's name isn't told"
+    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    found = examined()
+    assert found["output"].in_the_way and found["sbkit's cache"].fix == "export SBKIT_CACHE=FOLDER"
+
+
+def test_a_look_that_breaks_is_a_line(examined, monkeypatch):
+    def broken():
+        raise ZeroDivisionError("of all things\nand more")
+
+    monkeypatch.setattr(doctor.memory, "total", broken)
+    found = examined()
+    assert found["machine"].verdict == "note" and found["machine"].found == "unknown: ZeroDivisionError: of all things"
+    assert "output" in found
+
+
+@pytest.mark.slow
+def test_no_library_that_is_asked_is_imported_from_the_working_directory(tmp_path, monkeypatch):
+    for name in ("onnxruntime", "numpy", "json"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w').close(); raise ImportError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    doctor.ask.cache_clear()
+    assert "not this one" not in str(doctor.ask("onnxruntime")) and not (tmp_path / "ran").exists()
+    doctor.ask.cache_clear()
