@@ -121,7 +121,7 @@ def test_shard_packs_a_manifest(tmp_path, capsys):
 def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_path):
     wrong = {
         "check {root}/hparams": "is a folder, not a recipe; name one of its recipes: ",
-        "check {root}/docs": "is a folder, not a recipe; there is no recipe in it; ",
+        "check {root}/docs": "is a folder, not a recipe; a corpus comes after the recipe: --data_folder ",
         "train": "no recipe given", "train nowhere.yaml": "there is no recipe nowhere.yaml",
         "train {root}/hparams/ctc.yaml --nonsense 3": "has no key nonsense; did you mean --nonspeech?",
         "train {root}/hparams/ctc.yaml --outputs 3": "has no key outputs; ",  # a field of other classes

@@ -190,7 +190,7 @@ def locate(name: str) -> Path:
         inside = sorted(str(path) for path in (*folder.glob("*.y*ml"), *folder.glob("*/*.y*ml")))
         raise SbkitError(f"{name} is a folder, not a recipe", hint=(
             f"name one of its recipes: {listed(inside)}" if inside else
-            "there is no recipe in it; sbkit new FOLDER writes recipes to start from"))
+            f"a corpus comes after the recipe: --data_folder {name}; sbkit new FOLDER writes recipes to start from"))
     where = Path(name).parent
     around = where if where.is_dir() else where.parent
     found = [str(path) for path in around.glob("*.y*ml" if where.is_dir() else "*/*.y*ml")]

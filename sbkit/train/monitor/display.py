@@ -209,12 +209,14 @@ class Progress(StageDisplay):
         graphs = {} if self._graphs is None else {"graphs_compiled": compiling.graphs() - self._graphs}
         padding = 1 - self.seconds / self.padded_seconds if self.padded_seconds else None
         if ranks.is_main() and self._steps:
-            text = f"epoch {self.epoch}: {self.times.line()}"
+            said = [line for line in [self.times.line()] if line]  # an epoch of few steps may have timed none
             if speed and padding is not None:
-                text += f"; audio {speed:.3g} s/s, padding {100 * padding:.0f} %"
+                said.append(f"audio {speed:.3g} s/s, padding {100 * padding:.0f} %")
                 if self.utilisation is not None:
-                    text += f", {self.utilisation.words(speed / ranks.world_size())}"
-            logger.info("%s%s", text, "".join(f", graphs compiled {count}" for count in graphs.values()))
+                    said[-1] += f", {self.utilisation.words(speed / ranks.world_size())}"
+            said += [f"graphs compiled {count}" for count in graphs.values()]
+            if said:
+                logger.info("epoch %d: %s", self.epoch, "; ".join(said))
         if self.metrics is not None:
             self.metrics.write(
                 "epoch", epoch=self.epoch, step=step, train_loss=loss, train_seconds=round(now - began, 3),

@@ -65,11 +65,11 @@ class StepTimes:
         return seconds["data"] / total if total > 0 else None
 
     def line(self) -> str:
-        """Return a line with the mean time of a step and the share of each section."""
+        """Return the mean time of a step and the share of each section in words; empty if no step was timed."""
         seconds = self.totals()
         total = sum(seconds.values())
         if not self.timed or total <= 0:
-            return "no step was timed"
+            return ""
         step = total / self.timed
         mean = f"{step:.2f} s" if step >= 1 else f"{1000 * step:.{0 if step >= 0.01 else 1}f} ms"
         return f"step {mean}: " + ", ".join(f"{name} {100 * value / total:.0f} %" for name, value in seconds.items())
