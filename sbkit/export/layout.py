@@ -516,7 +516,8 @@ def read(folder: str | Path) -> Bundle:
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise SbkitError(f"{path} is of kind {shown(name)}, but this sbkit reads {', '.join(KINDS)}",
-                         hint="install a newer sbkit, or import the code that defines that kind")
+                         hint="install a newer sbkit, or the package that defines that kind and names it as an entry "
+                              f"point of {ENTRY_POINTS}; a program of your own imports its file first")
     return kind.of(values, path)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sbkit.export import layout
-from sbkit.export.layout import Bundle, Config, LabelsConfig
+from sbkit.export.layout import Bundle, Config, GraphConfig, LabelsConfig
 from sbkit.export.parity import Comparison
 
 #: The warning about a program of torch, in READMEs of all kinds of bundles.
@@ -46,6 +46,8 @@ def text(name: str, config: Bundle, comparison: Comparison, of_targets: Sequence
     outputs = ", ".join(getattr(config, "outputs", []))
     labels = getattr(config, "labels", [])
     result = ".labels" if isinstance(config, LabelsConfig) else ".label" if labels else ".outputs"
+    if result == ".outputs" and isinstance(config, GraphConfig) and type(config).results is not GraphConfig.results:
+        result = ".results"  # a kind of somebody's own says more of its outputs
     values = {"rate": config.sample_rate, "outputs": outputs}
     parts = [f"""{heading(name, config)}
 

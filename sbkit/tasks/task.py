@@ -2,7 +2,7 @@
 
 Check, cost estimate, tune, training, evaluation, report and export work for any task. They get keys and stand-in
 batches from this class, run its ``compute_forward`` and ``compute_objectives``, and show and save its results.
-``docs/how-to/extend.md`` has a complete task.
+``docs/tutorials/own-task.md`` writes a complete one.
 """
 
 from __future__ import annotations

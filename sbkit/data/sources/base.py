@@ -106,7 +106,7 @@ class Source(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """The source's own names for its splits."""
+        """The source's own names for its splits; of a single one, dev and test are split off as the recipe asks."""
 
     @abstractmethod
     def read(self, name: str, show_progress: bool = True) -> Rows:
