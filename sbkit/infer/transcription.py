@@ -22,7 +22,7 @@ from sbkit.infer.files import SHOWN, SOME_FAILED, print_first, run_files, summar
 from sbkit.infer.inputs import FilesRequest, check_output_paths, collect, lengths, output_path
 from sbkit.infer.pipeline import Options, Pipeline
 from sbkit.infer.recordings import Recording
-from sbkit.infer.transcript import FORMATS, Transcript, check_formats
+from sbkit.infer.transcript import FORMATS, Transcript
 from sbkit.system.console import atomic_write, counted
 
 #: File in a folder of transcripts with the model and options that they were made with.
@@ -52,7 +52,10 @@ class TranscribeRequest(SearchRequest, FilesRequest):
 
 
 def transcribe(request: TranscribeRequest) -> int:
-    formats = check_formats(request.formats)
+    unknown = [name for name in request.formats if name not in FORMATS]
+    if unknown or not request.formats:
+        raise SbkitError(f"unknown format: {', '.join(unknown) or 'none was given'}", hint=f"use {', '.join(FORMATS)}")
+    formats = list(dict.fromkeys(request.formats))
     recordings = collect(request.files, request.references, request.schemes)
     if request.output is None and len(recordings) > 1 and set(formats) & {"srt", "vtt"}:
         raise SbkitError("subtitles of several recordings can't be printed", hint="add --to FOLDER")
@@ -88,7 +91,14 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
         for index, transcript in transcripts:
             found[index] = transcript
             if request.output is not None:
-                _write(request.output, recordings[index], transcript, formats)
+                for name in formats:
+                    path = output_path(request.output, recordings[index], name)
+                    try:
+                        with atomic_write(path) as file:
+                            file.write(FORMATS[name](transcript))
+                    except OSError as error:
+                        raise SbkitError(f"cannot write {path}: {error.strerror}",
+                                         hint="the same command continues from here") from error
             else:
                 sys.stdout.write(_text(transcript, formats[0], alone=len(recordings) == 1))
                 sys.stdout.flush()
@@ -140,17 +150,6 @@ def _text(transcript: Transcript, format: str, alone: bool) -> str:
 
 
 # ---------------------------------------------------------------------- writing
-
-
-def _write(output: Path, recording: Recording, transcript: Transcript, formats: list[str]) -> None:
-    for name in formats:
-        path = output_path(output, recording, name)
-        try:
-            with atomic_write(path) as file:
-                file.write(FORMATS[name](transcript))
-        except OSError as error:
-            raise SbkitError(f"cannot write {path}: {error.strerror}",
-                             hint="the same command continues from here") from error
 
 
 def record_settings(output: Path, bundle: Path, options: Mapping[str, Any], redo: bool | None = None) -> None:
