@@ -100,7 +100,13 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
                         raise SbkitError(f"cannot write {path}: {error.strerror}",
                                          hint="the same command continues from here") from error
             else:
-                sys.stdout.write(_text(transcript, formats[0], alone=len(recordings) == 1))
+                if len(recordings) > 1 and formats == ["json"]:  # a line each
+                    written = json.dumps(transcript.facts(), ensure_ascii=False) + "\n"
+                elif len(recordings) > 1 and formats == ["txt"]:
+                    written = f"{printable(transcript.id)}\t{transcript.text}\n"
+                else:
+                    written = FORMATS[formats[0]](transcript)
+                sys.stdout.write(written)
                 sys.stdout.flush()
     seconds = time.perf_counter() - start
     # In the recordings' order, because it decides the error rate's bootstrap interval.
@@ -108,23 +114,20 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
     warnings = [f"{each.name}: {result.warning}" for each, result in transcribed if result.warning is not None]
     print_first("warning", warnings)
     summarise(len(recordings), len(errors), sum(seconds_of), seconds, request.output)
-    if any(recording.reference for recording, _ in transcribed):
-        _score(transcribed, TextRules.for_language(engine.config.language))
-    return SOME_FAILED if errors else 0
-
-
-def _score(transcribed: list[tuple[Recording, Transcript]], rules: TextRules) -> None:
-    """Print error rates of the texts as they are, and normalised by these rules if that makes a difference."""
     rows = [(each.id, each.reference, transcript.text) for each, transcript in transcribed if each.reference]
-    unscored = [each.id for each, _ in transcribed if not each.reference]
-    if unscored:
-        print(f"not scored: {counted(len(unscored), 'recording')} without a reference: "
-              f"{printable(', '.join(unscored[:5]))}{', ...' if len(unscored) > 5 else ''}", file=sys.stderr)
-    rates = _rates(rows)
-    print(f"{rates}, {len(rows)} with a reference", file=sys.stderr)
-    rows = [(name, words, rules(text)) for name, reference, text in rows if (words := rules(reference))]
-    if rows and (normalised := _rates(rows)) != rates:
-        print(f"without case and punctuation: {normalised}", file=sys.stderr)
+    if rows:
+        unscored = [each.id for each, _ in transcribed if not each.reference]
+        if unscored:
+            print(f"not scored: {counted(len(unscored), 'recording')} without a reference: "
+                  f"{printable(', '.join(unscored[:5]))}{', ...' if len(unscored) > 5 else ''}", file=sys.stderr)
+        rates = _rates(rows)
+        print(f"{rates}, {len(rows)} with a reference", file=sys.stderr)
+        # Normalised by the language's rules, if that makes a difference.
+        rules = TextRules.for_language(engine.config.language)
+        rows = [(name, words, rules(text)) for name, reference, text in rows if (words := rules(reference))]
+        if rows and (normalised := _rates(rows)) != rates:
+            print(f"without case and punctuation: {normalised}", file=sys.stderr)
+    return SOME_FAILED if errors else 0
 
 
 def _rates(rows: Sequence[tuple[str, str, str]]) -> str:
@@ -136,17 +139,6 @@ def _rates(rows: Sequence[tuple[str, str, str]]) -> str:
     characters.add(*zip(*rows, strict=True))
     low, high = interval(words)
     return f"WER {words.rate:.2f} % (95 % interval {low:.2f} to {high:.2f}), CER {characters.rate:.2f} %"
-
-
-# ---------------------------------------------------------------------- printing
-
-
-def _text(transcript: Transcript, format: str, alone: bool) -> str:
-    if format == "json" and not alone:  # a line each
-        return json.dumps(transcript.facts(), ensure_ascii=False) + "\n"
-    if format == "txt" and not alone:
-        return f"{printable(transcript.id)}\t{transcript.text}\n"
-    return FORMATS[format](transcript)
 
 
 # ---------------------------------------------------------------------- writing
