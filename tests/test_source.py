@@ -254,7 +254,7 @@ FOREIGN = frozenset("""
 
 NOT_YET = frozenset("""
     _Decoder _SLOW_READER_SECONDS _Server _attention _backward _compile _compiled _decoder _enqueue
-    _events _facts _fingerprint _finished _first _follow _forward
+    _events _fingerprint _finished _first _follow _forward
     _kept _line _lines _load _loader _model _now _open _pipeline _queue _results
     _save _search _session _settled _speakers _streams _unpack _used _waiting
     _windows _write

@@ -123,32 +123,6 @@ def is_valid_unicode(texts: Iterable[str]) -> bool:
     return True
 
 
-def read_manifest(folder: Path) -> tuple[Books, list[Shard], str | None]:
-    """Read a folder's codebooks and shards, and what it was made from, if known."""
-    path = folder / MANIFEST
-    try:
-        values = untrusted.read_json(path, _MANIFEST_BYTES)
-    except FileNotFoundError:
-        raise SbkitError(f"{folder} " + (f"has no codes: there is no {MANIFEST} in it" if folder.is_dir() else
-                                         "does not exist"), hint="sbkit tokenize creates one") from None
-    except (OSError, ValueError) as error:
-        raise SbkitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or first_line(error)}") from error
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise SbkitError(f"{path} does not describe codes")
-    if values.get("version") != VERSION:
-        raise SbkitError(f"{path} has version {shown(values.get('version'))}, but this sbkit reads version {VERSION}",
-                         hint="install a newer sbkit")
-    books = Books.from_dict(values.get("books"), f"{path}: books")
-    shards = values.get("shards")
-    if not isinstance(shards, list) or not shards or not all(each in _SHARD for each in shards):
-        raise SbkitError(f"{path}: shards must be a list that gives each file's name, utterances, frames, size and "
-                         "sha256", hint=_REPAIR)
-    made_from = values.get("made_from")
-    if not isinstance(made_from, str | None):
-        raise SbkitError(f"{path}: made_from must be a text", hint=_REPAIR)
-    return books, [Shard(folder / each.pop("file"), **each) for each in shards], made_from
-
-
 class UnstorableUtterance(SbkitError):
     """Raised for an utterance that can't be stored: ``.cause`` says why, such as too many frames or too much text."""
 
@@ -179,9 +153,30 @@ class Codes:
 
     def __init__(self, folder: str | Path, books: Books | None = None):
         self.folder = Path(folder)
-        self.books, self._shards, self.made_from = read_manifest(self.folder)
+        path = self.folder / MANIFEST
+        try:
+            values = untrusted.read_json(path, _MANIFEST_BYTES)
+        except FileNotFoundError:
+            why = f"has no codes: there is no {MANIFEST} in it" if self.folder.is_dir() else "does not exist"
+            raise SbkitError(f"{self.folder} {why}", hint="sbkit tokenize creates one") from None
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or first_line(error)
+            raise SbkitError(f"{path} cannot be read: {why}") from error
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise SbkitError(f"{path} does not describe codes")
+        if values.get("version") != VERSION:
+            raise SbkitError(f"{path} has version {shown(values.get('version'))}, but this sbkit reads version "
+                             f"{VERSION}", hint="install a newer sbkit")
+        self.books = Books.from_dict(values.get("books"), f"{path}: books")
+        shards, self.made_from = values.get("shards"), values.get("made_from")
+        if not isinstance(shards, list) or not shards or not all(each in _SHARD for each in shards):
+            raise SbkitError(f"{path}: shards must be a list that gives each file's name, utterances, frames, size and "
+                             "sha256", hint=_REPAIR)
+        if not isinstance(self.made_from, str | None):
+            raise SbkitError(f"{path}: made_from must be a text", hint=_REPAIR)
         if books is not None:
-            books.require(self.books, str(self.folder / MANIFEST))
+            books.require(self.books, str(path))
+        self._shards = [Shard(self.folder / each.pop("file"), **each) for each in shards]
         self._starts = [0, *accumulate(shard.utterances for shard in self._shards)]
 
     def __len__(self) -> int:

@@ -250,7 +250,13 @@ class OpenRecording(NamedTuple):
         read = 0
         for block in self._read(wanted, size, dtype) if whole else self._readable(wanted, size):
             read += len(block)
-            yield to_mono(block)
+            mono = block[:, 0]
+            if block.shape[1] > 1:  # the mean of the channels; far faster than ``mean(axis=1)``
+                mono = mono.copy()
+                for channel in range(1, block.shape[1]):
+                    mono += block[:, channel]
+                mono /= block.shape[1]
+            yield mono
         lost = (wanted - read) / rate
         if read < min(wanted, 1) or (whole and lost > max(TRUNCATED_SECONDS, TRUNCATED_SHARE * wanted / rate)):
             raise AudioError(name, f"cut off: {read / rate:.2f} of {wanted / rate:.2f} s can be read")
@@ -364,17 +370,6 @@ def _decoder(source: int | bytes) -> soundfile.SoundFile | container.ContainerFi
 
 def _os_cause(error: OSError) -> str:
     return "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-
-
-def to_mono(signal: np.ndarray) -> np.ndarray:
-    """The mean of the channels, ``[S, C]`` to ``[S]``; far faster than ``mean(axis=1)``."""
-    if signal.shape[1] == 1:
-        return signal[:, 0]
-    out = signal[:, 0].copy()
-    for channel in range(1, signal.shape[1]):
-        out += signal[:, channel]
-    out /= signal.shape[1]
-    return out
 
 
 def prefetch(wavs: Iterable[str]) -> None:

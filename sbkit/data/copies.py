@@ -97,9 +97,20 @@ class Index:
             self._frames = indexed[np.argsort(self._bits[indexed], kind="stable")]
             self._keys = self._bits[self._frames]
             self._sorted = True
-        bits = query[0, loud]
-        row, offset = self._candidates(bits, query[1, loud], loud)
-        for number, shift in zip(row.tolist(), offset.tolist(), strict=True):
+        bits, mask = query[0, loud], query[1, loud]
+        tried = bits[None]
+        for _ in range(_DOUBTFUL):
+            lowest = mask & (~mask + np.uint32(1))
+            tried, mask = np.concatenate([tried, tried ^ lowest]), mask ^ lowest
+        first, last = (np.searchsorted(self._keys, tried.ravel(), side) for side in ("left", "right"))
+        counts = np.minimum(last - first, _MAX_SAME_HASH)
+        ends = np.cumsum(counts)
+        frame = self._frames[np.arange(ends[-1]) + np.repeat(first - ends + counts, counts)]
+        recording = np.searchsorted(self._starts, frame, "right") - 1
+        offset = frame - self._starts[recording] - STRIDE * np.repeat(np.tile(loud, len(tried)), counts)
+        # The recordings, and the offsets of the query in frames, with the most matching hashes.
+        place, votes = np.unique(np.stack([recording, offset]), axis=1, return_counts=True)
+        for number, shift in place[:, np.argsort(-votes, kind="stable")[:_CANDIDATES]].T.tolist():
             start, end = self._starts[number : number + 2].tolist()
             at = start + shift + STRIDE * loud
             comparable = np.flatnonzero((at >= start) & (at < end))
@@ -110,21 +121,6 @@ class Index:
             if np.unpackbits((bits[comparable] ^ self._bits[at[comparable]]).view(np.uint8)).mean() < _MAX_BIT_ERRORS:
                 return number
         return None
-
-    def _candidates(self, bits: np.ndarray, mask: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the recordings, and the offsets of the query in frames, with the most matching hashes."""
-        tried = bits[None]
-        for _ in range(_DOUBTFUL):
-            lowest = mask & (~mask + np.uint32(1))
-            tried, mask = np.concatenate([tried, tried ^ lowest]), mask ^ lowest
-        first, last = (np.searchsorted(self._keys, tried.ravel(), side) for side in ("left", "right"))
-        counts = np.minimum(last - first, _MAX_SAME_HASH)
-        ends = np.cumsum(counts)
-        frame = self._frames[np.arange(ends[-1]) + np.repeat(first - ends + counts, counts)]
-        number = np.searchsorted(self._starts, frame, "right") - 1
-        offset = frame - self._starts[number] - STRIDE * np.repeat(np.tile(at, len(tried)), counts)
-        place, votes = np.unique(np.stack([number, offset]), axis=1, return_counts=True)
-        return tuple(place[:, np.argsort(-votes, kind="stable")[:_CANDIDATES]])
 
 
 #: Bytes from the middle of a file; the whole file is read only if another has the same size and block.

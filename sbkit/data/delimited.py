@@ -7,7 +7,7 @@ import csv
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -77,8 +77,24 @@ def read_delimited(path: str | Path, *, delimiter: str | None = None, quoted: bo
             return Delimited(path, {}, header=names)
         spaced = quoted and f"{delimiter} " in header_line  # such as ``ID, duration, wav``, which Arrow doesn't strip
         columns = None if spaced else _read_arrow(path, names, wanted, skip, delimiter, quoted)
-        return _read_rows(path, names, wanted, skip, delimiter, quoted, spaced) if columns is None else Delimited(
-            path, columns, header=names)
+        if columns is not None:
+            return Delimited(path, columns, header=names)
+        # Row by row, slower than Arrow, to find the line that has an error.
+        malformed: list[tuple[int, str]] = []
+        chunks: dict[str, list[pa.Array]] = {name: [] for name in wanted}
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="" if quoted else None) as file:
+            lines = _lines(path, file, names, skip, delimiter)
+            plain = ((number, line.rstrip("\n").split(delimiter)) for number, line in enumerate(lines, skip + 1)
+                     if line != "\n")
+            rows = _quoted_rows(path, lines, skip, delimiter, spaced) if quoted else plain
+            while some := list(itertools.islice(rows, _ROWS_AT_ONCE)):
+                malformed += [(line, f"{len(row)} fields instead of {len(names)}") for line, row in some
+                              if row and len(row) != len(names)]
+                for name, chunk in chunks.items():
+                    place = names.index(name)
+                    chunk.append(pa.array([row[place] for _, row in some if len(row) == len(names)], pa.large_string()))
+        found = {name: pa.chunked_array(chunk, pa.large_string()) for name, chunk in chunks.items()}
+        return Delimited(path, found, malformed, names)
 
 
 def header(path: str | Path, *, delimiter: str | None = None, quoted: bool = True) -> list[str]:
@@ -149,32 +165,6 @@ def _read_arrow(path: Path, names: Sequence[str], wanted: Sequence[str], skip: i
     # With an unclosed quotation mark Arrow takes the rest of the file as one field.
     suspicious = quoted and len(table) and any("\n" in column[-1].as_py() for column in table.columns)
     return None if suspicious else {name: table.column(name) for name in wanted}
-
-
-def _read_rows(path: Path, names: Sequence[str], wanted: Sequence[str], skip: int, delimiter: str,
-               quoted: bool, spaced: bool) -> Delimited:
-    """Read a file row by row, slower than Arrow, to find the line that has an error."""
-    malformed: list[tuple[int, str]] = []
-    columns: dict[str, list[pa.Array]] = {name: [] for name in wanted}
-
-    def fitting(rows: Iterable[tuple[int, list[str]]]) -> Iterator[list[str]]:
-        for line, row in rows:
-            if len(row) == len(names):
-                yield row
-            elif row:
-                malformed.append((line, f"{len(row)} fields instead of {len(names)}"))
-
-    with open(path, encoding="utf-8", errors="surrogateescape", newline="" if quoted else None) as file:
-        lines = _lines(path, file, names, skip, delimiter)
-        plain = ((number, line.rstrip("\n").split(delimiter)) for number, line in enumerate(lines, skip + 1)
-                 if line != "\n")
-        rows = fitting(_quoted_rows(path, lines, skip, delimiter, spaced) if quoted else plain)
-        while some := list(itertools.islice(rows, _ROWS_AT_ONCE)):
-            for name, column in columns.items():
-                place = names.index(name)
-                column.append(pa.array([row[place] for row in some], pa.large_string()))
-    found = {name: pa.chunked_array(column, pa.large_string()) for name, column in columns.items()}
-    return Delimited(path, found, malformed, names)
 
 
 def _lines(path: Path, file: IO[str], names: Sequence[str], skip: int, delimiter: str) -> Iterator[str]:

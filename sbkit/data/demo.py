@@ -91,15 +91,6 @@ GRAMMARS: dict[str, Grammar] = {
     for name, slots in yaml.safe_load(Path(__file__).with_name("demo_sentences.yaml").read_text("utf-8")).items()}
 
 
-def numbers_grammar(sayable: Sequence[int]) -> Grammar:
-    """A grammar of number lists, for a language that has no sentences here.
-
-    espeak-ng reads digits as number words of the language, and the transcript keeps the digits, so no knowledge of its
-    script is needed. ``sayable`` are the numbers that have distinct pronunciations.
-    """
-    return {"sentence": tuple(", ".join(["{n}"] * count) + "." for count in (3, 4, 5)), "n": tuple(map(str, sayable))}
-
-
 def expand(grammar: Grammar, rng: random.Random, slot: str = "sentence") -> str:
     """A random sentence of the grammar, with a capital letter, and ``an`` before vowels in English."""
     text = _fill(grammar, rng, slot)
@@ -175,7 +166,10 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
             if len(sayable) < 20:
                 raise SbkitError(f"espeak-ng has no number words for '{spoken}', so there is nothing to synthesise",
                                  hint=f"languages with sentences: {' '.join(sorted(GRAMMARS))}")
-            grammar = numbers_grammar(sayable)
+            # espeak-ng reads digits as number words of the language, and the transcript keeps the digits, so no
+            # knowledge of its script is needed.
+            grammar = {"sentence": tuple(", ".join(["{n}"] * count) + "." for count in (3, 4, 5)),
+                       "n": tuple(map(str, sayable))}
         if voices:  # the same speakers in each split, with espeak-ng's names
             steady = [Speaker(voice, voice, words_per_minute=165, pitch=50, age="", gender="", accent="", steady=True)
                       for voice in voices]

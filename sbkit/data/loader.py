@@ -121,7 +121,8 @@ class _Loader:
             if batch is None:
                 return
             if isinstance(batch, Failure):
-                batch.throw()
+                raise batch.error from (
+                    RuntimeError(f"in a data worker:\n{batch.traceback}") if batch.traceback else None)
             self._failed += len(batch.damaged)
             self._read += len(batch.damaged) + int(batch.real.sum())
             for name, reason in batch.damaged:

@@ -227,10 +227,6 @@ class Failure:
     error: SbkitError
     traceback: str | None
 
-    def throw(self) -> None:
-        cause = RuntimeError(f"in a data worker:\n{self.traceback}") if self.traceback else None
-        raise self.error from cause
-
 
 def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int = 0) -> torch.Tensor:
     """Pad rows with 0 to ``[B, width]``, or wider if a row is longer; in a worker, directly in shared memory."""

@@ -88,12 +88,6 @@ class LineSearch(Search, Generic[S]):
         found = self._finish([self.beams], 1)[0]
         return self._spans(found[0].tokens, found[0].events, found[0].probs) if found else self.spans_to(0)
 
-    def last_token_frame(self, margin: float) -> int:
-        """The last frame at which the best hypothesis, or one that scores less than ``margin`` below, began a token."""
-        scores = self.scores()
-        event = int(self.beams.event[scores >= scores.max() - margin].max())
-        return self.start if event < 0 else int(self.stream.frame[event])
-
     # ------------------------------------------------------------- dropping
 
     def shared_path(self) -> np.ndarray:
@@ -207,7 +201,12 @@ class BeamStream(StreamSearch, Generic[S]):
     def _close_before(self, frame: int) -> list[StreamResult]:
         """End the line if its pause is long enough at this frame, before which all events were searched."""
         line, pause = self._line, self.spelling.pause
-        if not (line.searched or self._in_line) or frame - line.last_token_frame(_END_MARGIN) < pause:
+        if not line.searched and not self._in_line:
+            return []
+        # The last frame at which the best hypothesis, or one with nearly its score, began a token.
+        scores = line.scores()
+        event = int(line.beams.event[scores >= scores.max() - _END_MARGIN].max())
+        if frame - (line.start if event < 0 else int(line.stream.frame[event])) < pause:
             return []
         ends = line.spans_to(line.best()).ends
         end = int(ends[-1]) if len(ends) else line.start

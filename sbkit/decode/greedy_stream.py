@@ -28,7 +28,10 @@ class SettlingStream(StreamSearch):
 
     def update(self, tokens: TokenSpans, unfinished: bool = False) -> list[StreamResult]:
         """Take all tokens of words that aren't settled, the last of which may be ``unfinished``."""
-        lines = self._lines(tokens)
+        # Split at pauses; the last part, which may be empty, is the line that goes on.
+        gaps = np.append(tokens.starts[1:], self._frames)[:len(tokens)] - tokens.ends
+        cuts = [0, *(np.flatnonzero(gaps >= self.spelling.pause) + 1).tolist(), len(tokens)]
+        lines = [tokens.take(slice(start, stop)) for start, stop in pairwise(cuts)]
         results = [line for line in map(self._close, lines[:-1]) if line is not None]
         rest = lines[-1]
         groups = self._groups(rest)
@@ -46,12 +49,6 @@ class SettlingStream(StreamSearch):
 
     def _groups(self, tokens: TokenSpans) -> list[WordTokens]:
         return self.spelling.groups(tokens, self.spelling.pause, self.spelling.longest)
-
-    def _lines(self, tokens: TokenSpans) -> list[TokenSpans]:
-        """Split tokens at pauses; the last part, which may be empty, is the line that goes on."""
-        gaps = np.append(tokens.starts[1:], self._frames)[:len(tokens)] - tokens.ends
-        cuts = [0, *(np.flatnonzero(gaps >= self.spelling.pause) + 1).tolist(), len(tokens)]
-        return [tokens.take(slice(start, stop)) for start, stop in pairwise(cuts)]
 
     def _close(self, line: TokenSpans) -> StreamResult | None:
         """Settle the rest of a line that a pause ends; None if it has no words."""

@@ -58,11 +58,12 @@ class LMReport:
                          + " (fallback)" * discounts.fallback])
         text = self.held_out or "the text it was estimated from"
         quality = self.quality
+        unknown = 100 * quality.unknown / max(1, quality.words)
         return "\n".join([
             f"{self.tokens} {self.unit}s in {self.sentences} sentences, {self.vocabulary} different",
             table(["order", "n-grams", "before pruning", "discounts"], rows),
             f"perplexity {quality.perplexity:.2f} on {text} ({quality.perplexity_with_unknown:.2f} with unknown "
-            f"{self.unit}s), {quality.unknown} of {quality.words} {self.unit}s unknown ({quality.unknown_share:.2f} %)",
+            f"{self.unit}s), {quality.unknown} of {quality.words} {self.unit}s unknown ({unknown:.2f} %)",
             f"written in {time_span(self.seconds)}: {self.file}",
         ])
 

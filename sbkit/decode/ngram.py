@@ -23,10 +23,6 @@ class Quality(NamedTuple):
     unknown: int
     sentences: int
 
-    @property
-    def unknown_share(self) -> float:
-        return 100 * self.unknown / max(1, self.words)
-
 
 class Level(NamedTuple):
     """All n-grams of one order, sorted by (context, word); arrays of equal length [N].

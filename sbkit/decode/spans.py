@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -158,8 +158,11 @@ class Spelling:
             breaks = pause is not None and spans.starts[i] - last_end >= pause
             breaks |= longest is not None and spans.starts[i] - began >= longest
             last_end = spans.ends[i]
-            for number, (part, opens) in enumerate(_parts(self.symbols[token], self.separator)):
-                if opens or not found or (breaks and not number):
+            text = self.symbols[token]
+            # Without a separator each piece begins a word; with one, each part behind it does.
+            parts = [text.replace(WORD_START, "")] if self.separator is None else text.split(self.separator)
+            for number, part in enumerate(parts):
+                if self.separator is None or number or not found or breaks:
                     clean = not found or i not in found[-1].tokens
                     if clean:
                         began = spans.starts[i]
@@ -199,15 +202,6 @@ class Spelling:
             raise SbkitError(f"the model's output for frame {wrong[0]} of a piece of a stream is not a number",
                              hint="are the samples numbers? otherwise the model's weights may be damaged")
         refuse_scores(best)
-
-
-def _parts(text: str, separator: str | None) -> Iterator[tuple[str, bool]]:
-    """Split a piece into parts of words, and whether each begins a word."""
-    if separator is None:
-        yield text.replace(WORD_START, ""), True
-        return
-    for number, part in enumerate(text.split(separator)):
-        yield part, number > 0
 
 
 def check_shapes(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> None:

@@ -93,11 +93,6 @@ class Comparison:
     max_changed_clips = 0
     """Number of clips whose words may differ from the checkpoint's, not counting ties."""
 
-    def with_reference(self, name: str) -> Comparison:
-        """Name the reference after the library whose code it is, instead of a checkpoint."""
-        self.results[0].format, self.compared_with = name, f"{name}'s own code"
-        return self
-
     def max_difference(self, expected: list[Output], found: list[Output]) -> float:
         """Return the largest difference from the expected outputs; infinity for other shapes or non-finite values."""
         worst = 0.0

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from speechbrain.core import Stage
-from speechbrain.utils.checkpoints import Checkpoint
 from torch import Tensor, nn
 
 from sbkit.data.columns import BatchColumns
@@ -20,10 +18,6 @@ from sbkit.nn import adapters
 from sbkit.runs import old_set, restore
 from sbkit.runs.keys import Bundles, TaskKeys
 from sbkit.train.averaging import EMA
-
-if TYPE_CHECKING:
-    from sbkit.train.brain import Brain
-
 
 logger = logging.getLogger(__name__)
 Task = Any  # the Brain of a run, whose class this package can't import
@@ -54,7 +48,14 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, 
     used = restore.take_weights(brain, checkpoint, mean_of)
     old_test = old_set.guard(recipe, brain, (checkpoint, mean_of), mean, accept_worse)
     averaged = any(isinstance(each, EMA) for each in brain.checkpointer.recoverables.values())
-    return of_brain(brain, Path(run), _facts(recipe.keys, brain, used, averaged, mean, old_test), bundles)
+    best = used[0]
+    meta = {key: value for key, value in best.meta.items() if key in ("epoch", brain.metric.name, "loss")}
+    facts = {
+        "experiment": recipe.keys.experiment or "", "checkpoint": Path(best.path).name,
+        "mean_of": len(used), "moving_average": averaged, **({"old_test": old_test} if old_test else {}),
+        **({"mean_with_start": mean} if mean is not None else {} if len(used) > 1 else {"valid": meta}),
+    }
+    return of_brain(brain, Path(run), facts, bundles)
 
 
 def of_brain(brain: Task, run: Path, facts: dict[str, Any], bundles: Bundles | None = None) -> Trained:
@@ -90,12 +91,3 @@ def _forward(brain: Task, signal: Tensor, samples: int) -> Any:  # depends on th
                          f"{summary(error)}", hint="give it what it needs in your task's method clip_batch") from error
 
 
-def _facts(keys: TaskKeys, brain: Brain, used: Sequence[Checkpoint], averaged: bool, mean: float | None,
-           old_test: str = "") -> dict[str, Any]:
-    best = used[0]
-    meta = {key: value for key, value in best.meta.items() if key in ("epoch", brain.metric.name, "loss")}
-    return {
-        "experiment": keys.experiment or "", "checkpoint": Path(best.path).name,
-        "mean_of": len(used), "moving_average": averaged, **({"old_test": old_test} if old_test else {}),
-        **({"mean_with_start": mean} if mean is not None else {} if len(used) > 1 else {"valid": meta}),
-    }

@@ -18,7 +18,7 @@ import numpy as np
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.export import layout
-from sbkit.infer.device import DeviceChoice, DeviceUnavailable, Placement, device_for_int8, open_on
+from sbkit.infer.device import DeviceChoice, DeviceUnavailable, Placement, open_on
 from sbkit.infer.onnx_session import Interface, open_session
 from sbkit.system.cores import limit_torch_threads, thread_limit
 
@@ -53,7 +53,16 @@ class Onnx:
     def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, interface: Interface,
                  spin: bool = True):
         threads = threads or thread_limit()
-        choice, int8_note = device_for_int8(wanted) if model == layout.INT8 else (wanted, "")
+        choice, int8_note = wanted, ""
+        if model == layout.INT8:
+            # ONNX Runtime has no CUDA kernels for 8-bit products: DynamicQuantizeLinear has none at all, and
+            # MatMulInteger none for the unsigned bytes that it outputs. So with CUDA each product would be computed on
+            # the CPU, with copies to and from it.
+            if wanted.kind == "cuda":
+                raise SbkitError(f"{wanted.text} was requested, but ONNX Runtime computes 8-bit products only on the "
+                                 "CPU", hint="use --model onnx on a GPU, or --device cpu")
+            int8_note = "8-bit products run only on the CPU" if wanted.kind == "auto" else ""
+            choice = DeviceChoice(wanted.text, "cpu")
         (self._session, running), reason = open_on(
             choice, lambda gpu: open_session(path, gpu, threads, interface, spin))
         self.running = replace(running, requested=wanted.text, model=model,

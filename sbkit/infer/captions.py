@@ -96,7 +96,23 @@ class TerminalCaptions(Captions):
 
     def show(self, line: TranscriptLine) -> None:
         words, settled = [word.text for word in line.words[self._kept :]], len(line.settled) - self._kept
-        rows = _rows(words, self._space, max(2, shutil.get_terminal_size().columns - 1))
+        width = max(2, shutil.get_terminal_size().columns - 1)
+        rows: list[list[_CaptionPart]] = [[]]
+        used = 0  # cells of the last row
+        for number, word in enumerate(words):
+            parts = [""]  # of at most ``width`` cells
+            for character in word:
+                shown = "\ufffd" if unicodedata.category(character) == "Cc" else character
+                if parts[-1] and _cells(parts[-1] + shown) > width:
+                    parts.append("")
+                parts[-1] += shown
+            for place, part in enumerate(parts):
+                gap = len(self._space) if rows[-1] and not place else 0
+                if rows[-1] and used + gap + _cells(part) > width:
+                    rows.append([])
+                    used = gap = 0
+                rows[-1].append(_CaptionPart(part, number, not place))
+                used += gap + _cells(part)
         texts = [] if line.words else [self._silence]
         for row in rows if line.words else []:
             text, dim = "", False
@@ -138,27 +154,6 @@ class _CaptionPart(NamedTuple):
     text: str
     word: int
     begins: bool
-
-
-def _rows(words: Sequence[str], space: str, width: int) -> list[list[_CaptionPart]]:
-    """Break words into rows of ``width`` cells."""
-    rows: list[list[_CaptionPart]] = [[]]
-    used = 0
-    for number, word in enumerate(words):
-        parts = [""]  # of at most ``width`` cells
-        for character in word:
-            shown = "\ufffd" if unicodedata.category(character) == "Cc" else character
-            if parts[-1] and _cells(parts[-1] + shown) > width:
-                parts.append("")
-            parts[-1] += shown
-        for place, part in enumerate(parts):
-            gap = len(space) if rows[-1] and not place else 0
-            if rows[-1] and used + gap + _cells(part) > width:
-                rows.append([])
-                used = gap = 0
-            rows[-1].append(_CaptionPart(part, number, not place))
-            used += gap + _cells(part)
-    return rows
 
 
 def _cells(text: str) -> int:

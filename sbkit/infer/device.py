@@ -27,10 +27,6 @@ class DeviceChoice:
             raise SbkitError(f"unknown device {device!r}", hint="use auto, cpu, cuda or cuda:N")
         return cls(device, match[1], int(match[2] or 0))
 
-    @property
-    def explicit_gpu(self) -> bool:
-        return self.kind == "cuda"
-
 
 @dataclass
 class Placement:
@@ -73,25 +69,12 @@ def open_on(choice: DeviceChoice, attempt: Callable[[int | None], T]) -> tuple[T
     if choice.kind == "cpu":
         return attempt(None), ""
     try:
-        return attempt(choice.index), "" if choice.explicit_gpu else "a test inference on CUDA succeeded"
+        return attempt(choice.index), "" if choice.kind == "cuda" else "a test inference on CUDA succeeded"
     except DeviceUnavailable as error:
-        if choice.explicit_gpu:
+        if choice.kind == "cuda":
             raise SbkitError(f"{choice.text} was requested, but {error.message}", hint=error.hint) from error
         reason = error.message
     return attempt(None), reason
-
-
-def device_for_int8(wanted: DeviceChoice) -> tuple[DeviceChoice, str]:
-    """The device for a model with 8-bit products, and a note: ONNX Runtime has no CUDA kernels for them.
-
-    ``DynamicQuantizeLinear`` has none at all, and ``MatMulInteger`` none for the unsigned bytes that it outputs: with
-    CUDA each product would be computed on the CPU, with copies to and from it.
-    """
-    if wanted.explicit_gpu:
-        raise SbkitError(f"{wanted.text} was requested, but ONNX Runtime computes 8-bit products only on the CPU",
-                         hint="use --model onnx on a GPU, or --device cpu")
-    note = "8-bit products run only on the CPU" if wanted.kind == "auto" else ""
-    return DeviceChoice(wanted.text, "cpu"), note
 
 
 class OutOfMemory(SbkitError):

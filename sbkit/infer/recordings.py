@@ -76,42 +76,36 @@ class Recording:
 
     def blocks(self, rate: int) -> Iterator[np.ndarray]:
         """Yield mono float32 blocks at ``rate``; raises ``AudioError`` if it can't be read."""
-        if not isinstance(self.audio, np.ndarray):
-            yield from _decoded(self, self.audio, rate)
+        if isinstance(self.audio, np.ndarray):
+            signal = self.audio
+            if signal.ndim != 1 or not len(signal) or not np.issubdtype(signal.dtype, np.floating):
+                raise AudioError(self.name, f"samples must be floats [S], not {signal.dtype} {list(signal.shape)}")
+            signal = np.ascontiguousarray(signal, dtype=np.float32)
+            audio.check_values(self.name, signal)
+            yield signal
             return
-        signal = self.audio
-        if signal.ndim != 1 or not len(signal) or not np.issubdtype(signal.dtype, np.floating):
-            raise AudioError(self.name, f"samples must be floats [S], not {signal.dtype} {list(signal.shape)}")
-        signal = np.ascontiguousarray(signal, dtype=np.float32)
-        audio.check_values(self.name, signal)
-        yield signal
+        with audio.open_recording(self.audio, self.name, self.remote) as opened:
+            own = opened.file.samplerate
+            expected, available = opened.frames()
+            first = round(self.start * own)
+            if self.duration is not None:
+                expected = first + round(self.duration * own)
+                available = min(available, opened.file.frames, expected)
+            self.warning = audio.length_mismatch(expected - first, available - first, opened.file)
+            resampler = soxr.ResampleStream(own, rate, 1, dtype="float32", quality="MQ") if own != rate else None
+            read = 0
+            for signal in opened.blocks(self.start, self.duration, whole=False, block_seconds=BLOCK_SECONDS):
+                read += len(signal)
+                audio.check_values(self.name, signal)
+                if resampler is not None:
+                    signal = resampler.resample_chunk(signal)
+                if len(signal):
+                    yield np.ascontiguousarray(signal)
+            if resampler is not None and len(rest := resampler.resample_chunk(np.zeros(0, np.float32), last=True)):
+                yield rest
+            if read < min(expected, available) - first:  # an MP3 has less than its header says, or its end is damaged
+                self.warning = audio.length_mismatch(expected - first, read, opened.file)
 
 
 #: What can be transcribed.
 Source = str | os.PathLike[str] | bytes | BinaryIO | np.ndarray | Recording
-
-
-def _decoded(recording: Recording, source: str | os.PathLike[str] | bytes | BinaryIO,
-             rate: int) -> Iterator[np.ndarray]:
-    start, duration = recording.start, recording.duration
-    with audio.open_recording(source, recording.name, recording.remote) as opened:
-        own = opened.file.samplerate
-        expected, available = opened.frames()
-        first = round(start * own)
-        if duration is not None:
-            expected = first + round(duration * own)
-            available = min(available, opened.file.frames, expected)
-        recording.warning = audio.length_mismatch(expected - first, available - first, opened.file)
-        resampler = soxr.ResampleStream(own, rate, 1, dtype="float32", quality="MQ") if own != rate else None
-        read = 0
-        for signal in opened.blocks(start, duration, whole=False, block_seconds=BLOCK_SECONDS):
-            read += len(signal)
-            audio.check_values(recording.name, signal)
-            if resampler is not None:
-                signal = resampler.resample_chunk(signal)
-            if len(signal):
-                yield np.ascontiguousarray(signal)
-        if resampler is not None and len(rest := resampler.resample_chunk(np.zeros(0, np.float32), last=True)):
-            yield rest
-        if read < min(expected, available) - first:  # an MP3 has less than its header says, or its end is damaged
-            recording.warning = audio.length_mismatch(expected - first, read, opened.file)

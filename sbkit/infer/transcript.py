@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sbkit.decode.spans import PAUSE_SECONDS, Word
-from sbkit.errors import SbkitError
 
 #: A segment ends at a pause, or before it exceeds these: the characters are two lines of subtitles.
 SEGMENT_SECONDS, SEGMENT_CHARACTERS = 7.0, 84
@@ -114,11 +113,3 @@ def clock(seconds: float, point: str) -> str:
     """``HH:MM:SS.mmm``."""
     whole, milliseconds = divmod(round(seconds * 1000), 1000)
     return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}{point}{milliseconds:03d}"
-
-
-def check_formats(names: Sequence[str]) -> list[str]:
-    """Check the names of requested formats, and drop duplicates."""
-    unknown = [name for name in names if name not in FORMATS]
-    if unknown or not names:
-        raise SbkitError(f"unknown format: {', '.join(unknown) or 'none was given'}", hint=f"use {', '.join(FORMATS)}")
-    return list(dict.fromkeys(names))

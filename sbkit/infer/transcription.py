@@ -22,7 +22,7 @@ from sbkit.infer.files import SHOWN, SOME_FAILED, print_first, run_files, summar
 from sbkit.infer.inputs import FilesRequest, check_output_paths, collect, lengths, output_path
 from sbkit.infer.pipeline import Options, Pipeline
 from sbkit.infer.recordings import Recording
-from sbkit.infer.transcript import FORMATS, Transcript, check_formats
+from sbkit.infer.transcript import FORMATS, Transcript
 from sbkit.system.console import atomic_write, counted
 
 #: File in a folder of transcripts with the model and options that they were made with.
@@ -52,7 +52,10 @@ class TranscribeRequest(SearchRequest, FilesRequest):
 
 
 def transcribe(request: TranscribeRequest) -> int:
-    formats = check_formats(request.formats)
+    unknown = [name for name in request.formats if name not in FORMATS]
+    if unknown or not request.formats:
+        raise SbkitError(f"unknown format: {', '.join(unknown) or 'none was given'}", hint=f"use {', '.join(FORMATS)}")
+    formats = list(dict.fromkeys(request.formats))
     recordings = collect(request.files, request.references, request.schemes)
     if request.output is None and len(recordings) > 1 and set(formats) & {"srt", "vtt"}:
         raise SbkitError("subtitles of several recordings can't be printed", hint="add --to FOLDER")
@@ -88,9 +91,22 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
         for index, transcript in transcripts:
             found[index] = transcript
             if request.output is not None:
-                _write(request.output, recordings[index], transcript, formats)
+                for name in formats:
+                    path = output_path(request.output, recordings[index], name)
+                    try:
+                        with atomic_write(path) as file:
+                            file.write(FORMATS[name](transcript))
+                    except OSError as error:
+                        raise SbkitError(f"cannot write {path}: {error.strerror}",
+                                         hint="the same command continues from here") from error
             else:
-                sys.stdout.write(_text(transcript, formats[0], alone=len(recordings) == 1))
+                if len(recordings) > 1 and formats == ["json"]:  # a line each
+                    written = json.dumps(transcript.facts(), ensure_ascii=False) + "\n"
+                elif len(recordings) > 1 and formats == ["txt"]:
+                    written = f"{printable(transcript.id)}\t{transcript.text}\n"
+                else:
+                    written = FORMATS[formats[0]](transcript)
+                sys.stdout.write(written)
                 sys.stdout.flush()
     seconds = time.perf_counter() - start
     # In the recordings' order, because it decides the error rate's bootstrap interval.
@@ -98,23 +114,20 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
     warnings = [f"{each.name}: {result.warning}" for each, result in transcribed if result.warning is not None]
     print_first("warning", warnings)
     summarise(len(recordings), len(errors), sum(seconds_of), seconds, request.output)
-    if any(recording.reference for recording, _ in transcribed):
-        _score(transcribed, TextRules.for_language(engine.config.language))
-    return SOME_FAILED if errors else 0
-
-
-def _score(transcribed: list[tuple[Recording, Transcript]], rules: TextRules) -> None:
-    """Print error rates of the texts as they are, and normalised by these rules if that makes a difference."""
     rows = [(each.id, each.reference, transcript.text) for each, transcript in transcribed if each.reference]
-    unscored = [each.id for each, _ in transcribed if not each.reference]
-    if unscored:
-        print(f"not scored: {counted(len(unscored), 'recording')} without a reference: "
-              f"{printable(', '.join(unscored[:5]))}{', ...' if len(unscored) > 5 else ''}", file=sys.stderr)
-    rates = _rates(rows)
-    print(f"{rates}, {len(rows)} with a reference", file=sys.stderr)
-    rows = [(name, words, rules(text)) for name, reference, text in rows if (words := rules(reference))]
-    if rows and (normalised := _rates(rows)) != rates:
-        print(f"without case and punctuation: {normalised}", file=sys.stderr)
+    if rows:
+        unscored = [each.id for each, _ in transcribed if not each.reference]
+        if unscored:
+            print(f"not scored: {counted(len(unscored), 'recording')} without a reference: "
+                  f"{printable(', '.join(unscored[:5]))}{', ...' if len(unscored) > 5 else ''}", file=sys.stderr)
+        rates = _rates(rows)
+        print(f"{rates}, {len(rows)} with a reference", file=sys.stderr)
+        # Normalised by the language's rules, if that makes a difference.
+        rules = TextRules.for_language(engine.config.language)
+        rows = [(name, words, rules(text)) for name, reference, text in rows if (words := rules(reference))]
+        if rows and (normalised := _rates(rows)) != rates:
+            print(f"without case and punctuation: {normalised}", file=sys.stderr)
+    return SOME_FAILED if errors else 0
 
 
 def _rates(rows: Sequence[tuple[str, str, str]]) -> str:
@@ -128,29 +141,7 @@ def _rates(rows: Sequence[tuple[str, str, str]]) -> str:
     return f"WER {words.rate:.2f} % (95 % interval {low:.2f} to {high:.2f}), CER {characters.rate:.2f} %"
 
 
-# ---------------------------------------------------------------------- printing
-
-
-def _text(transcript: Transcript, format: str, alone: bool) -> str:
-    if format == "json" and not alone:  # a line each
-        return json.dumps(transcript.facts(), ensure_ascii=False) + "\n"
-    if format == "txt" and not alone:
-        return f"{printable(transcript.id)}\t{transcript.text}\n"
-    return FORMATS[format](transcript)
-
-
 # ---------------------------------------------------------------------- writing
-
-
-def _write(output: Path, recording: Recording, transcript: Transcript, formats: list[str]) -> None:
-    for name in formats:
-        path = output_path(output, recording, name)
-        try:
-            with atomic_write(path) as file:
-                file.write(FORMATS[name](transcript))
-        except OSError as error:
-            raise SbkitError(f"cannot write {path}: {error.strerror}",
-                             hint="the same command continues from here") from error
 
 
 def record_settings(output: Path, bundle: Path, options: Mapping[str, Any], redo: bool | None = None) -> None:

@@ -51,7 +51,8 @@ class Chunks:
         left = argument("chunks", left=left, left_context=left_context)
         ahead = argument("chunks", ahead=ahead, lookahead=lookahead)
         for name, values in (("sizes", sizes), ("left_context", left)):
-            if not isinstance(values, (list, tuple)) or not values or not all(map(_counts, values)):
+            if not isinstance(values, (list, tuple)) or not values or any(
+                    isinstance(value, bool) or not isinstance(value, int) or value <= 0 for value in values):
                 raise ValueError(f"{name} is {values!r}, not a list of whole numbers above 0")
         if isinstance(whole, bool) or not isinstance(whole, (int, float)) or not 0 <= whole < 1:
             raise ValueError(f"whole is {whole!r}, not a share of steps from 0 to below 1")
@@ -99,10 +100,6 @@ class Chunks:
     def validation(self) -> ChunkConfig | None:
         """Return the context of validation, None for whole utterances."""
         return None if self.validate is None else self.config(self.validate)
-
-
-def _counts(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _listed(values: Sequence[int]) -> str:

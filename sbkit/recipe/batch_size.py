@@ -58,9 +58,12 @@ def model_of(modules: Mapping[str, nn.Module]) -> list[Any]:
 def result_file(model: list[Any], keys: TaskKeys, precision: str, device: torch.device) -> Path:
     """The file that has the results for a model on a device, with a precision and the keys that affect memory."""
     cuda = device.type == "cuda" and torch.cuda.is_available()
+    # A step's memory may depend on the task's own numbers and texts.
+    own = [name for name, known in keys.declared().items() if known.plain and known.by not in ("TrainKeys", "TaskKeys")]
     facts = [
         model, torch.cuda.get_device_name(device) if cuda else device.type, precision, torch.__version__,
-        str(keys.activation_checkpointing), keys.numbers_of_the_task(), str(unwrapped(keys.opt_class)[0]),
+        str(keys.activation_checkpointing), {name: vars(keys).get(name) for name in ("sample_rate", *own)},
+        str(unwrapped(keys.opt_class)[0]),
         keys.average is not None, *([permanently_frozen(keys.freeze)] if keys.freeze else []),
     ]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

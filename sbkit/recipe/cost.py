@@ -107,8 +107,15 @@ class MemoryCounter(FlopCounter):
                            kwargs: Mapping[str, Any] | None = None) -> object:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._add(tensor.untyped_storage())
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self.alive and key not in self.known:
+                size = -(-storage.nbytes() // BLOCK) * BLOCK
+                self.alive[key] = weakref.finalize(storage, self._free, key, size)
+                self.now += size
+                self.peak = max(self.peak, self.now)
         temporary: list[torch.Tensor] = []  # tensors of these sizes
         if func._overloadpacket in _COPYING:
             # Convolutions and norms take these two layouts without a copy.
@@ -119,15 +126,6 @@ class MemoryCounter(FlopCounter):
             temporary = [args[1]]  # the product of gradient and output
         self.peak = max(self.peak, self.now + sum(each.numel() * each.element_size() for each in temporary))
         return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self.alive or key in self.known:
-            return
-        size = -(-storage.nbytes() // BLOCK) * BLOCK
-        self.alive[key] = weakref.finalize(storage, self._free, key, size)
-        self.now += size
-        self.peak = max(self.peak, self.now)
 
     def _free(self, key: int, size: int) -> None:
         del self.alive[key]

@@ -103,21 +103,18 @@ class FlopCounter(TorchDispatchMode):
                           for layer in self._running)
                 self.by_layer[None if own else self._running[-1]] += operations
         if not func.is_view and not func.name().startswith(_NO_KERNEL):
-            self.kernels.append((operations, sum(map(_bytes, tree_leaves((args, kwargs, out))))))
+            touched = 0
+            for value in tree_leaves((args, kwargs, out)):
+                if isinstance(value, Tensor):  # an expanded dimension has its bytes once
+                    touched += value.element_size() * math.prod(
+                        size for size, stride in zip(value.shape, value.stride(), strict=True) if stride or not size)
+            self.kernels.append((operations, touched))
         return out
 
 
 def least_seconds(kernels: Sequence[tuple[int, int]], limits: Speed) -> float:
     """The least time of kernels on a device: none is faster than its operations and its bytes allow."""
     return sum(max(operations / limits.operations, size / limits.bytes) for operations, size in kernels)
-
-
-def _bytes(value: object) -> int:
-    """The bytes of a tensor that a kernel touches: an expanded dimension has them once."""
-    if not isinstance(value, Tensor):
-        return 0
-    return value.element_size() * math.prod(
-        size for size, stride in zip(value.shape, value.stride(), strict=True) if stride or not size)
 
 
 def typical_seconds(durations: np.ndarray) -> float:

@@ -364,17 +364,13 @@ def _report(error: Exception, found: Trace, findings: Findings) -> None:
                 suggestion = f"make the layer before it output {wanted}"
             findings.error("shape-mismatch", place, key, message, suggestion)
             return
+    hint = "compare its arguments with the input's shape"
+    if not isinstance(error, RuntimeError):  # one of the layer's texts may be misspelt
+        texts = node.value.items() if node is not None and isinstance(node.value, dict) else ()
+        shown = [f"{name} {value!r}" for name, child in texts if isinstance(value := static(child), str)]
+        hint = f"it gets {listed(shown)}" if shown else "check its arguments"
     findings.error("forward", place, key,
-                   f"the {found.stage} fails{inside}{own_line(error)}: {type(error).__name__}: {text[:300]}",
-                   "compare its arguments with the input's shape" if isinstance(error, RuntimeError) else
-                   _texts(node))
-
-
-def _texts(node: Node | None) -> str:
-    """A hint with the texts among the arguments of a layer, one of which may be misspelt."""
-    given = node.value.items() if node is not None and isinstance(node.value, dict) else ()
-    shown = [f"{key} {value!r}" for key, child in given if isinstance(value := static(child), str)]
-    return f"it gets {listed(shown)}" if shown else "check its arguments"
+                   f"the {found.stage} fails{inside}{own_line(error)}: {type(error).__name__}: {text[:300]}", hint)
 
 
 # ---------------------------------------------------------------------------------------------- the table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from sbkit.errors import SbkitError
 from sbkit.rehearsal import nullcard
 from sbkit.rehearsal.cards import Card
 from sbkit.system.console import LINE_SECONDS, time_span
-from sbkit.system.processes import child, end_with_parent, ended_by, free_port, session_seconds, torchrun_environment
+from sbkit.system.processes import child, ended_by, free_port, session_seconds, torchrun_environment
 
 #: The most ranks that are started; two represent any larger number.
 RANKS = 2
@@ -266,7 +267,8 @@ def _ended_launch(line: Line) -> bool:
 
 def _start_rank(run_rank: Callable[..., None], variables: dict[str, str], launch: str, rank: int, job: Line) -> None:
     os.setsid()
-    end_with_parent(signal.SIGKILL)
+    if sys.platform == "linux":  # it is killed when its parent ends, however that happens
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     os.environ.update(variables)
     run_rank(launch, rank, job)
 

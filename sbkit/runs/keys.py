@@ -79,12 +79,6 @@ class TaskKeys(TrainKeys):
         """Return what is trained on: the rows of the corpus, and those that the recipe makes."""
         return train
 
-    def numbers_of_the_task(self) -> dict[str, Any]:
-        """Values that a step's memory may depend on: the sample rate, and the task's numbers and texts."""
-        own = [name for name, known in self.declared().items()
-               if known.plain and known.by not in ("TrainKeys", "TaskKeys")]
-        return {name: vars(self).get(name) for name in ("sample_rate", *own)}
-
     @property
     def folder(self) -> Path:
         """The output folder; raises if the recipe has none."""

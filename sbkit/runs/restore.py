@@ -101,7 +101,7 @@ def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: 
     checkpointer = brain.checkpointer
     checkpointer.recoverables = {name: obj for name, obj in checkpointer.recoverables.items()
                                  if isinstance(obj, _WEIGHTS)}
-    brain.stop_averaging()  # its averages become the modules' own weights
+    brain.trainer.ema = None  # its averages become the modules' own weights
     brain.modules.eval()
     return brain
 

@@ -23,11 +23,6 @@ if TYPE_CHECKING:  # of packages that a server alone needs
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
-def loopback(address: str) -> bool:
-    """Whether an address can only be reached from this machine."""
-    return ipaddress.ip_address(address).is_loopback
-
-
 class Hosts:
     """The allowed values of a request's ``Host`` header.
 
@@ -43,7 +38,7 @@ class Hosts:
 
     def __init__(self, address: str, allowed: Iterable[str] = (), listened_on: str = "", keyed: bool = False):
         own = [*_LOOPBACK_NAMES, *(f"[{each}]" if ":" in each else each for each in (address, listened_on) if each)]
-        open_ = not (loopback(address) or list(allowed))
+        open_ = not (ipaddress.ip_address(address).is_loopback or list(allowed))
         if open_:
             own += [socket.gethostname(), f"{socket.gethostname()}.local"]
         self._names = frozenset(map(_name, [*own, *allowed]))

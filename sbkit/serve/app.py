@@ -24,6 +24,7 @@ from starlette.websockets import WebSocket
 
 import sbkit
 from sbkit.infer.graph_model import MAX_SECONDS
+from sbkit.infer.sound_file import KINDS
 from sbkit.infer.transcript import Transcript
 from sbkit.serve import clients, form, metrics, replies
 from sbkit.serve.access import REQUEST_ID, AccessControl, ApiKeys, Hosts
@@ -173,7 +174,7 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
             parts = synthesise(context, parsed, state.metrics)
             first = await anext(parts)  # from here on nothing is wrong with the request
             body = stream_body(first, parts, parsed.sse, request.scope[REQUEST_ID], state.metrics)
-            return Streamed(replies.STREAM if parsed.sse else parsed.media_type, body, stack.pop_all())
+            return Streamed(replies.STREAM if parsed.sse else KINDS[parsed.kind].media_type, body, stack.pop_all())
 
     async def live(websocket: WebSocket) -> None:
         await state.live_sessions.session(websocket, state.loaded())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import os
 import signal
@@ -19,7 +20,7 @@ from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.serve import access
-from sbkit.serve.access import ApiKeys, Hosts, loopback
+from sbkit.serve.access import ApiKeys, Hosts
 from sbkit.serve.limits import MEGABYTE, Limits
 from sbkit.serve.served import BundleOptions
 
@@ -68,7 +69,7 @@ def serve(request: ServeRequest) -> int:
     bundles = parse_bundles(request.bundles)
     keys = read_keys(request.api_key_file)
     with bind(request.host, request.port) as listening:
-        if not keys and not loopback(listening.getsockname()[0]):
+        if not keys and not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
             print(f"anybody who reaches {request.host} can use this server, by its address or name (by others with "
                   f"--allow-host); set {KEY_VARIABLE} or --api-key-file", file=sys.stderr)
         return _Server(request, bundles, keys, listening).run()

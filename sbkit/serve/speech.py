@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from sbkit.errors import shown
 from sbkit.infer.sentences import Phrase, PhraseReader
-from sbkit.infer.sound_file import KINDS, SoundStream, kinds
+from sbkit.infer.sound_file import SoundStream, kinds
 from sbkit.infer.symbols import UnknownCharacters, UnspeakableText
 from sbkit.infer.voice import Speech, check_speed, pauses, speaker_of, spoken
 from sbkit.infer.voice_engine import SpeechInput, SpeechOutput
@@ -49,10 +49,6 @@ class SpeechForm:
     kind: str
     speed: float
     sse: bool
-
-    @property
-    def media_type(self) -> str:
-        return KINDS[self.kind].media_type
 
 
 def limit_size(size: int) -> None:

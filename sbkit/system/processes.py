@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import platform
 import random
@@ -19,16 +18,10 @@ from typing import IO, NoReturn
 from sbkit.errors import SbkitError
 
 _PORTS = range(20_000, 30_000)
-#: Does as ``end_with_parent``, then becomes the command. It is a program, because between fork and exec of a process
-#: with threads Python can't be run safely.
+#: Has Linux send it a signal when its parent ends, however that happens, then becomes the command. It is a program,
+#: because between fork and exec of a process with threads Python can't be run safely.
 _END_WITH_PARENT = ("import ctypes, os, sys; ctypes.CDLL(None).prctl(1, int(sys.argv[2])); "
                     "os.getppid() == int(sys.argv[1]) or sys.exit(143); os.execv(sys.argv[3], sys.argv[3:])")
-
-
-def end_with_parent(number: int) -> None:
-    """Have Linux send this process a signal when its parent ends, however that happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 @contextlib.contextmanager

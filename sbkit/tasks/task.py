@@ -106,7 +106,7 @@ class Task(Brain):
         self.mixture_parts = MixtureParts(vars(self.keys).get("corpus"), self.checkpointer)
         for clash in self.keys.clashes():
             raise SbkitError(clash.message, hint=clash.hint)
-        if self.averages_weights and self.keys.average_checkpoints > 1:
+        if self.trainer.ema is not None and self.keys.average_checkpoints > 1:
             raise SbkitError("ema and average_checkpoints both average weights",
                              hint="use one of them: ema_decay: 0, or average_checkpoints: 1")
 

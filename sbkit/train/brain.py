@@ -233,7 +233,7 @@ class Brain(sb.core.Brain):
                 saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
                 optimizer = unwrapped(self.opt_class)[0]
                 unshardable = {
-                    "a recipe's own fit_batch": "fit_batch" in self._overridden, "ema": self.averages_weights,
+                    "a recipe's own fit_batch": "fit_batch" in self._overridden, "ema": trainer.ema is not None,
                     "freeze with a number of steps": bool(trainer.freezing.unfreeze_steps),
                     "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
                     f"the optimizer {getattr(optimizer, '__name__', optimizer)} (AdamW can)":
@@ -249,15 +249,6 @@ class Brain(sb.core.Brain):
                 trainer.use(exchange=GradientExchange(self.modules.named_parameters(), mean=own,
                                                       agree_each_time=own or self.find_unused_parameters))
         self._rng.part()  # only now: all ranks have rank 0's weights
-
-    @property
-    def averages_weights(self) -> bool:
-        """Whether a moving average of the weights is validated, tested and exported."""
-        return self.trainer.ema is not None
-
-    def stop_averaging(self) -> None:
-        """Validate, test and export the modules' own weights from now on."""
-        self.trainer.ema = None
 
     def init_optimizers(self) -> None:
         """Create the optimizers as SpeechBrain does, in torch's fused implementation if there is one."""

@@ -309,9 +309,13 @@ class StepGraphs:
                     torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
                 torch.zeros((), device=self.device)
             raise
-        self.nodes[kind] = nodes = _count_nodes(graph)
-        if nodes > MAX_NODES:
-            raise _NotRepeatable(f"the {kind} has {nodes:,} nodes, and {MAX_NODES:,} are allowed")
+        nodes = ctypes.c_size_t()  # the kernels and copies in the graph; 0 if this driver doesn't tell
+        with contextlib.suppress(OSError, AttributeError):
+            driver = ctypes.CDLL("nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1")
+            driver.cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(nodes))
+        self.nodes[kind] = nodes.value
+        if nodes.value > MAX_NODES:
+            raise _NotRepeatable(f"the {kind} has {nodes.value:,} nodes, and {MAX_NODES:,} are allowed")
         graph.instantiate()
         return graph, result
 
@@ -370,12 +374,3 @@ def _refusing_waits() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
-    """Return the number of kernels and copies in a graph; 0 if this driver doesn't tell."""
-    count = ctypes.c_size_t()
-    with contextlib.suppress(OSError, AttributeError):
-        driver = ctypes.CDLL("nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1")
-        driver.cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
-    return count.value

@@ -10,7 +10,6 @@ import torch
 from speechbrain.utils.run_opts import RunOptions
 from torch.amp.grad_scaler import GradScaler
 
-from sbkit.train.distributed import ranks
 from sbkit.train.options import pick
 
 
@@ -32,11 +31,6 @@ class Scaler(GradScaler):
             self.sum_scale = torch.ones_like(scale)
         # In place: a captured step knows it by its address.
         torch.where((count > 0) & torch.isfinite(count), scale, self.sum_scale, out=self.sum_scale)
-
-    def scale_of_sums(self, count: torch.Tensor) -> None:
-        """Set ``sum_scale`` in the first step, whose ``count`` ranks exchange for it; later ones have it."""
-        if self.sum_scale is None:
-            self.follow_count(ranks.sum_across(count) / ranks.world_size())
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state and ``sum_scale``."""

@@ -283,8 +283,9 @@ class Trainer:
             value.detach().reshape(()).to(device=self.device, dtype=torch.float32) if isinstance(value, torch.Tensor)
             else torch.full((), float(value), dtype=torch.float32, device=self.device)  # tensor() copies from the host
             for pair in ((loss.total, loss.count), *(extras[name] for name in names)) for value in pair])
-        if self._scaler is not None:  # its factor is of the step before; the first step exchanges its counts
-            self._scaler.scale_of_sums(row[1])
+        # The scale of sums is of the step before; the first step has none, so ranks exchange its counts.
+        if self._scaler is not None and self._scaler.sum_scale is None:
+            self._scaler.follow_count(ranks.sum_across(row[1]) / ranks.world_size())
         return row, names
 
     def _micro_step(self, batch: MicroBatch) -> MicroStep:

@@ -178,19 +178,20 @@ def test_a_damaged_download_is_named_and_an_interrupted_unpacking_goes_on(downlo
     assert [p.name for p in (tmp_path / "m" / "audio").glob("cv*")] == ["cv 21 fr.partial"]
     download.write_bytes(whole)
 
-    written, write = [], archive_module._write
+    written, copy = [], shutil.copyfileobj
 
-    def stop_after_three(source, target, size):
+    def stop_after_three(source, file, size):
         if len(written) == 3:
             raise KeyboardInterrupt
-        written.append(target)
-        write(source, target, size)
+        hidden = Path(file.name)
+        written.append(hidden.with_name(hidden.name.removeprefix(".").removesuffix(".part")))
+        copy(source, file, size)
 
-    monkeypatch.setattr(archive_module, "_write", stop_after_three)
+    monkeypatch.setattr(shutil, "copyfileobj", stop_after_three)
     with pytest.raises(KeyboardInterrupt):
         prepared(download, tmp_path / "m")
     times = {path: path.stat().st_mtime_ns for path in written}
-    monkeypatch.setattr(archive_module, "_write", write)
+    monkeypatch.setattr(shutil, "copyfileobj", copy)
     prepared(download, tmp_path / "m")
     final = tmp_path / "m" / "audio" / "cv 21 fr"
     partial = tmp_path / "m" / "audio" / "cv 21 fr.partial"

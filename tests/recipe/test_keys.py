@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -356,7 +357,11 @@ def described(made):
     brain = made.brain()
     best = SimpleNamespace(meta={}, path="CKPT")
     brain.checkpointer = SimpleNamespace(recoverables={})
-    return source._facts(made.recipe.keys, brain, [best], False, None)["experiment"]
+    with mock.patch.multiple(source.restore, read_run=lambda run: made.recipe, warn_unfinished=lambda recipe: None,
+                             build=lambda *_: brain, take_weights=lambda *_: [best]), \
+            mock.patch.object(source.old_set, "guard", lambda *_: ""), \
+            mock.patch.object(source, "of_brain", lambda brain, run, facts, bundles: facts):
+        return source.open_run("run")["experiment"]
 
 
 def counted(made):
@@ -434,7 +439,7 @@ CASES = {
     "accelerate": (False, True, layers),
     "tf32": (False, True, lambda made: made.brain() and torch.get_float32_matmul_precision()),
     "graphs": (None, False, captures),
-    "ema": (None, AVERAGED["ema"], lambda made: made.brain().averages_weights),
+    "ema": (None, AVERAGED["ema"], lambda made: made.brain().trainer.ema is not None),
     "fsdp": (None, True, wrapped, AVERAGED),
     "activation_checkpointing": (None, "ConformerEncoderLayer", layers),
     "freeze": (None, {"CNN": True}, weights),

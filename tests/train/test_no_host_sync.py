@@ -145,7 +145,7 @@ def test_a_step_starts_no_more_kernels_than_it_did(tmp_path, monkeypatch, precis
 _OPAQUE = (str, bytes, torch.Tensor, type, ModuleType, FunctionType, BuiltinFunctionType)
 #: What a step consists of: forward, loss, loss scale and update.
 PARTS = [(Trainer, "compute"), (trainer, "update"), (EMA, "update"),
-         *((Scaler, name) for name in ("scale", "factor", "adjust", "scale_of_sums", "follow_count"))]
+         *((Scaler, name) for name in ("scale", "factor", "adjust", "follow_count"))]
 FLAGSHIP = {"consistency": 0.2, "consistency_warmup": 0.9, "ema_decay": 0.9, "learning_rates": {"ctc_lin": 10},
             "spec_augment": {"time_warp": 9, "ramp": [0, 1]}, "opt_class": {"orthogonalize_every": 1}}
 

@@ -133,7 +133,13 @@ def _unpack(archive: Path, folder: Path, show_progress: bool) -> None:
                         path.suffix == ".tsv" or path.parent.name == "clips"):
                     content = tar.extractfile(member)
                     assert content is not None, "a file's"
-                    _write(content, folder / Path(*path.parts), member.size)
+                    target = folder / Path(*path.parts)
+                    if not target.is_file() or target.stat().st_size != member.size:
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        partial = target.with_name(f".{target.name}.part")
+                        with open(partial, "wb") as file:
+                            shutil.copyfileobj(content, file, _BLOCK)
+                        os.replace(partial, target)
                 bar.update(raw.tell() - bar.n)
                 tar.members = []  # type: ignore[attr-defined]  # otherwise tarfile keeps 1 GB for two million clips
         while stream.read(_BLOCK):  # up to the checksum
@@ -171,13 +177,3 @@ class _Member(tarfile.TarInfo):
         if member.type not in tarfile.REGULAR_TYPES and member.size > _MAX_HEADER_BYTES:
             raise tarfile.ReadError("its headers are too large")
         return member
-
-
-def _write(source: IO[bytes], target: Path, size: int) -> None:
-    if target.is_file() and target.stat().st_size == size:
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.part")
-    with open(partial, "wb") as file:
-        shutil.copyfileobj(source, file, _BLOCK)
-    os.replace(partial, target)

@@ -130,14 +130,55 @@ def local(source: str) -> Path | None:
 
 
 def find(source: str, name: str) -> Path:
-    """Return the path of a source's file; downloads those of a repository that are not in the cache."""
+    """Return the path of a source's file; asks the hub only for those of a repository that the cache lacks."""
     folder = local(source)
-    if folder is None:
-        return _fetched(source, name)
-    if not (folder / name).is_file():
-        raise _NoSuchFile(f"{folder} has no {name}",
-                          hint="name a folder that was written by save_pretrained of transformers")
-    return folder / name
+    if folder is not None:
+        if not (folder / name).is_file():
+            raise _NoSuchFile(f"{folder} has no {name}",
+                              hint="name a folder that was written by save_pretrained of transformers")
+        return folder / name
+    from huggingface_hub import (
+        constants,
+        errors,
+        get_hf_file_metadata,
+        hf_hub_download,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
+
+    repository, _, at = source.partition("@")
+    page, revision = f"{constants.ENDPOINT}/{repository}", at or None
+    try:
+        cached = try_to_load_from_cache(repository, name, revision=revision)
+        if isinstance(cached, str):
+            return Path(cached)
+        if cached is not None:  # the cache knows that there is no such file
+            raise errors.EntryNotFoundError(f"{source} has no {name}")
+        with contextlib.suppress(errors.HfHubHTTPError):  # fails fast: offline, a download retries for 30 s
+            get_hf_file_metadata(hf_hub_url(repository, name, revision=revision))
+        return Path(hf_hub_download(repository, name, revision=revision))
+    except Exception as error:  # any error of the network or the hub
+        lost = isinstance(error, errors.LocalEntryNotFoundError)  # for lack of a network, also an EntryNotFoundError
+        if isinstance(error, errors.EntryNotFoundError) and not lost:
+            raise _NoSuchFile(f"{source} has no {name}", hint="is it a model for transformers?") from error
+        if constants.HF_HUB_OFFLINE:
+            what = (f"no folder has this name, its {name} is not in the hub's cache, and HF_HUB_OFFLINE forbids "
+                    "downloads")
+            hint = "unset HF_HUB_OFFLINE to download it, or name a folder"
+        elif isinstance(error, errors.GatedRepoError):  # also a RepositoryNotFoundError
+            what, hint = "access has to be requested", f"request it on {page}, then `hf auth login` or set HF_TOKEN"
+        elif isinstance(error, errors.RevisionNotFoundError):
+            what, hint = "it has no such revision", f"its branches and commits are on {page}/commits/main"
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            what = "no folder has this name, and the hub has no such model, or it is private"
+            hint = "check the name; for a private one `hf auth login` or set HF_TOKEN"
+        else:  # the hub's own error, if it has one below it, is a paragraph of advice
+            reason = error.__cause__ if lost and isinstance(error.__cause__, Exception) else error
+            what = (f"no folder has this name, and its {name} can't be downloaded from {constants.ENDPOINT}: "
+                    f"{first_line(reason)}")
+            hint = ("with a network, starting again continues the download; without one, name a folder, or set HF_HOME "
+                    "to a cache that has it")
+        raise SbkitError(f"the pretrained source {source}: {what}", hint=hint) from error
 
 
 def present(source: str, name: str) -> Path | None:
@@ -206,52 +247,3 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise SbkitError(f"{path} does not hold a JSON object", hint="download it again")
     return values
-
-
-# ---------------------------------------------------------------------------------------------- the hub
-
-
-def _fetched(source: str, name: str) -> Path:
-    """Return the path of a repository's file; asks the hub only for what the cache lacks."""
-    from huggingface_hub import (
-        constants,
-        errors,
-        get_hf_file_metadata,
-        hf_hub_download,
-        hf_hub_url,
-        try_to_load_from_cache,
-    )
-
-    repository, _, at = source.partition("@")
-    page, revision = f"{constants.ENDPOINT}/{repository}", at or None
-    try:
-        cached = try_to_load_from_cache(repository, name, revision=revision)
-        if isinstance(cached, str):
-            return Path(cached)
-        if cached is not None:  # the cache knows that there is no such file
-            raise errors.EntryNotFoundError(f"{source} has no {name}")
-        with contextlib.suppress(errors.HfHubHTTPError):  # fails fast: offline, a download retries for 30 s
-            get_hf_file_metadata(hf_hub_url(repository, name, revision=revision))
-        return Path(hf_hub_download(repository, name, revision=revision))
-    except Exception as error:  # any error of the network or the hub
-        lost = isinstance(error, errors.LocalEntryNotFoundError)  # for lack of a network, also an EntryNotFoundError
-        if isinstance(error, errors.EntryNotFoundError) and not lost:
-            raise _NoSuchFile(f"{source} has no {name}", hint="is it a model for transformers?") from error
-        if constants.HF_HUB_OFFLINE:
-            what = (f"no folder has this name, its {name} is not in the hub's cache, and HF_HUB_OFFLINE forbids "
-                    "downloads")
-            hint = "unset HF_HUB_OFFLINE to download it, or name a folder"
-        elif isinstance(error, errors.GatedRepoError):  # also a RepositoryNotFoundError
-            what, hint = "access has to be requested", f"request it on {page}, then `hf auth login` or set HF_TOKEN"
-        elif isinstance(error, errors.RevisionNotFoundError):
-            what, hint = "it has no such revision", f"its branches and commits are on {page}/commits/main"
-        elif isinstance(error, errors.RepositoryNotFoundError):
-            what = "no folder has this name, and the hub has no such model, or it is private"
-            hint = "check the name; for a private one `hf auth login` or set HF_TOKEN"
-        else:  # the hub's own error, if it has one below it, is a paragraph of advice
-            reason = error.__cause__ if lost and isinstance(error.__cause__, Exception) else error
-            what = (f"no folder has this name, and its {name} can't be downloaded from {constants.ENDPOINT}: "
-                    f"{first_line(reason)}")
-            hint = ("with a network, starting again continues the download; without one, name a folder, or set HF_HOME "
-                    "to a cache that has it")
-        raise SbkitError(f"the pretrained source {source}: {what}", hint=hint) from error

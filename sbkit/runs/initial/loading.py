@@ -159,7 +159,9 @@ def _fill(brain: Task) -> tuple[dict[str, dict[str, torch.Tensor]], str]:
         if isinstance(module, Encoder):
             module.keep()  # its pretrainer, which would do it, has nothing to load
             lines += module.notes()
-    return match.statistics(), "\n".join(lines)
+    statistics = {path: {own: match.theirs[name] for own, name in names.items()}
+                  for path, names in match.counted.items()}
+    return statistics, "\n".join(lines)
 
 
 def _merged(match: Match) -> str:

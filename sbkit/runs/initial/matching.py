@@ -234,10 +234,6 @@ class Match:
         return [*outcomes, *surplus,
                 *(ParameterOutcome(name, 0, LEFT, why) for name, why in self.source.no_tensors.items())]
 
-    def statistics(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The running statistics by the module's path, for every rank."""
-        return {path: {own: self.theirs[name] for own, name in names.items()} for path, names in self.counted.items()}
-
     def taken(self) -> list[str]:
         """The paths of the tensors that get values or rows from the source."""
         return [path for path in self.found if path not in self.left]

@@ -107,8 +107,21 @@ def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFin
         found.append(RunFinding(
             math.inf, "The model forgot what it had learnt before",
             f"{known.describe(value)}. A larger replay may help" + (f"; {offer}." if offer else "."), "curves"))
-    found += [*_training(run), *_data(run)]
+    found += _training(run)
     results = run.results
+    if run.unread:
+        of = f" of {run.unread + len(results):,}" if results is not None else ""
+        found.append(RunFinding(
+            2.0, f"{run.unread:,}{of} test utterances could not be read: no rate here includes them",
+            "The run's log names them. Fix the files and score again before publishing.", "data"))
+    splits: Mapping[str, Mapping[str, Any]] = (run.prepared or {}).get("splits", {})
+    train = splits.get("train")
+    if train and train["rows"] and (train["rows"] - train["kept"]) > _MIN_LEFT_OUT * train["rows"]:
+        left = train["rows"] - train["kept"]
+        reason, entry = max(train["left_out"].items(), key=lambda item: item[1]["count"])
+        found.append(RunFinding(
+            left / train["rows"], f"{percent(left / train['rows'], 1)} of the training rows were left out",
+            f"{left} of {train['rows']}, most often for this reason: {reason} ({entry['count']}).", "data"))
     if results is not None and results.characters.rate >= _RECOGNISES_NOTHING:
         if not run.warnings:  # otherwise one of training reports it already
             found.append(RunFinding(
@@ -116,23 +129,33 @@ def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFin
                 "At such a rate it says little which words are wrong. Check whether the model has learnt (the curves), "
                 "and whether language, alphabet and recordings of the test match the training data.", "curves"))
     elif results is not None and results.edits.sum():
-        found += [*_labels(results, suspects), *_groups(results, {OLD} if forgot else ()), *_kinds(results),
-                  *_words(run, results)]
+        recognised = 1 - results.totals[0] / results.totals[1]
+        if suspects and recognised >= MIN_RECOGNISED:
+            errors = sum(int(results.edits[suspect.index]) for suspect in suspects) / int(results.edits.sum())
+            # First if the model is good: the more it gets wrong, the less says its confidence.
+            found.append(RunFinding(
+                recognised + errors, f"{counted(len(suspects), 'transcript')} may be wrong",
+                f"The model is confident of another transcript there: {percent(errors)} of all errors. Listen first. "
+                "sbkit clean finds such transcripts in the training data.", "labels", 100 * errors * (1 - recognised)))
+        found += _groups(results, {OLD} if forgot else ())
+        counts = results.words.counts
+        insertions, deletions, total = counts.insertions.sum(), counts.deletions.sum(), counts.edits.sum()
+        if deletions > 0.35 * total and deletions > 3 * insertions:
+            found.append(RunFinding(
+                deletions / total - 0.3, f"Words are deleted: {percent(deletions / total)} of the errors are deletions",
+                "Usual reasons: too little training, speech too fast or too quiet, recordings cut off.", "words"))
+        if insertions > 0.35 * total and insertions > 3 * deletions:
+            found.append(RunFinding(
+                insertions / total - 0.3,
+                f"Words are inserted: {percent(insertions / total)} of the errors are insertions",
+                "Usual reasons: noise, a second speaker, or incomplete transcripts.", "words"))
+        silent = sum(not one.hypothesis.split() for one in results.utterances)
+        if silent > 0.02 * len(results):
+            found.append(RunFinding(
+                silent / len(results), f"{counted(silent, 'utterance')} got an empty hypothesis",
+                "Are these recordings silent, very short or very quiet?", "worst"))
+        found += _words(run, results)
     return sorted(found, key=lambda finding: -finding.weight)[:MAX_FINDINGS]
-
-
-def _labels(results: ScoredRun, suspects: Sequence[SuspectLabel]) -> Iterator[RunFinding]:
-    recognised = 1 - results.totals[0] / results.totals[1]
-    if suspects and recognised >= MIN_RECOGNISED:
-        count = len(suspects)
-        errors = sum(int(results.edits[suspect.index]) for suspect in suspects) / int(results.edits.sum())
-        # First if the model is good: the more it gets wrong, the less says its confidence.
-        yield RunFinding(
-            recognised + errors,
-            f"{counted(count, 'transcript')} may be wrong",
-            f"The model is confident of another transcript there: {percent(errors)} of all errors. Listen first. "
-            "sbkit clean finds such transcripts in the training data.", "labels",
-            100 * errors * (1 - recognised))
 
 
 def _groups(results: ScoredRun, known: Collection[str]) -> Iterator[RunFinding]:
@@ -165,24 +188,6 @@ def _groups(results: ScoredRun, known: Collection[str]) -> Iterator[RunFinding]:
 def _excess(group: UtteranceGroup) -> float:
     """The errors beyond those expected at the rate of all others."""
     return group.edits - (group.rest or 0) / 100 * group.words
-
-
-def _kinds(results: ScoredRun) -> Iterator[RunFinding]:
-    counts = results.words.counts
-    insertions, deletions, total = counts.insertions.sum(), counts.deletions.sum(), counts.edits.sum()
-    if deletions > 0.35 * total and deletions > 3 * insertions:
-        yield RunFinding(
-            deletions / total - 0.3, f"Words are deleted: {percent(deletions / total)} of the errors are deletions",
-            "Usual reasons: too little training, speech too fast or too quiet, recordings cut off.", "words")
-    if insertions > 0.35 * total and insertions > 3 * deletions:
-        yield RunFinding(
-            insertions / total - 0.3, f"Words are inserted: {percent(insertions / total)} of the errors are insertions",
-            "Usual reasons: noise, a second speaker, or incomplete transcripts.", "words")
-    silent = sum(not one.hypothesis.split() for one in results.utterances)
-    if silent > 0.02 * len(results):
-        yield RunFinding(
-            silent / len(results), f"{counted(silent, 'utterance')} got an empty hypothesis",
-            "Are these recordings silent, very short or very quiet?", "worst")
 
 
 def _words(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
@@ -254,19 +259,3 @@ def _training(run: RunData) -> Iterator[RunFinding]:
         yield RunFinding(
             0.2, f"{skipped} steps were skipped because a value was not finite",
             "The run's folder culprits/ names the utterances and layers; sbkit rerun shows more.", "curves")
-
-
-def _data(run: RunData) -> Iterator[RunFinding]:
-    if run.unread:
-        of = f" of {run.unread + len(run.results):,}" if run.results is not None else ""
-        yield RunFinding(
-            2.0, f"{run.unread:,}{of} test utterances could not be read: no rate here includes them",
-            "The run's log names them. Fix the files and score again before publishing.", "data")
-    splits: Mapping[str, Mapping[str, Any]] = (run.prepared or {}).get("splits", {})
-    train = splits.get("train")
-    if train and train["rows"] and (train["rows"] - train["kept"]) > _MIN_LEFT_OUT * train["rows"]:
-        left = train["rows"] - train["kept"]
-        reason, entry = max(train["left_out"].items(), key=lambda item: item[1]["count"])
-        yield RunFinding(
-            left / train["rows"], f"{percent(left / train['rows'], 1)} of the training rows were left out",
-            f"{left} of {train['rows']}, most often for this reason: {reason} ({entry['count']}).", "data")

@@ -55,18 +55,12 @@ def breakdown(results: ScoredRun) -> Breakdown:
     """Compute all groups, once for all sections of the page."""
     found, alike = columns(results)
     values = {name: by_value(results, column, name) for name, column in found.items()}
-    return Breakdown(by_duration(results), values, by_speaker(results), alike)
-
-
-def by_duration(results: ScoredRun) -> list[UtteranceGroup]:
-    """Group utterances by duration; empty groups are left out."""
-    durations = np.array([one.duration for one in results.utterances])
-    bins = np.searchsorted(EDGES, durations, side="right") - 1
-    groups = []
-    for i in np.unique(bins):
+    bins = np.searchsorted(EDGES, np.array([one.duration for one in results.utterances]), side="right") - 1
+    durations = []
+    for i in np.unique(bins):  # empty groups are left out
         low, high = EDGES[i], EDGES[i + 1]
-        groups.append(_group(f"{low}+ s" if math.isinf(high) else f"{low}–{high} s", results, bins == i))
-    return groups
+        durations.append(_group(f"{low}+ s" if math.isinf(high) else f"{low}–{high} s", results, bins == i))
+    return Breakdown(durations, values, by_speaker(results), alike)
 
 
 def by_confidence(results: ScoredRun, parts: int = 5) -> list[UtteranceGroup]:

@@ -98,4 +98,7 @@ class ExportedRecognizer(Exported):
         if self.original is None:
             return self.compared(clips, config, folder, self.reference(config))
         name, run = self.original
-        return self.compared(clips, config, folder, lambda signal: run([signal])[0]).with_reference(name)
+        found = self.compared(clips, config, folder, lambda signal: run([signal])[0])
+        # The reference is named after the library whose code it is, instead of a checkpoint.
+        found.results[0].format, found.compared_with = name, f"{name}'s own code"
+        return found

@@ -30,7 +30,7 @@ def results():
 
 
 def test_groups_hold_every_utterance_once(results):
-    kinds = [groups.by_duration(results), groups.by_speaker(results),
+    kinds = [groups.breakdown(results).durations, groups.by_speaker(results),
              *(groups.by_value(results, values, name) for name, values in groups.columns(results)[0].items())]
     assert len(kinds) == 5
     for found in kinds:
@@ -52,7 +52,7 @@ def test_a_column_that_divides_as_another_is_named_with_it():
 def test_durations_lie_in_their_group():
     rows = [dataclasses.replace(one, duration=seconds) for one, seconds in
              zip(run_folders.scored(6), [0.5, 1.0, 1.99, 2.0, 29.9, 45.0], strict=True)]
-    assert [(group.label, group.utterances) for group in groups.by_duration(ScoredRun(rows))] == [
+    assert [(group.label, group.utterances) for group in groups.breakdown(ScoredRun(rows)).durations] == [
         ("0–1 s", 1), ("1–2 s", 2), ("2–3 s", 1), ("20–30 s", 1), ("30+ s", 1)]
 
 
