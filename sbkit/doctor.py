@@ -6,6 +6,7 @@ its process, so each is asked in its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import locale
 import os
@@ -18,7 +19,8 @@ import sys
 import sysconfig
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import metadata
@@ -33,8 +35,11 @@ from sbkit.system.console import counted
 from sbkit.system.cores import usable_cores
 from sbkit.system.environment import TORCH, check_torch, onnxruntimes, version_of
 
-#: Seconds that a library may take to say what it is; a cold start from a network folder is slow.
-_SECONDS = 120
+#: Seconds that a library may take to say what it is, since a cold start from a network folder is slow; nvidia-smi; and
+#: all else that is looked at together.
+_SECONDS, SMI_SECONDS, LOOK_SECONDS = 120, 10, 30
+#: Where NVIDIA's driver says its version without nvidia-smi.
+DRIVER = Path("/proc/driver/nvidia/version")
 #: The oldest driver on Linux for each CUDA, by NVIDIA's compatibility table.
 _OLDEST = {"13": "580", "12": "525", "11": "450"}
 #: Python's versions whose forked processes may wait forever for a lock of a torch thread (CPython's issue 112275).
@@ -58,17 +63,26 @@ class MachineFinding(NamedTuple):
 
 
 def examine() -> list[MachineFinding]:
-    """Look at everything; a look that fails is a note."""
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(ask, ("torch", "onnxruntime")))
+    """Look at everything; a look that fails, or never ends, is a note."""
     found: list[MachineFinding] = []
-    for look in (_python, _packages, _torch, _cards, _onnxruntime, _compilers, _machine, _folders):
+
+    def look_at(look: Callable[[], Iterator[MachineFinding]]) -> None:
         try:
             found.extend(look())
         except Exception as error:  # anything may be broken; that is what the doctor is for
-            what = look.__name__.strip("_")
-            found.append(MachineFinding(what, f"unknown: {summary(error)}", "sbkit --debug doctor shows where"))
-    return found
+            found.append(MachineFinding(look.__name__.strip("_"), f"unknown: {summary(error)}",
+                                        "the other lines don't depend on it"))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(ask, ("torch", "onnxruntime")))
+    for look in (_python, _packages, _torch, _cards, _onnxruntime, _compilers, _machine, _folders):
+        thread = threading.Thread(target=look_at, args=[look], daemon=True)
+        thread.start()
+        thread.join(LOOK_SECONDS)
+        if thread.is_alive():
+            found.append(MachineFinding(look.__name__.strip("_"), f"no answer within {LOOK_SECONDS} s",
+                                        "is a network folder stuck?"))
+    return list(found)
 
 
 def _python() -> Iterator[MachineFinding]:
@@ -114,7 +128,7 @@ def _torch() -> Iterator[MachineFinding]:
     said = ask("torch")
     torch, audio = said["torch"], said["torchaudio"]
     if "error" in torch:
-        yield MachineFinding("torch", f"{version_of('torch')} can't be imported: {torch['error']}",
+        yield MachineFinding("torch", f"{version_of('torch') or 'it'} can't be imported: {torch['error']}",
                              f"reinstall it: pip install --force-reinstall {TORCH}", True)
         return
     built = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "the CPU only"
@@ -129,21 +143,29 @@ def _torch() -> Iterator[MachineFinding]:
 
 def _cards() -> Iterator[MachineFinding]:
     """NVIDIA's driver, and the cards that torch sees."""
-    torch, program = ask("torch")["torch"], shutil.which("nvidia-smi")
-    text = subprocess.run([program], capture_output=True, text=True, errors="replace",
-                          timeout=10).stdout if program is not None else ""
-    version, newest = (re.search(rf"{what} Version: *([\d.]+)", text) for what in ("Driver", "CUDA"))
+    torch, seen, program = ask("torch")["torch"], ask("torch")["cards"], shutil.which("nvidia-smi")
+    text = driver = ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # a stuck driver never answers
+        text = subprocess.run([program], capture_output=True, text=True, errors="replace",
+                              timeout=SMI_SECONDS).stdout if program is not None else ""
+    with contextlib.suppress(OSError):
+        driver = DRIVER.read_text(errors="replace")
+    version = re.search(r"Driver Version: *([\d.]+)", text) or re.search(r"Kernel Module[^\d]*([\d.]+)", driver)
+    newest = re.search(r"CUDA Version: *([\d.]+)", text)
     cuda, hidden = torch.get("cuda"), os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = (version[1] if version else "") + (f", for CUDA up to {newest[1]}" if newest else "")
-    if torch.get("cards"):
-        yield MachineFinding("NVIDIA driver", found or "works; there is no nvidia-smi")
+    found = (version[1] if version else "version unknown") + (f", for CUDA up to {newest[1]}" if newest else "")
+    if seen.get("cards") or "error" in torch:
+        yield MachineFinding("NVIDIA driver", found)
+    elif "error" in seen:
+        yield MachineFinding("NVIDIA driver", f"{found}; torch can't use the cards: {seen['error']}",
+                             "does nvidia-smi list them, and does another process hold them?", True)
     elif version is None:
         yield MachineFinding("NVIDIA driver", "none: training and models run on the CPU", "if there is a card, install "
                              "its driver; a container needs --gpus all" if cuda else "")
     elif not cuda:
         yield MachineFinding("NVIDIA driver", f"{found}; this torch is built without CUDA",
                              f"install a torch with CUDA: pip uninstall -y torch torchaudio; pip install {TORCH}", True)
-    elif hidden is not None and not re.search(r"\d|GPU|MIG", hidden):
+    elif hidden is not None and not re.search(r"(?<!-)\b\d|GPU|MIG", hidden):
         yield MachineFinding("NVIDIA driver", f"{found}; CUDA_VISIBLE_DEVICES={hidden!r} hides all cards",
                              "unset CUDA_VISIBLE_DEVICES")
     elif int(version[1].split(".")[0]) < int(oldest := _OLDEST.get(cuda.split(".")[0], "0")):
@@ -153,11 +175,11 @@ def _cards() -> Iterator[MachineFinding]:
     else:
         yield MachineFinding("NVIDIA driver", f"{found}; torch finds no card that works", "does nvidia-smi list cards? "
                              "a container needs --gpus all; after an update of the driver: reboot", True)
-    for index, card in enumerate(torch.get("cards", [])):
+    for index, card in enumerate(seen.get("cards", [])):
         major, minor = card["capability"]
         found = (f"{card['name']}, {card['free'] / 2**30:.1f} of {card['total'] / 2**30:.1f} GiB free, "
                  f"compute capability {major}.{minor}")
-        built = [each for each in torch["architectures"] if "_" in each]  # not ROCm's, such as gfx90a
+        built = [each for each in seen["architectures"] if "_" in each]  # not ROCm's, such as gfx90a
         if built and not runs_on(built, (major, minor)):
             yield MachineFinding(f"cuda:{index}", f"{found}; this torch is not built for it",
                                  f"install one built for it: this is built for {', '.join(built)}", True)
@@ -177,9 +199,9 @@ def _onnxruntime() -> Iterator[MachineFinding]:
                              f"pip uninstall -y {' '.join(onnxruntimes())}, then install the one you want", True)
     elif "error" in said:
         yield MachineFinding("onnxruntime", f"{builds[0]} can't be imported: {said['error']}",
-                             "reinstall it: pip install --force-reinstall onnxruntime", True)
+                             f"reinstall it: pip install --force-reinstall {' '.join(onnxruntimes())}", True)
     else:
-        unused = ask("torch")["torch"].get("cards") and "CUDAExecutionProvider" not in said["providers"]
+        unused = ask("torch")["cards"].get("cards") and "CUDAExecutionProvider" not in said["providers"]
         names = ", ".join(name.removesuffix("ExecutionProvider") for name in said["providers"])
         yield MachineFinding("onnxruntime", f"{builds[0]}, built for {names}", "ONNX models run on the CPU; for the "
                              "GPU: pip uninstall -y onnxruntime; pip install onnxruntime-gpu" if unused else "")
@@ -216,8 +238,9 @@ def _machine() -> Iterator[MachineFinding]:
                              "run --shm-size=8g, or fewer workers" if free < _SHARED_MEMORY else "")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few, more = soft != resource.RLIM_INFINITY and soft < _OPEN_FILES, hard if hard > 0 else 65536
-    yield MachineFinding("open files", "no limit" if soft == resource.RLIM_INFINITY else f"{soft}",
-                         f"ulimit -n {min(65536, more)}, before a run with many data workers" if few else "")
+    how = f"ulimit -n {min(65536, more)}, before a run with many data workers" if more > soft else \
+        "its hard limit is as low: fewer data workers, or ask who runs this machine"
+    yield MachineFinding("open files", "no limit" if soft == resource.RLIM_INFINITY else f"{soft}", how if few else "")
     names, text = sys.getfilesystemencoding(), locale.getpreferredencoding(False)
     wrong = {names.lower(), text.lower()} - {"utf-8", "utf8"}
     yield MachineFinding("locale", f"file names {names}, text {text}", "export LANG=C.UTF-8 PYTHONUTF8=1: names and "
@@ -231,7 +254,7 @@ def _folders() -> Iterator[MachineFinding]:
                                     ("sbkit's cache", disk.cache_folder(), "export SBKIT_CACHE=FOLDER"),
                                     ("Hugging Face", Path(hub), "export HF_HOME=FOLDER"),
                                     ("temporary", Path(tempfile.gettempdir()), "export TMPDIR=FOLDER")):
-        shown = str(folder).replace(str(Path.home()), "~") if Path.home() != Path("/") else str(folder)
+        shown = f"~/{folder.relative_to(Path.home())}" if folder.is_relative_to(Path.home()) else str(folder)
         if not os.access(disk.nearest_folder(folder), os.W_OK | os.X_OK):
             yield MachineFinding(what, f"{shown} can't be written", otherwise, what == "output")
         else:
@@ -279,7 +302,10 @@ def ask(library: str) -> dict[str, dict[str, Any]]:
         output = done.stdout
     except subprocess.TimeoutExpired as late:
         output, ended = (late.stdout or b"").decode(errors="replace"), f"no answer within {_SECONDS} s"
-    said = dict(json.loads(line) for line in output.splitlines() if line.startswith('["'))
+    said: dict[str, dict[str, Any]] = {}
+    for line in output.splitlines():
+        with contextlib.suppress(ValueError):  # a library may print, too, or its process end within a line
+            part, said[part] = json.loads(line) if line.startswith('["') else ("", {})
     return {part: said.get(part, {"error": ended}) for part in _PARTS[library]}
 
 
@@ -287,14 +313,15 @@ def _say(part: str) -> dict[str, Any]:
     if part == "torch":
         import torch
 
-        facts: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
-        if torch.cuda.is_available():
-            facts["architectures"], facts["cards"] = torch.cuda.get_arch_list(), []
-            for index in range(torch.cuda.device_count()):
-                card, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
-                facts["cards"].append({"name": card.name, "capability": [card.major, card.minor], "total": total,
-                                       "free": free})
-        return facts
+        return {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
+    if part == "cards":
+        import torch
+
+        cards = []
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+            card, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+            cards.append({"name": card.name, "capability": [card.major, card.minor], "total": total, "free": free})
+        return {"architectures": torch.cuda.get_arch_list(), "cards": cards}
     if part == "torchaudio":
         import torchaudio
 
@@ -309,7 +336,7 @@ def _say(part: str) -> dict[str, Any]:
     return {"providers": onnxruntime.get_available_providers()}
 
 
-_PARTS = {"torch": ("torch", "kernels", "torchaudio"), "onnxruntime": ("onnxruntime",)}
+_PARTS = {"torch": ("torch", "cards", "kernels", "torchaudio"), "onnxruntime": ("onnxruntime",)}
 
 if __name__ == "__main__":
     for each in _PARTS[sys.argv[1]]:
@@ -317,4 +344,4 @@ if __name__ == "__main__":
             answer = _say(each)
         except Exception as error:
             answer = {"error": summary(error)}
-        print(json.dumps([each, answer]), flush=True)
+        print("\n" + json.dumps([each, answer]), flush=True)

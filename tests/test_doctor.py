@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -23,8 +24,8 @@ SMI = "| NVIDIA-SMI 550.54.14    Driver Version: 550.54.14    CUDA Version: 12.4
 def examined(monkeypatch):
     """Examine a machine whose libraries say what a test gives, with these versions of packages; findings by name."""
     def examine(packages=None, kernels=None, **said):
-        parts = {"torch": TORCH, "torchaudio": {"version": "2.11.0"}, "kernels": {"why_not": kernels},
-                 "onnxruntime": {"providers": ["CPUExecutionProvider"]}} | said
+        parts = {"torch": TORCH, "cards": {"cards": [], "architectures": []}, "torchaudio": {"version": "2.11.0"},
+                 "kernels": {"why_not": kernels}, "onnxruntime": {"providers": ["CPUExecutionProvider"]}} | said
         monkeypatch.setattr(doctor, "ask", lambda library: parts)
         if packages is not None:
             found = {name.replace("_", "-"): version for name, version in packages.items()}
@@ -102,8 +103,7 @@ def test_a_python_whose_forked_processes_may_hang_is_noted(examined, monkeypatch
 def test_builds_of_onnxruntime(examined):
     both = examined({"onnxruntime": "1.23.0", "onnxruntime-gpu": "1.23.0"})["onnxruntime"]
     assert both.in_the_way and both.fix.startswith("pip uninstall -y onnxruntime onnxruntime-gpu")
-    cards = TORCH | {"cards": [H100], "architectures": []}
-    one = examined({"onnxruntime": "1.23.0"}, torch=cards)["onnxruntime"]
+    one = examined({"onnxruntime": "1.23.0"}, cards={"cards": [H100], "architectures": []})["onnxruntime"]
     assert one.found == "onnxruntime 1.23.0, built for CPU" and "onnxruntime-gpu" in one.fix
 
 
@@ -124,15 +124,18 @@ def test_without_a_compiler_triton_and_the_kernels_say_what_they_miss(examined, 
     assert found["C compiler"].fix == "apt install gcc" and "apt install gcc" in found["Triton"].fix
 
 
-@pytest.mark.parametrize("torch, visible, verdict, expected, fix", [
+@pytest.mark.parametrize("said, visible, verdict, expected, fix", [
     ({}, None, "in the way", "torch is built for CUDA 13.0, which needs 580 or newer", "whl/cu126"),
-    ({"cuda": "12.8"}, None, "in the way", "torch finds no card that works", "--gpus all"),
+    ({"torch": TORCH | {"cuda": "12.8"}}, None, "in the way", "torch finds no card that works", "--gpus all"),
     ({}, "", "note", "CUDA_VISIBLE_DEVICES='' hides all cards", "unset"),
-    ({"cuda": None}, None, "in the way", "this torch is built without CUDA", "pip uninstall -y"),
-    ({"cards": [], "architectures": []}, None, "in the way", "needs 580", "whl/cu126"),
-    ({"cards": [H100], "architectures": ["sm_90"]}, None, "ok", "550.54.14, for CUDA up to 12.4", ""),
+    ({}, "-1", "note", "CUDA_VISIBLE_DEVICES='-1' hides all cards", "unset"),
+    ({"torch": TORCH | {"cuda": None}}, None, "in the way", "this torch is built without CUDA", "pip uninstall -y"),
+    ({"cards": {"error": "CUDA error: all devices are busy"}}, None, "in the way", "can't use the cards: CUDA error",
+     "another process"),
+    ({"torch": {"error": "ImportError"}}, None, "ok", "550.54.14", ""),
+    ({"cards": {"cards": [H100], "architectures": ["sm_90"]}}, None, "ok", "550.54.14, for CUDA up to 12.4", ""),
 ])
-def test_a_driver_and_whether_torch_can_use_it(examined, monkeypatch, tmp_path, torch, visible, verdict, expected, fix):
+def test_a_driver_and_whether_torch_can_use_it(examined, monkeypatch, tmp_path, said, visible, verdict, expected, fix):
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{SMI}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -140,17 +143,31 @@ def test_a_driver_and_whether_torch_can_use_it(examined, monkeypatch, tmp_path, 
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = examined(torch=TORCH | torch)["NVIDIA driver"]
+    found = examined(**said)["NVIDIA driver"]
     assert found.verdict == verdict and expected in found.found and fix in found.fix and bool(fix) == bool(found.fix)
+
+
+@pytest.mark.parametrize("answer", ["exec sleep 60", "echo 'Driver/library version mismatch'; exit 18"])
+def test_without_an_answer_of_nvidia_smi_the_driver_and_the_cards_are_told(examined, monkeypatch, tmp_path, answer):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{answer}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(doctor, "SMI_SECONDS", 0.2)
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
+    found = examined(torch=TORCH | {"cuda": "12.4"})["NVIDIA driver"]
+    assert found.in_the_way and found.found.startswith("550.54.14; torch finds no card") and "reboot" in found.fix
+    found = examined(cards={"cards": [H100], "architectures": []})
+    assert found["NVIDIA driver"] == MachineFinding("NVIDIA driver", "550.54.14") and "cuda:0" in found
 
 
 def test_cards_that_are_taken_or_too_new(examined):
     taken, new = H100 | {"free": 9 << 30}, H100 | {"name": "NVIDIA B300", "capability": [11, 0]}
-    found = examined(torch=TORCH | {"cards": [H100, taken, new], "architectures": ["sm_80", "sm_90"]})
+    found = examined(cards={"cards": [H100, taken, new], "architectures": ["sm_80", "sm_90"]})
     assert found["cuda:0"] == MachineFinding("cuda:0", "NVIDIA H100, 79.0 of 80.0 GiB free, compute capability 9.0")
     assert found["cuda:1"].verdict == "note" and "another process" in found["cuda:1"].fix
     assert found["cuda:2"].in_the_way and "not built for it" in found["cuda:2"].found
-    rocm = examined(torch=TORCH | {"cards": [H100], "architectures": ["gfx90a"]})
+    rocm = examined(cards={"cards": [H100], "architectures": ["gfx90a"]})
     assert rocm["cuda:0"].verdict == "ok", "what ROCm is built for isn't judged"
 
 
@@ -175,15 +192,22 @@ def test_little_of_everything(examined, monkeypatch, tmp_path):
     assert "--shm-size" in found["shared memory"].fix and "sbkit tune --memory" in found["memory"].fix
     assert found["open files"].fix.startswith("ulimit -n 1024") and "C.UTF-8" in found["locale"].fix
     assert found["output"].verdict == "note" and found["output"].found == "results, 0.1 GiB free"
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 256))
+    assert "hard limit" in examined()["open files"].fix
     assert str(tmp_path) not in "".join(each.found for each in found.values()), "a home's name isn't told"
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
     found = examined()
     assert found["output"].in_the_way and found["sbkit's cache"].fix == "export SBKIT_CACHE=FOLDER"
 
 
-def test_a_look_that_breaks_is_a_line(examined, monkeypatch):
+def test_a_look_that_breaks_or_never_ends_is_a_line(examined, monkeypatch):
     def broken():
         raise ZeroDivisionError("of all things\nand more")
+
+    with monkeypatch.context() as stuck:
+        stuck.setattr(doctor, "LOOK_SECONDS", 0.2)
+        stuck.setattr(disk, "free", lambda folder: time.sleep(1))
+        assert examined()["folders"].found == "no answer within 0.2 s"
 
     monkeypatch.setattr(doctor.memory, "total", broken)
     found = examined()

@@ -260,7 +260,6 @@ class Plan:
         return EpochPlan(self.durations, self.batching, np.concatenate(members), np.concatenate(bounds),
                          np.concatenate(orders), pass_numbers, self._shape_of if self._tokens is not None else None)
 
-
     def padded_seconds(self, world: int = 1, min_micros: int = 1) -> float:
         """The mean seconds of audio in a step on one of ``world`` devices, padding included, of up to 200 steps."""
         epoch, found = self.epoch(1), []

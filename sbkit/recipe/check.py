@@ -287,7 +287,8 @@ def _price(traced: trace.Trace, estimate: cost.CostEstimate, device: torch.devic
                               f"{describe()['cpu']}, {counted(torch.get_num_threads(), 'thread')}")
     dev, test = (keys.corpus.manifest(split).hours for split in ("dev", "test"))
     return price.section(pricing, name, epochs * len(plan), step_seconds, audio,
-                         3600 * (epochs * dev + test) / pricing.processes, measured is not None)
+                         3600 * (epochs * dev + test) / pricing.processes,
+                         measured is not None and measured.planned is not None)
 
 
 def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device, precision: str,

@@ -110,7 +110,7 @@ def find_cards(dry_run: bool) -> tuple[dict[str, object], str]:
     """Find the cards, as a separate process sees them: this one must not touch them, since it forks others."""
     if dry_run:
         return {"device": "cpu", "dry_run": True, "cards": 2, "gib": None}, "a CPU instead of two cards"
-    cards = doctor.ask("torch")["torch"].get("cards", [])
+    cards = doctor.ask("torch")["cards"].get("cards", [])
     if not cards:
         raise SbkitError("torch finds no CUDA card on this machine", exit_code=1,
                          hint="sbkit doctor says why; --dry-run runs the same checks small, on the CPU")

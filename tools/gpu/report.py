@@ -70,11 +70,12 @@ def page(report: RunReport) -> str:
         "## Each alone",
         *(block for result in report.results for block in _details(report, result)),
     ]
-    page = "\n\n".join(blocks)
+    text = "\n\n".join(blocks) + "\n"
     # It gets pasted into public places.
-    for private, instead in ((str(Path.home()), "~"), (socket.gethostname(), "HOST")):
-        page = re.sub(rf"(?<![\w.-]){re.escape(private)}(?![\w-])", instead, page)
-    return page + "\n"
+    home = Path.home()
+    if home.name:  # a container's may be the root
+        text = text.replace(str(home), "~").replace(f"/{home.name}/", "/USER/")
+    return re.sub(rf"(?<![\w.-]){re.escape(socket.gethostname())}(?![\w-])", "HOST", text)
 
 
 def _rows(results: Sequence[Result]) -> Iterable[list[str]]:

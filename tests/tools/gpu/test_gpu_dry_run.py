@@ -91,7 +91,7 @@ def test_a_signal_ends_the_check_that_runs_too(tmp_path):
 
 
 def test_without_a_card_it_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "ask", lambda library: {"torch": {}})
+    monkeypatch.setattr(doctor, "ask", lambda library: {"cards": {}})
     assert gpu.main([]) == 1
     assert "torch finds no CUDA card" in capsys.readouterr().err
 
