@@ -257,7 +257,7 @@ NOT_YET = frozenset("""
     _events _fingerprint _finished _first _follow _forward
     _kept _line _lines _load _loader _model _now _open _pipeline _queue _results
     _save _search _session _settled _speakers _streams _unpack _used _waiting
-    _windows _write
+    _windows
 """.split())
 """Of sbkit: to be tested through what is public."""
 

@@ -91,14 +91,7 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
         for index, transcript in transcripts:
             found[index] = transcript
             if request.output is not None:
-                for name in formats:
-                    path = output_path(request.output, recordings[index], name)
-                    try:
-                        with atomic_write(path) as file:
-                            file.write(FORMATS[name](transcript))
-                    except OSError as error:
-                        raise SbkitError(f"cannot write {path}: {error.strerror}",
-                                         hint="the same command continues from here") from error
+                write_transcript(request.output, recordings[index], transcript, formats)
             else:
                 if len(recordings) > 1 and formats == ["json"]:  # a line each
                     written = json.dumps(transcript.facts(), ensure_ascii=False) + "\n"
@@ -142,6 +135,18 @@ def _rates(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 # ---------------------------------------------------------------------- writing
+
+
+def write_transcript(output: Path, recording: Recording, transcript: Transcript, formats: Sequence[str]) -> None:
+    """Write a recording's transcript into the output folder, a file for each format."""
+    for name in formats:
+        path = output_path(output, recording, name)
+        try:
+            with atomic_write(path) as file:
+                file.write(FORMATS[name](transcript))
+        except OSError as error:
+            raise SbkitError(f"cannot write {path}: {error.strerror}",
+                             hint="the same command continues from here") from error
 
 
 def record_settings(output: Path, bundle: Path, options: Mapping[str, Any], redo: bool | None = None) -> None:

@@ -132,7 +132,8 @@ def bundle(to, number, given):
 
 
 def transcripts(to, number, given):
-    transcription._write(to, Recording("a.wav", id="a"), Transcript("a", "word " * 1000 * number), ["txt", "json"])
+    said = Transcript("a", "word " * 1000 * number)
+    transcription.write_transcript(to, Recording("a.wav", id="a"), said, ["txt", "json"])
 
 
 KINDS = [checkpoint, manifests, tokenizer, shards, unpacked_archive, embedded_audio, rates, heard, nbest, report,
