@@ -92,11 +92,11 @@ def _python() -> Iterator[MachineFinding]:
     found = f"{version}, {platform.system()} {platform.release()} {platform.machine()}"
     wanted = metadata.metadata("sbkit")["Requires-Python"] if version_of("sbkit") else ""
     if not SpecifierSet(wanted).contains(version, prereleases=True):
-        yield MachineFinding("Python", found, f"sbkit needs {wanted}: make PYTHON=python3.12 install", True)
+        yield MachineFinding("Python", found, f"sbkit needs {wanted}: make the environment anew with it", True)
     else:
         hangs = any(SpecifierSet(each).contains(version) for each in _HANGS)
         yield MachineFinding("Python", found, "a forked data worker may hang at its start; 3.10.15, 3.11.10 and 3.12 "
-                             "have a fix: make PYTHON=python3.12 install" if hangs else "")
+                             "have a fix: make the environment anew with one of them" if hangs else "")
 
 
 def _packages() -> Iterator[MachineFinding]:
@@ -146,8 +146,8 @@ def _cards() -> Iterator[MachineFinding]:
     torch, seen, program = ask("torch")["torch"], ask("torch")["cards"], shutil.which("nvidia-smi")
     text = driver = ""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # a stuck driver never answers
-        text = subprocess.run([program], capture_output=True, text=True, errors="replace",
-                              timeout=SMI_SECONDS).stdout if program is not None else ""
+        text = "" if program is None else subprocess.run(
+            [program], capture_output=True, text=True, errors="replace", timeout=SMI_SECONDS).stdout
     with contextlib.suppress(OSError):
         driver = DRIVER.read_text(errors="replace")
     version = re.search(r"Driver Version: *([\d.]+)", text) or re.search(r"Kernel Module[^\d]*([\d.]+)", driver)
@@ -159,6 +159,10 @@ def _cards() -> Iterator[MachineFinding]:
     elif "error" in seen:
         yield MachineFinding("NVIDIA driver", f"{found}; torch can't use the cards: {seen['error']}",
                              "does nvidia-smi list them, and does another process hold them?", True)
+    elif version is None and program is not None:
+        said = text[:200].strip() or "no answer"
+        yield MachineFinding("NVIDIA driver", f"nvidia-smi doesn't say its version: {said}",
+                             "reinstall the driver, or reboot after an update; a container needs --gpus all")
     elif version is None:
         yield MachineFinding("NVIDIA driver", "none: training and models run on the CPU", "if there is a card, install "
                              "its driver; a container needs --gpus all" if cuda else "")
@@ -255,10 +259,13 @@ def _folders() -> Iterator[MachineFinding]:
                                     ("Hugging Face", Path(hub), "export HF_HOME=FOLDER"),
                                     ("temporary", Path(tempfile.gettempdir()), "export TMPDIR=FOLDER")):
         shown = f"~/{folder.relative_to(Path.home())}" if folder.is_relative_to(Path.home()) else str(folder)
-        if not os.access(disk.nearest_folder(folder), os.W_OK | os.X_OK):
-            yield MachineFinding(what, f"{shown} can't be written", otherwise, what == "output")
+        nearest = disk.nearest_folder(folder)
+        try:
+            with tempfile.TemporaryFile(dir=nearest):  # of a read-only disk, os.access knows nothing
+                free = disk.free(folder)
+        except OSError as error:
+            yield MachineFinding(what, f"{shown} can't be written: {error.strerror}", otherwise, "HF_" not in otherwise)
         else:
-            free = disk.free(folder)
             yield MachineFinding(what, f"{shown}, {_gib(free)} free",
                                  f"make room, or {otherwise}" if free < _DISK else "")
 

@@ -1,5 +1,6 @@
 """What the doctor says of this machine, and of ones where something is broken, too old, twice there, or too little."""
 
+import errno
 import json
 import os
 import platform
@@ -159,6 +160,9 @@ def test_without_an_answer_of_nvidia_smi_the_driver_and_the_cards_are_told(exami
     assert found.in_the_way and found.found.startswith("550.54.14; torch finds no card") and "reboot" in found.fix
     found = examined(cards={"cards": [H100], "architectures": []})
     assert found["NVIDIA driver"] == MachineFinding("NVIDIA driver", "550.54.14") and "cuda:0" in found
+    (tmp_path / "version").unlink()
+    found = examined()["NVIDIA driver"]
+    assert found.verdict == "note" and found.found.startswith("nvidia-smi doesn't say its version: ")
 
 
 def test_cards_that_are_taken_or_too_new(examined):
@@ -195,9 +199,14 @@ def test_little_of_everything(examined, monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 256))
     assert "hard limit" in examined()["open files"].fix
     assert str(tmp_path) not in "".join(each.found for each in found.values()), "a home's name isn't told"
-    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    def refused(**where):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refused)
     found = examined()
-    assert found["output"].in_the_way and found["sbkit's cache"].fix == "export SBKIT_CACHE=FOLDER"
+    assert found["output"].in_the_way and found["output"].found == "results can't be written: Read-only file system"
+    assert found["sbkit's cache"].in_the_way and found["sbkit's cache"].fix == "export SBKIT_CACHE=FOLDER"
+    assert found["Hugging Face"].verdict == "note"
 
 
 def test_a_look_that_breaks_or_never_ends_is_a_line(examined, monkeypatch):

@@ -49,8 +49,9 @@ class Corpus:
     """Utterances for training, validation and testing, prepared from a source into manifests.
 
     source : a Common Voice folder or ``.tar.gz``, a Hugging Face dataset (``hf://owner/name?config=fr``, a
-        ``save_to_disk`` folder, parquet files), LJSpeech's folder, a folder of SpeechBrain CSVs or of JSON lines, or a
-        mapping ``{train: FILE, dev: FILE, test: FILE}`` where FILE may be a list; null: the demo corpus
+        ``save_to_disk`` folder, parquet files), LJSpeech's folder, LibriSpeech's, a folder of SpeechBrain CSVs or of
+        JSON lines, or a mapping ``{train: FILE, dev: FILE, test: FILE}`` where FILE may be a list; null: the demo
+        corpus
     language : code as the source writes it (``en``, ``zh-CN``); chooses a release's language and the text rules
     folder : where manifests, ``prepare_report.json`` and ``left_out.csv`` are written
     splits : the source's names for our splits, ``{train: [train, other], dev: validation}``
@@ -439,8 +440,11 @@ class Corpus:
             if not reports[split].kept:
                 left_out = reports[split].left_out
                 reasons = ", ".join(f"{entry['count']} {reason}" for reason, entry in left_out.items())
+                hint = f"for example {next(iter(left_out.values()))['examples'][0]}"
+                if "missing clip" in left_out:
+                    hint += "; --corpus.data_root is where paths of the list begin, and what $data_root in them means"
                 raise SbkitError(f"{read.origin}: all {reports[split].rows} rows of the {split} split were left out: "
-                                 f"{reasons}", hint=f"for example {next(iter(left_out.values()))['examples'][0]}")
+                                 f"{reasons}", hint=hint)
             taken.append(recording_keys(manifests[split].wavs, manifests[split].starts))
         ordered = [split for split in SPLITS if split in manifests]
         folders = {os.path.abspath(each) for each in (*source.folders, self.cache_folder, self.data_root)

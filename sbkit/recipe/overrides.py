@@ -19,7 +19,8 @@ _COMMAND_LINE, _NO_VALUE = Place(), Place(column=-1)
 #: Keys by their names in other libraries, to which another key of ours is more similar.
 _NAMED_ELSEWHERE = {"learning_rate": "lr", "batch_size": "max_batch_seconds", "epochs": "number_of_epochs",
                     "max_epochs": "number_of_epochs", "N_epochs": "number_of_epochs", "lr_adam": "lr",
-                    "train_csv": "data_folder", "valid_csv": "data_folder", "test_csv": "data_folder"}
+                    "train_csv": "data_folder", "valid_csv": "data_folder", "test_csv": "data_folder",
+                    "data_root": "corpus.data_root"}
 _BY_TORCHRUN = {"distributed_launch", "local_rank"}  # what SpeechBrain's recipes had before torchrun
 _OF_TORCHRUN = {"nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "standalone", "rdzv_endpoint"}
 #: Former names of keys, which are understood on the command line and, if a task declares them, in recipes.
@@ -53,7 +54,7 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
     ours = _NAMED_ELSEWHERE.get(key)
     within = {f"{name}.{key}" for _, level in levels(files) for name, node in level.value.items()
               if isinstance(node.value, dict) and key in node.value}
-    near = ours if ours in known else within.pop() if len(within) == 1 else (
+    near = ours if ours and ours.partition(".")[0] in known else within.pop() if len(within) == 1 else (
         did_you_mean(key, known) or did_you_mean(f"--{key}", [f"--{name}" for name in known], cutoff=0.75))
     hint = f"did you mean --{near.removeprefix('--')}?" if near else "define that key in the YAML first"
     if key in _OF_TORCHRUN:

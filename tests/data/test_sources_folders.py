@@ -1,4 +1,4 @@
-"""Folders of recordings whose layout says what they are: VoxCeleb, VoiceBank-DEMAND, and recordings alone."""
+"""Folders whose layout says what they are: LibriSpeech, VoxCeleb, VoiceBank-DEMAND, and recordings alone."""
 
 import corpora
 import pytest
@@ -35,6 +35,28 @@ def by_speaker(source, where):
 
 def with_clean(source, where, name="clean_wav"):
     return prepared(source, where, {"clean": SignalColumn(or_recording=True)}, columns={"clean": name})
+
+
+@pytest.mark.parametrize("inside", ["", "LibriSpeech"])
+def test_librispeech_is_read_by_its_lists_with_all_parts_of_train(tmp_path, inside):
+    parts = ("train-clean-100", "train-other-500", "dev-clean", "dev-other", "test-clean", "test-other")
+    for part, speaker in zip(parts, ("19", "20", "30", "31", "40", "41"), strict=True):
+        chapter = tmp_path / inside / part / speaker / "198"
+        said = {f"{speaker}-198-{number:04}": f"SENTENCE {speaker} {number}" for number in range(3)}
+        for number, name in enumerate(said):
+            corpora.recording(chapter / f"{name}.flac", 0.5, int(speaker) + number)
+        text = "".join(f"{name} {words}\n" for name, words in said.items())
+        (chapter / f"{speaker}-198.trans.txt").write_bytes(text.encode() + b"\xff\xfe x\n" * (speaker == "19"))
+    (chapter.parents[2] / "SPEAKERS.TXT").write_text("19 | F | train-clean-100\n")
+    corpus = Corpus(tmp_path, folder=tmp_path / "made", language="none")
+    found = corpus.prepare(show_progress=False)
+    assert {split: sorted(set(rows.speakers)) for split, rows in found.items()} == {
+        "train": ["19", "20"], "dev": ["30"], "test": ["40"]}
+    assert len(found["train"]) == 6 and found["dev"].texts[0].casefold() == "sentence 30 0"
+    assert "19-198.trans.txt line 4" in (tmp_path / "made" / "left_out.csv").read_text()
+    other = Corpus(tmp_path, folder=tmp_path / "other", language="none", splits={"test": "test-other"})
+    assert set(other.prepare(show_progress=False)["test"].speakers) == {"41"}
+    assert corpus.report["source"]["kind"] == "LibriSpeech"
 
 
 @pytest.mark.parametrize(("make", "message"), [

@@ -10,7 +10,7 @@ from sbkit.data.sources.archive import SUFFIXES, CommonVoiceArchive
 from sbkit.data.sources.base import Source
 from sbkit.data.sources.common_voice import CommonVoice, is_language_folder, language_folders
 from sbkit.data.sources.files import FileSource, Mixed
-from sbkit.data.sources.folders import AudioFolder, VoiceBank, VoxCeleb
+from sbkit.data.sources.folders import AudioFolder, LibriSpeech, VoiceBank, VoxCeleb
 from sbkit.data.sources.huggingface import Hub, Parquet, SavedToDisk
 from sbkit.data.sources.json_lines import JsonLines
 from sbkit.data.sources.ljspeech import LJSpeech
@@ -27,7 +27,7 @@ _SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d+)-of-(?P<shards>\d+)")
 _HUB_PAGE = "https://huggingface.co/datasets/"
 _EXPECTED = (
     "expected a Common Voice folder (clips/ and train.tsv) or its .tar.gz, a folder with train.csv, "
-    "train.jsonl or train*.parquet, LJSpeech's metadata.csv and wavs/, a save_to_disk folder, VoxCeleb, "
+    "train.jsonl or train*.parquet, LJSpeech's metadata.csv and wavs/, LibriSpeech, a save_to_disk folder, VoxCeleb, "
     "VoiceBank-DEMAND or recordings alone (where no texts are needed), or hf://owner/name"
 )
 
@@ -102,6 +102,8 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
     if list(path.glob("*.tsv")):
         raise SbkitError(f"{path} has TSVs but no folder clips/ with the recordings",
                          hint="unpack a release of Common Voice completely; name other TSVs: {train: FILE, dev: FILE}")
+    if LibriSpeech.matches(path):
+        return LibriSpeech(path)
     if VoxCeleb.matches(path):
         return VoxCeleb(path)
     if AudioFolder.matches(path):

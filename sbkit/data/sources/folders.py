@@ -1,4 +1,4 @@
-"""Folders of recordings whose layout says what they are: VoxCeleb, VoiceBank-DEMAND, and recordings alone."""
+"""Folders whose layout says what they are: LibriSpeech, VoxCeleb, VoiceBank-DEMAND, and recordings alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from sbkit.data.audio import SUFFIXES
 from sbkit.data.sources.base import Rows, Source, find_column, no_column, stamp
+from sbkit.data.sources.files import lines
 from sbkit.data.splits import ALIASES, SPLITS
 from sbkit.errors import SbkitError
 
@@ -61,6 +62,60 @@ class AudioFolder(Source):
         times = Counter(each.with_suffix("") for each in ids)
         named = [stem if times[stem := each.with_suffix("")] == 1 else each for each in ids]
         return Rows(str(folder), [each.as_posix() for each in named], [str(path.absolute()) for path in paths])
+
+
+class LibriSpeech(Source):
+    """LibriSpeech as unpacked, or the folder in which it is: ``train-clean-100/SPEAKER/CHAPTER/`` with recordings and a
+    list ``SPEAKER-CHAPTER.trans.txt`` of lines ``ID TEXT``.
+
+    Train has every ``train-*``; dev is ``dev-clean`` and test ``test-clean`` if there is one, otherwise the other. A
+    corpus's ``splits`` may name folders instead, ``{test: test-other}``.
+    """
+
+    kind = "LibriSpeech"
+
+    def __init__(self, folder: Path):
+        inside = folder / "LibriSpeech"
+        self.folder = inside if inside.is_dir() else folder
+        self.where = str(self.folder)
+        parts = sorted({path.parents[2].name for path in self._lists("*")})
+        self.parts = {name: [name] for name in parts}
+        for split in SPLITS:
+            found = [name for name in parts if name.startswith(f"{split}-")]
+            if found:
+                self.parts[split] = found if split == "train" else found[:1]
+
+    @classmethod
+    def matches(cls, folder: Path) -> bool:
+        """Whether a folder has a part with such a list."""
+        return bool(cls(folder).parts)
+
+    def _lists(self, part: str) -> Iterator[Path]:
+        return (path for each in self.folder.glob(part) if re.match(r"(train|dev|test)-", each.name)
+                for path in each.glob("*/*/*.trans.txt"))
+
+    def names(self) -> list[str]:
+        return list(self.parts)
+
+    def fingerprint(self) -> list[Any]:
+        return [self.kind, *(stamp(each) for path in sorted(self._lists("*")) for each in (path, path.parent))]
+
+    def read(self, name: str, show_progress: bool = True) -> Rows:
+        ids, wavs, texts, speakers = [], [], [], []
+        malformed: list[tuple[str, str]] = []
+        for path in sorted(path for part in self.parts[name] for path in self._lists(part)):
+            recordings = {each.stem: str(each.absolute()) for each in _recordings(path.parent, "*")}
+            for number, line in lines(path):
+                try:
+                    clip, *text = line.decode("utf-8").split(maxsplit=1)
+                except UnicodeDecodeError:
+                    malformed.append((f"{path.name} line {number}", "not UTF-8"))
+                    continue
+                ids.append(clip)
+                wavs.append(recordings.get(clip, str(path.absolute().with_name(f"{clip}.flac"))))
+                texts.append(text[0] if text else "")
+                speakers.append(path.parts[-3])
+        return Rows(f"{self.folder} [{name}]", ids, wavs, texts, speakers, malformed=malformed)
 
 
 class VoxCeleb(Source):
