@@ -154,7 +154,9 @@ def _cards() -> Iterator[MachineFinding]:
     newest = re.search(r"CUDA Version: *([\d.]+)", text)
     cuda, hidden = torch.get("cuda"), os.environ.get("CUDA_VISIBLE_DEVICES")
     found = (version[1] if version else "version unknown") + (f", for CUDA up to {newest[1]}" if newest else "")
-    if seen.get("cards") or "error" in torch:
+    if "error" in torch:
+        yield MachineFinding("NVIDIA driver", found if version else "none was found")
+    elif seen.get("cards"):
         yield MachineFinding("NVIDIA driver", found)
     elif "error" in seen:
         yield MachineFinding("NVIDIA driver", f"{found}; torch can't use the cards: {seen['error']}",
@@ -343,7 +345,8 @@ def _say(part: str) -> dict[str, Any]:
     return {"providers": onnxruntime.get_available_providers()}
 
 
-_PARTS = {"torch": ("torch", "cards", "kernels", "torchaudio"), "onnxruntime": ("onnxruntime",)}
+#: Cards come last: a driver that ends the process must not be taken for a broken torchaudio.
+_PARTS = {"torch": ("torch", "kernels", "torchaudio", "cards"), "onnxruntime": ("onnxruntime",)}
 
 if __name__ == "__main__":
     for each in _PARTS[sys.argv[1]]:

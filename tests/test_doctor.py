@@ -83,6 +83,9 @@ def test_a_mixed_pair_is_in_the_way_with_what_to_install(examined):
     assert found["torch pair"].in_the_way and "torchaudio==2.13.0" in found["torch pair"].fix
     assert found["torch"].verdict == "ok"
     assert found["torchaudio"].in_the_way and found["torchaudio"].found.endswith("OSError: undefined symbol")
+    lost = {"error": "ModuleNotFoundError: torch"}
+    found = examined(torch=lost, cards=lost, kernels=lost, torchaudio=lost)
+    assert found["torch"].in_the_way and found["NVIDIA driver"].verdict == "ok"
 
 
 @pytest.mark.parametrize("signum, name", [(11, "SIGSEGV"), (35, "signal 35")])

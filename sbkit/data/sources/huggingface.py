@@ -130,9 +130,9 @@ class Hub(HuggingFace):
         try:
             return huggingface_hub.HfApi().dataset_info(self.id, revision=self.revision, timeout=_TIMEOUT).sha
         except huggingface_hub.errors.OfflineModeIsEnabled:  # `datasets` may have it in its cache
-            return stored_json(self._commit_file).get("commit")
+            return self._stored_commit()
         except Exception as error:  # any error of its HTTP client
-            known = stored_json(self._commit_file).get("commit")
+            known = self._stored_commit()
             if known is None:
                 raise self.unreadable(self.where, error) from error
             logger.warning("%s: the hub does not return its commit (%s): using the stored one, %s", self.where,
@@ -144,12 +144,15 @@ class Hub(HuggingFace):
         """The file with the last stored commit."""
         return self.cache / f"{self._label()}{'-' + _NO_NAME.sub('-', self.revision) if self.revision else ''}.json"
 
+    def _stored_commit(self) -> str | None:
+        return stored_json(self._commit_file).get("commit")
+
     def fingerprint(self) -> list[Any]:
         return [self.kind, self.id, self.config, self.revision, self.commit]
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
         rows = super().read(name, show_progress)
-        if self.commit is not None and self.commit != stored_json(self._commit_file).get("commit"):
+        if self.commit is not None and self.commit != self._stored_commit():
             with atomic_write(self._commit_file) as file:
                 json.dump({"commit": self.commit}, file)
         return rows
