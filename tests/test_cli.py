@@ -14,6 +14,7 @@ from sbkit import cli, commands
 from sbkit.cli import COMMANDS, main
 from sbkit.errors import SbkitError
 from sbkit.recipe import arguments, load
+from sbkit.runs.lock import RunLock
 
 ROOT = Path(__file__).parents[1]
 
@@ -234,6 +235,9 @@ def test_info_tells_a_run_from_a_bundle(tmp_path, capsys):
     assert main(["info", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "not finished: the same command continues it" in out and out.endswith("# mine\n") and "tags" not in out
+    with RunLock(tmp_path):
+        assert main(["info", str(tmp_path)]) == 0
+    assert re.search(r"state +a process is working in it\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("name", "hint"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 from pathlib import Path
 
@@ -16,8 +17,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from sbkit.data.lock import Lock
     from sbkit.export import layout
-    from sbkit.score.run_files import METRICS, RECIPE, TESTED
+    from sbkit.score.run_files import HELD, METRICS, RECIPE, TESTED
 
     folder: Path = args.folder
     if not folder.is_dir():
@@ -35,8 +37,12 @@ def run(args: argparse.Namespace) -> int:
         lines = (folder / METRICS).read_text(encoding="utf-8").splitlines() if (folder / METRICS).exists() else []
         checkpoints = sorted(path.name for path in folder.glob("save/CKPT+*"))
         script = not re.search("^brain:", (folder / RECIPE).read_text(encoding="utf-8"), re.MULTILINE)
-        state = "known to its script" if script else "finished" if (folder / TESTED).exists() else \
-            "not finished: the same command continues it"
+        busy = False
+        for path in folder.glob(HELD.format("*")):
+            with contextlib.suppress(OSError), Lock(path) as lock:
+                busy |= lock.acquire(shared=True) is False
+        state = "a process is working in it" if busy else "known to its script" if script else \
+            "finished" if (folder / TESTED).exists() else "not finished: the same command continues it"
         rows = [["what", "a run of a script" if script else "a run"], ["state", state],
                 ["epochs", str(sum('"kind": "epoch", "epoch"' in line and (script or "valid_loss" in line)
                                    for line in lines))],

@@ -321,15 +321,24 @@ class Corpus:
             return None
         return choose_splits(self._open(show_progress=False), self.only, self.splits)
 
+    def check_known_splits(self, needed: Sequence[str]) -> None:
+        """Refuse a source that lacks a split, if that is known without reading it."""
+        if self.known_splits() is not None:
+            self._choose(self._open(show_progress=False), needed)
+
     def check_declared(self, needs_text: bool, columns: Declared) -> None:
-        """Refuse a local source that lacks a column which the task declares or ``columns`` names.
+        """Refuse a local source without transcripts if the task needs them, or without a column which the task declares
+        or ``columns`` names.
 
         Only sources whose columns are known without reading or unpacking them are checked.
         """
         columns = self._declare(needs_text, columns)
-        if not (columns or self.columns) or (known := self.known_splits()) is None:
+        if (known := self.known_splits()) is None:
             return
         source = self._open(show_progress=False)
+        source.check_texts()
+        if not (columns or self.columns):
+            return
         for name in (name for names in known.values() for name in names):
             if (header := source.header(name)) is None:
                 continue
@@ -397,21 +406,26 @@ class Corpus:
         self.report = report
         return ready
 
+    def _choose(self, source: Source, needed: Sequence[str]) -> tuple[dict[str, list[str]], bool]:
+        """Return the source's names for each split, and whether dev and test are to be taken from its only one."""
+        chosen = choose_splits(source, self.only, self.splits)
+        missing = [split for split in needed if split not in chosen]
+        divides = bool(missing) and len(source.names()) == 1 and list(chosen) == ["train"] \
+            and set(self.only) == set(SPLITS)
+        if missing and not divides:
+            raise SbkitError(f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
+                             f"{', '.join(source.names())})",
+                             hint=f"choose one: --corpus.splits '{{{missing[0]}: NAME}}'")
+        return chosen, divides
+
     def _prepare(self, source: Source, fingerprint: str, show: bool, needed: Sequence[str],
                  excluded: Exclusions | None) -> dict[str, Manifest]:
         started = time.monotonic()
-        chosen = choose_splits(source, self.only, self.splits)
-        divides = not set(needed) <= set(chosen) and len(source.names()) == 1 and list(chosen) == ["train"] \
-            and set(self.only) == set(SPLITS)
+        chosen, divides = self._choose(source, needed)
         if divides:
             rows = hold_out(self._read(source, "train", chosen["train"], show))
             chosen = dict.fromkeys(SPLITS, chosen["train"])
         else:
-            if missing := [split for split in needed if split not in chosen]:
-                raise SbkitError(
-                    f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
-                    f"{', '.join(source.names())})",
-                    hint=f"choose one: --corpus.splits '{{{missing[0]}: NAME}}'")
             rows = {split: self._read(source, split, names, show) for split, names in chosen.items()}
         for each in rows.values():
             each.meta = {name: column for name, column in each.meta.items() if name not in self._recordings}

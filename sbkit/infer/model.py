@@ -69,6 +69,10 @@ class Model(LoadedBundle[Engine], of=layout.Config):
             found[index] = result
         return [found[i] for i in range(len(audio))]
 
+    def transcribe_file(self, path: str | Path) -> str:
+        """Return the text of a file, as SpeechBrain's interfaces do."""
+        return self.transcribe(path).text
+
     def stream(self, chunk: int | None = None, rate: int | None = None, lm: str | Path | None = None,
                hot_words: Mapping[str, float] | Sequence[str] | None = None, lm_weight: float | None = None,
                word_score: float | None = None, beam: int | None = None) -> Stream:

@@ -354,16 +354,15 @@ def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: b
                 corpus.check_declared(task.needs_text(), task.columns)
             except SbkitError as error:
                 at = "columns" if "columns" in node.value else "source"
-                findings.error("columns", node.place_of(at), node.key_of(at), error.message, error.hint or "")
-    mixed = built.hparams.get("corpus")
-    if isinstance(mixed, Mixture) and not any(finding.code in ("no-corpus", "columns") for finding in findings):
+                findings.error("columns", *node.origin_of(at), error.message, error.hint or "")
+    whole = built.hparams.get("corpus")
+    if isinstance(whole, (Corpus, Mixture)) and not any(finding.code in ("no-corpus", "columns")
+                                                        for finding in findings):
         try:
-            known = {name: part.known_splits() for name, part in mixed.parts.items()}
-            if None not in known.values():
-                mixed.check_splits({name: splits or () for name, splits in known.items()}, SPLITS)
+            whole.check_known_splits(SPLITS)
         except SbkitError as error:
-            node = built.nodes["corpus"]
-            findings.error("splits", node.place_of("parts"), node.key_of("parts"), error.message, error.hint or "")
+            node, at = built.nodes["corpus"], "parts" if isinstance(whole, Mixture) else "source"
+            findings.error("splits", *node.origin_of(at), error.message, error.hint or "")
 
 
 def _add_missing(code: str, given: Node, error: SbkitError, findings: Findings, starting: bool) -> None:

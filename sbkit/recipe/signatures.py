@@ -179,7 +179,7 @@ def bind(target: Callable[..., Any], node: Node, findings: Findings, partial: bo
     if missing and not partial:
         findings.wrong(node, "missing-argument",
                        f"{name} lacks the argument{'s' if len(missing) > 1 else ''} {', '.join(missing)}",
-                       f"add {missing[0]}: VALUE")
+                       f"add {', '.join(f'{name}: VALUE' for name in missing)}")
 
 
 def arguments(node: Node) -> tuple[list[Node], dict[Any, Node]]:

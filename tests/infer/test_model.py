@@ -44,6 +44,7 @@ def test_a_clip_in_each_way_of_giving_it(model, tmp_path):
     both = model.transcribe([path, bundles.say("more")])
     assert [each.text for each in both] == ["she sells sea shells", "more"]
     assert model.transcribe(path).id == "clip"
+    assert model.transcribe_file(path) == "she sells sea shells"
 
 
 def test_words_have_their_times_and_confidence(model):

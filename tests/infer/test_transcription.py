@@ -101,6 +101,11 @@ def test_another_model_s_transcripts_are_not_mixed_in(bundle, clips, tmp_path, c
     assert run(other, clips / "one.wav", "--to", out, "--overwrite") == 0
 
 
+def test_a_bundle_after_its_recordings_is_told_so(bundle, clips, capsys):
+    assert main(["transcribe", str(clips / "one.wav"), str(bundle)]) == 2
+    assert f"{bundle} is a bundle, which comes before the recordings" in capsys.readouterr().err
+
+
 def test_a_folder_without_audio_is_named_beside_one_with(clips, tmp_path, caplog):
     (none := tmp_path / "none").mkdir()
     assert len(collect([str(clips / "one.wav"), str(none)])) == 1

@@ -118,6 +118,18 @@ def test_a_mixture_without_a_dev_split_is_an_error_at_its_parts(tmp_path):
     assert not check(path).errors
 
 
+def test_a_corpus_without_a_split_or_transcripts_is_an_error_before_it_is_prepared(elsewhere, tmp_path):
+    run_folders.corpus(tmp_path / "gone", 1.0, train=2, dev=1, test=1)
+    (tmp_path / "gone" / "dev.csv").unlink()
+    [finding] = check(elsewhere).errors
+    assert (finding.code, finding.line) == ("splits", 3)
+    assert finding.message.endswith("has no dev split (its splits: test, train)")
+    (tmp_path / "alone").mkdir()
+    soundfile.write(tmp_path / "alone" / "one.wav", np.zeros(1600), 16000)
+    [finding] = check(elsewhere, {"data_folder": str(tmp_path / "alone")}).errors
+    assert finding.message == f"{tmp_path / 'alone'} has recordings but no list with their transcripts"
+
+
 def test_a_demo_corpus_that_nobody_can_speak_is_told_before_the_run(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = write(tmp_path, f"{BASED}    corpus: {{language: klingon}}\n")
@@ -168,7 +180,7 @@ def test_a_column_that_the_task_needs_and_the_corpus_lacks_is_an_error_where_the
     path.write_text(text)
     report = check(path)
     [finding] = [each for each in report.errors if each.code == "columns"]
-    assert Path(finding.file).name in ("mine.yaml", "small.yaml") and finding.line and "source" in finding.key
+    assert (Path(finding.file), finding.line, finding.key) == (path, 2, "data_folder")
     assert "has no column for the clean: looked for 'clean' among ID, duration, wav, spk_id, wrd, clean_wav" in \
         finding.message and "columns: {clean: NAME}" in report.problems()
     path.write_text(f"{text}    corpus: {{columns: {{clean: clean_wav}}}}\n")

@@ -83,6 +83,8 @@ class Source(ABC):
     where: str
     needs_text = True
     """Whether it must have texts."""
+    no_texts = ""
+    """Of a layout that has no transcripts: says so."""
     wanted: Mapping[str, bool] = {}
     """Further required roles of columns, besides those in ``ALIASES``, and whether they are recordings."""
 
@@ -103,6 +105,12 @@ class Source(ABC):
     def inherit_needs(self, other: Source) -> None:
         """Require the same roles as another source, which reads this one."""
         self.needs_text, self.wanted = other.needs_text, other.wanted
+
+    def check_texts(self) -> None:
+        """Refuse a layout that never has transcripts, if the task needs them."""
+        if self.needs_text and self.no_texts:
+            raise SbkitError(f"{self.where} {self.no_texts}",
+                             hint="write a train.csv with the columns ID,duration,wav,wrd, or train.jsonl")
 
     @abstractmethod
     def names(self) -> list[str]:

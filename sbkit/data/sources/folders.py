@@ -13,7 +13,6 @@ from sbkit.data.audio import SUFFIXES
 from sbkit.data.sources.base import Rows, Source, find_column, no_column, stamp
 from sbkit.data.sources.files import lines
 from sbkit.data.splits import ALIASES, SPLITS
-from sbkit.errors import SbkitError
 
 
 def _recordings(folder: Path, pattern: str) -> Iterator[Path]:
@@ -28,6 +27,7 @@ class AudioFolder(Source):
     """
 
     kind = "recordings"
+    no_texts = "has recordings but no list with their transcripts"
 
     def __init__(self, folder: Path):
         self.folder, self.where = folder, str(folder)
@@ -53,9 +53,7 @@ class AudioFolder(Source):
         return [self.kind, *map(stamp, sorted(folders))]
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
-        if self.needs_text:
-            raise SbkitError(f"{self.folder} has recordings but no list with their transcripts",
-                             hint="write a train.csv with the columns ID,duration,wav,wrd, or train.jsonl")
+        self.check_texts()
         folder = self.splits[name]
         paths = self._files(folder)
         ids = [path.relative_to(folder) for path in paths]
@@ -127,6 +125,7 @@ class VoxCeleb(Source):
     """
 
     kind = "VoxCeleb"
+    no_texts = "is VoxCeleb, which has no transcripts"
     #: Folders down to the speakers', such as VoxCeleb1/dev/wav/id10001.
     _DEPTH = 4
     #: The speakers of VoxCeleb1's test set, whose names begin with an E.
@@ -159,8 +158,7 @@ class VoxCeleb(Source):
         return [self.kind, *(stamp(video) for speaker in speakers for video in sorted(speaker.iterdir()))]
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
-        if self.needs_text:
-            raise SbkitError(f"{self.folder} is VoxCeleb, which has no transcripts")
+        self.check_texts()
         paths = [path for speaker in self._split()[name] for path in sorted(_recordings(speaker, "*/*"))]
         return Rows(
             f"{self.folder} [{name}]", ["/".join(path.with_suffix("").parts[-3:]) for path in paths],
@@ -192,6 +190,7 @@ class VoiceBank(Source):
     """
 
     kind = "VoiceBank-DEMAND"
+    no_texts = "has recordings but no transcripts"
     #: The column of the clean recordings.
     _CLEAN = "clean_wav"
     #: Speakers of the training set that are used as dev, as in SpeechBrain's recipe.
@@ -216,9 +215,7 @@ class VoiceBank(Source):
         return ["id", "audio", "speaker", self._CLEAN]
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
-        if self.needs_text:
-            raise SbkitError(f"{self.folder} has recordings but no transcripts",
-                             hint="use this layout for tasks that need none")
+        self.check_texts()
         speaker_of = {path: path.name.partition("_")[0] for path in self._paths(name)}
         paths = [path for path, speaker in speaker_of.items()
                  if name == "test" or (speaker in self._DEV_SPEAKERS) == (name == "dev")]
