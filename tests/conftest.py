@@ -76,6 +76,11 @@ def pytest_collection_finish(session):
         sys.modules["sbkit.recipe.speed"].MEASURE_SECONDS = 0.0
 
 
+def pytest_sessionfinish(session):
+    if session.config.getoption("workers"):  # else pytest, and then Python, search all that was collected
+        gc.freeze()
+
+
 def pytest_runtest_setup(item):
     """A test marked ``gpu`` runs where there are as many CUDA cards as it asks for: ``gpu``, ``gpu(cards=2)``.
 

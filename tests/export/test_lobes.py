@@ -74,7 +74,8 @@ def _compare(encoder, tmp_path, masked=True, tolerance=2e-5):
 
 
 @pytest.mark.parametrize("kind, attention, layers, fast", [
-    ("transformer", "regularMHA", 2, True), ("branchformer", "RelPosMHAXL", 1, False)])
+    pytest.param("transformer", "regularMHA", 2, True, marks=pytest.mark.long),
+    ("branchformer", "RelPosMHAXL", 1, False)])
 def test_transformers(kind, attention, layers, fast, tmp_path):
     """With sbkit's layers and with SpeechBrain's own, whose convolutions see the padding, in torch as in the graph.
 
@@ -119,6 +120,7 @@ class Recurrent(nn.Module):
         return torch.cat([self.pool(both), self.crdnn(feats)], -1)
 
 
+@pytest.mark.long
 def test_what_recurs(tmp_path):
     torch.manual_seed(0)
     assert len(_compare(Recurrent(), tmp_path, masked=False)) >= 3

@@ -81,6 +81,7 @@ def test_closing_ends_the_thread_and_refuses_further_calls(bundle):
         engine.run([bundles.say("a")])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_process_can_load_and_train_after_a_program_was_closed(bundle):
     """torch 2.11 crashes there if the thread that was the first to use its fake tensors has ended."""

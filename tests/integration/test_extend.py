@@ -131,6 +131,7 @@ def test_it_is_trained_tested_and_reported(home, trained):
     assert "report.html" in sbkit(home, "report", folder)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_is_compared_with_another_run_and_says_how_sure_it_is(home, trained):
     short = home / "results" / "short"
@@ -212,6 +213,7 @@ def test_a_graph_that_computes_something_else_than_the_task_is_not_published(hom
     assert not (home / "wrong").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_parts_of_ones_own_are_checked_trained_and_shipped(parts):
     report = json.loads(sbkit(parts, "check", "mine.yaml", *TINY[:-6], "--json"))

@@ -18,6 +18,7 @@ def train(folder, data, code=0, **keys):
     return done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_once_it_has_a_checkpoint_a_run_does_without_its_source(tmp_path):
     """tests/runs/initial has the kinds of sources and what is taken from them."""

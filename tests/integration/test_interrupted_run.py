@@ -91,6 +91,7 @@ def own(folder):
     return {path.relative_to(folder): path.read_bytes() for path in paths}
 
 
+@pytest.mark.long
 def test_whatever_ends_a_start_in_its_preparation_the_run_keeps_its_recipe_and_corpus(home, tmp_path):
     data, folder = str(home / "data"), run_folders.run_with_model(tmp_path / "run", home / "data", rates=(50.0,))
     before = own(folder)

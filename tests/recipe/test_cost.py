@@ -100,6 +100,7 @@ def test_what_was_measured_is_one_line(planned, expected):
     assert remarks == [f"measured on cpu: {each}" for each in expected]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_step_on_a_gpu_takes_at_least_as_long_as_its_launches(tmp_path, monkeypatch):
     for module in speed, sys.modules["sbkit.recipe.check"]:

@@ -37,6 +37,7 @@ def test_measured_steps_are_closer_and_a_cpu_has_no_known_power():
     assert price.section(PriceRequest(0.0), "Some CPU", 26, 1.0, 2.74, 1.0, True).rows[-1][1:] == ["0", "0", "0"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys, monkeypatch):
     run_folders.corpus(tmp_path / "data", 3.0, train=8, dev=2, test=2)

@@ -108,6 +108,7 @@ def test_shapes_are_those_of_a_real_batch(small, tmp_path):
     assert found["subsampling"] == 2 and found["frames_per_second"] == 50
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_lstm_is_no_mistake_on_a_machine_without_a_driver(tmp_path):
     short = {"batching": {"max_batch_seconds": 1}}  # each frame is a step of its own

@@ -177,6 +177,7 @@ def forked(command, **how):
     return ENDED
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(flops, "operations_per_second", lambda *_: 1e6)  # a fifth of what such a run takes

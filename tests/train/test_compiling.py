@@ -78,8 +78,9 @@ def test_layers_that_fake_tensors_went_through_are_compiled_afterwards():
     assert compiling.graphs() - before == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("with_kernels", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("with_kernels", [False, True])
 def test_a_flagship_layer_compiles_once_for_all_lengths(with_kernels):
     if with_kernels and library.load() is not None:
         pytest.skip("no kernels here")
@@ -122,6 +123,7 @@ def conformer(layers=1):
     return model
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_compiled_layer_leaves_nothing_in_the_memory_of_its_graphs(monkeypatch):
     """SpeechBrain's memo of rotary tables, filled while CUDA graphs warm up, would lie where a replay writes."""

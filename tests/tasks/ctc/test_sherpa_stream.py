@@ -72,6 +72,7 @@ def test_a_state_is_packed_into_caches_and_back(shape, around, drawn):
             assert torch.equal(part, found)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_each_step_gives_what_the_graph_for_streams_gives(stream, written):
     """In a batch of streams that are over at different times, from features of the same windows."""
@@ -99,6 +100,7 @@ def test_each_step_gives_what_the_graph_for_streams_gives(stream, written):
     assert step > 5 and caches[2].max() > CHUNK, "the left context was filled"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_sherpa_onnx_reads_of_it_is_written_in_it(written):
     model = onnx.load(written)

@@ -233,6 +233,7 @@ def test_the_check_refuses_encoders_that_have_no_chunks(given, told, tmp_path):
     assert len(found) == 1 and found[0].code == "chunks" and told in found[0].message
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_memory_is_counted_for_the_chunks_that_need_the_most_whatever_a_step_draws(tmp_path):
     def counted(sizes, whole):

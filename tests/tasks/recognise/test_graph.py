@@ -135,6 +135,7 @@ def sound(size, seed=0):
     return (loud * (np.sin(2 * np.pi * 300 * time) + 0.3 * rng.standard_normal(size))).astype(np.float32)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # nor is it written to
 def test_every_runtime_says_what_the_recogniser_says(made):
@@ -202,6 +203,7 @@ def test_lengths_without_one_are_refused():
         recogniser.closed_form(LengthRule([0, 5, 5, 5, *((t + 1) // 2 for t in range(4, 64))]))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_eight_bits_are_in_matrix_products_alone_and_features_stay_exact(made):
     import onnx
