@@ -1,9 +1,11 @@
 """The command line says what it can do, and finds each command."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -238,6 +240,15 @@ def test_info_tells_a_run_from_a_bundle(tmp_path, capsys):
     with RunLock(tmp_path):
         assert main(["info", str(tmp_path)]) == 0
     assert re.search(r"state +a process is working in it\n", capsys.readouterr().out)
+    assert main(["info", str(tmp_path)]) == 0 and "not finished" in capsys.readouterr().out
+    [held] = tmp_path.glob(".held-*")
+    facts = json.loads(held.read_text()) | {"machine": "another"}
+    del facts["ended"]
+    for age, busy in ((5, True), (500, False)):  # what another machine renews every few seconds
+        held.write_text(json.dumps(facts))
+        os.utime(held, (time.time() - age,) * 2)
+        assert main(["info", str(tmp_path)]) == 0
+        assert ("a process is working in it" in capsys.readouterr().out) == busy
 
 
 @pytest.mark.parametrize(("name", "hint"), [

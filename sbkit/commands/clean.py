@@ -49,10 +49,11 @@ def run(argv: list[str]) -> int:
         raise SbkitError(f"{request.path} trains on a mixture, and sbkit clean takes one corpus",
                          hint="clean each part by itself, and name its list under that part's exclude")
     device = devices.resolve(request.run_opts.device)
+    needed = "train", "dev"
     if request.check:
-        training.before_run(request)
+        training.before_run(request, needed)
     with RunLock(folder, runs=False):
-        manifests = corpus.prepare(needed=("train", "dev"), columns=recipe.task.columns)
+        manifests = corpus.prepare(needed=needed, columns=recipe.task.columns)
         train = manifests["train"]
         print(corpus.summary(), file=sys.stderr)
         scores = []

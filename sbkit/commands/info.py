@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
+import time
 from pathlib import Path
 
 from sbkit.errors import SbkitError, printable
@@ -19,7 +21,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from sbkit.data.lock import Lock
     from sbkit.export import layout
-    from sbkit.score.run_files import HELD, METRICS, RECIPE, TESTED
+    from sbkit.score.run_files import DEAD_AFTER, HELD, METRICS, RECIPE, TESTED
+    from sbkit.system import processes, untrusted
 
     folder: Path = args.folder
     if not folder.is_dir():
@@ -39,8 +42,11 @@ def run(args: argparse.Namespace) -> int:
         script = not re.search("^brain:", (folder / RECIPE).read_text(encoding="utf-8"), re.MULTILINE)
         busy = False
         for path in folder.glob(HELD.format("*")):
-            with contextlib.suppress(OSError), Lock(path) as lock:
+            with contextlib.suppress(OSError, ValueError), Lock(path, os.O_RDONLY | os.O_NONBLOCK) as lock:
                 busy |= lock.acquire(shared=True) is False
+                facts = untrusted.read_json(path, 1 << 20)
+                elsewhere = "ended" not in facts and facts["machine"] != processes.machine()
+                busy |= elsewhere and time.time() - path.stat().st_mtime < DEAD_AFTER
         state = "a process is working in it" if busy else "known to its script" if script else \
             "finished" if (folder / TESTED).exists() else "not finished: the same command continues it"
         rows = [["what", "a run of a script" if script else "a run"], ["state", state],

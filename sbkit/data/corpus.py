@@ -313,30 +313,31 @@ class Corpus:
         self._recordings = set(columns) - set(self._declared)
         return self._declared
 
-    def known_splits(self) -> dict[str, list[str]] | None:
-        """Return the source's names for each split; None if they aren't known without reading or unpacking it."""
+    def _opened_here(self) -> Source | None:
+        """The source; None if its splits aren't known without a server, unpacking, or code of the user's."""
         given = self.source
-        if given is None or (isinstance(given, (str, Path)) and (
+        if not isinstance(given, (str, Path, Mapping)) or (not isinstance(given, Mapping) and (
                 is_hub_address(given) or str(given).endswith(ARCHIVES))):
             return None
-        return choose_splits(self._open(show_progress=False), self.only, self.splits)
+        return self._open(show_progress=False)
 
-    def check_known_splits(self, needed: Sequence[str]) -> None:
-        """Refuse a source that lacks a split, if that is known without reading it."""
-        if self.known_splits() is not None:
-            self._choose(self._open(show_progress=False), needed)
+    def known_splits(self) -> dict[str, list[str]] | None:
+        """Return the source's names for each split; None if they aren't known without reading or unpacking it."""
+        source = self._opened_here()
+        return None if source is None else choose_splits(source, self.only, self.splits)
 
-    def check_declared(self, needs_text: bool, columns: Declared) -> None:
-        """Refuse a local source without transcripts if the task needs them, or without a column which the task declares
-        or ``columns`` names.
+    def check_source(self, needs_text: bool, columns: Declared, needed: Sequence[str] = ()) -> None:
+        """Refuse a local source without transcripts if the task needs them, without a needed split, or without a column
+        that the task declares or ``columns`` names.
 
-        Only sources whose columns are known without reading or unpacking them are checked.
+        Only what is known without reading or unpacking it is checked.
         """
         columns = self._declare(needs_text, columns)
-        if (known := self.known_splits()) is None:
+        source = self._opened_here()
+        if source is None:
             return
-        source = self._open(show_progress=False)
         source.check_texts()
+        known, _ = self._choose(source, needed)
         if not (columns or self.columns):
             return
         for name in (name for names in known.values() for name in names):
@@ -412,6 +413,9 @@ class Corpus:
         missing = [split for split in needed if split not in chosen]
         divides = bool(missing) and len(source.names()) == 1 and list(chosen) == ["train"] \
             and set(self.only) == set(SPLITS)
+        if missing and not set(missing) <= set(self.only):
+            raise SbkitError(f"corpus: only leaves out {' and '.join(missing)}",
+                             hint=f"add {missing[0]}, or delete only")
         if missing and not divides:
             raise SbkitError(f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
                              f"{', '.join(source.names())})",

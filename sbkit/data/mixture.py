@@ -310,14 +310,9 @@ class Mixture(Corpus):
         for part in self.parts.values():
             part.check_exists()
 
-    def check_known_splits(self, needed: Sequence[str]) -> None:
-        known = {name: part.known_splits() for name, part in self.parts.items()}
-        if None not in known.values():
-            self.check_splits({name: splits or () for name, splits in known.items()}, needed)
-
-    def check_declared(self, needs_text: bool, columns: Declared) -> None:
+    def check_source(self, needs_text: bool, columns: Declared, needed: Sequence[str] = ()) -> None:
         for part in self.parts.values():
-            part.check_declared(needs_text, columns)
+            part.check_source(needs_text, columns, needed)
 
 
 def hours_of(manifest: Manifest, rows: np.ndarray | None = None) -> dict[str, float]:

@@ -501,6 +501,9 @@ def read(folder: str | Path) -> Bundle:
         elif (path.parent / "bundle" / CONFIG).is_file():  # a run that `make demo` or the README exported
             hint = f"its bundle is {path.parent / 'bundle'}"
         raise SbkitError(f"{folder} {problem}", hint=hint) from None
+    except NotADirectoryError:
+        raise SbkitError(f"{folder} is a file, and a bundle is a folder",
+                         hint="a bundle comes first: sbkit transcribe BUNDLE FILE") from None
     except (OSError, ValueError) as error:
         raise SbkitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:

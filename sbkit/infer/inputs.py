@@ -63,9 +63,9 @@ def collect(names: Sequence[str], references: str | None = None, schemes: Sequen
     if found and empty:
         logger.warning("There is no audio in %s: looked for %s", ", ".join(empty), ", ".join(SUFFIXES))
     if not found:
-        swapped = next((name for name in names if Path(name, layout.CONFIG).is_file()), None)
+        bundle = next((name for name in names if Path(name, layout.CONFIG).is_file()), None)
         raise SbkitError(f"there is no audio in {', '.join(names)}", hint=f"looked for {', '.join(SUFFIXES)}"
-                         if swapped is None else f"{swapped} is a bundle, which comes before the recordings")
+                         if bundle is None else "that is a bundle: give it once, before the recordings")
     # Equal ids get their file's suffix, then a number, so that their outputs don't collide.
     times = Counter(each.id for each in found)
     for each in found:

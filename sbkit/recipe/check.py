@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 def check(
     path: str | Path, overrides: Mapping[str, Any] | None = None, *, run_opts: RunOptions | None = None,
     run: bool = True, starting: bool = False, measure: Callable[[], cost.StepMeasurement] | None = None,
-    pricing: price.PriceRequest | None = None,
+    pricing: price.PriceRequest | None = None, needed: Sequence[str] = SPLITS,
 ) -> Report:
     """Check a recipe; the report has all mistakes at once.
 
@@ -65,6 +65,7 @@ def check(
         and the cost is only counted for a GPU, whose memory is limited
     measure : measures a few steps for the cost
     pricing : the request to predict the price of the whole run
+    needed : the splits that the corpus must have
     """
     started = time.perf_counter()
     report, findings = Report(str(path), built=run), Findings()
@@ -89,7 +90,7 @@ def check(
                 except SbkitError as error:
                     _add_missing("no-corpus", source.source or source, error, findings, starting)
     if root is not None and run:
-        _check_built(root, findings, report, run_opts, starting, measure, pricing)
+        _check_built(root, findings, report, run_opts, starting, measure, pricing, needed)
     owned = {finding.key for finding in findings if finding.code == "not-owned"}  # more specific
     findings[:] = [each for each in findings if each.code != "unread-key" or each.key not in owned]
     shadowed = [each.key for each in findings if each.code == "shadowed"]
@@ -116,7 +117,8 @@ def _characters(root: Node) -> int | None:
 
 
 def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOptions | None, starting: bool,
-                 measure: Callable[[], cost.StepMeasurement] | None, pricing: price.PriceRequest | None) -> None:
+                 measure: Callable[[], cost.StepMeasurement] | None, pricing: price.PriceRequest | None,
+                 needed: Sequence[str]) -> None:
     with logging_disabled(logging.INFO), build(root, findings) as built:  # the run itself logs messages of constructors
         ownership.check_pretrainer(built, findings)
         modules = ownership.check_modules(built, findings)
@@ -142,7 +144,7 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
         if traced.task is not None:
             traced.task.check_outputs(traced, findings)
             start = traced.task.check_start(traced, findings)
-        _check_corpus(built, traced.task, findings, starting)
+        _check_corpus(built, traced.task, findings, needed, starting)
         stages = getattr(built.hparams.get("augment"), "stages", [])
         for each, key in [*((stage, "augment") for stage in stages), (built.hparams.get("nonspeech"), "nonspeech")]:
             try:
@@ -328,15 +330,16 @@ def _given(run_opts: RunOptions | None, name: str) -> TypeGuard[RunOptions]:
     return name in getattr(run_opts, "overridden_args", ())
 
 
-def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: bool = False) -> None:
-    """Check that the longest utterances fit into a batch, and that the source exists and has the task's columns, and a
-    mixture all splits.
+def _check_corpus(built: Built, task: TaskClass, findings: Findings, needed: Sequence[str], starting: bool) -> None:
+    """Check that the longest utterances fit into a batch, and that the source exists and has the task's columns and the
+    splits that are needed.
 
     The path of a recipe's file may be meant for another machine, so it is an error only if a run is ``starting`` here.
     """
     batching = built.hparams.get("batching")
     if batching is not None and getattr(batching, "auto", False):
         batching.max_batch_seconds = batching.most_seconds(cost.longest_utterance(built.hparams))
+    mixed = built.hparams.get("corpus")
     for corpus, node in _corpora(built):
         longest = getattr(corpus, "max_duration", None)
         most = getattr(batching, "max_batch_seconds", None)
@@ -351,18 +354,18 @@ def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: b
         there = not any(finding.code == "no-corpus" for finding in findings)
         if task is not None and there and isinstance(corpus, Corpus):
             try:
-                corpus.check_declared(task.needs_text(), task.columns)
+                corpus.check_source(task.needs_text(), task.columns, () if isinstance(mixed, Mixture) else needed)
             except SbkitError as error:
-                at = "columns" if "columns" in node.value else "source"
-                findings.error("columns", *node.origin_of(at), error.message, error.hint or "")
-    whole = built.hparams.get("corpus")
-    if isinstance(whole, (Corpus, Mixture)) and not any(finding.code in ("no-corpus", "columns")
-                                                        for finding in findings):
+                at = next((key for key in ("columns", "splits", "only")  # what the recipe itself says of it
+                           if key in node.value and getattr(corpus, key) and key[:5] in error.message), "source")
+                findings.error("corpus", *node.origin_of(at), error.message, error.hint or "")
+    if isinstance(mixed, Mixture) and not any(finding.code in ("no-corpus", "corpus") for finding in findings):
         try:
-            whole.check_known_splits(SPLITS)
+            known = {name: part.known_splits() for name, part in mixed.parts.items()}
+            if None not in known.values():
+                mixed.check_splits({name: splits or () for name, splits in known.items()}, needed)
         except SbkitError as error:
-            node, at = built.nodes["corpus"], "parts" if isinstance(whole, Mixture) else "source"
-            findings.error("splits", *node.origin_of(at), error.message, error.hint or "")
+            findings.error("splits", *built.nodes["corpus"].origin_of("parts"), error.message, error.hint or "")
 
 
 def _add_missing(code: str, given: Node, error: SbkitError, findings: Findings, starting: bool) -> None:
@@ -394,9 +397,10 @@ def _check_source(corpus: Any,  # of any class with check_exists
     argument = "source" if getattr(corpus, "source", None) is not None else "language"
     if (listed := getattr(corpus, "exclude", None)) is not None and not listed.is_file():
         argument = "exclude"
-    if argument not in node.value:
+    if argument == "language" and argument not in node.value:
         return
-    given = node.value[argument].source or node.value[argument]
+    given = node.value.get(argument, node)
+    given = given.source or given
     try:
         corpus.check_exists()
     except SbkitError as error:

@@ -25,14 +25,14 @@ from typing import Any
 
 from sbkit.data.lock import Lock
 from sbkit.errors import SbkitError
-from sbkit.score.run_files import HELD
+from sbkit.score.run_files import DEAD_AFTER, HELD
 from sbkit.system import disk, processes
 from sbkit.system.environment import command
 from sbkit.train.distributed import ending, ranks
 
 logger = logging.getLogger(__name__)
 
-BEAT, DEAD_AFTER = 10.0, 120.0  # seconds between heartbeats, and without one until a holder counts as dead
+BEAT = 10.0  # seconds between heartbeats
 #: Seconds until a holder that is waited for is told, and until a run that doesn't end is an error: one that was just
 #: stopped may still be saving.
 TOLD_AFTER, PATIENCE = 5.0, 60.0

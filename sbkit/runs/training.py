@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from sbkit.data.columns import BatchColumns
 from sbkit.data.loader import EvalLoader, TrainLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Plan
+from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
@@ -135,14 +136,16 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
     yield from epochs
 
 
-def before_run(request: CommandLine) -> Node | None:
+def before_run(request: CommandLine, needed: Sequence[str] = SPLITS) -> Node | None:
     """Check the recipe of a run that is about to start: errors end the run, warnings are printed.
+
+    needed : the splits that its corpus must have
 
     Returns its resolved tree, None if it has values that are only known once it is built.
     """
     from sbkit.recipe.check import check
 
-    report = check(request.path, request.overrides, run_opts=request.run_opts, starting=True)
+    report = check(request.path, request.overrides, run_opts=request.run_opts, starting=True, needed=needed)
     if report.errors:  # one message, so that torchrun's last lines have all of it
         problems = report.problems().replace(": error: ", ": ", 1)  # the command writes that in front
         raise SbkitError(f"{problems}\n{report.verdict()}; --no-check skips this check", exit_code=1)

@@ -26,6 +26,7 @@ ENVIRONMENT, REPRODUCE = "env.log", "reproduce.json"
 MEASURED = "max_batch_seconds.json"
 """The micro-batch that a run with ``max_batch_seconds: auto`` has measured."""
 HELD = ".held-{}.json"
+DEAD_AFTER = 120.0  # seconds without a heartbeat until its holder counts as dead
 """Records who holds the folder; numbered."""
 BEFORE_START = ".before-this-start"
 """Backup of what a start overwrites, kept until training begins."""

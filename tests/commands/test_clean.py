@@ -112,6 +112,7 @@ def test_a_check_names_a_list_that_is_missing(words, capsys):
 def test_models_that_learnt_nothing_end_it_after_one_fold_and_the_same_command_resumes(words, forked, tmp_path,
                                                                                       capfd, monkeypatch):
     words.remove("--no-check")
+    (tmp_path / "data" / "test.csv").unlink()  # which cleaning doesn't need
     assert cli.main(["clean", *words]) == 1
     err = capfd.readouterr().err
     assert "the models have not learnt enough to judge labels" in err and "--number_of_epochs" in err

@@ -117,15 +117,15 @@ def test_common_voice_keeps_a_column_of_its_own(tmp_path):
 def test_a_column_that_is_not_there_is_named_with_those_that_are(sounds, tmp_path):
     corpus = write("csv", tmp_path / "csv", rows(sounds), sounds)
     wanted = {"accent": LabelColumn(), "clean": SignalColumn()}
-    for act in (lambda: corpus.check_declared(False, wanted), lambda: prepared(corpus, wanted)):
+    for act in (lambda: corpus.check_source(False, wanted), lambda: prepared(corpus, wanted)):
         with pytest.raises(SbkitError, match="has no column for the accent: looked for any of 'accents', 'accent' "
                                              "among ID, duration, wav, spk_id, mood, clean_wav, voice; name it in the"):
             act()
     for kind in ("jsonl", "parquet"):
         other = write(kind, tmp_path / kind, rows(sounds), sounds)
         with pytest.raises(SbkitError, match="no column for the colour: looked for 'colour' among ID, duration"):
-            other.check_declared(False, {"colour": LabelColumn(), "clean": SignalColumn()})
-    corpus.check_declared(False, DECLARED)
+            other.check_source(False, {"colour": LabelColumn(), "clean": SignalColumn()})
+    corpus.check_source(False, DECLARED)
     assert not list((tmp_path / "csv").glob("manifests/*.csv")), "a check prepares nothing"
 
 
@@ -135,7 +135,7 @@ def test_a_column_that_only_the_corpus_names_is_looked_for_too(sounds, tmp_path)
                              ({"speaker": "nobody"}, None), ({"text": "mood"}, None)):
         corpus = Corpus(tmp_path, folder=tmp_path / "m", columns=columns)
         with pytest.raises(SbkitError, match=missing) if missing else contextlib.nullcontext():
-            corpus.check_declared(True, {})
+            corpus.check_source(True, {})
 
 
 def test_a_recordings_folder_has_no_columns(sounds, tmp_path):
@@ -192,7 +192,7 @@ def test_a_recording_can_be_its_own_second_signal(sounds, tmp_path):
     named = prepared(corpus, declared)["train"]
     assert named.column("clean")[0] == f"{sounds}/clean0.wav"
     corpus.columns = {}
-    corpus.check_declared(False, declared)
+    corpus.check_source(False, declared)
     found = prepared(corpus, declared)["train"]
     assert len(found) == CLIPS and "clean" not in found.meta
     stages, keys = [SpeedPerturb([0.8, 1.1]), Crop(0.4)], {"declared": declared, "keys": None}

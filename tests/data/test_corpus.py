@@ -243,7 +243,7 @@ def test_wrong_options_are_named_at_once(options, message):
 
 
 def test_a_role_that_the_task_does_not_declare_is_refused(release, tmp_path):
-    for act in (lambda corpus: corpus.prepare(), lambda corpus: corpus.check_declared(True, {})):
+    for act in (lambda corpus: corpus.prepare(), lambda corpus: corpus.check_source(True, {})):
         with pytest.raises(SbkitError, match=r"unknown role 'sound'; roles are id, audio, .*, duration, start$"):
             act(Corpus(release, folder=tmp_path / "m", columns={"sound": "x"}))
 

@@ -66,10 +66,10 @@ def test_librispeech_is_read_by_its_lists_with_all_parts_of_train(tmp_path, insi
     (corpora.voicebank, "recordings but no transcripts")], ids=["alone", "VoxCeleb", "VoiceBank"])
 def test_where_texts_are_needed_it_is_said_that_there_are_none(tmp_path, make, message):
     corpus = Corpus(make(tmp_path / "c"), folder=tmp_path / "m")
-    for act in (lambda: corpus.prepare(show_progress=False), lambda: corpus.check_declared(True, {})):
+    for act in (lambda: corpus.prepare(show_progress=False), lambda: corpus.check_source(True, {})):
         with pytest.raises(SbkitError, match=message):
             act()
-    corpus.check_declared(False, {})
+    corpus.check_source(False, {})
 
 
 @pytest.mark.parametrize(("make", "add", "split"), [

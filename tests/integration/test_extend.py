@@ -181,7 +181,7 @@ def test_pairs_and_labels_are_checked_and_learnt_from(home):
     assert "accuracy" in sbkit(home, "evaluate", speakers, "--split", "dev")
     wrong = sbkit(home, "check", "speakers.yaml", "--corpus.columns", "{clean: dry}", "--json", code=1)
     (error,) = json.loads(wrong)["errors"]
-    assert error["code"] == "columns" and "'dry' among ID, duration, wav, spk_id, clean_wav" in error["message"]
+    assert error["code"] == "corpus" and "'dry' among ID, duration, wav, spk_id, clean_wav" in error["message"]
 
 
 @pytest.mark.parametrize("source", ["pairs", "/nowhere/at/all"])
@@ -213,12 +213,16 @@ def test_a_graph_that_computes_something_else_than_the_task_is_not_published(hom
     assert not (home / "wrong").exists()
 
 
-@pytest.mark.long
 @pytest.mark.slow
-def test_parts_of_ones_own_are_checked_trained_and_shipped(parts):
+def test_parts_of_ones_own_are_checked(parts):
     report = json.loads(sbkit(parts, "check", "mine.yaml", *TINY[:-6], "--json"))
     assert report["errors"] == report["warnings"] == []
     assert report["sections"]["shapes"]["values"]["Transformer"][-1] == 16
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_parts_of_ones_own_are_trained_and_shipped(parts):
     out = sbkit(parts, "train", "mine.yaml", *TINY, "--output_folder", "results/mine")
     assert "test WER" in out
     assert any("sure" in line for line in metrics(parts / "results" / "mine")), "the loss's own part is logged"

@@ -13,7 +13,7 @@ SMALL = {**run_folders.TINY, "precision": "fp32", "step_seconds": 6, "max_batch_
 PASS, PASSES = 2, 4  # steps; the 8 utterances fill two of them
 LENGTH = PASS * PASSES
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,7 @@ def whole(data, tmp_path_factory):
     return out, weights(out)
 
 
+@pytest.mark.long
 def test_stopped_in_an_epoch_it_ends_as_the_run_that_was_never_stopped(data, whole, tmp_path):
     out = shutil.copytree(whole[0].with_name("stopped"), tmp_path / "out")
     saved = saved_step(out)
@@ -63,6 +64,7 @@ def test_stopped_in_an_epoch_it_ends_as_the_run_that_was_never_stopped(data, who
     assert different(weights(out), whole[1]) == []
 
 
+@pytest.mark.long
 def test_stopped_in_an_epoch_and_extended_on_two_devices_it_trains_to_its_end(data, whole, tmp_path):
     out = shutil.copytree(whole[0].with_name("stopped"), tmp_path / "out")
     said = train(out, data, ranks=2, number_of_epochs=3)

@@ -1,5 +1,6 @@
 """Checks of a recipe's corpus: that its source is there."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import run_folders
 import soundfile
 from written import BASED, write
 
+from sbkit.data.corpus import Corpus
+from sbkit.data.sources.base import Source
 from sbkit.data.tokens import Tokenizer
 from sbkit.recipe.check import check
 from sbkit.recipe.load import open_recipe
@@ -21,6 +24,10 @@ class Mine(Tokenizer):
 
     def __init__(self, folder, name):
         super().__init__(folder, 24, model=name)
+
+
+def made(root):
+    return Corpus(root, language="en")
 
 
 @pytest.fixture
@@ -122,12 +129,37 @@ def test_a_corpus_without_a_split_or_transcripts_is_an_error_before_it_is_prepar
     run_folders.corpus(tmp_path / "gone", 1.0, train=2, dev=1, test=1)
     (tmp_path / "gone" / "dev.csv").unlink()
     [finding] = check(elsewhere).errors
-    assert (finding.code, finding.line) == ("splits", 3)
+    assert (finding.code, finding.line) == ("corpus", 3)
     assert finding.message.endswith("has no dev split (its splits: test, train)")
+    assert not check(elsewhere, needed=("train", "test")).errors
+    [finding] = check(elsewhere, {"corpus": {"only": ["test"]}}).errors
+    assert finding.key == "corpus.only" and "only leaves out train and dev" in finding.message
     (tmp_path / "alone").mkdir()
     soundfile.write(tmp_path / "alone" / "one.wav", np.zeros(1600), 16000)
     [finding] = check(elsewhere, {"data_folder": str(tmp_path / "alone")}).errors
     assert finding.message == f"{tmp_path / 'alone'} has recordings but no list with their transcripts"
+
+
+class Elsewhere(Source):
+    """A corpus of ones own, whose folder is on another machine."""
+
+    kind, where = "mine", "/data"
+
+    def names(self):
+        return os.listdir("/nowhere/at/all")
+
+    def read(self, name, show_progress=True):
+        raise AssertionError
+
+    fingerprint = read
+
+
+def test_a_source_of_ones_own_is_left_alone_and_a_corpus_built_by_a_function_is_looked_for(tmp_path):
+    path = write(tmp_path, f"{BASED}    corpus: {{source: !new:test_corpus_check.Elsewhere ''}}\n")
+    assert not check(path).errors
+    write(tmp_path, f"{BASED}    corpus: !apply:test_corpus_check.made {{root: {tmp_path / 'gone'}}}\n")
+    report = check(path)
+    assert not report.errors and [each.code for each in report.warnings] == ["no-corpus"]
 
 
 def test_a_demo_corpus_that_nobody_can_speak_is_told_before_the_run(monkeypatch, tmp_path):
@@ -179,9 +211,9 @@ def test_a_column_that_the_task_needs_and_the_corpus_lacks_is_an_error_where_the
     text = f"{BASED}    data_folder: {tmp_path / 'gone'}\n    brain: !name:further_columns.Further\n"
     path.write_text(text)
     report = check(path)
-    [finding] = [each for each in report.errors if each.code == "columns"]
+    [finding] = [each for each in report.errors if each.code == "corpus"]
     assert (Path(finding.file), finding.line, finding.key) == (path, 2, "data_folder")
     assert "has no column for the clean: looked for 'clean' among ID, duration, wav, spk_id, wrd, clean_wav" in \
         finding.message and "columns: {clean: NAME}" in report.problems()
     path.write_text(f"{text}    corpus: {{columns: {{clean: clean_wav}}}}\n")
-    assert not [each for each in check(path).errors if each.code == "columns"]
+    assert not [each for each in check(path).errors if each.code == "corpus"]

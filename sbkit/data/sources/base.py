@@ -83,8 +83,8 @@ class Source(ABC):
     where: str
     needs_text = True
     """Whether it must have texts."""
-    no_texts = ""
-    """Of a layout that has no transcripts: says so."""
+    no_texts = ("", "")
+    """What is said of a layout without transcripts, after its path, and the hint."""
     wanted: Mapping[str, bool] = {}
     """Further required roles of columns, besides those in ``ALIASES``, and whether they are recordings."""
 
@@ -108,9 +108,9 @@ class Source(ABC):
 
     def check_texts(self) -> None:
         """Refuse a layout that never has transcripts, if the task needs them."""
-        if self.needs_text and self.no_texts:
-            raise SbkitError(f"{self.where} {self.no_texts}",
-                             hint="write a train.csv with the columns ID,duration,wav,wrd, or train.jsonl")
+        said, hint = self.no_texts
+        if self.needs_text and said:
+            raise SbkitError(f"{self.where} {said}", hint=hint)
 
     @abstractmethod
     def names(self) -> list[str]:

@@ -14,6 +14,8 @@ from sbkit.data.sources.base import Rows, Source, find_column, no_column, stamp
 from sbkit.data.sources.files import lines
 from sbkit.data.splits import ALIASES, SPLITS
 
+_WITHOUT = "use this layout for tasks that need none, such as hparams/speaker.yaml and enhance.yaml"
+
 
 def _recordings(folder: Path, pattern: str) -> Iterator[Path]:
     return (path for path in folder.glob(pattern) if path.suffix.lower() in SUFFIXES)
@@ -27,7 +29,8 @@ class AudioFolder(Source):
     """
 
     kind = "recordings"
-    no_texts = "has recordings but no list with their transcripts"
+    no_texts = ("has recordings but no list with their transcripts",
+                "write a train.csv with the columns ID,duration,wav,wrd, or train.jsonl")
 
     def __init__(self, folder: Path):
         self.folder, self.where = folder, str(folder)
@@ -76,7 +79,7 @@ class LibriSpeech(Source):
         inside = folder / "LibriSpeech"
         self.folder = inside if inside.is_dir() else folder
         self.where = str(self.folder)
-        parts = sorted({path.parents[2].name for path in self._lists("*")})
+        parts = sorted({path.parents[2].name for path in self._lists(self.folder, "*")})
         self.parts = {name: [name] for name in parts}
         for split in SPLITS:
             found = [name for name in parts if name.startswith(f"{split}-")]
@@ -86,22 +89,25 @@ class LibriSpeech(Source):
     @classmethod
     def matches(cls, folder: Path) -> bool:
         """Whether a folder has a part with such a list."""
-        return bool(cls(folder).parts)
+        inside = folder / "LibriSpeech"
+        return any(cls._lists(inside if inside.is_dir() else folder, "*"))
 
-    def _lists(self, part: str) -> Iterator[Path]:
-        return (path for each in self.folder.glob(part) if re.match(r"(train|dev|test)-", each.name)
+    @staticmethod
+    def _lists(folder: Path, part: str) -> Iterator[Path]:
+        return (path for each in folder.glob(part) if re.match(r"(train|dev|test)-", each.name)
                 for path in each.glob("*/*/*.trans.txt"))
 
     def names(self) -> list[str]:
         return list(self.parts)
 
     def fingerprint(self) -> list[Any]:
-        return [self.kind, *(stamp(each) for path in sorted(self._lists("*")) for each in (path, path.parent))]
+        lists = sorted(self._lists(self.folder, "*"))
+        return [self.kind, *(stamp(each) for path in lists for each in (path, path.parent))]
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
         ids, wavs, texts, speakers = [], [], [], []
         malformed: list[tuple[str, str]] = []
-        for path in sorted(path for part in self.parts[name] for path in self._lists(part)):
+        for path in sorted(path for part in self.parts[name] for path in self._lists(self.folder, part)):
             recordings = {each.stem: str(each.absolute()) for each in _recordings(path.parent, "*")}
             for number, line in lines(path):
                 try:
@@ -125,7 +131,7 @@ class VoxCeleb(Source):
     """
 
     kind = "VoxCeleb"
-    no_texts = "is VoxCeleb, which has no transcripts"
+    no_texts = "is VoxCeleb, which has no transcripts", _WITHOUT
     #: Folders down to the speakers', such as VoxCeleb1/dev/wav/id10001.
     _DEPTH = 4
     #: The speakers of VoxCeleb1's test set, whose names begin with an E.
@@ -190,7 +196,7 @@ class VoiceBank(Source):
     """
 
     kind = "VoiceBank-DEMAND"
-    no_texts = "has recordings but no transcripts"
+    no_texts = "has recordings but no transcripts", _WITHOUT
     #: The column of the clean recordings.
     _CLEAN = "clean_wav"
     #: Speakers of the training set that are used as dev, as in SpeechBrain's recipe.

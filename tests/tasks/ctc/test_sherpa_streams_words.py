@@ -21,7 +21,7 @@ from sbkit.export.runners import open_runner
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.tasks.recognise import sherpa_stream, streaming_graph
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]  # an export takes some seconds; test_sherpa_stream.py is its twin
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # an export takes some seconds
 
 TAIL = 10_240  # samples of silence that README.md gives, 640 ms
 MOVES = 7_680  # from one window to the next
