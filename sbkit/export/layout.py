@@ -16,6 +16,7 @@ from sbkit.data import publish
 from sbkit.data.pronunciation import NAME
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError, shown, shown_names
+from sbkit.score.run_files import BUNDLE
 from sbkit.system import disk, untrusted
 from sbkit.system.schema import (
     SHA256,
@@ -33,7 +34,7 @@ from sbkit.system.schema import (
     value,
 )
 
-CONFIG = "config.json"
+CONFIG = BUNDLE
 WEIGHTS = "model.safetensors"
 TOKENIZER = "tokenizer.model"
 TOKENS = "tokens.txt"

@@ -57,6 +57,8 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
     near = ours if ours and ours.partition(".")[0] in known else within.pop() if len(within) == 1 else (
         did_you_mean(key, known) or did_you_mean(f"--{key}", [f"--{name}" for name in known], cutoff=0.75))
     hint = f"did you mean --{near.removeprefix('--')}?" if near else "define that key in the YAML first"
+    if key == "batch_size" and near == ours:
+        hint += " It counts seconds of audio, not utterances"
     if key in _OF_TORCHRUN:
         hint = f"it is an option of torchrun: torchrun --{key}{f'={value}' if value else ''} train.py RECIPE ..."
     elif key in _BY_TORCHRUN:

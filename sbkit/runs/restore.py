@@ -19,7 +19,7 @@ from sbkit.recipe.source import Node
 from sbkit.runs import pretrained
 from sbkit.runs.progress import read_progress
 from sbkit.score.metric import Metric, Order
-from sbkit.score.run_files import EVALUATIONS, RECIPE, TESTED
+from sbkit.score.run_files import BUNDLE, EVALUATIONS, RECIPE, TESTED
 from sbkit.train.averaging import EMA, load_mean, weight_recoverables
 from sbkit.train.checkpoint import Checkpointer
 
@@ -167,7 +167,8 @@ def moved_recipe(path: Path, folder: Path) -> Node:
     """The tree of a run's recipe, with paths in its old output folder moved to ``folder``."""
     tree = load.resolved(path, {})
     if tree.at("output_folder") is None:
-        raise SbkitError(f"{path} lacks output_folder", hint="is it a recipe that a run wrote?")
+        raise SbkitError(f"{path} lacks output_folder", hint="that is a bundle: name the run that it was exported from"
+                         if (folder / BUNDLE).is_file() else "is it a recipe that a run wrote?")
     old, new = str(tree.at("output_folder")).rstrip("/"), str(folder).rstrip("/")
     for node in tree.walk():
         if isinstance(node.value, str) and f"{node.value}/".startswith(f"{old}/"):

@@ -52,7 +52,7 @@ def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
     from sbkit.runs import same_start, training
     from sbkit.runs.lock import RunLock
     from sbkit.runs.start_guard import StartGuard
-    from sbkit.score.run_files import METRICS
+    from sbkit.score.run_files import BUNDLE, METRICS
     from sbkit.train.distributed import ranks
     from sbkit.train.memory import oom
 
@@ -68,6 +68,9 @@ def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
                 raise SbkitError(f"checkpoints would go into another run, {run}", hint=(
                     "a run's hyperparams.yaml has no references left, so --output_folder doesn't reach all folders; "
                     f"train the recipe that it was made of, or the same again: sbkit reproduce {run}/reproduce.json"))
+            if (folder / BUNDLE).is_file():
+                raise SbkitError(f"{folder} is a bundle, which a run would overwrite",
+                                 hint="choose another --output_folder")
             with disk.disk_errors_as_user_error(folder), RunLock(folder), StartGuard(folder, ranks.is_main()) as guard:
                 _train(recipe, command, device, guard, bundles)
     finally:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _FILES = (RECIPE, "preparation.py", ENVIRONMENT, TESTED)
 #: ``BEFORE_START`` is always complete: it is renamed atomically, from and to these names.
 _PART, _GONE = f"{BEFORE_START}.part", f"{BEFORE_START}.gone"
-
+_MOST = 10  # changes of a recipe that are told
 
 class StartGuard:
     """Context that backs up what a start overwrites, and restores it on an error before the run ``begins``.
@@ -61,11 +61,13 @@ class StartGuard:
             old and f"{was}/".startswith(f"{old}/") and now == new + was.removeprefix(old))}
 
     def changes(self) -> list[str]:
-        """Descriptions of the ``changed`` values; keys with the same change share one."""
+        """Short descriptions of the ``changed`` values, at most ten; keys with the same change share one."""
         keys: dict[tuple[str, str], list[str]] = {}
         for key, change in self.changed().items():
             keys.setdefault(change, []).append(key)
-        return [f"{', '.join(several)}: {before} -> {now}" for (before, now), several in keys.items()]
+        told = [f"{_short(', '.join(several))}: {_short(before)} -> {_short(now)}"
+                for (before, now), several in keys.items()]
+        return told if len(told) <= _MOST else [*told[:_MOST], f"and {len(told) - _MOST} more"]
 
     def __enter__(self) -> StartGuard:
         if self._here:
@@ -92,6 +94,10 @@ class StartGuard:
         if self._here and (self.restores or kind is not None):
             restore_previous(self.folder)
         self.begins()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 @contextlib.contextmanager

@@ -25,9 +25,12 @@ LOGGERS = "loggers.txt"
 ENVIRONMENT, REPRODUCE = "env.log", "reproduce.json"
 MEASURED = "max_batch_seconds.json"
 """The micro-batch that a run with ``max_batch_seconds: auto`` has measured."""
+BUNDLE = "config.json"
+"""In a bundle, and in no run."""
 HELD = ".held-{}.json"
-DEAD_AFTER = 120.0  # seconds without a heartbeat until its holder counts as dead
 """Records who holds the folder; numbered."""
+DEAD_AFTER = 120.0
+"""Seconds without a sign of life until the holder counts as dead."""
 BEFORE_START = ".before-this-start"
 """Backup of what a start overwrites, kept until training begins."""
 TESTED = "tested.json"

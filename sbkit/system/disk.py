@@ -91,7 +91,8 @@ def disk_errors_as_user_error(path: str | os.PathLike[str], called: str = "") ->
         if found is None:
             raise
         name = found.filename if found.filename and os.path.isdir(path) else path
-        raise SbkitError(explain(found, name, called=called if name == path else ""), hint=HINT) from error
+        hint = "choose another place" if found.errno == errno.EROFS else HINT
+        raise SbkitError(explain(found, name, called=called if name == path else ""), hint=hint) from error
 
 
 @contextlib.contextmanager

@@ -118,6 +118,8 @@ class Brain(sb.core.Brain):
         self.training_ctx, self.evaluation_ctx = (
             TorchAutocast(device_type=device.type, dtype=AMPConfig.from_name(name).dtype)  # nothing for fp32
             for name in (self.precision, self.eval_precision))
+        if self.precision == "fp16" and device.type == "cpu":
+            logger.info("It trains in fp16 all the same: SpeechBrain, which refuses it on a CPU, was told fp32")
         self.scaler = precision.Scaler(device.type, enabled=self.precision == "fp16")
         self.compiled = False
         self.utilisation: Utilisation | None = None
@@ -203,7 +205,13 @@ class Brain(sb.core.Brain):
     def _compile(self) -> None:
         """Compile layers in place for ``--compile`` (see ``compiling``); leave ``--jit`` to SpeechBrain."""
         if not self.compile:
-            super()._compile()
+            try:
+                super()._compile()
+            except Exception as error:
+                if not (self.jit or self.jit_module_keys):
+                    raise
+                raise SbkitError(f"--jit: TorchScript can't take these modules: {str(error).strip().splitlines()[0]}",
+                                 hint="leave it out, or take --compile") from error
             return
         self.compiled = compiling.compile_blocks(
             self.modules, self.compile_module_keys, self.device, mode=self.compile_mode,

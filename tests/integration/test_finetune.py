@@ -62,8 +62,9 @@ def trained(home):
 
 @pytest.mark.slow
 def test_without_an_encoder_the_recipe_says_what_to_give(home):
-    assert "no pretrained encoder is named; give its folder, or its name on the Hugging Face Hub: --encoder_source" in \
-        sbkit(home, "check", RECIPE, code=1)
+    said = sbkit(home, "check", RECIPE, code=1)
+    assert "finetune.yaml:" in said and "encoder.source: source names no pretrained encoder; give its folder, or " \
+        "its name on the Hugging Face Hub: --encoder_source" in said
 
 
 def test_a_source_that_will_not_do_is_an_error_of_the_recipe(home):

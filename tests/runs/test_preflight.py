@@ -8,7 +8,7 @@ from processes import outcomes
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import arguments, cost
-from sbkit.runs import same_start, training
+from sbkit.runs import same_start, start, training
 from sbkit.system import memory
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.ranks import PeerFailed
@@ -28,6 +28,16 @@ def test_a_run_with_mistakes_does_not_start(capsys):
     assert error.value.exit_code == 1 and "--no-check" in last
     assert told.startswith(f"{BROKEN / 'unknown_argument.yaml'}:4: CNN") and "did you mean num_blocks?" in told
     assert capsys.readouterr().err == ""  # told once, by the command
+    with pytest.raises(SbkitError, match="whole number") as error:
+        training.before_run(request(SMALL, "--number_of_epochs", "0"))
+    assert "--no-check" not in str(error.value), "a start refuses that, too"
+
+
+@pytest.mark.slow
+def test_a_bundle_is_not_written_over_by_a_run(tmp_path):
+    (tmp_path / "config.json").touch()
+    with pytest.raises(SbkitError, match="is a bundle, which a run would overwrite; choose another --output_folder"):
+        start.run([str(SMALL), "--no-check", "--output_folder", str(tmp_path)], lambda: None)
 
 
 @pytest.mark.slow

@@ -185,6 +185,11 @@ def test_the_values_that_changed_are_known_until_the_run_begins(folder):
         "lr, opt.lr: 0.001 -> 0.5", "old: 1 -> nothing", "name: '' -> a", "sizes[1]: 2 -> 3", "new: nothing -> null"]
 
 
+def test_of_another_recipe_the_first_changes_are_told(folder):
+    told = changes(folder, "lr: 1\n", "".join(f"key{i}: {'x' * 500}{i}\n" for i in range(40)))
+    assert len(told) == 11 and told[-1].startswith("and ") and max(map(len, told)) < 350
+
+
 def test_another_class_is_a_change(folder):
     before = "brain: !name:mine.Brain\nopt: !name:torch.optim.Adam\n  lr: 1\n"
     assert changes(folder, before, before.replace("mine", "yours").replace("Adam", "AdamW")) == [

@@ -69,8 +69,8 @@ class Encoder(nn.Module):
             named = source if isinstance(source, str) and source else \
                 str(init_from) if init_from is not None and names_model(str(init_from)) else ""
             if not named:
-                problem = "no pretrained encoder is named" if init_from is None else \
-                    f"no pretrained encoder is named, and {init_from} is no run with a copy of an encoder's config"
+                problem = "source names no pretrained encoder" if init_from is None else \
+                    f"source names no pretrained encoder, and {init_from} is no run with a copy of an encoder's config"
                 raise SbkitError(problem, hint="give its folder, or its name on the Hugging Face Hub: --encoder_source "
                                  "owner/name")
             settings = Settings.of(named)

@@ -210,7 +210,7 @@ def test_a_source_that_will_not_do_is_told(folder, spoil, told):
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./model", "~/no/model", "a/b/c", ""])
 def test_a_place_where_nothing_is_is_told(name):
-    with pytest.raises(SbkitError, match=r"does not exist|no pretrained encoder is named"):
+    with pytest.raises(SbkitError, match=r"does not exist|source names no pretrained encoder"):
         Encoder(name)
 
 
