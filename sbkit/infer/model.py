@@ -9,6 +9,8 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+import numpy as np
+
 from sbkit.data.audio import AudioError
 from sbkit.decode.hotwords import phrase_boosts
 from sbkit.errors import SbkitError
@@ -88,6 +90,8 @@ class Model(LoadedBundle[Engine], of=layout.Config):
         lm, hot_words, lm_weight, word_score, beam : options of ``sbkit.decode.beam.BeamSearch``; without any, streams
             are decoded like recordings
         """
+        if any(isinstance(each, np.ndarray) for each in (chunk if isinstance(chunk, list) else [chunk])):
+            raise SbkitError("stream takes options, not samples", hint="feed what it returns: model.stream()(arrays)")
         given = {"lm": lm, "hot_words": phrase_boosts(hot_words) or None, "lm_weight": lm_weight,
                  "word_score": word_score, "beam": beam}
         search = {name: value for name, value in given.items() if value is not None}

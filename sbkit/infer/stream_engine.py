@@ -104,9 +104,8 @@ class StreamEngine(BundleEngine):
             return sorted(chunks.values())[len(chunks) // 2]
         size, known = as_int(chunk), ", ".join(map(str, chunks))
         if size is None:
-            given = shown(chunk) if isinstance(chunk, (str, float)) else type(chunk).__name__
-            raise SbkitError(f"a chunk must be a whole number of milliseconds, not {given}",
-                             hint=f"the model was trained for {known}; a stream is fed: model.stream()(arrays)")
+            raise SbkitError(f"a chunk must be a whole number of milliseconds, not {shown(chunk)}",
+                             hint=f"the model was trained for {known}")
         if size not in chunks:
             raise SbkitError(f"the model wasn't trained for chunks of {shown(size)} ms",
                              hint=f"it was trained for {known}")

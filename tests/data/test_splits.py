@@ -104,8 +104,10 @@ def test_one_list_is_enough_to_train_on(tmp_path, alone):
     assert all(again[split].ids == found[split].ids for split in SPLITS)
 
 
-@pytest.mark.parametrize("options", [{"only": ("train",)}, {"splits": {"train": ["train", "other"]}}])
-def test_a_choice_of_lists_is_not_divided(tmp_path, options):
+@pytest.mark.parametrize(("options", "said"), [
+    ({"only": ("train",)}, "only leaves out dev and test"),
+    ({"splits": {"train": ["train", "other"]}}, "has no dev and no test split")])
+def test_a_choice_of_lists_is_not_divided(tmp_path, options, said):
     run_folders.corpus(tmp_path, train=5, other=5)
-    with pytest.raises(SbkitError, match="has no dev and no test split"):
+    with pytest.raises(SbkitError, match=said):
         Corpus(tmp_path, folder=tmp_path / "m", **options).prepare(show_progress=False, needed=SPLITS)

@@ -41,6 +41,8 @@ def cut(signal, cuts):
 
 @pytest.mark.slow
 def test_words_come_while_the_stream_goes_on(model):
+    with pytest.raises(SbkitError, match="stream takes options, not samples; feed what it returns"):
+        model.stream([bundles.say("ab cd")])
     stream = model.stream(chunk=160)
     shown = [(stream.text(result.settled), stream.text(result.partial), round(result.seconds, 2))
              for result in stream([bundles.say("ab cd"), np.zeros(16_000, np.float32)])]
