@@ -131,7 +131,6 @@ def test_it_is_trained_tested_and_reported(home, trained):
     assert "report.html" in sbkit(home, "report", folder)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_it_is_compared_with_another_run_and_says_how_sure_it_is(home, trained):
     short = home / "results" / "short"

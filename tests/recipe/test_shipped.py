@@ -39,7 +39,8 @@ def stand_ins(name: str, folder: Path) -> dict:
     if any("data_folder: !PLACEHOLDER" in text for text in texts):
         given |= {"data_folder": str(folder / "data"), "language": "fr"}
         if any("sbkit.tasks.enhance" in text for text in texts):
-            (folder / "data" / "noisy_testset_wav").mkdir(parents=True, exist_ok=True)  # VoiceBank-DEMAND's layout
+            for name in ("noisy_testset_wav", "noisy_trainset_28spk_wav"):  # VoiceBank-DEMAND's layout
+                (folder / "data" / name).mkdir(parents=True, exist_ok=True)
         else:
             run_folders.corpus(folder / "data", 1.0, train=2, dev=1, test=1)
     if any("encoder_source: null" in text for text in texts):
