@@ -413,9 +413,9 @@ class Corpus:
         missing = [split for split in needed if split not in chosen]
         divides = bool(missing) and len(source.names()) == 1 and list(chosen) == ["train"] \
             and set(self.only) == set(SPLITS)
-        if missing and not set(missing) <= set(self.only):
-            raise SbkitError(f"corpus: only leaves out {' and '.join(missing)}",
-                             hint=f"add {missing[0]}, or delete only")
+        if unasked := [split for split in missing if split not in self.only]:
+            raise SbkitError(f"corpus: only leaves out {' and '.join(unasked)}",
+                             hint=f"add {unasked[0]}, or delete only")
         if missing and not divides:
             raise SbkitError(f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
                              f"{', '.join(source.names())})",
