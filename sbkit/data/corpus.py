@@ -316,10 +316,9 @@ class Corpus:
     def _opened_here(self) -> Source | None:
         """The source; None if its splits aren't known without a server, unpacking, or code of the user's."""
         given = self.source
-        if not isinstance(given, (str, Path, Mapping)) or (not isinstance(given, Mapping) and (
-                is_hub_address(given) or str(given).endswith(ARCHIVES))):
-            return None
-        return self._open(show_progress=False)
+        here = isinstance(given, Mapping) or (isinstance(given, (str, Path)) and not (
+            is_hub_address(given) or str(given).endswith(ARCHIVES)))
+        return self._open(show_progress=False) if here else None
 
     def known_splits(self) -> dict[str, list[str]] | None:
         """Return the source's names for each split; None if they aren't known without reading or unpacking it."""

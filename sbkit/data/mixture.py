@@ -310,10 +310,6 @@ class Mixture(Corpus):
         for part in self.parts.values():
             part.check_exists()
 
-    def check_source(self, needs_text: bool, columns: Declared, needed: Sequence[str] = ()) -> None:
-        for part in self.parts.values():
-            part.check_source(needs_text, columns, needed)
-
 
 def hours_of(manifest: Manifest, rows: np.ndarray | None = None) -> dict[str, float]:
     """Return the hours of each part in a mixture's manifest, or in some of its rows."""
