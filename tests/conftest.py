@@ -60,6 +60,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
+    global _modules
     if session.config.getoption("workers"):
         from processes import share_server
 
@@ -70,6 +71,8 @@ def pytest_collection_finish(session):
         import warm  # noqa: F401 (for the workers, too)
 
         capture.suspend_global_capture()
+    gc.freeze()  # before workers are forked, each of which would search all of it
+    _modules = len(sys.modules)
     gc.enable()
     gc.set_threshold(50_000, 20, 50)  # what an export makes is looked through 1,400 times else, a tenth of its time
     if "sbkit.recipe.speed" in sys.modules:  # one product of matrices tells a CPU's speed well enough here

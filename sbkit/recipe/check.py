@@ -62,7 +62,7 @@ def check(
     run : import what the recipe names, build its objects and check ownership, devices, shapes, vocabulary and cost;
         otherwise nothing is built or called, and only SpeechBrain, torch and sbkit are imported
     starting : a run starts on this machine: its corpus must exist, its labels are checked once it is prepared,
-        and the cost is only counted for a GPU, whose memory is limited
+        and only for a GPU the cost is counted, as its memory is limited, and the modules are moved to it
     measure : measures a few steps for the cost
     pricing : the request to predict the price of the whole run
     needed : the splits that the corpus must have
@@ -175,7 +175,7 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
             report.notes += filter(None, [real_batches.try_batches(traced, findings)])
         learns = _learning(traced, torch.nn.ModuleDict(modules), findings)
         costs = _cost(owned, traced, findings, report, run_opts, starting, measure, pricing)
-        if complete:
+        if complete and not (starting and _device(run_opts).type == "cpu"):  # that run moves nothing
             report.notes += filter(None, [devices.check_moved(owned, table, traced, findings)])
         sections = {"shapes": trace.section(traced), "start": start, "learning": learns, "labels": labels,
                     "mixture": _mixture(traced, _device(run_opts))}
