@@ -179,6 +179,8 @@ def test_options_take_hyphens_and_underscores_and_former_names_with_a_line(tmp_p
     (["--on", "8xH100", "--no_run", "--data", "x"], ["--as", "8xH100", "--no-run", "--data", "x"],
      "--on is now called --as\n"),
     (["--batching.min_steps=3", "--no_check"], ["--batching.min_steps=3", "--no-check"], ""),
+    (["--corpus.max-duration=a-b", "--corpus.min-duration", "-1"],
+     ["--corpus.max_duration=a-b", "--corpus.min_duration", "-1"], ""),
 ])
 def test_words_of_a_recipes_command_are_read_as_it_writes_them(given, read, told, capsys):
     recipe = str(ROOT / "hparams/ctc.yaml")

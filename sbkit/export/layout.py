@@ -489,6 +489,9 @@ class ByKind(dict[type[Bundle], V]):
                          hint=f"import the code that runs bundles of kind {config.kind}")
 
 
+_MADE_BY = "sbkit export RUN --to BUNDLE makes one of a run; of a model of transformers or SpeechBrain, sbkit import"
+
+
 def read(folder: str | Path) -> Bundle:
     """Read the configuration of the bundle in ``folder``, of any kind."""
     path = Path(folder) / CONFIG
@@ -496,7 +499,7 @@ def read(folder: str | Path) -> Bundle:
         values = untrusted.read_json(path, MAX_BYTES)
     except FileNotFoundError:
         problem = f"is not a bundle: it has no {CONFIG}" if path.parent.is_dir() else "does not exist"
-        hint = "sbkit export RUN --to BUNDLE makes one"
+        hint = _MADE_BY
         if (before := publish.replaced(folder)).is_dir() and not path.parent.exists():
             hint = f"an export that was killed left the previous bundle at {before}: rename it back"
         elif (path.parent / "bundle" / CONFIG).is_file():  # a run that `make demo` or the README exported
@@ -508,7 +511,7 @@ def read(folder: str | Path) -> Bundle:
     except (OSError, ValueError) as error:
         raise SbkitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-        raise SbkitError(f"{path} does not describe an sbkit bundle")
+        raise SbkitError(f"{path} does not describe an sbkit bundle", hint=_MADE_BY)
     version = values.pop("version", None)
     if version != VERSION:
         raise SbkitError(f"{path} has version {shown(version)}, but this sbkit reads version {VERSION}",

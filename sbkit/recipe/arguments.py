@@ -56,18 +56,24 @@ def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str
         return list(words)
     found = files.chain(locate(words[0]), Findings())
     there = {str(key) for key in files.keys(found)}
+    nested = {key for _, root in found for node in root.walk() if isinstance(node.value, dict) for key in node.value}
     own = {option.replace("-", "_"): option for option in ("no-check", *options)}
     read, given = [words[0]], set[str]()
     for word in words[1:]:
-        name = re.match(r"--([\w-]+)", word)
-        if name is None or name[1] in there:
+        name = re.match(r"--([\w-]+)(?=([.\w-]*))", word)
+        if name is None:
             read.append(word)
+            continue
+        behind = ".".join(part if part in nested else part.replace("-", "_") for part in name[2].split("."))
+        behind += word[name.end() + len(behind):]  # the value
+        if name[1] in there:
+            read.append(f"--{name[1]}{behind}")
             continue
         plain = name[1].replace("-", "_")
         if plain in former:
             print(f"--{name[1]} is now called --{former[plain]}", file=sys.stderr)
             plain = former[plain]
-        read.append(f"--{own.get(plain, plain)}{word[name.end():]}")
+        read.append(f"--{own.get(plain, plain)}{behind}")
         given |= {plain} - own.keys()
     present = {present_key(key, there) for key in given} - there
     brain = next((str(level.value["brain"].tag) for _, level in files.levels(found) if "brain" in level.value), "")

@@ -158,6 +158,13 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
         try:
             if isinstance(output, str):
                 disk.check_writable(Path(output) / "hyperparams.yaml", "--output_folder")
+                trained = sum(p.numel() * p.element_size() for root in owned.roots.values() for p in root.parameters()
+                              if p.requires_grad)
+                saved = trained * (1 + cost.states_per_parameter(built.hparams.get("opt_class")))
+                saves = starting and not (run_opts is not None and (run_opts.test_only or run_opts.debug))
+                if saves and saved > (free := disk.free(Path(output))):
+                    raise SbkitError(f"a checkpoint in {output} needs {disk.size(saved)}, and {disk.size(free)} are "
+                                     "free there", hint="make room, or choose another place with --output_folder")
         except SbkitError as error:
             node = built.nodes["output_folder"]
             _add_missing("no-output", node.source or node, error, findings, starting)

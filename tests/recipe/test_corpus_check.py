@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import run_folders
 import soundfile
+from speechbrain.utils.run_opts import RunOptions
 from written import BASED, write
 
 from sbkit.data.corpus import Corpus
@@ -15,6 +16,7 @@ from sbkit.data.sources.base import Source
 from sbkit.data.tokens import Tokenizer
 from sbkit.recipe.check import check
 from sbkit.recipe.load import open_recipe
+from sbkit.system import disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_trials")]
 
@@ -95,6 +97,17 @@ def test_an_output_folder_that_cannot_be_written_is_told_before_anything_is_prep
                                "on this machine")
     [finding] = check(path, {"data_folder": None}, starting=True).errors
     assert finding.code == "no-output"
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_anything_is_prepared(tmp_path, monkeypatch):
+    path = write(tmp_path, f"{BASED}    output_folder: {tmp_path / 'out'}\n")
+    monkeypatch.setattr(disk, "free", lambda _: 20_000)
+    [finding] = check(path, {"data_folder": None}, starting=True).errors
+    assert (finding.code, finding.line) == ("no-output", 2)
+    assert finding.message == f"a checkpoint in {tmp_path / 'out'} needs 122.7 kB, and 20.0 kB are free there"
+    assert not check(path, {"data_folder": None}).problems(), "the run may be another machine's"
+    tested = RunOptions(test_only=True)
+    assert not check(path, {"data_folder": None}, starting=True, run_opts=tested).errors, "it saves nothing"
 
 
 def test_a_corpus_that_is_there_is_not_told_of(elsewhere, tmp_path):
