@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; a user error is one line on stderr and exit code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     console.open_missing_streams()
+    # Where other work has a core, threads of torch would wait for each other in loops that keep that one from going on:
+    # training took 12 times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     atexit.register(gc.freeze)  # the process ends a second sooner if what is left isn't searched for cycles
     try:
         with disk.disk_errors_as_user_error(os.environ.get("TMPDIR", "/tmp"), "the output or a temporary file"):

@@ -27,7 +27,7 @@ from sbkit.data.presence import check_opened, refused
 from sbkit.data.remote import NO_REMOTE, SCHEMES, Remote, check_schemes, scheme_of
 from sbkit.data.sources import Named, Rows, Source, check_exists, is_hub_address, join_rows, open_source
 from sbkit.data.sources.archive import SUFFIXES as ARCHIVES
-from sbkit.data.sources.base import ALIASES, find_column, no_column
+from sbkit.data.sources.base import ALIASES
 from sbkit.data.splits import SPLITS, check_splits, choose_splits, hold_out
 from sbkit.data.suspects import Exclusions
 from sbkit.data.text import NormalizedBefore, TextRules
@@ -327,24 +327,18 @@ class Corpus:
 
     def check_source(self, needs_text: bool, columns: Declared, needed: Sequence[str] = ()) -> None:
         """Refuse a local source without transcripts if the task needs them, without a needed split, or without a column
-        that the task declares or ``columns`` names.
+        that is needed; of a short list also one that can't be read, or that has no recordings.
 
         Only what is known without reading or unpacking it is checked.
         """
-        columns = self._declare(needs_text, columns)
+        self._declare(needs_text, columns)
         source = self._opened_here()
         if source is None:
             return
         source.check_texts()
         known, _ = self._choose(source, needed)
-        if not (columns or self.columns):
-            return
         for name in (name for names in known.values() for name in names):
-            if (header := source.header(name)) is None:
-                continue
-            for role in source.needed:
-                if (role in source.wanted or role in self.columns) and find_column(role, header, self.columns) is None:
-                    raise no_column(f"{source.where} [{name}]", role, header, self.columns)
+            source.check_columns(name)
 
     def _demo_folder(self) -> Path:
         """Return the folder of the demo corpus; its name contains everything it depends on."""

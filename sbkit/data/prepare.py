@@ -62,6 +62,7 @@ _SCRIPTS = [*(rf"\p{{{name}}}" for name in (
     "Armenian", "Ethiopic")), r"\p{Han}\p{Hiragana}\p{Katakana}"]
 _SCRIPT_SAMPLE = 10_000  # texts that say which script is the corpus's
 _MAIN_SCRIPT = 0.9  # of the texts have letters of it
+_FOREIGN = 2 / 3  # of a text's letters are of it, or the text is in another one
 _MIXED = "|".join(rf"\p{{{one}}}\pM*\p{{{two}}}" for one, two in itertools.permutations(_ALIKE, 2))
 
 
@@ -276,7 +277,8 @@ def _odd_texts(rows: Manifest, at: np.ndarray) -> list[str]:
     lettered = np.asarray(pc.match_substring_regex(sample, r"\pL")).sum()
     for script in _SCRIPTS:
         if np.asarray(pc.match_substring_regex(sample, f"[{script}]")).sum() > _MAIN_SCRIPT * lettered:
-            foreign = at[np.asarray(pc.match_substring_regex(texts, rf"^[^{script}]*\pL[^{script}]*$"))]
+            letters, own = (pc.count_substring_regex(texts, each).to_numpy() for each in (r"\pL", rf"[{script}]"))
+            foreign = at[(letters > 0) & (own <= _FOREIGN * letters)]
             if len(foreign):
                 notices.append(f"{counted(len(foreign), 'text')} in another script than the rest, such as "
                                f"{rows.ids[foreign[0]]}: {rows.texts[foreign[0]][:100]!r}")

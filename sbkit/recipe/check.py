@@ -20,6 +20,7 @@ from sbkit.data.mixture import Mixture
 from sbkit.data.plan import Plan
 from sbkit.data.reader import Reader
 from sbkit.data.sources import check_exists
+from sbkit.data.sources.files import MissingRecordings
 from sbkit.data.splits import SPLITS
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError, summary
@@ -362,6 +363,9 @@ def _check_corpus(built: Built, task: TaskClass, findings: Findings, needed: Seq
         if task is not None and there and isinstance(corpus, Corpus):
             try:
                 corpus.check_source(task.needs_text(), task.columns, () if isinstance(mixed, Mixture) else needed)
+            except MissingRecordings as error:
+                given = node.value.get("source", node)
+                _add_missing("no-corpus", given.source or given, error, findings, starting)
             except SbkitError as error:
                 at = next((key for key in ("columns", "splits", "only")  # what the recipe itself says of it
                            if key in node.value and getattr(corpus, key) and key[:5] in error.message), "source")

@@ -75,7 +75,8 @@ def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence
         "threads": run.get("threads") or torch.get_num_threads(),  # older lines have none
         "precision": run["precision"], "environment": run["environment"],
         "corpus": {split: hashes(manifest, split) for split, manifest in keys.corpus.load().items()},
-        **what, "figures": results.stats, "commands": len({line["command"] for line in starts}),
+        **what, "figures": results.stats, "commands": len(
+            {tuple(line.get(part) for part in ("command", "device", "devices", "threads")) for line in starts}),
         "weights": next((line["weights"] for line in starts if line.get("weights")), None),
     }
     with atomic_write(folder / REPRODUCE) as out:
@@ -278,7 +279,8 @@ def losses_of(folder: Path) -> tuple[dict[int, float], str | None]:
 
 
 #: Causes of other figures than the recorded ones.
-RESUMED = "the run was resumed with another command, and its earlier values are not recorded"
+RESUMED = ("the run was resumed with another command, or on other devices, processes or threads, and its earlier ones "
+           "are not recorded")
 OTHER_WEIGHTS = ("--set init_from=PLACE (or encoder_source, or the pretrainer's paths) must name the recorded run's "
                  "weights, and --to another folder; if it had none, the code of the recipe or of sbkit differs")
 

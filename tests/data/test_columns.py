@@ -132,8 +132,9 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(sounds, tmp_pat
 def test_a_column_that_only_the_corpus_names_is_looked_for_too(sounds, tmp_path):
     write("csv", tmp_path, rows(sounds), sounds)
     for columns, missing in (({"text": "sentence"}, "the text: looked for 'sentence' among ID, duration, wav"),
-                             ({"speaker": "nobody"}, None), ({"text": "mood"}, None)):
-        corpus = Corpus(tmp_path, folder=tmp_path / "m", columns=columns)
+                             ({"speaker": "nobody"}, "no column for the text"),
+                             ({"text": "mood", "speaker": "nobody"}, None), ({"text": "mood"}, None)):
+        corpus = Corpus(tmp_path, folder=tmp_path / "m", columns=columns, data_root=sounds)
         with pytest.raises(SbkitError, match=missing) if missing else contextlib.nullcontext():
             corpus.check_source(True, {})
 

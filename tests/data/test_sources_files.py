@@ -110,7 +110,8 @@ def test_a_csv_without_commas_is_suspected_of_another_separator(tmp_path, separa
 def test_semicolons_separate_what_a_spreadsheet_wrote(tmp_path):
     path = write(tmp_path / "x.csv", '\ufeff"ID";"wav";"wrd"\na;a.wav;"so, ""this"" too; yes"\nb;b.wav;"it""s"\n')
     assert list(read(path).texts) == ['so, "this" too; yes', 'it"s'] and list(read(path).ids) == ["a", "b"]
-    assert open_source({"train": path}, cache=tmp_path).header("train") == ["ID", "wav", "wrd"]
+    [csv] = open_source({"train": path}, cache=tmp_path).parts["train"]
+    assert csv.header(*csv.names()) == ["ID", "wav", "wrd"]
     write(path, "ID,wav,wrd,first;last\na,a.wav,one,two\n")
     assert list(read(path).meta) == ["first;last"]
     write(path, 'ID,"a;b;""c;d;e",wav,wrd\na,x,a.wav,one\n')
@@ -131,7 +132,8 @@ def test_a_csv_without_a_header_is_told_so(tmp_path):
 
 def test_a_named_tsv_has_tabs_and_no_quotation(tmp_path):
     source = open_source(write(tmp_path / "x.tsv", 'path\tsentence\na.wav\tso "this, too\n'), cache=tmp_path)
-    assert source.names() == ["train"] and source.header("train") == ["path", "sentence"]
+    [tsv] = source.parts["train"]
+    assert source.names() == ["train"] and tsv.header(*tsv.names()) == ["path", "sentence"]
     assert list(source.read("train").texts) == ['so "this, too']
 
 

@@ -99,6 +99,24 @@ def test_an_output_folder_that_cannot_be_written_is_told_before_anything_is_prep
     assert finding.code == "no-output"
 
 
+@pytest.mark.parametrize(("lists", "code", "told"), [
+    ("ID,wav,wrd\na,{0}/here.wav,caf\u00e9\n".encode("latin-1"), "corpus", "line 2, column 'wrd': not UTF-8"),
+    (b"ID,sound,wrd\na,{0}/here.wav,cafe\n", "corpus", "no column for the audio"),
+    (b"ID,wav,wrd\na,$data_root/gone.wav,cafe\n", "no-corpus", "there is no {0}/gone.wav"),
+    (b"ID,wav,wrd\na,gone.wav,cafe\nb,here.wav,cafe\n", "", ""),
+])
+def test_what_is_wrong_in_a_short_list_is_told_before_anything_is_prepared(tmp_path, lists, code, told):
+    (tmp_path / "here.wav").touch()
+    for name in ("train", "dev", "test"):
+        (tmp_path / f"{name}.csv").write_bytes(lists.replace(b"{0}", str(tmp_path).encode()))
+    path = write(tmp_path, f"{BASED}    data_folder: {tmp_path}\n")
+    found = check(path, starting=True).errors
+    assert [each.code for each in found] == ([code] if code else [])
+    assert all(told.format(tmp_path) in each.message for each in found)
+    if code == "no-corpus":
+        assert [each.code for each in check(path).warnings] == [code], "the recipe may be for another machine"
+
+
 def test_a_disk_without_room_for_a_checkpoint_is_told_before_anything_is_prepared(tmp_path, monkeypatch):
     path = write(tmp_path, f"{BASED}    output_folder: {tmp_path / 'out'}\n")
     monkeypatch.setattr(disk, "free", lambda _: 20_000)

@@ -85,6 +85,8 @@ class Source(ABC):
     """Whether it must have texts."""
     no_texts = ("", "")
     """What is said of a layout without transcripts, after its path, and the hint."""
+    columns: Mapping[str, str] = {}
+    """Names of columns by their roles, where they aren't the usual ones."""
     wanted: Mapping[str, bool] = {}
     """Further required roles of columns, besides those in ``ALIASES``, and whether they are recordings."""
 
@@ -101,6 +103,13 @@ class Source(ABC):
     def header(self, name: str) -> list[str] | None:
         """The names of a split's columns; None if they are only known after reading it."""
         return None
+
+    def check_columns(self, name: str) -> None:
+        """Refuse a split that lacks a column which the task declares or the recipe names, if its columns are known."""
+        header = self.header(name)
+        for role in self.needed if header is not None else ():
+            if (role in self.wanted or role in self.columns) and find_column(role, header or (), self.columns) is None:
+                raise no_column(f"{self.where} [{name}]", role, header or (), self.columns)
 
     def inherit_needs(self, other: Source) -> None:
         """Require the same roles as another source, which reads this one."""

@@ -18,6 +18,11 @@ from sbkit.system import untrusted
 
 #: Longest line of an utterance.
 _MAX_LINE_BYTES = 1 << 24
+_SHORT, _FIRST = 10_000_000, 10  # bytes of a list that the check reads, and rows whose recordings it looks for
+
+
+class MissingRecordings(SbkitError):
+    """A list is there, and its recordings aren't."""
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -65,6 +70,15 @@ class FileSource(Source):
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
         return self.read_file(self.files[name], show_progress)
+
+    def check_columns(self, name: str) -> None:
+        if self.files[name].stat().st_size > _SHORT:
+            return super().check_columns(name)
+        wavs = list(self.read(name, show_progress=False).wavs[:_FIRST])
+        if wavs and not any("://" in wav or os.path.exists(wav) for wav in wavs):
+            raise MissingRecordings(f"{self.files[name]}: there is no {wavs[0]}, nor a recording of the rows after it",
+                                    hint="paths in it start from its folder, or from data_root")
+        return None
 
     @abstractmethod
     def read_file(self, path: Path, show_progress: bool) -> Rows:
@@ -118,9 +132,10 @@ class Mixed(Source):
     def intact(self) -> bool:
         return all(part.intact() for part in self._all())
 
-    def header(self, name: str) -> list[str] | None:
-        found = [part.header(part.names()[0]) for part in self.parts[name]]
-        return None if None in found else sorted(set.intersection(*(set(each or ()) for each in found)))
+    def check_columns(self, name: str) -> None:
+        for part in self.parts[name]:
+            part.inherit_needs(self)
+            part.check_columns(part.names()[0])
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
         for part in self.parts[name]:

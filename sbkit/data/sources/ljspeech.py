@@ -36,14 +36,14 @@ class LJSpeech(Source):
 
     def __init__(self, folder: Path, columns: Mapping[str, str], data_root: str | Path | None = None):
         self.folder, self.path, self.where = folder, folder / METADATA, str(folder)
-        self.columns: dict[str, int] = {}  # the index of each field
+        self.places: dict[str, int] = {}  # the index of each field
         for role, given in columns.items():
             if role in ALIASES and role not in _ROLES:
                 raise SbkitError(f"corpus: columns names the {role}, which {self.path} has no field for",
                                  hint=f"roles are {', '.join(_ROLES)}")
             if not str(given).isdecimal() or int(str(given)) < 1:
                 raise SbkitError(f"corpus: columns: {role} is {given!r}, but {self.path} has no header", hint=_NAMED)
-            self.columns[role] = int(str(given)) - 1
+            self.places[role] = int(str(given)) - 1
         self.root = os.path.abspath(folder) if data_root is None else str(data_root).rstrip("/")
 
     @staticmethod
@@ -65,7 +65,7 @@ class LJSpeech(Source):
         self._check(rows)
         split = assign_splits((row[self._column("id")] for row in rows), _LEAST)
         rows = [row for row in rows if split[row[self._column("id")]] == name]
-        speakers = self.columns.get("speaker")
+        speakers = self.places.get("speaker")
         names = [row[self._column("id")].removeprefix(f"{WAVS}/") for row in rows]
         wavs = []
         for row in rows:  # a recording's id, or a path from the folder or from ``wavs/``
@@ -77,12 +77,12 @@ class LJSpeech(Source):
         return Rows(
             str(self.path), [name[:name.rindex(".")] if name.lower().endswith(SUFFIXES) else name for name in names],
             wavs, [self._text(row) for row in rows], None if speakers is None else [row[speakers] for row in rows],
-            meta={role: [row[self.columns[role]] for row in rows] for role in self.wanted
-                  if role not in ALIASES and role in self.columns},
+            meta={role: [row[self.places[role]] for row in rows] for role in self.wanted
+                  if role not in ALIASES and role in self.places},
             malformed=malformed if name == "train" else [])
 
     def _column(self, role: str) -> int:
-        return self.columns.get(role, 1 if role == "text" else 0)
+        return self.places.get(role, 1 if role == "text" else 0)
 
     def _rows(self) -> tuple[list[list[str]], list[tuple[str, str]]]:
         """Return the fields of rows with the most common number of fields, and what is wrong with the others."""
@@ -103,10 +103,10 @@ class LJSpeech(Source):
     def _check(self, rows: list[list[str]]) -> None:
         """Refuse fields that don't exist or whose meaning is unknown."""
         width = len(rows[0]) if rows else 0
-        for role, place in self.columns.items():
+        for role, place in self.places.items():
             if rows and place >= width:
                 raise SbkitError(f"corpus: columns: {role} is {place + 1}, but {self.path} has {width} fields")
-        if "text" in self.columns or width < _MAX_COLUMNS:
+        if "text" in self.places or width < _MAX_COLUMNS:
             return
         if width > _MAX_COLUMNS:
             raise SbkitError(f"{self.path} has {width} fields, and LJSpeech {_MAX_COLUMNS}", hint=_NAMED)
@@ -116,5 +116,5 @@ class LJSpeech(Source):
                              f"such as {min(thirds)[:40]!r}: is it the speaker and not a text?", hint=_NAMED)
 
     def _text(self, row: list[str]) -> str:
-        normalised = row[2] if "text" not in self.columns and len(row) >= _MAX_COLUMNS else ""
+        normalised = row[2] if "text" not in self.places and len(row) >= _MAX_COLUMNS else ""
         return normalised or row[self._column("text")]
