@@ -84,7 +84,7 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
                                               "train.py RECIPE ..."),
     ("check hparams/ctc.yaml --noprogressbar=True", "--noprogressbar: it is a switch: write it without 'True'; --help "
                                                     "says more"),
-    ("check hparams/ctc.yaml --noprogressbar True", "cannot read the argument 'True'; overrides are written --key "
+    ("check hparams/ctc.yaml --noprogressbar 1", "cannot read the argument '1'; overrides are written --key "
                                                     "value, and switches such as --debug without one"),
     ("check hparams/ctc.yaml --max_grad_norm abc", "write a number, such as 0.5, not 'abc'; --help says more"),
     ("train train.py hparams/ctc.yaml", "train.py is a script, not a recipe; name the recipe first, as sbkit train "
@@ -192,7 +192,7 @@ def test_several_unknown_keys_are_refused_at_once_with_each_hint_once():
     with pytest.raises(SbkitError) as error:
         arguments.read_words([str(ROOT / "hparams/ctc.yaml"), "--colour", "3", "--torchrun_x", "1"], [], {})
     assert "--colour: " in error.value.message and "--torchrun_x: " in error.value.message
-    assert error.value.hint == "define that key in the YAML first"
+    assert error.value.hint == "sbkit show prints its keys"
 
 
 @pytest.mark.parametrize(("given", "expected"), [
@@ -201,6 +201,13 @@ def test_several_unknown_keys_are_refused_at_once_with_each_hint_once():
 ])
 def test_short_and_former_keys_are_those_of_the_recipe(given, expected):
     assert arguments.parse([str(ROOT / "hparams/ctc.yaml"), *given]).overrides == expected
+
+
+def test_a_switch_may_be_followed_by_true_or_false():
+    words = ["--noprogressbar", "true", "--debug", "false", "--no-check", "True", "--lr", "1", "--tensorboard", "false"]
+    asked = arguments.parse([str(ROOT / "hparams/ctc.yaml"), *words])
+    assert asked.run_opts.noprogressbar and not asked.run_opts.debug and not asked.check
+    assert asked.overrides == {"lr": 1, "tensorboard": False}
 
 
 def test_show_prints_each_value_with_where_it_comes_from(capsys):

@@ -128,7 +128,14 @@ def parse(argv: list[str], importable: bool = True) -> CommandLine:
             action.type = int
         if "precision" in action.dest:
             precisions[action.dest], action.choices = ["auto", *action.choices], None
-    given, rest = parser.parse_known_args(argv)
+    switches = {name for action in parser._actions if action.nargs == 0 for name in action.option_strings}
+    words: list[str] = []
+    for word in argv:
+        if not words or words[-1] not in switches or word.lower() not in ("true", "false"):
+            words.append(word)
+        elif word.lower() == "false":
+            words.pop()
+    given, rest = parser.parse_known_args(words)
     given = vars(given)
     path = locate(given.pop("param_file"))
     if importable:

@@ -88,9 +88,9 @@ def test_what_only_a_script_may_say_is_reported_in_a_recipe_of_a_task(tmp_path):
 
 @pytest.mark.parametrize("words, expected", [
     ("--log_intervall 3", "has no key log_intervall; did you mean --log_interval?"),
-    ("--schedule.peak 3", "has no key schedule; define that key in the YAML first"),
-    ("--share_validation true", "has no key share_validation; define that key in the YAML first"),
-    ("--colour 3", "has no key colour; define that key in the YAML first"),
+    ("--schedule.peak 3", "has no key schedule; sbkit show prints its keys"),
+    ("--share_validation true", "has no key share_validation; sbkit show prints its keys"),
+    ("--colour 3", "has no key colour; sbkit show prints its keys"),
     ("--nproc_per_node 8", "has no key nproc_per_node; it is an option of torchrun: torchrun "
                              "--nproc_per_node=8 train.py RECIPE ..."),
 ])
