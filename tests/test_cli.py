@@ -179,8 +179,8 @@ def test_options_take_hyphens_and_underscores_and_former_names_with_a_line(tmp_p
     (["--on", "8xH100", "--no_run", "--data", "x"], ["--as", "8xH100", "--no-run", "--data", "x"],
      "--on is now called --as\n"),
     (["--batching.min_steps=3", "--no_check"], ["--batching.min_steps=3", "--no-check"], ""),
-    (["--corpus.max-duration=a-b", "--corpus.min-duration", "-1"],
-     ["--corpus.max_duration=a-b", "--corpus.min_duration", "-1"], ""),
+    (["--corpus.max-duration=a-b", "--corpus.min-duration", "-1", "--corpus.splits.train-clean-100", "x"],
+     ["--corpus.max_duration=a-b", "--corpus.min_duration", "-1", "--corpus.splits.train-clean-100", "x"], ""),
 ])
 def test_words_of_a_recipes_command_are_read_as_it_writes_them(given, read, told, capsys):
     recipe = str(ROOT / "hparams/ctc.yaml")
@@ -208,6 +208,9 @@ def test_a_switch_may_be_followed_by_true_or_false():
     asked = arguments.parse([str(ROOT / "hparams/ctc.yaml"), *words])
     assert asked.run_opts.noprogressbar and not asked.run_opts.debug and not asked.check
     assert asked.overrides == {"lr": 1, "tensorboard": False}
+    assert "debug" in asked.run_opts.overridden_args, "the recipe's own value doesn't count"
+    given, rest = arguments.command_options(["--no-run", "false", "--debug", "--x", "y"], "", ("no-run",))
+    assert not given.no_run and rest == ["--debug", "--x", "y"]
 
 
 def test_show_prints_each_value_with_where_it_comes_from(capsys):

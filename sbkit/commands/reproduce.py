@@ -65,7 +65,8 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
 
     cause = reproduction.RESUMED if recorded.get("commands", 1) != 1 else None
     if cause:
-        print(f"{cause}: earlier losses may differ", flush=True)
+        print("the run was resumed with another command, and this is the recipe of the last one: earlier losses may "
+              "differ", flush=True)
     recipe, folder = args.to / "recipe.yaml", args.to / "run"
     steps = f"step{'s' if len(wanted) > 1 else ''} {listed(map(str, wanted))}"
     print(f"comparing the recorded losses of {steps}", flush=True)
@@ -97,8 +98,8 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
 
     launch = reproduction.TrainingLaunch.here(recorded)
     other = reproduction.not_to_the_bit(recorded, describe(), launch)
-    if cause:
-        other.append("it was resumed otherwise")
+    if recorded.get("machines", 1) != 1:
+        other.append(reproduction.RESUMED_ELSEWHERE)
     print(f"not compared to the bit: {'; '.join(other)}" if other else "same device and versions: compared to the bit",
           flush=True)
     command = launch.command(recorded, [str(recipe), *words])

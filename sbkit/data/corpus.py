@@ -338,7 +338,7 @@ class Corpus:
         source.check_texts()
         known, _ = self._choose(source, needed)
         for name in (name for names in known.values() for name in names):
-            source.check_columns(name)
+            source.check_list(name)
 
     def _demo_folder(self) -> Path:
         """Return the folder of the demo corpus; its name contains everything it depends on."""

@@ -62,7 +62,6 @@ _SCRIPTS = [*(rf"\p{{{name}}}" for name in (
     "Armenian", "Ethiopic")), r"\p{Han}\p{Hiragana}\p{Katakana}"]
 _SCRIPT_SAMPLE = 10_000  # texts that say which script is the corpus's
 _MAIN_SCRIPT = 0.9  # of the texts have letters of it
-_FOREIGN = 2 / 3  # of a text's letters are of it, or the text is in another one
 _MIXED = "|".join(rf"\p{{{one}}}\pM*\p{{{two}}}" for one, two in itertools.permutations(_ALIKE, 2))
 
 
@@ -277,11 +276,17 @@ def _odd_texts(rows: Manifest, at: np.ndarray) -> list[str]:
     lettered = np.asarray(pc.match_substring_regex(sample, r"\pL")).sum()
     for script in _SCRIPTS:
         if np.asarray(pc.match_substring_regex(sample, f"[{script}]")).sum() > _MAIN_SCRIPT * lettered:
-            letters, own = (pc.count_substring_regex(texts, each).to_numpy() for each in (r"\pL", rf"[{script}]"))
-            foreign = at[(letters > 0) & (own <= _FOREIGN * letters)]
+            # Letters of no other script than Latin, such as a name, are usual amid any other.
+            others = rf"[^{script}\p{{Latin}}\p{{Common}}\p{{Inherited}}\PL]"
+            alone = pc.and_(pc.match_substring_regex(texts, r"\pL"),
+                            pc.invert(pc.match_substring_regex(texts, f"[{script}]")))
+            odd = np.flatnonzero(pc.or_(alone, pc.match_substring_regex(texts, others)))
+            count = [pc.count_substring_regex(texts.take(pa.array(odd)), each).to_numpy() for each in (
+                others, f"[{script}]")]
+            foreign = at[odd[2 * count[0] >= count[1]]]
             if len(foreign):
-                notices.append(f"{counted(len(foreign), 'text')} in another script than the rest, such as "
-                               f"{rows.ids[foreign[0]]}: {rows.texts[foreign[0]][:100]!r}")
+                notices.append(f"{counted(len(foreign), 'text')} wholly or in part in another script than the rest, "
+                               f"such as {rows.ids[foreign[0]]}: {rows.texts[foreign[0]][:100]!r}")
             break
     return notices
 

@@ -489,7 +489,7 @@ class ByKind(dict[type[Bundle], V]):
                          hint=f"import the code that runs bundles of kind {config.kind}")
 
 
-_MADE_BY = "sbkit export RUN --to BUNDLE makes one of a run; of a model of transformers or SpeechBrain, sbkit import"
+_MADE_BY = "make one by sbkit export RUN --to BUNDLE, or by sbkit import of a model of transformers or SpeechBrain"
 
 
 def read(folder: str | Path) -> Bundle:

@@ -64,7 +64,8 @@ def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str
         if name is None:
             read.append(word)
             continue
-        behind = ".".join(part if part in nested else part.replace("-", "_") for part in name[2].split("."))
+        parts = [(part.replace("-", "_"), part) for part in name[2].split(".")]
+        behind = ".".join(ours if ours in nested else given for ours, given in parts)
         behind += word[name.end() + len(behind):]  # the value
         if name[1] in there:
             read.append(f"--{name[1]}{behind}")
@@ -128,15 +129,9 @@ def parse(argv: list[str], importable: bool = True) -> CommandLine:
             action.type = int
         if "precision" in action.dest:
             precisions[action.dest], action.choices = ["auto", *action.choices], None
-    switches = {name for action in parser._actions if action.nargs == 0 for name in action.option_strings}
-    words: list[str] = []
-    for word in argv:
-        if not words or words[-1] not in switches or word.lower() not in ("true", "false"):
-            words.append(word)
-        elif word.lower() == "false":
-            words.pop()
+    words, off = _switched(argv, parser)
     given, rest = parser.parse_known_args(words)
-    given = vars(given)
+    given = {**vars(given), **dict.fromkeys(off, False)}
     path = locate(given.pop("param_file"))
     if importable:
         make_importable(path)
@@ -168,7 +163,21 @@ def command_options(argv: list[str], hint: str, flags: Sequence[str] = (),
     from sbkit.recipe import names
 
     names.COMMAND_OPTIONS[1:] = [*(name.rstrip("_") for name in options), *flags]
-    return parser.parse_known_args(argv)
+    words, _ = _switched(argv, parser)
+    return parser.parse_known_args(words)
+
+
+def _switched(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """The words without true and false after a switch, nor the switch where it is false, and what is switched off."""
+    switches = {name: action.dest for action in parser._actions if action.nargs == 0 for name in action.option_strings}
+    words: list[str] = []
+    off: list[str] = []
+    for word in argv:
+        if not words or words[-1] not in switches or word.lower() not in ("true", "false"):
+            words.append(word)
+        elif word.lower() == "false":
+            off.append(switches[words.pop()])
+    return words, off
 
 
 def make_importable(recipe: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+from speechbrain.utils.checkpoints import CKPT_PREFIX
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.data import leaks, mixture, rate
@@ -159,16 +160,19 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
         try:
             if isinstance(output, str):
                 disk.check_writable(Path(output) / "hyperparams.yaml", "--output_folder")
-                trained = sum(p.numel() * p.element_size() for root in owned.roots.values() for p in root.parameters()
-                              if p.requires_grad)
-                saved = trained * (1 + cost.states_per_parameter(built.hparams.get("opt_class")))
-                saves = starting and not (run_opts is not None and (run_opts.test_only or run_opts.debug))
-                if saves and saved > (free := disk.free(Path(output))):
-                    raise SbkitError(f"a checkpoint in {output} needs {disk.size(saved)}, and {disk.size(free)} are "
-                                     "free there", hint="make room, or choose another place with --output_folder")
         except SbkitError as error:
             node = built.nodes["output_folder"]
             _add_missing("no-output", node.source or node, error, findings, starting)
+        node = built.nodes.get("checkpointer")
+        at = node.value.get("checkpoints_dir") if node is not None and isinstance(node.value, dict) else None
+        saves = starting and not (run_opts and (run_opts.test_only or run_opts.debug))
+        if saves and at is not None and not any((folder := Path(str(data(at)))).glob(f"{CKPT_PREFIX}*")):
+            trained = sum(p.numel() * p.element_size() for p in owned.parameters.values() if p.requires_grad)
+            least = trained * (1 + cost.states_per_parameter(built.hparams.get("opt_class")))
+            if least > (free := disk.free(folder)):
+                findings.error("no-room", at.place, at.key, f"a checkpoint in {folder} needs about {disk.size(least)}, "
+                               f"and {disk.size(free)} are free there",
+                               "make room, or choose another place with --output_folder")
         tokenizer = built.hparams.get("tokenizer")
         if isinstance(tokenizer, Tokenizer) and tokenizer.model is not None and not tokenizer.model.exists():
             node = built.nodes["tokenizer"]
@@ -365,10 +369,11 @@ def _check_corpus(built: Built, task: TaskClass, findings: Findings, needed: Seq
                 corpus.check_source(task.needs_text(), task.columns, () if isinstance(mixed, Mixture) else needed)
             except MissingRecordings as error:
                 given = node.value.get("source", node)
-                _add_missing("no-corpus", given.source or given, error, findings, starting)
+                _add_missing("no-recordings", given.source or given, error, findings, starting)
             except SbkitError as error:
                 at = next((key for key in ("columns", "splits", "only")  # what the recipe itself says of it
-                           if key in node.value and getattr(corpus, key) and key[:5] in error.message), "source")
+                           if key in node.value and getattr(corpus, key) and f" {key[:5]}" in error.message
+                           and "line " not in error.message), "source")
                 findings.error("corpus", *node.origin_of(at), error.message, error.hint or "")
     if isinstance(mixed, Mixture) and not any(finding.code in ("no-corpus", "corpus") for finding in findings):
         try:

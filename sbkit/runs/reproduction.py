@@ -52,6 +52,8 @@ WHOLE = 200_000  # recordings, read in minutes
 SHOW = {"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config", "device", "local_rank"}
 #: Packages whose versions must be the same for equal bits.
 _BITS = "torch", "speechbrain", "numpy"
+#: What else must be the same, of a line for each start in a run's metrics.
+_MACHINE = "devices", "threads", "precision", "max_batch_seconds"
 #: Allowed relative difference of losses and figures if bits can't be equal: rounding grows with the steps.
 ROUNDING = 0.05
 
@@ -75,8 +77,9 @@ def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence
         "threads": run.get("threads") or torch.get_num_threads(),  # older lines have none
         "precision": run["precision"], "environment": run["environment"],
         "corpus": {split: hashes(manifest, split) for split, manifest in keys.corpus.load().items()},
-        **what, "figures": results.stats, "commands": len(
-            {tuple(line.get(part) for part in ("command", "device", "devices", "threads")) for line in starts}),
+        **what, "figures": results.stats, "commands": len({line["command"] for line in starts}),
+        "machines": len({(torch.device(line["device"]).type, *map(str, map(line.get, _MACHINE)), *(
+            str(line["environment"].get(name)) for name in (*_BITS, "gpu", "cpu"))) for line in starts}),
         "weights": next((line["weights"] for line in starts if line.get("weights")), None),
     }
     with atomic_write(folder / REPRODUCE) as out:
@@ -279,8 +282,8 @@ def losses_of(folder: Path) -> tuple[dict[int, float], str | None]:
 
 
 #: Causes of other figures than the recorded ones.
-RESUMED = ("the run was resumed with another command, or on other devices, processes or threads, and its earlier ones "
-           "are not recorded")
+RESUMED = "the run was resumed with another command, and its earlier values are not recorded"
+RESUMED_ELSEWHERE = "the run was resumed on another machine, or with other processes, threads or precision"
 OTHER_WEIGHTS = ("--set init_from=PLACE (or encoder_source, or the pretrainer's paths) must name the recorded run's "
                  "weights, and --to another folder; if it had none, the code of the recipe or of sbkit differs")
 

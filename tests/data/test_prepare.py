@@ -175,10 +175,11 @@ def test_texts_that_are_probably_wrong_are_told_with_a_row(clips):
 
 @pytest.mark.parametrize("texts, foreign", [
     (["one two"] * 19 + ["\u0434\u0430", "7", ""],
-     "1 text in another script than the rest, such as u19: '\u0434\u0430'"),
+     "1 text wholly or in part in another script than the rest, such as u19: '\u0434\u0430'"),
     (["one two"] * 19 + ["b 1", "\u0434\u0430 yes"],
-     "1 text in another script than the rest, such as u20: '\u0434\u0430 yes'"),
-    (["\u6771\u4eac", "\u3072\u3089", "\u30ab\u30bf"] * 4, None), (["one", "\u0434\u0430"] * 3, None),
+     "1 text wholly or in part in another script than the rest, such as u20: '\u0434\u0430 yes'"),
+    (["\u6771\u4eac", "\u3072\u3089", "\u30b3\u30fc\u30d2\u30fc", "CD\u3092\u8cb7\u3046"] * 4, None),
+    (["\u0434\u0430 iPhone", "\u0434\u0430"] * 4, None), (["one", "\u0434\u0430"] * 3, None),
     (["7", ""], None)])
 def test_texts_in_another_script_than_the_rest_are_told(clips, texts, foreign):
     source = rows(clips, *[("good.wav", text) for text in texts])

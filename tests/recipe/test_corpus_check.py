@@ -102,8 +102,9 @@ def test_an_output_folder_that_cannot_be_written_is_told_before_anything_is_prep
 @pytest.mark.parametrize(("lists", "code", "told"), [
     ("ID,wav,wrd\na,{0}/here.wav,caf\u00e9\n".encode("latin-1"), "corpus", "line 2, column 'wrd': not UTF-8"),
     (b"ID,sound,wrd\na,{0}/here.wav,cafe\n", "corpus", "no column for the audio"),
-    (b"ID,wav,wrd\na,$data_root/gone.wav,cafe\n", "no-corpus", "there is no {0}/gone.wav"),
-    (b"ID,wav,wrd\na,gone.wav,cafe\nb,here.wav,cafe\n", "", ""),
+    (b"ID,wav,wrd\na,$data_root/gone.wav,cafe\n", "no-recordings", "there is no {0}/gone.wav"),
+    (b"ID,wav,wrd\n" + b"a,gone.wav,cafe\n" * 20 + b"b,here.wav,cafe\n", "", ""),
+    (b"ID,wav,wrd\na,here.wav?offset=0&size=0,cafe\n", "", ""),
 ])
 def test_what_is_wrong_in_a_short_list_is_told_before_anything_is_prepared(tmp_path, lists, code, told):
     (tmp_path / "here.wav").touch()
@@ -113,19 +114,29 @@ def test_what_is_wrong_in_a_short_list_is_told_before_anything_is_prepared(tmp_p
     found = check(path, starting=True).errors
     assert [each.code for each in found] == ([code] if code else [])
     assert all(told.format(tmp_path) in each.message for each in found)
-    if code == "no-corpus":
+    if code == "no-recordings":
         assert [each.code for each in check(path).warnings] == [code], "the recipe may be for another machine"
+
+
+def test_a_list_that_is_a_broken_link_is_told(tmp_path):
+    for name in ("train", "dev", "test"):
+        (tmp_path / f"{name}.csv").symlink_to(tmp_path / "gone")
+    [finding] = check(write(tmp_path, f"{BASED}    data_folder: {tmp_path}\n")).errors
+    assert "cannot be read (No such file or directory)" in finding.message
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_told_before_anything_is_prepared(tmp_path, monkeypatch):
     path = write(tmp_path, f"{BASED}    output_folder: {tmp_path / 'out'}\n")
     monkeypatch.setattr(disk, "free", lambda _: 20_000)
     [finding] = check(path, {"data_folder": None}, starting=True).errors
-    assert (finding.code, finding.line) == ("no-output", 2)
-    assert finding.message == f"a checkpoint in {tmp_path / 'out'} needs 122.7 kB, and 20.0 kB are free there"
+    assert finding.code == "no-room"
+    assert finding.message == (
+        f"a checkpoint in {tmp_path / 'out' / 'save'} needs about 122.7 kB, and 20.0 kB are free there")
     assert not check(path, {"data_folder": None}).problems(), "the run may be another machine's"
     tested = RunOptions(test_only=True)
     assert not check(path, {"data_folder": None}, starting=True, run_opts=tested).errors, "it saves nothing"
+    (tmp_path / "out" / "save" / "CKPT+1").mkdir(parents=True)
+    assert not check(path, {"data_folder": None}, starting=True).errors, "it may be at its end"
 
 
 def test_a_corpus_that_is_there_is_not_told_of(elsewhere, tmp_path):

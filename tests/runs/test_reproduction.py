@@ -163,7 +163,7 @@ def test_another_machine_is_compared_within_rounding(manifest):
     for found, exact in ((2.0 + 1e-12, True), (2.5, False), (float("nan"), False)):
         with pytest.raises(SbkitError, match=r"the loss is .*, recorded as 2.0: not the same"):
             reproduction.require_same("the loss", 2.0, found, exact)
-    with pytest.raises(SbkitError, match="its earlier ones are not recorded"):
+    with pytest.raises(SbkitError, match="its earlier values are not recorded"):
         reproduction.require_same("the loss", 2.0, 2.5, exact=True, cause=reproduction.RESUMED)
 
 
@@ -240,7 +240,7 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     monkeypatch.setattr(reproduction, "train", None)
     with pytest.raises(TypeError):
         main([*again, "--output_folder", f"{tmp_path}/third", "--steps", "10"])
-    assert "resumed with another command, or on other devices, processes or threads" in capsys.readouterr().out
+    assert "resumed with another command, and this is the recipe of the last one" in capsys.readouterr().out
 
 
 def test_the_machine_and_the_commands_are_those_of_starts_that_trained(tmp_path):
@@ -255,11 +255,12 @@ def test_the_machine_and_the_commands_are_those_of_starts_that_trained(tmp_path)
     trained = [start("train"), {"kind": "loss", "step": 1, "loss": 4.0}, {"kind": "epoch"}]
     for log, device, commands in ((trained, "cuda", 1), ([*trained, start("train --test_only", "cpu")], "cuda", 1),
                                   ([start("killed"), *trained], "cuda", 2), ([start("all", "cpu")], "cpu", 1),
-                                  ([{**start("train"), "threads": 2}, *trained], "cuda", 2)):
+                                  ([{**start("train"), "threads": 2}, *trained], "cuda", 1)):
         (tmp_path / "reproduce.json").unlink(missing_ok=True)
         reproduction.record(keys, request, SimpleNamespace(stats={}), log)
         made = json.loads((tmp_path / "reproduce.json").read_text())
         assert (made["device"], made["commands"], made["threads"]) == (device, commands, 3)
+        assert made["machines"] == (2 if log[0].get("threads") == 2 else 1)
     (tmp_path / "hyperparams.yaml").write_text("lr: 2\n")
     reproduction.record(keys, request, SimpleNamespace(stats={"WER": 1}), [*log, start("train --lr 2")])
     assert json.loads((tmp_path / "reproduce.json").read_text()) == made, "a test alone is of what was trained"

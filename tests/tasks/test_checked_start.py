@@ -10,6 +10,7 @@ from run_folders import TINY, corpus, run_with_model
 from safetensors.torch import save_file
 from starts import RECIPE
 
+from sbkit.recipe import devices
 from sbkit.recipe.check import check
 
 # Each takes a fraction of a second, and there are many.
@@ -31,6 +32,16 @@ def errors(folder, **keys):
 def test_a_start_that_fits_passes_with_another_vocabulary(run, tmp_path):
     assert not errors(tmp_path, init_from=str(run), init_leave=["Transformer.decoder"])
     assert not (tmp_path / "new").exists()
+
+
+def test_nothing_is_moved_for_a_run_on_a_cpu(tmp_path, monkeypatch):
+    moved = []
+    monkeypatch.setattr(devices, "check_moved", lambda *_: moved.append(1) or "")
+    given = {**TINY, "output_folder": str(tmp_path / "new")}
+    for starting, times in ((False, 1), (True, 0)):
+        moved.clear()
+        assert not check(RECIPE, given, starting=starting).errors
+        assert len(moved) == times
 
 
 def test_the_report_says_what_will_be_taken(run, tmp_path):

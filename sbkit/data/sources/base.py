@@ -104,12 +104,14 @@ class Source(ABC):
         """The names of a split's columns; None if they are only known after reading it."""
         return None
 
-    def check_columns(self, name: str) -> None:
+    def check_list(self, name: str) -> None:
         """Refuse a split that lacks a column which the task declares or the recipe names, if its columns are known."""
         header = self.header(name)
-        for role in self.needed if header is not None else ():
-            if (role in self.wanted or role in self.columns) and find_column(role, header or (), self.columns) is None:
-                raise no_column(f"{self.where} [{name}]", role, header or (), self.columns)
+        if header is None:
+            return
+        for role in self.needed:
+            if (role in self.wanted or role in self.columns) and find_column(role, header, self.columns) is None:
+                raise no_column(f"{self.where} [{name}]", role, header, self.columns)
 
     def inherit_needs(self, other: Source) -> None:
         """Require the same roles as another source, which reads this one."""

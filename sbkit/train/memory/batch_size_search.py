@@ -29,7 +29,7 @@ SLACK = 2.0
 #: Share of a CPU's free memory to use; the rest is for data workers and other processes.
 FREE_SHARE = 0.8
 #: What to do where nothing fits.
-SMALLER = "try more memory, activation_checkpointing, or a smaller model or max_duration"
+SMALLER = "try a device with more memory, activation_checkpointing, or a smaller model or max_duration"
 
 
 def measure(trial: Trial, request: CommandLine, gib: float, fresh: bool = False) -> BatchSize:
