@@ -163,14 +163,14 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
         except SbkitError as error:
             node = built.nodes["output_folder"]
             _add_missing("no-output", node.source or node, error, findings, starting)
-        node = built.nodes.get("checkpointer")
-        at = node.value.get("checkpoints_dir") if node is not None and isinstance(node.value, dict) else None
+        saver = built.nodes.get("checkpointer")
+        at = saver.value.get("checkpoints_dir") if saver is not None and isinstance(saver.value, dict) else None
         saves = starting and not (run_opts and (run_opts.test_only or run_opts.debug))
-        if saves and at is not None and not any((folder := Path(str(data(at)))).glob(f"{CKPT_PREFIX}*")):
+        if saves and at is not None and not any((place := Path(str(data(at)))).glob(f"{CKPT_PREFIX}*")):
             trained = sum(p.numel() * p.element_size() for p in owned.parameters.values() if p.requires_grad)
             least = trained * (1 + cost.states_per_parameter(built.hparams.get("opt_class")))
-            if least > (free := disk.free(folder)):
-                findings.error("no-room", at.place, at.key, f"a checkpoint in {folder} needs about {disk.size(least)}, "
+            if least > (free := disk.free(place)):
+                findings.error("no-room", at.place, at.key, f"a checkpoint in {place} needs about {disk.size(least)}, "
                                f"and {disk.size(free)} are free there",
                                "make room, or choose another place with --output_folder")
         tokenizer = built.hparams.get("tokenizer")
