@@ -250,7 +250,7 @@ class Tokenizer:
             raise SbkitError(
                 f"tokenizer: vocab_size is {self.vocab_size}, but a char model of this text has exactly "
                 f"{processor.vocab_size()} entries",
-                hint=_set_to(processor.vocab_size()))
+                hint=f"{_set_to(processor.vocab_size())}; for pieces of words, --token_type unigram")
         vocab = "".join(f"{processor.id_to_piece(i)}\t{processor.get_score(i):g}\n"
                         for i in range(processor.vocab_size()))
         stored = {"fingerprint": fingerprint, "options": self.options(), "texts": len(texts),

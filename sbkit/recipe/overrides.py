@@ -70,6 +70,10 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
         hint += " It counts seconds of audio, not utterances"
     if key in _OF_TORCHRUN:
         hint = f"it is an option of torchrun: torchrun --{key}{f'={value}' if value else ''} train.py RECIPE ..."
+    elif key == "vocab_size" and ours:
+        hint += " Pieces of words, more than there are letters, need --token_type unigram"
+    elif key in ("config", "hparams"):
+        hint = "the recipe is named first, without an option"
     elif key.startswith("resume"):
         hint = "the same command resumes a run, without an option"
     elif key in _BY_TORCHRUN:

@@ -72,8 +72,9 @@ def try_batches(traced: Trace, findings: Findings) -> str:
                 return f"{what}: {unknown[0]} is null, so its labels are those of the corpus, which is not prepared yet"
             if not line:
                 return f"{what}: {summary(error)}"
-            findings.warning("validation", place, "brain", f"{what} fails{line}: {summary(error)}",
-                             "columns of texts are empty there, unless LabelColumn(stand_in=...) says otherwise")
+            told = findings.error if isinstance(error, (AttributeError, NameError)) else findings.warning
+            told("validation", place, "brain", f"{what} fails{line}: {summary(error)}",
+                 "columns of texts are empty there, unless LabelColumn(stand_in=...) says otherwise")
     return ""
 
 
@@ -99,10 +100,10 @@ def _training(brain: Task, utterances: int, findings: Findings, place: Place) ->
         with torch.no_grad():
             batch = brain.stand_in(utterances, SECONDS, noise=True)
             batch.token_lengths = (batch.token_lengths // 4).clamp(min=1)  # enough frames even at 80 ms each
-            loss = brain.compute_objectives(brain.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+            loss = brain.trainer.loss_of(batch).loss
     except Exception as error:  # each layer raises its own
         return error
-    if float(getattr(loss, "count", 1)) == 0:
+    if float(loss.count) == 0:
         findings.error("loss", place, "brain", "the loss of a training batch has a count of 0, so nothing is learnt "
                        "from it", "return sbkit.Loss(sum, count), of utterances, tokens or frames")
     return None

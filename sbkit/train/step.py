@@ -41,6 +41,23 @@ class Loss(NamedTuple):
     def mean(self) -> torch.Tensor:
         return self.total / self.count
 
+    # Not as a tuple's, which nobody wants here.
+    def __mul__(self, factor: torch.Tensor | float) -> Loss:  # type: ignore[override]
+        return self._replace(total=self.total * factor)
+
+    def __rmul__(self, factor: torch.Tensor | float) -> Loss:  # type: ignore[override]
+        return self * factor
+
+    def __truediv__(self, divisor: torch.Tensor | float) -> Loss:
+        return self._replace(total=self.total / divisor)
+
+    def __add__(self, other: Loss | torch.Tensor | float) -> Loss:  # type: ignore[override]
+        """Add another mean, of a Loss, or a number or scalar tensor such as a penalty."""
+        return self._replace(total=self.total + (other.mean if isinstance(other, Loss) else other) * self.count)
+
+    def __radd__(self, other: Loss | torch.Tensor | float) -> Loss:
+        return self + other
+
     def detach(self) -> Loss:
         extras = dict(self.extras) if self.extras else None
         return tree_map_only(torch.Tensor, torch.Tensor.detach, self._replace(extras=extras))

@@ -139,7 +139,7 @@ def test_a_truncated_model_is_made_anew(tmp_path):
     (5000, "bpe", r"vocab_size 5000 is too large.*can have \d+ entries"),
     (5, "bpe", r"vocab_size 5 is too small.*need 23:"),
     (5, "unigram", r"vocab_size 5 is too small.*need 23:"),
-    (30, "char", r"vocab_size is 30.*exactly 23 entries; set output_neurons \(which .*\) to 23$"),
+    (30, "char", r"vocab_size is 30.*exactly 23 entries; set output_neurons \(which .*\) to 23; for"),
 ])
 def test_a_vocabulary_that_does_not_fit_the_text_is_an_error_with_the_right_size(tmp_path, size, kind, message):
     with pytest.raises(SbkitError, match=message):

@@ -99,6 +99,16 @@ class CountsNothing(CTC):
         return super().compute_objectives(predictions, batch, stage)._replace(count=0)
 
 
+class Forgets(CTC):
+    def compute_objectives(self, predictions, batch, stage):
+        super().compute_objectives(predictions, batch, stage)
+
+
+class Weighs(CTC):
+    def compute_objectives(self, predictions, batch, stage):
+        return 0.5 * super().compute_objectives(predictions, batch, stage) + 0.01
+
+
 class NeedsSpeech(Chooses):
     def stats(self, rows):
         raise ValueError("nothing was said")
@@ -142,6 +152,7 @@ RAISED = 1 + Path(__file__).read_text().splitlines().index('        raise ValueE
     ("", "Chooses", [("metric", "by 'F1', and its validations return loss, precision, recall")]), ("", "Complete", []),
     ("", "Unfinished", [("validation", "has no attribute 'kind'")]), ("", "Wordless", []),
     ("", "NeedsSpeech", [("validation", f"test_real_batches.py:{RAISED}: ValueError: nothing was said")]),
+    ("", "Forgets", [("forward", "returned a loss of NoneType")]), ("", "Weighs", []),
     ("", "CountsNothing", [("loss", "count of 0, so nothing is learnt")])])
 def test_what_noise_shows(tmp_path, head, brain, expected):
     report, found = checked(tmp_path, head, brain)

@@ -140,6 +140,13 @@ def test_extras_are_summed_and_must_not_change_within_a_step():
         take(net, optimizer, [rows[:1], rows[:3]], kind=Extras)
 
 
+def test_a_loss_is_weighed_and_added_to_as_a_mean_is():
+    loss, other = Loss(torch.tensor(6.0), 3, {"ctc": (6.0, 3)}), Loss(torch.tensor(4.0), 8)
+    for made, mean in ((loss * 2, 4.0), (0.5 * loss, 1.0), (loss / 2, 1.0), (loss + torch.tensor(0.25), 2.25),
+                       (1 + loss, 3.0), (loss + other, 2.5), (sum([loss, other]), 2.5)):
+        assert float(made.mean) == mean and made.count == 3 and made.extras == loss.extras
+
+
 def test_a_placeholder_does_not_count_even_if_its_loss_is_nan():
     loss = as_loss(Loss(torch.tensor(math.nan), 7.0, {"ctc": (torch.tensor(math.nan), 7.0)}), weight=0.0)
     assert loss.total == 0 and loss.count == 0 and isinstance(loss.count, float)
