@@ -56,6 +56,7 @@ def test_what_is_there_of_a_webm_that_was_cut_off_is_transcribed_with_a_warning(
 
 
 @pytest.mark.parametrize("suffix", CONTAINERS)
+@pytest.mark.slow
 def test_the_servers_decoder_refuses_one_that_is_too_long_before_it_decodes_it(suffix, monkeypatch):
     """Silence takes few bytes: an hour of it is an upload of some hundred kilobytes."""
     data = contained(np.zeros(48_000 * 120, np.float32), 48_000, suffix)

@@ -62,6 +62,7 @@ def test_clips_are_what_clip_durations_says(corpus):
     assert hours == pytest.approx(0.03, rel=0.25)
 
 
+@pytest.mark.slow
 def test_voices_and_sentences_of_dev_and_test_are_never_in_training(corpus):
     splits = {name: read(corpus / f"{name}.tsv") for name in ("train", "dev", "test", "other", "invalidated")}
     for field in ("client_id", "sentence"):

@@ -195,6 +195,7 @@ def test_a_recording_that_is_named_twice_is_one_row(home, tmp_path):
     assert sum(name.endswith("/1.wav") for name in names) == 1
 
 
+@pytest.mark.slow
 def test_shards_together_have_what_one_has(home, tmp_path, monkeypatch, capsys):
     label(home, tmp_path / "whole", "--batch-seconds", 60, "--readers", 5)
     for number in (1, 2):

@@ -75,6 +75,7 @@ def test_lines_come_as_text_once_they_are_over(bundle, monkeypatch, tmp_path, ca
     assert "stream.onnx on cpu" in captured.err and "at 16000 Hz in chunks of 320 ms" in captured.err
 
 
+@pytest.mark.slow
 def test_programs_get_an_object_for_every_change(bundle, monkeypatch, tmp_path, capsys):
     assert listen(bundle, monkeypatch, tmp_path, pcm("she sells", "no"), "--json", "--chunk", "160") == 0
     found = facts(capsys.readouterr().out)

@@ -54,6 +54,7 @@ def test_a_scheduler_of_speechbrain_is_taken(tmp_path, arguments):
     assert not report.errors and not report.warnings
 
 
+@pytest.mark.slow
 def test_a_number_beside_an_object_that_has_its_own_is_not_called_useless(tmp_path):
     report = check(changed(tmp_path, {"batching: !new": "max_batch_seconds: 40\nbatching: !new"}))
     (warning,) = report.warnings

@@ -126,6 +126,7 @@ def test_nobodys_word_on_who_asks_is_taken_unless_it_is_a_proxys(bundle):
         pass
 
 
+@pytest.mark.slow
 def test_an_upload_that_comes_too_slowly_loses_its_place_and_a_slow_one_does_not(bundle):
     limits = Limits(decoders=1, min_upload_kbs=8, upload_grace_seconds=1.0)
     with serving.serving(bundle, limits=limits) as server:

@@ -90,6 +90,7 @@ def flipped(data):
     pytest.param(lambda folder: (nothing(folder), graph_bundles.make(folder)),
                  "it outputs tensors, and the model served here recognises speech", marks=pytest.mark.slow),
 ])
+@pytest.mark.slow
 def test_a_spoiled_bundle_is_refused_and_the_old_one_serves_on(tmp_path, caplog, spoil, told):
     folder = make(tmp_path / "level")
     with serving.serving(folder) as server:

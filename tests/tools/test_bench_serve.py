@@ -32,6 +32,7 @@ def plan(server, audio, **changes):
                             "begins": 0.5, "count": 4} | changes)
 
 
+@pytest.mark.slow
 def test_each_session_speaks_at_real_time_and_is_heard_to_its_end(bundle, audio):
     with serving.serving(bundle) as server:
         found = speakers.run(plan(server, audio))
