@@ -329,7 +329,7 @@ class Corpus:
         """Refuse a local source without transcripts if the task needs them, without a needed split, or without a column
         that is needed; of a short list also one that can't be read, or that has no recordings.
 
-        Only what is known without reading or unpacking it is checked.
+        Nothing is unpacked, and of long lists only the first lines are read.
         """
         self._declare(needs_text, columns)
         source = self._opened_here()

@@ -276,7 +276,7 @@ def _odd_texts(rows: Manifest, at: np.ndarray) -> list[str]:
     lettered = np.asarray(pc.match_substring_regex(sample, r"\pL")).sum()
     for script in _SCRIPTS:
         if np.asarray(pc.match_substring_regex(sample, f"[{script}]")).sum() > _MAIN_SCRIPT * lettered:
-            # Letters of no other script than Latin, such as a name, are usual amid any other.
+            # Latin letters, such as those of a product's name, are usual amid any other script.
             others = rf"[^{script}\p{{Latin}}\p{{Common}}\p{{Inherited}}\PL]"
             alone = pc.and_(pc.match_substring_regex(texts, r"\pL"),
                             pc.invert(pc.match_substring_regex(texts, f"[{script}]")))
