@@ -388,8 +388,9 @@ class Brain(sb.core.Brain):
             self.trainer.begin_fit(validates=valid_set is not None)
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()
             for epoch in epoch_counter:
-                self._fit_train(train_set=train_set, epoch=epoch, enable=enable)
-                self._fit_valid(valid_set=valid_set, epoch=epoch, enable=enable)
+                with self.trainer.keeping_epoch(epoch):
+                    self._fit_train(train_set=train_set, epoch=epoch, enable=enable)
+                    self._fit_valid(valid_set=valid_set, epoch=epoch, enable=enable)
                 if self._optimizer_step_limit_exceeded or (self.debug and epoch == self.debug_epochs):
                     break
             if self.checkpointer is not None:
@@ -437,17 +438,13 @@ class Brain(sb.core.Brain):
         """Validate and call the hooks around it; a run that should stop saves the end of the training instead."""
         if valid_set is None:
             return
-        try:
-            self.open_stage(Stage.VALID, epoch)
-            loss = self.pass_over(valid_set, Stage.VALID, f"valid {epoch}", enable)
-            self.step = 0
-            ranks.barrier("validated")
-            if ranks.any_of({"stop": self.trainer.asked_to_stop})["stop"]:
-                self.train_state.back_to_training()
-                self.trainer.save_and_stop()
-        finally:
-            if self.checkpointer is not None:
-                self.checkpointer.drop()
+        self.open_stage(Stage.VALID, epoch)
+        loss = self.pass_over(valid_set, Stage.VALID, f"valid {epoch}", enable)
+        self.step = 0
+        ranks.barrier("validated")
+        if ranks.any_of({"stop": self.trainer.asked_to_stop})["stop"]:
+            self.train_state.back_to_training()
+            self.trainer.save_and_stop()
         self.close_stage(Stage.VALID, loss, epoch)
 
     def evaluate(

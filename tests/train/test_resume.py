@@ -144,6 +144,7 @@ def test_noise_and_rooms_of_speechbrains_augmenters_go_on_after_a_resume(tmp_pat
 
 
 PLACES = ("end of training", "start of validation", "in validation")
+END = "end of validation"
 
 
 class Ending(ToyBrain):
@@ -155,6 +156,7 @@ class Ending(ToyBrain):
             self.hparams.end()
 
     def compute_forward(self, batch, stage):
+        self.trained = getattr(self, "trained", 0) + (stage == Stage.TRAIN)
         predictions = super().compute_forward(batch, stage)
         return torch.nn.functional.dropout(predictions, 0.3, training=stage == Stage.TRAIN)
 
@@ -176,6 +178,7 @@ class Ending(ToyBrain):
             self.hparams.noam(self.optimizer)  # each epoch, before its validation
             self.at("end of training")
         else:
+            self.at(END)
             self.hparams.log.log_stats({"epoch": epoch}, {"loss": self.train_loss}, {"loss": stage_loss})
             self.checkpointer.save_and_keep_only(meta={"loss": stage_loss}, min_keys=["loss"])
 
@@ -232,20 +235,28 @@ def test_a_signal_in_validation_stops_it_and_the_run_resumes_exactly(tmp_path, w
     assert_the_same(whole[1], everything_of(again, tmp_path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("every", [0, 2])
-@pytest.mark.parametrize("place", PLACES)
-def test_a_run_that_died_in_validation_resumes_exactly(tmp_path, whole, place, every):
-    def die():
+@pytest.mark.parametrize("saves, every, trains", [(True, 0, 3), (False, 0, 6), (False, 2, 4)])
+@pytest.mark.parametrize("place", [*PLACES, END])
+def test_an_error_around_validation_costs_no_training_and_the_run_resumes_exactly(
+        tmp_path, whole, place, saves, every, trains, monkeypatch, caplog):
+    """A process that died saves nothing then, and trains again from the last checkpoint."""
+    def fail():
         raise Stop
 
-    _, end = ended(tmp_path, place, die, ckpt_interval_steps=every)
+    if not saves:
+        monkeypatch.setattr(Checkpointer, "publish_here", lambda self: None)
+    _, end = ended(tmp_path, place, fail, ckpt_interval_steps=every)
     assert isinstance(end, Stop)
+    assert ("Epoch 2's training is saved: the same command goes on with its validation." in caplog.text) == saves
+    assert not [path for path in (tmp_path / "save").iterdir() if path.name.startswith(".")]
     again, _ = ended(tmp_path, ckpt_interval_steps=every)
+    assert [stage for stage, _ in again.ends] == ["TRAIN", "VALID"] * 2 and again.trained == trains
     assert_the_same(whole[1], everything_of(again, tmp_path))
 
 
-def test_a_run_that_died_before_its_first_checkpoint_leaves_no_lines_behind(tmp_path):
+def test_a_run_that_died_before_its_first_checkpoint_leaves_no_lines_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpointer, "publish_here", lambda self: None)
+
     class Early(Ending):
         def on_stage_end(self, stage, stage_loss, epoch):
             if stage == Stage.VALID:

@@ -145,6 +145,7 @@ class Checkpointer(stock.Checkpointer):
         tidy : called on rank 0 after saving, to delete other checkpoints
         keys : meta keys that ``tidy`` uses; a key that no checkpoint has is an error, raised after saving
         """
+        self.drop()  # newer than what is held
         pending: PendingCheckpoint | None = None  # stays None on the other ranks
 
         def begin() -> tuple[Path | None, CheckpointError | None]:
@@ -216,17 +217,17 @@ class Checkpointer(stock.Checkpointer):
 
     def publish(self) -> Checkpoint | None:
         """Write and publish the held state, and return the checkpoint; None if nothing is held."""
+        return ranks.run_on_main(self.publish_here)
 
-        def write() -> Checkpoint | None:
-            self.writer.wait()
-            pending, self._held = self._held, None
-            if pending is None:
-                return None
-            pending.final = self._new_checkpoint_dirpath()
-            pending.meta = {**self._standard_meta(end_of_epoch=False), **pending.meta}
-            return pending.result if self._finish(pending, None) else None
-
-        return ranks.run_on_main(write)
+    def publish_here(self) -> Checkpoint | None:
+        """As ``publish``, without the other ranks: only the main process holds something."""
+        self.writer.wait()
+        pending, self._held = self._held, None
+        if pending is None:
+            return None
+        pending.final = self._new_checkpoint_dirpath()
+        pending.meta = {**self._standard_meta(end_of_epoch=False), **pending.meta}
+        return pending.result if self._finish(pending, None) else None
 
     def drop(self) -> None:
         """Discard the held state, if there is one."""
