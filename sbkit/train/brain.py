@@ -298,7 +298,7 @@ class Brain(sb.core.Brain):
         return loss.mean.detach()
 
     def optimizers_step(self) -> None:
-        """Clip all gradients together and update, unless something is not finite; called by ``fit_batch``."""
+        """Clip each optimizer's gradients and update, unless something is not finite; called by ``fit_batch``."""
         trainer, optimizers = self.trainer, self.trainer.optimizers()
         if not optimizers:
             return

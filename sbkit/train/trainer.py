@@ -377,7 +377,7 @@ class Trainer:
         self.buffers.detect_changes()
         parallel.assert_ranks_equal(self.modules, f"after epoch {epoch}")
         if state.validates and brain.checkpointer is not None and self.sharded is None:
-            # Saved if a signal arrives or something fails before the epoch ends: a resumed run repeats what follows, from
+            # Saved if a signal arrives or an error before the epoch ends: a resumed run then repeats what follows, from
             # ``on_stage_end`` on, with the same random numbers. Of a sharded model this would take a complete save.
             brain.checkpointer.hold({INTRA_EPOCH_CKPT_FLAG: True})
         loss = self.average_loss()
@@ -621,21 +621,20 @@ class Trainer:
     def keeping_epoch(self, epoch: int) -> Iterator[None]:
         """Save what an epoch trained if its validation fails, or a recipe's own ``on_stage_end``."""
         checkpointer = self.brain.checkpointer
+        if checkpointer is None:
+            yield
+            return
         try:
             yield
         except Exception:
-            if checkpointer is not None:
-                try:
-                    saved = checkpointer.publish_here()
-                except Exception as error:  # what failed above is what counts
-                    logger.debug("the training of epoch %d could not be saved", epoch, exc_info=error)
-                else:
-                    if saved is not None:
-                        logger.warning("Epoch %d's training is saved: the same command goes on with its validation.", epoch)
+            try:
+                if checkpointer.publish_here() is not None:
+                    logger.warning("Epoch %d's training is saved: the same command goes on with its validation.", epoch)
+            except Exception as error:  # the first error is what counts
+                logger.debug("the training of epoch %d could not be saved", epoch, exc_info=error)
             raise
         finally:
-            if checkpointer is not None:
-                checkpointer.drop()
+            checkpointer.drop()
 
     def save_and_stop(self) -> None:
         """Save a checkpoint and end the run, after a signal to any rank."""

@@ -59,7 +59,18 @@ def recipe(base, calls):
             calls.append(("evaluate start", max_key, min_key))
             super().on_evaluate_start(max_key, min_key)
 
+        def init_optimizers(self):
+            if self.opt_class is not two:
+                return super().init_optimizers()
+            self.one, self.other = (self.opt_class([parameter]) for parameter in self.modules.lin.parameters())
+            self.optimizers_dict = {"one": self.one, "other": self.other}
+
     return Recipe
+
+
+def two(parameters):
+    """The class of each of two optimizers."""
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def run(base, folder, calls, opt_class, epochs=3, evaluate=True, **run_opts):
@@ -78,7 +89,7 @@ def run(base, folder, calls, opt_class, epochs=3, evaluate=True, **run_opts):
 
 
 OPTIMISERS = {"adamw": partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1), "sgd": partial(torch.optim.SGD, lr=0.1),
-              "lambda": lambda x: torch.optim.Adam(x, lr=0.1)}
+              "lambda": lambda x: torch.optim.Adam(x, lr=0.1), "two": two}
 
 
 @pytest.mark.slow
@@ -87,7 +98,7 @@ OPTIMISERS = {"adamw": partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1), "sg
         {}, {"grad_accumulation_factor": 2}, {"max_grad_norm": 0.01}, {"precision": "bf16", "eval_precision": "bf16"},
         {"remove_vector_weight_decay": True}, {"optimizer_step_limit": 6}, {"debug": True}, {"jit": True})),
     ("sgd", {"precision": "bf16", "eval_precision": "bf16"}), ("sgd", {"remove_vector_weight_decay": True}),
-    ("lambda", {}), ("lambda", {"remove_vector_weight_decay": True})], ids=str)
+    ("two", {}), ("two", {"max_grad_norm": 0.01}), ("lambda", {}), ("lambda", {"remove_vector_weight_decay": True})], ids=str)
 def test_the_same_recipe_calls_the_same_hooks_and_learns_the_same(tmp_path, optimiser, run_opts):
     calls, expected = [], []
     _, weight, loss = run(sbkit.Brain, tmp_path / "ours", calls, OPTIMISERS[optimiser], **run_opts)

@@ -88,7 +88,7 @@ def test_micro_batches_of_any_size_give_the_gradient_of_the_mean(sizes, max_norm
     assert fact.loss == pytest.approx(loss.item(), rel=1e-5) and not fact.skipped
 
 
-def test_all_parameter_groups_are_clipped_together():
+def test_all_parameter_groups_of_an_optimizer_are_clipped_together():
     """SpeechBrain clips the first one only."""
     net = model()
     groups = [{"params": [net[0].weight]}, {"params": [net[0].bias, *net[2].parameters()]}]
@@ -251,6 +251,19 @@ def test_the_norm_is_that_of_all_gradients_as_one_vector():
     assert norm.item() == pytest.approx(0.5 * expected, rel=1e-5) and skipped == 0
     norm, skipped = update([torch.optim.SGD(model().parameters(), 0.1)], torch.tensor(1.0), None)
     assert norm == 0 and skipped == 0
+
+
+def test_optimizers_are_clipped_each_alone_and_a_parameter_of_two_is_scaled_once():
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    for parameter, value in zip(parameters, (3.0, 30.0, 0.004), strict=True):
+        parameter.grad = torch.full_like(parameter, value)
+    optimizers = [torch.optim.SGD(share, 1.0) for share in (parameters[:2], parameters[1:])]
+    expected = torch.stack([parameter.grad for parameter in parameters]).norm().item()
+    norm, _ = update(optimizers, torch.tensor(0.5), 0.1)
+    assert norm.item() == pytest.approx(0.5 * expected, rel=1e-5)
+    first = torch.stack([parameter.detach() for parameter in parameters[:2]])
+    assert first[0].norm() / first[1].norm() == pytest.approx(0.05, rel=1e-5), "the second was moved by both"
+    assert parameters[2].tolist() == pytest.approx([-0.002] * 2), "short enough"
 
 
 def test_rates_are_numbers_for_hooks_and_the_same_tensors_for_kernels():
