@@ -203,6 +203,11 @@ def test_short_and_former_keys_are_those_of_the_recipe(given, expected):
     assert arguments.parse([str(ROOT / "hparams/ctc.yaml"), *given]).overrides == expected
 
 
+def test_a_mapping_without_a_space_after_its_colon_is_told():
+    with pytest.raises(SbkitError, match=r"\{CNN:true\}: YAML wants a space after a colon"):
+        arguments.parse([str(ROOT / "hparams/ctc.yaml"), "--freeze", "{CNN:true}"])
+
+
 def test_a_switch_may_be_followed_by_true_or_false():
     words = ["--noprogressbar", "true", "--debug", "false", "--no-check", "True", "--lr", "1", "--tensorboard", "false"]
     asked = arguments.parse([str(ROOT / "hparams/ctc.yaml"), *words])

@@ -274,6 +274,10 @@ def read_value(text: str) -> object:
     if text.startswith("(") and text.endswith(")"):  # without the tag, HyperPyYAML's second load makes it a text
         return TaggedScalar(text, tag=Tag(suffix="!tuple"))
     try:
-        return YAML().load(f"value: {text}\n")["value"]
+        value: object = YAML().load(f"value: {text}\n")["value"]
     except YAMLError:
         return text
+    if isinstance(value, dict) and any(":" in str(key) for key, each in value.items() if each is None):
+        raise SbkitError(f"{text}: YAML wants a space after a colon",
+                         hint="write {name: value}, in quotes for the shell")
+    return value

@@ -21,7 +21,7 @@ from sbkit.data.mixture import Mixture
 from sbkit.data.plan import Plan
 from sbkit.data.reader import Reader
 from sbkit.data.sources import check_exists
-from sbkit.data.sources.files import MissingRecordings
+from sbkit.data.sources.base import MissingRecordings
 from sbkit.data.splits import SPLITS
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError, summary

@@ -118,6 +118,18 @@ def test_what_is_wrong_in_a_short_list_is_told_before_anything_is_prepared(tmp_p
         assert [each.code for each in check(path).warnings] == [code], "the recipe may be for another machine"
 
 
+def test_of_a_common_voice_release_the_clips_and_the_language_are_looked_at(tmp_path, caplog):
+    (tmp_path / "cv" / "clips").mkdir(parents=True)
+    for name in ("train", "dev", "test"):
+        (tmp_path / "cv" / f"{name}.tsv").write_text("client_id\tpath\tsentence\tlocale\nann\ta.mp3\tcafe\tcs\n")
+    path = write(tmp_path, f"{BASED}    data_folder: {tmp_path / 'cv'}\n")
+    found = check(path, {"corpus": {"language": "nl"}}, starting=True).errors
+    assert [each.code for each in found] == ["no-recordings"] and "there is no " in found[0].message
+    assert "holds cs, but the language is set to nl" in caplog.text
+    (tmp_path / "cv" / "clips" / "a.mp3").touch()
+    assert not check(path, starting=True).errors
+
+
 def test_a_list_that_is_a_broken_link_is_told(tmp_path):
     for name in ("train", "dev", "test"):
         (tmp_path / f"{name}.csv").symlink_to(tmp_path / "gone")

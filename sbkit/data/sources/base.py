@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from sbkit.data.audio import SUFFIXES
 from sbkit.data.manifest import Column
+from sbkit.data.presence import existing
 from sbkit.errors import SbkitError, shown_names
 
 #: Names by which a column is recognised, the likeliest first. A corpus's ``columns`` option precedes them.
@@ -29,6 +30,7 @@ META_ALIASES: dict[str, tuple[str, ...]] = {
     "accent": ("accents", "accent"), "age": ("age",), "gender": ("gender", "sex"),
     "language": ("locale", "language", "lang"),
 }
+_SHORT, _LOOKED_FOR = 10_000_000, 10  # bytes of a list that the check reads, and how many recordings it looks for
 
 
 class Rows:
@@ -76,6 +78,10 @@ class Rows:
                     {name: column.take(indices) for name, column in self.meta.items()}, self.malformed)
 
 
+class MissingRecordings(SbkitError):
+    """A list is there, and its recordings aren't."""
+
+
 class Source(ABC):
     """A corpus in some format. Creating the object is cheap; ``read`` does the work."""
 
@@ -104,8 +110,29 @@ class Source(ABC):
         """The names of a split's columns; None if they are only known after reading it."""
         return None
 
+    def file(self, name: str) -> Path | None:
+        """The file that lists a split, if there is one."""
+        return None
+
     def check_list(self, name: str) -> None:
-        """Refuse a split that lacks a column which the task declares or the recipe names, if its columns are known."""
+        """Refuse a split that can't be read, as far as that is soon known.
+
+        A short list is read, and some of its recordings are looked for. Of another, only the names of its columns are
+        read, if that is possible.
+        """
+        path = self.file(name)
+        try:
+            short = path is not None and path.stat().st_size <= _SHORT
+        except OSError as error:
+            raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
+        if short:
+            wavs = self.read(name, show_progress=False).wavs
+            some = wavs.take(np.unique(np.linspace(0, len(wavs) - 1, _LOOKED_FOR).astype(int))) if len(wavs) else wavs
+            if len(some) and not existing(some).any():
+                raise MissingRecordings(f"{path}: there is no {some[0]}, nor any other of the {len(some)} recordings "
+                                        "that were looked for", hint="paths in it start from its folder, or from "
+                                                                     "data_root")
+            return
         header = self.header(name)
         if header is None:
             return

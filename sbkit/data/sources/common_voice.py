@@ -60,6 +60,9 @@ class CommonVoice(Source):
     def fingerprint(self) -> list[Any]:
         return [self.kind, *map(stamp, [*sorted(self.folder.glob("*.tsv")), self.clips])]
 
+    def file(self, name: str) -> Path | None:
+        return self.folder / f"{name}.tsv"
+
     def header(self, name: str) -> list[str]:
         return header(self.folder / f"{name}.tsv", delimiter="\t", quoted=False)
 

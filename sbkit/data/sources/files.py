@@ -9,22 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.compute as pc
 
 from sbkit.data.manifest import Column, join, replace_data_root
-from sbkit.data.presence import existing
 from sbkit.data.sources.base import Rows, Source, join_rows, stamp
 from sbkit.errors import SbkitError
 from sbkit.system import untrusted
 
 #: Longest line of an utterance.
 _MAX_LINE_BYTES = 1 << 24
-_SHORT, _LOOKED_FOR = 10_000_000, 10  # bytes of a list that the check reads, and how many recordings it looks for
-
-
-class MissingRecordings(SbkitError):
-    """A list is there, and its recordings aren't."""
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -73,20 +66,8 @@ class FileSource(Source):
     def read(self, name: str, show_progress: bool = True) -> Rows:
         return self.read_file(self.files[name], show_progress)
 
-    def check_list(self, name: str) -> None:
-        path = self.files[name]
-        try:
-            short = path.stat().st_size <= _SHORT
-        except OSError as error:
-            raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
-        if not short:
-            super().check_list(name)
-            return
-        wavs = self.read(name, show_progress=False).wavs
-        some = wavs.take(np.unique(np.linspace(0, len(wavs) - 1, _LOOKED_FOR).astype(int))) if len(wavs) else wavs
-        if len(some) and not existing(some).any():
-            raise MissingRecordings(f"{path}: there is no {some[0]}, nor any other of the {len(some)} recordings that "
-                                    "were looked for", hint="paths in it start from its folder, or from data_root")
+    def file(self, name: str) -> Path | None:
+        return self.files[name]
 
     @abstractmethod
     def read_file(self, path: Path, show_progress: bool) -> Rows:
