@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -504,6 +505,8 @@ def read(folder: str | Path) -> Bundle:
             hint = f"an export that was killed left the previous bundle at {before}: rename it back"
         elif (path.parent / "bundle" / CONFIG).is_file():  # a run that `make demo` or the README exported
             hint = f"its bundle is {path.parent / 'bundle'}"
+        elif re.fullmatch(r"[\w-]+/[\w.-]+", str(folder)) and not path.parent.parent.exists():
+            hint = f"of a model of the Hugging Face Hub, sbkit import {folder} --to BUNDLE makes one"
         raise SbkitError(f"{folder} {problem}", hint=hint) from None
     except NotADirectoryError:
         raise SbkitError(f"{folder} is a file, and a bundle is a folder",

@@ -233,6 +233,24 @@ PIECES = st.lists(st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Z
                   .filter(lambda piece: "\n" not in piece), min_size=1, max_size=30)
 
 
+@pytest.mark.parametrize(("name", "problem", "hint"), [
+    ("models/gone", "does not exist", "make one by sbkit export RUN"),
+    ("owner/model", "does not exist", "sbkit import owner/model --to BUNDLE makes one"),
+    ("models", "is not a bundle", "make one by sbkit export RUN"),
+    ("run", "is not a bundle", "its bundle is run/bundle"),
+    ("models/a.wav", "is a file", "a bundle comes first"),
+])
+def test_a_folder_that_is_no_bundle_is_told_where_one_comes_from(tmp_path, monkeypatch, name, problem, hint):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("models", "run/bundle"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "models" / "a.wav").touch()
+    (tmp_path / "run/bundle" / layout.CONFIG).touch()
+    with pytest.raises(SbkitError, match=problem) as told:
+        layout.read(name)
+    assert hint in told.value.hint
+
+
 def test_a_bundle_without_its_tokens_is_to_be_copied_again(tmp_path):
     with pytest.raises(SbkitError, match=r"tokens\.txt is missing; copy the bundle again"):
         read_tokens(tmp_path / layout.TOKENS, 3)

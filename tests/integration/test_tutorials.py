@@ -112,7 +112,8 @@ def test_a_speechbrain_script_needs_one_other_name(tmp_path):
     """It learns the same as with SpeechBrain's Brain, and what it has left is resumed by the same command."""
     tones(tmp_path / "data", 18, 6, shortest=1.0)
     files = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", page("speechbrain"), re.S))
-    stock = files["train.py"].replace("import sbkit  # new\n", "").replace("sbkit.Brain):  # it was: sb.Brain", "sb.Brain):")
+    stock = files["train.py"].replace("import sbkit  # new\n", "")
+    stock = stock.replace("sbkit.Brain):  # it was: sb.Brain", "sb.Brain):")
     assert "sbkit" not in stock
     (tmp_path / "train.yaml").write_text(files["train.yaml"])
     losses = {}

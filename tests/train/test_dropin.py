@@ -98,7 +98,8 @@ OPTIMISERS = {"adamw": partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1), "sg
         {}, {"grad_accumulation_factor": 2}, {"max_grad_norm": 0.01}, {"precision": "bf16", "eval_precision": "bf16"},
         {"remove_vector_weight_decay": True}, {"optimizer_step_limit": 6}, {"debug": True}, {"jit": True})),
     ("sgd", {"precision": "bf16", "eval_precision": "bf16"}), ("sgd", {"remove_vector_weight_decay": True}),
-    ("two", {}), ("two", {"max_grad_norm": 0.01}), ("lambda", {}), ("lambda", {"remove_vector_weight_decay": True})], ids=str)
+    ("two", {}), ("two", {"max_grad_norm": 0.01}),
+    ("lambda", {}), ("lambda", {"remove_vector_weight_decay": True})], ids=str)
 def test_the_same_recipe_calls_the_same_hooks_and_learns_the_same(tmp_path, optimiser, run_opts):
     calls, expected = [], []
     _, weight, loss = run(sbkit.Brain, tmp_path / "ours", calls, OPTIMISERS[optimiser], **run_opts)
