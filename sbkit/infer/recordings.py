@@ -44,7 +44,14 @@ class Recording:
     @classmethod
     def of(cls, source: Source, id: str = "") -> Recording:
         """Return a recording of some audio; a recording is returned unchanged."""
-        return source if isinstance(source, Recording) else cls(source, id)
+        if isinstance(source, Recording):
+            return source
+        if hasattr(source, "__array__"):  # also a tensor of torch
+            source = np.asarray(source)
+        elif not (isinstance(source, (str, os.PathLike, bytes)) or hasattr(source, "read")):
+            raise TypeError(f"a recording is a path, the bytes of a file, a binary file or an array of samples, not "
+                            f"{type(source).__name__}")
+        return cls(source, id)
 
     @property
     def name(self) -> str:
@@ -79,7 +86,8 @@ class Recording:
         if isinstance(self.audio, np.ndarray):
             signal = self.audio
             if signal.ndim != 1 or not len(signal) or not np.issubdtype(signal.dtype, np.floating):
-                raise AudioError(self.name, f"samples must be floats [S], not {signal.dtype} {list(signal.shape)}")
+                raise AudioError(self.name, f"samples must be floats of one channel, -1 to 1, at {rate} Hz, not "
+                                            f"{signal.dtype} {list(signal.shape)}")
             signal = np.ascontiguousarray(signal, dtype=np.float32)
             audio.check_values(self.name, signal)
             yield signal

@@ -141,6 +141,9 @@ def _model(registry: Registry, kind: type[S], form: FormData, known: frozenset[s
     """The model that a form names, which must work; the form may have only ``known`` fields."""
     unknown = sorted({name.removesuffix("[]") for name in form} - known)
     if unknown:
+        if "file" not in form and isinstance(form.get(unknown[0]), UploadFile):
+            raise invalid(f"the recording belongs in the field file, not {unknown[0][:40]}", unknown[0][:40],
+                          "unsupported_parameter")
         raise unsupported(unknown, known)
     return registry.working(_text(form, "model"), kind)
 

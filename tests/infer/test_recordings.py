@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import soundfile
+import torch
 from sounds import FORMATS, encoded, speechlike
 
 from sbkit.data.audio import AudioError, read_audio
@@ -79,12 +80,21 @@ def test_lengths_by_header():
     (made("flac", 16_000, seconds=10.0), 11.0, r"so it has no audio from 11\.00 s on"),
     ("missing.wav", 0.0, r"missing\.wav: no such file"), (b"", 0.0, "is empty"),
     (b"not audio at all", 0.0, "cannot be decoded"), (np.full(400, np.nan, np.float32), 0.0, "not finite"),
-    (np.zeros(0, np.float32), 0.0, "samples must be floats"), (np.zeros(400, np.int16), 0.0, "samples must be floats"),
-    (np.zeros((2, 400), np.float32), 0.0, "samples must be floats"),
+    (np.zeros(0, np.float32), 0.0, "samples must be floats of one channel, -1 to 1, at 16000 Hz"),
+    (np.zeros(400, np.int16), 0.0, "samples must be floats of one channel"),
+    (np.zeros((2, 400), np.float32), 0.0, "samples must be floats of one channel"),
 ])
 def test_what_cannot_be_read_at_all_is_named(audio, start, cause):
     with pytest.raises(AudioError, match=cause):
         joined(Recording(audio, start=start))
+
+
+def test_a_tensor_of_torch_is_an_array_and_a_number_is_no_recording():
+    samples = torch.rand(400)
+    assert (joined(Recording.of(samples)) == samples.numpy()).all()
+    for wrong in (None, 5, [0.0, 0.0]):
+        with pytest.raises(TypeError, match=f"an array of samples, not {type(wrong).__name__}"):
+            Recording.of(wrong)
 
 
 @pytest.mark.parametrize("kind", ["wav", "flac", "mp3", "ogg"])

@@ -211,7 +211,7 @@ def field(name, value):
 
 
 @pytest.mark.parametrize("body, words", [
-    ({"data": {"model": "level"}, "files": {"other": ("a", b"1")}}, "does not support other"),
+    ({"data": {"model": "level"}, "files": {"other": ("a", b"1")}}, "belongs in the field file, not other"),
     ({"data": {"model": "level"}, "files": {"model": ("a", b"1")}}, "model is given twice"),
     ({"files": {"file": ("a.wav", b"1")}}, "field model is missing; this server has level"),
     ({"data": {"modle": "level"}, "files": {"file": ("a", b"1")}}, r"does not support modle; did you mean model\?"),
