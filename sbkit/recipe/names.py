@@ -15,7 +15,7 @@ from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.recipe.files import Files, keys
 from sbkit.recipe.keys import Declared
-from sbkit.recipe.overrides import named, unknown_key
+from sbkit.recipe.overrides import NAMED_ELSEWHERE, REMARKS, named, unknown_key
 from sbkit.recipe.report import did_you_mean
 from sbkit.recipe.signatures import ForbiddenImport, locate
 from sbkit.recipe.source import Findings, Node, Place
@@ -118,10 +118,16 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
         longer = sorted(each for each in options if each.startswith(f"{key}_"))
         holder = next((name for name, node in root.value.items()
                        if isinstance(node.value, dict) and key in node.value), "")
-        findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it",
-                         f"{holder} has a {key} of its own: write `{key}: !ref <{key}>` there" if holder else
-                         f"did you mean {' or '.join(longer if near in longer else [near])}?"
-                         if near and not re.search(r"\d", key) else "leave it out: it has no effect")
+        ours = NAMED_ELSEWHERE.get(key, "").partition(".")[0]
+        if holder:
+            hint = f"{holder} has a {key} of its own: write `{key}: !ref <{key}>` there"
+        elif ours and ours in options | beside:
+            hint = f"here its name is {ours}. {REMARKS.get(key, '')}".strip(" .")
+        elif near and not re.search(r"\d", key):
+            hint = f"did you mean {' or '.join(longer if near in longer else [near])}?"
+        else:
+            hint = "leave it out: it has no effect"
+        findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it", hint)
 
 
 def hparams_read(cls: type) -> tuple[set[str], set[str]]:

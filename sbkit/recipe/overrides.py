@@ -17,7 +17,7 @@ from sbkit.system import renamed
 TAKES_PARTS = ("!new:", "!name:", "!apply:", "!applyref:", INCLUDE)
 _COMMAND_LINE, _NO_VALUE = Place(), Place(column=-1)
 #: Keys by their names in other libraries, to which another key of ours is more similar.
-_NAMED_ELSEWHERE = {name: ours for ours, names in {
+NAMED_ELSEWHERE = {name: ours for ours, names in {
     "lr": "learning_rate lr_adam", "max_batch_seconds": "batch_size",
     "number_of_epochs": "epochs n_epochs num_epochs max_epochs N_epochs num_train_epochs",
     "data_folder": "train_csv valid_csv test_csv dataset dataset_dir data_dir train_manifest train_json train_data",
@@ -28,6 +28,8 @@ _NAMED_ELSEWHERE = {name: ours for ours, names in {
     "schedule.warmup": "noam_annealing lr_annealing lr_ann lr_scheduler scheduler n_warmup_steps warmup_steps",
     "init_from": "pretrained pretrained_path from_pretrained", "output_folder": "save_dir out_dir exp_dir",
 }.items() for name in names.split()}
+REMARKS = {"batch_size": "It counts seconds of audio, not utterances",
+           "vocab_size": "Pieces of words, more than there are letters, need --token_type unigram"}
 _BY_TORCHRUN = {"distributed_launch", "local_rank", "gpus", "num_gpus", "ngpu"}  # and others'
 _OF_TORCHRUN = {"nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "standalone", "rdzv_endpoint"}
 #: Former names of keys, which are understood on the command line and, if a task declares them, in recipes.
@@ -58,7 +60,7 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
 
     known : the keys and options that do
     """
-    ours = _NAMED_ELSEWHERE.get(key)
+    ours = NAMED_ELSEWHERE.get(key)
     within = {f"{name}.{key}" for _, level in levels(files) for name, node in level.value.items()
               if isinstance(node.value, dict) and key in node.value}
     there = {str(name) for _, level in levels(files) for name in level.value} | {"grad_accumulation_factor"}
@@ -66,12 +68,10 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
     near = ours or (within.pop() if len(within) == 1 else did_you_mean(key, known, 0.75) or did_you_mean(
         f"--{key}", [f"--{name}" for name in known], 0.75))
     hint = f"did you mean --{near.removeprefix('--')}?" if near else "sbkit show prints its keys"
-    if key == "batch_size" and ours:
-        hint += " It counts seconds of audio, not utterances"
+    if ours and key in REMARKS:
+        hint += f" {REMARKS[key]}"
     if key in _OF_TORCHRUN:
         hint = f"it is an option of torchrun: torchrun --{key}{f'={value}' if value else ''} train.py RECIPE ..."
-    elif key == "vocab_size" and ours:
-        hint += " Pieces of words, more than there are letters, need --token_type unigram"
     elif key in ("config", "hparams"):
         hint = "the recipe is named first, without an option"
     elif key.startswith("resume"):

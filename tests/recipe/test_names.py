@@ -26,6 +26,14 @@ def test_a_misspelt_key_is_told(tmp_path, key, meant):
     assert unread(path) == {key: f"did you mean {meant}?"}
 
 
+@pytest.mark.parametrize(("key", "hint"), [
+    ("noam_annealing", "here its name is schedule"),
+    ("batch_size", "here its name is max_batch_seconds. It counts seconds of audio, not utterances")])
+def test_a_key_of_speechbrains_recipes_is_told_by_its_name_here(tmp_path, key, hint):
+    text = f"{TEXT}\nschedule: null\nmax_batch_seconds: 10\n__used: !ref <max_batch_seconds>\n{key}: 5\n"
+    assert unread(write(tmp_path, text)) == {key: hint}
+
+
 @pytest.mark.parametrize("key", ["colours", "train_log", "sos_index", "wer_file", "layer1"])
 def test_a_key_of_ones_own_is_told_where_it_has_no_effect(tmp_path, key):
     path = write(tmp_path, f"{TEXT}\n{key}: 5\n")
