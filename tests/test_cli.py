@@ -135,7 +135,6 @@ def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_pa
         "train {root}/hparams/ctc.yaml --data {root}/README.md": "README.md: unknown format; expected a ",
         "train {root}/hparams/ctc.yaml --data {root}/docs": "docs is not a corpus that sbkit recognises",
         'prepare {root}/hparams/ctc.yaml --data {{"train":nowhere.csv}}': "--data_folder: ",
-        "prepare {root}/hparams/ctc.yaml --data {{train:nowhere.csv}}": "YAML wants a space after a colon",
         "train script.yaml": "script.yaml lacks brain; if a SpeechBrain script trains it",
         "tune {root}/hparams/ctc.yaml --frehs": "did you mean --fresh?", "check nowhere.yaml": "there is no recipe",
         "train {root}/hparams/ctc.yaml --data nowhere --no-check": "--data_folder: nowhere: no such file or folder",
