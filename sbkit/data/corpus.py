@@ -22,7 +22,7 @@ from sbkit.data.columns import Declared, SignalColumn
 from sbkit.data.copies import Copies
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Column, Manifest, mapped_file
-from sbkit.data.prepare import RowLimits, SplitReport, prepare_split, recording_keys, summarize
+from sbkit.data.prepare import IN_OTHER_SPLIT, RowLimits, SplitReport, prepare_split, recording_keys, summarize
 from sbkit.data.presence import check_opened, refused
 from sbkit.data.remote import NO_REMOTE, SCHEMES, Remote, check_schemes, scheme_of
 from sbkit.data.sources import Named, Rows, Source, check_exists, is_hub_address, join_rows, open_source
@@ -454,6 +454,8 @@ class Corpus:
                 hint = f"for example {next(iter(left_out.values()))['examples'][0]}"
                 if "missing clip" in left_out:
                     hint += "; --corpus.data_root is where paths of the list begin, and what $data_root in them means"
+                if IN_OTHER_SPLIT in left_out:
+                    hint += "; to see a model learn its own test by heart, give train copies of these recordings"
                 raise SbkitError(f"{read.origin}: all {reports[split].rows} rows of the {split} split were left out: "
                                  f"{reasons}", hint=hint)
             taken.append(recording_keys(manifests[split].wavs, manifests[split].starts))

@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from speechbrain.utils.run_opts import RunOptions
@@ -82,7 +83,7 @@ def check_overrides(files: Files, overrides: Mapping[str, Any], findings: Findin
 
 
 def check_names(root: Node, referred: Collection[str], findings: Findings) -> None:
-    """Warn of keys without effect: nothing reads them, no reference names them, and they call nothing.
+    """Report keys without effect: nothing reads them, no reference names them, and they call nothing.
 
     referred: the keys that references in the recipe name
     """
@@ -119,15 +120,21 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
         holder = next((name for name, node in root.value.items()
                        if isinstance(node.value, dict) and key in node.value), "")
         ours = NAMED_ELSEWHERE.get(key, "").partition(".")[0]
+        given = not root.value[key].place.line  # on the command line
         if holder:
-            hint = f"{holder} has a {key} of its own: write `{key}: !ref <{key}>` there"
+            hint = f"{holder} has a {key} of its own: " + (
+                f"give --{holder}.{key}" if given else f"write `{key}: !ref <{key}>` there")
         elif ours and ours in options | beside:
             hint = f"here its name is {ours}. {REMARKS.get(key, '')}".strip(" .")
         elif near and not re.search(r"\d", key):
             hint = f"did you mean {' or '.join(longer if near in longer else [near])}?"
         else:
             hint = "leave it out: it has no effect"
-        findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it", hint)
+        if given:
+            findings.error("unread-key", Place(), f"--{key}",
+                           "it would change nothing: nothing reads this key, and no reference names it", hint)
+        elif referred or Path(place.file).name != "hyperparams.yaml":  # where every reference became what it named
+            findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it", hint)
 
 
 def hparams_read(cls: type) -> tuple[set[str], set[str]]:

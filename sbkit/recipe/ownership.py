@@ -33,7 +33,7 @@ from sbkit.recipe.values import unwrapped
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType,
            torch.dtype, torch.device, torch.Size, torch.Generator)
 #: Keys that sbkit's Brain itself adds to checkpoints.
-_SAVED_BY_BRAIN, _SAVED_BY_TASK = ("ema",), ("ema", "schedule", "normalize")
+_SAVED_BY_BRAIN, _SAVED_BY_TASK = ("ema",), ("ema", "schedule", "normalize", "train_logger")
 #: A limit of objects to visit, more than any recipe has, for a data set in a list.
 _MAX_OBJECTS = 500_000
 

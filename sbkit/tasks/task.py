@@ -19,6 +19,8 @@ import torch
 from speechbrain.core import Stage
 from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, get_default_hook
+from speechbrain.utils.distributed import main_process_only
+from speechbrain.utils.epoch_loop import EpochCounterWithStopper
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sbkit.data.batch import Batch
@@ -103,6 +105,13 @@ class Task(Brain):
         self.schedule: Any = given if self.annealing is None else None  # a Schedule, or a recipe's own that is like one
         if self.annealing is not None:
             self.save_too("schedule", given)
+        self.save_too("train_logger", self.keys.train_logger)
+        counter = vars(self.keys).get("epoch_counter")
+        self._stopper = counter if isinstance(counter, EpochCounterWithStopper) else None
+        if self._stopper is not None and self.checkpointer is not None:  # which SpeechBrain saves as an EpochCounter
+            self.checkpointer.add_recoverable(
+                "stopper", counter, custom_save_hook=main_process_only(EpochCounterWithStopper._save),
+                custom_load_hook=EpochCounterWithStopper._recover, optional_load=True)
         self.mixture_parts = MixtureParts(vars(self.keys).get("corpus"), self.checkpointer)
         for clash in self.keys.clashes():
             raise SbkitError(clash.message, hint=clash.hint)
@@ -355,6 +364,8 @@ class Task(Brain):
         self.validated(rows, stats)
         if self.annealing is not None and self.opt_class is not None and epoch is not None:
             self.annealing.after_validation(self.optimizer, epoch, loss)
+        if self._stopper is not None and self.metric.name in stats:
+            self._stopper.update_metric(stats[self.metric.name])
         super().close_stage(stage, loss, epoch)
         progress: dict[str, Any] = {"epoch": epoch, "steps": self.optimizer_step}
         if self.opt_class is not None:

@@ -43,6 +43,18 @@ def test_a_key_of_ones_own_is_told_where_it_has_no_effect(tmp_path, key):
         assert unread(path) == {}
 
 
+@pytest.mark.parametrize("name", ["hyperparams.yaml", "mine.yaml"])
+def test_of_a_runs_recipe_without_references_only_what_is_given_is_told(tmp_path, name):
+    text = TEXT.replace("!ref ", "")
+    path = write(tmp_path, f"{text}\nlr: 0.1\n").rename(tmp_path / name)
+    findings = Findings()
+    read(path, {"lr": 0.2}, findings)
+    [found] = [each for each in findings if each.code == "unread-key" and each.key.endswith("lr")]
+    assert found.severity == "error" and found.key == "--lr" and "it would change nothing" in found.message
+    assert found.suggestion == "opt_class has a lr of its own: give --opt_class.lr"
+    assert ("lr" in unread(path)) == (name == "mine.yaml")
+
+
 @pytest.mark.parametrize("line", [
     "__set_seed: !apply:speechbrain.utils.seed_everything [1]", "drawn: !apply:torch.manual_seed [1]",
     "max_grad_norm: 5.0", "brain2: !ref <brain>\nbrain3: !ref <brain2>\n__set: !ref <brain3>"])

@@ -7,6 +7,8 @@ import pytest
 import torch
 from speechbrain.core import Stage
 from speechbrain.nnet.schedulers import NoamScheduler
+from speechbrain.utils.epoch_loop import EpochCounterWithStopper
+from speechbrain.utils.train_logger import TrainLogger
 from torch.utils.data import IterableDataset
 
 from sbkit.errors import SbkitError
@@ -119,6 +121,30 @@ def test_a_scheduler_of_speechbrain_sets_the_rate_of_the_next_step_and_is_saved(
     assert [rate for _, rate in seen[:3]] == pytest.approx(rates[:3])
     assert [step for step, _ in seen[3:]] == [3, 4, 5, 6, 7]
     assert [rate for _, rate in seen[4:]] == pytest.approx(rates[3:])  # the first is set when the checkpoint is loaded
+
+
+class Silent(TrainLogger):
+    """A logger without a state."""
+
+    def log_stats(self, stats_meta, train_stats=None, valid_stats=None, test_stats=None, verbose=False):
+        pass
+
+
+def test_speechbrains_counter_stops_early_and_a_logger_without_a_state_is_no_error(tmp_path):
+    def run():
+        net = torch.nn.Linear(1, 1)
+        counter = EpochCounterWithStopper(9, limit_to_stop=2, limit_warmup=1, direction="max")
+        brain = Counts({"head": net}, partial(torch.optim.SGD, lr=9.0),
+                       {"epoch_counter": counter, "train_logger": Silent()}, {"device": "cpu", "noprogressbar": True},
+                       Checkpointer(tmp_path, {"head": net, "counter": counter}))
+        brain.fit(counter, torch.tensor([1.0]), torch.tensor([3.0]))
+        brain.checkpointer.wait()
+        return counter, brain.seen.count("end TRAIN, 1 saved")
+
+    counter, epochs = run()
+    assert counter.should_stop and counter.current == 4 and epochs == 3, "two epochs after the second are no better"
+    again, epochs = run()
+    assert again.should_stop and again.best_limit == 2 and epochs == 0
 
 
 @pytest.mark.parametrize(("warmup", "told"), [(8, True), (4, False), (0.9, False)])
