@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from typing import TypeVar
@@ -10,7 +11,7 @@ import torch
 
 #: A length, or a tensor of lengths.
 N = TypeVar("N", int, torch.Tensor)
-_PROBED = 64  # longest input to try; enough for subsampling by 16
+_FIRST, _PROBED = 23, 64  # inputs to try, and further ones if these show no rule; enough for subsampling by 16
 
 
 class LengthRule:
@@ -58,6 +59,9 @@ class LengthRule:
                     width = found[0, 0].numel()
                 except (RuntimeError, ValueError):  # shorter than a kernel or its reflected padding
                     outputs.append(0)
+                if frames == _FIRST:  # all layers but those of far sight or much subsampling are known by now
+                    with contextlib.suppress(ValueError):
+                        return cls(outputs.copy(), width)
         return cls(outputs, width)
 
     def __call__(self, frames: N) -> N:

@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from sbkit.nn import recurrent
 from sbkit.recipe.keys import Task
 from sbkit.recipe.speed import Speed
-from sbkit.recipe.trace import on_fake_tensors, without_driver, without_fused_layers
+from sbkit.recipe.trace import on_fake_tensors, without_driver
 
 DEVICE = torch.device("cuda:0")
 #: Layers of a class with less of the operations aren't named.
@@ -190,7 +190,7 @@ def run(brain: Task, utterances: int, seconds: float, counts: type[A], gpu: bool
                 total().backward()
         return counter
 
-    with without_driver() if gpu else without_fused_layers():
+    with without_driver() if gpu else contextlib.nullcontext():
         return on_fake_tensors(brain, counted)
 
 

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 from speechbrain.core import Stage
 from speechbrain.nnet import attention
+from speechbrain.nnet.RNN import LiGRU_Layer
 from speechbrain.utils.run_opts import RunOptions
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
@@ -33,6 +34,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 import sbkit
 from sbkit.errors import SbkitError
@@ -96,7 +99,8 @@ def fake_tensors(*holders: object) -> Iterator[FakeTensors]:
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     # SpeechBrain's function caches rotary tables. Torch logs tracebacks of mismatches, which become findings here.
     with restored(fakes, attention._get_precomputed_values, *holders), logging_disabled(logging.ERROR), \
-            warnings.catch_warnings(), eager, fakes.recorded(), fakes.mode:
+            warnings.catch_warnings(), eager, fakes.recorded(), fakes.mode, WholeSequences(), \
+            mock.patch.object(LiGRU_Layer, "_ligru_cell", _ligru):
         warnings.simplefilter("ignore")
         yield fakes
 
@@ -116,38 +120,68 @@ def on_fake_tensors(holder: Task | nn.Module, compute: Callable[[FakeTensorMode]
 def without_driver() -> Iterator[None]:
     """Within it, torch.autocast isn't switched off because there is no GPU, and nothing asks a driver."""
     with mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False), \
-            mock.patch.object(torch.cuda, "is_bf16_supported", lambda *given: True), without_fused_layers():
+            mock.patch.object(torch.cuda, "is_bf16_supported", lambda *given: True):
         yield
 
 
-def _gru_cell(given: Tensor, before: Tensor, state: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(state), state.new_empty(len(state), 5 * state.shape[1])
+class WholeSequences(TorchFunctionMode):
+    """Computes torch's recurrent layers for all frames at once: with the same shapes, matrix products and gradients.
 
-
-def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
-    gates = grad.new_empty(len(grad), 3 * grad.shape[1])
-    bias = gates[0] if has_bias else None
-    return gates, torch.empty_like(gates), torch.empty_like(grad), bias, bias
-
-
-_META = torch.library.Library("aten", "IMPL")
-for _name, _shapes in {"_thnn_fused_gru_cell": _gru_cell, "_thnn_fused_gru_cell_backward": _gru_cell_backward}.items():
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{_name}", "Meta"):  # torch has only an LSTM's
-        _META.impl(_name, _shapes, "Meta")
-
-
-@contextlib.contextmanager
-def without_fused_layers() -> Iterator[None]:
-    """Within it, an LSTM consists of matrix products, which are counted.
-
-    cuDNN would lay out its weights, which needs real tensors, and oneDNN's LSTM is one operation without a formula.
+    One frame after another would take minutes on fake tensors, and cuDNN's and oneDNN's layers need real ones.
     """
-    enabled, *_ = torch.backends.mkldnn.set_flags(False)
-    try:
-        with torch.backends.cudnn.flags(enabled=False):
-            yield
-    finally:
-        torch.backends.mkldnn.set_flags(enabled)
+
+    def __torch_function__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),  # any of torch's
+                           kwargs: Mapping[str, Any] | None = None) -> object:
+        if func in _CELLS:
+            return _cell(_CELLS[func], *args, **(kwargs or {}))
+        return _sequence(_LAYERS[func], *args) if func in _LAYERS else func(*args, **(kwargs or {}))
+
+
+# The gates of each kind.
+_LAYERS = {torch.lstm: 4, torch.gru: 3, torch.rnn_tanh: 1, torch.rnn_relu: 1}
+_CELLS = {torch.lstm_cell: 4, torch.gru_cell: 3, torch.rnn_tanh_cell: 1, torch.rnn_relu_cell: 1}
+
+
+def _sequence(gates: int, inputs: Tensor, first: Any, weights: Sequence[Tensor],  # a state, or two of an LSTM
+              with_biases: bool, layers: int, dropout: float, train: bool, both_ways: bool, *_: bool,
+              ) -> tuple[Tensor, ...]:
+    """The outputs of a stack of layers [B, T, directions x H], or [T, B, ...] as given, and their last states."""
+    states = first if isinstance(first, tuple) else (first,)
+    directions = 2 if both_ways else 1
+    each = len(weights) // (layers * directions)
+    outputs = []
+    for number in range(layers * directions):
+        into, between, *more = weights[number * each:(number + 1) * each]
+        before = inputs[..., :1].expand(*inputs.shape[:-1], between.shape[1])  # any state, which needs a gradient too
+        found = _cell(gates, inputs, before, into, between, *more[:2 if with_biases else 0])
+        outputs.append(functional.linear(found, more[-1]) if len(more) % 2 else found)  # the projection of an LSTM
+        if (number + 1) % directions == 0:
+            inputs = torch.cat(outputs[-directions:], -1)
+            if train and dropout and number + 1 < layers * directions:
+                inputs = functional.dropout(inputs, dropout)
+    lasts = [output.flatten(0, -2)[:1, :1] for output in outputs]
+    ends = [torch.stack([one.to(last) + last for one, last in zip(state, lasts, strict=True)]) for state in states]
+    return (inputs, *ends)
+
+
+def _cell(gates: int, inputs: Tensor, state: Any, into: Tensor, between: Tensor,  # one, or that of an LSTM and its cell
+          *biases: Tensor | None) -> Any:
+    before, *cell = state if isinstance(state, tuple) else (state,)
+    first, second = biases or (None, None)
+    parts = (functional.linear(inputs, into, first) + functional.linear(before, between, second)).chunk(gates, -1)
+    found = torch.tanh(parts[0])
+    for gate in parts[1:]:
+        found = found * torch.sigmoid(gate)
+    return (found, found + cell[0]) if cell else found
+
+
+def _ligru(layer: LiGRU_Layer, projected: Tensor, first: Tensor) -> Tensor:
+    """The states of SpeechBrain's light GRU, which is written as a loop over frames, for all frames at once."""
+    before = projected[..., :first.shape[-1]]
+    candidate, gate = (projected + layer.u(before)).chunk(2, -1)
+    gate = torch.sigmoid(gate)
+    found: Tensor = gate * before + (1 - gate) * layer.act(candidate)
+    return found
 
 
 def build_brain(task: TaskClass, hparams: Mapping[str, Any], precision: str = "fp32", **more: Any) -> Task:

@@ -1,6 +1,7 @@
 """A step's arithmetic: counted right, on a copy, and set against what the device's data sheet says."""
 
 import math
+import time
 import types
 import weakref
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from run_folders import TINY
 from speechbrain.lobes.models.convolution import ConvBlock
-from speechbrain.nnet.RNN import GRU
+from speechbrain.nnet.RNN import GRU, LiGRU
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -295,7 +296,7 @@ class Wrapped(nn.Module):
 
 def test_the_layers_that_others_wrote_are_named_with_their_share():
     encoder = Wrapped()
-    with trace.fake_tensors(encoder) as fakes, trace.without_fused_layers(), flops.FlopCounter() as counter:
+    with trace.fake_tensors(encoder) as fakes, flops.FlopCounter() as counter:
         x = fakes.mode.from_tensor(torch.randn(2, 10, 8))
         encoder(x).backward()
     rnn, layers = encoder.rnn.rnn, dict(counter.by_layer)
@@ -308,10 +309,49 @@ def test_the_layers_that_others_wrote_are_named_with_their_share():
                     f"or you wrote them: encoder.rnn.rnn (GRU) {100 * share:.0f} %")
 
 
-def test_a_gru_is_counted_as_on_a_gpu():
-    """Torch has no shapes for its cell there."""
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind, gates", [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"num_layers": 2, "dropout": 0.1, "bias": False},
+                                     {"proj_size": 3, "num_layers": 2, "bidirectional": True}], ids=str)
+def test_recurrent_layers_are_computed_at_once_with_their_products_and_shapes(device, kind, gates, options):
+    """Frame by frame takes minutes on fake tensors, and torch has no shapes for some cells of a GPU."""
+    if "proj_size" in options and kind is not nn.LSTM:
+        pytest.skip("only an LSTM projects its states")
+    ways, layers = 1 + options.get("bidirectional", False), options.get("num_layers", 1)
+    size = options.get("proj_size", 0)
+    out, states = kind(5, 7, batch_first=True, **options)(torch.zeros(2, 10, 5))
+    expected = [each.shape for each in (out, *(states if isinstance(states, tuple) else (states,)))]
     with trace.fake_tensors(), trace.without_driver(), flops.FlopCounter() as counter:
-        layer = nn.GRU(8, 8, device="cuda", batch_first=True)
-        x = torch.randn(2, 10, 8, device="cuda", requires_grad=True)
-        flops.backward(lambda: layer(x)[0].sum())
-    assert counter.operations > counter.by_layer[layer] >= 2 * 2 * 2 * 10 * 8 * 24
+        layer = kind(5, 7, batch_first=True, device=device, **options)
+        x = torch.zeros(2, 10, 5, device=device, requires_grad=True)
+        out, states = layer(x)
+        found = [each.shape for each in (out, *(states if isinstance(states, tuple) else (states,)))]
+        if device == "cpu":
+            (out.sum() + sum(each.sum() for each in states)).backward()
+            assert all(weight.grad is not None for weight in layer.parameters())
+        else:
+            flops.backward(lambda: layer(x)[0].sum())
+    assert found == expected
+    products = sum(gates * 7 * ((size or 7) + (5 if number == 0 else ways * (size or 7))) + 7 * size
+                   for number in range(layers))
+    assert counter.by_layer[layer] == 2 * 2 * 10 * ways * products * (1 if device == "cpu" else 2)
+    assert counter.operations > counter.by_layer[layer], "backward is counted, too"
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_a_cell_in_a_loop_has_shapes_on_a_gpu(kind):
+    with trace.fake_tensors(), trace.without_driver():
+        states = kind(5, 7, device="cuda")(torch.zeros(2, 5, device="cuda"))
+        assert all(state.shape == (2, 7) for state in (states if isinstance(states, tuple) else (states,)))
+
+
+def test_speechbrains_light_gru_is_computed_at_once():
+    light = LiGRU(hidden_size=6, input_shape=(2, 2000, 5), num_layers=2, bidirectional=True)
+    shapes = [each.shape for each in light(torch.zeros(2, 9, 5))]
+    begun = time.perf_counter()
+    with trace.fake_tensors(light) as fakes, flops.FlopCounter() as counter:
+        assert [each.shape for each in light(fakes.mode.from_tensor(torch.zeros(2, 9, 5)))] == shapes
+        long = counter.operations
+        light(fakes.mode.from_tensor(torch.zeros(2, 2000, 5)))[0].sum().backward()
+    assert long == 2 * 2 * 2 * 9 * 12 * (5 + 12 + 6 + 6)
+    assert time.perf_counter() - begun < 10, "a loop would take minutes"

@@ -25,10 +25,14 @@ pytestmark = pytest.mark.usefixtures("without_cost")
      "it is of speechbrain.utils.checkpoints.Checkpointer, and must be a sbkit.train.checkpoint.Checkpointer"),
     ("ctc_weight: 0.3", "ctc_weight: 0.3\nschedule: !new:torch.nn.Identity",
      "it is of torch.nn.modules.linear.Identity, and must be a sbkit.train.schedule.Schedule"),
-], ids=["a mapping", "a list", "a name", "a tokenizer", "a checkpointer", "a schedule"])
+    ("ctc_weight: 0.3", "ctc_weight: 0.3\ndecoder: !new:torch.nn.Identity",
+     "it is of Identity; a search has decode() and a tokenizer"),
+    ("ctc_weight: 0.3", "ctc_weight: 0.3\ndecoder: !name:sbkit.decode.beam.BeamSearch",
+     "it is only the name of BeamSearch; a search has decode() and a tokenizer"),
+], ids=["a mapping", "a list", "a name", "a tokenizer", "a checkpointer", "a schedule", "a decoder", "a named decoder"])
 def test_an_object_of_another_class_is_one_error_with_its_line(tmp_path, key, instead, message):
     path = changed(tmp_path, {key: instead})
-    name = instead.splitlines()[-1 if "schedule" in instead else 0].partition(":")[0]
+    name = instead.splitlines()[-1 if "ctc_weight" in instead else 0].partition(":")[0]
     line = next(number for number, text in enumerate(path.read_text().splitlines(), 1) if text.startswith(f"{name}:"))
     report = check(path)
     (error,) = report.errors

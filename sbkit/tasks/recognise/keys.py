@@ -64,6 +64,14 @@ class EncoderKeys(RecogniserKeys):
         elif first is not None and second is not None and first is not second:
             yield Problem(ENCODERS[1], f"{' and '.join(ENCODERS)} are both set, but a recogniser has one encoder",
                           f"write {ENCODERS[0]}: null, or leave {ENCODERS[1]} out")
+        search = self.decoder
+        if search is not None and (isinstance(search, type) or not (
+                hasattr(search, "decode") and hasattr(search, "tokenizer"))):
+            named = isinstance(search, type) or hasattr(search, "func")  # a partial
+            given = search if isinstance(search, type) else getattr(search, "func", type(search))
+            yield Problem("decoder", f"it is {'only the name of' if named else 'of'} {given.__name__}; a search has "
+                                     "decode() and a tokenizer", "write !new:sbkit.decode.beam.BeamSearch {beam: 16}, "
+                                                                 "or null")
         for name in _ON_FEATURES if self.compute_features is None else ():
             if getattr(self, name) is not None:
                 yield Problem(name, f"the encoder takes waveforms (compute_features: null), but {name} takes features",
