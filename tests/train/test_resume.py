@@ -144,7 +144,7 @@ def test_noise_and_rooms_of_speechbrains_augmenters_go_on_after_a_resume(tmp_pat
 
 
 PLACES = ("end of training", "start of validation", "in validation")
-END = "end of validation"
+END, SAVED = "end of validation", "after its checkpoint"
 
 
 class Ending(ToyBrain):
@@ -181,6 +181,7 @@ class Ending(ToyBrain):
             self.at(END)
             self.hparams.log.log_stats({"epoch": epoch}, {"loss": self.train_loss}, {"loss": stage_loss})
             self.checkpointer.save_and_keep_only(meta={"loss": stage_loss}, min_keys=["loss"])
+            self.at(SAVED)
 
 
 def ended(folder, place=None, end=None, **run_opts):
@@ -235,8 +236,9 @@ def test_a_signal_in_validation_stops_it_and_the_run_resumes_exactly(tmp_path, w
     assert_the_same(whole[1], everything_of(again, tmp_path))
 
 
-@pytest.mark.parametrize("saves, every, trains", [(True, 0, 3), (False, 0, 6), (False, 2, 4)])
-@pytest.mark.parametrize("place", [*PLACES, END])
+@pytest.mark.parametrize("place, saves, every, trains", [
+    *((place, *each) for place in (*PLACES, END) for each in [(True, 0, 3), (False, 0, 6), (False, 2, 4)]),
+    (SAVED, True, 0, 3)])
 def test_an_error_around_validation_costs_no_training_and_the_run_resumes_exactly(
         tmp_path, whole, place, saves, every, trains, monkeypatch, caplog):
     """A process that died saves nothing then, and trains again from the last checkpoint."""

@@ -145,7 +145,6 @@ class Checkpointer(stock.Checkpointer):
         tidy : called on rank 0 after saving, to delete other checkpoints
         keys : meta keys that ``tidy`` uses; a key that no checkpoint has is an error, raised after saving
         """
-        self.drop()  # newer than what is held
         pending: PendingCheckpoint | None = None  # stays None on the other ranks
 
         def begin() -> tuple[Path | None, CheckpointError | None]:
