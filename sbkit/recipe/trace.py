@@ -165,7 +165,7 @@ def _sequence(gates: int, inputs: Tensor, first: Any, weights: Sequence[Tensor],
 
 
 def _cell(gates: int, inputs: Tensor, state: Any, into: Tensor, between: Tensor,  # one, or that of an LSTM and its cell
-          *biases: Tensor | None) -> Any:
+          *biases: Tensor | None) -> Any:  # like the state
     before, *cell = state if isinstance(state, tuple) else (state,)
     first, second = biases or (None, None)
     parts = (functional.linear(inputs, into, first) + functional.linear(before, between, second)).chunk(gates, -1)

@@ -45,7 +45,7 @@ from sbkit.tasks.mixture_parts import ALL, MixtureParts
 from sbkit.train.averaging import load_mean
 from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
-from sbkit.train.schedule import Annealing, SpeechBrainScheduler
+from sbkit.train.schedule import Annealing, SpeechBrainScheduler, log_limits
 
 if TYPE_CHECKING:
     from sbkit.export.exported import Exported
@@ -106,11 +106,10 @@ class Task(Brain):
         if self.annealing is not None:
             self.save_too("schedule", given)
         self.save_too("train_logger", self.keys.train_logger)
-        counter = vars(self.keys).get("epoch_counter")
-        self._stopper = counter if isinstance(counter, EpochCounterWithStopper) else None
-        if self._stopper is not None and self.checkpointer is not None:  # which SpeechBrain saves as an EpochCounter
-            self.checkpointer.add_recoverable(
-                "stopper", counter, custom_save_hook=main_process_only(EpochCounterWithStopper._save),
+        self._counter = vars(self.keys).get("epoch_counter")
+        if isinstance(self._counter, EpochCounterWithStopper) and self.checkpointer is not None:
+            self.checkpointer.add_recoverable(  # SpeechBrain saves what it counts, and not what it stops by
+                "stopper", self._counter, custom_save_hook=main_process_only(EpochCounterWithStopper._save),
                 custom_load_hook=EpochCounterWithStopper._recover, optional_load=True)
         self.mixture_parts = MixtureParts(vars(self.keys).get("corpus"), self.checkpointer)
         for clash in self.keys.clashes():
@@ -255,24 +254,8 @@ class Task(Brain):
         schedule = self.schedule
         if schedule is not None and not self.test_only:
             schedule.total_steps = steps
-            warmup, rate = schedule.warmup_end()
-            if schedule.limits_warmup and ranks.is_main():
-                logger.log(logging.WARNING if rate < schedule.peak / 2 else logging.INFO,
-                           "The learning rate rises by at most %g a step (schedule.max_rise_per_step): to %.3g in %d "
-                           "steps%s%s", schedule.max_rise_per_step, rate, warmup, "" if rate == schedule.peak else
-                           f", so it doesn't reach the {schedule.peak:g} of the recipe; --schedule.max_rise_per_step "
-                           "null removes the limit",
-                           "" if schedule.limit_at(0) >= rate else
-                           f"; while the loss is at chance, to {schedule.max_lr_at_chance:g} "
-                           f"(schedule.max_lr_at_chance)")
-            if schedule.max_lr_at_chance is not None and not self.tracks_learning and ranks.is_main():
-                logger.warning("schedule.max_lr_at_chance has no effect here: it needs a recogniser whose loss has a "
-                               "part per token (loss_of_tokens); leave it out")
-            if warmup > steps and ranks.is_main():
-                logger.warning(
-                    "The warm-up takes %d steps and the run has %d, so the learning rate reaches only %.3g of %g: use "
-                    "a shorter one, such as --schedule.warmup 0.2, a share of the run",
-                    warmup, steps, schedule(steps), schedule.peak)
+            if ranks.is_main():
+                log_limits(schedule, steps, self.tracks_learning)
         self.begin_run(texts, steps)
 
     @property
@@ -364,8 +347,8 @@ class Task(Brain):
         self.validated(rows, stats)
         if self.annealing is not None and self.opt_class is not None and epoch is not None:
             self.annealing.after_validation(self.optimizer, epoch, loss)
-        if self._stopper is not None and self.metric.name in stats:
-            self._stopper.update_metric(stats[self.metric.name])
+        if isinstance(self._counter, EpochCounterWithStopper) and self.metric.name in stats:
+            self._counter.update_metric(stats[self.metric.name])
         super().close_stage(stage, loss, epoch)
         progress: dict[str, Any] = {"epoch": epoch, "steps": self.optimizer_step}
         if self.opt_class is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
@@ -11,6 +12,8 @@ import torch
 
 from sbkit.errors import SbkitError
 from sbkit.system.renamed import FORMER, argument
+
+logger = logging.getLogger(__name__)
 
 Shape = Literal["cosine", "linear", "noam", "constant"]
 
@@ -135,6 +138,28 @@ def _called_with(kind: type) -> tuple[str, ...]:
     """The names of the arguments with which an object of a class is called; empty if it can't be."""
     call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
     return tuple(inspect.signature(call).parameters)[1:] if inspect.isfunction(call) else ()
+
+
+def log_limits(schedule: Schedule, steps: int, tracks_learning: bool) -> None:
+    """Log where a schedule's peak is out of reach in a run of this many steps, or a limit has no effect.
+
+    tracks_learning : whether the loss can be compared with chance
+    """
+    warmup, rate = schedule.warmup_end()
+    if schedule.limits_warmup:
+        logger.log(logging.WARNING if rate < schedule.peak / 2 else logging.INFO,
+                   "The learning rate rises by at most %g a step (schedule.max_rise_per_step): to %.3g in %d steps%s%s",
+                   schedule.max_rise_per_step, rate, warmup, "" if rate == schedule.peak else
+                   f", so it doesn't reach the {schedule.peak:g} of the recipe; --schedule.max_rise_per_step null "
+                   "removes the limit", "" if schedule.limit_at(0) >= rate else
+                   f"; while the loss is at chance, to {schedule.max_lr_at_chance:g} (schedule.max_lr_at_chance)")
+    if schedule.max_lr_at_chance is not None and not tracks_learning:
+        logger.warning("schedule.max_lr_at_chance has no effect here: it needs a recogniser whose loss has a part per "
+                       "token (loss_of_tokens); leave it out")
+    if warmup > steps:
+        logger.warning("The warm-up takes %d steps and the run has %d, so the learning rate reaches only %.3g of %g: "
+                       "use a shorter one, such as --schedule.warmup 0.2, a share of the run",
+                       warmup, steps, schedule(steps), schedule.peak)
 
 
 class Annealing:

@@ -110,26 +110,25 @@ def update(optimizers: Sequence[Optimizer], factor: torch.Tensor, max_norm: floa
     optimizers skip a step on the device. For others the host reads once whether to: this costs nothing on the CPU, and
     is the step's only wait on a GPU.
     """
-    shares, norms, factors = list[list[torch.Tensor]](), list[torch.Tensor](), list[torch.Tensor]()
-    for grads in (gradients([optimizer]) for optimizer in optimizers):
-        taken = {id(grad) for share in shares for grad in share}  # a parameter of two optimizers is scaled once
-        shares.append([grad for grad in grads if id(grad) not in taken])
-        length = torch.zeros((), device=factor.device)
-        if shares[-1]:
-            length = torch.nn.utils.get_total_norm(shares[-1], norm_type=2.0, error_if_nonfinite=False)
-            if hasattr(length, "full_tensor"):  # sharded parameters: the norm over all shards
-                length = length.full_tensor()
-            length = length.to(device=factor.device, dtype=torch.float32)
-        norms.append(length * factor)
-        clip = None if max_norm is None or max_norm <= 0 else torch.clamp(max_norm / (norms[-1] + 1e-6), max=1.0)
-        factors.append(factor if clip is None else factor * clip)
+    alone = len(optimizers) == 1 and skips_itself(optimizers[0])  # it multiplies while it reads the gradients
+    norms, taken, scale = list[torch.Tensor](), set[int](), factor
+    for optimizer in optimizers:
+        grads = [grad for grad in gradients([optimizer]) if id(grad) not in taken]  # one of two optimizers counts once
+        taken.update(map(id, grads))
+        norm = torch.zeros((), device=factor.device)
+        if grads:
+            norm = torch.nn.utils.get_total_norm(grads, norm_type=2.0, error_if_nonfinite=False)
+            if hasattr(norm, "full_tensor"):  # sharded parameters: the norm over all shards
+                norm = norm.full_tensor()
+            norm = norm.to(device=factor.device, dtype=torch.float32)
+        norms.append(norm * factor)
+        if max_norm is not None and max_norm > 0:
+            scale = factor * torch.clamp(max_norm / (norms[-1] + 1e-6), max=1.0)
+        if grads and not alone:
+            torch._foreach_mul_(grads, scale)
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     finite = torch.isfinite(norm) if finite is None else torch.isfinite(norm) & finite
     skipped = (~finite).float()
-    alone = len(optimizers) == 1 and skips_itself(optimizers[0])  # it multiplies while it reads the gradients
-    for share, own_factor in zip(shares, factors, strict=True):
-        if share and not alone:
-            torch._foreach_mul_(share, own_factor)
     stop: bool | None = None
     for optimizer, on_device in zip(optimizers, rates or [None] * len(optimizers), strict=True):
         if not skips_itself(optimizer):
@@ -138,7 +137,7 @@ def update(optimizers: Sequence[Optimizer], factor: torch.Tensor, max_norm: floa
                 optimizer.step()
             continue
         itself: Any = optimizer  # two attributes that only fused optimizers read
-        itself.grad_scale, itself.found_inf = 1 / factors[0] if alone else None, skipped
+        itself.grad_scale, itself.found_inf = 1 / scale if alone else None, skipped
         # The rates of its groups are numbers for hooks and schedules, and tensors on the device for its kernels.
         own = [group["lr"] for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, on_device or own, strict=True):

@@ -621,20 +621,16 @@ class Trainer:
     def keeping_epoch(self, epoch: int) -> Iterator[None]:
         """Save what an epoch trained if its validation fails, or a recipe's own ``on_stage_end``."""
         checkpointer = self.brain.checkpointer
-        if checkpointer is None:
-            yield
-            return
         try:
             yield
         except Exception:
-            try:
-                if checkpointer.publish_here() is not None:
+            with contextlib.suppress(Exception):  # the first error is what counts
+                if checkpointer is not None and checkpointer.publish() is not None:
                     logger.warning("Epoch %d's training is saved: the same command goes on with its validation.", epoch)
-            except Exception as error:  # the first error is what counts
-                logger.debug("the training of epoch %d could not be saved", epoch, exc_info=error)
             raise
         finally:
-            checkpointer.drop()
+            if checkpointer is not None:
+                checkpointer.drop()
 
     def save_and_stop(self) -> None:
         """Save a checkpoint and end the run, after a signal to any rank."""
@@ -642,7 +638,7 @@ class Trainer:
         signum = next(each for each in ranks.gather_objects(own) if each is not None)
         saved, checkpointer = None, self.brain.checkpointer
         if checkpointer is not None:
-            saved = checkpointer.publish()
+            saved = ranks.run_on_main(checkpointer.publish)
             if saved is not None:
                 checkpointer.delete_checkpoints(
                     ckpt_predicate=lambda ckpt: INTRA_EPOCH_CKPT_FLAG in ckpt.meta, verbosity=logging.DEBUG)

@@ -246,7 +246,7 @@ def test_an_error_around_validation_costs_no_training_and_the_run_resumes_exactl
         raise Stop
 
     if not saves:
-        monkeypatch.setattr(Checkpointer, "publish_here", lambda self: None)
+        monkeypatch.setattr(Checkpointer, "publish", lambda self: None)
     _, end = ended(tmp_path, place, fail, ckpt_interval_steps=every)
     assert isinstance(end, Stop)
     assert ("Epoch 2's training is saved: the same command goes on with its validation." in caplog.text) == saves
@@ -257,7 +257,7 @@ def test_an_error_around_validation_costs_no_training_and_the_run_resumes_exactl
 
 
 def test_a_run_that_died_before_its_first_checkpoint_leaves_no_lines_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(Checkpointer, "publish_here", lambda self: None)
+    monkeypatch.setattr(Checkpointer, "publish", lambda self: None)
 
     class Early(Ending):
         def on_stage_end(self, stage, stage_loss, epoch):

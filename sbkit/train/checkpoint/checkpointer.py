@@ -215,11 +215,7 @@ class Checkpointer(stock.Checkpointer):
         self._held = None if refused else pending
 
     def publish(self) -> Checkpoint | None:
-        """Write and publish the held state, and return the checkpoint; None if nothing is held."""
-        return ranks.run_on_main(self.publish_here)
-
-    def publish_here(self) -> Checkpoint | None:
-        """As ``publish``, without the other ranks: only the main process holds something."""
+        """Write and publish the held state, and return the checkpoint; None if nothing is held, as on other ranks."""
         self.writer.wait()
         pending, self._held = self._held, None
         if pending is None:
