@@ -50,22 +50,25 @@ class Model(LoadedBundle[Engine], of=layout.Config):
         return cls(Engine(bundle, model, device, threads, compile, buckets), options)
 
     @overload
-    def transcribe(self, audio: list[Source]) -> list[Transcript]: ...
+    def transcribe(self, audio: list[Source], sample_rate: int | None = None) -> list[Transcript]: ...
     @overload
-    def transcribe(self, audio: Source) -> Transcript: ...
-    def transcribe(self, audio: Source | list[Source]) -> Transcript | list[Transcript]:
+    def transcribe(self, audio: Source, sample_rate: int | None = None) -> Transcript: ...
+    def transcribe(self, audio: Source | list[Source],
+                   sample_rate: int | None = None) -> Transcript | list[Transcript]:
         """Transcribe recordings of any format and length.
 
-        audio : a path, the bytes of a file, a binary file, or float samples [S] at the model's rate; or a list of
-            these, for a list of transcripts in the same order
+        audio : a path, the bytes of a file, a binary file, or samples [S]; or a list of these, for a list of
+            transcripts in the same order
+        sample_rate : the rate of samples; None: the model's
 
         Raises ``sbkit.data.audio.AudioError`` for the first recording that can't be read.
         """
         if not isinstance(audio, list):
-            return self.transcribe([audio])[0]
+            return self.transcribe([audio], sample_rate)[0]
         found: dict[int, Transcript] = {}
-        for index, result in self._pipeline.run([
-                Recording.of(each, Path(each).stem if isinstance(each, (str, os.PathLike)) else "") for each in audio]):
+        recordings = [Recording.of(each, Path(each).stem if isinstance(each, (str, os.PathLike)) else "", sample_rate)
+                      for each in audio]
+        for index, result in self._pipeline.run(recordings):
             if isinstance(result, AudioError):
                 raise result
             found[index] = result

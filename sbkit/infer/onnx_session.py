@@ -74,7 +74,7 @@ def open_session(path: Path, gpu: int | None, threads: int | None, interface: In
         if CUDA not in runtime.get_available_providers():
             build = next(iter(onnxruntimes()), "onnxruntime")
             raise DeviceUnavailable(f"this {build} ({runtime.__version__}) has no CUDA",
-                                    hint=f"pip uninstall -y {build}; pip install onnxruntime-gpu; or use --device cpu")
+                                    hint=f"pip uninstall -y {build}; pip install onnxruntime-gpu; or the device cpu")
         if hasattr(runtime, "preload_dlls"):
             runtime.preload_dlls()  # CUDA and cuDNN from pip, which the loader doesn't find
     settings = runtime.SessionOptions()
@@ -102,7 +102,7 @@ def open_session(path: Path, gpu: int | None, threads: int | None, interface: In
     if gpu is not None:
         if operators and CUDA not in operators:
             raise DeviceUnavailable(f"onnxruntime runs all operators of {path.name} on {' and '.join(operators)}",
-                                    hint="it has no CUDA kernels for them; use --device cpu")
+                                    hint="it has no CUDA kernels for them; choose the device cpu")
         if session.get_provider_options()[CUDA].get("use_tf32") != "0":
             note = f"onnxruntime {runtime.__version__} computes with TF32 (10 bits), which can't be turned off"
     device = "cpu" if gpu is None else f"cuda:{gpu}"

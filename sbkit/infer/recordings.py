@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import soxr
@@ -38,20 +38,28 @@ class Recording:
     """Its name in messages, if not its path."""
     remote: Remote = NO_REMOTE
     """Which URLs may be opened, if ``audio`` is one."""
+    rate: int | None = None
+    """The samples a second of an array; None: as many as the model's."""
     warning: str | None = None
     """What is missing of it; known after its blocks were read."""
 
     @classmethod
-    def of(cls, source: Source, id: str = "") -> Recording:
-        """Return a recording of some audio; a recording is returned unchanged."""
+    def of(cls, source: Source, id: str = "", rate: int | None = None) -> Recording:
+        """Return a recording of some audio, of which samples have a ``rate``; a recording is returned unchanged."""
         if isinstance(source, Recording):
             return source
-        if hasattr(source, "__array__"):  # also a tensor of torch
-            source = np.asarray(source)
-        elif not (isinstance(source, (str, os.PathLike, bytes)) or hasattr(source, "read")):
+        if isinstance(source, (str, os.PathLike, bytes, bytearray)) or hasattr(source, "read"):
+            return cls(source, id)
+        given: Any = source  # perhaps a tensor of torch, which inference doesn't import
+        if hasattr(given, "detach"):
+            given = given.detach().cpu()
+            given = given.float() if given.is_floating_point() else given
+        if not hasattr(given, "__array__"):
             raise TypeError(f"a recording is a path, the bytes of a file, a binary file or an array of samples, not "
                             f"{type(source).__name__}")
-        return cls(source, id)
+        samples = np.asarray(given)
+        samples = samples.reshape(-1) if samples.ndim == 2 and 1 in samples.shape else samples  # one channel
+        return cls(samples / np.float32(32768) if samples.dtype == np.int16 else samples, id, rate=rate)
 
     @property
     def name(self) -> str:
@@ -59,7 +67,7 @@ class Recording:
         if self.called:
             return self.called
         if isinstance(self.audio, np.ndarray):
-            return printable(self.id) or f"<{len(self.audio)} samples>"
+            return printable(self.id) or f"<{self.audio.size} samples>"
         return printable(audio.describe(self.audio))
 
     def seconds(self, rate: int) -> float:
@@ -67,7 +75,7 @@ class Recording:
         if self.duration is not None:
             return self.duration
         if isinstance(self.audio, np.ndarray):
-            return len(self.audio) / rate
+            return len(self.audio) / (self.rate or rate)
         return max(audio.audio_info(self.audio, self.remote)[0] - self.start, 0.0)
 
     def samples(self, rate: int) -> np.ndarray:
@@ -86,11 +94,11 @@ class Recording:
         if isinstance(self.audio, np.ndarray):
             signal = self.audio
             if signal.ndim != 1 or not len(signal) or not np.issubdtype(signal.dtype, np.floating):
-                raise AudioError(self.name, f"samples must be floats of one channel, -1 to 1, at {rate} Hz, not "
+                raise AudioError(self.name, f"samples must be floats of one channel, -1 to 1, not "
                                             f"{signal.dtype} {list(signal.shape)}")
             signal = np.ascontiguousarray(signal, dtype=np.float32)
             audio.check_values(self.name, signal)
-            yield signal
+            yield signal if self.rate in (None, rate) else soxr.resample(signal, self.rate, rate, quality="MQ")
             return
         with audio.open_recording(self.audio, self.name, self.remote) as opened:
             own = opened.file.samplerate

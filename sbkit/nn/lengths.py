@@ -59,8 +59,8 @@ class LengthRule:
                     width = found[0, 0].numel()
                 except (RuntimeError, ValueError):  # shorter than a kernel or its reflected padding
                     outputs.append(0)
-                if frames == _FIRST:  # all layers but those of far sight or much subsampling are known by now
-                    with contextlib.suppress(ValueError):
+                if frames == _FIRST and all(outputs[_FIRST // 3:]):  # a 0 may be of an input that is too short
+                    with contextlib.suppress(ValueError):  # more subsampling
                         return cls(outputs.copy(), width)
         return cls(outputs, width)
 

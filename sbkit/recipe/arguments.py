@@ -105,9 +105,12 @@ def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str
         sources[Path(stock.origin).parent / "utils/run_opts.py"] = _RUN_OPTION
     declared = {name for path, form in sources.items() for name in form.findall(path.read_text(encoding="utf-8"))}
     if unknown := sorted(present - declared):
-        told = [unknown_key(found, key, None, [*there, *declared, *own.values()]) for key in unknown]
+        known = {*there, *declared, *own.values()} - {"overridden_args", "param_file"}
+        told = [unknown_key(found, key, None, known) for key in unknown]
+        hints = dict.fromkeys(hint for _, hint in told)
         raise SbkitError("; ".join(f"--{key}: {each[0]}" for key, each in zip(unknown, told, strict=True)),
-                         hint="; ".join(dict.fromkeys(hint for _, hint in told)))
+                         hint="; ".join(hints if len(hints) == 1 else
+                                        (f"--{key}: {hint}" for key, (_, hint) in zip(unknown, told, strict=True))))
     return read
 
 

@@ -119,18 +119,19 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
         longer = sorted(each for each in options if each.startswith(f"{key}_"))
         holder = next((name for name, node in root.value.items()
                        if isinstance(node.value, dict) and key in node.value), "")
-        ours = NAMED_ELSEWHERE.get(key, "").partition(".")[0]
+        ours = NAMED_ELSEWHERE.get(key, "")
         given = not root.value[key].place.line  # on the command line
         if holder:
             hint = f"{holder} has a {key} of its own: " + (
                 f"give --{holder}.{key}" if given else f"write `{key}: !ref <{key}>` there")
-        elif ours and ours in options | beside:
+        elif ours and ours.partition(".")[0] in options | beside:
             hint = f"here its name is {ours}. {REMARKS.get(key, '')}".strip(" .")
         elif near and not re.search(r"\d", key):
             hint = f"did you mean {' or '.join(longer if near in longer else [near])}?"
         else:
             hint = "leave it out: it has no effect"
-        if given:
+        # Any code may read a key of a Brain that isn't sbkit's, by names that aren't seen here.
+        if given and cls is not None and cls.__module__.startswith("sbkit."):
             findings.error("unread-key", Place(), f"--{key}",
                            "it would change nothing: nothing reads this key, and no reference names it", hint)
         elif referred or Path(place.file).name != "hyperparams.yaml":  # where every reference became what it named

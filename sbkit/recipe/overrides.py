@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from sbkit.errors import SbkitError
 from sbkit.recipe.files import Files, levels, referred
 from sbkit.recipe.report import COMMAND_LINE, did_you_mean
 from sbkit.recipe.source import BASE, INCLUDE, Findings, Node, Place
@@ -25,7 +26,8 @@ NAMED_ELSEWHERE = {name: ours for ours, names in {
     "precision": "fp16 bf16 amp mixed_precision use_amp", "opt_class": "opt optim optimizer",
     "max_grad_norm": "grad_clip clip_grad_norm gradient_clip_val max_norm",
     "grad_accumulation_factor": "accum_grad accumulate_grad_batches gradient_accumulation gradient_accumulation_steps",
-    "schedule.warmup": "noam_annealing lr_annealing lr_ann lr_scheduler scheduler n_warmup_steps warmup_steps",
+    "schedule": "noam_annealing lr_annealing lr_ann lr_scheduler scheduler",
+    "schedule.warmup": "n_warmup_steps warmup_steps",
     "init_from": "pretrained pretrained_path from_pretrained", "output_folder": "save_dir out_dir exp_dir",
 }.items() for name in names.split()}
 REMARKS = {"batch_size": "It counts seconds of audio, not utterances",
@@ -48,7 +50,9 @@ def with_present_keys(overrides: Mapping[str, Any], there: Collection[object]) -
     """Overrides with the present names of keys that the recipe, which has the keys ``there``, lacks."""
     found = dict(overrides)
     for key in [key for key in overrides if key not in there]:
-        if (present := present_key(key, there)) != key and present not in overrides:
+        if (present := present_key(key, there)) != key:
+            if present in overrides:
+                raise SbkitError(f"--{key} and --{present} are one key, which is given twice", hint="leave one out")
             found[present] = found.pop(key)
             if key in FORMER_KEYS:
                 renamed.warn_once(f"--{key} is now called --{present}")

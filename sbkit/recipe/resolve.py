@@ -272,7 +272,7 @@ class _Resolver:
                         "index", "give the item its own key and refer to that")
             return
         options = [str(key) for key in branch.value] if isinstance(branch.value, dict) else []
-        near = did_you_mean(part, [each for each in options if each != node.key])  # itself would be no help
+        near = did_you_mean(part, [each for each in options if each != node.key], 0.75)  # itself would be no help
         base = self.root.value.get(BASE)
         if base is not None and base is not branch and isinstance(base.value, dict) and part in base.value:
             suggestion = f"it is under `{BASE}`: write <{BASE}[{part}]>"

@@ -134,7 +134,7 @@ class WholeSequences(TorchFunctionMode):
                            kwargs: Mapping[str, Any] | None = None) -> object:
         if func in _CELLS:
             return _cell(_CELLS[func], *args, **(kwargs or {}))
-        return _sequence(_LAYERS[func], *args) if func in _LAYERS else func(*args, **(kwargs or {}))
+        return (functools.partial(_sequence, _LAYERS[func]) if func in _LAYERS else func)(*args, **(kwargs or {}))
 
 
 # The gates of each kind.
@@ -142,37 +142,47 @@ _LAYERS = {torch.lstm: 4, torch.gru: 3, torch.rnn_tanh: 1, torch.rnn_relu: 1}
 _CELLS = {torch.lstm_cell: 4, torch.gru_cell: 3, torch.rnn_tanh_cell: 1, torch.rnn_relu_cell: 1}
 
 
-def _sequence(gates: int, inputs: Tensor, first: Any, weights: Sequence[Tensor],  # a state, or two of an LSTM
-              with_biases: bool, layers: int, dropout: float, train: bool, both_ways: bool, *_: bool,
-              ) -> tuple[Tensor, ...]:
+def _sequence(gates: int, input: Tensor, hx: Any, params: Sequence[Tensor],  # a state, or two of an LSTM
+              has_biases: bool, num_layers: int, dropout: float, train: bool, bidirectional: bool,
+              batch_first: bool) -> tuple[Tensor, ...]:
     """The outputs of a stack of layers [B, T, directions x H], or [T, B, ...] as given, and their last states."""
-    states = first if isinstance(first, tuple) else (first,)
-    directions = 2 if both_ways else 1
-    each = len(weights) // (layers * directions)
-    outputs = []
-    for number in range(layers * directions):
-        into, between, *more = weights[number * each:(number + 1) * each]
-        before = inputs[..., :1].expand(*inputs.shape[:-1], between.shape[1])  # any state, which needs a gradient too
-        found = _cell(gates, inputs, before, into, between, *more[:2 if with_biases else 0])
+    states = hx if isinstance(hx, (tuple, list)) else (hx,)
+    directions = 2 if bidirectional else 1
+    number, outputs = num_layers * directions, list[Tensor]()
+    count = len(params) // number
+    for at in range(number):
+        w_ih, w_hh, *more = params[at * count:(at + 1) * count]
+        # Any states of each frame, which need gradients too, as the first ones may.
+        before = (input[..., :1] + sum(_beside(input, state)[at].flatten()[0].to(input.dtype) for state in states)
+                  ).expand(*input.shape[:-1], w_hh.shape[1])
+        found = _cell(gates, input, before, w_ih, w_hh, *more[:2 if has_biases else 0])
         outputs.append(functional.linear(found, more[-1]) if len(more) % 2 else found)  # the projection of an LSTM
-        if (number + 1) % directions == 0:
-            inputs = torch.cat(outputs[-directions:], -1)
-            if train and dropout and number + 1 < layers * directions:
-                inputs = functional.dropout(inputs, dropout)
+        if (at + 1) % directions == 0:
+            input = torch.cat(outputs[-directions:], -1)
+            if train and dropout and at + 1 < number:
+                input = functional.dropout(input, dropout)
     lasts = [output.flatten(0, -2)[:1, :1] for output in outputs]
-    ends = [torch.stack([one.to(last) + last for one, last in zip(state, lasts, strict=True)]) for state in states]
-    return (inputs, *ends)
+    ends = [torch.stack([one.to(last.dtype) + last for one, last in zip(each, lasts, strict=True)]) for each in states]
+    return (input, *ends)
 
 
-def _cell(gates: int, inputs: Tensor, state: Any, into: Tensor, between: Tensor,  # one, or that of an LSTM and its cell
-          *biases: Tensor | None) -> Any:  # like the state
-    before, *cell = state if isinstance(state, tuple) else (state,)
-    first, second = biases or (None, None)
-    parts = (functional.linear(inputs, into, first) + functional.linear(before, between, second)).chunk(gates, -1)
-    found = torch.tanh(parts[0])
-    for gate in parts[1:]:
+def _cell(gates: int, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor,  # a state, or that of an LSTM and its cell
+          b_ih: Tensor | None = None, b_hh: Tensor | None = None) -> Any:  # like the state
+    before, *cell = hx if isinstance(hx, (tuple, list)) else (hx,)
+    projected = functional.linear(input, w_ih, b_ih) + functional.linear(_beside(input, before), w_hh, b_hh)
+    first, *others = projected.chunk(gates, -1)
+    found = torch.tanh(first)
+    for gate in others:
         found = found * torch.sigmoid(gate)
-    return (found, found + cell[0]) if cell else found
+    return (found, found + _beside(input, cell[0]).to(found.dtype)) if cell else found
+
+
+def _beside(input: Tensor, state: Tensor) -> Tensor:
+    """The state, if it is on the input's device, as torch's layers demand."""
+    if state.device != input.device:
+        raise RuntimeError("Expected all tensors to be on the same device, but the input of a recurrent layer is on "
+                           f"{input.device}, and its first state on {state.device}")
+    return state
 
 
 def _ligru(layer: LiGRU_Layer, projected: Tensor, first: Tensor) -> Tensor:
@@ -233,7 +243,8 @@ def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> Tr
     found.brain = before.brain
 
     def run(_: FakeTensorMode) -> None:
-        modules.to_empty(device="cuda:0")
+        for layer in modules.modules():  # each once, wherever a recipe names it
+            layer.to_empty(device="cuda:0", recurse=False)
         _run(found, "cuda:0")
 
     with _reporting(found, findings), torch.no_grad(), without_driver():

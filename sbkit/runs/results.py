@@ -84,7 +84,7 @@ def _options_changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     """Descriptions of changed run options, of those that change the training."""
     values = {name: (was.get(name, "not given"), now.get(name, "not given")) for name in sorted({*was, *now})}
     return [f"{name}: {before} -> {after}" for name, (before, after) in values.items()
-            if before != after and name not in reproduction.SHOW]
+            if before != after and name not in reproduction.SHOW and not name.startswith("ckpt_interval")]
 
 
 def open_test(keys: TaskKeys, request: CommandLine, guard: StartGuard, done: str) -> Path:

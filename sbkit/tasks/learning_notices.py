@@ -172,7 +172,12 @@ class LearningNotices:
             factor = f"--learning_rates '{{ctc_lin: {HEAD_RATE / highest:.0f}}}'"
             advice.append("a higher rate for the new head: "
                           f"{f'--head_lr {HEAD_RATE:g}' if 'head_lr' in setup.keys else factor}")
-        if 0 < highest < 0.1 * usual:
+        schedule = setup.schedule
+        if 0 < highest < 0.1 * usual and schedule is not None and schedule.peak >= usual:
+            if schedule.limits_warmup:
+                advice.append(f"a faster rise of the learning rate: --schedule.max_rise_per_step null (it has reached "
+                              f"{highest:.2g} of {schedule.peak:g})")
+        elif 0 < highest < 0.1 * usual:
             advice.append(f"a higher learning rate: {setup.option('lr', 'schedule.peak')} {usual:g} (it has reached "
                           f"{highest:.2g})")
         else:

@@ -19,8 +19,6 @@ import torch
 from speechbrain.core import Stage
 from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, get_default_hook
-from speechbrain.utils.distributed import main_process_only
-from speechbrain.utils.epoch_loop import EpochCounterWithStopper
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sbkit.data.batch import Batch
@@ -45,6 +43,7 @@ from sbkit.tasks.mixture_parts import ALL, MixtureParts
 from sbkit.train.averaging import load_mean
 from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
+from sbkit.train.early_stopping import EarlyStopping
 from sbkit.train.schedule import Annealing, SpeechBrainScheduler, log_limits
 
 if TYPE_CHECKING:
@@ -106,11 +105,7 @@ class Task(Brain):
         if self.annealing is not None:
             self.save_too("schedule", given)
         self.save_too("train_logger", self.keys.train_logger)
-        self._counter = vars(self.keys).get("epoch_counter")
-        if isinstance(self._counter, EpochCounterWithStopper) and self.checkpointer is not None:
-            self.checkpointer.add_recoverable(  # SpeechBrain saves what it counts, and not what it stops by
-                "stopper", self._counter, custom_save_hook=main_process_only(EpochCounterWithStopper._save),
-                custom_load_hook=EpochCounterWithStopper._recover, optional_load=True)
+        self.early_stopping = EarlyStopping(vars(self.keys).get("epoch_counter"), self.checkpointer)
         self.mixture_parts = MixtureParts(vars(self.keys).get("corpus"), self.checkpointer)
         for clash in self.keys.clashes():
             raise SbkitError(clash.message, hint=clash.hint)
@@ -347,8 +342,8 @@ class Task(Brain):
         self.validated(rows, stats)
         if self.annealing is not None and self.opt_class is not None and epoch is not None:
             self.annealing.after_validation(self.optimizer, epoch, loss)
-        if isinstance(self._counter, EpochCounterWithStopper) and self.metric.name in stats:
-            self._counter.update_metric(stats[self.metric.name])
+        if self.metric.name in stats:
+            self.early_stopping.after_validation(self.metric.name, stats[self.metric.name])
         super().close_stage(stage, loss, epoch)
         progress: dict[str, Any] = {"epoch": epoch, "steps": self.optimizer_step}
         if self.opt_class is not None:

@@ -623,7 +623,7 @@ class Trainer:
         checkpointer = self.brain.checkpointer
         try:
             yield
-        except Exception:
+        except (Exception, ranks.PeerFailed):
             with contextlib.suppress(Exception):  # the first error is what counts
                 if checkpointer is not None and checkpointer.publish() is not None:
                     logger.warning("Epoch %d's training is saved: the same command goes on with its validation.", epoch)
@@ -639,10 +639,7 @@ class Trainer:
         saved, checkpointer = None, self.brain.checkpointer
         if checkpointer is not None:
             saved = ranks.run_on_main(checkpointer.publish)
-            if saved is not None:
-                checkpointer.delete_checkpoints(
-                    ckpt_predicate=lambda ckpt: INTRA_EPOCH_CKPT_FLAG in ckpt.meta, verbosity=logging.DEBUG)
-            else:
+            if saved is None:
                 self._save()
                 saved = checkpointer.wait()
         state = self.state

@@ -80,8 +80,8 @@ def test_lengths_by_header():
     (made("flac", 16_000, seconds=10.0), 11.0, r"so it has no audio from 11\.00 s on"),
     ("missing.wav", 0.0, r"missing\.wav: no such file"), (b"", 0.0, "is empty"),
     (b"not audio at all", 0.0, "cannot be decoded"), (np.full(400, np.nan, np.float32), 0.0, "not finite"),
-    (np.zeros(0, np.float32), 0.0, "samples must be floats of one channel, -1 to 1, at 16000 Hz"),
-    (np.zeros(400, np.int16), 0.0, "samples must be floats of one channel"),
+    (np.zeros(0, np.float32), 0.0, "samples must be floats of one channel"),
+    (np.zeros(400, np.int32), 0.0, "samples must be floats of one channel"),
     (np.zeros((2, 400), np.float32), 0.0, "samples must be floats of one channel"),
 ])
 def test_what_cannot_be_read_at_all_is_named(audio, start, cause):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speechbrain.nnet.CNN import Conv1d
 
 from sbkit.nn.lengths import LengthRule, lengths_to_mask
 
@@ -37,6 +38,14 @@ def test_the_rule_is_what_the_layers_do(kernel, stride, layers, frames):
     assert rule.factor == stride**layers
     assert rule(frames) == expected
     assert rule(torch.tensor([frames, 1, frames])).tolist()[::2] == [expected, expected]
+
+
+def test_much_subsampling_by_layers_that_reflect_their_input():
+    """Short inputs are errors there, which is no rule."""
+    module = torch.nn.Sequential(*(Conv1d(out_channels=3, kernel_size=5, stride=stride, in_channels=3)
+                                   for stride in (6, 3)))
+    rule = LengthRule.probe(module, 3)
+    assert rule.factor == 18 and rule(1000) == module(torch.zeros(1, 1000, 3)).shape[1] == 56
 
 
 def test_integers_and_tensors_agree():

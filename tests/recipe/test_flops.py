@@ -338,6 +338,20 @@ def test_recurrent_layers_are_computed_at_once_with_their_products_and_shapes(de
     assert counter.operations > counter.by_layer[layer], "backward is counted, too"
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_the_first_state_of_recurrent_layers_has_a_gradient_and_must_be_on_their_device(kind):
+    def states(device):
+        several = [nn.Parameter(torch.zeros(1, 2, 7, device=device)) for _ in range(2 if kind is nn.LSTM else 1)]
+        return several if kind is nn.LSTM else several[0]
+
+    with trace.fake_tensors(), trace.without_driver():
+        first = states("cpu")
+        kind(5, 7, batch_first=True)(torch.zeros(2, 10, 5), first)[0].sum().backward()
+        assert all(state.grad is not None for state in (first if isinstance(first, list) else [first]))
+        with pytest.raises(RuntimeError, match="same device"):
+            kind(5, 7, batch_first=True, device="cuda")(torch.zeros(2, 10, 5, device="cuda"), states("cpu"))
+
+
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_a_cell_in_a_loop_has_shapes_on_a_gpu(kind):
     with trace.fake_tensors(), trace.without_driver():

@@ -110,9 +110,12 @@ class Source(ABC):
         """The names of a split's columns; None if they are only known after reading it."""
         return None
 
-    def file(self, name: str) -> Path | None:
-        """The file that lists a split, if there is one."""
-        return None
+    paths_start = "paths in it start from its folder, or from --corpus.data_root"
+    """Where recordings are looked for, of a list."""
+
+    def files_of(self, name: str) -> list[Path]:
+        """The files that are read for a split, that with its list first; none of a source without files of its own."""
+        return []
 
     def check_list(self, name: str) -> None:
         """Refuse a split that can't be read, as far as that is soon known.
@@ -120,18 +123,17 @@ class Source(ABC):
         A short list is read, and some of its recordings are looked for. Of another, only the names of its columns are
         read, if that is possible.
         """
-        path = self.file(name)
+        files = self.files_of(name)
         try:
-            short = path is not None and path.stat().st_size <= _SHORT
+            size = sum(path.stat().st_size for path in files)
         except OSError as error:
-            raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
-        if short:
+            raise SbkitError(f"{error.filename}: cannot be read ({error.strerror or error})") from None
+        if files and size <= _SHORT:
             wavs = self.read(name, show_progress=False).wavs
             some = wavs.take(np.unique(np.linspace(0, len(wavs) - 1, _LOOKED_FOR).astype(int))) if len(wavs) else wavs
             if len(some) and not existing(some).any():
-                raise MissingRecordings(f"{path}: there is no {some[0]}, nor any other of the {len(some)} recordings "
-                                        "that were looked for", hint="paths in it start from its folder, or from "
-                                                                     "data_root")
+                raise MissingRecordings(f"{files[0]}: there is no {some[0]}, nor any other of the {len(some)} "
+                                        "recordings that were looked for", hint=self.paths_start)
             return
         header = self.header(name)
         if header is None:

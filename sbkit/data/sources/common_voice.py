@@ -36,6 +36,7 @@ class CommonVoice(Source):
     """
 
     kind = "Common Voice"
+    paths_start = "unpack its recordings into clips/, beside the lists"
 
     def __init__(self, path: Path, language: str | None = None):
         chosen, there = [path], [path]
@@ -60,8 +61,9 @@ class CommonVoice(Source):
     def fingerprint(self) -> list[Any]:
         return [self.kind, *map(stamp, [*sorted(self.folder.glob("*.tsv")), self.clips])]
 
-    def file(self, name: str) -> Path | None:
-        return self.folder / f"{name}.tsv"
+    def files_of(self, name: str) -> list[Path]:
+        durations = self.folder / "clip_durations.tsv"
+        return [self.folder / f"{name}.tsv", *([durations] if durations.is_file() else [])]
 
     def header(self, name: str) -> list[str]:
         return header(self.folder / f"{name}.tsv", delimiter="\t", quoted=False)

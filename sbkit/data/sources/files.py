@@ -66,8 +66,8 @@ class FileSource(Source):
     def read(self, name: str, show_progress: bool = True) -> Rows:
         return self.read_file(self.files[name], show_progress)
 
-    def file(self, name: str) -> Path | None:
-        return self.files[name]
+    def files_of(self, name: str) -> list[Path]:
+        return [self.files[name]]
 
     @abstractmethod
     def read_file(self, path: Path, show_progress: bool) -> Rows:

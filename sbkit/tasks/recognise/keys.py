@@ -69,9 +69,10 @@ class EncoderKeys(RecogniserKeys):
                 hasattr(search, "decode") and hasattr(search, "tokenizer"))):
             named = isinstance(search, type) or hasattr(search, "func")  # a partial
             given = search if isinstance(search, type) else getattr(search, "func", type(search))
-            yield Problem("decoder", f"it is {'only the name of' if named else 'of'} {given.__name__}; a search has "
-                                     "decode() and a tokenizer", "write !new:sbkit.decode.beam.BeamSearch {beam: 16}, "
-                                                                 "or null")
+            name = getattr(given, "__name__", type(given).__name__)
+            yield Problem("decoder", f"it is {'only the name of' if named else 'of'} {name}; a search has decode() and "
+                                     "a tokenizer", "write !new: and its class, such as sbkit.decode.beam.BeamSearch "
+                                                    "(of a transducer, transducer_beam.TransducerBeam), or null")
         for name in _ON_FEATURES if self.compute_features is None else ():
             if getattr(self, name) is not None:
                 yield Problem(name, f"the encoder takes waveforms (compute_features: null), but {name} takes features",

@@ -215,14 +215,20 @@ class Checkpointer(stock.Checkpointer):
         self._held = None if refused else pending
 
     def publish(self) -> Checkpoint | None:
-        """Write and publish the held state, and return the checkpoint; None if nothing is held, as on other ranks."""
+        """Write and publish the held state, delete earlier ones, and return the checkpoint; None if nothing is held.
+
+        Only the main process holds anything. It writes in the background, which it outlives if another rank fails.
+        """
         self.writer.wait()
         pending, self._held = self._held, None
         if pending is None:
             return None
         pending.final = self._new_checkpoint_dirpath()
-        pending.meta = {**self._standard_meta(end_of_epoch=False), **pending.meta}
-        return pending.result if self._finish(pending, None) else None
+        held, pending.meta = pending.meta, {**self._standard_meta(end_of_epoch=False), **pending.meta}
+        self.writer.start(lambda: self._finish(pending, lambda: self._delete(
+            1, (), (), [ckpt_recency], lambda ckpt: held.keys() <= ckpt.meta.keys(), logging.DEBUG)))
+        self.writer.wait()
+        return self._saved
 
     def drop(self) -> None:
         """Discard the held state, if there is one."""

@@ -20,6 +20,7 @@ from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, furthest, state
 from sbkit.errors import SbkitError
 from sbkit.system.processes import free_port
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.checkpoint.pending import PendingCheckpoint
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.ranks import PeerFailed
 from sbkit.train.signals import Stopped
@@ -67,6 +68,29 @@ def test_a_rank_that_fails_in_validation_ends_the_ones_that_wait_for_it():
     first, second = outcomes(validation_fails)
     assert isinstance(second.error, ValueError)
     assert isinstance(first.error, PeerFailed) and first.seconds < 20
+
+
+class FailsAtItsEnd(ToyBrain):
+    def on_stage_end(self, stage, stage_loss, epoch):
+        if stage.name == "VALID" and ranks.rank() in self.hparams.on:
+            raise ValueError("no such key")
+        ranks.barrier()  # as saving does
+
+
+def stage_end_fails(folder, on):
+    write = PendingCheckpoint.write
+    PendingCheckpoint.write = lambda self: (time.sleep(ranks.PATIENCE_SECONDS + 2), write(self))  # a slow disk
+    toy = brain(FailsAtItsEnd, checkpointer=Checkpointer(folder), hparams={"on": on})
+    toy.fit(range(1, 3), ToyTrainLoader(2, 4, ranks.rank(), 2), ToyEvalLoader(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", [[1], [0, 1]])
+def test_an_error_after_validation_costs_no_training_on_whichever_ranks_it_occurs(tmp_path, on):
+    with contextlib.suppress(EOFError):  # a main process that is ended once it has written
+        outcomes(stage_end_fails, tmp_path, on)
+    [saved] = Checkpointer(tmp_path).list_checkpoints()
+    assert not saved.meta["end-of-epoch"] and not [path for path in tmp_path.iterdir() if path.name.startswith(".tmp")]
 
 
 def mistake(on):

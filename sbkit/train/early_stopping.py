@@ -1,0 +1,42 @@
+"""SpeechBrain's early stopping, in tasks: its state is saved, and its end is told."""
+
+from __future__ import annotations
+
+import logging
+
+from speechbrain.utils.distributed import main_process_only
+from speechbrain.utils.epoch_loop import EpochCounterWithStopper
+
+from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.distributed import ranks
+
+logger = logging.getLogger(__name__)
+
+
+class EarlyStopping:
+    """Stops a run by its ``EpochCounterWithStopper``; nothing happens with another counter.
+
+    checkpointer : saves by what it stops, which SpeechBrain doesn't: there, only the epochs are saved
+    """
+
+    def __init__(self, counter: object, checkpointer: Checkpointer | None) -> None:
+        self.counter = counter if isinstance(counter, EpochCounterWithStopper) else None
+        if self.counter is not None and checkpointer is not None:
+            checkpointer.add_recoverable(
+                "stopper", counter, custom_save_hook=main_process_only(EpochCounterWithStopper._save),
+                custom_load_hook=_load, optional_load=True)
+
+    def after_validation(self, name: str, value: float) -> None:
+        """Count an epoch, with the value of the metric that chooses checkpoints."""
+        if self.counter is None:
+            return
+        self.counter.update_metric(value)
+        if self.counter.should_stop and ranks.is_main():
+            logger.warning("The run ends after epoch %d of %d: the best %s is of epoch %d", self.counter.current,
+                           self.counter.limit, name, self.counter.best_limit)
+
+
+def _load(counter: EpochCounterWithStopper, path: str, end_of_epoch: bool = True, device: object = None) -> None:
+    """Load what SpeechBrain saved, and decide anew whether to stop: the limit may have changed."""
+    EpochCounterWithStopper._recover(counter, path, end_of_epoch)
+    counter.should_stop &= counter.current - counter.best_limit >= counter.limit_to_stop
