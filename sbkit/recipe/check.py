@@ -38,6 +38,7 @@ from sbkit.recipe import (
     trace,
 )
 from sbkit.recipe.build import Built, build
+from sbkit.recipe.files import refuse_another_run
 from sbkit.recipe.keys import TaskClass
 from sbkit.recipe.reading import read, without_imports_from
 from sbkit.recipe.report import Report, Section
@@ -165,6 +166,11 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
             _add_missing("no-output", node.source or node, error, findings, starting)
         saver = built.nodes.get("checkpointer")
         at = saver.value.get("checkpoints_dir") if saver is not None and isinstance(saver.value, dict) else None
+        if at is not None and isinstance(output, str):
+            try:
+                refuse_another_run(str(data(at)), output)
+            except SbkitError as error:
+                findings.error("another-run", at.place, at.key, error.message, error.hint or "")
         saves = starting and not (run_opts and (run_opts.test_only or run_opts.debug))
         if saves and at is not None and not any((place := Path(str(data(at)))).glob(f"{CKPT_PREFIX}*")):
             trained = sum(p.numel() * p.element_size() for p in owned.parameters.values() if p.requires_grad)

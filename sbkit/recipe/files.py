@@ -16,7 +16,7 @@ from ruamel.yaml.composer import Composer, ComposerError
 from ruamel.yaml.error import MarkedYAMLError, StreamMark, YAMLError, YAMLStreamError
 from ruamel.yaml.reader import ReaderError
 
-from sbkit.errors import first_line
+from sbkit.errors import SbkitError, first_line
 from sbkit.recipe.source import BASE, INCLUDE, REFERENCE, Findings, Node, Place
 from sbkit.system import renamed
 
@@ -283,3 +283,12 @@ class _Converter:
             own[key] = self.node(raw_value, f"{node.key}.{key}" if node.key else str(key))
             self.keep_comments(node, key, raw_key, raw_value)
         return {**merged, **own}
+
+
+def refuse_another_run(checkpoints: str | Path, output: str | Path) -> None:
+    """Refuse to save into another run than that of the output folder."""
+    run = Path(checkpoints).resolve().parent
+    if (run / "hyperparams.yaml").is_file() and not run.is_relative_to(Path(output).resolve()):
+        raise SbkitError(f"checkpoints would go into another run, {run}", hint=(
+            "a run's hyperparams.yaml has no references left, so --output_folder doesn't reach all folders; train the "
+            f"recipe that it was made of, or the same again: sbkit reproduce {run}/reproduce.json"))

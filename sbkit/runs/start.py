@@ -49,10 +49,11 @@ def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
 
 def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
     from sbkit.recipe import load
+    from sbkit.recipe.files import refuse_another_run
     from sbkit.runs import same_start, training
     from sbkit.runs.lock import RunLock
     from sbkit.runs.start_guard import StartGuard
-    from sbkit.score.run_files import BUNDLE, METRICS
+    from sbkit.score.run_files import BUNDLE
     from sbkit.train.distributed import ranks
     from sbkit.train.memory import oom
 
@@ -63,11 +64,7 @@ def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
             tree = ranks.run_on_main(training.before_run, command) if command.check else None
             recipe = load.open_recipe(command.path, command.overrides, tree)
             folder = Path(recipe.keys.folder)
-            run = Path(recipe.keys.checkpointer.checkpoints_dir).resolve().parent
-            if (run / METRICS).is_file() and not run.is_relative_to(folder.resolve()):
-                raise SbkitError(f"checkpoints would go into another run, {run}", hint=(
-                    "a run's hyperparams.yaml has no references left, so --output_folder doesn't reach all folders; "
-                    f"train the recipe that it was made of, or the same again: sbkit reproduce {run}/reproduce.json"))
+            refuse_another_run(recipe.keys.checkpointer.checkpoints_dir, folder)
             if (folder / BUNDLE).is_file():
                 raise SbkitError(f"{folder} is a bundle, which a run would overwrite",
                                  hint="choose another --output_folder")

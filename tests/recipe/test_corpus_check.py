@@ -130,6 +130,15 @@ def test_of_a_common_voice_release_the_clips_and_the_language_are_looked_at(tmp_
     assert not check(path, starting=True).errors
 
 
+def test_a_recipe_that_would_save_into_another_run_is_told(tmp_path):
+    """As a run's hyperparams.yaml does with another --output_folder."""
+    (tmp_path / "run" / "save").mkdir(parents=True)
+    (tmp_path / "run" / "hyperparams.yaml").touch()
+    path = write(tmp_path, f"{BASED}    checkpointer:\n        checkpoints_dir: {tmp_path / 'run' / 'save'}\n")
+    for folder, told in (("other", ["another-run"]), ("run", [])):
+        assert [each.code for each in check(path, {"output_folder": str(tmp_path / folder)}).errors] == told
+
+
 def test_a_list_that_is_a_broken_link_is_told(tmp_path):
     for name in ("train", "dev", "test"):
         (tmp_path / f"{name}.csv").symlink_to(tmp_path / "gone")

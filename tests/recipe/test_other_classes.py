@@ -126,3 +126,7 @@ def test_a_pretrainers_file_that_is_not_there_is_told_before_the_run(tmp_path):
     report = check(write(tmp_path, text + changed(tmp_path, {}).read_text()))
     assert [(each.key, each.message) for each in report.errors] == [
         ("pretrainer.paths.gone", f"there is no file {tmp_path}/gone.ckpt")]
+
+
+def test_a_layer_may_be_named_under_modules_beside_the_list_that_has_it(tmp_path):
+    assert not check(changed(tmp_path, {"modules:\n": "modules:\n    CNN: !ref <CNN>\n"})).errors
