@@ -510,7 +510,7 @@ def read(folder: str | Path) -> Bundle:
         raise SbkitError(f"{folder} {problem}", hint=hint) from None
     except NotADirectoryError:
         raise SbkitError(f"{folder} is a file, and a bundle is a folder",
-                         hint="name the bundle's folder; it comes before the recordings") from None
+                         hint="name the bundle's folder, which comes before its recordings") from None
     except (OSError, ValueError) as error:
         raise SbkitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:

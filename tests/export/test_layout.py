@@ -238,7 +238,7 @@ PIECES = st.lists(st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Z
     ("owner/model", "does not exist", "sbkit import owner/model --to BUNDLE makes one"),
     ("models", "is not a bundle", "make one by sbkit export RUN"),
     ("run", "is not a bundle", "its bundle is run/bundle"),
-    ("models/a.wav", "is a file", "it comes before the recordings"),
+    ("models/a.wav", "is a file", "comes before its recordings"),
 ])
 def test_a_folder_that_is_no_bundle_is_told_where_one_comes_from(tmp_path, monkeypatch, name, problem, hint):
     monkeypatch.chdir(tmp_path)
