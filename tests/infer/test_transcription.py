@@ -105,7 +105,8 @@ def test_a_bundle_after_its_recordings_is_told_so(bundle, clips, capsys):
     assert main(["transcribe", str(clips / "one.wav"), str(bundle)]) == 2
     assert "that is a bundle: give it once, before the recordings" in capsys.readouterr().err
     assert main(["transcribe", str(clips / "one.wav"), str(clips / "one.wav"), str(bundle)]) == 2
-    assert "one.wav is a file, and a bundle is a folder; name the bundle's folder, which comes before its recordings" in capsys.readouterr().err
+    told = "one.wav is a file, and a bundle is a folder; name the bundle's folder, which comes before its recordings"
+    assert told in capsys.readouterr().err
 
 
 def test_a_folder_without_audio_is_named_beside_one_with(clips, tmp_path, caplog):
