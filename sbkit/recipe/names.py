@@ -134,7 +134,7 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
         if given and cls is not None and cls.__module__.startswith("sbkit."):
             findings.error("unread-key", Place(), f"--{key}",
                            "it would change nothing: nothing reads this key, and no reference names it", hint)
-        elif referred or Path(place.file).name != "hyperparams.yaml":  # where every reference became what it named
+        elif given or referred or Path(place.file).name != "hyperparams.yaml":  # whose references are resolved
             findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it", hint)
 
 
