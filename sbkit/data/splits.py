@@ -37,7 +37,8 @@ def choose_splits(source: Source, wanted: Sequence[str], named: Mapping[str, lis
     named : the names that the corpus itself gives for a split; others are looked up among ``ALIASES``
     """
     available = source.names()
-    by_lower = {name.lower(): name for name in available}
+    # NeMo writes train_manifest.json. A file that has the plain name comes before.
+    by_lower = {name.lower().removesuffix("_manifest"): name for name in sorted(available, key=len, reverse=True)}
     chosen = {}
     for split in wanted:
         if split in named:
@@ -54,7 +55,7 @@ def choose_splits(source: Source, wanted: Sequence[str], named: Mapping[str, lis
         either = " or ".join(filter(None, (", ".join(wanted[:-1]), wanted[-1])))
         raise SbkitError(
             f"{source.where} ({source.kind}) has no split {either} (it has {', '.join(available) or 'none'})",
-            hint="name them in the corpus's splits, e.g. {train: NAME}")
+            hint="name them: --corpus.splits '{train: NAME, dev: NAME, test: NAME}'")
     return chosen
 
 

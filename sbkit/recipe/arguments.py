@@ -219,7 +219,7 @@ def locate(name: str) -> Path:
     where = Path(name).parent
     around = where if where.is_dir() else where.parent
     found = [str(path) for path in around.glob("*.y*ml" if where.is_dir() else "*/*.y*ml")]
-    stem = did_you_mean(Path(name).stem, [Path(each).stem for each in found])  # an equal folder isn't near
+    stem = did_you_mean(Path(name).stem, [Path(each).stem for each in found], 0.75)  # an equal folder isn't near
     near = did_you_mean(name, [each for each in found if Path(each).stem == stem], cutoff=0)
     from sbkit.recipe import starter
 

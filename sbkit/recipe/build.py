@@ -209,6 +209,8 @@ class Built(Builder):
                      if all(isinstance(one, (bool, int, float, str, type(None)))
                             for one in (value if isinstance(value, (list, tuple)) else [value]))]
             hint, reason = f"it gets {listed(shown)}" if shown else "", _first(error)
+            if isinstance(error, IndexError):
+                reason = f"a list among them is too short ({reason})"
             if target is nn.ModuleList:  # torch's message changes with its versions
                 reason = "modules is a list of layers, and this one holds lists"
                 hint = "write its layers as one list within a list: [[!ref <a>, !ref <b>]]"

@@ -457,8 +457,8 @@ def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | 
         return None, "labels: the model or the vocabulary could not be checked"
     paths = {split: corpus.manifest_path(split) for split in SPLITS}
     if not any(path.exists() for path in paths.values()):
-        return None, ("labels and recordings: the corpus is not prepared; prepare it with sbkit prepare, the same "
-                      "recipe and keys")
+        return None, (f"labels and recordings: the corpus is not prepared in {paths['train'].parent}; prepare it with "
+                      "sbkit prepare, the same recipe and keys")
     if not traced.task.is_prepared(traced.keys):
         return None, ("labels: the corpus is prepared, but its tokenizer (or symbols, or statistics) doesn't match "
                       "these keys; sbkit prepare, with the same recipe and keys, creates it, and a run checks the "

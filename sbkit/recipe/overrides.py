@@ -32,6 +32,10 @@ NAMED_ELSEWHERE = {name: ours for ours, names in {
 }.items() for name in names.split()}
 REMARKS = {"batch_size": "It counts seconds of audio, not utterances",
            "vocab_size": "Pieces of words, more than there are letters, need --token_type unigram"}
+_NEEDLESS = {key: why for why, keys in {
+    "what is prepared is found again": "skip_prep skip_prepare",
+    "a batch always has clips of similar length": "sorting sort dynamic_batching use_dynamic_batching bucketing",
+}.items() for key in keys.split()}
 _BY_TORCHRUN = {"distributed_launch", "local_rank", "gpus", "num_gpus", "ngpu"}  # and others'
 _OF_TORCHRUN = {"nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "standalone", "rdzv_endpoint"}
 #: Former names of keys, which are understood on the command line and, if a task declares them, in recipes.
@@ -76,6 +80,8 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
         hint += f" {REMARKS[key]}"
     if key in _OF_TORCHRUN:
         hint = f"it is an option of torchrun: torchrun --{key}{f'={value}' if value else ''} train.py RECIPE ..."
+    elif key in _NEEDLESS:
+        hint = f"leave it out: {_NEEDLESS[key]}"
     elif key in ("config", "hparams"):
         hint = "the recipe is named first, without an option"
     elif key.startswith("resume"):

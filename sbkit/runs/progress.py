@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import yaml
 from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS
-from speechbrain.utils.epoch_loop import EpochCounter
+from speechbrain.utils.epoch_loop import EpochCounter, EpochCounterWithStopper
 
 from sbkit.score.run_files import METRICS
 from sbkit.train.brain import Brain
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.state import NotLoaded, hook_for, load_recoverable
 from sbkit.train.distributed import ranks
+from sbkit.train.early_stopping import STOPPER, load_stopper, what_trains_on
 from sbkit.train.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,14 @@ class RunProgress(NamedTuple):
     done : optimizer steps
     finished : epochs
     within : steps in the current epoch
+    larger : what has to be larger for a run that has ended to train on, and empty if epochs are left
     """
 
     epochs: int
     done: int = 0
     finished: int = 0
     within: int = 0
+    larger: str = ""
 
     def steps(self, epoch_steps: int, epochs: int) -> int:
         """The steps of the whole run of ``epochs``, if an epoch has ``epoch_steps`` from now on.
@@ -64,7 +67,10 @@ def read_progress(checkpointer: Checkpointer, counter: EpochCounter) -> RunProgr
             state.load_state_dict(yaml.safe_load(checkpoint.paramfiles["brain"].read_text(encoding="utf-8")), ended)
             load_recoverable(at, name, checkpoint.paramfiles[name], hook_for(at, None, DEFAULT_LOAD_HOOKS, "load"),
                              ended)
-            return RunProgress(state.epochs or counter.limit, state.optimizer_step, at.current, state.epoch_step)
+            if isinstance(at, EpochCounterWithStopper):
+                load_stopper(at, checkpoint.paramfiles[STOPPER], ended)
+            return RunProgress(state.epochs or counter.limit, state.optimizer_step, at.current, state.epoch_step,
+                               what_trains_on(at))
     return RunProgress(counter.limit)
 
 

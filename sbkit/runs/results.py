@@ -65,19 +65,19 @@ def finished(keys: TaskKeys, request: CommandLine, guard: StartGuard) -> str:
     folder = keys.folder
     if not (tested := stored_json(folder / TESTED)):
         return ""
+    larger = read_progress(keys.checkpointer, keys.epoch_counter).larger
     was, now = tested.get("of") or {}, _of(keys, request)
     if was != now or not all((folder / name).exists() for name in tested.get("files", ())):
         changes = [*guard.changes(), *_options_changed(was.get("options") or {}, now["options"])]
-        if changes and not request.run_opts.test_only and \
-                read_progress(keys.checkpointer, keys.epoch_counter).finished >= keys.epoch_counter.limit:
+        if changes and not request.run_opts.test_only and larger:
             raise SbkitError(f"{folder} is finished, so these changes would have no effect: {'; '.join(changes)}",
-                             hint="choose another --output_folder; if the model stays the same, a larger "
-                                  "--number_of_epochs trains on, and --test_only tests with the changes")
+                             hint=f"choose another --output_folder; if the model stays the same, a larger {larger} "
+                                  "trains on, and --test_only tests with the changes")
         return ""
     said = tested.get("said", "done")
     where = f" ({folder / tested['files'][0]})" if tested.get("files") else ""
-    return (f"nothing left to do: {folder} is trained and tested, test {said}{where}; a larger number_of_epochs trains "
-            "on, --test_only tests again")
+    return (f"nothing left to do: {folder} is trained and tested, test {said}{where}; "
+            f"{f'a larger {larger} trains on, ' * bool(larger)}--test_only tests again")
 
 
 def _options_changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

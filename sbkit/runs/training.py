@@ -30,6 +30,7 @@ from sbkit.system.environment import command, describe
 from sbkit.train.brain import Brain
 from sbkit.train.checkpoint.state import OtherModel
 from sbkit.train.distributed import ranks
+from sbkit.train.early_stopping import what_trains_on
 from sbkit.train.monitor.metrics import MetricsLog
 
 logger = logging.getLogger(__name__)
@@ -113,9 +114,10 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
     changes = guard.changes()
     if resumed and changes:
         logger.warning("This run resumes with changed values: %s", "; ".join(changes))
-    if epochs.current >= epochs.limit and ranks.is_main():
-        logger.info("All %d epochs are trained, so only the test is left; a larger number_of_epochs trains on",
-                    epochs.limit)
+    larger = what_trains_on(epochs)
+    if larger and ranks.is_main():
+        logger.info("All %d epochs are trained, so only the test is left; a larger %s trains on",
+                    epochs.current, larger)
     elif resumed and ranks.is_main():
         state = brain.train_state
         done = f", after {state.epoch_step} of its {state.epoch_steps} steps" if state.epoch_step else ""
@@ -124,7 +126,7 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
                     lost * (last > state.optimizer_step))
     if brain.metrics_log is not None:
         parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
-        goes_on = bool(changes) and resumed and epochs.current < epochs.limit
+        goes_on = bool(changes) and resumed and not larger
         brain.metrics_log.write(
             "run", command=command(), folder=os.getcwd(), devices=ranks.world_size(), device=str(brain.device),
             precision=brain.precision, threads=torch.get_num_threads(), parameters=parameters, environment=describe(),

@@ -12,14 +12,16 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any
 
 from tqdm import tqdm
 
-from sbkit.errors import printable
+from sbkit.errors import SbkitError, printable
 from sbkit.system import disk
 
 LINE_SECONDS = 30.0  # between plain lines, outside of a terminal
@@ -173,6 +175,24 @@ def write_error(text: str) -> None:
     print(text, file=sys.stderr)
     if not _nobody_reads_stderr():  # otherwise the log has it already
         LogFile.catch_up(text)
+
+
+def end_scripts_in_one_line() -> None:
+    """Let a script of a user's own end in an error's one line, with the script's line before it, as commands do."""
+    earlier = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, SbkitError):
+            earlier(kind, error, trace)
+        elif os.environ.get("RANK", "0") == "0":  # as in ``sbkit.cli``
+            script = getattr(sys.modules["__main__"], "__file__", None)
+            line = next((number for frame, number in reversed([*traceback.walk_tb(trace)])
+                         if frame.f_code.co_filename == script), None)
+            write_error(f"{script}:{line}: error: {error}" if line else f"error: {error}")
+
+    if not getattr(earlier, "of_sbkit", False):
+        hook.of_sbkit = True  # type: ignore[attr-defined]
+        sys.excepthook = hook
 
 
 def _nobody_reads_stderr() -> bool:

@@ -30,7 +30,7 @@ from sbkit.recipe.parts import ParameterGroups, trained_parts
 from sbkit.recipe.speed import Utilisation
 from sbkit.recipe.values import unwrapped
 from sbkit.system import memory
-from sbkit.system.console import outlast_terminal
+from sbkit.system.console import end_scripts_in_one_line, outlast_terminal
 from sbkit.system.cores import limit_torch_threads
 from sbkit.train import compiling, loaders, options, precision, rates, rng
 from sbkit.train.batches import DataSource, MicroBatch
@@ -89,6 +89,7 @@ class Brain(sb.core.Brain):
         hparams: Mapping[str, Any] | None = None, run_opts: RunOptions | Mapping[str, Any] | None = None,
         checkpointer: sb.utils.checkpoints.Checkpointer | None = None,
     ):
+        end_scripts_in_one_line()
         self.train_state = TrainState()
         run_opts, hparams = options.clean(run_opts, hparams)
         device = torch.device(options.pick(run_opts, hparams, "device"))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 
 from speechbrain.utils.distributed import main_process_only
-from speechbrain.utils.epoch_loop import EpochCounterWithStopper
+from speechbrain.utils.epoch_loop import EpochCounter, EpochCounterWithStopper
 
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
+#: Its state's name in checkpoints.
+STOPPER = "stopper"
 
 
 class EarlyStopping:
@@ -23,8 +25,8 @@ class EarlyStopping:
         self.counter = counter if isinstance(counter, EpochCounterWithStopper) else None
         if self.counter is not None and checkpointer is not None:
             checkpointer.add_recoverable(
-                "stopper", counter, custom_save_hook=main_process_only(EpochCounterWithStopper._save),
-                custom_load_hook=_load, optional_load=True)
+                STOPPER, counter, custom_save_hook=main_process_only(EpochCounterWithStopper._save),
+                custom_load_hook=load_stopper, optional_load=True)
 
     def after_validation(self, name: str, value: float) -> None:
         """Count an epoch, with the value of the metric that chooses checkpoints."""
@@ -36,7 +38,18 @@ class EarlyStopping:
                            self.counter.limit, name, self.counter.best_limit)
 
 
-def _load(counter: EpochCounterWithStopper, path: str, end_of_epoch: bool = True, device: object = None) -> None:
+def load_stopper(counter: EpochCounterWithStopper, path: str, end_of_epoch: bool = True, device: object = None) -> None:
     """Load what SpeechBrain saved, and decide anew whether to stop: the limit may have changed."""
     EpochCounterWithStopper._recover(counter, path, end_of_epoch)
     counter.should_stop &= counter.current - counter.best_limit >= counter.limit_to_stop
+
+
+def what_trains_on(counter: EpochCounter) -> str:
+    """Say what of a counter's, made larger, continues a run that has ended; empty if the run has epochs left.
+
+    >>> what_trains_on(EpochCounter(4))
+    ''
+    """
+    if getattr(counter, "should_stop", False):
+        return "limit_to_stop (it stopped early)"
+    return "number_of_epochs" if counter.current >= counter.limit else ""

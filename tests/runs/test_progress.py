@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from speechbrain.core import Stage
-from speechbrain.utils.epoch_loop import EpochCounter
+from speechbrain.utils.epoch_loop import EpochCounter, EpochCounterWithStopper
 from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain
 
 from sbkit.data.plan import Batching, Plan
 from sbkit.runs.progress import RunProgress, last_logged_step, read_progress, warn_of_lost_steps
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.early_stopping import EarlyStopping
 
 BEGAN = 3  # epochs, of 5 steps
 
@@ -89,9 +90,29 @@ def test_an_epoch_keeps_its_length_when_there_are_to_be_more(tmp_path):
     stopped(tmp_path, None)
     for epochs in (30, 6, 2):
         found = read_progress(*shelf(tmp_path, epochs))
-        assert len(Plan(seconds, batching, epochs=found.epochs)) == 20 and found[1:] == (15, 3, 0)
+        assert len(Plan(seconds, batching, epochs=found.epochs)) == 20 and found[1:4] == (15, 3, 0)
+        assert found.larger == ("number_of_epochs" if epochs == 2 else "")
     run(tmp_path, 4)
     assert read_progress(*shelf(tmp_path, 9)) == RunProgress(BEGAN, 20, 4)
+
+
+def test_a_run_that_stopped_early_trains_on_only_with_more_patience(tmp_path):
+    def counter(limit, patience):
+        found = EpochCounterWithStopper(limit, limit_to_stop=patience, limit_warmup=0, direction="min")
+        checkpointer = Checkpointer(tmp_path, {"counter": found})
+        return found, checkpointer, EarlyStopping(found, checkpointer)
+
+    epochs, checkpointer, stopping = counter(9, patience=2)
+    toy = brain(Stopping, checkpointer=checkpointer, hparams={"die_at": None})
+    for epoch, loss in zip(epochs, (3.0, 4.0, 4.0), strict=False):
+        stopping.after_validation("loss", loss)
+        toy.checkpointer.save_checkpoint(meta={"epoch": epoch})
+    toy.checkpointer.wait()
+    assert epochs.current == 3
+    larger = {(limit, patience): read_progress(*counter(limit, patience)[1::-1]).larger
+              for limit in (3, 9, 20) for patience in (2, 5)}
+    assert larger == {(3, 2): "limit_to_stop (it stopped early)", (9, 2): "limit_to_stop (it stopped early)",
+                      (20, 2): "limit_to_stop (it stopped early)", (3, 5): "number_of_epochs", (9, 5): "", (20, 5): ""}
 
 
 def test_a_checkpoint_that_does_not_say_with_how_many_epochs_it_began_is_taken_by_its_steps(tmp_path):

@@ -157,3 +157,15 @@ def test_a_long_bar_without_a_terminal_says_how_far_it_is(capsys, monkeypatch):
 def test_what_the_configuration_of_logs_names_exists():
     names = re.findall(r"sbkit[\w.]+", Path(__file__).parents[2].joinpath("sbkit/runs/log-config.yaml").read_text())
     assert len(names) == 3 and all(map(pkgutil.resolve_name, names))
+
+
+def test_a_script_ends_in_one_line_with_its_own_place(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("from sbkit.errors import SbkitError\nfrom sbkit.system import console\nimport sys\n"
+                      "for _ in range(2): console.end_scripts_in_one_line()\n"
+                      "def lose(): raise SbkitError('no loss', hint='return it')\n"
+                      "if len(sys.argv) > 1: raise KeyError('own')\nlose()\n")
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (1, f"{script}:5: error: no loss; return it\n")
+    own = subprocess.run([sys.executable, script, "own"], capture_output=True, text=True)
+    assert own.returncode == 1 and "Traceback" in own.stderr and own.stderr.endswith("KeyError: 'own'\n")
