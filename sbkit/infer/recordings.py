@@ -15,6 +15,7 @@ from sbkit.data import audio
 from sbkit.data.audio import AudioError
 from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.errors import printable
+from sbkit.infer.samples import LOUDEST
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,9 @@ class Recording:
                                             f"{signal.dtype} {list(signal.shape)}")
             signal = np.ascontiguousarray(signal, dtype=np.float32)
             audio.check_values(self.name, signal)
+            if (peak := np.abs(signal).max()) > LOUDEST:
+                raise AudioError(self.name, f"has samples of up to {peak:.4g}, but floats go from -1 to 1: divide "
+                                            "16-bit samples by 32768, or give them as int16")
             yield signal if self.rate in (None, rate) else soxr.resample(signal, self.rate, rate, quality="MQ")
             return
         with audio.open_recording(self.audio, self.name, self.remote) as opened:

@@ -13,7 +13,7 @@ from sbkit.errors import SbkitError, first_line, shown
 #: Rates in hertz that can be resampled.
 MIN_RATE, MAX_RATE = 8_000, 192_000
 #: Samples go from -1 to 1. Values above this are not clipping, but another scale.
-_LOUDEST = 100.0
+LOUDEST = 100.0
 
 
 def as_int(value: object) -> int | None:
@@ -53,7 +53,7 @@ def check_samples(given: object) -> np.ndarray:
     if not np.isfinite(peak):
         raise SbkitError("a piece of a stream holds values that are not finite (NaN or infinite)",
                          hint="skip it, or replace them by zeros: the stream is unchanged")
-    if peak > _LOUDEST:
+    if peak > LOUDEST:
         raise SbkitError(f"a piece of a stream has samples of up to {peak:.4g}, but floats go from -1 to 1",
                          hint="divide 16-bit samples by 32768, or give them as int16")
     return samples

@@ -80,6 +80,7 @@ def test_lengths_by_header():
     (made("flac", 16_000, seconds=10.0), 11.0, r"so it has no audio from 11\.00 s on"),
     ("missing.wav", 0.0, r"missing\.wav: no such file"), (b"", 0.0, "is empty"),
     (b"not audio at all", 0.0, "cannot be decoded"), (np.full(400, np.nan, np.float32), 0.0, "not finite"),
+    (np.full(400, 12e3, np.float32), 0.0, r"up to 1\.2e\+04, but floats go from -1 to 1: divide"),
     (np.zeros(0, np.float32), 0.0, "samples must be floats of one channel"),
     (np.zeros(400, np.int32), 0.0, "samples must be floats of one channel"),
     (np.zeros((2, 400), np.float32), 0.0, "samples must be floats of one channel"),
