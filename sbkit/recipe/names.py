@@ -124,6 +124,8 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
         if holder:
             hint = f"{holder} has a {key} of its own: " + (
                 f"give --{holder}.{key}" if given else f"write `{key}: !ref <{key}>` there")
+        elif key == "data_folder" and "corpus" in useful:  # in a run's hyperparams.yaml, without references
+            hint = "the corpus has it as its source: give --corpus.source"
         elif ours and ours.partition(".")[0] in options | beside:
             hint = f"here its name is {ours}. {REMARKS.get(key, '')}".strip(" .")
         elif near and not re.search(r"\d", key):

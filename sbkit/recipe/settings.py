@@ -161,10 +161,13 @@ def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:
                          f"it is {number!r}, so nothing would be trained", "set it to 1 or more")
     epochs = static(root.value["number_of_epochs"]) if "number_of_epochs" in root.value else None
     if epochs in SIZE and isinstance(number, int) and number != epochs:
-        given = f", or give --{value.key_of('limit')} {epochs} too"  # a run's hyperparams.yaml has no references
+        advice = "write `limit: !ref <number_of_epochs>`"
+        if not root.value["number_of_epochs"].place.line:  # a run's hyperparams.yaml has no references
+            advice += f", or give --{value.key_of('limit')} {epochs} too"
+        elif not value.place_of("limit").line:
+            advice = f"give --number_of_epochs {number} instead"
         findings.error("setting", value.place_of("limit"), value.key_of("limit"),
-                       f"it is {number}, and number_of_epochs is {epochs}", "write `limit: !ref <number_of_epochs>`"
-                       + (given if not root.value["number_of_epochs"].place.line else ""))
+                       f"it is {number}, and number_of_epochs is {epochs}", advice)
 
 
 _CHECKS: dict[str, Callable[[Node, str, object, Findings], None]] = {

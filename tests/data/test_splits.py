@@ -32,6 +32,12 @@ def test_a_split_is_found_under_each_alias_whatever_its_case(split, alias):
     assert choose_splits(Named("other", alias.title()), SPLITS, {}) == {split: [alias.title()]}
 
 
+def test_nemos_manifests_are_splits_and_plain_names_go_before():
+    source = Named("train_manifest", "Valid_Manifest", "test", "test_manifest")
+    assert choose_splits(source, SPLITS, {}) == {
+        "train": ["train_manifest"], "dev": ["Valid_Manifest"], "test": ["test"]}
+
+
 def test_what_the_corpus_names_goes_before_aliases():
     source = Named("train", "validated", "dev", "test")
     assert choose_splits(source, ("train", "dev"), {"train": ["validated", "train"]}) == {
@@ -40,8 +46,8 @@ def test_what_the_corpus_names_goes_before_aliases():
 
 @pytest.mark.parametrize("names, wanted, named, message, hint", [
     (["train"], SPLITS, {"dev": ["valid"]}, "here has no split 'valid' for dev", "it has train"),
-    (["other"], SPLITS, {}, "here (a test) has no split train, dev or test (it has other)", "{train: NAME}"),
-    ([], ("test",), {}, "here (a test) has no split test (it has none)", "{train: NAME}"),
+    (["other"], SPLITS, {}, "here (a test) has no split train, dev or test (it has other)", "{train: NAME, "),
+    ([], ("test",), {}, "here (a test) has no split test (it has none)", "{train: NAME, "),
 ])
 def test_a_source_without_them_is_refused(names, wanted, named, message, hint):
     with pytest.raises(SbkitError) as error:

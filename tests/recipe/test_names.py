@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from written import SMALL, write
 
+from sbkit.recipe.check import check
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
 
@@ -53,6 +54,15 @@ def test_of_a_runs_recipe_without_references_only_what_is_given_is_told(tmp_path
     assert found.severity == "error" and found.key == "--lr" and "it would change nothing" in found.message
     assert found.suggestion == "opt_class has a lr of its own: give --opt_class.lr"
     assert ("lr" in unread(path)) == (name == "mine.yaml")
+
+
+@pytest.mark.parametrize(("given", "message", "hint"), [
+    ({"data_folder": "/data"}, "--data_folder: it would change nothing", "give --corpus.source"),
+    ({"epoch_counter": {"limit": 9}}, "limit: it is 9, and number_of_epochs is 2", "give --number_of_epochs 9 instead")])
+def test_what_is_given_to_a_runs_recipe_is_told_the_key_that_decides(tmp_path, given, message, hint):
+    text = TEXT.replace("source: !ref <data_folder>", "source: null") + "\nnumber_of_epochs: 2\n"
+    report = check(write(tmp_path, text), given, run=False)
+    assert any(message in str(each) and str(each).endswith(hint) for each in report.errors), report.errors
 
 
 @pytest.mark.parametrize("line", [

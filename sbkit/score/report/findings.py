@@ -220,7 +220,7 @@ def _training(run: RunData) -> Iterator[RunFinding]:
         gain = (earlier[1] - last[1]) / max(earlier[1], 1e-9)
         if falling := best == last and gain > 0.03:
             yield RunFinding(
-                min(gain, 0.9), "The WER was still falling when training ended",
+                1.0 if gain > 0.1 else gain, "The WER was still falling when training ended",
                 f"It fell from {rate(earlier[1])} to {rate(last[1])} over the last two epochs: train longer.",
                 "curves", min(earlier[1] - last[1], last[1]))
         elif best[0] < 0.7 * last[0] and last[1] > 1.03 * best[1]:
