@@ -30,8 +30,8 @@ SMALL = ("--no-check --noprogressbar --step_seconds 4 --max_batch_seconds 20 --n
          "--d_model 16 --nhead 2 --d_ffn 16 --num_encoder_layers 1 --cnn_channels 4 --lr 0.01 --num_workers 0 "
          "--precision fp32 --ckpt_interval_minutes 0 --ckpt_interval_steps 4 --log_interval 0 "
          "--spec_augment null").split()
-#: Reads a third of the letters after half a minute.
-LEARNS = ("--no-check --noprogressbar --step_seconds 10 --least_steps 0 --number_of_epochs 20 --d_model 48 --nhead 2 "
+#: Enough for the labels that are wrong to stand out.
+LEARNS = ("--no-check --noprogressbar --step_seconds 10 --least_steps 0 --number_of_epochs 10 --d_model 48 --nhead 2 "
           "--num_encoder_layers 1 --d_ffn 96 --kernel_size 7 --cnn_first_channels 4 --cnn_channels 8 --dropout 0 "
           "--CNN.dropout 0 --schedule.warmup 30 --lr 0.004 --num_workers 0 --precision fp32 --ckpt_interval_minutes 0 "
           "--ckpt_interval_steps 25 --spec_augment null --nonspeech null").split()
@@ -96,7 +96,7 @@ def replay(home):
              "null", "--schedule.max_lr_at_chance", "null"]
     processes.sbkit(*words, "--data_folder", "old", "--output_folder", "source", "--least_steps", 60, cwd=home)
     return [*words, "--data_folder", "new", "--language", "de", "--init_from", "source", "--replay", 0.3,
-            "--least_steps", 120, "--output_folder"], trained
+            "--least_steps", 60, "--output_folder"], trained
 
 
 def transducer(home):
