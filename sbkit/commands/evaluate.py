@@ -112,6 +112,8 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
     from sbkit.train.distributed import ranks
 
     manifest = Manifest.read(path, remote=remote)
+    for choice in {*request.checkpoints} - {restore.BEST, restore.LAST}:
+        restore.find_checkpoint(recipe.keys.checkpointer, choice)  # before another is scored for hours
     for choice in request.checkpoints:
         used = [Path(ckpt.path).name for ckpt in restore.take_weights(brain, choice, request.average)]
         label = choice if choice in (restore.BEST, restore.LAST) else used[0]

@@ -168,6 +168,9 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.export.bundle import ExportRequest, export
     from sbkit.infer.bundles import BundleLoader
     from sbkit.recipe import writing
+    from sbkit.recipe.arguments import parse_overrides
+    from sbkit.recipe.check import check
+    from sbkit.recipe.report import COMMAND_LINE
     from sbkit.runs import restore
     from sbkit.runs.evaluation import EvaluateRequest
     from sbkit.score.behaviour import SILENCE
@@ -181,6 +184,11 @@ def run(args: argparse.Namespace) -> int:
     if not (task := restore.read_run(args.run).task).writes_words:
         raise SbkitError(f"{args.run} is no recogniser's run: it trained {task.__name__}",
                          hint="words are corrected, so name a run that writes some")
+    given = [f"--{value}" for value in args.values]
+    for error in check(args.run / RECIPE, parse_overrides(given), run=False).errors:
+        if error.file == COMMAND_LINE:  # what is wrong in the recipe, the run has had as well
+            raise SbkitError(f"--set {error.key.removeprefix('--')}: {error.message}",
+                             hint=error.suggestion.replace("--", "--set ") or None)
     if corrected:
         source = _usable(kept, args.run / MANIFESTS, work / "corrections.jsonl")
     text = writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve()))
@@ -190,8 +198,7 @@ def run(args: argparse.Namespace) -> int:
     keys = {"init_from": args.run.resolve(), "init_tokenizer": "keep", "replay": f"{args.replay:g}",
             "corpus.source": source.resolve(),
             **dict.fromkeys(("corpus.splits", "corpus.columns", "corpus.data_root", "corpus.exclude"), "null")}
-    words = [str(recipe), "--no-check", *(f"--{key}={value}" for key, value in keys.items()),
-             *(f"--{value}" for value in args.values)]
+    words = [str(recipe), "--no-check", *(f"--{key}={value}" for key, value in keys.items()), *given]
     with processes.child(training_command(words, max(1, torch.cuda.device_count()))) as training:
         code = training.wait()
     if code:

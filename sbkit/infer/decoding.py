@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -219,6 +220,10 @@ S = TypeVar("S", bound="TokenSearch")
 
 def _search(kind: type[S], vocabulary: Vocabulary, options: Mapping[str, Any]) -> S:
     config = vocabulary.config
+    # What is heard has one transcript, so nbest would have no effect.
+    known = signature(kind).parameters.keys() - {"tokenizer", "nbest", "blank_id", "separator", "joint"}
+    if unknown := sorted(options.keys() - known):
+        raise SbkitError(f"beam search has no option {unknown[0]}", hint=f"there are {', '.join(sorted(known))}")
     try:
         search = kind(vocabulary.symbols, blank_id=config.blank_id, separator=config.word_separator, **options)
     except TypeError as error:

@@ -21,6 +21,7 @@ from sbkit.infer.engine import Engine
 from sbkit.infer.formats import AUTO
 from sbkit.infer.pipeline import Options, Pipeline
 from sbkit.infer.recordings import Recording, Source
+from sbkit.infer.samples import check_rate
 from sbkit.infer.stream import Stream
 from sbkit.infer.stream_engine import StreamEngine
 from sbkit.infer.transcript import Transcript
@@ -65,6 +66,7 @@ class Model(LoadedBundle[Engine], of=layout.Config):
         """
         if not isinstance(audio, list):
             return self.transcribe([audio], sample_rate)[0]
+        sample_rate = None if sample_rate is None else check_rate(sample_rate)
         found: dict[int, Transcript] = {}
         recordings = [Recording.of(each, Path(each).stem if isinstance(each, (str, os.PathLike)) else "", sample_rate)
                       for each in audio]
@@ -139,4 +141,7 @@ def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int
              if value is not None}
     if not given.keys() <= signature(loader).parameters.keys():
         raise SbkitError(f"compile, options and buckets are only for recognisers, and this is {config.what}")
+    if options is not None and not isinstance(options, Options):
+        raise SbkitError(f"options is a {type(options).__name__}, not sbkit.infer.Options",
+                         hint='write, for example, Options(search={"beam": 8})')
     return loader(bundle, model, device, threads, **given)

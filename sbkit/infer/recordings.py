@@ -95,7 +95,7 @@ class Recording:
         if isinstance(self.audio, np.ndarray):
             signal = self.audio
             if signal.ndim != 1 or not len(signal) or not np.issubdtype(signal.dtype, np.floating):
-                raise AudioError(self.name, f"samples must be floats of one channel, -1 to 1, not "
+                raise AudioError(self.name, f"samples must be floats of one channel, -1 to 1, or int16, not "
                                             f"{signal.dtype} {list(signal.shape)}")
             signal = np.ascontiguousarray(signal, dtype=np.float32)
             audio.check_values(self.name, signal)

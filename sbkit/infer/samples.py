@@ -73,9 +73,11 @@ def as_floats(samples: np.ndarray) -> np.ndarray:
 
 def check_rate(value: object) -> int:
     """Return a stream's rate as an int; raises if it is invalid."""
+    if value is None:
+        raise SbkitError("the rate of the samples is missing", hint="it is sample_rate, such as 16000")
     rate = as_int(value)
     if rate is None or not MIN_RATE <= rate <= MAX_RATE:
-        raise SbkitError(f"a stream's rate is {shown(value)} Hz, but must be a whole number from {MIN_RATE} to "
+        raise SbkitError(f"the samples' rate is {shown(value)} Hz, but must be a whole number from {MIN_RATE} to "
                          f"{MAX_RATE}")
     return rate
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from sbkit.system import renamed
 #: Former names of recipes of sbkit.
 FORMER_RECIPES = {"ssl.yaml": "finetune.yaml"}
 Files = list[tuple[Path, Node]]
+#: Keys, and the parts that are equal to them in a recipe without references.
+COPIED = {"number_of_epochs": ("epoch_counter", "limit"), "data_folder": ("corpus", "source")}
 #: How deep lists and mappings may be nested; in recipes that people write it is about a dozen.
 MAX_DEPTH = 100
 _YAML_TAG = "tag:yaml.org,2002:"
@@ -283,6 +285,36 @@ class _Converter:
             own[key] = self.node(raw_value, f"{node.key}.{key}" if node.key else str(key))
             self.keep_comments(node, key, raw_key, raw_value)
         return {**merged, **own}
+
+
+def moved(tree: Node, folder: str | Path) -> Node:
+    """The tree, with the paths in its output folder moved to another folder."""
+    old, new = str(tree.value["output_folder"].value).rstrip("/"), str(folder).rstrip("/")
+    for node in tree.walk():
+        if isinstance(node.value, str) and f"{node.value}/".startswith(f"{old}/"):
+            node.value = new + node.value[len(old):]
+    return tree
+
+
+def refer_again(path: Path, tree: Node, given: Mapping[str, Any]) -> None:
+    """Prepare a recipe as a run writes it, without references, for what the command line gives.
+
+    All paths in its output folder follow another one, the epoch counter the number of epochs, and the corpus its
+    folder. If the run's whole folder was copied or moved, the recipe is of where it is now.
+    """
+    output = tree.value.get("output_folder")
+    if output is None or not isinstance(output.value, str) or _references(tree):
+        return
+    for key, (owner, part) in COPIED.items():
+        parts = getattr(tree.value.get(owner), "value", None)
+        if key in given and key in tree.value and isinstance(parts, dict) and part in parts \
+                and parts[part].value == tree.value[key].value:
+            parts[part] = Node(f"<{key}>", parts[part].place, parts[part].key, "!ref")
+    if isinstance(given.get("output_folder"), str):
+        moved(tree, given["output_folder"])
+    elif path.name == "hyperparams.yaml" and (path.parent / "save").is_dir() \
+            and path.parent.resolve() != Path(output.value).resolve():
+        moved(tree, path.parent.resolve())
 
 
 def refuse_another_run(checkpoints: str | Path, output: str | Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from speechbrain.utils.run_opts import RunOptions
 
-from sbkit.recipe.files import Files, keys
+from sbkit.recipe.files import COPIED, Files, keys
 from sbkit.recipe.keys import Declared
 from sbkit.recipe.overrides import NAMED_ELSEWHERE, REMARKS, named, unknown_key
 from sbkit.recipe.report import did_you_mean
@@ -124,8 +124,6 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
         if holder:
             hint = f"{holder} has a {key} of its own: " + (
                 f"give --{holder}.{key}" if given else f"write `{key}: !ref <{key}>` there")
-        elif key == "data_folder" and "corpus" in useful:  # in a run's hyperparams.yaml, without references
-            hint = "the corpus has it as its source: give --corpus.source"
         elif ours and ours.partition(".")[0] in options | beside:
             hint = f"here its name is {ours}. {REMARKS.get(key, '')}".strip(" .")
         elif near and not re.search(r"\d", key):
@@ -136,7 +134,7 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
         if given and cls is not None and cls.__module__.startswith("sbkit."):
             findings.error("unread-key", Place(), f"--{key}",
                            "it would change nothing: nothing reads this key, and no reference names it", hint)
-        elif given or referred or Path(place.file).name != "hyperparams.yaml":  # whose references are resolved
+        elif given or {*referred} - {*COPIED, ""} or Path(place.file).name != "hyperparams.yaml":  # without references
             findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it", hint)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.errors import summary
-from sbkit.recipe.files import chain, check_shadowed, included_path, keys
+from sbkit.recipe.files import chain, check_shadowed, included_path, keys, refer_again
 from sbkit.recipe.files import referred as referred_in
 from sbkit.recipe.names import check_overrides, declared_in
 from sbkit.recipe.overrides import from_python, override, with_present_keys
@@ -51,6 +51,7 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
     if not files:
         return None
     root, overrides = files[0][1], with_present_keys(overrides, keys(files))
+    refer_again(path, root, overrides)
     unknown = check_overrides(files, overrides, findings, packages)
     given = Node({key: from_python(value, key) for key, value in overrides.items() if key not in unknown}, Place(), "")
     declared = declared_in(files, overrides, packages)

@@ -14,6 +14,7 @@ from sbkit.errors import SbkitError, summary
 from sbkit.recipe import build as builder
 from sbkit.recipe import load
 from sbkit.recipe.arguments import make_importable
+from sbkit.recipe.files import moved
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Node
 from sbkit.runs import pretrained
@@ -169,8 +170,4 @@ def moved_recipe(path: Path, folder: Path) -> Node:
     if tree.at("output_folder") is None:
         raise SbkitError(f"{path} lacks output_folder", hint="that is a bundle: name the run that it was exported from"
                          if (folder / BUNDLE).is_file() else "is it a recipe that a run wrote?")
-    old, new = str(tree.at("output_folder")).rstrip("/"), str(folder).rstrip("/")
-    for node in tree.walk():
-        if isinstance(node.value, str) and f"{node.value}/".startswith(f"{old}/"):
-            node.value = new + node.value[len(old):]
-    return tree
+    return moved(tree, folder)

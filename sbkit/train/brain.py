@@ -134,7 +134,8 @@ class Brain(sb.core.Brain):
                              "would have no effect", hint="remove them from the recipe")
         # What trains later is frozen in ``fit``, so that the cost estimate counts it.
         freezing = Freezing(self.modules, parts, self.keys.freeze)
-        self._overridden = [name for name in ("fit_batch", "optimizers_step", "update_average", "_fit_train")
+        self._overridden = [name for name in ("fit_batch", "optimizers_step", "update_average",
+                                                  "check_loss_isfinite", "_fit_train")
                             if getattr(type(self), name) is not getattr(Brain, name)]
         self.trainer = Trainer(self, self.train_state, self.keys.average, freezing, self._rng,
                                lambda: self._save_intra_epoch_ckpt(), recipe_steps=bool(self._overridden))
@@ -335,7 +336,9 @@ class Brain(sb.core.Brain):
         """Return the detached result of ``compute_objectives`` for a batch, on the device."""
         with self.evaluation_ctx:
             outputs = losses_in_fp32(self.compute_forward(batch, stage=stage), self.evaluation_ctx)
-            return self.compute_objectives(outputs, batch, stage=stage).detach()
+            loss = self.compute_objectives(outputs, batch, stage=stage)
+            one_number(loss, "compute_objectives", (torch.Tensor,))
+            return loss.detach()
 
     def loss_of(self, batch: MicroBatch) -> Loss:
         """Return the loss of a training batch, without backward or update, and without changing the Brain."""
@@ -499,9 +502,9 @@ class Brain(sb.core.Brain):
                 loss = self.evaluate_batch(batch, stage=stage)
                 self.close_batch(batch, stage)
                 if own_average:
-                    average = self.update_average(one_number(loss), average)
+                    average = self.update_average(one_number(loss, "evaluate_batch"), average)
                 else:
-                    loss = loss if isinstance(loss, Loss) else Loss(one_number(loss), 1.0)
+                    loss = loss if isinstance(loss, Loss) else Loss(one_number(loss, "evaluate_batch"), 1.0)
                     total = loss.total.detach().to(sums).reshape(())
                     count = loss.count if isinstance(loss.count, torch.Tensor) else torch.full_like(total, loss.count)
                     sums += torch.where(torch.isfinite(total), torch.stack([total, count.to(total).reshape(())]), 0.0)

@@ -45,6 +45,8 @@ class TrainKeys(Keys):
 
     def missing(self) -> Iterator[Problem]:
         yield from super().missing()
+        if self.ema is not None and not hasattr(self.ema, "count_update"):
+            yield Problem("ema", f"it is {self.ema!r}, and must be an EMA", "write !new:sbkit.train.averaging.EMA")
         for name in self.loggers:
             try:
                 class_of(name)

@@ -150,7 +150,7 @@ def log_limits(schedule: Schedule, steps: int, tracks_learning: bool) -> None:
         logger.log(logging.WARNING if rate < schedule.peak / 2 else logging.INFO,
                    "The learning rate rises by at most %g a step (schedule.max_rise_per_step): to %.3g in %d steps%s%s",
                    schedule.max_rise_per_step, rate, warmup, "" if rate == schedule.peak else
-                   f", so it doesn't reach the {schedule.peak:g} of the recipe; --schedule.max_rise_per_step null "
+                   f", so it doesn't reach the {schedule.peak:g} of the recipe; schedule.max_rise_per_step null "
                    "removes the limit", "" if schedule.limit_at(0) >= rate else
                    f"; while the loss is at chance, to {schedule.max_lr_at_chance:g} (schedule.max_lr_at_chance)")
     if schedule.max_lr_at_chance is not None and not tracks_learning:

@@ -76,10 +76,10 @@ def as_loss(value: Objectives, weight: float = 1.0) -> Loss:
     A plain scalar keeps SpeechBrain's meaning: each micro-batch counts as one. A batch of weight 0 counts as none.
     """
     loss = value if isinstance(value, Loss) else Loss(value, 1.0)
-    if not isinstance(loss.total, torch.Tensor) or loss.total.numel() != 1:
-        shape = tuple(loss.total.shape) if isinstance(loss.total, torch.Tensor) else type(loss.total).__name__
-        raise SbkitError(f"compute_objectives returned a loss of {shape}, not one number",
-                         hint="return a scalar tensor or sbkit.Loss(total, count)")
+    one_number(loss.total, "compute_objectives", (torch.Tensor,))
+    if isinstance(loss.count, (int, float)) and loss.count < 0:
+        raise SbkitError(f"compute_objectives returned sbkit.Loss with a count of {loss.count}",
+                         hint="it is the number of what the total is the sum of, such as utterances")
     total = loss.total.float() if loss.total.dtype in _HALF else loss.total
     loss = loss._replace(total=total.reshape(()))
     if weight == 0:
@@ -241,8 +241,13 @@ class Mean:
         return whole.total / whole.count if whole.count else self._set
 
 
-def one_number(loss: Loss | torch.Tensor | float) -> torch.Tensor:
-    """Convert a loss of any kind to a tensor with one element."""
+def one_number(loss: Loss | torch.Tensor | float, method: str,
+               kinds: tuple[type, ...] = (torch.Tensor, float, int)) -> torch.Tensor:
+    """Convert a loss of any kind, which a method returned, to a tensor with one element."""
     if isinstance(loss, Loss):
         loss = loss.mean
+    if not isinstance(loss, kinds) or (isinstance(loss, torch.Tensor) and loss.numel() != 1):
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise SbkitError(f"{method} returned a loss of {shape}, not one number",
+                         hint="return a scalar tensor or sbkit.Loss(total, count)")
     return loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))

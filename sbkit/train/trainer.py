@@ -381,6 +381,8 @@ class Trainer:
             # ``on_stage_end`` on, with the same random numbers. Of a sharded model this would take a complete save.
             brain.checkpointer.hold({INTRA_EPOCH_CKPT_FLAG: True})
         loss = self.average_loss()
+        if not (self._recipe_steps or state.average.count) and state.epoch_step:
+            logger.warning("Nothing was trained in epoch %d: every loss had a count of 0, or was not finite", epoch)
         progress.close(loss, state.optimizer_step, state.began)
         brain.close_stage(Stage.TRAIN, loss, epoch)
         state.end_training()
@@ -425,9 +427,18 @@ class Trainer:
             batch, last = next(micro_batches, (None, False))
             if batch is None:
                 return
-            before = state.optimizer_step
-            loss = brain.fit_batch(batch)
-            brain.avg_train_loss = brain.update_average(one_number(loss), brain.avg_train_loss)
+            before, failures = state.optimizer_step, state.nonfinite_count
+            loss = one_number(brain.fit_batch(batch), "fit_batch")
+            seen = state.nonfinite_count > failures or getattr(batch, "weight", 1) == 0  # a stand-in has no loss
+            if not (seen or torch.isfinite(loss)):
+                state.nonfinite_count += 1
+                logger.warning("The loss of batch %d of epoch %d is %g, number %d in this epoch (nonfinite_patience "
+                               "allows %d)", state.step, epoch, loss, state.nonfinite_count, brain.nonfinite_patience)
+                if state.nonfinite_count > brain.nonfinite_patience:
+                    raise NotFinite(f"the loss of {state.nonfinite_count} batches of this epoch was not finite",
+                                    hint="a fit_batch of your own can skip such a step; nonfinite_patience sets how "
+                                         "many are allowed")
+            brain.avg_train_loss = brain.update_average(loss, brain.avg_train_loss)
             state.epoch_step += last
             if state.optimizer_step > before:
                 brain.open_step(state.optimizer_step + 1)

@@ -103,7 +103,7 @@ def test_another_rate_a_search_and_hot_words(bundle, monkeypatch, tmp_path, caps
     (b"", ["--microphone", "3"], "so it can't also use the microphone 3; leave out one"),
     (b"", ["--lm-weight", "0.6"], "there is no language model to weight; name one"),
     (b"", ["--chunk", "200"], "wasn't trained for chunks of 200 ms; it was trained for 160, 320, 640"),
-    (b"", ["--rate", "100"], "a stream's rate is 100 Hz"),
+    (b"", ["--rate", "100"], "the samples' rate is 100 Hz"),
     (b"", ["--rate", "x"], "'x' is not a whole number above 0"),
     (b"", ["--lm", "nowhere.arpa"], "nowhere.arpa"),
 ])

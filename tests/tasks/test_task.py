@@ -167,7 +167,7 @@ def test_a_peak_that_rise_keeps_out_of_reach_is_told(peak, level, reached, caplo
     assert [record.levelname for record in said] == [level] * bool(level)
     if said:
         assert f"to {reached} in " in said[0].message
-        assert (f"doesn't reach the {peak:g} of the recipe; --schedule.max_rise_per_step null removes the limit"
+        assert (f"doesn't reach the {peak:g} of the recipe; schedule.max_rise_per_step null removes the limit"
                 in said[0].message) is (peak > 0.00125)
 
 

@@ -615,3 +615,54 @@ def without_a_reader(work):
 def test_a_script_continues_when_the_reader_of_its_output_exits(work):
     done = program(without_a_reader, work)
     assert (done.stdout, done.returncode) == ("went on\n", 0)
+
+
+def test_a_loss_that_is_not_finite_is_told_of_a_fit_batch_that_does_not_look(caplog):
+    class Own(ToyBrain):
+        def fit_batch(self, batch):
+            return torch.tensor(math.nan if self.step == 2 else 1.0)
+
+    toy = brain(Own, partial(torch.optim.SGD, lr=0.1), nonfinite_patience=1)
+    toy.fit([1], ToyTrainLoader(3, 6))
+    assert "The loss of batch 2 of epoch 1 is nan, number 1 in this epoch (nonfinite_patience allows 1)" in caplog.text
+    with pytest.raises(SbkitError, match="the loss of 1 batches of this epoch was not finite"):
+        brain(Own, partial(torch.optim.SGD, lr=0.1), nonfinite_patience=0).fit([1], ToyTrainLoader(3, 6))
+
+
+def test_a_check_of_ones_own_is_called_for_each_loss():
+    class Own(ToyBrain):
+        def check_loss_isfinite(self, loss):
+            self.hparams.looked.append(float(loss))
+
+    toy = brain(Own, partial(torch.optim.SGD, lr=0.1), hparams={"looked": []})
+    toy.fit([1], ToyTrainLoader(3, 6))
+    assert len(toy.hparams.looked) == 3
+
+
+@pytest.mark.parametrize(("method", "loss"), [
+    ("compute_objectives", None), ("compute_objectives", torch.ones(2)), ("evaluate_batch", None)])
+def test_a_loss_that_is_no_number_is_told_in_validation_too(method, loss):
+    class Own(ToyBrain):
+        pass
+
+    def returned(self, *given, **named):
+        real = getattr(ToyBrain, method)(self, *given, **named)
+        return loss if Stage.VALID in (*given, *named.values()) else real
+
+    setattr(Own, method, returned)
+    shape = "NoneType" if loss is None else r"\(2,\)"
+    with pytest.raises(SbkitError, match=f"{method} returned a loss of {shape}, not one number"):
+        brain(Own).fit([1], ToyTrainLoader(3, 6), ToyEvalLoader(5))
+
+
+def test_losses_that_count_nothing_and_factors_that_mean_nothing_are_told(caplog):
+    class Own(ToyBrain):
+        def compute_objectives(self, predictions, batch, stage):
+            return Loss(predictions.sum() * 0, self.hparams.count)
+
+    brain(Own, hparams={"count": 0}).fit([1], ToyTrainLoader(3, 6))
+    assert "Nothing was trained in epoch 1: every loss had a count of 0" in caplog.text
+    with pytest.raises(SbkitError, match="a count of -2"):
+        brain(Own, hparams={"count": -2}).fit([1], ToyTrainLoader(3, 6))
+    with pytest.raises(SbkitError, match="grad_accumulation_factor is 0, and must be 1 or more"):
+        brain(grad_accumulation_factor=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -19,6 +20,8 @@ from sbkit.score.run_files import METRICS
 from sbkit.train.keys import TrainKeys
 from sbkit.train.monitor.loggers import Logger, Run, make
 from sbkit.train.resumable_file import ResumableFile, ResumableLog
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsLog(ResumableLog):
@@ -48,6 +51,8 @@ class MetricsLog(ResumableLog):
         values : the recipe's values by key; loggers get the plain ones
         """
         if keys.output_folder is None:
+            if keys.loggers or keys.tensorboard:
+                logger.warning("loggers: nothing is sent to them, as the recipe has no output_folder")
             return None
         names = [*keys.loggers, *(["tensorboard"] if keys.tensorboard else [])] if if_main_process() else []
         plain = {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str))}
