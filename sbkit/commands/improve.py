@@ -185,10 +185,10 @@ def run(args: argparse.Namespace) -> int:
         raise SbkitError(f"{args.run} is no recogniser's run: it trained {task.__name__}",
                          hint="words are corrected, so name a run that writes some")
     given = [f"--{value}" for value in args.values]
-    for error in check(args.run / RECIPE, parse_overrides(given), run=False).errors:
-        if error.file == COMMAND_LINE:  # what is wrong in the recipe, the run has had as well
-            raise SbkitError(f"--set {error.key.removeprefix('--')}: {error.message}",
-                             hint=error.suggestion.replace("--", "--set ") or None)
+    for found in check(args.run / RECIPE, parse_overrides(given), run=False).errors:
+        if found.file == COMMAND_LINE:  # what is wrong in the recipe, the run has had as well
+            raise SbkitError(f"--set {found.key.removeprefix('--')}: {found.message}",
+                             hint=found.suggestion.replace("--", "--set ") or None)
     if corrected:
         source = _usable(kept, args.run / MANIFESTS, work / "corrections.jsonl")
     text = writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve()))

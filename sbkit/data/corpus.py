@@ -453,7 +453,7 @@ class Corpus:
                 reasons = ", ".join(f"{entry['count']} {reason}" for reason, entry in left_out.items())
                 hint = f"for example {next(iter(left_out.values()))['examples'][0]}"
                 if "missing clip" in left_out:
-                    hint += "; --corpus.data_root is where paths of the list begin, and what $data_root in them means"
+                    hint += "; --corpus.data_root is where relative paths begin, and what $data_root in the list means"
                 if IN_OTHER_SPLIT in left_out:
                     hint += "; to see a model learn its own test by heart, give train copies of these recordings"
                 raise SbkitError(f"{read.origin}: all {reports[split].rows} rows of the {split} split were left out: "

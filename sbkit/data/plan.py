@@ -113,8 +113,7 @@ class Batching:
         require("batching: min_steps", self.min_steps, COUNT)
         require("batching: seed", self.seed, Number(whole=True))
         if self.sort not in (None, "random", "ascending", "descending"):
-            raise SbkitError(f"batching: sort is {self.sort!r}",
-                             hint="it is one of ascending, descending, random")
+            raise SbkitError(f"batching: sort is {self.sort!r}", hint="it is one of ascending, descending, random")
         if not (self.pad_to_shapes is None or isinstance(self.pad_to_shapes, bool)):
             raise SbkitError(f"batching: pad_to_shapes is {self.pad_to_shapes!r}", hint="it is true, false or null")
         if self.pad_to_shapes and self.clips_per is not None:

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,6 +18,7 @@ from sbkit.recipe import files
 from sbkit.recipe.overrides import NoValue, present_key, unknown_key, with_present_keys
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import BASE, INCLUDE, Findings
+from sbkit.system import renamed
 
 if TYPE_CHECKING:
     from speechbrain.utils.run_opts import RunOptions
@@ -261,8 +262,23 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise SbkitError(f"--{key} contradicts another override of {parent}")
+        if last in node:
+            renamed.warn_once(f"--{key} is given twice: the last one counts")
         node[last] = read_value(text) if equals or pieces else NoValue(True)
     return tree
+
+
+def without(words: Iterable[str], keys: Container[str]) -> list[str]:
+    """The words without these options, and their values.
+
+    >>> without(["a.yaml", "--lr", "1", "--data=x", "--seed", "3"], {"lr", "data"})
+    ['a.yaml', '--seed', '3']
+    """
+    kept, leave = list[str](), False
+    for word in words:
+        leave = word[2:].partition("=")[0] in keys if word.startswith("--") else leave
+        kept += [] if leave else [word]
+    return kept
 
 
 def read_value(text: str) -> object:

@@ -39,11 +39,11 @@ from sbkit.recipe import (
 )
 from sbkit.recipe.build import Built, build
 from sbkit.recipe.files import refuse_another_run
-from sbkit.recipe.keys import TaskClass
+from sbkit.recipe.keys import COMPLETE, TaskClass
 from sbkit.recipe.reading import read, without_imports_from
 from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
-from sbkit.recipe.source import UNKNOWN, Findings, Node
+from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
 from sbkit.recipe.speed import limits_of, native_precision
 from sbkit.recipe.values import data, static
 from sbkit.system import disk
@@ -92,7 +92,10 @@ def check(
                     check_exists(named)
                 except SbkitError as error:
                     _add_missing("no-corpus", source.source or source, error, findings, starting)
-    if root is not None and run:
+    if root is not None and not findings and not any(node.tag for node in root.walk()):
+        findings.warning("missing-key", Place(str(path)), "brain", "nothing in it is built (!new:, !name:): it is no recipe "
+                         "of sbkit's or SpeechBrain's", COMPLETE)
+    elif root is not None and run:
         _check_built(root, findings, report, run_opts, starting, measure, pricing, needed)
     owned = {finding.key for finding in findings if finding.code == "not-owned"}  # more specific
     findings[:] = [each for each in findings if each.code != "unread-key" or each.key not in owned]

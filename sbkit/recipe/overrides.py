@@ -19,11 +19,15 @@ TAKES_PARTS = ("!new:", "!name:", "!apply:", "!applyref:", INCLUDE)
 _COMMAND_LINE, _NO_VALUE = Place(), Place(column=-1)
 #: Keys by their names in other libraries, to which another key of ours is more similar.
 NAMED_ELSEWHERE = {name: ours for ours, names in {
-    "lr": "learning_rate lr_adam", "max_batch_seconds": "batch_size",
+    "lr": "learning_rate lr_adam", "max_batch_seconds": "batch_size", "batching.sort": "sorting sort",
     "number_of_epochs": "epochs n_epochs num_epochs max_epochs N_epochs num_train_epochs",
     "data_folder": "train_csv valid_csv test_csv dataset dataset_dir data_dir train_manifest train_json train_data",
     "corpus.data_root": "data_root", "output_neurons": "vocab_size", "d_model": "hidden_size", "num_workers": "workers",
-    "precision": "fp16 bf16 amp mixed_precision use_amp", "opt_class": "opt optim optimizer",
+    "precision": "fp16 bf16 amp mixed_precision use_amp", "opt_class": "opt optim optimizer Adam AdamW SGD",
+    "freeze": "freeze_encoder freeze_encoder_layers freeze_feature_extractor freeze_lm",
+    "decoder": "test_search valid_search test_beam_search beam_searcher",
+    "spec_augment": "fea_augment specaug", "augment": "wav_augment speed_perturb",
+    "loggers": "use_tensorboard use_wandb", "epoch_counter": "early_stopping_patience patience early_stopping",
     "max_grad_norm": "grad_clip clip_grad_norm gradient_clip_val max_norm",
     "grad_accumulation_factor": "accum_grad accumulate_grad_batches gradient_accumulation gradient_accumulation_steps",
     "schedule": "noam_annealing lr_annealing lr_ann lr_scheduler scheduler",
@@ -31,10 +35,17 @@ NAMED_ELSEWHERE = {name: ours for ours, names in {
     "init_from": "pretrained pretrained_path from_pretrained", "output_folder": "save_dir out_dir exp_dir",
 }.items() for name in names.split()}
 REMARKS = {"batch_size": "It counts seconds of audio, not utterances",
+           **dict.fromkeys("train_csv valid_csv test_csv train_manifest train_json".split(),
+                           "It takes a folder, or {train: FILE, dev: FILE, test: FILE}"),
+           **dict.fromkeys("freeze_encoder freeze_encoder_layers".split(),
+                           "It names parts: {Transformer.encoder: true}, or of a pretrained one {encoder: true}"),
+           **dict.fromkeys("early_stopping_patience patience early_stopping".split(),
+                           "It may be a !new:speechbrain.utils.epoch_loop.EpochCounterWithStopper"),
+           "wav_augment": "It is a !new:sbkit.data.augment.Augment", "use_tensorboard": "It lists names: [tensorboard]",
            "vocab_size": "Pieces of words, more than there are letters, need --token_type unigram"}
 _NEEDLESS = {key: why for why, keys in {
     "what is prepared is found again": "skip_prep skip_prepare",
-    "a batch always has clips of similar length": "sorting sort dynamic_batching use_dynamic_batching bucketing",
+    "a batch always has clips of similar length": "dynamic_batching use_dynamic_batching bucketing",
 }.items() for key in keys.split()}
 _BY_TORCHRUN = {"distributed_launch", "local_rank", "gpus", "num_gpus", "ngpu"}  # and others'
 _OF_TORCHRUN = {"nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "standalone", "rdzv_endpoint"}
@@ -68,7 +79,11 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
 
     known : the keys and options that do
     """
-    ours = NAMED_ELSEWHERE.get(key)
+    parts = [key]  # NeMo's have several, such as trainer.max_epochs
+    while isinstance(value, Mapping) and len(value) == 1:
+        [(part, value)] = value.items()
+        parts.append(str(part))
+    ours = NAMED_ELSEWHERE.get(parts[-1])
     within = {f"{name}.{key}" for _, level in levels(files) for name, node in level.value.items()
               if isinstance(node.value, dict) and key in node.value}
     there = {str(name) for _, level in levels(files) for name in level.value} | {"grad_accumulation_factor"}
@@ -76,8 +91,8 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
     near = ours or (within.pop() if len(within) == 1 else did_you_mean(key, known, 0.75) or did_you_mean(
         f"--{key}", [f"--{name}" for name in known], 0.75))
     hint = f"did you mean --{near.removeprefix('--')}?" if near else "sbkit show prints its keys"
-    if ours and key in REMARKS:
-        hint += f" {REMARKS[key]}"
+    if ours and parts[-1] in REMARKS:
+        hint += f" {REMARKS[parts[-1]]}"
     if key in _OF_TORCHRUN:
         hint = f"it is an option of torchrun: torchrun --{key}{f'={value}' if value else ''} train.py RECIPE ..."
     elif key in _NEEDLESS:

@@ -15,6 +15,7 @@ from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.data.text import AsWritten
 from sbkit.errors import SbkitError
+from sbkit.recipe import arguments
 from sbkit.system import processes
 from sbkit.system.environment import training_command
 
@@ -75,7 +76,7 @@ def train(fold: Fold, words: Sequence[str], corpus: Corpus, count: int) -> None:
             "corpus.splits": "null", "corpus.columns": "null", "corpus.data_root": "null", "corpus.exclude": "null",
             "corpus.skip_short_texts": "[]", "corpus.text": f"!new:sbkit.data.text.{rules}",
             "corpus.schemes": f"[{', '.join(corpus.remote.schemes)}]"}
-    command = training_command(words, count)
+    command = training_command(arguments.without(words, keys), count)
     command += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     print(f"fold {fold.number} of {fold.of}: {fold.run}", file=sys.stderr, flush=True)
     with processes.child(command) as process:

@@ -75,6 +75,8 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         EvalLoader(manifests[split], encoder, max_batch_seconds=batching.max_batch_seconds, augment=augment, **options)
         for split, augment in (("dev", keys.valid_augment), ("test", keys.test_augment))
     )
+    if brain.grad_accumulation_factor > 1 and ranks.is_main():
+        logger.info("grad_accumulation_factor divides the step_seconds of an update, and makes it no larger")
     if brain.utilisation is not None and device.type == "cuda" and not train.has_urls:
         warn_of_slow_reading(brain, train_set, device)
     brain.mixture_parts.loader = train_set

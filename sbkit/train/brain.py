@@ -162,8 +162,7 @@ class Brain(sb.core.Brain):
         if self.device_type == "cpu":
             compile_kernels(self.modules)
         if ranks.is_main():
-            attention_kernel.log_kernel([self.modules], torch.device(self.device), self.precision,
-                                        self.keys.accelerate)
+            attention_kernel.log_kernel([self.modules], torch.device(self.device), self.precision, self.keys.accelerate)
         self._compile()
         self.trainer.freezing.update(self.optimizer_step)
         self._wrap_distributed()

@@ -78,8 +78,7 @@ def as_loss(value: Objectives, weight: float = 1.0) -> Loss:
     loss = value if isinstance(value, Loss) else Loss(value, 1.0)
     one_number(loss.total, "compute_objectives", (torch.Tensor,))
     if isinstance(loss.count, (int, float)) and loss.count < 0:
-        raise SbkitError(f"compute_objectives returned sbkit.Loss with a count of {loss.count}",
-                         hint="it is the number of what the total is the sum of, such as utterances")
+        raise SbkitError(f"compute_objectives returned sbkit.Loss with a count of {loss.count}", hint="0 is the least")
     total = loss.total.float() if loss.total.dtype in _HALF else loss.total
     loss = loss._replace(total=total.reshape(()))
     if weight == 0:

@@ -432,12 +432,10 @@ class Trainer:
             seen = state.nonfinite_count > failures or getattr(batch, "weight", 1) == 0  # a stand-in has no loss
             if not (seen or torch.isfinite(loss)):
                 state.nonfinite_count += 1
-                logger.warning("The loss of batch %d of epoch %d is %g, number %d in this epoch (nonfinite_patience "
-                               "allows %d)", state.step, epoch, loss, state.nonfinite_count, brain.nonfinite_patience)
+                told = f"the loss of batch {state.step} is {loss:g}, number {state.nonfinite_count} in epoch {epoch}"
                 if state.nonfinite_count > brain.nonfinite_patience:
-                    raise NotFinite(f"the loss of {state.nonfinite_count} batches of this epoch was not finite",
-                                    hint="a fit_batch of your own can skip such a step; nonfinite_patience sets how "
-                                         "many are allowed")
+                    raise NotFinite(told, hint=f"nonfinite_patience allows {brain.nonfinite_patience}")
+                logger.warning("%s (nonfinite_patience allows %d)", told, brain.nonfinite_patience)
             brain.avg_train_loss = brain.update_average(loss, brain.avg_train_loss)
             state.epoch_step += last
             if state.optimizer_step > before:

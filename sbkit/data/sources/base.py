@@ -110,7 +110,7 @@ class Source(ABC):
         """The names of a split's columns; None if they are only known after reading it."""
         return None
 
-    paths_start = "paths in it start from its folder, or from --corpus.data_root"
+    paths_start = "relative paths in it start from its folder, or from --corpus.data_root"
     """Where recordings are looked for, of a list."""
 
     def files_of(self, name: str) -> list[Path]:

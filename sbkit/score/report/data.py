@@ -251,7 +251,8 @@ def read(run: str | Path, utterances_file: str | Path | None = None) -> RunData:
         evaluated = around if (around / RECIPE).is_file() else Path(scored.get("run", around))
         return replace(read(evaluated, folder / UTTERANCES), folder=folder, scored=scored, **_numbers(numbers, folder))
     if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
-        missing = f"is not a run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else "does not exist"
+        missing = f"is not a run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else \
+            "is a file" if folder.exists() else "does not exist"
         raise SbkitError(f"{folder} {missing}", hint="name the output_folder of a run")
     lines: list[dict[str, Any]] = []
     written = _text(folder / METRICS).split("\n")

@@ -59,17 +59,11 @@ class Checkpointer(stock.Checkpointer):
     """
 
     def __init__(
-        self,
-        checkpoints_dir: str | os.PathLike[str],
-        recoverables: Mapping[str, Any] | None = None,
-        custom_load_hooks: Mapping[str, Hook] | None = None,
-        custom_save_hooks: Mapping[str, Hook] | None = None,
-        allow_partial_load: bool = False,
-        asynchronous: bool = False,
+        self, checkpoints_dir: str | os.PathLike[str], recoverables: Mapping[str, Any] | None = None,
+        custom_load_hooks: Mapping[str, Hook] | None = None, custom_save_hooks: Mapping[str, Hook] | None = None,
+        allow_partial_load: bool = False, asynchronous: bool = False,
     ):
-        super().__init__(
-            checkpoints_dir, recoverables, custom_load_hooks, custom_save_hooks, allow_partial_load
-        )
+        super().__init__(checkpoints_dir, recoverables, custom_load_hooks, custom_save_hooks, allow_partial_load)
         self._set_up(asynchronous)
 
     @classmethod
