@@ -45,8 +45,6 @@ class TrainKeys(Keys):
 
     def missing(self) -> Iterator[Problem]:
         yield from super().missing()
-        if self.ema is not None and not hasattr(self.ema, "count_update"):
-            yield Problem("ema", f"it is {self.ema!r}, and must be an EMA", "write !new:sbkit.train.averaging.EMA")
         for name in self.loggers:
             try:
                 class_of(name)
@@ -56,7 +54,9 @@ class TrainKeys(Keys):
     @property
     def average(self) -> Any:  # an EMA, as above
         """The moving average of the weights; None if the recipe has none, or one that is switched off."""
-        return self.ema if getattr(self.ema, "decay", 1) > 0 else None
+        if self.ema is not None and not hasattr(self.ema, "decay"):
+            raise SbkitError(f"ema is {self.ema!r}, not an EMA", hint="write !new:sbkit.train.averaging.EMA")
+        return self.ema if self.ema is not None and self.ema.decay > 0 else None
 
 
 @dataclass(kw_only=True)

@@ -238,3 +238,13 @@ def test_a_transcript_without_spaces_is_joined_without_them():
 
 def test_confidence_is_the_mean_of_the_words():
     assert Transcript("", "", [Word("a", 0, 1, 0.5), Word("b", 1, 2, 1.0)]).confidence == 0.75
+
+
+def test_wrong_options_and_rates_are_told_in_words_of_python(tmp_path):
+    bundles.make(tmp_path / "bundle")
+    with pytest.raises(SbkitError, match="options is a dict, not"):
+        sbkit.infer.load(tmp_path / "bundle", options={"beam": 5})
+    with pytest.raises(SbkitError, match="beam search has no option nbest"):
+        sbkit.infer.load(tmp_path / "bundle", options=Options(search={"nbest": 5}))
+    with sbkit.infer.load(tmp_path / "bundle") as model, pytest.raises(SbkitError, match="the samples' rate is '16000' Hz"):
+        model.transcribe(np.zeros(400, np.float32), sample_rate="16000")

@@ -666,3 +666,10 @@ def test_losses_that_count_nothing_and_factors_that_mean_nothing_are_told(caplog
         brain(Own, hparams={"count": -2}).fit([1], ToyTrainLoader(3, 6))
     with pytest.raises(SbkitError, match="grad_accumulation_factor is 0, and must be 1 or more"):
         brain(grad_accumulation_factor=0)
+    with pytest.raises(SbkitError, match="ema is 5, not an EMA; write !new:"):
+        brain(hparams={"ema": 5})
+
+
+def test_loggers_without_a_folder_are_told(caplog):
+    brain(hparams={"loggers": ["tensorboard"]})
+    assert "nothing is sent to them, as the recipe has no output_folder" in caplog.text
