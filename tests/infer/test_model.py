@@ -246,5 +246,5 @@ def test_wrong_options_and_rates_are_told_in_words_of_python(tmp_path):
         sbkit.infer.load(tmp_path / "bundle", options={"beam": 5})
     with pytest.raises(SbkitError, match="beam search has no option nbest"):
         sbkit.infer.load(tmp_path / "bundle", options=Options(search={"nbest": 5}))
-    with sbkit.infer.load(tmp_path / "bundle") as model, pytest.raises(SbkitError, match="the samples' rate is '16000' Hz"):
+    with sbkit.infer.load(tmp_path / "bundle") as model, pytest.raises(SbkitError, match="rate is '16000' Hz"):
         model.transcribe(np.zeros(400, np.float32), sample_rate="16000")
