@@ -79,7 +79,7 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
     ("train hparams/ctc.yaml --N_epochs 3", "has no key N_epochs; did you mean --number_of_epochs?"),
     ("train hparams/ctc.yaml --data_root x", "has no key data_root; did you mean --corpus.data_root?"),
     ("train hparams/ctc.yaml --max_duration 9", "has no key max_duration; did you mean --corpus.max_duration?"),
-    ("train hparams/ctc.yaml --train_csv a.csv", "has no key train_csv; did you mean --data_folder?"),
+    ("train hparams/ctc.yaml --train_csv a.csv", "{train: FILE, dev: FILE, test: FILE}"),
     ("train hparams/ctc.yaml --local_rank 0", "; torchrun starts a process per device: torchrun --nproc_per_node=N "
                                               "train.py RECIPE ..."),
     ("check hparams/ctc.yaml --noprogressbar=True", "--noprogressbar: it is a switch: write it without 'True'; --help "

@@ -167,8 +167,7 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.commands.evaluate import evaluate
     from sbkit.export.bundle import ExportRequest, export
     from sbkit.infer.bundles import BundleLoader
-    from sbkit.recipe import writing
-    from sbkit.recipe.arguments import parse_overrides
+    from sbkit.recipe import arguments, writing
     from sbkit.recipe.check import check
     from sbkit.recipe.report import COMMAND_LINE
     from sbkit.runs import restore
@@ -185,20 +184,23 @@ def run(args: argparse.Namespace) -> int:
         raise SbkitError(f"{args.run} is no recogniser's run: it trained {task.__name__}",
                          hint="words are corrected, so name a run that writes some")
     given = [f"--{value}" for value in args.values]
-    for found in check(args.run / RECIPE, parse_overrides(given), run=False).errors:
+    request = arguments.parse([str(args.run / RECIPE), *given])
+    for found in check(request.path, request.overrides, run_opts=request.run_opts, run=False).errors:
         if found.file == COMMAND_LINE:  # what is wrong in the recipe, the run has had as well
             raise SbkitError(f"--set {found.key.removeprefix('--')}: {found.message}",
                              hint=found.suggestion.replace("--", "--set ") or None)
     if corrected:
         source = _usable(kept, args.run / MANIFESTS, work / "corrections.jsonl")
-    text = writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve()))
+    text = writing.text(restore.moved_recipe(args.run / RECIPE, new.resolve(), request.overrides))
     with atomic_write(recipe) as file:
         file.write(first + text)
     # A recipe as it ran has no references left: its corpus is named where it is read.
     keys = {"init_from": args.run.resolve(), "init_tokenizer": "keep", "replay": f"{args.replay:g}",
             "corpus.source": source.resolve(),
             **dict.fromkeys(("corpus.splits", "corpus.columns", "corpus.data_root", "corpus.exclude"), "null")}
-    words = [str(recipe), "--no-check", *(f"--{key}={value}" for key, value in keys.items()), *given]
+    own = arguments.without([f"--{key}={value}" for key, value in keys.items()],
+                            {value.partition("=")[0] for value in args.values})
+    words = [str(recipe), "--no-check", *own, *given]
     with processes.child(training_command(words, max(1, torch.cuda.device_count()))) as training:
         code = training.wait()
     if code:

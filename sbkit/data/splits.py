@@ -37,8 +37,7 @@ def choose_splits(source: Source, wanted: Sequence[str], named: Mapping[str, lis
     named : the names that the corpus itself gives for a split; others are looked up among ``ALIASES``
     """
     available = source.names()
-    # NeMo writes train_manifest.json. A file that has the plain name comes before.
-    by_lower = {name.lower().removesuffix("_manifest"): name for name in sorted(available, key=len, reverse=True)}
+    by_lower = {name.lower(): name for name in available}
     chosen = {}
     for split in wanted:
         if split in named:
@@ -48,7 +47,8 @@ def choose_splits(source: Source, wanted: Sequence[str], named: Mapping[str, lis
                     raise SbkitError(f"{source.where} has no split {name!r} for {split}",
                                      hint=f"it has {', '.join(available) or 'none'}")
         else:
-            alias = next((name for name in ALIASES[split] if name in by_lower), None)
+            aliases = [*ALIASES[split], *(f"{name}_manifest" for name in ALIASES[split])]  # NeMo: train_manifest.json
+            alias = next((name for name in aliases if name in by_lower), None)
             if alias is not None:
                 chosen[split] = [by_lower[alias]]
     if not chosen:

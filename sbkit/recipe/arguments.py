@@ -269,14 +269,16 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
 
 
 def without(words: Iterable[str], keys: Container[str]) -> list[str]:
-    """The words without these options, and their values.
+    """The words without these options or parts of them, and their values.
 
     >>> without(["a.yaml", "--lr", "1", "--data=x", "--seed", "3"], {"lr", "data"})
     ['a.yaml', '--seed', '3']
     """
     kept, leave = list[str](), False
     for word in words:
-        leave = word[2:].partition("=")[0] in keys if word.startswith("--") else leave
+        if word.startswith("--"):
+            *owners, last = word[2:].partition("=")[0].split(".")
+            leave = any(".".join([*owners, last][:i + 1]) in keys for i in range(len(owners) + 1))
         kept += [] if leave else [word]
     return kept
 

@@ -93,8 +93,8 @@ def check(
                 except SbkitError as error:
                     _add_missing("no-corpus", source.source or source, error, findings, starting)
     if root is not None and not findings and not any(node.tag for node in root.walk()):
-        findings.warning("missing-key", Place(str(path)), "brain", "nothing in it is built (!new:, !name:): it is no "
-                         "recipe of sbkit's or SpeechBrain's", COMPLETE)
+        findings.warning("missing-key", Place(str(path)), "brain", "nothing in it is built (!new:, !name:), so nothing "
+                         "can be checked", COMPLETE)
     elif root is not None and run:
         _check_built(root, findings, report, run_opts, starting, measure, pricing, needed)
     owned = {finding.key for finding in findings if finding.code == "not-owned"}  # more specific

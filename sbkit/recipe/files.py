@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -287,33 +287,36 @@ class _Converter:
         return {**merged, **own}
 
 
-def moved(tree: Node, folder: str | Path) -> Node:
-    """The tree, with the paths in its output folder moved to another folder."""
+def moved(tree: Node, folder: str | Path, but: Container[str] = ()) -> Node:
+    """The tree, with the paths in its output folder moved to another folder, but for values of some keys."""
     old, new = str(tree.value["output_folder"].value).rstrip("/"), str(folder).rstrip("/")
-    for node in tree.walk():
-        if isinstance(node.value, str) and f"{node.value}/".startswith(f"{old}/"):
+    for node in tree.walk() if old not in ("", ".") else ():
+        if isinstance(node.value, str) and f"{node.value}/".startswith(f"{old}/") and node.key not in but:
             node.value = new + node.value[len(old):]
     return tree
 
 
 def refer_again(path: Path, tree: Node, given: Mapping[str, Any]) -> None:
-    """Prepare a recipe as a run writes it, without references, for what the command line gives.
+    """Prepare the recipe that a run wrote, without references, for what the command line gives.
 
     All paths in its output folder follow another one, the epoch counter the number of epochs, and the corpus its
     folder. If the run's whole folder was copied or moved, the recipe is of where it is now.
     """
     output = tree.value.get("output_folder")
-    if output is None or not isinstance(output.value, str) or _references(tree):
-        return
+    with open(path, encoding="utf-8") as file:
+        if not file.readline().startswith("# Generated ") or output is None or not output.scalar or _references(tree):
+            return
     for key, (owner, part) in COPIED.items():
         parts = getattr(tree.value.get(owner), "value", None)
-        if key in given and key in tree.value and isinstance(parts, dict) and part in parts \
-                and parts[part].value == tree.value[key].value:
+        if key not in given or key not in tree.value or not isinstance(parts, dict) or part not in parts:
+            continue
+        old = tree.value[key].value
+        others = [node for node in tree.walk() if node.value == old and "epoch" in node.key and node.key != key]
+        if parts[part].value == old and not others[1:]:  # such as the epoch_count of a schedule
             parts[part] = Node(f"<{key}>", parts[part].place, parts[part].key, "!ref")
-    if isinstance(given.get("output_folder"), str):
-        moved(tree, given["output_folder"])
-    elif path.name == "hyperparams.yaml" and (path.parent / "save").is_dir() \
-            and path.parent.resolve() != Path(output.value).resolve():
+    if "output_folder" in given:
+        moved(tree, str(given["output_folder"]), but=("data_folder", "corpus.source", "init_from", "encoder_source"))
+    elif (path.parent / "save").is_dir() and path.parent.resolve() != Path(str(output.value)).resolve():
         moved(tree, path.parent.resolve())
 
 

@@ -83,10 +83,12 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
     while isinstance(value, Mapping) and len(value) == 1:
         [(part, value)] = value.items()
         parts.append(str(part))
-    ours = NAMED_ELSEWHERE.get(parts[-1])
+    ours = NAMED_ELSEWHERE.get(key) or NAMED_ELSEWHERE.get(parts[-1])
     within = {f"{name}.{key}" for _, level in levels(files) for name, node in level.value.items()
               if isinstance(node.value, dict) and key in node.value}
     there = {str(name) for _, level in levels(files) for name in level.value} | {"grad_accumulation_factor"}
+    if ours == "decoder" and "output_neurons" not in there:  # elsewhere it is a network
+        ours = None
     ours = ours if ours and ours.partition(".")[0] in there.intersection(known) else None
     near = ours or (within.pop() if len(within) == 1 else did_you_mean(key, known, 0.75) or did_you_mean(
         f"--{key}", [f"--{name}" for name in known], 0.75))

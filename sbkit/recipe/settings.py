@@ -162,7 +162,9 @@ def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:
     epochs = static(root.value["number_of_epochs"]) if "number_of_epochs" in root.value else None
     if epochs in SIZE and isinstance(number, int) and number != epochs:
         advice = "write `limit: !ref <number_of_epochs>`"
-        if not value.place_of("limit").line:
+        if not root.value["number_of_epochs"].place.line:  # a run's recipe has no references
+            advice += f", or give --{value.key_of('limit')} {epochs} too"
+        elif not value.place_of("limit").line:
             advice = f"give --number_of_epochs {number} instead"
         findings.error("setting", value.place_of("limit"), value.key_of("limit"),
                        f"it is {number}, and number_of_epochs is {epochs}", advice)

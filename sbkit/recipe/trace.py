@@ -196,7 +196,8 @@ def _ligru(layer: LiGRU_Layer, projected: Tensor, first: Tensor) -> Tensor:
 
 def build_brain(task: TaskClass, hparams: Mapping[str, Any], precision: str = "fp32", **more: Any) -> Task:
     """Build the Brain of a recipe, without output folder and checkpoints; ``more`` replaces values of keys."""
-    kept = {key: value for key, value in hparams.items() if key not in ("output_folder", "schedule", "precision")}
+    kept = {key: value for key, value in hparams.items()
+            if key not in ("output_folder", "schedule", "precision", "grad_accumulation_factor")}
     more = {"freeze": permanently_frozen(hparams.get("freeze")), **more}
     return task(modules=hparams["modules"], hparams={**kept, **more}, checkpointer=None,
                 run_opts=RunOptions(device="cpu", precision=precision, overridden_args={"device", "precision"}))

@@ -67,7 +67,7 @@ def read_progress(checkpointer: Checkpointer, counter: EpochCounter) -> RunProgr
             state.load_state_dict(yaml.safe_load(checkpoint.paramfiles["brain"].read_text(encoding="utf-8")), ended)
             load_recoverable(at, name, checkpoint.paramfiles[name], hook_for(at, None, DEFAULT_LOAD_HOOKS, "load"),
                              ended)
-            if isinstance(at, EpochCounterWithStopper):
+            if isinstance(at, EpochCounterWithStopper) and STOPPER in checkpoint.paramfiles:
                 load_stopper(at, checkpoint.paramfiles[STOPPER], ended)
             return RunProgress(state.epochs or counter.limit, state.optimizer_step, at.current, state.epoch_step,
                                what_trains_on(at))

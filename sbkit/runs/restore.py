@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,9 +165,9 @@ def find_checkpoint(checkpointer: Checkpointer, name: str) -> Checkpoint:
 _WEIGHTS = (torch.nn.Module, EMA)
 
 
-def moved_recipe(path: Path, folder: Path) -> Node:
+def moved_recipe(path: Path, folder: Path, overrides: Mapping[str, Any] | None = None) -> Node:
     """The tree of a run's recipe, with paths in its old output folder moved to ``folder``."""
-    tree = load.resolved(path, {})
+    tree = load.resolved(path, overrides or {})
     if tree.at("output_folder") is None:
         raise SbkitError(f"{path} lacks output_folder", hint="that is a bundle: name the run that it was exported from"
                          if (folder / BUNDLE).is_file() else "is it a recipe that a run wrote?")

@@ -118,8 +118,7 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
         logger.warning("This run resumes with changed values: %s", "; ".join(changes))
     larger = what_trains_on(epochs)
     if larger and ranks.is_main():
-        logger.info("All %d epochs are trained, so only the test is left; a larger %s trains on",
-                    epochs.current, larger)
+        logger.info("Epoch %d was the last, so only the test is left; a larger %s trains on", epochs.current, larger)
     elif resumed and ranks.is_main():
         state = brain.train_state
         done = f", after {state.epoch_step} of its {state.epoch_steps} steps" if state.epoch_step else ""

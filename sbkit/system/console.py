@@ -182,13 +182,15 @@ def end_scripts_in_one_line() -> None:
     earlier = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, SbkitError):
+        if not isinstance(error, SbkitError) or error.__cause__ is not None:  # which may say more
             earlier(kind, error, trace)
-        elif os.environ.get("RANK", "0") == "0":  # as in ``sbkit.cli``
+        else:
             script = getattr(sys.modules["__main__"], "__file__", None)
             line = next((number for frame, number in reversed([*traceback.walk_tb(trace)])
                          if frame.f_code.co_filename == script), None)
-            write_error(f"{script}:{line}: error: {error}" if line else f"error: {error}")
+            rank = os.environ.get("RANK", "0")  # another's error may be its own
+            write_error((f"rank {rank}: " if rank != "0" else "") + (f"{script}:{line}: " if line else "")
+                        + f"error: {error}")
 
     if not getattr(earlier, "of_sbkit", False):
         hook.of_sbkit = True  # type: ignore[attr-defined]

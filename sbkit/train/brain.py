@@ -138,7 +138,7 @@ class Brain(sb.core.Brain):
                                                   "check_loss_isfinite", "_fit_train")
                             if getattr(type(self), name) is not getattr(Brain, name)]
         self.trainer = Trainer(self, self.train_state, self.keys.average, freezing, self._rng,
-                               lambda: self._save_intra_epoch_ckpt(), recipe_steps=bool(self._overridden))
+                               lambda: self._save_intra_epoch_ckpt(), recipe_steps=self._overridden)
         self._factors: dict[str, float] = {}
         extra = {"rng": self._rng, "metrics": self.metrics_log, "ema": self.trainer.ema,
                  "scaler": self.scaler if self.scaler.is_enabled() else None}
@@ -336,7 +336,7 @@ class Brain(sb.core.Brain):
         with self.evaluation_ctx:
             outputs = losses_in_fp32(self.compute_forward(batch, stage=stage), self.evaluation_ctx)
             loss = self.compute_objectives(outputs, batch, stage=stage)
-            one_number(loss, "compute_objectives", (torch.Tensor,))
+            one_number(loss, "compute_objectives", tensor=True)
             return loss.detach()
 
     def loss_of(self, batch: MicroBatch) -> Loss:

@@ -50,6 +50,7 @@ def what_trains_on(counter: EpochCounter) -> str:
     >>> what_trains_on(EpochCounter(4))
     ''
     """
+    larger = ["number_of_epochs"] if counter.current >= counter.limit else []
     if getattr(counter, "should_stop", False):
-        return "limit_to_stop (it stopped early)"
-    return "number_of_epochs" if counter.current >= counter.limit else ""
+        larger.append("limit_to_stop (it stopped early)")
+    return " and ".join(larger)

@@ -46,8 +46,8 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
                 hparams[name] = value
         if value not in _PRECISIONS:
             raise SbkitError(f"{name} is {value!r}", hint=f"choose one of auto, {', '.join(_PRECISIONS)}")
-    if option_number(FACTOR, pick(opts, hparams, FACTOR)) < 1:  # type: ignore[operator]  # None has no meaning here
-        raise SbkitError(f"{FACTOR} is {pick(opts, hparams, FACTOR)}, and must be 1 or more")
+    if (factor := option_number(FACTOR, pick(opts, hparams, FACTOR))) is not None and factor < 1:
+        raise SbkitError(f"{FACTOR} is {factor}, and must be 1 or more")
     minutes, steps = "ckpt_interval_minutes", "ckpt_interval_steps"
     for asked, other in ((minutes, steps), (steps, minutes)):  # from the command line, it replaces the recipe's other
         if hparams is not None and asked in opts.overridden_args and other not in opts.overridden_args:

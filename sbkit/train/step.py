@@ -8,6 +8,7 @@ so the gradients are multiplied once, right before the update, by one factor (se
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -76,7 +77,7 @@ def as_loss(value: Objectives, weight: float = 1.0) -> Loss:
     A plain scalar keeps SpeechBrain's meaning: each micro-batch counts as one. A batch of weight 0 counts as none.
     """
     loss = value if isinstance(value, Loss) else Loss(value, 1.0)
-    one_number(loss.total, "compute_objectives", (torch.Tensor,))
+    one_number(loss.total, "compute_objectives", tensor=True)
     if isinstance(loss.count, (int, float)) and loss.count < 0:
         raise SbkitError(f"compute_objectives returned sbkit.Loss with a count of {loss.count}", hint="0 is the least")
     total = loss.total.float() if loss.total.dtype in _HALF else loss.total
@@ -240,13 +241,14 @@ class Mean:
         return whole.total / whole.count if whole.count else self._set
 
 
-def one_number(loss: Loss | torch.Tensor | float, method: str,
-               kinds: tuple[type, ...] = (torch.Tensor, float, int)) -> torch.Tensor:
-    """Convert a loss of any kind, which a method returned, to a tensor with one element."""
+def one_number(loss: Loss | torch.Tensor | float, method: str, tensor: bool = False) -> torch.Tensor:
+    """Convert a loss of any kind, or a ``tensor`` alone, which a method returned, to a tensor with one element."""
     if isinstance(loss, Loss):
         loss = loss.mean
-    if not isinstance(loss, kinds) or (isinstance(loss, torch.Tensor) and loss.numel() != 1):
+    with contextlib.suppress(TypeError, ValueError):  # what is no number
+        loss = loss if tensor or isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise SbkitError(f"{method} returned a loss of {shape}, not one number",
                          hint="return a scalar tensor or sbkit.Loss(total, count)")
-    return loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+    return loss

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import speechbrain as sb
@@ -83,11 +83,11 @@ class Trainer:
     brain : its hooks and options, as SpeechBrain documents them
     generators : the random number generators, as restored from a checkpoint
     write : saves a checkpoint in the middle of an epoch
-    recipe_steps : whether the recipe overrides a method of SpeechBrain's step, so that its loop is followed
+    recipe_steps : the methods of SpeechBrain's step that the recipe overrides; if any, its loop is followed
     """
 
     def __init__(self, brain: sb.Brain, state: TrainState, ema: EMA | None, freezing: Freezing,
-                 generators: rng.RngState, write: Callable[[], None], recipe_steps: bool = False):
+                 generators: rng.RngState, write: Callable[[], None], recipe_steps: Collection[str] = ()):
         self.brain, self.state, self.ema, self.freezing = brain, state, ema, freezing
         self.modules: torch.nn.ModuleDict = brain.modules
         self.device = torch.device(brain.device)
@@ -429,10 +429,10 @@ class Trainer:
                 return
             before, failures = state.optimizer_step, state.nonfinite_count
             loss = one_number(brain.fit_batch(batch), "fit_batch")
-            seen = state.nonfinite_count > failures or getattr(batch, "weight", 1) == 0  # a stand-in has no loss
-            if not (seen or torch.isfinite(loss)):
+            looks = state.nonfinite_count > failures or "check_loss_isfinite" in self._recipe_steps
+            if "fit_batch" in self._recipe_steps and not (looks or torch.isfinite(loss)):
                 state.nonfinite_count += 1
-                told = f"the loss of batch {state.step} is {loss:g}, number {state.nonfinite_count} in epoch {epoch}"
+                told = f"batch {state.step} has the loss {loss.item()}, number {state.nonfinite_count} of epoch {epoch}"
                 if state.nonfinite_count > brain.nonfinite_patience:
                     raise NotFinite(told, hint=f"nonfinite_patience allows {brain.nonfinite_patience}")
                 logger.warning("%s (nonfinite_patience allows %d)", told, brain.nonfinite_patience)

@@ -62,22 +62,40 @@ def test_what_decides_is_told_where_its_copy_is_given(tmp_path):
     assert "it is 9, and number_of_epochs is 2; give --number_of_epochs 9 instead" in str(report.errors[0])
 
 
-def test_what_is_given_to_a_recipe_without_references_reaches_what_was_a_reference(tmp_path):
-    text = ("output_folder: /old/run\nsave: /old/run/save\nother: /old/runner\nnumber_of_epochs: 2\ndata_folder: null\n"
-            "epoch_counter: !new:speechbrain.utils.epoch_loop.EpochCounter {limit: 2}\n"
-            "corpus: !new:sbkit.data.corpus.Corpus {source: null, folder: /old/run/manifests}\n")
-    path, given = write(tmp_path, text), {"output_folder": "/new", "number_of_epochs": 5, "data_folder": "/data"}
+RUN = """# Generated 2026-01-01 from:
+output_folder: /old/run
+save: /old/run/save
+init_from: /old/run/source
+other: /old/runner
+number_of_epochs: 2
+data_folder: null
+epoch_counter: !new:speechbrain.utils.epoch_loop.EpochCounter {limit: 2}
+corpus: !new:sbkit.data.corpus.Corpus {source: null, folder: /old/run/manifests}
+"""
+
+
+def test_what_is_given_to_the_recipe_of_a_run_reaches_what_were_references(tmp_path):
+    path, given = write(tmp_path, RUN), {"output_folder": "/new", "number_of_epochs": 5, "data_folder": "/data"}
     found = load.resolved(path, given).texts()
-    assert {key: found[key] for key in ("save", "other", "epoch_counter.limit", "corpus.source", "corpus.folder")} == {
-        "save": "/new/save", "other": "/old/runner", "epoch_counter.limit": "5", "corpus.source": "/data",
-        "corpus.folder": "/new/manifests"}
+    assert {key: found[key] for key in ("save", "other", "init_from", "epoch_counter.limit", "corpus.source",
+                                        "corpus.folder")} == {
+        "save": "/new/save", "other": "/old/runner", "init_from": "/old/run/source", "epoch_counter.limit": "5",
+        "corpus.source": "/data", "corpus.folder": "/new/manifests"}
     assert load.resolved(path, {}).texts()["save"] == "/old/run/save"
+    assert load.resolved(write(tmp_path, RUN.replace("# Gen", "# I gen")), given).texts()["save"] == "/old/run/save"
+
+
+def test_a_number_of_epochs_that_does_not_reach_all_is_refused(tmp_path):
+    path = write(tmp_path, f"{RUN}annealing: {{epoch_count: 2}}\n")
+    report = check(path, {"number_of_epochs": 5}, run=False)
+    assert "it is 2, and number_of_epochs is 5; write `limit: !ref <number_of_epochs>`, or give --epoch_counter" in str(
+        report.errors[0])
 
 
 @pytest.mark.parametrize(("name", "there", "moved"), [
-    ("hyperparams.yaml", True, True), ("hyperparams.yaml", False, False), ("mine.yaml", True, False)])
+    ("hyperparams.yaml", True, True), ("hyperparams.yaml", False, False), ("mine.yaml", True, True)])
 def test_the_recipe_of_a_run_whose_folder_was_copied_is_of_the_copy(tmp_path, name, there, moved):
-    path = write(tmp_path, "output_folder: /old/run\nsave: /old/run/save\n").rename(tmp_path / name)
+    path = write(tmp_path, RUN).rename(tmp_path / name)
     if there:
         (tmp_path / "save").mkdir()
     assert load.resolved(path, {}).texts()["save"] == (f"{tmp_path}/save" if moved else "/old/run/save")

@@ -183,13 +183,13 @@ def test_a_start_that_is_refused_leaves_the_run_as_it_was(started, tmp_path):
     assert started()[:2] == (0, (0, 0)), "and it is still done"
 
 
-def test_a_runs_own_recipe_trains_nothing_into_it_from_another_folder(started, tmp_path):
+def test_a_runs_own_recipe_trains_into_another_folder_and_leaves_that_run_as_it_is(started, tmp_path):
     out = tmp_path / "out"
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert main(["train", str(out / "hyperparams.yaml"), "--output_folder", str(tmp_path / "other"), "--no-check",
-                 "--device", "cpu"]) == 2
+                 "--device", "cpu"]) == 0
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-    assert not (tmp_path / "other").exists()
+    assert (tmp_path / "other" / "tested.json").is_file() and list((tmp_path / "other" / "save").glob("CKPT+*"))
 
 
 def test_what_was_never_trained_is_not_tested(new, started):

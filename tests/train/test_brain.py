@@ -624,8 +624,8 @@ def test_a_loss_that_is_not_finite_is_told_of_a_fit_batch_that_does_not_look(cap
 
     toy = brain(Own, partial(torch.optim.SGD, lr=0.1), nonfinite_patience=1)
     toy.fit([1], ToyTrainLoader(3, 6))
-    assert "the loss of batch 2 is nan, number 1 in epoch 1 (nonfinite_patience allows 1)" in caplog.text
-    with pytest.raises(SbkitError, match="number 1 in epoch 1; nonfinite_patience allows 0"):
+    assert "batch 2 has the loss nan, number 1 of epoch 1 (nonfinite_patience allows 1)" in caplog.text
+    with pytest.raises(SbkitError, match="number 1 of epoch 1; nonfinite_patience allows 0"):
         brain(Own, partial(torch.optim.SGD, lr=0.1), nonfinite_patience=0).fit([1], ToyTrainLoader(3, 6))
 
 

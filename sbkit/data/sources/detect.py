@@ -99,9 +99,6 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
             return _of_files(kind, path, files, columns, data_root)
     if parquet := Parquet.in_folder(path):
         return Parquet(parquet, path, cache, columns)
-    if (path / "wav.scp").is_file() or any(path.glob("*/wav.scp")):
-        raise SbkitError(f"{path} has Kaldi's lists, which sbkit doesn't read", hint=(
-            'write a train.jsonl with a line {"audio_filepath": PATH, "text": TEXT} for each of wav.scp and text'))
     if list(path.glob("*.tsv")):
         raise SbkitError(f"{path} has TSVs but no folder clips/ with the recordings",
                          hint="unpack a release of Common Voice completely; name other TSVs: {train: FILE, dev: FILE}")
@@ -111,6 +108,9 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
         return VoxCeleb(path)
     if AudioFolder.matches(path):
         return AudioFolder(path)
+    if (path / "wav.scp").is_file() or any(path.glob("*/wav.scp")):
+        raise SbkitError(f"{path} has Kaldi's lists, which sbkit doesn't read", hint=(
+            'write a train.jsonl with a line {"audio_filepath": PATH, "text": TEXT} for each of wav.scp and text'))
     raise SbkitError(f"{path} is not a corpus that sbkit recognises", hint=_EXPECTED)
 
 
