@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from speechbrain.augment.time_domain import SpeedPerturb
+from speechbrain.decoders.scorer import BaseRescorerInterface
 from speechbrain.processing.features import Deltas
 from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, Checkpointer, get_default_hook
 from speechbrain.utils.parameter_transfer import Pretrainer
@@ -266,13 +267,14 @@ def _fixes(key: str, owned: Owned) -> str:
 def left_behind(built: Built, before: Owned) -> list[Tensor]:
     """Constants that are still on the CPU after ``modules`` were moved; ``check_ownership`` is for parameters.
 
-    Attributes of SpeechBrain's own layers don't count, nor the buffers of its Deltas and SpeedPerturb: their forward
-    moves them, such as the window of its STFT, or works on the CPU.
+    Attributes of SpeechBrain's own layers don't count, nor the buffers of its Deltas, SpeedPerturb and rescorers: they
+    move them, such as the window of its STFT, or works on the CPU.
 
     before: what was owned before the move; parameters are moved in place, wherever else they are referred to
     """
-    moving = {id(layer) for obj in built.hparams.values() if isinstance(obj, SpeedPerturb)
-              for each in obj.resamplers for layer in each.modules()}
+    moving = {id(layer) for obj in built.hparams.values() if isinstance(obj, (SpeedPerturb, BaseRescorerInterface))
+              for each in (obj.resamplers if isinstance(obj, SpeedPerturb) else [getattr(obj, "lm", None)])
+              if isinstance(each, nn.Module) for layer in each.modules()}
     copied = {key for key in built.hparams if _is_copied(key, built, before)}
     return [t for t in tensors(built)
             if t.value.device.type == "cpu" and t.key not in copied

@@ -38,6 +38,19 @@ pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer
 layer: !new:torch.nn.Linear [3, 5]
 modules: {layer: !ref <layer>}
 """,
+    "a language model that rescores, which its script moves in tests": """\
+lm: !new:speechbrain.lobes.models.transformer.TransformerLM.TransformerLM
+    {vocab: 8, d_model: 8, nhead: 2, num_encoder_layers: 1, d_ffn: 8, max_length: 16}
+transformerlm: !new:speechbrain.decoders.scorer.TransformerLMRescorer
+    {language_model: !ref <lm>, tokenizer: null, temperature: 1.0}
+pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer
+    loadables: {lm: !ref <lm>}
+output: !new:torch.nn.Linear [3, 5]
+modules: {output: !ref <output>}
+checkpointer: !new:speechbrain.utils.checkpoints.Checkpointer
+    checkpoints_dir: save
+    recoverables: {output: !ref <output>}
+""",
     "a pretrainer of another name, and a weight that spectral_norm computes": """\
 embedding: !new:torch.nn.Linear [3, 5]
 pretrained: !new:speechbrain.utils.parameter_transfer.Pretrainer
