@@ -23,8 +23,9 @@ from sbkit.system import renamed
 #: Former names of recipes of sbkit.
 FORMER_RECIPES = {"ssl.yaml": "finetune.yaml"}
 Files = list[tuple[Path, Node]]
-#: Keys, and the parts that are equal to them in a recipe without references.
-COPIED = {"number_of_epochs": ("epoch_counter", "limit"), "data_folder": ("corpus", "source")}
+#: Keys, and what has the same value in a recipe without references.
+COPIED = {"number_of_epochs": r"epoch_counter\.limit", "data_folder": r"corpus\.source",
+          "language": r"corpus\.language", "seed": r"__set_seed\[0\]|.*\.seed"}
 #: How deep lists and mappings may be nested; in recipes that people write it is about a dozen.
 MAX_DEPTH = 100
 _YAML_TAG = "tag:yaml.org,2002:"
@@ -306,14 +307,16 @@ def refer_again(path: Path, tree: Node, given: Mapping[str, Any]) -> None:
     with open(path, encoding="utf-8") as file:
         if not file.readline().startswith("# Generated ") or output is None or not output.scalar or _references(tree):
             return
-    for key, (owner, part) in COPIED.items():
-        parts = getattr(tree.value.get(owner), "value", None)
-        if key not in given or key not in tree.value or not isinstance(parts, dict) or part not in parts:
+    for key, copies in COPIED.items():
+        if key not in given or key not in tree.value or not tree.value[key].scalar:
             continue
-        old = tree.value[key].value
-        others = [node for node in tree.walk() if node.value == old and "epoch" in node.key and node.key != key]
-        if parts[part].value == old and not others[1:]:  # such as the epoch_count of a schedule
-            parts[part] = Node(f"<{key}>", parts[part].place, parts[part].key, "!ref")
+        equal = [(each, part) for each in tree.walk() for part, child in each.items()
+                 if child.scalar and child.value == tree.value[key].value and child.key != key]
+        if key == "number_of_epochs" and len([part for _, part in equal if "epoch" in str(part)]):
+            continue  # such as the epoch_count of a schedule, which would stay
+        for each, part in equal:
+            if re.fullmatch(copies, (child := each.value[part]).key):
+                each.value[part] = Node(f"<{key}>", child.place, child.key, "!ref")
     if "output_folder" in given:
         moved(tree, str(given["output_folder"]), but=("data_folder", "corpus.source", "init_from", "encoder_source"))
     elif (path.parent / "save").is_dir() and path.parent.resolve() != Path(str(output.value)).resolve():

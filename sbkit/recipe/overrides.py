@@ -21,7 +21,8 @@ _COMMAND_LINE, _NO_VALUE = Place(), Place(column=-1)
 NAMED_ELSEWHERE = {name: ours for ours, names in {
     "lr": "learning_rate lr_adam", "max_batch_seconds": "batch_size", "batching.sort": "sorting sort",
     "number_of_epochs": "epochs n_epochs num_epochs max_epochs N_epochs num_train_epochs",
-    "data_folder": "train_csv valid_csv test_csv dataset dataset_dir data_dir train_manifest train_json train_data",
+    "data_folder": "train valid test dev "
+                   "train_csv valid_csv test_csv dataset dataset_dir data_dir train_manifest train_json train_data",
     "corpus.data_root": "data_root", "output_neurons": "vocab_size", "d_model": "hidden_size", "num_workers": "workers",
     "precision": "fp16 bf16 amp mixed_precision use_amp", "opt_class": "opt optim optimizer Adam AdamW SGD",
     "freeze": "freeze_encoder freeze_encoder_layers freeze_feature_extractor freeze_lm",
@@ -35,7 +36,7 @@ NAMED_ELSEWHERE = {name: ours for ours, names in {
     "init_from": "pretrained pretrained_path from_pretrained", "output_folder": "save_dir out_dir exp_dir",
 }.items() for name in names.split()}
 REMARKS = {"batch_size": "It counts seconds of audio, not utterances",
-           **dict.fromkeys("train_csv valid_csv test_csv train_manifest train_json".split(),
+           **dict.fromkeys("train valid test dev train_csv valid_csv test_csv train_manifest train_json".split(),
                            "It takes a folder, or {train: FILE, dev: FILE, test: FILE}"),
            **dict.fromkeys("freeze_encoder freeze_encoder_layers".split(),
                            "It names parts: {Transformer.encoder: true}, or of a pretrained one {encoder: true}"),
