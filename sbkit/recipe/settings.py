@@ -56,7 +56,8 @@ def check_settings(root: Node, findings: Findings) -> None:
                 null = "" if own.needed else " or null"
                 findings.error("setting", root.place_of(own.name), own.name,
                                f"it is {_shown(value)}, and must be an object{null}",
-                               "write null" if null and value is False else f"write !new: and its class{null}")
+                               "write null" if null and str(value).lower() in ("false", "none") else
+                               f"write !new: and its class{null}")
         elif key in NUMBERS and not _is_number(key, value):
             _report(root, key, f"it is {_shown(value)}, and must be a number", findings)
         elif _too_low(key, value):
