@@ -300,11 +300,11 @@ def moved(tree: Node, folder: str | Path, but: Container[str] = ()) -> Node:
 def refer_again(path: Path, tree: Node, given: Mapping[str, Any]) -> None:
     """Prepare the recipe that a run wrote, without references, for what the command line gives.
 
-    All paths in its output folder follow another one, the epoch counter the number of epochs, and the corpus its
-    folder. If the run's whole folder was copied or moved, the recipe is of where it is now.
+    All paths in its output folder follow another one, and what has a value of ``COPIED`` that value. If the run's
+    whole folder was copied or moved, the recipe is of where it is now.
     """
     output = tree.value.get("output_folder")
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         if not file.readline().startswith("# Generated ") or output is None or not output.scalar or _references(tree):
             return
     for key, copies in COPIED.items():
@@ -312,7 +312,7 @@ def refer_again(path: Path, tree: Node, given: Mapping[str, Any]) -> None:
             continue
         equal = [(each, part) for each in tree.walk() for part, child in each.items()
                  if child.scalar and child.value == tree.value[key].value and child.key != key]
-        if key == "number_of_epochs" and len([part for _, part in equal if "epoch" in str(part)]):
+        if key == "number_of_epochs" and any("epoch" in str(part) for _, part in equal):
             continue  # such as the epoch_count of a schedule, which would stay
         for each, part in equal:
             if re.fullmatch(copies, (child := each.value[part]).key):

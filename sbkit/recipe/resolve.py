@@ -51,7 +51,7 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
     if not files:
         return None
     root, overrides = files[0][1], with_present_keys(overrides, keys(files))
-    refer_again(path, root, overrides)
+    refer_again(files[0][0], root, overrides)
     unknown = check_overrides(files, overrides, findings, packages)
     given = Node({key: from_python(value, key) for key, value in overrides.items() if key not in unknown}, Place(), "")
     declared = declared_in(files, overrides, packages)

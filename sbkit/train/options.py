@@ -15,7 +15,7 @@ from sbkit.recipe.settings import NO_DATA_PARALLEL, NUMBERS, option_number
 from sbkit.recipe.speed import native_precision
 from sbkit.train import device as devices
 
-FACTOR = "grad_accumulation_factor"
+_FACTOR = "grad_accumulation_factor"
 _PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -46,8 +46,8 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
                 hparams[name] = value
         if value not in _PRECISIONS:
             raise SbkitError(f"{name} is {value!r}", hint=f"choose one of auto, {', '.join(_PRECISIONS)}")
-    if (factor := option_number(FACTOR, pick(opts, hparams, FACTOR))) is not None and factor < 1:
-        raise SbkitError(f"{FACTOR} is {factor}, and must be 1 or more")
+    if (factor := option_number(_FACTOR, pick(opts, hparams, _FACTOR))) is not None and factor < 1:
+        raise SbkitError(f"{_FACTOR} is {factor}, and must be 1 or more")
     minutes, steps = "ckpt_interval_minutes", "ckpt_interval_steps"
     for asked, other in ((minutes, steps), (steps, minutes)):  # from the command line, it replaces the recipe's other
         if hparams is not None and asked in opts.overridden_args and other not in opts.overridden_args:

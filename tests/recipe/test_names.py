@@ -67,6 +67,9 @@ output_folder: /old/run
 save: /old/run/save
 init_from: /old/run/source
 other: /old/runner
+seed: 7
+__set_seed: !apply:speechbrain.utils.seed_everything [7]
+batching: !new:sbkit.data.plan.Batching {max_batch_seconds: 7, seed: 7}
 number_of_epochs: 2
 data_folder: null
 epoch_counter: !new:speechbrain.utils.epoch_loop.EpochCounter {limit: 2}
@@ -75,12 +78,14 @@ corpus: !new:sbkit.data.corpus.Corpus {source: null, folder: /old/run/manifests}
 
 
 def test_what_is_given_to_the_recipe_of_a_run_reaches_what_were_references(tmp_path):
-    path, given = write(tmp_path, RUN), {"output_folder": "/new", "number_of_epochs": 5, "data_folder": "/data"}
+    path, given = write(tmp_path, RUN), {"output_folder": "/new", "number_of_epochs": 5, "data_folder": "/data",
+                                            "seed": 8}
     found = load.resolved(path, given).texts()
     assert {key: found[key] for key in ("save", "other", "init_from", "epoch_counter.limit", "corpus.source",
                                         "corpus.folder")} == {
         "save": "/new/save", "other": "/old/runner", "init_from": "/old/run/source", "epoch_counter.limit": "5",
         "corpus.source": "/data", "corpus.folder": "/new/manifests"}
+    assert [found[f"batching.{key}"] for key in ("seed", "max_batch_seconds")] == ["8", "7"]
     assert load.resolved(path, {}).texts()["save"] == "/old/run/save"
     assert load.resolved(write(tmp_path, RUN.replace("# Gen", "# I gen")), given).texts()["save"] == "/old/run/save"
 
