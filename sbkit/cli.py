@@ -156,11 +156,18 @@ class _Parser(argparse.ArgumentParser):
         return f"{options[plain]}{equals}{value}" if plain in options else word
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required"):
+            needed = " ".join(f"{' '.join(action.option_strings[:1])} {action.metavar}".strip()
+                              for action in self._actions if action.required)
+            raise SbkitError(message, hint=f"write {self.prog} {needed}; see {self.prog} --help")
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         self._refuse(message, *(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ("", []))
 
     def _refuse(self, message: str, word: str, options: list[str]) -> NoReturn:
-        near = difflib.get_close_matches(word, options, n=1)
+        from sbkit.recipe.overrides import NAMED_ELSEWHERE
+
+        ours = self._spelled("--" + NAMED_ELSEWHERE.get(word.lstrip("-").replace("-", "_"), ""))
+        near = [ours] if ours in options else difflib.get_close_matches(word, options, n=1)
         raise SbkitError(message, hint=(f"did you mean {near[0]}? " if near else "") + f"see {self.prog} --help")
 
 

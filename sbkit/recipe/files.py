@@ -158,6 +158,8 @@ def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
             root.comments[None] = _comment_lines(reversed(text.splitlines())), ""
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        if error.problem == "could not find expected ':'":
+            mark = error.context_mark  # the key without one; ruamel's problem is where it gave up
         place = Place(name, mark.line + 1, mark.column + 1) if mark else Place(name)
         problem = (error.problem or error.context or str(error)).strip()
         lines = text.splitlines()
@@ -207,7 +209,8 @@ _ADVICE = {
     ("another document",): "remove the line --- above it",
     ("mapping values are not allowed",):
         "a value with a colon needs quotes; or is the line above indented differently?",
-    ("expected <block end>", "could not find expected ':'"): "compare its indentation with the lines above",
+    ("could not find expected ':'",): "write `key: value`, or compare its indentation with the lines above",
+    ("expected <block end>",): "compare its indentation with the lines above",
     ("character '>'", "character '<'"): "write a reference with brackets in a separate line: - !ref <key[part]>",
     ("',' or ']'", "',' or '}'"): "a bracket is not closed",
 }

@@ -16,7 +16,7 @@ from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.recipe.files import COPIED, Files, keys
 from sbkit.recipe.keys import Declared
-from sbkit.recipe.overrides import NAMED_ELSEWHERE, REMARKS, named, unknown_key
+from sbkit.recipe.overrides import NAMED_ELSEWHERE, NEEDLESS, REMARKS, named, unknown_key
 from sbkit.recipe.report import did_you_mean
 from sbkit.recipe.signatures import ForbiddenImport, locate
 from sbkit.recipe.source import Findings, Node, Place
@@ -126,6 +126,8 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
                 f"give --{holder}.{key}" if given else f"write `{key}: !ref <{key}>` there")
         elif ours and ours.partition(".")[0] in options | beside:
             hint = f"here its name is {ours}. {REMARKS.get(key, '')}".strip(" .")
+        elif key in NEEDLESS:
+            hint = f"leave it out: {NEEDLESS[key]}"
         elif near and not re.search(r"\d", key):
             hint = f"did you mean {' or '.join(longer if near in longer else [near])}?"
         else:
@@ -134,7 +136,12 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
         if given and cls is not None and cls.__module__.startswith("sbkit."):
             findings.error("unread-key", Place(), f"--{key}",
                            "it would change nothing: nothing reads this key, and no reference names it", hint)
-        elif given or {*referred} - {*COPIED, ""} or Path(place.file).name != "hyperparams.yaml":  # without references
+        elif holder and not given and not {*referred} - {*COPIED, ""}:  # what a run wrote, without references
+            acts = root.value[holder].value[key]
+            if acts.scalar and acts.value != root.value[key].value:
+                findings.warning("unread-key", place, key, f"it has no effect: {acts.key}, which has one, is "
+                                 f"{acts.value}", f"change that (line {acts.place.line}) too")
+        elif given or near or ours or {*referred} - {*COPIED, ""}:
             findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it", hint)
 
 

@@ -23,7 +23,8 @@ NAMED_ELSEWHERE = {name: ours for ours, names in {
     "number_of_epochs": "epochs n_epochs num_epochs max_epochs N_epochs num_train_epochs",
     "data_folder": "train valid test dev "
                    "train_csv valid_csv test_csv dataset dataset_dir data_dir train_manifest train_json train_data",
-    "corpus.data_root": "data_root", "output_neurons": "vocab_size", "d_model": "hidden_size", "num_workers": "workers",
+    "corpus.data_root": "data_root", "corpus.max_duration": "avoid_if_longer_than max_duration",
+    "corpus.min_duration": "avoid_if_shorter_than min_duration", "output_neurons": "vocab_size", "d_model": "hidden_size", "num_workers": "workers",
     "precision": "fp16 bf16 amp mixed_precision use_amp", "opt_class": "opt optim optimizer Adam AdamW SGD",
     "freeze": "freeze_encoder freeze_encoder_layers freeze_feature_extractor freeze_lm",
     "decoder": "test_search valid_search test_beam_search beam_searcher",
@@ -44,9 +45,10 @@ REMARKS = {"batch_size": "It counts seconds of audio, not utterances",
                            "It may be a !new:speechbrain.utils.epoch_loop.EpochCounterWithStopper"),
            "wav_augment": "It is a !new:sbkit.data.augment.Augment", "use_tensorboard": "It lists names: [tensorboard]",
            "vocab_size": "Pieces of words, more than there are letters, need --token_type unigram"}
-_NEEDLESS = {key: why for why, keys in {
+NEEDLESS = {key: why for why, keys in {
     "what is prepared is found again": "skip_prep skip_prepare",
     "a batch always has clips of similar length": "dynamic_batching use_dynamic_batching bucketing",
+    "CTC has the weight ctc_weight in all epochs": "number_of_ctc_epochs",
 }.items() for key in keys.split()}
 _BY_TORCHRUN = {"distributed_launch", "local_rank", "gpus", "num_gpus", "ngpu"}  # and others'
 _OF_TORCHRUN = {"nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "standalone", "rdzv_endpoint"}
@@ -84,7 +86,7 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
     while isinstance(value, Mapping) and len(value) == 1:
         [(part, value)] = value.items()
         parts.append(str(part))
-    ours = NAMED_ELSEWHERE.get(key) or NAMED_ELSEWHERE.get(parts[-1])
+    ours = NAMED_ELSEWHERE.get(key) or NAMED_ELSEWHERE.get(parts[-1]) or parts[-1] * (len(parts) > 1)
     within = {f"{name}.{key}" for _, level in levels(files) for name, node in level.value.items()
               if isinstance(node.value, dict) and key in node.value}
     there = {str(name) for _, level in levels(files) for name in level.value} | {"grad_accumulation_factor"}
@@ -98,8 +100,8 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
         hint += f" {REMARKS[parts[-1]]}"
     if key in _OF_TORCHRUN:
         hint = f"it is an option of torchrun: torchrun --{key}{f'={value}' if value else ''} train.py RECIPE ..."
-    elif key in _NEEDLESS:
-        hint = f"leave it out: {_NEEDLESS[key]}"
+    elif key in NEEDLESS:
+        hint = f"leave it out: {NEEDLESS[key]}"
     elif key in ("config", "hparams"):
         hint = "the recipe is named first, without an option"
     elif key.startswith("resume"):
@@ -241,9 +243,19 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
                 advice = "its arguments are a list: write them there as key: value, or replace all of it"
             elif target.value is None:
                 advice = "it is null: give it a value, or !new:CLASS and its arguments"
+            if new.dotted and (named := _last_part(new)) in root.value:
+                advice = f"did you mean --{named}?"
             findings.error("override-structure", new.place, target.key,
                            f"{target.key} has no parts that could be set one by one ({target.place})", advice)
     root.value = {key: root.value[key] for key in order if key in root.value}
+
+
+def _last_part(node: Node) -> object:
+    """``c`` of an override ``a.b.c``."""
+    name: object = None
+    while isinstance(node.value, dict) and len(node.value) == 1:
+        [(name, node)] = node.value.items()
+    return name
 
 
 def _may_be_true(root: Node, target: Node) -> bool:

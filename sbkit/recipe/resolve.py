@@ -129,7 +129,8 @@ class _Resolver:
             if not path.is_file():
                 near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.y*ml")])
                 return self._error("no-file", node, f"there is no file {path}", f"did you mean {near}?" if near else
-                                   f"the path is relative to {self.path.parent or '.'}")
+                                   f"it is searched from {self.path}: copy what that includes with it, or change the "
+                                   f"path; `sbkit new FOLDER` writes recipes of one's own with all that they include")
             before = len(self.findings)
             files = chain(path, self.findings, prefix="" if node.key == BASE else node.key)
             if not files:

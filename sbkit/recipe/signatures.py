@@ -220,7 +220,13 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
         findings.warning("wrong-type", place, node.key_of(key), message, f'write "{given}"')
         return
     place = node.blame(key) if isinstance(key, str) else value.place
-    findings.error("wrong-type", place, node.key_of(key), message, _fix(given, hint, value))
+    fix = _fix(given, hint, value)
+    if isinstance(given, Node) and isinstance(given.value, list):
+        null = next((item for item in given.value if item.scalar and item.value is None and not item.tag), None)
+        if null is not None:
+            source = null.key if null.source is None else null.source.key
+            fix = f"{source} is null: name what takes its place, or take another class than {name}"
+    findings.error("wrong-type", place, node.key_of(key), message, fix)
     node.wrong = value.wrong = True
 
 

@@ -182,12 +182,16 @@ def end_scripts_in_one_line() -> None:
     earlier = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        script, frames = getattr(sys.modules["__main__"], "__file__", None), [*traceback.walk_tb(trace)]
+        line = next((number for frame, number in reversed(frames) if frame.f_code.co_filename == script), None)
+        if isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error):
+            for frame in (each for each, _ in frames if each.f_code.co_name == "compute_objectives"):
+                if len(names := frame.f_code.co_varnames) > 1 and frame.f_locals.get(names[1], 0) is None:
+                    error = SbkitError(f"compute_objectives got None from compute_forward, and ends in: {error}",
+                                       hint="let compute_forward return its outputs")
         if not isinstance(error, SbkitError) or error.__cause__ is not None:  # which may say more
             earlier(kind, error, trace)
         else:
-            script = getattr(sys.modules["__main__"], "__file__", None)
-            line = next((number for frame, number in reversed([*traceback.walk_tb(trace)])
-                         if frame.f_code.co_filename == script), None)
             rank = os.environ.get("RANK", "0")  # another's error may be its own
             write_error((f"rank {rank}: " if rank != "0" else "") + (f"{script}:{line}: " if line else "")
                         + f"error: {error}")

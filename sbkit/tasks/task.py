@@ -246,11 +246,10 @@ class Task(Brain):
 
     def open_run(self, texts: Sequence[str], steps: int) -> None:
         """Give the schedule the number of optimizer steps, log where it is limited, and call ``begin_run``."""
-        schedule = self.schedule
-        if schedule is not None and not self.test_only:
-            schedule.total_steps = steps
-            if ranks.is_main():
-                log_limits(schedule, steps, self.tracks_learning)
+        if self.schedule is not None and not self.test_only:
+            self.schedule.total_steps = steps
+        if self.keys.schedule is not None and not self.test_only and ranks.is_main():
+            log_limits(self.keys.schedule, steps, self.tracks_learning)
         self.begin_run(texts, steps)
 
     @property

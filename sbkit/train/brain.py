@@ -120,7 +120,7 @@ class Brain(sb.core.Brain):
             TorchAutocast(device_type=device.type, dtype=AMPConfig.from_name(name).dtype)  # nothing for fp32
             for name in (self.precision, self.eval_precision))
         if self.precision == "fp16" and device.type == "cpu":
-            logger.info("It trains in fp16 all the same: SpeechBrain, which refuses it on a CPU, was told fp32")
+            logger.warning("fp16 is meant for GPUs; on this CPU it trains in fp16 all the same")
         self.scaler = precision.Scaler(device.type, enabled=self.precision == "fp16")
         self.compiled = False
         self.utilisation: Utilisation | None = None
@@ -373,11 +373,9 @@ class Brain(sb.core.Brain):
 
     # ------------------------------------------------------------ training
 
-    def fit(
-        self, epoch_counter: Iterable[int], train_set: DataSource, valid_set: DataSource | None = None,
-        progressbar: bool | None = None, train_loader_kwargs: dict[str, Any] | None = None,
-        valid_loader_kwargs: dict[str, Any] | None = None,
-    ) -> None:
+    def fit(self, epoch_counter: Iterable[int], train_set: DataSource, valid_set: DataSource | None = None,
+            progressbar: bool | None = None, train_loader_kwargs: dict[str, Any] | None = None,
+            valid_loader_kwargs: dict[str, Any] | None = None) -> None:
         """Train and validate for each epoch of ``epoch_counter``; see SpeechBrain's ``Brain.fit``."""
         if self.test_only:
             logger.info("Test only mode, skipping training and validation stages.")
@@ -390,12 +388,15 @@ class Brain(sb.core.Brain):
             self.on_fit_start()
             self.trainer.begin_fit(validates=valid_set is not None)
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()
+            epoch = None
             for epoch in epoch_counter:
                 with self.trainer.keeping_epoch(epoch):
                     self._fit_train(train_set=train_set, epoch=epoch, enable=enable)
                     self._fit_valid(valid_set=valid_set, epoch=epoch, enable=enable)
                 if self._optimizer_step_limit_exceeded or (self.debug and epoch == self.debug_epochs):
                     break
+            if epoch is None:
+                logger.warning("Nothing is left to train: all epochs are done; a larger number of them trains on")
             if self.checkpointer is not None:
                 self.checkpointer.wait()
 
@@ -450,10 +451,8 @@ class Brain(sb.core.Brain):
             self.trainer.save_and_stop()
         self.close_stage(Stage.VALID, loss, epoch)
 
-    def evaluate(
-        self, test_set: DataSource, max_key: str | None = None, min_key: str | None = None,
-        progressbar: bool | None = None, test_loader_kwargs: dict[str, Any] | None = None,
-    ) -> float:
+    def evaluate(self, test_set: DataSource, max_key: str | None = None, min_key: str | None = None,
+                 progressbar: bool | None = None, test_loader_kwargs: dict[str, Any] | None = None) -> float:
         """Load the best checkpoint, evaluate ``test_set`` and return the average loss."""
         outlast_terminal()
         with ranks.failing_together(), oom_as_user_error(self.device), plain_worker_errors(), self.trainer.evaluating():

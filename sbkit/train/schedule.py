@@ -140,11 +140,17 @@ def _called_with(kind: type) -> tuple[str, ...]:
     return tuple(inspect.signature(call).parameters)[1:] if inspect.isfunction(call) else ()
 
 
-def log_limits(schedule: Schedule, steps: int, tracks_learning: bool) -> None:
+def log_limits(schedule: Any, steps: int, tracks_learning: bool) -> None:  # a Schedule, one like it, or SpeechBrain's
     """Log where a schedule's peak is out of reach in a run of this many steps, or a limit has no effect.
 
     tracks_learning : whether the loss can be compared with chance
     """
+    if isinstance(schedule, SpeechBrainScheduler):
+        for name in {"n_warmup_steps", "num_warmup_steps", "warmup_steps", "warmup"}.intersection(vars(schedule)):
+            if (warmup := vars(schedule)[name]) > steps:
+                logger.warning("The warm-up takes %d steps and the run has %d: set a lower schedule.%s", warmup, steps,
+                               name)
+        return
     warmup, rate = schedule.warmup_end()
     if schedule.limits_warmup:
         logger.log(logging.WARNING if rate < schedule.peak / 2 else logging.INFO,

@@ -164,8 +164,14 @@ def test_a_script_ends_in_one_line_with_its_own_place(tmp_path):
     script.write_text("from sbkit.errors import SbkitError\nfrom sbkit.system import console\nimport sys\n"
                       "for _ in range(2): console.end_scripts_in_one_line()\n"
                       "def lose(): raise SbkitError('no loss', hint='return it')\n"
+                      "def compute_objectives(brain, predictions): predictions[0]\n"
+                      "if 'none' in sys.argv: compute_objectives(1, None)\n"
                       "if len(sys.argv) > 1: raise KeyError('own')\nlose()\n")
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (1, f"{script}:5: error: no loss; return it\n")
+    none = subprocess.run([sys.executable, script, "none"], capture_output=True, text=True)
+    assert none.stderr == (
+        f"{script}:6: error: compute_objectives got None from compute_forward, and ends in: 'NoneType' object is not "
+        "subscriptable; let compute_forward return its outputs\n")
     own = subprocess.run([sys.executable, script, "own"], capture_output=True, text=True)
     assert own.returncode == 1 and "Traceback" in own.stderr and own.stderr.endswith("KeyError: 'own'\n")

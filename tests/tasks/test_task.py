@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from speechbrain.core import Stage
-from speechbrain.nnet.schedulers import NoamScheduler
+from speechbrain.nnet.schedulers import InverseSquareRootScheduler, NewBobScheduler, NoamScheduler
 from speechbrain.utils.epoch_loop import EpochCounterWithStopper
 from speechbrain.utils.train_logger import TrainLogger
 from torch.utils.data import IterableDataset
@@ -154,6 +154,17 @@ def test_a_warm_up_longer_than_the_run_is_told_before_it_starts(warmup, told, ca
     brain.open_run(["one"], 4)
     assert ("The warm-up takes 8 steps and the run has 4, so the learning rate reaches only 0.05 of 0.1: use a shorter "
             "one, such as --schedule.warmup 0.2" in caplog.text) is told
+
+
+@pytest.mark.parametrize("schedule", [NoamScheduler(1.0, 8), InverseSquareRootScheduler(8), NewBobScheduler(1.0)])
+def test_so_is_that_of_speechbrains_schedulers(schedule, caplog):
+    brain = Counts({"head": torch.nn.Linear(1, 1)}, partial(torch.optim.SGD, lr=9.0), {"schedule": schedule},
+                   {"device": "cpu"})
+    brain.open_run(["one"], 8)
+    assert "warm-up" not in caplog.text
+    brain.open_run(["one"], 4)
+    assert ("The warm-up takes 8 steps and the run has 4: set a lower schedule." in caplog.text) is not isinstance(
+        schedule, NewBobScheduler)
 
 
 @pytest.mark.parametrize(("peak", "level", "reached"), [(0.2, "WARNING", "0.00125"), (0.002, "INFO", "0.00125"),
