@@ -412,7 +412,8 @@ class Corpus:
         if missing and not divides:
             raise SbkitError(f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
                              f"{', '.join(source.names())})",
-                             hint=f"choose one: --corpus.splits '{{{missing[0]}: NAME}}'")
+                             hint=f"choose one: --corpus.splits '{{{missing[0]}: NAME}}', or move some rows of train "
+                                  "into one")
         return chosen, divides
 
     def _prepare(self, source: Source, fingerprint: str, show: bool, needed: Sequence[str],
@@ -451,8 +452,12 @@ class Corpus:
             if not reports[split].kept:
                 left_out = reports[split].left_out
                 reasons = ", ".join(f"{entry['count']} {reason}" for reason, entry in left_out.items())
-                hint = f"for example {next(iter(left_out.values()))['examples'][0]}"
-                if "missing clip" in left_out:
+                example = next(iter(left_out.values()))["examples"][0]
+                hint = f"for example {example}"
+                if "missing clip" in left_out and ": /" in example:
+                    hint += "; the list has whole paths: write $data_root for where they began, and give " \
+                            "--corpus.data_root where they begin now"
+                elif "missing clip" in left_out:
                     hint += "; --corpus.data_root is where relative paths begin, and what $data_root in the list means"
                 if IN_OTHER_SPLIT in left_out:
                     hint += "; to see a model learn its own test by heart, give train copies of these recordings"
