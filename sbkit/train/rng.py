@@ -6,9 +6,10 @@ import gc
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,12 +116,15 @@ class RngState:
 
     step : returns the number of optimizer steps done
     device : of the run; for CUDA, the generators of all devices in use are saved
+    layers : those that may draw random numbers ahead, as SpeechBrain's LiGRU does: it draws 16,000 masks, and again
+        when it has used them or the batch has another size
     """
 
-    def __init__(
-        self, seed: int = 0, step: Callable[[], int] | None = None, device: torch.device | str = "cpu",
-    ):
+    def __init__(self, seed: int = 0, step: Callable[[], int] | None = None, device: torch.device | str = "cpu",
+                 layers: Iterable[torch.nn.Module] = ()):
         self.seed, self.device = seed, device
+        self._ahead: list[Any] = [  # of several classes
+            each for layer in layers for each in layer.modules() if hasattr(each, "drop_mask_cnt")]
         self.step = step or (lambda: 0)
         self._again: Callable[[], None] | None = None
 
@@ -154,6 +158,10 @@ class RngState:
     def _save(self, path: str | os.PathLike[str]) -> None:
         self._restart_augmenters()
         state = capture(self.device)
+        for i, each in enumerate(self._ahead):
+            masks = each.drop_masks.cpu()
+            state[f"ahead{i}"] = torch.tensor([each.drop_mask_cnt, each.batch_size, masks.max()], dtype=torch.float64)
+            state[f"masks{i}"] = torch.from_numpy(np.packbits(masks.numpy() > 0))
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             state |= {f"cuda:{device}": each for device, each in enumerate(torch.cuda.get_rng_state_all())}
         saved = ranks.gather_objects(state)
@@ -168,6 +176,11 @@ class RngState:
         rank, world = ranks.rank(), ranks.world_size()
         if len(saved["ranks"]) == world:
             mine = saved["ranks"][rank]
+            for i, each in enumerate(self._ahead if f"ahead{len(self._ahead) - 1}" in mine else ()):
+                used, size, kept = mine.pop(f"ahead{i}").tolist()
+                bits = np.unpackbits(mine.pop(f"masks{i}").numpy(), count=each.drop_masks.numel())
+                each.drop_mask_cnt, each.batch_size = int(used), int(size)
+                each.drop_masks.copy_(torch.from_numpy(bits).view(each.drop_masks.shape) * kept)
             if saved["device"] != torch.device(self.device).type:
                 mine.pop("device", None)  # another kind of generator
 

@@ -17,9 +17,10 @@ import yaml
 from speechbrain.augment.augmenter import Augmenter
 from speechbrain.augment.time_domain import AddNoise, AddReverb
 from speechbrain.core import Stage
+from speechbrain.nnet.RNN import LiGRU, SLiGRU
 from speechbrain.nnet.schedulers import NoamScheduler
 from speechbrain.utils.epoch_loop import EpochCounter
-from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, layers, state
+from toys import SIZE, ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, layers, state
 
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.signals import Stopped
@@ -99,6 +100,28 @@ def test_a_script_is_told_which_of_its_optimizers_no_checkpoint_has_and_where_it
     told = {name: f"self.checkpointer.add_recoverable('{name}', self.{name})" in caplog.text
             for name in ("first", "second")}
     assert told == dict.fromkeys(told, not saved)
+
+
+class Recurrent(Stopping):
+    """With a layer that draws 16,000 masks ahead and counts those that it used."""
+
+    def compute_forward(self, batch, stage):
+        hidden, _ = self.hparams.model[-1](batch.x[:, None].expand(-1, 3, -1))
+        return super().compute_forward(batch, stage) * hidden.mean((1, 2))
+
+
+@pytest.mark.parametrize("layer", [LiGRU, SLiGRU])
+def test_masks_that_were_drawn_ahead_are_used_on_after_a_resume(tmp_path, layer):
+    def trained(folder, die_at=None):
+        torch.manual_seed(0)
+        model = layers().append(layer(5, [4, 3, SIZE], num_layers=2, dropout=0.5, bidirectional=True))
+        return run(folder, die_at, kind=Recurrent, modules=model)
+
+    whole = trained(tmp_path / "whole")
+    with pytest.raises(Stop):
+        trained(tmp_path / "cut", 7)
+    again = trained(tmp_path / "cut")
+    assert all(torch.equal(value, state(again)[name]) for name, value in state(whole).items())
 
 
 class Noisy(Stopping):
