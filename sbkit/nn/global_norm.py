@@ -38,6 +38,10 @@ class GlobalNorm(nn.Module):
             self.deviation.copy_(deviation)
         self.known = True
 
+    def has_statistics(self) -> bool:
+        """Whether there are statistics; this syncs with the host."""
+        return not self.deviation.isnan().any()
+
     def allow_missing(self) -> None:
         """Return features unchanged until there are statistics, for stand-in batches."""
         self._missing_allowed = True
@@ -47,14 +51,14 @@ class GlobalNorm(nn.Module):
         if not self.known:
             if self._missing_allowed:
                 return x
-            if self.deviation.isnan().any():
+            if not self.has_statistics():
                 raise SbkitError("GlobalNorm has no mean and deviation of the features yet",
                                  hint="`sbkit train` computes them when it prepares a corpus; the checkpoints of a run "
                                       "have them if normalize is among the checkpointer's recoverables")
-            self.known = True  # asked only once, since it syncs with the host
+            self.known = True  # asked only once
         return (x - self.mean) / self.deviation
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:  # torch's hook, which says no more of them
         super()._load_from_state_dict(*args, **kwargs)
         self._missing_allowed = False
-        self.known = not self.deviation.isnan().any()
+        self.known = self.has_statistics()

@@ -270,7 +270,7 @@ def estimate_cost(traced: Trace, owned: Owned, device: torch.device, precision: 
         ("activation_checkpointing", "", hparams.get("activation_checkpointing")),
         ("an LSTM or GRU", ": what cuDNN saves of it is unknown", any(isinstance(each, nn.RNNBase) for each in layers))
     ) if applies]
-    launches = len(cost.kernels) if device.type == "cuda" and not traced.keys.graphs else 0
+    launches = len(cost.kernels) if device.type == "cuda" and not traced.brain.captures_steps else 0
     estimate = CostEstimate(
         sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad), weights, cost,
         hours, str(device), measured, inexact, int(max(thaws, default=0)), update=update_bytes(traced.brain),

@@ -22,6 +22,7 @@ from sbkit.decode import greedy, joint
 from sbkit.decode.spans import TokenSpans, collapse
 from sbkit.infer.codec_engine import CodeEngine, SoundEngine
 from sbkit.infer.voice_engine import VoiceEngine
+from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.native import trial
 from sbkit.nn.peek import Peek
 from sbkit.nn.voice import voice
@@ -81,7 +82,7 @@ def install() -> None:
 
     replaced: list[tuple[Any, str, Any]] = [
         (Peek, "numpy", zeros), (parallel, "assert_ranks_equal", compare_quietly), (greedy, "collapse", all_blank),
-        (greedy, "align", aligned),
+        (greedy, "align", aligned), (GlobalNorm, "has_statistics", lambda norm: True),
         (trial, "results_agree", lambda *given: True), (codec, "CodecRow", one_frame), (voice, "longest", longest),
         (voice.VoiceModel, "forward", spoken),
         (dist, "_broadcast_coalesced", keep), (DTensor, "full_tensor", gathered_zeros),

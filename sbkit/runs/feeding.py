@@ -32,7 +32,7 @@ def pad_to_shapes(brain: Any, plan: Plan, device: torch.device, train: Manifest,
     """Let the plan pad micro-batches to few shapes, if the recipe asks for it, or captures its steps."""
     asked = plan.batching.pad_to_shapes
     if asked is False or (asked is None and (
-            device.type != "cuda" or brain.keys.graphs is False or plan.batching.clips_per)):
+            device.type != "cuda" or not brain.captures_steps or plan.batching.clips_per)):
         return
     reason = brain.why_not_padded()
     if reason is not None and asked:
@@ -72,7 +72,7 @@ def warn_of_slow_reading(brain: Brain, train_set: TrainLoader, device: torch.dev
     audio = batching.update_seconds / train_set.world
     step_seconds = least_step_seconds(
         audio / (utterances * seconds), flops.least_seconds(kernels, limits),
-        0.0 if brain.keys.graphs else len(kernels) * LAUNCH_MS / 1000, update_bytes(brain) / limits.bytes)
+        0.0 if brain.captures_steps else len(kernels) * LAUNCH_MS / 1000, update_bytes(brain) / limits.bytes)
     found = rate.measure(train_set.reader).advice(train_set.workers, audio / step_seconds, train_set.world)
     if found is not None:
         logger.warning("%s: %s", *found)

@@ -83,12 +83,10 @@ class Brain(sb.core.Brain):
     opt_class: Callable[..., torch.optim.Optimizer] | None
     profiler: torch.profiler.profile | None
 
-    def __init__(
-        self, modules: Mapping[str, torch.nn.Module] | None = None,
-        opt_class: Callable[..., torch.optim.Optimizer] | None = None,
-        hparams: Mapping[str, Any] | None = None, run_opts: RunOptions | Mapping[str, Any] | None = None,
-        checkpointer: sb.utils.checkpoints.Checkpointer | None = None,
-    ):
+    def __init__(self, modules: Mapping[str, torch.nn.Module] | None = None,
+                 opt_class: Callable[..., torch.optim.Optimizer] | None = None,
+                 hparams: Mapping[str, Any] | None = None, run_opts: RunOptions | Mapping[str, Any] | None = None,
+                 checkpointer: sb.utils.checkpoints.Checkpointer | None = None):
         end_scripts_in_one_line()
         self.train_state = TrainState()
         run_opts, hparams = options.clean(run_opts, hparams)
@@ -126,7 +124,7 @@ class Brain(sb.core.Brain):
         self.utilisation: Utilisation | None = None
         """If set before ``fit``, each epoch reports the share of the device's peak FLOPs that it used."""
         self.metrics_log = None if self.debug else MetricsLog.of(self.keys, vars(self.hparams))
-        self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device)
+        self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device, self.layer_roots)
         parts = ParameterGroups(self.modules, vars(self.hparams))
         parts.values_by_path(self.keys.learning_rates or {}, "learning_rates")  # fails now if a name fits nothing
         if self._scales_rates and type(self).init_optimizers is not Brain.init_optimizers:
@@ -355,6 +353,11 @@ class Brain(sb.core.Brain):
         self.zero_grad(set_to_none=True)
         release(self.trainer.device)  # outside of the handler, whose frames hold the step's tensors
         return False
+
+    @property
+    def captures_steps(self) -> bool:
+        """Whether steps are to be captured as CUDA graphs on a GPU: as the recipe, or by default the class says."""
+        return bool(vars(type(self)).get("capturable", False) if self.keys.graphs is None else self.keys.graphs)
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import speechbrain as sb
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 from sbkit.errors import first_line
 from sbkit.nn import guard
+from sbkit.nn.peek import Peek
 from sbkit.train import rng
 from sbkit.train.batches import MicroBatch, Objectives, Outputs, tensors_in
 from sbkit.train.distributed import ranks
@@ -45,6 +47,8 @@ Rates = Sequence[Sequence[Tensor] | None]  # the tensors of learning rates of ea
 MAX_GRAPHS = 128
 #: The most nodes of a graph, of some KiB each. A recurrent layer has several for each of its time steps.
 MAX_NODES = 20_000
+#: What a replay's sums and gradients may differ by from a step's: kernels round, some in another order each time.
+NEAR = 0.01
 
 
 class MicroStep(NamedTuple):
@@ -104,9 +108,8 @@ class StepGraphs:
 
     def _begin(self) -> None:
         """Decide whether to capture."""
-        brain, asked = self.brain, self.brain.keys.graphs
-        self._on = True
-        if not asked and not vars(type(brain)).get("capturable", False):
+        brain, self._on = self.brain, True
+        if not brain.captures_steps:
             self._stop(f"{type(brain).__name__} doesn't say that its steps can be replayed; `graphs: true` says so")
         elif self._sharded:
             self._stop("fsdp gathers weights in each step")
@@ -223,7 +226,10 @@ class StepGraphs:
         return found
 
     def _capture_micro_step(self, batch: MicroBatch) -> _Captured:
-        """Try the micro-step twice, of which the second must change nothing that only Python knows; capture it."""
+        """Try the micro-step twice, of which the second must change nothing that only Python knows; capture it.
+
+        A first replay has to compute what the second try did: nothing wrong trains a model.
+        """
         brain, reached = self.brain, {id(parameter) for parameter, _ in self._gradients}
         moves = hasattr(batch, "to") and not isinstance(batch, Tensor)
         static = copy.deepcopy(batch).to(self.device) if moves else \
@@ -234,16 +240,18 @@ class StepGraphs:
         parameters = [parameter for parameter in brain.modules.parameters() if parameter.requires_grad]
         with brain.restoring(), brain.no_sync(), self._on_own_stream(), guard.collecting():
             try:
-                for refuse in (contextlib.nullcontext, _refusing_waits):  # a first call may fill caches
-                    before = _host_state(brain)
-                    with refuse():
-                        self._compute(static)
-                after = _host_state(brain)
-                changed = [key[0] for key in dict.fromkeys([*before, *after])
-                           if key not in before or key not in after or before[key][0] != after[key][0]]
-                if changed:
-                    raise _NotRepeatable(f"a step changes {', '.join(changed[:3])}, and a replay would not")
-                now = [parameter for parameter in parameters if parameter.grad is not None]
+                self._compute(static)  # a first call may fill caches
+                before = _host_state(brain)
+                with brain.restoring():
+                    with _refusing_waits():
+                        row = self._compute(static).row
+                    after = _host_state(brain)
+                    changed = [key[0] for key in dict.fromkeys([*before, *after])
+                               if key not in before or key not in after or before[key][0] != after[key][0]]
+                    if changed:
+                        raise _NotRepeatable(f"a step changes {', '.join(changed[:3])}, and a replay would not")
+                    now = [parameter for parameter in parameters if parameter.grad is not None]
+                    tried = _figures(row, now)
                 if not self._gradients:
                     views = {each: torch.zeros_like(each) for each in now} if self._exchange is None else \
                         self._exchange.views()
@@ -257,6 +265,7 @@ class StepGraphs:
                 # Beside the graphs' memory there is none for this trial; the capture uses that memory.
                 if not (is_out_of_memory(error) and reached):
                     raise
+                tried = None
             for parameter, own in self._gradients:
                 parameter.grad = own
             with guard.collecting() as checked:
@@ -266,12 +275,30 @@ class StepGraphs:
                     return found, torch.stack(results) if results else None
 
                 graph, (result, checks) = self._capture("micro-step", work)
+            if tried is not None:
+                self._compare(graph, result.row, now, tried)
             # Graphs of autograd must not outlive this; SpeechBrain's own hook reads nothing.
             if type(brain).on_fit_batch_end is sb.Brain.on_fit_batch_end:
                 result = result._replace(outputs=None, objectives=None)
             result = tree_map_only(Tensor, Tensor.detach, result)
             held = static, [dict(vars(owner)) for _, owner in _owners(brain)]
             return _Captured(graph, inputs, result, checks, [each._replace(result=None) for each in checked], held)
+
+    def _compare(self, graph: torch.cuda.CUDAGraph, row: Tensor, parameters: Sequence[Parameter], tried: Peek) -> None:
+        """Replay a new graph on the batch and the random numbers of the try before it, and compare the two."""
+        gradients = [own for _, own in self._gradients]
+        kept = [own.clone() for own in gradients]  # of earlier micro-batches
+        torch._foreach_zero_(gradients)
+        graph.replay()
+        found, expected = _figures(row, parameters).numpy(), tried.numpy()
+        torch._foreach_copy_(gradients, kept)
+        apart = ~np.isclose(found, expected, rtol=NEAR, atol=0, equal_nan=True)
+        # Beside others, a gradient may be nothing but rounding.
+        apart[len(row):] &= abs(found - expected)[len(row):] > NEAR * np.linalg.norm(expected[len(row):])
+        if apart.any():
+            first = int(apart.argmax())
+            raise _NotRepeatable(f"a replay computes another {'loss' if first < len(row) else 'gradient'} than the "
+                                 f"step: {found[first]:g}, not {expected[first]:g}")
 
     def _capture_update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> _Captured:
         own, groups = sums.clone(), [group for each in optimizers for group in each.param_groups]
@@ -335,6 +362,12 @@ class StepGraphs:
 
 def _tensors(batch: MicroBatch) -> list[Tensor]:
     return batch.tensors() if hasattr(batch, "tensors") else [each for _, each in tensors_in(batch)]
+
+
+def _figures(row: Tensor, parameters: Sequence[Parameter]) -> Peek:
+    """Return the sums of a micro-step, and the norms of the gradients that it gave."""
+    norms = torch._foreach_norm([each.grad for each in parameters if each.grad is not None])
+    return Peek(torch.cat([row, torch.stack([norm.float() for norm in norms])]))
 
 
 def _settings(optimizer: Optimizer) -> tuple[Hashable, ...]:

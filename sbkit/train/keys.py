@@ -21,9 +21,9 @@ class TrainKeys(Keys):
     seed: int | None = key("the random seed of training", 0, Number(whole=True))
     accelerate: bool = key("replace SpeechBrain's layers with faster equivalents with the same outputs", True)
     tf32: bool = key("use TF32 on a GPU, as SpeechBrain does; features and spectra stay exact unless compiled", True)
-    graphs: bool | None = key("capture steps on a GPU as CUDA graphs, which launch their kernels at once: true, also "
-                              "for a class of your own; null: if the class says that it can be; false, until a real "
-                              "GPU has shown that replays are equal", False)
+    graphs: bool | None = key("capture steps on a GPU as CUDA graphs, which launch their kernels at once, if a first "
+                              "replay computes what the step did: true, also for a class of your own; false; null: if "
+                              "the class says that it can be", None)
     ema: Any = key(  # an EMA, whose module imports this one
         "a sbkit.train.averaging.EMA: a moving average of the weights that is validated and tested", None)
     fsdp: bool | str | type | Sequence[str | type] | None = key(

@@ -1,15 +1,19 @@
 """Steps that are replayed compute what steps compute, also where there is no card."""
 
+import itertools
 import logging
 from functools import partial
 
 import pytest
 import replayed
 import torch
-from toys import ToyTrainLoader, brain, furthest, layers, state
+from toys import ToyBrain, ToyTrainLoader, brain, furthest, layers, state
 
 from sbkit.train.averaging import EMA
 from sbkit.train.muon import Muon
+from sbkit.train.step import Loss
+
+CALLS = itertools.count(1)
 
 
 @pytest.mark.parametrize("micros", [1, 3])
@@ -27,3 +31,40 @@ def test_replays_compute_what_steps_compute(micros, monkeypatch, caplog):
         assert set(toy.trainer.graphs.nodes) == ({"micro-step", "update"} if wanted else set()), caplog.text
         found.append(toy)
     assert furthest(*map(state, found)) < 1e-6
+
+
+class OtherLoss(ToyBrain):
+    """Counts its calls where nobody looks, and with them weights the loss."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        total, count, _ = super().compute_objectives(predictions, batch, stage)
+        return Loss(total * next(CALLS), count)
+
+
+class Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * next(CALLS)
+
+
+class OtherGradient(ToyBrain):
+    """The same, of gradients."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        return super().compute_objectives(Weighted.apply(predictions), batch, stage)
+
+
+@pytest.mark.parametrize(("cls", "what"), [(OtherLoss, "loss"), (OtherGradient, "gradient")])
+def test_a_replay_that_computes_something_else_trains_nothing(cls, what, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "sbkit.train.graphs")
+    replayed.on_cpu(monkeypatch)
+    toy = replayed.replaying(brain(cls, hparams={"graphs": True}))
+    toy.fit(range(1, 2), ToyTrainLoader(steps=5, size=9))
+    said = [record.message for record in caplog.records if "captured" in record.message]
+    assert len(said) == 1 and said[0].startswith(
+        f"Steps are not captured as CUDA graphs: a replay computes another {what} than the step: ")
+    assert toy.optimizer_step == 5
