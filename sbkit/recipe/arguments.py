@@ -109,7 +109,8 @@ def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str
         known = {*there, *declared, *own.values()} - {"overridden_args", "param_file"}
         told = [unknown_key(found, key, None, known) for key in unknown]
         hints = dict.fromkeys(hint for _, hint in told)
-        raise SbkitError("; ".join(f"--{key}: {each[0]}" for key, each in zip(unknown, told, strict=True)),
+        raise SbkitError(f"--{unknown[0]}: {told[0][0]}" if len(unknown) == 1 else
+                         f"{found[0][0]} has no keys {' and '.join(unknown)}",
                          hint="; ".join(hints if len(hints) == 1 else
                                         (f"--{key}: {hint}" for key, (_, hint) in zip(unknown, told, strict=True))))
     return read
@@ -225,7 +226,7 @@ def locate(name: str) -> Path:
     from sbkit.recipe import starter
 
     task = f" --task {Path(name).stem}" if Path(name).stem in starter.tasks() else ""
-    hint = f"did you mean {near}?" if near else (
+    hint = f"did you mean {near}?" if near else f"there are {listed(sorted(found))}" if found and where.is_dir() else (
         f"the working directory is {os.getcwd()}; sbkit new FOLDER{task} writes recipes to start from")
     raise SbkitError(f"there is no recipe {name}", hint=hint)
 

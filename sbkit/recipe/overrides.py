@@ -24,7 +24,8 @@ NAMED_ELSEWHERE = {name: ours for ours, names in {
     "data_folder": "train valid test dev "
                    "train_csv valid_csv test_csv dataset dataset_dir data_dir train_manifest train_json train_data",
     "corpus.data_root": "data_root", "corpus.max_duration": "avoid_if_longer_than max_duration",
-    "corpus.min_duration": "avoid_if_shorter_than min_duration", "output_neurons": "vocab_size", "d_model": "hidden_size", "num_workers": "workers",
+    "corpus.min_duration": "avoid_if_shorter_than min_duration",
+    "output_neurons": "vocab_size", "d_model": "hidden_size", "num_workers": "workers",
     "precision": "fp16 bf16 amp mixed_precision use_amp", "opt_class": "opt optim optimizer Adam AdamW SGD",
     "freeze": "freeze_encoder freeze_encoder_layers freeze_feature_extractor freeze_lm",
     "decoder": "test_search valid_search test_beam_search beam_searcher",
@@ -86,7 +87,7 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
     while isinstance(value, Mapping) and len(value) == 1:
         [(part, value)] = value.items()
         parts.append(str(part))
-    ours = NAMED_ELSEWHERE.get(key) or NAMED_ELSEWHERE.get(parts[-1]) or parts[-1] * (len(parts) > 1)
+    ours: str | None = NAMED_ELSEWHERE.get(key) or NAMED_ELSEWHERE.get(parts[-1]) or parts[-1] * (len(parts) > 1)
     within = {f"{name}.{key}" for _, level in levels(files) for name, node in level.value.items()
               if isinstance(node.value, dict) and key in node.value}
     there = {str(name) for _, level in levels(files) for name in level.value} | {"grad_accumulation_factor"}

@@ -59,6 +59,7 @@ class EvaluateRequest:
 
     run: Path
     on: str | None = None
+    data_root: str | None = None
     split: str | None = None
     checkpoints: Sequence[str] = ("best",)
     average: int = 1
@@ -137,9 +138,13 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
     def corpus_of(split: str, folder: Path) -> Corpus:
         if request.on is None:
             return own.only_split(split, folder)
+        lists = Path(request.on), Path(request.on).parent
+        of_own = isinstance(own.source, str) and Path(own.source) in lists
+        root = own.data_root if request.data_root is None and of_own else request.data_root
         named = {role: name for role, name in own.columns.items() if role in (columns or {})}
         return Corpus(source, own.language, folder, splits={"test": split}, text=own.text, only=("test",),
-                      columns=named, schemes=own.schemes, url_megabytes=own.url_megabytes, url_seconds=own.url_seconds)
+                      columns=named, data_root=root, schemes=own.schemes, url_megabytes=own.url_megabytes,
+                      url_seconds=own.url_seconds)
 
     split = request.split
     try:

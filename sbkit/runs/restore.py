@@ -60,7 +60,9 @@ def read_run(run: str | Path) -> Recipe:
     if not path.is_file():
         missing = f"is not a run: it has no {RECIPE}" if run.is_dir() else "is not a folder" if run.exists() \
             else "does not exist"
-        raise SbkitError(f"{run} {missing}", hint="name the output_folder of a run")
+        inside = next((each for each in run.resolve().parents[:2] if (each / RECIPE).is_file()), None)
+        raise SbkitError(f"{run} {missing}", hint="name the output_folder of a run" if inside is None else
+                         f"name the run's folder: {inside}")
     line = path.read_text(encoding="utf-8").splitlines()[1:2]  # the header names the original recipe
     make_importable(Path(line[0].removeprefix("#").strip()) if line else path)
     tree = moved_recipe(path, run)

@@ -202,7 +202,7 @@ class Trainer:
                     exchange.armed = last  # gradients of earlier micro-batches accumulate on this rank
                 outputs, objectives, loss = self.loss_of(batch)
                 if not loss.total.requires_grad:
-                    raise SbkitError("the loss depends on no trainable parameter", hint="freeze less of the model")
+                    raise SbkitError("the loss depends on no trainable parameter", hint="freeze and detach less")
                 if timed:
                     timed.mark("loss")
                 row, extras = self._row(loss)

@@ -34,6 +34,9 @@ class AudioFolder(Source):
 
     def __init__(self, folder: Path):
         self.folder, self.where = folder, str(folder)
+        above = sorted(each.name for each in folder.resolve().parent.glob("train.*"))
+        if above:  # the recordings of a corpus
+            self.no_texts = self.no_texts[0], f"name the folder above it, which has a {above[0]}"
         splits = {name for names in ALIASES.values() for name in names}
         below = sorted(each.name for each in folder.iterdir()
                        if each.is_dir() and each.name.lower() in splits and self.matches(each))

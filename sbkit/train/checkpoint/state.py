@@ -189,12 +189,12 @@ def load_state(obj: Recoverable, path: str | Path, name: str) -> None:
     state = load_file(path)
     if isinstance(state, dict):
         state = hook_on_loading_state_dict_checkpoint(state)
-    found, cause = "", None
+    found = ""
     if isinstance(obj, torch.nn.Module):
         try:
             obj.load_state_dict(state, strict=True)
-        except RuntimeError as error:
-            found, cause = differences(obj.state_dict(), state), error
+        except RuntimeError:
+            found = differences(obj.state_dict(), state)
             if not found:
                 raise
     elif isinstance(obj, torch.optim.Optimizer):
@@ -206,7 +206,7 @@ def load_state(obj: Recoverable, path: str | Path, name: str) -> None:
     if found:
         path = Path(path)
         raise OtherModel(f"{path.parent} is a checkpoint of another model: {name!r} ({path.name}) differs: {found}",
-                         hint="use the recipe that this run started with, or another output_folder") from cause
+                         hint="use the recipe that this run started with, or another output_folder")
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -223,7 +223,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path
         raise CheckpointError(
             f"{Path(path).parent} was saved with another optimizer than {type(optimizer).__name__}, which needs "
             f"{missing[0]!r}",
-            hint="use the opt_class that this run started with, or start a new run from it with --init_from")
+            hint="use the opt_class that this run started with, or another output_folder, where `sbkit train` goes on "
+                 "from the weights with --init_from")
 
 
 # SpeechBrain can save this one but not load it, so a resume would fail
