@@ -191,7 +191,7 @@ def test_words_of_a_recipes_command_are_read_as_it_writes_them(given, read, told
 def test_several_unknown_keys_are_refused_at_once_with_each_hint_once():
     with pytest.raises(SbkitError) as error:
         arguments.read_words([str(ROOT / "hparams/ctc.yaml"), "--colour", "3", "--torchrun_x", "1"], [], {})
-    assert "--colour: " in error.value.message and "--torchrun_x: " in error.value.message
+    assert error.value.message.endswith("ctc.yaml has no keys colour and torchrun_x")
     assert error.value.hint == "sbkit show prints its keys"
 
 
@@ -269,7 +269,7 @@ def test_info_tells_a_run_from_a_bundle(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("name", "hint"), [
-    ("nope.yaml", "the working directory is "), ("hparams/nope.yaml", "the working directory is "),
+    ("nope.yaml", "the working directory is "), ("hparams/nope.yaml", "there are hparams/codec.yaml, "),
     ("hparams/ctcs.yaml", "did you mean hparams/ctc.yaml?"), ("hparam/ctc.yaml", "did you mean hparams/ctc.yaml?"),
 ])
 def test_only_a_recipe_of_a_similar_name_is_suggested(name, hint, monkeypatch):

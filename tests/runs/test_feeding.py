@@ -26,7 +26,7 @@ def manifest(request, tmp_path_factory):
 def test_workers_that_cannot_keep_up_are_named_with_what_helps(manifest, caplog, monkeypatch):
     loader = TrainLoader(manifest, None, Plan(manifest.durations, Batching(500, 4000)), workers=2, world=8)
     brain = SimpleNamespace(precision="bf16", modules=torch.nn.ModuleDict(), hparams=SimpleNamespace(),
-                            keys=SimpleNamespace(graphs=None, average=None))
+                            keys=SimpleNamespace(average=None), captures_steps=False)
 
     def warned(kernels, limits):
         monkeypatch.setattr(flops, "run", lambda brain, utterances, *_: SimpleNamespace(kernels=kernels(utterances)))
@@ -55,7 +55,7 @@ def test_batches_are_padded_where_steps_are_captured_or_a_recipe_asks_for_it(
     manifest = Manifest(ids=["a", "b"], durations=[4.0, 4.0], wavs=[""] * 2, texts=["some text", "text"])
     plan = Plan(manifest.durations, Batching(8, pad_to_shapes=asked))
     brain = SimpleNamespace(why_not_padded=lambda: reason, grad_accumulation_factor=1,
-                            keys=SimpleNamespace(graphs=graphs))
+                            captures_steps=graphs is not False)
     encoder = SimpleNamespace(encode=lambda text: list(range(len(text))))
     with caplog.at_level("INFO"):
         if shapes is None:
@@ -75,7 +75,7 @@ def test_wide_buckets_are_not_padded_unless_a_recipe_asks_for_it(caplog):
     seconds = np.tile([1.0, 8.0], 20)
     manifest = Manifest(ids=list(map(str, range(40))), durations=seconds, wavs=[""] * 40, texts=[""] * 40)
     brain = SimpleNamespace(why_not_padded=lambda: None, grad_accumulation_factor=2,
-                            keys=SimpleNamespace(graphs=None))
+                            captures_steps=True)
     for asked, padded in ((None, False), (True, True)):
         plan = Plan(seconds, Batching(400, buckets=1, pad_to_shapes=asked))
         with caplog.at_level("INFO"):

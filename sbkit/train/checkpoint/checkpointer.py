@@ -500,7 +500,6 @@ class Checkpointer(stock.Checkpointer):
                 raise CheckpointError(
                     f"the checkpoint {path} has no state for {name!r}, only for "
                     f"{', '.join(sorted(checkpoint.paramfiles)) or 'nothing'}",
-                    hint=f"add {name!r} with optional_load=True to continue without its state",
-                )
+                    hint=f"add {name!r} with optional_load=True to continue without its state")
             elif not self.allow_partial_load:
                 logger.warning("%s has no state for %r, which keeps its initial state", path, name)
