@@ -13,7 +13,7 @@ COUNT = int(os.environ.get("SBKIT_HOSTILE_FILES", "20"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [COUNT, *([pytest.param(500, marks=pytest.mark.long)] if COUNT < 500 else [])])
+@pytest.mark.parametrize("count", [COUNT, *([pytest.param(250, marks=pytest.mark.long)] if COUNT < 250 else [])])
 @pytest.mark.parametrize("kind", hostile_files.KINDS)
 def test_a_spoiled_file_is_used_or_refused_in_one_line(tmp_path, kind, count):
     """``python tests/hostile_files.py KIND 20000 0 FOLDER`` tries more."""

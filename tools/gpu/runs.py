@@ -97,7 +97,7 @@ def compiled(bench: Bench) -> None:
     """Check compiled layers, and steps as CUDA graphs, against bf16 without either; a dry run compiles nothing."""
     plain = _plain(bench)
     without = plain[-1]["train_loss"]
-    for name, words in (("compile", ["--compile"]), ("graphs", ["--graphs", "true"])):
+    for name, words in (("compile", ["--compile", "--graphs", "false"]), ("graphs", ["--graphs", "true"])):
         try:
             lines = _short(bench, bench.folder / name, "bf16", *words)
         except ProgramFailed as failed:  # the other may work
@@ -113,7 +113,7 @@ def compiled(bench: Bench) -> None:
 
 def _plain(bench: Bench) -> list[dict[str, Any]]:
     """The run in bf16, which the first check trains and the other reuses."""
-    return _short(bench, bench.home / "bf16", "bf16")
+    return _short(bench, bench.home / "bf16", "bf16", "--graphs", "false")
 
 
 def _short(bench: Bench, folder: Path, precision: str, *words: str, count: int = 3, **keys: Any
