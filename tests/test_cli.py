@@ -67,6 +67,10 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
     ("evaluate run --maxwer=15", "arguments: --maxwer=15; did you mean --max-wer? see sbkit evaluate --help"),
     ("transcribe bundle a.wav --chunk 640", "--chunk 640; did you mean --chunk-seconds? see sbkit transcribe --help"),
     ("serve live=bundle --chunk 320", "--chunk 320; did you mean --chunk-seconds? see sbkit serve --help"),
+    ("evaluate run --test_csv a.csv", "--test_csv a.csv; did you mean --data_folder? see sbkit evaluate --help"),
+    ("evaluate run --batch_size 8", "--batch_size 8; did you mean --max-batch-seconds? see sbkit evaluate --help"),
+    ("transcribe talk.wav", "required: FILES; write sbkit transcribe BUNDLE FILES; see sbkit transcribe --help"),
+    ("export run", "required: --to; write sbkit export RUN --to BUNDLE; see sbkit export --help"),
     ("report run qqq", "unrecognized arguments: qqq; see sbkit report --help"),
     ("evaluat run", "; did you mean evaluate? see sbkit --help"),
     ("trian recipe.yaml", "; did you mean train? see sbkit --help"),
@@ -79,6 +83,8 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
     ("train hparams/ctc.yaml --N_epochs 3", "has no key N_epochs; did you mean --number_of_epochs?"),
     ("train hparams/ctc.yaml --data_root x", "has no key data_root; did you mean --corpus.data_root?"),
     ("train hparams/ctc.yaml --max_duration 9", "has no key max_duration; did you mean --corpus.max_duration?"),
+    ("train hparams/ctc.yaml --n_epochs 3 --lr_adam 1", "ctc.yaml has no keys lr_adam and n_epochs; --lr_adam: did you "
+                                                        "mean --lr?; --n_epochs: did you mean --number_of_epochs?"),
     ("train hparams/ctc.yaml --train_csv a.csv", "{train: FILE, dev: FILE, test: FILE}"),
     ("train hparams/ctc.yaml --local_rank 0", "; torchrun starts a process per device: torchrun --nproc_per_node=N "
                                               "train.py RECIPE ..."),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.data.nonspeech import NonSpeech
 from sbkit.runs import evaluation
@@ -42,6 +43,20 @@ def test_noises_of_the_folder_are_tried_if_it_still_has_any(recordings, heard, t
         assert len(rows) == len(silences(1000, 0.5, 1)) + 100, "each is tried once"
     else:
         assert sorted(listed) == [str(folder / name) for name in heard]
+
+
+@pytest.mark.parametrize("on, data_root", [("lists", None), ("lists/test.csv", None), ("test.csv", "clips")])
+def test_a_list_begins_where_that_of_the_run_did_or_where_it_is_told(on, data_root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in "clips", "lists":
+        (tmp_path / folder).mkdir()
+    soundfile.write(tmp_path / "clips" / "a.wav", np.full(16000, 0.1, np.float32), 16000)
+    for path in "lists/test.csv", "test.csv":
+        (tmp_path / path).write_text("ID,duration,wav,wrd\na,1.0,$data_root/a.wav,words\n")
+    own = Corpus("lists", "en", "own", data_root="clips")
+    request = evaluation.EvaluateRequest(tmp_path / "run", on=on, data_root=data_root)
+    _, corpus = evaluation.prepare(request, own, on)
+    assert corpus.manifest("test").ids == ["a"]
 
 
 def test_the_real_time_factor_holds_no_warm_up(tmp_path, monkeypatch):
