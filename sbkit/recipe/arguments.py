@@ -226,7 +226,8 @@ def locate(name: str) -> Path:
     from sbkit.recipe import starter
 
     task = f" --task {Path(name).stem}" if Path(name).stem in starter.tasks() else ""
-    hint = f"did you mean {near}?" if near else f"there are {listed(sorted(found))}" if found and where.name == "hparams" else (
+    beside = f"there are {listed(sorted(found))}" if found and where.name == "hparams" else ""
+    hint = f"did you mean {near}?" if near else beside or (
         f"the working directory is {os.getcwd()}; sbkit new FOLDER{task} writes recipes to start from")
     raise SbkitError(f"there is no recipe {name}", hint=hint)
 

@@ -9,7 +9,6 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from speechbrain.utils.run_opts import RunOptions
