@@ -94,7 +94,7 @@ class Brain(sb.core.Brain):
         ranks.init(device, options.pick(run_opts, hparams, "distributed_backend"))
         limit_torch_threads()
         super().__init__(
-            modules=options.check_modules(modules), opt_class=opt_class, hparams=hparams,
+            modules=options.check_modules(modules), opt_class=options.check_opt_class(opt_class), hparams=hparams,
             run_opts=precision.hide_fp16(run_opts, hparams, device.type),
             checkpointer=Checkpointer.adopt(checkpointer, asynchronous=True),
         )

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from speechbrain.utils.run_opts import RunOptions
+from torch.optim import Optimizer
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.settings import NO_DATA_PARALLEL, NUMBERS, option_number
 from sbkit.recipe.speed import native_precision
+from sbkit.recipe.values import unwrapped
 from sbkit.train import device as devices
 
+_ORDER = "its arguments are Brain(modules, opt_class, hparams, run_opts, checkpointer)"
 _FACTOR = "grad_accumulation_factor"
 _PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -30,6 +34,8 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
                              hint="keys of the recipe go into hparams")
         opts = RunOptions.from_dictionary(dict(opts)) if opts is not None else RunOptions()
     changed: dict[str, Any] = {name: option_number(name, opts[name]) for name in NUMBERS}
+    if not isinstance(hparams, (Mapping, type(None))):
+        raise SbkitError(f"hparams is of {type(hparams).__name__}, not a mapping", hint=_ORDER)
     hparams = dict(hparams) if hparams is not None else None
     if hparams is not None:
         hparams.update({name: option_number(name, hparams[name]) for name in NUMBERS if name in hparams})
@@ -67,6 +73,29 @@ def pick(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> 
     if name not in run_opts.overridden_args and hparams is not None and name in hparams:
         return hparams[name]
     return run_opts[name]
+
+
+def check_opt_class(opt_class: Callable[..., Optimizer] | None) -> Callable[..., Optimizer] | None:
+    """Return what makes the optimizer, or raise an error if it can't."""
+    if opt_class is None:
+        return None
+    if isinstance(opt_class, Optimizer):
+        raise SbkitError("opt_class is an optimizer, not a class", hint="write !name: instead of !new:")
+    if not callable(opt_class):
+        given = repr(opt_class) if isinstance(opt_class, str) else f"of {type(opt_class).__name__}"
+        raise SbkitError(f"opt_class is {given}, not a class", hint=_ORDER if isinstance(opt_class, Mapping) else
+                         "write !name: and its name, such as !name:torch.optim.AdamW")
+    inner, named = unwrapped(opt_class)
+    if isinstance(inner, type) and issubclass(inner, Optimizer):
+        try:
+            inspect.signature(inner).bind([], **named)
+        except TypeError as error:
+            known = [name for name in inspect.signature(inner).parameters if name != "params"]
+            raise SbkitError(f"opt_class: {inner.__name__} {error}", hint=f"it takes {', '.join(known)}") from None
+        for name in {"lr", "weight_decay", "momentum", "eps"} & named.keys():
+            if isinstance(named[name], str):
+                raise SbkitError(f"opt_class: {name} is the text {named[name]!r}", hint="write it without quotes")
+    return opt_class
 
 
 def check_modules(modules: Mapping[str, Any] | None) -> dict[str, torch.nn.Module]:

@@ -79,6 +79,22 @@ def test_options_that_make_no_sense_are_one_clear_error(run_opts, hparams, says)
         ToyBrain({"model": layers()}, ADAMW, hparams, {"device": "cpu", **run_opts})
 
 
+SGD = torch.optim.SGD
+
+
+@pytest.mark.parametrize(("opt_class", "hparams", "says"), [
+    ("torch.optim.SGD", {}, "opt_class is 'torch.optim.SGD', not a class; write !name: "),
+    (SGD([torch.ones(1)]), {}, "opt_class is an optimizer, not a class; write !name: instead of !new:"),
+    (partial(SGD, betas=0.9), {}, "opt_class: SGD got an unexpected keyword argument 'betas'; it takes lr, momentum, "),
+    (partial(SGD, lr="0.1"), {}, "opt_class: lr is the text '0.1'; write it without "),
+    ({}, ADAMW, "hparams is of partial, not a mapping; its arguments are Brain(modules, opt_class, hparams, "),
+    ({}, {}, "opt_class is of dict, not a class; its arguments are Brain(modules, opt_class, hparams, run_opts, ")])
+def test_what_makes_no_optimizer_is_one_clear_error(opt_class, hparams, says):
+    with pytest.raises(SbkitError) as error:
+        ToyBrain({"model": layers()}, opt_class, hparams, {"device": "cpu"})
+    assert str(error.value).startswith(says)
+
+
 def test_precedence_is_default_then_hparams_then_run_opts():
     make = partial(ToyBrain, {"model": layers()}, ADAMW)
     assert make({}, {"device": "cpu"}).max_grad_norm == 5.0
