@@ -83,7 +83,7 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
     ("train hparams/ctc.yaml --N_epochs 3", "has no key N_epochs; did you mean --number_of_epochs?"),
     ("train hparams/ctc.yaml --data_root x", "has no key data_root; did you mean --corpus.data_root?"),
     ("train hparams/ctc.yaml --max_duration 9", "has no key max_duration; did you mean --corpus.max_duration?"),
-    ("train hparams/ctc.yaml --n_epochs 3 --lr_adam 1", "ctc.yaml has no keys lr_adam and n_epochs; --lr_adam: did you "
+    ("train hparams/ctc.yaml --n_epochs 3 --lr_adam 1", "ctc.yaml has no keys lr_adam, n_epochs; --lr_adam: did you "
                                                         "mean --lr?; --n_epochs: did you mean --number_of_epochs?"),
     ("train hparams/ctc.yaml --train_csv a.csv", "{train: FILE, dev: FILE, test: FILE}"),
     ("train hparams/ctc.yaml --local_rank 0", "; torchrun starts a process per device: torchrun --nproc_per_node=N "
@@ -197,7 +197,7 @@ def test_words_of_a_recipes_command_are_read_as_it_writes_them(given, read, told
 def test_several_unknown_keys_are_refused_at_once_with_each_hint_once():
     with pytest.raises(SbkitError) as error:
         arguments.read_words([str(ROOT / "hparams/ctc.yaml"), "--colour", "3", "--torchrun_x", "1"], [], {})
-    assert error.value.message.endswith("ctc.yaml has no keys colour and torchrun_x")
+    assert error.value.message.endswith("ctc.yaml has no keys colour, torchrun_x")
     assert error.value.hint == "sbkit show prints its keys"
 
 

@@ -454,7 +454,8 @@ class Corpus:
                 reasons = ", ".join(f"{entry['count']} {reason}" for reason, entry in left_out.items())
                 example = next(iter(left_out.values()))["examples"][0]
                 hint = f"for example {example}"
-                if "missing clip" in left_out and ": /" in example:
+                starts = [str(each).rstrip("/") + "/" for each in (self.data_root, *source.folders) if each is not None]
+                if "missing clip" in left_out and not any(os.path.abspath(each) in example for each in starts):
                     hint += "; the list has whole paths: write $data_root for where they began, and give " \
                             "--corpus.data_root where they begin now"
                 elif "missing clip" in left_out:

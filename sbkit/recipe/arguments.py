@@ -110,7 +110,7 @@ def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str
         told = [unknown_key(found, key, None, known) for key in unknown]
         hints = dict.fromkeys(hint for _, hint in told)
         raise SbkitError(f"--{unknown[0]}: {told[0][0]}" if len(unknown) == 1 else
-                         f"{found[0][0]} has no keys {' and '.join(unknown)}",
+                         f"{found[0][0]} has no keys {', '.join(unknown)}",
                          hint="; ".join(hints if len(hints) == 1 else
                                         (f"--{key}: {hint}" for key, (_, hint) in zip(unknown, told, strict=True))))
     return read

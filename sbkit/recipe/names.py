@@ -136,11 +136,13 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
             findings.error("unread-key", Place(), f"--{key}",
                            "it would change nothing: nothing reads this key, and no reference names it", hint)
         elif holder and not given and not {*referred} - {*COPIED, ""}:  # what a run wrote, without references
-            acts = root.value[holder].value[key]
-            if acts.scalar and acts.value != root.value[key].value:
+            all_of = [node.value[key] for node in root.walk() if node is not root and isinstance(node.value, dict)
+                      and key in node.value]
+            acts = all_of[0]
+            if len(all_of) == 1 and acts.scalar and acts.value != root.value[key].value:
                 findings.warning("unread-key", place, key, f"it has no effect: {acts.key}, which has one, is "
                                  f"{acts.value}", f"change that (line {acts.place.line}) too")
-        elif given or near or ours or {*referred} - {*COPIED, ""}:
+        elif given or near or ours or key in NEEDLESS or {*referred} - {*COPIED, ""}:
             findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it", hint)
 
 

@@ -87,7 +87,7 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
     while isinstance(value, Mapping) and len(value) == 1:
         [(part, value)] = value.items()
         parts.append(str(part))
-    ours: str | None = NAMED_ELSEWHERE.get(key) or NAMED_ELSEWHERE.get(parts[-1]) or parts[-1] * (len(parts) > 1)
+    ours = NAMED_ELSEWHERE.get(key) or NAMED_ELSEWHERE.get(parts[-1]) or (parts[-1] if len(parts) > 1 else None)
     within = {f"{name}.{key}" for _, level in levels(files) for name, node in level.value.items()
               if isinstance(node.value, dict) and key in node.value}
     there = {str(name) for _, level in levels(files) for name in level.value} | {"grad_accumulation_factor"}

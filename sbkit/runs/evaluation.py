@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,7 +116,7 @@ def corpus(request: EvaluateRequest, recipe: Recipe) -> tuple[str, Path, Remote]
     """The name of the results, the manifest to score, and the allowed URLs in it."""
     own = recipe.keys.corpus
     split = request.split or "test"
-    if request.on is None and own.manifest_path(split).is_file():
+    if request.on is None and request.data_root is None and own.manifest_path(split).is_file():
         name, corpus = request.name or split, own
     else:
         split = "test"
@@ -136,10 +137,11 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
     corpora = request.folder / CORPORA
 
     def corpus_of(split: str, folder: Path) -> Corpus:
-        if request.on is None:
+        if request.on is None and request.data_root is None:
             return own.only_split(split, folder)
-        lists = Path(request.on), Path(request.on).parent
-        of_own = isinstance(own.source, str) and Path(own.source) in lists
+        given = os.path.realpath(request.on or "")
+        lists = own.source.values() if isinstance(own.source, Mapping) else [own.source]
+        of_own = {given, os.path.dirname(given)} & {os.path.realpath(each) for each in lists if isinstance(each, str)}
         root = own.data_root if request.data_root is None and of_own else request.data_root
         named = {role: name for role, name in own.columns.items() if role in (columns or {})}
         return Corpus(source, own.language, folder, splits={"test": split}, text=own.text, only=("test",),

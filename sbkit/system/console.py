@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import logging
 import os
@@ -185,10 +186,12 @@ def end_scripts_in_one_line() -> None:
         script, frames = getattr(sys.modules["__main__"], "__file__", None), [*traceback.walk_tb(trace)]
         line = next((number for frame, number in reversed(frames) if frame.f_code.co_filename == script), None)
         if isinstance(error, (TypeError, AttributeError)) and "NoneType" in str(error):
-            for frame in (each for each, _ in frames if each.f_code.co_name == "compute_objectives"):
-                if len(names := frame.f_code.co_varnames) > 1 and frame.f_locals.get(names[1], 0) is None:
-                    error = SbkitError(f"compute_objectives got None from compute_forward, and ends in: {error}",
-                                       hint="let compute_forward return its outputs")
+            called = [frame.f_code.co_name for frame, _ in frames if frame.f_code.co_filename == script]
+            got = next((before.f_locals.get("outputs", 0) for (before, _), (frame, _) in itertools.pairwise(frames)
+                        if frame.f_code.co_name == "compute_objectives"), 0)
+            if got is None and called[-1:] == ["compute_objectives"]:
+                error = SbkitError(f"compute_objectives got None from compute_forward, and ends in: {error}",
+                                   hint="let compute_forward return its outputs")
         if not isinstance(error, SbkitError) or error.__cause__ is not None:  # which may say more
             earlier(kind, error, trace)
         else:

@@ -357,7 +357,8 @@ class Brain(sb.core.Brain):
     @property
     def captures_steps(self) -> bool:
         """Whether steps are to be captured as CUDA graphs on a GPU: as the recipe, or by default the class says."""
-        return bool(vars(type(self)).get("capturable", False) if self.keys.graphs is None else self.keys.graphs)
+        asked = vars(type(self)).get("capturable", False) if self.keys.graphs is None else self.keys.graphs
+        return bool(asked) and not (self.keys.fsdp and ranks.world_size() > 1) and not self.find_unused_parameters
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
@@ -398,7 +399,7 @@ class Brain(sb.core.Brain):
                     self._fit_valid(valid_set=valid_set, epoch=epoch, enable=enable)
                 if self._optimizer_step_limit_exceeded or (self.debug and epoch == self.debug_epochs):
                     break
-            if epoch is None:
+            if epoch is None and ranks.is_main() and not getattr(epoch_counter, "should_stop", False):
                 logger.warning("Nothing is left to train: all epochs are done; a larger number of them trains on")
             if self.checkpointer is not None:
                 self.checkpointer.wait()

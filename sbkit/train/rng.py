@@ -123,8 +123,8 @@ class RngState:
     def __init__(self, seed: int = 0, step: Callable[[], int] | None = None, device: torch.device | str = "cpu",
                  layers: Iterable[torch.nn.Module] = ()):
         self.seed, self.device = seed, device
-        self._ahead: list[Any] = [  # of several classes
-            each for layer in layers for each in layer.modules() if hasattr(each, "drop_mask_cnt")]
+        self._ahead: list[Any] = list(dict.fromkeys(  # of several classes
+            each for layer in layers for each in layer.modules() if hasattr(each, "drop_mask_cnt")))
         self.step = step or (lambda: 0)
         self._again: Callable[[], None] | None = None
 
@@ -176,11 +176,14 @@ class RngState:
         rank, world = ranks.rank(), ranks.world_size()
         if len(saved["ranks"]) == world:
             mine = saved["ranks"][rank]
-            for i, each in enumerate(self._ahead if f"ahead{len(self._ahead) - 1}" in mine else ()):
-                used, size, kept = mine.pop(f"ahead{i}").tolist()
-                bits = np.unpackbits(mine.pop(f"masks{i}").numpy(), count=each.drop_masks.numel())
+            for i, each in enumerate(self._ahead):
+                numbers, bits = mine.pop(f"ahead{i}", None), mine.pop(f"masks{i}", None)
+                if numbers is None or bits is None or len(bits) != (each.drop_masks.numel() + 7) // 8:
+                    continue  # of another model, or from before they were saved
+                used, size, kept = numbers.tolist()
+                masks = torch.from_numpy(np.unpackbits(bits.numpy(), count=each.drop_masks.numel()))
                 each.drop_mask_cnt, each.batch_size = int(used), int(size)
-                each.drop_masks.copy_(torch.from_numpy(bits).view(each.drop_masks.shape) * kept)
+                each.drop_masks = (masks.view(each.drop_masks.shape) * kept).to(self.device)
             if saved["device"] != torch.device(self.device).type:
                 mine.pop("device", None)  # another kind of generator
 

@@ -146,8 +146,8 @@ def log_limits(schedule: Any, steps: int, tracks_learning: bool) -> None:  # a S
     tracks_learning : whether the loss can be compared with chance
     """
     if isinstance(schedule, SpeechBrainScheduler):
-        for name in {"n_warmup_steps", "num_warmup_steps", "warmup_steps", "warmup"}.intersection(vars(schedule)):
-            if (warmup := vars(schedule)[name]) > steps:
+        for name in ("n_warmup_steps", "num_warmup_steps", "warmup_steps", "warmup"):
+            if (warmup := vars(schedule).get(name, 0)) > steps:
                 logger.warning("The warm-up takes %d steps and the run has %d: set a lower schedule.%s", warmup, steps,
                                name)
         return

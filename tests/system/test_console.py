@@ -165,7 +165,8 @@ def test_a_script_ends_in_one_line_with_its_own_place(tmp_path):
                       "for _ in range(2): console.end_scripts_in_one_line()\n"
                       "def lose(): raise SbkitError('no loss', hint='return it')\n"
                       "def compute_objectives(brain, predictions): predictions[0]\n"
-                      "if 'none' in sys.argv: compute_objectives(1, None)\n"
+                      "outputs = None\n"
+                      "if 'none' in sys.argv: compute_objectives(1, outputs)\n"
                       "if len(sys.argv) > 1: raise KeyError('own')\nlose()\n")
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (1, f"{script}:5: error: no loss; return it\n")

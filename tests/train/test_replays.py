@@ -16,8 +16,8 @@ from sbkit.train.step import Loss
 CALLS = itertools.count(1)
 
 
-@pytest.mark.parametrize("micros", [1, 3])
-def test_replays_compute_what_steps_compute(micros, monkeypatch, caplog):
+@pytest.mark.parametrize(("micros", "size"), [(1, 9), (3, 9), (2, 7)])  # of 7 rows, a step has two shapes
+def test_replays_compute_what_steps_compute(micros, size, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "sbkit.train.graphs")
     replayed.on_cpu(monkeypatch)
     found = []
@@ -27,7 +27,7 @@ def test_replays_compute_what_steps_compute(micros, monkeypatch, caplog):
         toy = brain(modules=model, opt_class=optimizer, hparams={"graphs": True, "ema": EMA(model)})
         if wanted:
             replayed.replaying(toy)
-        toy.fit(range(1, 2), ToyTrainLoader(steps=11, size=9, micros=micros))
+        toy.fit(range(1, 2), ToyTrainLoader(steps=11, size=size, micros=micros))
         assert set(toy.trainer.graphs.nodes) == ({"micro-step", "update"} if wanted else set()), caplog.text
         found.append(toy)
     assert furthest(*map(state, found)) < 1e-6

@@ -34,7 +34,8 @@ class AudioFolder(Source):
 
     def __init__(self, folder: Path):
         self.folder, self.where = folder, str(folder)
-        above = sorted(each.name for each in folder.resolve().parent.glob("train.*"))
+        above = [name for name in ("train.tsv", "train.csv", "train.jsonl", "train.json")
+                 if (folder.resolve().parent / name).is_file()]
         if above:  # the recordings of a corpus
             self.no_texts = self.no_texts[0], f"name the folder above it, which has a {above[0]}"
         splits = {name for names in ALIASES.values() for name in names}

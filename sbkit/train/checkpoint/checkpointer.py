@@ -93,10 +93,8 @@ class Checkpointer(stock.Checkpointer):
 
     # ------------------------------------------------------------ saving
 
-    def save_checkpoint(
-        self, meta: Mapping[str, Any] | None = None, end_of_epoch: bool = True, name: str | None = None,
-        verbosity: int = logging.INFO,
-    ) -> Checkpoint | None:
+    def save_checkpoint(self, meta: Mapping[str, Any] | None = None, end_of_epoch: bool = True, name: str | None = None,
+                        verbosity: int = logging.INFO) -> Checkpoint | None:
         """Save every recoverable; return the checkpoint on rank 0, and None elsewhere or after a warning.
 
         If ``asynchronous``, the checkpoint is still being written; ``wait`` returns it once it exists.
@@ -375,10 +373,8 @@ class Checkpointer(stock.Checkpointer):
             raise key_error
         return found[:max_num_checkpoints]
 
-    def _rank(
-        self, importance_key: Importance | None = None, max_key: str | None = None, min_key: str | None = None,
-        ckpt_predicate: Predicate | None = None,
-    ) -> list[Checkpoint]:
+    def _rank(self, importance_key: Importance | None = None, max_key: str | None = None, min_key: str | None = None,
+              ckpt_predicate: Predicate | None = None) -> list[Checkpoint]:
         """Sort checkpoints by importance and then by time; with a key, keep only those that have it.
 
         Error rates of 100 % and more count as equal: empty transcripts have 100 %, and those of a model that has learnt
