@@ -358,7 +358,7 @@ class Brain(sb.core.Brain):
     def captures_steps(self) -> bool:
         """Whether steps are to be captured as CUDA graphs on a GPU: as the recipe, or by default the class says."""
         asked = vars(type(self)).get("capturable", False) if self.keys.graphs is None else self.keys.graphs
-        return bool(asked) and not (self.keys.fsdp and ranks.world_size() > 1) and not self.find_unused_parameters
+        return bool(asked) and not (ranks.world_size() > 1 and (self.keys.fsdp or self.find_unused_parameters))
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:

@@ -109,12 +109,12 @@ class StepGraphs:
     def _begin(self) -> None:
         """Decide whether to capture."""
         brain, self._on = self.brain, True
-        if not brain.captures_steps:
-            self._stop(f"{type(brain).__name__} doesn't say that its steps can be replayed; `graphs: true` says so")
-        elif self._sharded:
+        if self._sharded:
             self._stop("fsdp gathers weights in each step")
         elif self._exchange is not None and self._exchange.agree_each_time:
             self._stop("ranks agree in each step on the parameters that have gradients")
+        elif not brain.captures_steps:
+            self._stop(f"{type(brain).__name__} doesn't say that its steps can be replayed; `graphs: true` says so")
         elif ranks.world_size() > 1 and any(map(communicates_in_forward, brain.modules.modules())):
             self._stop("layers communicate with other ranks")
 

@@ -387,3 +387,20 @@ def test_a_replacement_is_not_made_again_in_manifests_that_the_same_rules_wrote(
     assert texts(home, "column", columns={"text": "spk_id"})[0] == "speeakeer0", "and the same for another column"
     (home / "train.csv").write_text((home / "train.csv").read_text().replace("yees", "New!"))
     assert texts(home, "edited")[-1] == "neew"
+
+
+@pytest.mark.parametrize(("written", "advice"), [
+    ("{away}/a.wav", "the list has whole paths: write $data_root for where they began"),
+    ("$data_root/a.wav", "--corpus.data_root is where relative paths begin"),
+    ("clips/a.wav", "--corpus.data_root is where relative paths begin")])
+@pytest.mark.parametrize("root", [None, "elsewhere"])
+def test_where_recordings_are_is_told_as_the_list_writes_them(written, advice, root, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    for split in "train", "dev", "test":
+        path = written.format(away=tmp_path / "away")
+        (data / f"{split}.csv").write_text(f"ID,duration,wav,wrd\n{split},1.0,{path},words\n")
+    corpus = Corpus(str(data), "en", tmp_path / "out", data_root=root and str(tmp_path / root))
+    with pytest.raises(SbkitError, match="all 1 rows of the test split were left out: 1 missing clip") as error:
+        corpus.prepare(show_progress=False)
+    assert advice in error.value.hint
