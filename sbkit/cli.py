@@ -9,6 +9,7 @@ import difflib
 import gc
 import importlib
 import json
+import logging
 import os
 import re
 import signal
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; a user error is one line on stderr and exit code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     console.open_missing_streams()
+    logging.basicConfig(format="%(message)s")  # before a library does, with the names of files in front
     # Where other work has a core, threads of torch would wait for each other in loops that keep that one from going on:
     # training took 12 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -42,6 +42,13 @@ def test_the_version_is_that_of_the_package(capsys):
     assert done.value.code == 0 and capsys.readouterr().out == f"sbkit {metadata.version('sbkit')}\n"
 
 
+def test_a_warning_is_told_without_the_name_of_the_file_that_has_it():
+    script = "import logging, sbkit.cli; sbkit.cli.main(['info', 'nowhere']); logging.warning('all'); " \
+             "logging.getLogger('sbkit.x').warning('is %d', 1)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stderr.endswith("\nall\nis 1\n")
+
+
 def test_every_command_has_its_file_and_every_file_is_a_command():
     files = {path.stem for path in Path(commands.__file__).parent.glob("*.py")} - {"__init__", "options"}
     assert sorted(files) == sorted(name.replace("-", "_") for name in COMMANDS)

@@ -234,7 +234,7 @@ class Corpus:
     def summary(self) -> str:
         """A table of the rows that were read, kept and left out, with notes on what looks wrong, and what splits share
         unless the manifests are those of an earlier call."""
-        return summarize(self.prepared, with_leaks=not self._reused)
+        return summarize(self.prepared, fresh=not self._reused)
 
     @property
     def prepared(self) -> dict[str, Any]:

@@ -362,8 +362,11 @@ def _explain(report: SplitReport, rows: Rows, codes: np.ndarray, durations: np.n
         report.tables.append(exclusions.rows(report.split, reason, ids, wavs, notes, versions=reason == UNDECODABLE))
 
 
-def summarize(report: Mapping[str, Any], with_leaks: bool = True) -> str:
-    """A table and notes from the content of a ``prepare_report.json``, for the terminal."""
+def summarize(report: Mapping[str, Any], fresh: bool = True) -> str:
+    """A table and notes from the content of a ``prepare_report.json``, for the terminal.
+
+    fresh : prepared just now, so what its texts hold and its splits share is news
+    """
     splits = report["splits"]
     reasons = [reason for reason in REASONS if any(reason in entry["left_out"] for entry in splits.values())]
     named = {split: split if names == [split] else f"{split} ({', '.join(names)})"
@@ -380,7 +383,7 @@ def summarize(report: Mapping[str, Any], with_leaks: bool = True) -> str:
         if outside:
             characters = " ".join(f"{char!r} x{count}" for char, count in list(outside.items())[:10])
             lines.append(f"{split}: characters outside the alphabet: {characters}")
-        if found := entry.get("unspoken"):  # missing in reports of earlier versions
+        if fresh and (found := entry.get("unspoken")):  # missing in reports of earlier versions
             before, after = found["example"]
             now = "" if after == before else f", now {after!r}"
             lines.append(f"{split}: {counted(found['count'], 'text')} with digits or brackets, such as {before!r}{now}"
@@ -396,7 +399,7 @@ def summarize(report: Mapping[str, Any], with_leaks: bool = True) -> str:
         if durations.get("disagree"):
             lines.append(f"{split}: {durations['disagree']} of {durations['checked']} listed durations that "
                          "were checked differ from the audio, and are replaced by its own")
-    entries = report.get("leaks") if with_leaks else None  # missing in reports of earlier versions
+    entries = report.get("leaks") if fresh else None  # missing in reports of earlier versions
     if entries:
         lines.append(table(leaks.COLUMNS, leaks.rows(entries)))
     if entries is not None and len(splits) > 1:

@@ -49,7 +49,7 @@ class IndexTable(NamedTuple):
             hint = "was the text encoded with a tokenizer that is not the model's?"
         else:
             wrong = f"index {value} is outside the table of {self.size} (0 to {self.size - 1})"
-            hint = "the output layer or codebook must be as large as the tokenizer; run `sbkit check`, which " \
+            hint = "the output layer or codebook must be as large as the tokenizer; in a recipe `sbkit check` " \
                 "compares them"
         more = f" ({count} such indices in this batch)" if count > 1 else ""
         return SbkitError(f"{self.name}: {who}, position {column}: {wrong}{more}", hint=hint)

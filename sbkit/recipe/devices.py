@@ -46,7 +46,7 @@ def section(built: Built, owned: Owned) -> Section:
         remarks.append("the contents of checkpoints are unknown: the checkpointer is missing or could not be built")
     if any(isinstance(each, _BatchNorm) for root in owned.roots.values() for each in root.modules()):
         remarks.append("BatchNorm normalises over one micro-batch on all devices: if a step has several, the number of "
-                       "devices and max_batch_seconds change the training")
+                       "devices and the size of a micro-batch change the training")
     return Section("Modules", columns, rows, remarks)
 
 

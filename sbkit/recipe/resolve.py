@@ -274,7 +274,9 @@ class _Resolver:
                         "index", "give the item its own key and refer to that")
             return
         options = [str(key) for key in branch.value] if isinstance(branch.value, dict) else []
-        near = did_you_mean(part, [each for each in options if each != node.key], 0.75)  # itself would be no help
+        # Itself would be no help, and nobody refers to what is empty, such as the base's learning_rates.
+        near = did_you_mean(part, [each for each in options
+                                   if each != node.key and branch.value[each].value not in ({}, [])], 0.75)
         base = self.root.value.get(BASE)
         if base is not None and base is not branch and isinstance(base.value, dict) and part in base.value:
             suggestion = f"it is under `{BASE}`: write <{BASE}[{part}]>"

@@ -82,7 +82,11 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
     if kept := ranks.run_on_main(largest_batch.kept, recipe.keys, request):
         largest_batch.give(request, kept)
         recipe = load.open_recipe(request.path, request.overrides)
-    folder = recipe.keys.folder
+    folder, test_only = recipe.keys.folder, request.run_opts.test_only
+    if test_only and (request.run_opts.debug or initial.fresh(recipe.keys)):
+        raise SbkitError(f"--test_only: {recipe.keys.checkpointer.checkpoints_dir} has no checkpoint to test",
+                         hint="--debug keeps checkpoints in a temporary folder: leave it out" if request.run_opts.debug
+                         else "train first, or name the folder of a run with --output_folder")
     ranks.run_on_main(preparation.open_folder, recipe, request)
     ranks.run_on_main(initial.open_source, recipe.keys, guard.changed())
     # Before the corpus is prepared, so that missing files are reported at once.
@@ -99,7 +103,6 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
     if request.check:
         ranks.run_on_main(training.before_training, recipe, request.path)
     done = ranks.run_on_main(results.finished, recipe.keys, request, guard)
-    test_only = request.run_opts.test_only
     if done and not test_only:
         if ranks.is_main():
             print(done)

@@ -82,10 +82,6 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     brain.mixture_parts.loader = train_set
     brain.open_run(train.texts, steps)
     if test_only:
-        if not brain.checkpointer.list_checkpoints():
-            raise SbkitError(f"--test_only: {brain.checkpointer.checkpoints_dir} has no checkpoint to test",
-                             hint="--debug keeps checkpoints in a temporary folder: leave it out" if brain.debug else
-                             "train first, or name the folder of a run with --output_folder")
         ranks.run_on_main(restore.warn_unfinished, recipe)
     try:
         with train_set, valid_set:

@@ -151,7 +151,8 @@ class _Server:
     def run(self) -> int:
         from sbkit.serve import registry
 
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+                            force=True)
         for room in (access.__name__, registry.__name__):  # a line for each request, and for each swap of a model
             logging.getLogger(room).setLevel(logging.INFO)
         logging.getLogger("uvicorn.error").addFilter(

@@ -1,4 +1,4 @@
-"""Validation of run options before SpeechBrain's constructor reads them."""
+"""Validation of run options and hparams before SpeechBrain's constructor reads them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from speechbrain.nnet import losses
 from speechbrain.utils.run_opts import RunOptions
 from torch.optim import Optimizer
 
 from sbkit.errors import SbkitError
+from sbkit.nn.guard import guard_indices
 from sbkit.recipe.settings import NO_DATA_PARALLEL, NUMBERS, option_number
 from sbkit.recipe.speed import native_precision
 from sbkit.recipe.values import unwrapped
@@ -36,7 +38,7 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
     changed: dict[str, Any] = {name: option_number(name, opts[name]) for name in NUMBERS}
     if not isinstance(hparams, (Mapping, type(None))):
         raise SbkitError(f"hparams is of {type(hparams).__name__}, not a mapping", hint=_ORDER)
-    hparams = dict(hparams) if hparams is not None else None
+    hparams = {name: guarded(value) for name, value in hparams.items()} if hparams is not None else None
     if hparams is not None:
         hparams.update({name: option_number(name, hparams[name]) for name in NUMBERS if name in hparams})
     device = str(devices.resolve(pick(opts, hparams, "device")))
@@ -73,6 +75,23 @@ def pick(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> 
     if name not in run_opts.overridden_args and hparams is not None and name in hparams:
         return hparams[name]
     return run_opts[name]
+
+
+def guarded(loss: Any) -> Any:  # a value of hparams
+    """Return SpeechBrain's CTC loss, as recipes name it, with labels that are checked; anything else as it is.
+
+    For a label without an output, torch reads the value of another frame on a CPU, and trains on it.
+    """
+    if not isinstance(loss, functools.partial) or loss.func is not losses.ctc_loss:
+        return loss
+
+    def checked(log_probs: torch.Tensor, targets: torch.Tensor, input_lens: torch.Tensor, target_lens: torch.Tensor,
+                *args: Any, **more: Any) -> torch.Tensor:  # as SpeechBrain's loss takes them
+        labels = (target_lens * targets.shape[1]).round().int()
+        targets = guard_indices(targets, log_probs.shape[-1], name="CTC labels", lengths=labels)
+        return losses.ctc_loss(log_probs, targets, input_lens, target_lens, *args, **more)
+
+    return functools.partial(checked, *loss.args, **loss.keywords)
 
 
 def check_opt_class(opt_class: Callable[..., Optimizer] | None) -> Callable[..., Optimizer] | None:

@@ -109,6 +109,7 @@ def test_texts_that_nobody_speaks_as_they_are_written_are_counted(clips):
     facts = {"splits": {"train": report.facts()}, "source": {"kind": "", "where": "", "splits": {"train": ["train"]}}}
     assert ("train: 2 texts with digits or brackets, such as 'Marque [risas] 1', now 'marque risas 1': write what is "
             "spoken, or leave such texts out by an alphabet") in summarize(facts)
+    assert "digits" not in summarize(facts, fresh=False), "each start would repeat it"
 
 
 def test_recordings_of_dev_and_test_stay_out_of_train(clips):

@@ -141,7 +141,7 @@ def test_a_batch_of_one_is_tried_unless_the_plan_has_none(tmp_path):
     _, ((code, message),) = checked(tmp_path, "OneVector")
     assert code == "one-utterance" and "Expected more than 1 value per channel" in message
     report, found = checked(tmp_path, "OneVector", batching="\n    min_batch_utterances: 2")
-    assert found == [] and "max_batch_seconds change the training" in report.sections["devices"].remarks[-1]
+    assert found == [] and "size of a micro-batch change the training" in report.sections["devices"].remarks[-1]
 
 
 RAISED = 1 + Path(__file__).read_text().splitlines().index('        raise ValueError("nothing was said")')

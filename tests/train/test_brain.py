@@ -16,6 +16,7 @@ from host_syncs import HostSyncs
 from processes import program
 from safetensors.torch import load_file
 from speechbrain.core import Stage
+from speechbrain.nnet import losses
 from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.run_opts import RunOptions
 from torch.utils.data import DataLoader
@@ -93,6 +94,17 @@ def test_what_makes_no_optimizer_is_one_clear_error(opt_class, hparams, says):
     with pytest.raises(SbkitError) as error:
         ToyBrain({"model": layers()}, opt_class, hparams, {"device": "cpu"})
     assert str(error.value).startswith(says)
+
+
+def test_a_label_that_speechbrains_ctc_loss_gets_and_the_model_has_no_output_for_is_told():
+    cost = partial(losses.ctc_loss, blank_index=0)
+    given = [torch.randn(2, 7, 5).log_softmax(-1), torch.tensor([[1, 4, 2], [3, 9, 9]]), torch.ones(2)]
+    checked = brain(hparams={"ctc_cost": cost, "limit": 3}).hparams
+    assert (checked.limit, checked.ctc_cost.keywords) == (3, {"blank_index": 0})
+    padded = torch.tensor([1.0, 1 / 3])
+    assert torch.equal(checked.ctc_cost(*given, padded), cost(*given, padded))
+    with pytest.raises(SbkitError, match=r"CTC labels: row 1, position 1: index 9 is outside the table of 5"):
+        checked.ctc_cost(*given, torch.ones(2))
 
 
 def test_precedence_is_default_then_hparams_then_run_opts():
