@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = RUNS_CODE
     parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a run")
     parser.add_argument("--data_folder", "--data", dest="on", metavar="CORPUS",
-                        help="any value of data_folder (default: the run's own corpus)")
+                        help="a folder, list or name that data_folder takes (default: the run's own corpus)")
     parser.add_argument("--data_root", "--corpus.data_root", dest="data_root", metavar="FOLDER",
                         help="where relative paths of its lists begin, and what $data_root in them means")
     parser.add_argument("--split", help="split of the corpus (default: test)")

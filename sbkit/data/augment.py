@@ -63,6 +63,9 @@ class Augment:
 
     def __init__(self, stages: Sequence[Callable[..., np.ndarray]]):
         every: Sequence[Any] = stages  # callables, some with further attributes
+        if others := [type(stage).__name__ for stage in every if hasattr(stage, "forward")]:
+            raise SbkitError(f"augment: {others[0]} computes batches of tensors, and a stage gets an array and a "
+                             "random generator", hint="take one of sbkit.data.augment, such as SpeedPerturb")
         speeds = [stage for stage in every if isinstance(stage, SpeedPerturb)]
         if len(speeds) > 1 or (speeds and every[0] is not speeds[0]):
             raise SbkitError("augment: SpeedPerturb may appear only once, as the first stage")

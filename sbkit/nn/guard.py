@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -169,6 +170,25 @@ def guard_on_device(indices: torch.Tensor, table: IndexTable, lengths: torch.Ten
         else:
             _collected.append(Checked(result, table, indices.shape))
     return torch.where(outside | bad, table.safe, indices)
+
+
+def guard_loss(loss: Any) -> Any:  # a value of hparams
+    """Return SpeechBrain's CTC loss, as recipes name it, with labels that are checked; anything else as it is.
+
+    For a label without an output, torch reads the value of another frame on a CPU, and trains on it.
+    """
+    from speechbrain.nnet.losses import ctc_loss
+
+    if not isinstance(loss, functools.partial) or loss.func is not ctc_loss:
+        return loss
+
+    def guarded(log_probs: torch.Tensor, targets: torch.Tensor, input_lens: torch.Tensor, target_lens: torch.Tensor,
+                *args: Any, **more: Any) -> torch.Tensor:  # as SpeechBrain's takes them
+        labels = (target_lens * targets.shape[1]).round().int()
+        targets = guard_indices(targets, log_probs.shape[-1], name="CTC labels", lengths=labels)
+        return ctc_loss(log_probs, targets, input_lens, target_lens, *args, **more)
+
+    return functools.partial(guarded, *loss.args, **loss.keywords)
 
 
 def has_values(tensor: torch.Tensor) -> bool:

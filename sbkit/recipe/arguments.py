@@ -214,7 +214,8 @@ def locate(name: str) -> Path:
         if path.is_file():
             return path
     if folder := next((path for path in candidates if path.is_dir()), None):
-        inside = sorted(str(path) for path in (*folder.glob("*.y*ml"), *folder.glob("*/*.y*ml")))
+        inside = sorted(str(path) for path in (*folder.glob("*.y*ml"), *folder.glob("*/*.y*ml"))
+                        if re.search(r"[ \n]!(new|name|include)", path.read_text(encoding="utf-8", errors="replace")))
         raise SbkitError(f"{name} is a folder, not a recipe", hint=(
             f"name one of its recipes: {listed(inside)}" if inside else
             f"a corpus comes after the recipe: --data_folder {name}; sbkit new FOLDER writes recipes to start from"))

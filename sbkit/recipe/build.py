@@ -198,7 +198,7 @@ class Built(Builder):
         try:
             return target(*args, **kwargs)
         except SbkitError as error:
-            self.fail(node, error.message, error.hint or "")
+            self.fail(node, error.message.removeprefix(f"{node.key}: "), error.hint or "")
         except OSError as error:  # a file that doesn't exist yet, or no network
             self.findings.warning("not-built", *node.culprit(),
                                   f"{name} can't be built here: {_first(error)}",

@@ -16,6 +16,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from sbkit.errors import SbkitError
+from sbkit.recipe.values import unwrapped
 from sbkit.system import renamed
 
 K = TypeVar("K", bound="Keys")
@@ -164,21 +165,24 @@ class Keys:
             if any(isinstance(value, kind) for kind in kinds):
                 continue
             named = isinstance(value, (functools.partial, type))
+            made: Any = unwrapped(value)[0]  # what it makes, if it is only named, may be of another class
             plain = named or isinstance(value, (Mapping, list, tuple, str, int, float))
             package = type(value).__module__.partition(".")[0]
             place = getattr(sys.modules.get(package), "__file__", None) or "site-packages"  # built in
             of_the_user = package != "sbkit" and "site-packages" not in place
             enough = any if package == "sbkit" else all
             methods = [[each for each in vars(kind) if each[0] != "_"] for kind in kinds]
-            alike = any(names and enough(hasattr(value, each) for each in names) for names in methods)
+            alike = any(names and enough(hasattr(made, each) for each in names) for names in methods)
+            only_named = named and (not isinstance(made, type) or issubclass(made, tuple(kinds)) or alike)
             if not plain and (of_the_user or alike):
                 continue
-            given = "only named, not built" if named else "a mapping" if isinstance(value, Mapping) else \
-                _shown(value) if plain else (
-                f"of {type(value).__module__}.{type(value).__qualname__}")
+            kind = made if named else type(value)
+            given = "only named, not built" if only_named else "a mapping" if isinstance(value, Mapping) else \
+                _shown(value) if plain and not named else f"of {kind.__module__}.{kind.__qualname__}"
             found.append(Problem(name, f"it is {given}, and must be {known.what}",
-                                 "write !new: instead of !name:" if named else
-                                 "write !new: and that class after the key, with its arguments below it" if plain else
+                                 "write !new: instead of !name:" if only_named else
+                                 "write !new: and that class after the key, with its arguments below it"
+                                 if plain and not named else
                                  "docs/reference/keys.md says what each key may be"))
         return found
 

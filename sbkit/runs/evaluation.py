@@ -25,6 +25,7 @@ from sbkit.data.loader import EvalLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.remote import Remote
 from sbkit.data.sources import ONE_SPLIT, Named, Source
+from sbkit.data.splits import ALIASES
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
 from sbkit.score import chunk_size
@@ -115,7 +116,11 @@ class CheckpointResult(NamedTuple):
 def corpus(request: EvaluateRequest, recipe: Recipe) -> tuple[str, Path, Remote]:
     """The name of the results, the manifest to score, and the allowed URLs in it."""
     own = recipe.keys.corpus
+    if (request.on or "").startswith("{"):
+        raise SbkitError(f"--data_folder: {request.on} is a mapping, and one split is scored",
+                         hint="name its list: --data_folder test.csv")
     split = request.split or "test"
+    split = next((name for name, aliases in ALIASES.items() if split.lower() in aliases), split)
     if request.on is None and request.data_root is None and own.manifest_path(split).is_file():
         name, corpus = request.name or split, own
     else:

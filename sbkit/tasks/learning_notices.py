@@ -179,7 +179,9 @@ class LearningNotices:
                               f"{highest:.2g} of {schedule.peak:g})")
         elif 0 < highest < 0.1 * usual:
             advice.append(f"a higher learning rate: {setup.option('lr', 'schedule.peak')} {usual:g} (it has reached "
-                          f"{highest:.2g})")
+                          f"{highest:.2g})" if schedule is not None else
+                          f"a scheduler that rises sooner or higher: the learning rate has reached {highest:.2g}, and "
+                          f"{usual:g} is usual")
         else:
             advice += self._lower_rate()
         if setup.masks:

@@ -383,6 +383,9 @@ class Brain(sb.core.Brain):
         """Train and validate for each epoch of ``epoch_counter``; see SpeechBrain's ``Brain.fit``."""
         if self.test_only:
             logger.info("Test only mode, skipping training and validation stages.")
+            if self.checkpointer is not None and not self.checkpointer.list_checkpoints():
+                logger.warning("There is no checkpoint in %s, so a test is of a model that learnt nothing here",
+                               self.checkpointer.checkpoints_dir)
             return
         outlast_terminal()
         with ranks.failing_together(), oom_as_user_error(self.device), plain_worker_errors(), self.trainer.fitting():

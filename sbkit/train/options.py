@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from speechbrain.nnet import losses
 from speechbrain.utils.run_opts import RunOptions
 from torch.optim import Optimizer
 
 from sbkit.errors import SbkitError
-from sbkit.nn.guard import guard_indices
+from sbkit.nn.guard import guard_loss
 from sbkit.recipe.settings import NO_DATA_PARALLEL, NUMBERS, option_number
 from sbkit.recipe.speed import native_precision
 from sbkit.recipe.values import unwrapped
@@ -38,7 +37,7 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
     changed: dict[str, Any] = {name: option_number(name, opts[name]) for name in NUMBERS}
     if not isinstance(hparams, (Mapping, type(None))):
         raise SbkitError(f"hparams is of {type(hparams).__name__}, not a mapping", hint=_ORDER)
-    hparams = {name: guarded(value) for name, value in hparams.items()} if hparams is not None else None
+    hparams = {name: guard_loss(value) for name, value in hparams.items()} if hparams is not None else None
     if hparams is not None:
         hparams.update({name: option_number(name, hparams[name]) for name in NUMBERS if name in hparams})
     device = str(devices.resolve(pick(opts, hparams, "device")))
@@ -77,23 +76,6 @@ def pick(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> 
     return run_opts[name]
 
 
-def guarded(loss: Any) -> Any:  # a value of hparams
-    """Return SpeechBrain's CTC loss, as recipes name it, with labels that are checked; anything else as it is.
-
-    For a label without an output, torch reads the value of another frame on a CPU, and trains on it.
-    """
-    if not isinstance(loss, functools.partial) or loss.func is not losses.ctc_loss:
-        return loss
-
-    def checked(log_probs: torch.Tensor, targets: torch.Tensor, input_lens: torch.Tensor, target_lens: torch.Tensor,
-                *args: Any, **more: Any) -> torch.Tensor:  # as SpeechBrain's loss takes them
-        labels = (target_lens * targets.shape[1]).round().int()
-        targets = guard_indices(targets, log_probs.shape[-1], name="CTC labels", lengths=labels)
-        return losses.ctc_loss(log_probs, targets, input_lens, target_lens, *args, **more)
-
-    return functools.partial(checked, *loss.args, **loss.keywords)
-
-
 def check_opt_class(opt_class: Callable[..., Optimizer] | None) -> Callable[..., Optimizer] | None:
     """Return what makes the optimizer, or raise an error if it can't."""
     if opt_class is None:
@@ -119,6 +101,8 @@ def check_opt_class(opt_class: Callable[..., Optimizer] | None) -> Callable[...,
 
 def check_modules(modules: Mapping[str, Any] | None) -> dict[str, torch.nn.Module]:
     """Return the modules without null ones; raise an error for objects of other types and for unusable names."""
+    if not isinstance(modules, (Mapping, torch.nn.ModuleDict, type(None))):
+        raise SbkitError(f"modules is of {type(modules).__name__}, not a mapping", hint="give it names: {'model': ...}")
     checked = {key: module for key, module in (modules or {}).items() if module is not None}
     for key, module in checked.items():
         if isinstance(module, torch.nn.Module):

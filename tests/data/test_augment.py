@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sounds import encoded, speechlike
+from speechbrain.augment import time_domain
 
 from sbkit.data.augment import (
     AddNoise,
@@ -63,6 +64,11 @@ def test_speeds_are_drawn_evenly_and_stretch_is_that_of_the_slowest():
     assert speeds.stretch == pytest.approx(1 / 0.9) and SpeedPerturb([1.1]).stretch == 1.0
     seldom = SpeedPerturb([1.1], prob=0.2)
     assert 0.15 < np.mean([seldom.draw(rng(name=str(i))) > 1 for i in range(2000)]) < 0.25
+
+
+def test_an_augmentation_of_speechbrain_is_refused_as_a_stage():
+    with pytest.raises(SbkitError, match="SpeedPerturb computes batches of tensors, "):
+        Augment([time_domain.SpeedPerturb(16000)])
 
 
 def test_gain_stays_in_its_range_and_changes_nothing_else():

@@ -20,6 +20,9 @@ pytestmark = pytest.mark.usefixtures("without_cost")
     ("tokenizer: !new:sbkit.data.tokens.Tokenizer\n    folder: !ref <output_folder>/save\n    vocab_size: "
      "!ref <output_neurons>", "tokenizer: !new:sentencepiece.SentencePieceProcessor",
      "it is of sentencepiece.SentencePieceProcessor, and must be a sbkit.data.tokens.Tokenizer"),
+    ("tokenizer: !new:sbkit.data.tokens.Tokenizer\n    folder: !ref <output_folder>/save\n    vocab_size: "
+     "!ref <output_neurons>", "tokenizer: !name:speechbrain.tokenizers.SentencePiece.SentencePiece",
+     "it is of speechbrain.tokenizers.SentencePiece.SentencePiece, and must be a sbkit.data.tokens.Tokenizer"),
     ("checkpointer: !new:sbkit.train.checkpoint.Checkpointer",
      "checkpointer: !new:speechbrain.utils.checkpoints.Checkpointer",
      "it is of speechbrain.utils.checkpoints.Checkpointer, and must be a sbkit.train.checkpoint.Checkpointer"),
@@ -29,7 +32,8 @@ pytestmark = pytest.mark.usefixtures("without_cost")
      "it is of Identity; a search has decode() and a tokenizer"),
     ("ctc_weight: 0.3", "ctc_weight: 0.3\ndecoder: !name:sbkit.decode.beam.BeamSearch",
      "it is only the name of BeamSearch; a search has decode() and a tokenizer"),
-], ids=["a mapping", "a list", "a name", "a tokenizer", "a checkpointer", "a schedule", "a decoder", "a named decoder"])
+], ids=["a mapping", "a list", "a name", "a tokenizer", "another's name", "a checkpointer", "a schedule",
+        "a decoder", "a named decoder"])
 def test_an_object_of_another_class_is_one_error_with_its_line(tmp_path, key, instead, message):
     path = changed(tmp_path, {key: instead})
     name = instead.splitlines()[-1 if "ctc_weight" in instead else 0].partition(":")[0]

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ import soundfile
 from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.data.nonspeech import NonSpeech
+from sbkit.errors import SbkitError
 from sbkit.runs import evaluation
 from sbkit.score.behaviour import silences
 
@@ -57,6 +59,21 @@ def test_a_list_begins_where_that_of_the_run_did_or_where_it_is_told(on, data_ro
     request = evaluation.EvaluateRequest(tmp_path / "run", on=on, data_root=data_root)
     _, corpus = evaluation.prepare(request, own, on)
     assert corpus.manifest("test").ids == ["a"]
+
+
+def test_a_split_has_the_names_that_training_takes_and_a_mapping_has_several():
+    own = SimpleNamespace(manifest_path=lambda split: Path(f"{split}.csv"), remote="none", manifest=str)
+    given = SimpleNamespace(keys=SimpleNamespace(corpus=own), task=SimpleNamespace(check_manifest=lambda *_: None))
+
+    def manifest(**request):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "is_file", lambda path: True)
+            return evaluation.corpus(evaluation.EvaluateRequest(Path("run"), **request), given)[1]
+
+    assert [manifest(split=name) for name in (None, "valid", "dev", "train")] == list(map(
+        Path, ("test.csv", "dev.csv", "dev.csv", "train.csv")))
+    with pytest.raises(SbkitError, match="is a mapping, and one split is scored; name its list"):
+        manifest(on="{train: a.csv, test: b.csv}")
 
 
 def test_the_real_time_factor_holds_no_warm_up(tmp_path, monkeypatch):

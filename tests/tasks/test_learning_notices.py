@@ -19,11 +19,11 @@ class Trial:
 
     def __init__(self, steps: int, loss, chance: float = CHANCE, rate: float | None = 0.002, warmup: float = 50,
                  setup: Setup | None = None, cut: int | None = None, folder=None, comparable: bool = True,
-                 limit: float | None = None):
+                 limit: float | None = None, own: bool = True):
         self.progress, self.notices, self.told = LearningProgress(chance), LearningNotices(), []
         self.schedule = Schedule(rate or 1.0, warmup, "constant", max_lr_at_chance=limit)
         self.schedule.total_steps = steps
-        self.notices.setup = (setup or Setup())._replace(planned=steps, schedule=self.schedule)
+        self.notices.setup = (setup or Setup())._replace(planned=steps, schedule=self.schedule if own else None)
         noise = random.Random(7)
         for step in range(1, steps + 1):
             score = self.progress.score_at(step)
@@ -84,6 +84,9 @@ def test_a_run_that_learns_gets_no_notice(steps, loss, given):
                  ["has learnt nothing yet.", "likeliest first:\n  - more steps: --min_steps 1000"], id="too short"),
     pytest.param(1400, lambda step: 9.0, {"rate": 1e-6}, [("chance", True)],
                  ["above chance", "a higher learning rate: --lr 0.002"], id="a rate of nearly nothing"),
+    pytest.param(1400, lambda step: 9.0, {"rate": 1e-6, "own": False}, [("chance", True)],
+                 ["a scheduler that rises sooner or higher: the learning rate has reached 1e-06, and 0.002 is usual"],
+                 id="nearly nothing by a scheduler of SpeechBrain"),
     pytest.param(3000, STANDS, {"rate": None}, [("chance", True)], ["Step 3,000"], id="the rate is not known"),
     pytest.param(700, STANDS, {"setup": Setup(keys=()), "warmup": 100}, [("chance", True)],
                  ["--batching.min_steps", "--schedule.peak 0.00067", "--schedule.warmup 200"],

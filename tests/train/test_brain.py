@@ -50,10 +50,17 @@ def test_modules_may_be_null():
     ({"lin": partial(torch.nn.Linear, 1, 1)}, "'lin' is a partial.*!new:"),
     ({"keys": torch.nn.Linear(1, 1)}, "'keys' can't be the name"),
     ({"a.b": torch.nn.Linear(1, 1)}, "'a.b' can't be the name"),
+    (torch.nn.ModuleList([torch.nn.Linear(1, 1)]), "modules is of ModuleList, not a mapping; give it names"),
 ])
 def test_an_entry_of_modules_that_is_not_a_module_is_named(modules, says):
     with pytest.raises(SbkitError, match=says):
         sbkit.Brain(modules, run_opts={"device": "cpu"})
+
+
+def test_a_test_of_what_has_no_checkpoint_is_told(tmp_path, caplog):
+    untrained = brain(checkpointer=Checkpointer(tmp_path), test_only=True)
+    untrained.fit(range(1), None)
+    assert f"There is no checkpoint in {tmp_path}" in caplog.text
 
 
 def test_limits_given_as_flags_are_numbers():

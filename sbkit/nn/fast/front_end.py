@@ -173,8 +173,8 @@ class InputNormalization(features.InputNormalization):
             self.glob_mean, self.glob_std = self.glob_mean.to(x.device), self.glob_std.to(x.device)
             if not self.glob_mean.numel() and not self._should_update(epoch):
                 raise SbkitError("InputNormalization with norm_type global has no statistics: it wasn't trained, and "
-                                 "the checkpoint has none",
-                                 hint="add it to the checkpointer's recoverables and train, or use norm_type: sentence")
+                                 "no checkpoint has them",
+                                 hint="train first, with it in the checkpointer's recoverables")
         return super().forward(x, lengths, epoch)
 
     def counting(self, x: Tensor, lengths: Tensor | None, rows: Tensor) -> Tensor:

@@ -9,7 +9,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from sbkit.errors import summary
 from sbkit.nn.lengths import feature_frames, takes_lengths
+from sbkit.nn.spec_augment import SpecAugment
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import SECONDS, on_fake_tensors
@@ -27,7 +29,7 @@ def parts_fit(keys: K, built: Built, findings: Findings, *own: Callable[[K, Buil
     own : further checks of a task
     """
     # each check relies on those before it
-    checks = (_rates_fit, durations_fit, _features_fit, _front_end_fits, _levels_kept, *own, chunks_fit)
+    checks = (_rates_fit, durations_fit, _features_fit, _masks_fit, _front_end_fits, _levels_kept, *own, chunks_fit)
     return all(check(keys, built, findings) for check in checks)
 
 
@@ -72,11 +74,34 @@ def _features_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
                               f"{expected}"
     if width != keys.n_mels:
         wrong["n_mels"] = f"{width} features a frame, but n_mels is {keys.n_mels}"
+    # Which of its arguments make another width than n_mels, if not that one alone.
+    composed = any(getattr(features, name, False) for name in ("deltas", "context", "compute_dct"))
     for key, message in wrong.items():
         place, name = (built.nodes[key].place, key) if key in built.nodes else (node.place, node.key)
         findings.error("shape-mismatch", place, name, f"compute_features makes {message}",
+                       f"write n_mels: {width} at the top of the recipe alone: it is what the model gets"
+                       if key == "n_mels" and composed else
                        f"write {key} at the top of the recipe, and `{key}: !ref <{key}>` under compute_features")
     return not wrong
+
+
+def _masks_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
+    """Try an augmentation of features that isn't sbkit's."""
+    if keys.spec_augment is None or isinstance(keys.spec_augment, SpecAugment):
+        return True
+    features, problem = torch.rand(2, 100, keys.n_mels), ""
+    try:
+        with torch.random.fork_rng([]):
+            changed = keys.spec_augment(features, torch.tensor([100, 80]))
+        if not isinstance(changed, Tensor) or changed.shape != features.shape:
+            problem = f"it returns {'another shape' if isinstance(changed, Tensor) else type(changed).__name__}"
+    except Exception as error:
+        problem = summary(error)
+    if problem:
+        node = built.nodes["spec_augment"]
+        findings.error("bad-masks", node.place, node.key, f"called with features [B, T, F] and frame counts [B], as in "
+                       f"training, it must return the features: {problem}", "take sbkit.nn.spec_augment.SpecAugment")
+    return not problem
 
 
 def _levels_kept(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
