@@ -44,9 +44,10 @@ def test_the_version_is_that_of_the_package(capsys):
 
 def test_a_warning_is_told_without_the_name_of_the_file_that_has_it():
     script = "import logging, sbkit.cli; sbkit.cli.main(['info', 'nowhere']); logging.warning('all'); " \
-             "logging.getLogger('sbkit.x').warning('is %d', 1)"
+             "logging.getLogger('sbkit.x').warning('is %d', 1); l = logging.getLogger('other'); " \
+             "l.addHandler(logging.StreamHandler()); l.warning('once')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stderr.endswith("\nall\nis 1\n")
+    assert done.stderr.endswith("\nall\nis 1\nonce\n")
 
 
 def test_every_command_has_its_file_and_every_file_is_a_command():
@@ -290,6 +291,16 @@ def test_only_a_recipe_of_a_similar_name_is_suggested(name, hint, monkeypatch):
     with pytest.raises(SbkitError) as error:
         arguments.locate(name)
     assert error.value.hint.startswith(hint)
+
+
+def test_what_builds_nothing_is_no_recipe_of_a_folder(tmp_path):
+    (tmp_path / "mine.yaml").write_text("model: !new:torch.nn.Identity\n")
+    (tmp_path / "site.yml").write_text("theme: {x: !!python/name:a.b}\n")
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "gone.yaml").symlink_to("nowhere")
+    with pytest.raises(SbkitError) as error:
+        arguments.locate(str(tmp_path))
+    assert error.value.hint == f"name one of its recipes: {tmp_path / 'mine.yaml'}"
 
 
 def test_a_recipe_is_found_by_its_former_name(tmp_path):

@@ -63,7 +63,8 @@ class Augment:
 
     def __init__(self, stages: Sequence[Callable[..., np.ndarray]]):
         every: Sequence[Any] = stages  # callables, some with further attributes
-        if others := [type(stage).__name__ for stage in every if hasattr(stage, "forward")]:
+        if others := [type(stage).__name__ for stage in every
+                      if type(stage).__module__.partition(".")[0] in ("speechbrain", "torchaudio")]:
             raise SbkitError(f"augment: {others[0]} computes batches of tensors, and a stage gets an array and a "
                              "random generator", hint="take one of sbkit.data.augment, such as SpeedPerturb")
         speeds = [stage for stage in every if isinstance(stage, SpeedPerturb)]

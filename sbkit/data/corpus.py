@@ -232,8 +232,8 @@ class Corpus:
         return self._open(show_progress=False).names()
 
     def summary(self) -> str:
-        """A table of the rows that were read, kept and left out, with notes on what looks wrong, and what splits share
-        unless the manifests are those of an earlier call."""
+        """A table of the rows that were read, kept and left out, with notes on what looks wrong; of what texts hold and
+        splits share only if the manifests weren't made by an earlier call."""
         return summarize(self.prepared, fresh=not self._reused)
 
     @property

@@ -181,14 +181,16 @@ def guard_loss(loss: Any) -> Any:  # a value of hparams
 
     if not isinstance(loss, functools.partial) or loss.func is not ctc_loss:
         return loss
+    return functools.partial(_guarded_ctc_loss, *loss.args, **loss.keywords)
 
-    def guarded(log_probs: torch.Tensor, targets: torch.Tensor, input_lens: torch.Tensor, target_lens: torch.Tensor,
-                *args: Any, **more: Any) -> torch.Tensor:  # as SpeechBrain's takes them
-        labels = (target_lens * targets.shape[1]).round().int()
-        targets = guard_indices(targets, log_probs.shape[-1], name="CTC labels", lengths=labels)
-        return ctc_loss(log_probs, targets, input_lens, target_lens, *args, **more)
 
-    return functools.partial(guarded, *loss.args, **loss.keywords)
+def _guarded_ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, input_lens: torch.Tensor,
+                      target_lens: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:  # as SpeechBrain's
+    from speechbrain.nnet.losses import ctc_loss
+
+    labels = (target_lens * targets.shape[1]).round().int()
+    targets = guard_indices(targets, log_probs.shape[-1], name="CTC labels", lengths=labels)
+    return ctc_loss(log_probs, targets, input_lens, target_lens, *args, **more)
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -204,6 +204,14 @@ def _raise(message: str) -> None:
     raise SbkitError(message, hint="--help says more")
 
 
+def _builds(path: Path) -> bool:
+    """Whether a YAML file builds something, as recipes do."""
+    try:
+        return re.search(r"[ \n]!(new|name|include)", path.read_text(encoding="utf-8", errors="replace")) is not None
+    except OSError:
+        return False
+
+
 def locate(name: str) -> Path:
     """The path of a recipe, as given or else relative to the folder of the script that was started."""
     if name.endswith(".py"):
@@ -214,8 +222,7 @@ def locate(name: str) -> Path:
         if path.is_file():
             return path
     if folder := next((path for path in candidates if path.is_dir()), None):
-        inside = sorted(str(path) for path in (*folder.glob("*.y*ml"), *folder.glob("*/*.y*ml"))
-                        if re.search(r"[ \n]!(new|name|include)", path.read_text(encoding="utf-8", errors="replace")))
+        inside = sorted(str(path) for path in (*folder.glob("*.y*ml"), *folder.glob("*/*.y*ml")) if _builds(path))
         raise SbkitError(f"{name} is a folder, not a recipe", hint=(
             f"name one of its recipes: {listed(inside)}" if inside else
             f"a corpus comes after the recipe: --data_folder {name}; sbkit new FOLDER writes recipes to start from"))

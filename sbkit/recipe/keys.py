@@ -167,13 +167,14 @@ class Keys:
             named = isinstance(value, (functools.partial, type))
             made: Any = unwrapped(value)[0]  # what it makes, if it is only named, may be of another class
             plain = named or isinstance(value, (Mapping, list, tuple, str, int, float))
-            package = type(value).__module__.partition(".")[0]
+            package = (made if named else type(value)).__module__.partition(".")[0]
             place = getattr(sys.modules.get(package), "__file__", None) or "site-packages"  # built in
             of_the_user = package != "sbkit" and "site-packages" not in place
             enough = any if package == "sbkit" else all
             methods = [[each for each in vars(kind) if each[0] != "_"] for kind in kinds]
             alike = any(names and enough(hasattr(made, each) for each in names) for names in methods)
-            only_named = named and (not isinstance(made, type) or issubclass(made, tuple(kinds)) or alike)
+            fits = not isinstance(made, type) or issubclass(made, tuple(kinds)) or alike or of_the_user
+            only_named = named and fits
             if not plain and (of_the_user or alike):
                 continue
             kind = made if named else type(value)

@@ -275,8 +275,8 @@ class _Resolver:
             return
         options = [str(key) for key in branch.value] if isinstance(branch.value, dict) else []
         # Itself would be no help, and nobody refers to what is empty, such as the base's learning_rates.
-        near = did_you_mean(part, [each for each in options
-                                   if each != node.key and branch.value[each].value not in ({}, [])], 0.75)
+        near = did_you_mean(part, [str(key) for key, child in branch.value.items() if key != node.key
+                                   and child.value not in ({}, [])] if options else [], 0.75)
         base = self.root.value.get(BASE)
         if base is not None and base is not branch and isinstance(base.value, dict) and part in base.value:
             suggestion = f"it is under `{BASE}`: write <{BASE}[{part}]>"

@@ -246,7 +246,7 @@ class ASR(Task):
         self.notices.setup = Setup(
             max_norm=self.max_grad_norm, planned=steps,
             masks=masks is not None and getattr(masks, "ramp", None) is None,
-            schedule=self.schedule if self.opt_class is not None else None,
+            schedule=self.schedule if self.opt_class is not None else None, anneals=self.annealing is not None,
             thaw=thaw, freezes=any(flattened(keys.freeze or {}).values()),
             trained=keys.pretrainer is not None or keys.init_from is not None,
             fastest=max([1.0, *flattened(keys.learning_rates or {}).values()]), keys=frozenset(vars(self.hparams)))

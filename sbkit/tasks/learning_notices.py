@@ -57,6 +57,7 @@ class Setup(NamedTuple):
     masks : features are masked from the first step on
     planned : optimizer steps of the whole run
     schedule : of the learning rate
+    anneals : a scheduler of SpeechBrain sets it instead
     thaw : steps until the last frozen part trains
     freezes : ``freeze`` freezes a part, at first or for good
     trained : the initial weights are pretrained, by a pretrainer or init_from
@@ -68,6 +69,7 @@ class Setup(NamedTuple):
     masks: bool = False
     planned: int = 0
     schedule: Schedule | None = None
+    anneals: bool = False
     thaw: int = 0
     freezes: bool = False
     trained: bool = False
@@ -179,7 +181,7 @@ class LearningNotices:
                               f"{highest:.2g} of {schedule.peak:g})")
         elif 0 < highest < 0.1 * usual:
             advice.append(f"a higher learning rate: {setup.option('lr', 'schedule.peak')} {usual:g} (it has reached "
-                          f"{highest:.2g})" if schedule is not None else
+                          f"{highest:.2g})" if not setup.anneals else
                           f"a scheduler that rises sooner or higher: the learning rate has reached {highest:.2g}, and "
                           f"{usual:g} is usual")
         else:

@@ -383,7 +383,7 @@ class Brain(sb.core.Brain):
         """Train and validate for each epoch of ``epoch_counter``; see SpeechBrain's ``Brain.fit``."""
         if self.test_only:
             logger.info("Test only mode, skipping training and validation stages.")
-            if self.checkpointer is not None and not self.checkpointer.list_checkpoints():
+            if self.checkpointer is not None and not self.checkpointer.list_checkpoints() and ranks.is_main():
                 logger.warning("There is no checkpoint in %s, so a test is of a model that learnt nothing here",
                                self.checkpointer.checkpoints_dir)
             return

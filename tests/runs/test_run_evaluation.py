@@ -62,16 +62,20 @@ def test_a_list_begins_where_that_of_the_run_did_or_where_it_is_told(on, data_ro
 
 
 def test_a_split_has_the_names_that_training_takes_and_a_mapping_has_several():
-    own = SimpleNamespace(manifest_path=lambda split: Path(f"{split}.csv"), remote="none", manifest=str)
-    given = SimpleNamespace(keys=SimpleNamespace(corpus=own), task=SimpleNamespace(check_manifest=lambda *_: None))
+    own = SimpleNamespace(manifest_path=lambda split: Path(f"{split}.csv"), remote="none", manifest=str, source="x",
+                          names=lambda: ["train", "dev", "eval"])
+    given = SimpleNamespace(keys=SimpleNamespace(corpus=own), task=SimpleNamespace(
+        check_manifest=lambda *_: None, needs_text=lambda: True, columns={}))
 
     def manifest(**request):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Path, "is_file", lambda path: True)
+            patch.setattr(Path, "is_file", lambda path: path.stem in ("train", "dev", "test"))
+            anew = SimpleNamespace(**vars(own) | {"manifest_path": lambda _: f"{request['split']} anew"})
+            patch.setattr(evaluation, "prepare", lambda *_: (None, anew))
             return evaluation.corpus(evaluation.EvaluateRequest(Path("run"), **request), given)[1]
 
-    assert [manifest(split=name) for name in (None, "valid", "dev", "train")] == list(map(
-        Path, ("test.csv", "dev.csv", "dev.csv", "train.csv")))
+    assert [str(manifest(split=name)) for name in (None, "valid", "dev", "train", "eval")] == [
+        "test.csv", "dev.csv", "dev.csv", "train.csv", "eval anew"]
     with pytest.raises(SbkitError, match="is a mapping, and one split is scored; name its list"):
         manifest(on="{train: a.csv, test: b.csv}")
 

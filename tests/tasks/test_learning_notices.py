@@ -23,7 +23,8 @@ class Trial:
         self.progress, self.notices, self.told = LearningProgress(chance), LearningNotices(), []
         self.schedule = Schedule(rate or 1.0, warmup, "constant", max_lr_at_chance=limit)
         self.schedule.total_steps = steps
-        self.notices.setup = (setup or Setup())._replace(planned=steps, schedule=self.schedule if own else None)
+        self.notices.setup = (setup or Setup())._replace(
+            planned=steps, schedule=self.schedule if own else None, anneals=not own)
         noise = random.Random(7)
         for step in range(1, steps + 1):
             score = self.progress.score_at(step)

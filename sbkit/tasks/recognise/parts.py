@@ -74,12 +74,14 @@ def _features_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
                               f"{expected}"
     if width != keys.n_mels:
         wrong["n_mels"] = f"{width} features a frame, but n_mels is {keys.n_mels}"
-    # Which of its arguments make another width than n_mels, if not that one alone.
+    # SpeechBrain's make more than their own n_mels of it, which then can't be that of the recipe.
     composed = any(getattr(features, name, False) for name in ("deltas", "context", "compute_dct"))
+    own = getattr(getattr(features, "compute_fbanks", None), "n_mels", 40)
     for key, message in wrong.items():
         place, name = (built.nodes[key].place, key) if key in built.nodes else (node.place, node.key)
         findings.error("shape-mismatch", place, name, f"compute_features makes {message}",
-                       f"write n_mels: {width} at the top of the recipe alone: it is what the model gets"
+                       f"write n_mels: {width}, which the model gets, at the top of the recipe, and n_mels: {own} "
+                       "under compute_features"
                        if key == "n_mels" and composed else
                        f"write {key} at the top of the recipe, and `{key}: !ref <{key}>` under compute_features")
     return not wrong
