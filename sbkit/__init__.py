@@ -2,6 +2,8 @@
 
     import sbkit
     class ASR(sbkit.Brain): ...          # a drop-in replacement for speechbrain.Brain
+
+A script of SpeechBrain may also be moved by one import, ``import sbkit as sb``.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ _LAZY = {
     "Checkpointer": "sbkit.train.checkpoint",
     "Stage": "speechbrain.core",
     "SbkitError": "sbkit.errors",
+    **dict.fromkeys(("parse_arguments", "create_experiment_directory", "augment", "dataio", "decoders", "inference",
+                     "lobes", "nnet", "processing", "tokenizers", "utils"), "speechbrain"),
 }
 
 

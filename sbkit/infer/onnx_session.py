@@ -74,7 +74,8 @@ def open_session(path: Path, gpu: int | None, threads: int | None, interface: In
         if CUDA not in runtime.get_available_providers():
             build = next(iter(onnxruntimes()), "onnxruntime")
             raise DeviceUnavailable(f"this {build} ({runtime.__version__}) has no CUDA",
-                                    hint=f"pip uninstall -y {build}; pip install onnxruntime-gpu; or the device cpu")
+                                    hint=f"choose the device cpu, or where there is a GPU: pip uninstall -y {build}; "
+                                         "pip install onnxruntime-gpu")
         if hasattr(runtime, "preload_dlls"):
             runtime.preload_dlls()  # CUDA and cuDNN from pip, which the loader doesn't find
     settings = runtime.SessionOptions()

@@ -209,7 +209,8 @@ class Brain(sb.core.Brain):
             except Exception as error:
                 if not (self.jit or self.jit_module_keys):
                     raise
-                raise SbkitError(f"--jit: TorchScript can't take these modules: {str(error).strip().splitlines()[0]}",
+                said = str(error).strip().splitlines()[0].rstrip(".:")
+                raise SbkitError(f"--jit: TorchScript can't take these modules: {said}",
                                  hint="leave it out, or take --compile") from error
             return
         self.compiled = compiling.compile_blocks(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -301,6 +303,16 @@ def test_it_is_a_speechbrain_brain():
     assert issubclass(sbkit.Brain, sb.core.Brain)
     brain = sbkit.Brain({"lin": torch.nn.Linear(1, 1)}, run_opts={"device": "cpu"})
     assert brain.raw_modules is brain.modules and brain.device == "cpu" and brain.device_type == "cpu"
+
+
+def test_a_script_may_be_moved_by_its_import_alone():
+    script = ("import sbkit as sb, sys; assert not {'torch', 'speechbrain'} & sys.modules.keys(); "
+              "print(sb.parse_arguments(['r.yaml', '--debug'])[0], sb.Stage.TRAIN.name, sb.Brain.__module__, "
+              "sb.dataio.dataset.DynamicItemDataset.__module__, sb.create_experiment_directory.__module__); "
+              "from sbkit import data; sb.utils.data_pipeline.takes; sb.nothing")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "r.yaml TRAIN sbkit.train.brain speechbrain.dataio.dataset speechbrain.core\n"
+    assert done.stderr.endswith("AttributeError: module 'sbkit' has no attribute 'nothing'\n")
 
 
 def test_a_sampler_inside_a_batch_sampler_gets_the_epoch():
