@@ -99,9 +99,9 @@ def _masks_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     if isinstance(changed, Tensor) and changed.shape == features.shape:
         return True
     node = built.nodes["spec_augment"]
+    made = list(changed.shape) if isinstance(changed, Tensor) else f"a {type(changed).__name__}"
     findings.error("bad-masks", node.place, node.key, "it must return the features [B, T, F] that it is called with, "
-                   f"and returns {list(changed.shape) if isinstance(changed, Tensor) else f'a {type(changed).__name__}'}",
-                   "take sbkit.nn.spec_augment.SpecAugment")
+                   f"and returns {made}", "take sbkit.nn.spec_augment.SpecAugment")
     return False
 
 
