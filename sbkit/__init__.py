@@ -9,6 +9,7 @@ A script of SpeechBrain may also be moved by one import, ``import sbkit as sb``.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -30,6 +31,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:  # one of these, each of a type of its own
+    if name == "core":  # SpeechBrain's recipes derive from sb.Brain and sb.core.Brain, which are one
+        return sys.modules[__name__]
     if name not in _LAZY:
         raise AttributeError(f"module 'sbkit' has no attribute {name!r}")
     import importlib

@@ -309,7 +309,8 @@ def test_a_script_may_be_moved_by_its_import_alone():
     script = ("import sbkit as sb, sys; assert not {'torch', 'speechbrain'} & sys.modules.keys(); "
               "print(sb.parse_arguments(['r.yaml', '--debug'])[0], sb.Stage.TRAIN.name, sb.Brain.__module__, "
               "sb.dataio.dataset.DynamicItemDataset.__module__, sb.create_experiment_directory.__module__); "
-              "from sbkit import data; sb.utils.data_pipeline.takes; sb.nothing")
+              "from sbkit import data; sb.utils.data_pipeline.takes; "
+              "assert sb.core.Brain is sb.Brain; sb.nothing")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "r.yaml TRAIN sbkit.train.brain speechbrain.dataio.dataset speechbrain.core\n"
     assert done.stderr.endswith("AttributeError: module 'sbkit' has no attribute 'nothing'\n")
