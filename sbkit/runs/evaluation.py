@@ -121,7 +121,7 @@ def corpus(request: EvaluateRequest, recipe: Recipe) -> tuple[str, Path, Remote]
                          hint="name its list: --data_folder test.csv")
     split = request.split or "test"
     as_it_was = request.on is None and request.data_root is None
-    if as_it_was and not own.manifest_path(split).is_file() and split not in own.names():  # of any name in training
+    if request.split and as_it_was and not own.manifest_path(split).is_file() and split not in own.names():
         split = next((name for name, aliases in ALIASES.items() if split.lower() in aliases), split)
     if as_it_was and own.manifest_path(split).is_file():
         name, corpus = request.name or split, own
