@@ -137,6 +137,12 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
         complete = len(modules) == sum(each is not None for each in built.hparams["modules"].values())
         if complete:
             ownership.check_ownership(built, owned, findings)
+        for key in set(run_opts.jit_module_keys or modules) & set(modules) if run_opts and run_opts.jit else ():
+            try:
+                torch.jit.script(modules[key])
+            except Exception:  # whatever its compiler meets
+                findings.error("setting", Place(), "--jit", f"TorchScript can't take {key}",
+                               "leave it out, or take --compile")
         parts.check_named(built, torch.nn.ModuleDict(modules), complete, findings)
         if complete:
             ownership.check_saved(built, owned, findings)  # after freezing: frozen weights need not be saved

@@ -87,7 +87,9 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
     while isinstance(value, Mapping) and len(value) == 1:
         [(part, value)] = value.items()
         parts.append(str(part))
-    ours = NAMED_ELSEWHERE.get(key) or NAMED_ELSEWHERE.get(parts[-1]) or (parts[-1] if len(parts) > 1 else None)
+    meant = next((name for name in (key, parts[-1], did_you_mean(key, [*known, *NAMED_ELSEWHERE], 0.75))
+                  if name in NAMED_ELSEWHERE), "")
+    ours = NAMED_ELSEWHERE.get(meant, parts[-1] if len(parts) > 1 else None)
     within = {f"{name}.{key}" for _, level in levels(files) for name, node in level.value.items()
               if isinstance(node.value, dict) and key in node.value}
     there = {str(name) for _, level in levels(files) for name in level.value} | {"grad_accumulation_factor"}
@@ -97,8 +99,8 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
     near = ours or (within.pop() if len(within) == 1 else did_you_mean(key, known, 0.75) or did_you_mean(
         f"--{key}", [f"--{name}" for name in known], 0.75))
     hint = f"did you mean --{near.removeprefix('--')}?" if near else "sbkit show prints its keys"
-    if ours and parts[-1] in REMARKS:
-        hint += f" {REMARKS[parts[-1]]}"
+    if ours and meant in REMARKS:
+        hint += f" {REMARKS[meant]}"
     if key in _OF_TORCHRUN:
         hint = f"it is an option of torchrun: torchrun --{key}{f'={value}' if value else ''} train.py RECIPE ..."
     elif key in NEEDLESS:

@@ -90,9 +90,6 @@ def check_options(run_opts: RunOptions | None, findings: Findings) -> None:
         if name == "device" and str(value).startswith("cuda") and not torch.cuda.is_available():
             findings.warning("no-device", Place(), f"--{name}",
                              f"this machine has no {value}, so no run here could start", "--as 8xH100 rehearses one")
-        if name == "jit" and value:
-            findings.warning("setting", Place(), "--jit", "TorchScript takes none of the layers of the shipped recipes",
-                             "leave it out, or take --compile")
         if name == "data_parallel_backend" and value and torch.cuda.device_count() == 0:
             findings.error("setting", Place(), f"--{name}", *NO_DATA_PARALLEL)
 

@@ -207,10 +207,7 @@ class Brain(sb.core.Brain):
             try:
                 super()._compile()
             except Exception as error:
-                if not (self.jit or self.jit_module_keys):
-                    raise
-                said = str(error).strip().splitlines()[0].rstrip(".:")
-                raise SbkitError(f"--jit: TorchScript can't take these modules: {said}",
+                raise SbkitError(f"--jit: TorchScript: {str(error).strip().splitlines()[0].rstrip('.:')}",
                                  hint="leave it out, or take --compile") from error
             return
         self.compiled = compiling.compile_blocks(
@@ -391,9 +388,11 @@ class Brain(sb.core.Brain):
         outlast_terminal()
         with ranks.failing_together(), oom_as_user_error(self.device), plain_worker_errors(), self.trainer.fitting():
             train_set = loaders.resolve_loader(self, train_set, Stage.TRAIN, train_loader_kwargs or {})
-            valid_loader_kwargs = {"ckpt_prefix": None, **(valid_loader_kwargs or {})}
-            valid_set = loaders.resolve_loader(self, valid_set, Stage.VALID, valid_loader_kwargs)
+            valid_set = loaders.resolve_loader(self, valid_set, Stage.VALID,
+                                               {"ckpt_prefix": None, **(valid_loader_kwargs or {})})
             self.on_fit_start()
+            if self.opt_class is self.optimizers_dict is None and not self._overridden:
+                raise SbkitError("opt_class is None, so nothing trains the modules", hint="give the Brain an opt_class")
             self.trainer.begin_fit(validates=valid_set is not None)
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()
             epoch = None

@@ -133,6 +133,13 @@ def test_each_micro_batch_is_launched_however_little_audio_it_has(audio, seconds
 
 
 @pytest.mark.slow
+def test_torchscript_is_tried_before_anything_is_prepared():
+    request = arguments.parse([str(SMALL), "--jit"])
+    report = check(request.path, request.overrides, run_opts=request.run_opts)
+    assert "TorchScript can't take" in report.errors[0].message and report.errors[0].key == "--jit"
+
+
+@pytest.mark.slow
 def test_a_card_that_is_not_here_and_a_corpus_that_is_not_prepared_are_said():
     request = arguments.parse([str(SMALL), "--device", "cuda"])
     report = check(request.path, request.overrides, run_opts=request.run_opts, pricing=PriceRequest(2.5))

@@ -19,6 +19,7 @@ from speechbrain.utils.epoch_loop import EpochCounter
 from speechbrain.utils.run_opts import RunOptions
 
 import sbkit
+from sbkit.errors import SbkitError
 
 
 def dataset(count=8):
@@ -113,6 +114,12 @@ def test_the_same_recipe_calls_the_same_hooks_and_learns_the_same(tmp_path, opti
     if half:  # losses are computed in fp32 here, and shown so
         calls, expected = [c[0] for c in calls], [c[0] for c in expected]
     assert _rough(calls) == _rough(expected)
+
+
+def test_nobody_trains_without_an_optimizer(tmp_path):
+    with pytest.raises(SbkitError, match="opt_class is None, so nothing trains the modules; give the Brain"):
+        run(sbkit.Brain, tmp_path, calls := [], None)
+    assert calls == ["fit start"]
 
 
 def _rough(calls):
