@@ -91,13 +91,15 @@ def shown_names(names: Iterable[str]) -> str:
 
 
 def summary(error: BaseException) -> str:
-    r"""Return the class of an error and the first line of its message.
+    r"""Return the class of an error, unless it is sbkit's, and the first line of its message.
 
     >>> summary(ValueError("no such file\nTraceback ..."))
     'ValueError: no such file'
     """
     kind, line = type(error).__name__, first_line(error)
-    return f"{kind}: {line}" if str(error).strip() else kind
+    if not str(error).strip():
+        return kind
+    return line if isinstance(error, SbkitError) else f"{kind}: {line}"
 
 
 def _rebuild(cls: type[SbkitError], text: str) -> SbkitError:

@@ -93,6 +93,10 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
     ("train hparams/ctc.yaml --max_duration 9", "has no key max_duration; did you mean --corpus.max_duration?"),
     ("train hparams/ctc.yaml --n_epochs 3 --lr_adam 1", "ctc.yaml has no keys lr_adam, n_epochs; --lr_adam: did you "
                                                         "mean --lr?; --n_epochs: did you mean --number_of_epochs?"),
+    ("train hparams/ctc.yaml --trainer.max_epochs 3", "no key trainer; did you mean --number_of_epochs?"),
+    ("train hparams/ctc.yaml --eval_only", "no key eval_only; did you mean --test_only?"),
+    ("train hparams/ctc.yaml --beam_size 8", "no key beam_size; a language model and a beam are of evaluation: sbkit "
+                                             "evaluate RUN --lm FILE --beam 16"),
     ("train hparams/ctc.yaml --train_csv a.csv", "{train: FILE, dev: FILE, test: FILE}"),
     ("train hparams/ctc.yaml --local_rank 0", "; torchrun starts a process per device: torchrun --nproc_per_node=N "
                                               "train.py RECIPE ..."),
@@ -217,9 +221,11 @@ def test_short_and_former_keys_are_those_of_the_recipe(given, expected):
     assert arguments.parse([str(ROOT / "hparams/ctc.yaml"), *given]).overrides == expected
 
 
-def test_a_mapping_without_a_space_after_its_colon_is_told():
-    with pytest.raises(SbkitError, match=r"\{CNN:true\}: YAML wants a space after a colon"):
-        arguments.parse([str(ROOT / "hparams/ctc.yaml"), "--freeze", "{CNN:true}"])
+@pytest.mark.parametrize(("given", "told"), [
+    ("{CNN:true}", "{CNN:true}: YAML wants a space after a colon"), ("{CNN: true", "{CNN: true: YAML can't read it")])
+def test_a_mapping_that_yaml_reads_otherwise_is_told(given, told):
+    with pytest.raises(SbkitError, match=re.escape(told)):
+        arguments.parse([str(ROOT / "hparams/ctc.yaml"), "--freeze", given])
 
 
 def test_a_switch_may_be_followed_by_true_or_false():

@@ -86,18 +86,17 @@ def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str
         raise SbkitError(f"{words[0]} lacks brain", hint=f"{SCRIPT}; otherwise, {COMPLETE}")
     if not keys or not brain.startswith("!name:sbkit.") or "brain" in given:  # others have own keys
         return read
-    if task:
-        try:
-            source = with_present_keys(parse_overrides(read[1:]), there).get("data_folder")
-        except SbkitError:  # about another word; it is read again, and then reported
-            source = None
-        if isinstance(source, (str, Mapping)):
-            from sbkit.data.sources import check_exists
+    try:
+        values = with_present_keys(parse_overrides(read[1:]), there)
+    except SbkitError:  # about another word; it is read again, and then reported
+        values = {}
+    if task and isinstance(source := values.get("data_folder"), (str, Mapping)):
+        from sbkit.data.sources import check_exists
 
-            try:
-                check_exists(source)
-            except SbkitError as error:
-                raise SbkitError(f"--data_folder: {error.message}", hint=error.hint) from None
+        try:
+            check_exists(source)
+        except SbkitError as error:
+            raise SbkitError(f"--data_folder: {error.message}", hint=error.hint) from None
     if not present:
         return read
     home, stock = Path(sbkit.__file__).parent, importlib.util.find_spec("speechbrain")
@@ -107,7 +106,7 @@ def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str
     declared = {name for path, form in sources.items() for name in form.findall(path.read_text(encoding="utf-8"))}
     if unknown := sorted(present - declared):
         known = {*there, *declared, *own.values()} - {"overridden_args", "param_file"}
-        told = [unknown_key(found, key, None, known) for key in unknown]
+        told = [unknown_key(found, key, values.get(key), known) for key in unknown]
         hints = dict.fromkeys(hint for _, hint in told)
         raise SbkitError(f"--{unknown[0]}: {told[0][0]}" if len(unknown) == 1 else
                          f"{found[0][0]} has no keys {', '.join(unknown)}",
@@ -307,6 +306,9 @@ def read_value(text: str) -> object:
     try:
         value: object = YAML().load(f"value: {text}\n")["value"]
     except YAMLError:
+        if text.startswith(("{", "[")):
+            raise SbkitError(f"{text}: YAML can't read it",
+                             hint="close each { and [, and write {name: value} in quotes for the shell") from None
         return text
     if isinstance(value, dict) and any(":" in str(key) for key, each in value.items() if each is None):
         raise SbkitError(f"{text}: YAML wants a space after a colon",

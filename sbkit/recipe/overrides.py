@@ -19,19 +19,23 @@ TAKES_PARTS = ("!new:", "!name:", "!apply:", "!applyref:", INCLUDE)
 _COMMAND_LINE, _NO_VALUE = Place(), Place(column=-1)
 #: Keys by their names in other libraries, to which another key of ours is more similar.
 NAMED_ELSEWHERE = {name: ours for ours, names in {
-    "lr": "learning_rate lr_adam", "max_batch_seconds": "batch_size", "batching.sort": "sorting sort",
+    "lr": "learning_rate lr_adam lr_wav2vec lr_wav2vec2 lr_whisper",
+    "max_batch_seconds": "batch_size", "batching.sort": "sorting sort",
     "number_of_epochs": "epochs n_epochs num_epochs max_epochs N_epochs num_train_epochs",
     "data_folder": "train valid test dev "
-                   "train_csv valid_csv test_csv dataset dataset_dir data_dir train_manifest train_json train_data",
+                   "train_csv valid_csv test_csv dataset dataset_dir data_dir train_manifest train_json train_data "
+                   "train_ds validation_ds test_ds manifest_filepath",
     "corpus.data_root": "data_root", "corpus.max_duration": "avoid_if_longer_than max_duration",
     "corpus.min_duration": "avoid_if_shorter_than min_duration",
     "output_neurons": "vocab_size", "d_model": "hidden_size", "num_workers": "workers",
     "precision": "fp16 bf16 amp mixed_precision use_amp", "opt_class": "opt optim optimizer Adam AdamW SGD",
-    "freeze": "freeze_encoder freeze_encoder_layers freeze_feature_extractor freeze_lm",
+    "freeze": "freeze_encoder freeze_encoder_layers freeze_feature_extractor freeze_lm freeze_wav2vec freeze_whisper",
+    "encoder_source": "wav2vec2_hub wav2vec2_source whisper_hub hubert_hub wavlm_hub",
+    "tokenizer.character_coverage": "character_coverage", "test_only": "eval_only",
     "decoder": "test_search valid_search test_beam_search beam_searcher",
     "spec_augment": "fea_augment specaug", "augment": "wav_augment speed_perturb",
     "loggers": "use_tensorboard use_wandb", "epoch_counter": "early_stopping_patience patience early_stopping",
-    "max_grad_norm": "grad_clip clip_grad_norm gradient_clip_val max_norm",
+    "max_grad_norm": "grad_clip clip_grad_norm gradient_clip_val gradient_clipping max_norm",
     "grad_accumulation_factor": "accum_grad accumulate_grad_batches gradient_accumulation gradient_accumulation_steps",
     "schedule": "noam_annealing lr_annealing lr_ann lr_scheduler scheduler",
     "schedule.warmup": "n_warmup_steps warmup_steps",
@@ -40,7 +44,8 @@ NAMED_ELSEWHERE = {name: ours for ours, names in {
 REMARKS = {"batch_size": "It counts seconds of audio, not utterances",
            **dict.fromkeys("train valid test dev train_csv valid_csv test_csv train_manifest train_json".split(),
                            "It takes a folder, or {train: FILE, dev: FILE, test: FILE}"),
-           **dict.fromkeys("freeze_encoder freeze_encoder_layers".split(),
+           "fea_augment": "It takes no Augmenter, but {time_masks: 5, frequency_width: 27}",
+           **dict.fromkeys("freeze_encoder freeze_encoder_layers freeze_wav2vec freeze_whisper".split(),
                            "It names parts: {Transformer.encoder: true}, or of a pretrained one {encoder: true}"),
            **dict.fromkeys("early_stopping_patience patience early_stopping".split(),
                            "It may be a !new:speechbrain.utils.epoch_loop.EpochCounterWithStopper"),
@@ -92,7 +97,8 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
     ours = NAMED_ELSEWHERE.get(meant, parts[-1] if len(parts) > 1 else None)
     within = {f"{name}.{key}" for _, level in levels(files) for name, node in level.value.items()
               if isinstance(node.value, dict) and key in node.value}
-    there = {str(name) for _, level in levels(files) for name in level.value} | {"grad_accumulation_factor"}
+    there = {"grad_accumulation_factor", "test_only"}
+    there.update(str(name) for _, level in levels(files) for name in level.value)
     if ours == "decoder" and "output_neurons" not in there:  # elsewhere it is a network
         ours = None
     ours = ours if ours and ours.partition(".")[0] in there.intersection(known) else None
@@ -105,6 +111,8 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
         hint = f"it is an option of torchrun: torchrun --{key}{f'={value}' if value else ''} train.py RECIPE ..."
     elif key in NEEDLESS:
         hint = f"leave it out: {NEEDLESS[key]}"
+    elif key in ("kenlm_model_path", "beam_size", "test_beam_size", "lm_weight"):
+        hint = "a language model and a beam are of evaluation: sbkit evaluate RUN --lm FILE --beam 16"
     elif key in ("config", "hparams"):
         hint = "the recipe is named first, without an option"
     elif key.startswith("resume"):

@@ -350,10 +350,12 @@ def _check_call(call: Callable[..., Any], key: str, module: nn.Module, task: Tas
     except TypeError:
         given = " and ".join([*map(_shown, args), *(f"{name} {_shown(value)}" for name, value in kwargs.items())])
         declared = task.Keys.declared().get(key) if task is not None else None
+        pretrained = ".huggingface_transformers." in type(module).__module__
         raise SbkitError(
             f"it is called with {given}, but {type(module).__name__}.{call.__name__} takes "
             f"{listed(signature.parameters) or 'nothing'}",
-            hint="wrap it in a module that takes them" + (f"; this key is {declared.what}" if declared else "")
+            hint="hparams/finetune.yaml trains a pretrained encoder" if pretrained else
+                 "wrap it in a module that takes them" + (f"; this key is {declared.what}" if declared else "")
         ) from None
 
 
@@ -368,7 +370,7 @@ def _blame(error: BaseException, built: Built) -> tuple[Node | None, nn.Module |
     """The innermost object of the recipe whose code raised an error, and the innermost layer."""
     node, layer = None, None
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
+        owner = frame.f_locals.get("module" if frame.f_code is _check_call.__code__ else "self")
         if isinstance(owner, nn.Module):
             layer = owner
             node = built.origin(owner) or node

@@ -87,6 +87,8 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
         raise SbkitError(f"--test_only: {recipe.keys.checkpointer.checkpoints_dir} has no checkpoint to test",
                          hint="--debug keeps checkpoints in a temporary folder: leave it out" if request.run_opts.debug
                          else "train first, or name the folder of a run with --output_folder")
+    if request.run_opts.debug and not (request.run_opts.debug_persistently or initial.fresh(recipe.keys)):
+        raise SbkitError(f"--debug would replace the results in {folder}", hint="name another --output_folder")
     ranks.run_on_main(preparation.open_folder, recipe, request)
     ranks.run_on_main(initial.open_source, recipe.keys, guard.changed())
     # Before the corpus is prepared, so that missing files are reported at once.

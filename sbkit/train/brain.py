@@ -20,7 +20,7 @@ from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, registe
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.data.loader import plain_worker_errors
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.nn import attention_kernel, guard, sync_batch_norm
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.nn.fast.norm import flatten_norms
@@ -207,8 +207,7 @@ class Brain(sb.core.Brain):
             try:
                 super()._compile()
             except Exception as error:
-                raise SbkitError(f"--jit: TorchScript: {str(error).strip().splitlines()[0].rstrip('.:')}",
-                                 hint="leave it out, or take --compile") from error
+                raise SbkitError(f"--jit: TorchScript: {first_line(error)}", hint="take --compile instead") from error
             return
         self.compiled = compiling.compile_blocks(
             self.modules, self.compile_module_keys, self.device, mode=self.compile_mode,
@@ -392,7 +391,7 @@ class Brain(sb.core.Brain):
                                                {"ckpt_prefix": None, **(valid_loader_kwargs or {})})
             self.on_fit_start()
             if self.opt_class is self.optimizers_dict is None and not self._overridden:
-                raise SbkitError("opt_class is None, so nothing trains the modules", hint="give the Brain an opt_class")
+                raise SbkitError("opt_class is None and init_optimizers sets no optimizers_dict, so nothing trains")
             self.trainer.begin_fit(validates=valid_set is not None)
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()
             epoch = None

@@ -117,7 +117,7 @@ def test_the_same_recipe_calls_the_same_hooks_and_learns_the_same(tmp_path, opti
 
 
 def test_nobody_trains_without_an_optimizer(tmp_path):
-    with pytest.raises(SbkitError, match="opt_class is None, so nothing trains the modules; give the Brain"):
+    with pytest.raises(SbkitError, match="init_optimizers sets no optimizers_dict, so nothing trains"):
         run(sbkit.Brain, tmp_path, calls := [], None)
     assert calls == ["fit start"]
 
