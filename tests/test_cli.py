@@ -95,8 +95,12 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
                                                         "mean --lr?; --n_epochs: did you mean --number_of_epochs?"),
     ("train hparams/ctc.yaml --trainer.max_epochs 3", "no key trainer; did you mean --number_of_epochs?"),
     ("train hparams/ctc.yaml --eval_only", "no key eval_only; did you mean --test_only?"),
-    ("train hparams/ctc.yaml --beam_size 8", "no key beam_size; a language model and a beam are of evaluation: sbkit "
+    ("train hparams/ctc.yaml --beam_size 8", "write decoder: !new:sbkit.decode.beam.BeamSearch {beam: 16}, or sbkit "
                                              "evaluate RUN --lm FILE --beam 16"),
+    ("train hparams/ctc.yaml --trainer.devices 2 --trainer.max_epochs 3", "trainer; did you mean --number_of_epochs?"),
+    ("train hparams/ctc.yaml --trainer.devices 2", "key trainer; sbkit show prints its keys"),
+    ("train hparams/ctc.yaml --training 1", "key training; did you mean --train_log?"),
+    ("train hparams/ctc.yaml --standalone", "torchrun --standalone train.py RECIPE ..."),
     ("train hparams/ctc.yaml --train_csv a.csv", "{train: FILE, dev: FILE, test: FILE}"),
     ("train hparams/ctc.yaml --local_rank 0", "; torchrun starts a process per device: torchrun --nproc_per_node=N "
                                               "train.py RECIPE ..."),
@@ -222,7 +226,9 @@ def test_short_and_former_keys_are_those_of_the_recipe(given, expected):
 
 
 @pytest.mark.parametrize(("given", "told"), [
-    ("{CNN:true}", "{CNN:true}: YAML wants a space after a colon"), ("{CNN: true", "{CNN: true: YAML can't read it")])
+    ("{CNN:true}", "{CNN:true}: YAML wants a space after a colon"),
+    ("{CNN: true", "{CNN: true: a bracket is not closed"),
+    ("!new:torch.nn.Linear {in_features: 3", "in_features: 3: a bracket is not closed")])
 def test_a_mapping_that_yaml_reads_otherwise_is_told(given, told):
     with pytest.raises(SbkitError, match=re.escape(told)):
         arguments.parse([str(ROOT / "hparams/ctc.yaml"), "--freeze", given])

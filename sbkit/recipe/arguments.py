@@ -306,9 +306,9 @@ def read_value(text: str) -> object:
     try:
         value: object = YAML().load(f"value: {text}\n")["value"]
     except YAMLError:
-        if text.startswith(("{", "[")):
-            raise SbkitError(f"{text}: YAML can't read it",
-                             hint="close each { and [, and write {name: value} in quotes for the shell") from None
+        if text.startswith(("{", "[", "!")) and sum(map(text.count, "{[")) != sum(map(text.count, "}]")):
+            raise SbkitError(f"{text}: a bracket is not closed, or closed twice",
+                             hint="write the value in quotes for the shell") from None
         return text
     if isinstance(value, dict) and any(":" in str(key) for key, each in value.items() if each is None):
         raise SbkitError(f"{text}: YAML wants a space after a colon",

@@ -41,7 +41,7 @@ from sbkit.recipe.build import Built, build
 from sbkit.recipe.files import refuse_another_run
 from sbkit.recipe.keys import COMPLETE, TaskClass
 from sbkit.recipe.reading import read, without_imports_from
-from sbkit.recipe.report import Report, Section
+from sbkit.recipe.report import Report, Section, listed
 from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
 from sbkit.recipe.speed import limits_of, native_precision
@@ -137,12 +137,16 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
         complete = len(modules) == sum(each is not None for each in built.hparams["modules"].values())
         if complete:
             ownership.check_ownership(built, owned, findings)
-        for key in set(run_opts.jit_module_keys or modules) & set(modules) if run_opts and run_opts.jit else ():
-            try:
-                torch.jit.script(modules[key])
-            except Exception:  # whatever its compiler meets
-                findings.error("setting", Place(), "--jit", f"TorchScript can't take {key}",
-                               "leave it out, or take --compile")
+        if run_opts is not None and run_opts.jit and not run_opts.compile:
+            for key in run_opts.jit_module_keys or modules:
+                try:
+                    torch.jit.script(modules[key])
+                except KeyError:
+                    findings.error("setting", Place(), "--jit_module_keys", f"there is no {key} under modules",
+                                   f"choose among {listed(modules)}")
+                except Exception:  # whatever its compiler meets
+                    findings.error("setting", Place(), "--jit", f"TorchScript can't take {key}",
+                                   "take --compile instead")
         parts.check_named(built, torch.nn.ModuleDict(modules), complete, findings)
         if complete:
             ownership.check_saved(built, owned, findings)  # after freezing: frozen weights need not be saved

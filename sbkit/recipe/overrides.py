@@ -42,7 +42,8 @@ NAMED_ELSEWHERE = {name: ours for ours, names in {
     "init_from": "pretrained pretrained_path from_pretrained", "output_folder": "save_dir out_dir exp_dir",
 }.items() for name in names.split()}
 REMARKS = {"batch_size": "It counts seconds of audio, not utterances",
-           **dict.fromkeys("train valid test dev train_csv valid_csv test_csv train_manifest train_json".split(),
+           **dict.fromkeys("train valid test dev train_csv valid_csv test_csv train_manifest train_json train_ds "
+                           "manifest_filepath".split(),
                            "It takes a folder, or {train: FILE, dev: FILE, test: FILE}"),
            "fea_augment": "It takes no Augmenter, but {time_masks: 5, frequency_width: 27}",
            **dict.fromkeys("freeze_encoder freeze_encoder_layers freeze_wav2vec freeze_whisper".split(),
@@ -58,6 +59,7 @@ NEEDLESS = {key: why for why, keys in {
 }.items() for key in keys.split()}
 _BY_TORCHRUN = {"distributed_launch", "local_rank", "gpus", "num_gpus", "ngpu"}  # and others'
 _OF_TORCHRUN = {"nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "standalone", "rdzv_endpoint"}
+_OF_SEARCH = {"kenlm_model_path", "beam_size", "beam_width", "test_beam_size", "valid_beam_size", "lm_weight"}
 #: Former names of keys, which are understood on the command line and, if a task declares them, in recipes.
 FORMER_KEYS = {"least_steps": "min_steps", "most_decibels": "max_db", "ahead": "lookahead"}
 
@@ -88,31 +90,33 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
 
     known : the keys and options that do
     """
-    parts = [key]  # NeMo's have several, such as trainer.max_epochs
-    while isinstance(value, Mapping) and len(value) == 1:
-        [(part, value)] = value.items()
-        parts.append(str(part))
-    meant = next((name for name in (key, parts[-1], did_you_mean(key, [*known, *NAMED_ELSEWHERE], 0.75))
-                  if name in NAMED_ELSEWHERE), "")
-    ours = NAMED_ELSEWHERE.get(meant, parts[-1] if len(parts) > 1 else None)
-    within = {f"{name}.{key}" for _, level in levels(files) for name, node in level.value.items()
-              if isinstance(node.value, dict) and key in node.value}
+    nested, inner = list[str](), [value]  # NeMo's have parts, such as trainer.max_epochs
+    while inner:
+        if isinstance(mapping := inner.pop(0), Mapping):
+            nested += map(str, mapping)
+            inner += mapping.values()
     there = {"grad_accumulation_factor", "test_only"}
     there.update(str(name) for _, level in levels(files) for name in level.value)
-    if ours == "decoder" and "output_neurons" not in there:  # elsewhere it is a network
-        ours = None
-    ours = ours if ours and ours.partition(".")[0] in there.intersection(known) else None
-    near = ours or (within.pop() if len(within) == 1 else did_you_mean(key, known, 0.75) or did_you_mean(
-        f"--{key}", [f"--{name}" for name in known], 0.75))
+    longer = [name for name in NAMED_ELSEWHERE if len(name) > 5]  # much resembles train
+    similar = did_you_mean(key, [*known, *longer], 0.75) if not nested else None
+    renamed = [(name, NAMED_ELSEWHERE[name]) for name in (key, *nested, similar) if name in NAMED_ELSEWHERE]
+    meant, ours = next((pair for pair in [*renamed, *zip(nested, nested, strict=True)]
+                        if pair[1].partition(".")[0] in there.intersection(known)
+                        and (pair[1] != "decoder" or "output_neurons" in there)), ("", None))  # elsewhere a network
+    within = {f"{name}.{key}" for _, level in levels(files) for name, node in level.value.items()
+              if isinstance(node.value, dict) and key in node.value}
+    near = ours or (within.pop() if len(within) == 1 else did_you_mean(key, known, 0.9 if nested else 0.75)
+                    or did_you_mean(f"--{key}", [f"--{name}" for name in known], 0.9 if nested else 0.75))
     hint = f"did you mean --{near.removeprefix('--')}?" if near else "sbkit show prints its keys"
     if ours and meant in REMARKS:
         hint += f" {REMARKS[meant]}"
     if key in _OF_TORCHRUN:
-        hint = f"it is an option of torchrun: torchrun --{key}{f'={value}' if value else ''} train.py RECIPE ..."
+        given = f"={value}" if value and not isinstance(value, NoValue) else ""
+        hint = f"it is an option of torchrun: torchrun --{key}{given} train.py RECIPE ..."
     elif key in NEEDLESS:
         hint = f"leave it out: {NEEDLESS[key]}"
-    elif key in ("kenlm_model_path", "beam_size", "test_beam_size", "lm_weight"):
-        hint = "a language model and a beam are of evaluation: sbkit evaluate RUN --lm FILE --beam 16"
+    elif key in _OF_SEARCH and not near and "output_neurons" in there:
+        hint = "write decoder: !new:sbkit.decode.beam.BeamSearch {beam: 16}, or sbkit evaluate RUN --lm FILE --beam 16"
     elif key in ("config", "hparams"):
         hint = "the recipe is named first, without an option"
     elif key.startswith("resume"):
@@ -254,19 +258,19 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
                 advice = "its arguments are a list: write them there as key: value, or replace all of it"
             elif target.value is None:
                 advice = "it is null: give it a value, or !new:CLASS and its arguments"
-            if new.dotted and (named := _last_part(new)) in root.value:
+            if new.dotted and (named := NAMED_ELSEWHERE.get(last := _last_part(new), last)) in root.value:
                 advice = f"did you mean --{named}?"
             findings.error("override-structure", new.place, target.key,
                            f"{target.key} has no parts that could be set one by one ({target.place})", advice)
     root.value = {key: root.value[key] for key in order if key in root.value}
 
 
-def _last_part(node: Node) -> object:
-    """``c`` of an override ``a.b.c``."""
+def _last_part(node: Node) -> str:
+    """``c`` of an override ``a.b.c``, the first of several."""
     name: object = None
-    while isinstance(node.value, dict) and len(node.value) == 1:
-        [(name, node)] = node.value.items()
-    return name
+    while isinstance(node.value, dict) and node.value:
+        name, node = next(iter(node.value.items()))
+    return str(name)
 
 
 def _may_be_true(root: Node, target: Node) -> bool:

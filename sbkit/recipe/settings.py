@@ -157,13 +157,16 @@ def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:
     if isinstance(number, (int, float)) and not isinstance(number, bool) and number < 1:
         findings.warning("setting", value.place_of("limit"), value.key_of("limit"),
                          f"it is {number!r}, so nothing would be trained", "set it to 1 or more")
-    given = value.value.get("direction") if isinstance(value, Node) and isinstance(value.value, dict) else None
-    metric = getattr(brain_class(root), "metric", None) if given is not None and "brain" in root.value else None
-    if given is not None and metric is not None:
-        best, which = ("min", "lower") if metric.lower_is_better else ("max", "higher")
+    stops = isinstance(value, Node) and isinstance(value.value, dict) and value.tag.endswith(".EpochCounterWithStopper")
+    given = value.value.get("direction") if stops else None
+    metric = getattr(brain_class(root), "metric", None) if "brain" in root.value else None
+    lower = getattr(metric, "lower_is_better", None)  # a Brain of the user's own may call anything so
+    if given is not None and isinstance(lower, bool):
+        best, which = ("min", "lower") if lower else ("max", "higher")
         if static(given) in {"min", "max"} - {best}:
-            findings.error("setting", value.place_of("direction"), value.key_of("direction"),
-                           f"it is {static(given)}, and a {which} {metric.name} is better", f"write {best}")
+            findings.error("setting", (given.source or given).place, (given.source or given).key,
+                           f"it is {static(given)}, and a {which} {getattr(metric, 'name', '')} is better",
+                           f"write {best}")
     epochs = static(root.value["number_of_epochs"]) if "number_of_epochs" in root.value else None
     if epochs in SIZE and isinstance(number, int) and number != epochs:
         advice = "write `limit: !ref <number_of_epochs>`"

@@ -225,9 +225,12 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
         null = next((item for item in given.value if item.scalar and item.value is None and not item.tag), None)
         if null is not None:
             source = null.key if null.source is None else null.source.key
-            holder, _, part = node.key_of(key).partition(".")
             message = f"{name}'s {parameter.name} has {source}, which is null"
-            fix = f"name what takes its place, {holder}: {{{part}: [!ref <KEY>]}}, or take another class than {name}"
+            fix = "leave it out, or name what takes its place"
+            if re.fullmatch(r"(\w+)\.(\w+)", written := node.key_of(key)):
+                fix += ", {}: {{{}: [!ref <KEY>]}}".format(*written.split("."))
+            if written.startswith("opt_class."):
+                fix += f", or take another class than {name}"
     findings.error("wrong-type", place, node.key_of(key), message, fix)
     node.wrong = value.wrong = True
 

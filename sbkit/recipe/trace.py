@@ -350,7 +350,7 @@ def _check_call(call: Callable[..., Any], key: str, module: nn.Module, task: Tas
     except TypeError:
         given = " and ".join([*map(_shown, args), *(f"{name} {_shown(value)}" for name, value in kwargs.items())])
         declared = task.Keys.declared().get(key) if task is not None else None
-        pretrained = ".huggingface_transformers." in type(module).__module__
+        pretrained = re.match(r"speechbrain\..*\.huggingface", type(module).__module__)
         raise SbkitError(
             f"it is called with {given}, but {type(module).__name__}.{call.__name__} takes "
             f"{listed(signature.parameters) or 'nothing'}",

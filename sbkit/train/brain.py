@@ -207,7 +207,7 @@ class Brain(sb.core.Brain):
             try:
                 super()._compile()
             except Exception as error:
-                raise SbkitError(f"--jit: TorchScript: {first_line(error)}", hint="take --compile instead") from error
+                raise SbkitError(f"--jit: {first_line(error).rstrip('.:')}", hint="--compile may do") from error
             return
         self.compiled = compiling.compile_blocks(
             self.modules, self.compile_module_keys, self.device, mode=self.compile_mode,
@@ -391,7 +391,7 @@ class Brain(sb.core.Brain):
                                                {"ckpt_prefix": None, **(valid_loader_kwargs or {})})
             self.on_fit_start()
             if self.opt_class is self.optimizers_dict is None and not self._overridden:
-                raise SbkitError("opt_class is None and init_optimizers sets no optimizers_dict, so nothing trains")
+                logger.warning("Nothing is trained: opt_class is None, and init_optimizers sets no optimizers_dict")
             self.trainer.begin_fit(validates=valid_set is not None)
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()
             epoch = None

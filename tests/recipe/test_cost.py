@@ -137,6 +137,8 @@ def test_torchscript_is_tried_before_anything_is_prepared():
     request = arguments.parse([str(SMALL), "--jit"])
     report = check(request.path, request.overrides, run_opts=request.run_opts)
     assert "TorchScript can't take" in report.errors[0].message and report.errors[0].key == "--jit"
+    request = arguments.parse([str(SMALL), "--jit", "--compile"])  # which replaces it
+    assert check(request.path, request.overrides, run_opts=request.run_opts).errors == []
 
 
 @pytest.mark.slow

@@ -218,3 +218,28 @@ def test_optimizers_differ_in_what_they_keep():
     assert states_per_parameter(partial(torch.optim.AdamW, lr=1)) == 2
     assert states_per_parameter(partial(partial(torch.optim.SGD, momentum=0.9), lr=1)) == 1
     assert states_per_parameter(torch.optim.SGD) == 0
+
+
+@pytest.mark.slow
+def test_a_pretrained_encoder_of_speechbrains_is_placed_and_pointed_to_the_recipe_for_one(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=[8],
+        conv_stride=[320], conv_kernel=[400], num_feat_extract_layers=1)).save_pretrained(tmp_path / "w2v")
+    transformers.Wav2Vec2FeatureExtractor().save_pretrained(tmp_path / "w2v")
+    recipe = write(tmp_path, f"""recipe: !include:{SMALL}
+    encoder: !new:speechbrain.integrations.huggingface.wav2vec2.Wav2Vec2
+        {{source: {tmp_path}/w2v, save_path: {tmp_path}}}
+    Transformer: null
+    CNN: null
+    seq_lin: null
+    compute_features: null
+    normalize: null
+    spec_augment: null
+    ctc_weight: 1
+    model: !new:torch.nn.ModuleList
+        - [!ref <encoder>, !ref <ctc_lin>]
+""")
+    (error,) = check(recipe).errors
+    assert f"{recipe.name}:2: error: encoder: it is called with" in str(error)
+    assert str(error).endswith("Wav2Vec2.encode takes kwargs; hparams/finetune.yaml trains a pretrained encoder")

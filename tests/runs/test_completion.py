@@ -105,6 +105,7 @@ def test_done_is_said_once_all_is_done_and_only_then(started, tmp_path):
     assert started("--test_only")[:2] == (0, (0, 1))
     code, added, said = started("--debug", "--number_of_epochs", "2")
     assert (code, added) == (2, (0, 0)) and f"--debug would replace the results in {out}; name another" in said
+    assert started("--debug", "--output_folder", str(tmp_path / "new"))[0] == 0
     assert started()[1] == (0, 0), "and is still done"
     assert started("--number_of_epochs", "2")[:2] == (0, (epoch, 1))
     assert started("--number_of_epochs", "2")[1] == (0, 0)
