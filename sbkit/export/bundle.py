@@ -111,10 +111,10 @@ def _formats(request: ExportRequest, exported: Exported) -> list[str]:
     wanted = available if request.formats is None else request.formats
     unknown = sorted(set(wanted) - set(available))
     if unknown or not wanted:
+        reasons = {layout.INT8: "judged by words, so a task of your own needs labels for it", **exported.left_out}
         raise SbkitError(f"this model has no format {', '.join(unknown)}" if unknown else "--formats names no format",
-                         hint=f"it has {', '.join(available)}" + (
-                             "; int8 is judged by recognised words, so a task of your own needs labels for it"
-                             if layout.INT8 in unknown else ""))
+                         hint="; ".join([f"it has {', '.join(available)}",
+                                         *(f"{name}: {reasons[name]}" for name in unknown if name in reasons)]))
     if request.chunk is not None and request.target is None:
         raise SbkitError("--chunk is for --target: a bundle's streaming graph takes all chunk sizes that the model "
                          "was trained with", hint="leave it out, or add --target sherpa")

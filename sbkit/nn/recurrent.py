@@ -18,7 +18,10 @@ from speechbrain.utils.callchains import LENGTHS_ARG_NAMES
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sbkit.nn.lengths import takes_lengths
+from sbkit.nn.lengths import lengths_to_mask, takes_lengths
+
+#: How SpeechBrain's encoders of Conformer and Transformer take lengths.
+MASK = "src_key_padding_mask"
 
 
 def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:
@@ -104,7 +107,7 @@ class _Container(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         for layer in _inside(self):
             name = lengths_name(layer)
-            x = layer(x) if name is None or lengths is None else layer(x, **{name: lengths})
+            x = layer(x) if name is None or lengths is None else layer(x, **{name: _given(name, lengths, x)})
             x = x[0] if isinstance(x, tuple) else x
         return x
 
@@ -150,11 +153,17 @@ def take_lengths(encoder: nn.Module) -> bool:
 @functools.cache
 def _name_in(forward: Callable[..., object]) -> str | None:
     known = inspect.signature(forward).parameters
-    return next((name for name in LENGTHS_ARG_NAMES if name in known), None)
+    return next((name for name in (*LENGTHS_ARG_NAMES, MASK) if name in known), None)
+
+
+def _given(name: str, lengths: Tensor, x: Tensor) -> Tensor:
+    """Relative lengths as an argument of this name."""
+    return lengths if name != MASK else ~lengths_to_mask((lengths * x.shape[1] + 0.01).long(), x.shape[1])
 
 
 def lengths_name(layer: nn.Module) -> str | None:
-    """Return the name of relative lengths in a layer's forward, as in SpeechBrain's containers; None if it has none."""
+    """Return the name of relative lengths, or of their mask, in a layer's forward, as in SpeechBrain's containers; None
+    if it has none."""
     return _name_in(type(layer).forward)
 
 
@@ -181,7 +190,7 @@ def call(encoder: nn.Module, x: Tensor, frames: Tensor, guard: int = 0, factor: 
         x = functional.pad(x, (0, 0, 0, guard + factor - 1))
         x = x[:, :x.shape[1] // factor * factor]
     if by_name(encoder) and (name := lengths_name(encoder)) is not None:
-        found = encoder(x, **{name: frames / x.shape[1]})
+        found = encoder(x, **{name: _given(name, frames / x.shape[1], x)})
     else:
         found = encoder(x, frames) if sees_lengths(encoder) else encoder(x)
     states: Tensor = found[0] if isinstance(found, tuple) else found

@@ -6,6 +6,7 @@ import pytest
 import torch
 from host_syncs import HostSyncs
 from speechbrain.lobes.models.CRDNN import CRDNN
+from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
 from speechbrain.nnet import RNN, containers
 from speechbrain.nnet.linear import Linear
 from torch import nn
@@ -29,6 +30,10 @@ def crdnn(kind, **more):
                  cnn_channels=[3], dnn_blocks=1, dnn_neurons=8, dropout=0.0, **more)
 
 
+def conformer():
+    return ConformerEncoder(1, WIDTH, 16, 2, kernel_size=3, attention_type="regularMHA", dropout=0.0)
+
+
 def appended(container):
     container.append(RNN.GRU, hidden_size=6, bidirectional=True)
     container.append(Linear, n_neurons=8)
@@ -47,6 +52,8 @@ ENCODERS = {
                                  [41, 30, 17]),
     "ModuleList within one": (lambda: containers.Sequential(
         containers.ModuleList(recurring(RNN.LiGRU, 1), nn.Linear(12, 4))), [41, 30, 17]),
+    "Conformer's encoder, by a mask": (lambda: conformer(), [41, 30, 17]),
+    "one within Sequential": (lambda: containers.Sequential(nn.Linear(WIDTH, WIDTH), conformer()), [41, 30, 17]),
 }
 
 

@@ -61,15 +61,15 @@ class ExportedCTC(ExportedRecognizer):
     @classmethod
     def of(cls, recognizer: Recognizer, keys: CTCKeys, run: Path) -> ExportedCTC:
         """Export the recogniser of a run in evaluation mode, which isn't changed."""
-        return cls(Graph(recognizer), OUTPUTS, keys.sample_rate, recognizer=recognizer, keys=keys, run=run,
+        made = cls(Graph(recognizer), OUTPUTS, keys.sample_rate, recognizer=recognizer, keys=keys, run=run,
                    from_forward=lambda scores: (scores.ctc.float().log_softmax(-1), scores.frames))
+        if recognizer.takes_lengths or recognizer.features_take_lengths:
+            made.left_out[layout.SPEECHBRAIN] = "its encoder or features take lengths, which EncoderASR doesn't pass on"
+        return made
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """All formats; not SpeechBrain's if features or encoder take lengths, which SpeechBrain doesn't pass."""
-        if self.recognizer.takes_lengths or self.recognizer.features_take_lengths:
-            return super().formats
-        return *super().formats, layout.SPEECHBRAIN
+        return super().formats if layout.SPEECHBRAIN in self.left_out else (*super().formats, layout.SPEECHBRAIN)
 
     def write(self, name: str, folder: Path, config: Config, title: str) -> None:
         assert name == layout.SPEECHBRAIN, "the only one"

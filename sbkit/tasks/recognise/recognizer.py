@@ -76,11 +76,13 @@ class Recognizer:
         self.encoder_rule: Callable[..., Any] | None = None if encodes else getattr(encoder, "frames", None)
         self.padding: dict[str, int] = {}
         """What :func:`recurrent.call` appends for an encoder of SpeechBrain's layers."""
+        guard = GUARD_FRAMES if any(isinstance(layer, (nn.Conv1d, nn.Conv2d)) for layer in encoder.modules()) else 0
         if container and features is not None and self.encoder_rule is None:
             with contextlib.suppress(ValueError):  # layers that don't fit raise an error of their own in the forward
                 self.encoder_rule = rule = LengthRule.probe(encoder, self.frontend_rule.width or n_features)
-                convolves = any(isinstance(layer, (nn.Conv1d, nn.Conv2d)) for layer in encoder.modules())
-                self.padding = {"guard": GUARD_FRAMES if convolves else 0, "factor": rule.factor}
+                self.padding = {"guard": guard, "factor": rule.factor}
+        elif not encodes and recurrent.by_name(encoder) and recurrent.lengths_name(encoder) == recurrent.MASK:
+            self.encoder_rule, self.padding = LengthRule.identity(), {"guard": guard}
 
     @classmethod
     def of(cls, keys: EncoderKeys, head: nn.Module | None = None, scores_tokens: bool = True) -> Recognizer:
