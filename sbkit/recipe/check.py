@@ -139,11 +139,12 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
             ownership.check_ownership(built, owned, findings)
         if run_opts is not None and run_opts.jit and not run_opts.compile:
             for key in run_opts.jit_module_keys or modules:
-                try:
-                    torch.jit.script(modules[key])
-                except KeyError:
+                if key not in modules:
                     findings.error("setting", Place(), "--jit_module_keys", f"there is no {key} under modules",
                                    f"choose among {listed(modules)}")
+                    continue
+                try:
+                    torch.jit.script(modules[key])
                 except Exception:  # whatever its compiler meets
                     findings.error("setting", Place(), "--jit", f"TorchScript can't take {key}",
                                    "take --compile instead")
