@@ -95,8 +95,8 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
                                                         "mean --lr?; --n_epochs: did you mean --number_of_epochs?"),
     ("train hparams/ctc.yaml --trainer.max_epochs 3", "no key trainer; did you mean --number_of_epochs?"),
     ("train hparams/ctc.yaml --eval_only", "no key eval_only; did you mean --test_only?"),
-    ("train hparams/ctc.yaml --beam_size 8", "write decoder: !new:sbkit.decode.beam.BeamSearch {beam: 16}, or sbkit "
-                                             "evaluate RUN --lm FILE --beam 16"),
+    ("train hparams/ctc.yaml --beam_size 8", "afterwards, sbkit evaluate RUN --lm FILE --beam 16 does"),
+    ("train hparams/ctc.yaml --lm_weight 0.6", "afterwards, sbkit evaluate RUN --lm FILE --lm-weight 0.5 does"),
     ("train hparams/ctc.yaml --trainer.devices 2 --trainer.max_epochs 3", "trainer; did you mean --number_of_epochs?"),
     ("train hparams/ctc.yaml --trainer.devices 2", "key trainer; sbkit show prints its keys"),
     ("train hparams/ctc.yaml --training 1", "key training; did you mean --train_log?"),

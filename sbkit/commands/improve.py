@@ -37,7 +37,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replay", type=share, default=0.5, metavar="SHARE",
                         help="share of the run's own training data in each step (0.5)")
     parser.add_argument("--set", dest="values", action="append", default=[], metavar="KEY=VALUE",
-                        help="a key of the run's hyperparams.yaml for the new run, such as opt_class.lr=0.001 or "
+                        help="a key of the run's hyperparams.yaml for the new run, such as schedule.peak=0.001 or "
                              "batching.min_steps=500 (repeatable)")
 
 

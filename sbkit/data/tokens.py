@@ -190,7 +190,8 @@ class Tokenizer:
         elif (processor.bos_id(), processor.eos_id()) != (self.bos_id, self.eos_id):
             raise SbkitError(
                 f"{self.path}: bos and eos have ids {processor.bos_id()} and {processor.eos_id()}, "
-                f"but the recipe says {self.bos_id} and {self.eos_id}", hint="make them agree")
+                f"but the recipe says {self.bos_id} and {self.eos_id}",
+                hint="set bos_index and eos_index to them, or delete it: one that fits is trained")
         if self.vocab_size not in (None, size):
             raise SbkitError(
                 f"{self.path} has {size} entries, but the recipe says vocab_size {self.vocab_size}",

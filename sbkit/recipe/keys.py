@@ -52,6 +52,10 @@ def key(what: str, default: object = dataclasses.MISSING, allowed: Container[obj
     return dataclasses.field(default=default, metadata={"what": what, "allowed": allowed, "former": former})
 
 
+#: What to do where a class is only named.
+ONLY_NAMED = "write !new: instead of !name:"
+
+
 class Problem(NamedTuple):
     key: str
     """The key that is wrong."""
@@ -181,7 +185,7 @@ class Keys:
             given = "only named, not built" if only_named else "a mapping" if isinstance(value, Mapping) else \
                 _shown(value) if plain and not named else f"of {kind.__module__}.{kind.__qualname__}"
             found.append(Problem(name, f"it is {given}, and must be {known.what}",
-                                 "write !new: instead of !name:" if only_named else
+                                 ONLY_NAMED if only_named else
                                  "write !new: and that class after the key, with its arguments below it"
                                  if plain and not named else
                                  "docs/reference/keys.md says what each key may be"))

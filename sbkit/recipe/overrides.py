@@ -59,7 +59,9 @@ NEEDLESS = {key: why for why, keys in {
 }.items() for key in keys.split()}
 _BY_TORCHRUN = {"distributed_launch", "local_rank", "gpus", "num_gpus", "ngpu"}  # and others'
 _OF_TORCHRUN = {"nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "standalone", "rdzv_endpoint"}
-_OF_SEARCH = {"kenlm_model_path", "beam_size", "beam_width", "test_beam_size", "valid_beam_size", "lm_weight"}
+_OF_SEARCH = {"kenlm_model_path": "--lm FILE", "lm_weight": "--lm FILE --lm-weight 0.5",
+              "ctc_weight_decode": "--joint --ctc-weight 0.4",
+              **dict.fromkeys(("beam_size", "beam_width", "test_beam_size", "valid_beam_size"), "--lm FILE --beam 16")}
 #: Former names of keys, which are understood on the command line and, if a task declares them, in recipes.
 FORMER_KEYS = {"least_steps": "min_steps", "most_decibels": "max_db", "ahead": "lookahead"}
 
@@ -115,8 +117,8 @@ def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -
         hint = f"it is an option of torchrun: torchrun --{key}{given} train.py RECIPE ..."
     elif key in NEEDLESS:
         hint = f"leave it out: {NEEDLESS[key]}"
-    elif key in _OF_SEARCH and not near and "output_neurons" in there:
-        hint = "write decoder: !new:sbkit.decode.beam.BeamSearch {beam: 16}, or sbkit evaluate RUN --lm FILE --beam 16"
+    elif key in _OF_SEARCH and "." not in (near or "") and "output_neurons" in there:  # that of a decoder has a dot
+        hint = f"tests search by the recipe's decoder; afterwards, sbkit evaluate RUN {_OF_SEARCH[key]} does"
     elif key in ("config", "hparams"):
         hint = "the recipe is named first, without an option"
     elif key.startswith("resume"):

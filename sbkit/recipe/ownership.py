@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from speechbrain.augment.augmenter import Augmenter
 from speechbrain.augment.time_domain import SpeedPerturb
 from speechbrain.decoders.scorer import BaseRescorerInterface
 from speechbrain.processing.features import Deltas
@@ -23,6 +24,7 @@ from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, Checkpointer, get_
 from speechbrain.utils.parameter_transfer import Pretrainer
 from torch import nn
 
+from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.recipe.build import Built
@@ -231,7 +233,10 @@ def missing_weights(pretrainer: Pretrainer) -> Iterator[tuple[str, str, str]]:
     """The name, the problem and the advice for each path of a Pretrainer that can't be a file, a URL or on the Hub."""
     for name in filter(pretrainer.is_loadable, pretrainer.loadables):
         path = pretrainer.paths.get(name)
-        if path is None:
+        if isinstance(pretrainer.loadables[name], Tokenizer) and name not in pretrainer.custom_hooks:
+            yield (name, "a Tokenizer isn't loaded so", f"leave {name} out, and give its file as tokenizer.model, or "
+                   "all of a run by --init_from RUN --init_tokenizer keep")
+        elif path is None:
             yield name, f"there is no path for {name}", f"add {name}: FILE to its paths"
         elif not isinstance(path, str) or path.startswith(("http:", "https:")) or Path(path).is_file():
             continue
@@ -272,7 +277,10 @@ def left_behind(built: Built, before: Owned) -> list[Tensor]:
 
     before: what was owned before the move; parameters are moved in place, wherever else they are referred to
     """
-    moving = {id(layer) for obj in built.hparams.values() if isinstance(obj, (SpeedPerturb, BaseRescorerInterface))
+    stages = [each for obj in built.hparams.values() if isinstance(obj, Augmenter)
+              for each in obj.augmentations.values()]
+    moving = {id(layer) for obj in [*built.hparams.values(), *stages]
+              if isinstance(obj, (SpeedPerturb, BaseRescorerInterface))
               for each in (obj.resamplers if isinstance(obj, SpeedPerturb) else [getattr(obj, "lm", None)])
               if isinstance(each, nn.Module) for layer in each.modules()}
     copied = {key for key in built.hparams if _is_copied(key, built, before)}

@@ -127,13 +127,12 @@ def _padding(brain: Task, traced: Trace, findings: Findings) -> None:
         return  # outputs are random, so they can't be compared
     difference = max(map(_difference, alone, padded), default=0.0)
     if difference > TOLERANCE:
-        node, part = traced.built.nodes["brain"], getattr(brain.keys, "encoder_key", None)
+        node = traced.built.nodes["brain"]
         findings.warning("padding", node.place, "brain",
                          f"an utterance's outputs depend on its padding, and so on other utterances of a batch: padded "
                          f"to twice its length, they are {100 * difference:.0f} % off",
-                         "leave padding out of means, normalisation and attention" + (
-                             ", by batch.signal_lengths" if part is None else
-                             f"; if the forward of {part} has a second argument, it gets the lengths [B]"))
+                         "leave padding out of means, normalisation and attention: an encoder whose forward has a "
+                         "second argument gets the lengths [B], and a task has batch.signal_lengths")
 
 
 def _difference(alone: Tensor, padded: Tensor) -> float:

@@ -12,7 +12,7 @@ import torch
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.keys import COMPLETE, Declared
+from sbkit.recipe.keys import COMPLETE, ONLY_NAMED, Declared, Keys
 from sbkit.recipe.names import brain_class, declared
 from sbkit.recipe.parts import BY_PART
 from sbkit.recipe.report import did_you_mean, listed
@@ -35,6 +35,7 @@ _MINIMUM = {"grad_accumulation_factor": 1, "nonfinite_patience": 0, "max_grad_no
 def check_settings(root: Node, findings: Findings) -> None:
     """Add findings about keys with values that a run would refuse."""
     known = declared(root)
+    task = getattr(brain_class(root) if known else None, "Keys", Keys)
     for key, node in root.value.items():
         value = static(node)
         if value is UNKNOWN or node.unusable or not isinstance(key, str):
@@ -49,6 +50,11 @@ def check_settings(root: Node, findings: Findings) -> None:
             if given is UNKNOWN:  # an object, or a list of them: neither a number nor a text
                 if own.plain:
                     _report(root, own.name, f"it is {_shown(value)}, and must be {own.wanted}", findings)
+                elif own.built and node.tag.startswith("!new:speechbrain.tokenizers."):  # building it trains it
+                    with contextlib.suppress(LookupError):  # reported where the name is checked
+                        for _, message, hint in task.misfits({own.name: locate(node.tag.removeprefix("!new:"))}):
+                            if hint != ONLY_NAMED:
+                                _report(root, own.name, message, findings, hint)
             elif own.name not in BY_PART and (problem := own.problem(given)):
                 hint = COMPLETE if given is None and own.needed else f"it sets: {own.what}" if given is True else ""
                 _report(root, own.name, f"it {problem}", findings, hint)
@@ -178,9 +184,24 @@ def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:
                        f"it is {number}, and number_of_epochs is {epochs}", advice)
 
 
+def _check_schedule(root: Node, key: str, value: object, findings: Findings) -> None:
+    """Warn of an optimizer's rate that the schedule replaces."""
+    optimizer = root.value.get("opt_class")
+    lr = optimizer.value.get("lr") if optimizer is not None and isinstance(optimizer.value, dict) else None
+    if lr is None or not isinstance(value, Node) or not isinstance(value.value, dict) or "peak" not in value.value or \
+            value.tag != "!new:sbkit.train.schedule.Schedule":
+        return
+    peak = value.value["peak"]
+    wanted, counts = static(lr), static(peak)
+    if isinstance(wanted, (int, float)) and isinstance(counts, (int, float)) and wanted != counts:
+        findings.warning("setting", lr.place, lr.key, f"it is {wanted:g}, and has no effect: the rate is the "
+                         f"schedule's, up to {counts:g}", f"set {(peak.source or peak).key} to {wanted:g} instead")
+
+
 _CHECKS: dict[str, Callable[[Node, str, object, Findings], None]] = {
     "precision": _check_precision, "eval_precision": _check_precision, "device": _check_device,
     "brain": _check_class, "opt_class": _check_class, "epoch_counter": _check_epochs,
+    "schedule": _check_schedule,
 }
 
 

@@ -168,11 +168,11 @@ class LearningNotices:
         parts = [part for part in ("encoder", "CNN", "Transformer") if part in setup.keys]
         if setup.trained and not setup.freezes and parts:
             frozen = ", ".join(f"{part}: 100" for part in parts)
-            advice.append("the new head first, in a new run, before the encoder forgets what it knows: --freeze "
+            advice.append("a new head alone first, in a new run, before the encoder forgets what it knows: --freeze "
                           f"'{{{frozen}}}'")
         if setup.trained and 0 < setup.fastest * highest < HEAD_RATE / 2:
             factor = f"--learning_rates '{{ctc_lin: {HEAD_RATE / highest:.0f}}}'"
-            advice.append("a higher rate for the new head: "
+            advice.append("a higher rate for a new head: "
                           f"{f'--head_lr {HEAD_RATE:g}' if 'head_lr' in setup.keys else factor}")
         schedule = setup.schedule
         if 0 < highest < 0.1 * usual and schedule is not None and schedule.peak >= usual:

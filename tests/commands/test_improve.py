@@ -151,7 +151,7 @@ def test_what_is_not_surely_better_is_not_published(tmp_path):
     corpus(tmp_path / "more", train=30, longer=3)
     processes.sbkit("train", ROOT / "hparams" / "ctc.yaml", *LITTLE, "--data_folder", "data", "--output_folder", "run",
                     cwd=tmp_path)
-    words = ["improve", "run", "--with", "more/train.csv", "--to", "bundle", "--set", "opt_class.lr=0"]
+    words = ["improve", "run", "--with", "more/train.csv", "--to", "bundle", "--set", "schedule.peak=0"]
     done = processes.sbkit(*words, cwd=tmp_path, code=1)
     assert "not published, bundle is as it was:" in done.stderr and "the new test is not surely better" in done.stderr
     assert "old test, WER %" in done.stdout and not (tmp_path / "bundle").exists()
@@ -178,13 +178,13 @@ def test_corrections_make_a_model_better_and_it_is_published(tmp_path):
         for row in rows))
     (tmp_path / "bundle").mkdir()
     (tmp_path / "bundle" / "config.json").write_text("{}")
-    done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", "--set", "opt_class.lr=0.002", "--set",
-                           "batching.min_steps=300", cwd=tmp_path)
+    done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", "--set", "schedule.peak=0.002",
+                           "--set", "batching.min_steps=300", cwd=tmp_path)
     assert "Significantly better" in done.stdout and "not worse" in done.stdout
     assert "trained" in json.loads((tmp_path / "bundle" / "config.json").read_text())
     assert "a server of bundle takes it by itself" in done.stdout and "sbkit rollback bundle" in done.stdout
     assert (tmp_path / "bundle.previous" / "config.json").read_text() == "{}"
-    done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", "--set", "opt_class.lr=0.002", "--set",
-                           "batching.min_steps=300", cwd=tmp_path)
+    done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", "--set", "schedule.peak=0.002",
+                           "--set", "batching.min_steps=300", cwd=tmp_path)
     assert "bundle is that model already" in done.stdout
     assert (tmp_path / "bundle.previous" / "config.json").read_text() == "{}", "the one to go back to is kept"
