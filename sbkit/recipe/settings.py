@@ -185,17 +185,24 @@ def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:
 
 
 def _check_schedule(root: Node, key: str, value: object, findings: Findings) -> None:
-    """Warn of an optimizer's rate that the schedule replaces."""
+    """Warn of an optimizer's rate that the schedule replaces, and of one that its limits were not made for."""
     optimizer = root.value.get("opt_class")
     lr = optimizer.value.get("lr") if optimizer is not None and isinstance(optimizer.value, dict) else None
-    if lr is None or not isinstance(value, Node) or not isinstance(value.value, dict) or "peak" not in value.value or \
+    if not isinstance(value, Node) or not isinstance(value.value, dict) or "peak" not in value.value or \
             value.tag != "!new:sbkit.train.schedule.Schedule":
         return
-    peak = value.value["peak"]
-    wanted, counts = static(lr), static(peak)
-    if isinstance(wanted, (int, float)) and isinstance(counts, (int, float)) and wanted != counts:
+    peak, limit = value.value["peak"], value.value.get("max_lr_at_chance")
+    wanted, counts, most = (None if each is None else static(each) for each in (lr, peak, limit))
+    if not isinstance(counts, (int, float)):
+        return
+    if lr is not None and isinstance(wanted, (int, float)) and wanted != counts:
         findings.warning("setting", lr.place, lr.key, f"it is {wanted:g}, and has no effect: the rate is the "
                          f"schedule's, up to {counts:g}", f"set {(peak.source or peak).key} to {wanted:g} instead")
+    if isinstance(most, (int, float)) and counts > 20 * most:
+        findings.warning("setting", (peak.source or peak).place, (peak.source or peak).key, f"it is {counts:g}, and "
+                         f"schedule.max_lr_at_chance and max_rise_per_step hold the rate near {most:g}",
+                         "for an optimizer with such rates, --schedule.max_lr_at_chance null "
+                         "--schedule.max_rise_per_step null")
 
 
 _CHECKS: dict[str, Callable[[Node, str, object, Findings], None]] = {

@@ -115,6 +115,10 @@ def _load(obj: Any, name: str, path: str, custom: Hook | None) -> None:  # obj: 
     hook = custom or get_default_hook(obj, DEFAULT_TRANSFER_HOOKS)
     try:
         if hook is torch_parameter_transfer:
+            with open(path, "rb") as file:
+                if file.read(9)[8:] == b"{":  # after its header's length
+                    raise SbkitError(f"{path} is a safetensors file, as a bundle has", hint="take a checkpoint's "
+                                     "model.ckpt, or --init_from FOLDER for the weights of a run or a bundle")
             state = load_file(path)
             own = obj.state_dict()
             if isinstance(state, Mapping):

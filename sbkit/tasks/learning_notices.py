@@ -22,6 +22,8 @@ NOTHING, LEARNS = 0.05, 0.1
 #: Steps at the usual learning rate until a run is considered to stay at chance, and that rate, from random weights:
 #: runs of hparams/ctc.yaml that learn leave it after 100 to 330. A lower peak gets up to three times as many.
 PATIENCE, USUAL_RATE, MAX_TIMES = 400, 0.002, 3.0
+#: How many times the usual rate, or the highest so far, a schedule's peak is too high for an optimizer such as AdamW.
+FAR = 20
 #: The same from pretrained weights, where a short run gets a share of its steps: Whisper base leaves chance after 45 to
 #: 75 steps with the rates of hparams/finetune.yaml, after 190 with its head at the encoder's rate.
 TRAINED_PATIENCE, TRAINED_SHARE, TRAINED_RATE = (80, 150), 0.15, 5e-5
@@ -175,7 +177,12 @@ class LearningNotices:
             advice.append("a higher rate for a new head: "
                           f"{f'--head_lr {HEAD_RATE:g}' if 'head_lr' in setup.keys else factor}")
         schedule = setup.schedule
-        if 0 < highest < 0.1 * usual and schedule is not None and schedule.peak >= usual:
+        if schedule is not None and schedule.peak > FAR * max(USUAL_RATE, highest):  # an optimizer with rates of its own
+            limits = [f"--schedule.{name} null" for name in ("max_rise_per_step", "max_lr_at_chance")
+                      if getattr(schedule, name, None) is not None]
+            advice += [f"no limits of the learning rate, which has reached {highest:.2g} of {schedule.peak:g}: "
+                       f"{' '.join(limits)}"] if limits else []
+        elif 0 < highest < 0.1 * usual and schedule is not None and schedule.peak >= usual:
             if schedule.limits_warmup:
                 advice.append(f"a faster rise of the learning rate: --schedule.max_rise_per_step null (it has reached "
                               f"{highest:.2g} of {schedule.peak:g})")

@@ -8,6 +8,7 @@ import processes
 import pytest
 import run_folders
 import torch
+from safetensors.torch import save_file
 from speechbrain.utils.parameter_transfer import Pretrainer
 from torch import nn
 
@@ -78,6 +79,12 @@ def test_a_file_that_can_t_be_used_is_one_message(folder, name, message):
         load(name)
     assert message in str(error.value).replace(f"{folder}/", "") and "\n" not in error.value.message
     assert not (folder / "harm").exists()
+
+
+def test_the_weights_of_a_bundle_are_told_from_harmful_ones(folder):
+    save_file({"weight": torch.ones(3, 2)}, "source/bundle.ckpt")
+    with pytest.raises(SbkitError, match=r"bundle.ckpt is a safetensors file, as a bundle has; take .*--init_from FOLDER"):
+        load("source/bundle.ckpt")
 
 
 def test_a_loadable_without_a_path_is_named(folder):

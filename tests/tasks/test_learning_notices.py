@@ -94,6 +94,9 @@ def test_a_run_that_learns_gets_no_notice(steps, loss, given):
                  id="no such names in the recipe"),
     pytest.param(4000, STANDS, {"rate": 0.009, "warmup": 0.2, "limit": 0.0015}, [("chance", True)],
                  ["--schedule.max_lr_at_chance 0.0005 (it has reached 0.0015)"], id="a rate that waits"),
+    pytest.param(4000, STANDS, {"rate": 1.0, "warmup": 0.2, "limit": 0.0015}, [("chance", True)],
+                 ["no limits of the learning rate, which has reached 0.0015 of 1: --schedule.max_lr_at_chance null"],
+                 id="a rate for Adadelta that waits"),
     pytest.param(600, STANDS, {"rate": 3e-4, "setup": Setup(trained=True, keys=(
         "lr", "head_lr", "CNN", "Transformer"))}, [("chance", True)],
                  ["a new head alone first, in a new run", "--freeze '{CNN: 100, Transformer: 100}'",
