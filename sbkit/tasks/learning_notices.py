@@ -177,7 +177,7 @@ class LearningNotices:
             advice.append("a higher rate for a new head: "
                           f"{f'--head_lr {HEAD_RATE:g}' if 'head_lr' in setup.keys else factor}")
         schedule = setup.schedule
-        if schedule is not None and schedule.peak > FAR * max(USUAL_RATE, highest):  # an optimizer with rates of its own
+        if schedule is not None and schedule.peak > FAR * max(USUAL_RATE, highest):  # as for Adadelta
             limits = [f"--schedule.{name} null" for name in ("max_rise_per_step", "max_lr_at_chance")
                       if getattr(schedule, name, None) is not None]
             advice += [f"no limits of the learning rate, which has reached {highest:.2g} of {schedule.peak:g}: "
