@@ -185,7 +185,8 @@ def run(args: argparse.Namespace) -> int:
                          hint="words are corrected, so name a run that writes some")
     given = [f"--{value}" for value in args.values]
     request = arguments.parse([str(args.run / RECIPE), *given])
-    for found in check(request.path, request.overrides, run_opts=request.run_opts, run=False).errors:
+    report = check(request.path, request.overrides, run_opts=request.run_opts, run=False)
+    for found in [*report.errors, *report.warnings]:
         if found.file == COMMAND_LINE:  # what is wrong in the recipe, the run has had as well
             raise SbkitError(f"--set {found.key.removeprefix('--')}: {found.message}",
                              hint=found.suggestion.replace("--", "--set ") or None)
