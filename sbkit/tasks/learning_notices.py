@@ -170,11 +170,11 @@ class LearningNotices:
         parts = [part for part in ("encoder", "CNN", "Transformer") if part in setup.keys]
         if setup.trained and not setup.freezes and parts:
             frozen = ", ".join(f"{part}: 100" for part in parts)
-            advice.append("a new head alone first, in a new run, before the encoder forgets what it knows: --freeze "
-                          f"'{{{frozen}}}'")
+            advice.append("if the head is new, it alone first, in a new run, before the encoder forgets what it knows: "
+                          f"--freeze '{{{frozen}}}'")
         if setup.trained and 0 < setup.fastest * highest < HEAD_RATE / 2:
             factor = f"--learning_rates '{{ctc_lin: {HEAD_RATE / highest:.0f}}}'"
-            advice.append("a higher rate for a new head: "
+            advice.append("if the head is new, a higher rate for it: "
                           f"{f'--head_lr {HEAD_RATE:g}' if 'head_lr' in setup.keys else factor}")
         schedule = setup.schedule
         if schedule is not None and schedule.peak > FAR * max(USUAL_RATE, highest):  # as for Adadelta
