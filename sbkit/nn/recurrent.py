@@ -24,13 +24,18 @@ from sbkit.nn.lengths import lengths_to_mask, takes_lengths
 MASK = "src_key_padding_mask"
 
 
+def _frames(lengths: Tensor, x: Tensor) -> Tensor:
+    """The numbers of frames [B] of ``x`` [B, T, ...] by relative lengths."""
+    # As SpeechBrain, without the last incomplete frame after pooling; rounding in fp32 must not drop a whole one.
+    return (lengths * x.shape[1] + 0.01).long()
+
+
 def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:
     """Reverse the frames [B, T, D] of each utterance, whose padding stays where it is; ``lengths``: relative, [B]."""
     if lengths is None:
         return x.flip(1)
     time = torch.arange(x.shape[1], device=x.device)
-    # As SpeechBrain, without the last incomplete frame after pooling; rounding in fp32 must not drop a whole one.
-    last = (lengths * x.shape[1] + 0.01).long()[:, None] - 1
+    last = _frames(lengths, x)[:, None] - 1
     return x.gather(1, torch.where(time <= last, last - time, time)[..., None].expand(-1, -1, x.shape[2]))
 
 
@@ -158,7 +163,7 @@ def _name_in(forward: Callable[..., object]) -> str | None:
 
 def _given(name: str, lengths: Tensor, x: Tensor) -> Tensor:
     """Relative lengths as an argument of this name."""
-    return lengths if name != MASK else ~lengths_to_mask((lengths * x.shape[1] + 0.01).long(), x.shape[1])
+    return lengths if name != MASK else ~lengths_to_mask(_frames(lengths, x), x.shape[1])
 
 
 def lengths_name(layer: nn.Module) -> str | None:

@@ -370,6 +370,7 @@ def _blame(error: BaseException, built: Built) -> tuple[Node | None, nn.Module |
     """The innermost object of the recipe whose code raised an error, and the innermost layer."""
     node, layer = None, None
     for frame, _ in traceback.walk_tb(error.__traceback__):
+        # A call that is refused here never enters the module that it was for.
         owner = frame.f_locals.get("module" if frame.f_code is _check_call.__code__ else "self")
         if isinstance(owner, nn.Module):
             layer = owner

@@ -52,7 +52,7 @@ ENCODERS = {
                                  [41, 30, 17]),
     "ModuleList within one": (lambda: containers.Sequential(
         containers.ModuleList(recurring(RNN.LiGRU, 1), nn.Linear(12, 4))), [41, 30, 17]),
-    "Conformer's encoder, by a mask": (lambda: conformer(), [41, 30, 17]),
+    "Conformer's encoder, by a mask": (conformer, [41, 30, 17]),
     "one within Sequential": (lambda: containers.Sequential(nn.Linear(WIDTH, WIDTH), conformer()), [41, 30, 17]),
 }
 
