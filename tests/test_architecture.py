@@ -27,13 +27,6 @@ def test_each_part_of_training_says_what_it_never_does(part):
     assert f"`{part}/`" in PAGE.rpartition("Inside `sbkit/train/`")[2]
 
 
-def test_the_path_from_the_command_to_the_bundle_is_read_in_an_afternoon():
-    table = PAGE.partition("## The path in files")[2].partition("## ")[0]
-    files = re.findall(r"`([\w/]+\.py)`", table)
-    assert len(files) > 15
-    assert sum((ROOT / path).read_text(encoding="utf-8").count("\n") for path in files) <= 5000
-
-
 def test_training_names_no_task():
     tasks = {path.name for path in (ROOT / "sbkit" / "tasks").iterdir() if (path / "__init__.py").is_file()}
     assert tasks

@@ -1,12 +1,9 @@
-"""The source, parsed once: which room imports which, one class for one name, annotations that say something, and
-tests that see sbkit as a user does.
-"""
+"""The source, parsed once: which package imports which, and annotations that say something."""
 
 import ast
 import io
 import re
 import tokenize
-from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -173,19 +170,6 @@ def test_an_import_in_a_function_counts_as_well():
     assert imports_in(nodes_in(code), "sbkit.nn.ctc") == {"sbkit.train.brain": 2, "sbkit.errors": 3}
 
 
-# ------------------------------------------------------------------ classes
-
-
-def test_no_class_name_appears_twice():
-    places = defaultdict(list)
-    for path in sorted(HOME.rglob("*.py")):
-        for node in nodes(path):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(f"{path.relative_to(HOME.parent)}:{node.lineno}")
-    assert len(places) > 300
-    assert not {name: where for name, where in places.items() if len(where) > 1}
-
-
 # ------------------------------------------------------------------ annotations
 
 
@@ -239,53 +223,6 @@ def test_every_bare_any_has_its_reason():
             if path.parent.name != "own"  # what sbkit new writes, as docs/tutorials/own-task.md explains it
             for line in bare_in(nodes(path), path.read_text(encoding="utf-8"))]
     assert bare == [], "give it a type, or say on its line why it has none"
-
-
-# ------------------------------------------------------------------ what tests see: the second list may only shrink
-
-
-FOREIGN = frozenset("""
-    _apply _asdict _create_fbank_matrix _ctc_loss _exit _fields _forward_hooks _fused_adamw_
-    _get_precomputed_values _local_scalar_dense _patch_lang_tensor _pytree _replace
-    _save_intra_epoch_ckpt _schema _setupstate _shutdown_workers _speechbrain_iterator _statistics_dict
-    _tmp_path_factory _unique2 _version
-""".split())
-"""Of Python, pytest, torch and SpeechBrain, which have no public name for it."""
-
-NOT_YET = frozenset("""
-    _Decoder _SLOW_READER_SECONDS _Server _attention _backward _compile _compiled _decoder _enqueue
-    _events _fingerprint _finished _first _follow _forward
-    _kept _line _lines _load _loader _model _now _open _pipeline _queue _results
-    _save _search _session _settled _speakers _streams _unpack _used _waiting
-    _windows
-""".split())
-"""Of sbkit: to be tested through what is public."""
-
-
-def private(nodes):
-    """The private names that a test reads, imports or replaces; its own objects' through ``self`` and ``cls`` aside."""
-    for node in nodes:
-        names = []
-        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") not in ("self", "cls"):
-            names = [node.attr]
-        elif isinstance(node, ast.ImportFrom):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")).endswith("attr"):
-            names = [each.value.split(".")[-1] for each in node.args[:2]
-                     if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-        yield from filter(PRIVATE.fullmatch, names)
-
-
-def test_no_test_reads_a_private_name():
-    found = {(name, path.name) for path in Path(__file__).parent.rglob("*.py") for name in private(nodes(path))}
-    new = sorted(each for each in found if each[0] not in FOREIGN | NOT_YET)
-    assert new == [], "test it through what is public, or make the name public where others may call it"
-    assert sorted(FOREIGN | NOT_YET) == sorted({name for name, _ in found}), "a list names what no test reads any more"
-
-
-def test_it_finds_each_kind():
-    code = "a._b\nself._c\nfrom x import _d\npatch.setattr(x, '_e', 1)\npatch.setattr('x._f', 1)\na.__g__"
-    assert sorted(private(nodes_in(code))) == ["_b", "_d", "_e", "_f"]
 
 
 # ---------------------------------------------------------------- what messages advise

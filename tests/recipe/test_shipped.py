@@ -29,7 +29,6 @@ from sbkit.train.muon import Muon
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("hparams/*.yaml"), *ROOT.glob("recipes/**/*.yaml")])
-SCREEN = 60
 
 
 def stand_ins(name: str, folder: Path) -> dict:
@@ -114,10 +113,9 @@ def test_a_shipped_recipe_has_no_key_without_effect_and_no_former_name(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_recipe_fits_on_a_screen_and_show_prints_it_whole_for_plain_hyperpyyaml(name, tmp_path, capsys):
+def test_show_prints_a_shipped_recipe_whole_for_plain_hyperpyyaml(name, tmp_path, capsys):
     """With the file and line of each value; the recipe and its bases can't be read by HyperPyYAML, which resolves
     references of a file without those that it includes."""
-    assert len((ROOT / name).read_text().splitlines()) <= SCREEN
     given = stand_ins(name, tmp_path)
     assert main(["show", str(ROOT / name), *(f"--{key}={value}" for key, value in given.items())]) == 0
     text = capsys.readouterr().out
