@@ -114,7 +114,7 @@ def losses_on_the_device(log_probs, targets, input_lengths, target_lengths, blan
 
 
 def on_cpu(monkeypatch):
-    """Let Brains capture on this machine's CPU; ``replaying(brain)`` says which."""
+    """Let Brains capture on this machine's CPU, unless their key ``graphs`` is False."""
     stream = _Stream()
     for name, stand_in in {
         "CUDAGraph": CUDAGraph, "graph": _graph, "graph_pool_handle": lambda: 0, "Stream": _Stream,
@@ -125,19 +125,8 @@ def on_cpu(monkeypatch):
     # The generator of this device is also that of the host.
     monkeypatch.setattr(graphs, "rng", SimpleNamespace(**{**vars(rng), "capture": lambda device: {
         name: each for name, each in rng.capture(device).items() if (name, device) != ("torch", "cpu")}}))
+    monkeypatch.setattr(graphs, "wanted", lambda device, setting: setting is not False)
     monkeypatch.setenv("SBKIT_KERNELS", "0")
     monkeypatch.setattr(dropout, "levels", lambda p, like=None: 0)  # torch's dropout, as on a card
     monkeypatch.setattr(ctc, "use_kernels", lambda log_probs, targets: True)
     monkeypatch.setattr(ctc, "by_kernels", losses_on_the_device)
-
-
-def replaying(brain):
-    """Let a Brain's steps be captured, whatever its device is."""
-    graphs, reset = brain.trainer.graphs, brain.trainer.graphs.reset
-
-    def again(*given, **named):
-        reset(*given, **named)
-        graphs.enabled = True
-
-    graphs.reset, graphs.enabled = again, True
-    return brain

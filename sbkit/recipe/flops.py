@@ -181,7 +181,7 @@ def run(brain: Task, utterances: int, seconds: float, counts: type[A], gpu: bool
             computed: list[Any] = []  # outputs are held until the end, as in training
 
             def total() -> Tensor:
-                computed.append(brain.trainer.loss_of(batch))
+                computed.append(brain.trainer.parallel.loss_of(batch))
                 return computed[0].loss.total
 
             if gpu:

@@ -28,7 +28,7 @@ from sbkit.nn.peek import Peek
 from sbkit.nn.voice import voice
 from sbkit.tasks.codec import task as codec
 from sbkit.tasks.codec.results import CodecRow
-from sbkit.train.distributed import parallel, ranks
+from sbkit.train.distributed import equality, ranks
 
 
 def install() -> None:
@@ -36,7 +36,7 @@ def install() -> None:
 
     Weights that ranks take from rank 0 do not change; gathered ones are zeros.
     """
-    read, compare = Peek.numpy, parallel.assert_ranks_equal
+    read, compare = Peek.numpy, equality.assert_ranks_equal
     align, gather = greedy.align, DTensor.full_tensor
     measured, speak = voice.longest, voice.VoiceModel.forward
     broadcast = dist._broadcast_coalesced  # type: ignore[attr-defined]  # it has no public name
@@ -81,7 +81,7 @@ def install() -> None:
         return sound, torch.full(samples.shape, sound.shape[1]).to(sound.device) if text.is_cuda else samples, frames
 
     replaced: list[tuple[Any, str, Any]] = [
-        (Peek, "numpy", zeros), (parallel, "assert_ranks_equal", compare_quietly), (greedy, "collapse", all_blank),
+        (Peek, "numpy", zeros), (equality, "assert_ranks_equal", compare_quietly), (greedy, "collapse", all_blank),
         (greedy, "align", aligned), (GlobalNorm, "has_statistics", lambda norm: True),
         (trial, "results_agree", lambda *given: True), (codec, "CodecRow", one_frame), (voice, "longest", longest),
         (voice.VoiceModel, "forward", spoken),

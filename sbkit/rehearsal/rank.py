@@ -32,7 +32,7 @@ from sbkit.tasks.task import Task
 from sbkit.train import device as devices
 from sbkit.train.batches import MicroBatch
 from sbkit.train.distributed import ranks
-from sbkit.train.distributed.parallel import communicates_in_forward
+from sbkit.train.distributed.equality import communicates_in_forward
 from sbkit.train.trainer import Trainer
 
 #: Epochs of a run, and the step of the second epoch after which it is killed.
@@ -181,12 +181,12 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
             brain.try_batch(batch)
             steps.append((time.process_time() - began, nullcard.counters() - before))
         host, counted = min(steps, key=lambda step: step[0])
-        nodes, pools = brain.trainer.graphs.nodes, (each for each in torch.cuda.memory_snapshot()
+        nodes, pools = brain.trainer.runner.nodes, (each for each in torch.cuda.memory_snapshot()
                                                     if each["segment_pool_id"] != (0, 0))
         graph_bytes = sum(each["total_size"] for each in pools)
         torch.cuda.empty_cache()  # what is left is in use, or of graphs
         reserved = torch.cuda.memory_reserved() if nodes else 0
-        brain.trainer.graphs.reset()  # the next step is without, so that its lines are known
+        brain.trainer.runner.reset()  # the next step is without, so that its lines are known
         held, peak, timeline = memory_timeline(brain, batch)
         work = [*kernels, (0, update_bytes(brain))]
         limits = limits_of(device, brain.precision)

@@ -25,12 +25,12 @@ import torch
 from speechbrain.core import Stage
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from sbkit.compat.brain import Brain
 from sbkit.errors import SbkitError, first_line
 from sbkit.recipe import flops
 from sbkit.recipe.report import ERROR, Finding
 from sbkit.train import graphs
 from sbkit.train.batches import MicroBatch
-from sbkit.train.brain import Brain
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 

@@ -39,7 +39,7 @@ from sbkit.system.environment import command, describe
 from sbkit.train.distributed import ranks
 
 if TYPE_CHECKING:
-    from sbkit.train.brain import Brain
+    from sbkit.compat.brain import Brain
 
 #: Utterances of a test set that the battery of a recogniser's behaviour changes.
 BEHAVIOUR_CLIPS = 20

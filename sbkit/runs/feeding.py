@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sbkit.compat.brain import Brain
 from sbkit.data import rate
 from sbkit.data.loader import TrainLoader
 from sbkit.data.manifest import Manifest
@@ -18,7 +19,6 @@ from sbkit.recipe import flops
 from sbkit.recipe.cost import update_bytes
 from sbkit.recipe.speed import LAUNCH_MS, Utilisation, least_step_seconds, limits_of, peak_of
 from sbkit.system.console import counted
-from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from speechbrain.utils.train_logger import TrainLogger
     from torch.optim import Optimizer
 
+    from sbkit.compat.brain import Brain
     from sbkit.data.augment import Augment
     from sbkit.data.corpus import Corpus
     from sbkit.data.manifest import Manifest
     from sbkit.data.plan import Batching
-    from sbkit.train.brain import Brain
     from sbkit.train.checkpoint.checkpointer import Checkpointer
     from sbkit.train.schedule import Schedule, SpeechBrainScheduler
 

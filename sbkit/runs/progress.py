@@ -13,8 +13,8 @@ import yaml
 from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS
 from speechbrain.utils.epoch_loop import EpochCounter, EpochCounterWithStopper
 
+from sbkit.compat.brain import Brain
 from sbkit.score.run_files import METRICS
-from sbkit.train.brain import Brain
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.state import NotLoaded, hook_for, load_recoverable
 from sbkit.train.distributed import ranks

@@ -26,7 +26,7 @@ from sbkit.train.averaging import EMA, load_mean, weight_recoverables
 from sbkit.train.checkpoint import Checkpointer
 
 if TYPE_CHECKING:
-    from sbkit.train.brain import Brain
+    from sbkit.compat.brain import Brain
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: 
     checkpointer = brain.checkpointer
     checkpointer.recoverables = {name: obj for name, obj in checkpointer.recoverables.items()
                                  if isinstance(obj, _WEIGHTS)}
-    brain.trainer.ema = None  # its averages become the modules' own weights
+    brain.trainer.average = None  # its averages become the modules' own weights
     brain.modules.eval()
     return brain
 

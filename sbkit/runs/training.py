@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from speechbrain.utils.epoch_loop import EpochCounter
 
+from sbkit.compat.brain import Brain
 from sbkit.data.columns import BatchColumns
 from sbkit.data.loader import EvalLoader, TrainLoader
 from sbkit.data.manifest import Manifest
@@ -27,7 +28,6 @@ from sbkit.runs.progress import last_logged_step, read_progress, warn_of_lost_st
 from sbkit.runs.reproduction import weights_hash
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
-from sbkit.train.brain import Brain
 from sbkit.train.checkpoint.state import OtherModel
 from sbkit.train.distributed import ranks
 from sbkit.train.early_stopping import what_trains_on

@@ -21,6 +21,7 @@ from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, get_default_hook
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from sbkit.compat.brain import Brain
 from sbkit.data.batch import Batch
 from sbkit.data.columns import BatchColumns, Declared
 from sbkit.data.manifest import Manifest
@@ -41,7 +42,6 @@ from sbkit.system import renamed
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.mixture_parts import ALL, MixtureParts
 from sbkit.train.averaging import load_mean
-from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
 from sbkit.train.early_stopping import EarlyStopping
 from sbkit.train.schedule import Annealing, SpeechBrainScheduler, log_limits
@@ -98,7 +98,6 @@ class Task(Brain):
         self.learning_rate: float | None = None
         """The current step's learning rate as the schedule set it; None without a schedule."""
         self._unreadable: dict[str, str] = {}
-        self._opened = 0  # the step that open_step prepared last
         given = self.keys.schedule
         self.annealing = Annealing(given) if isinstance(given, SpeechBrainScheduler) else None
         self.schedule: Any = given if self.annealing is None else None  # a Schedule, or a recipe's own that is like one
@@ -109,7 +108,7 @@ class Task(Brain):
         self.mixture_parts = MixtureParts(vars(self.keys).get("corpus"), self.checkpointer)
         for clash in self.keys.clashes():
             raise SbkitError(clash.message, hint=clash.hint)
-        if self.trainer.ema is not None and self.keys.average_checkpoints > 1:
+        if self.trainer.average is not None and self.keys.average_checkpoints > 1:
             raise SbkitError("ema and average_checkpoints both average weights",
                              hint="use one of them: ema_decay: 0, or average_checkpoints: 1")
 
@@ -267,10 +266,12 @@ class Task(Brain):
         self.write_numbers(number)
         if self.schedule is not None and self.opt_class is not None:
             self.learning_rate = self.schedule.apply(self.optimizer, number)
-        elif self.annealing is not None and 1 < number == self._opened + 1:  # a checkpoint has the next rate
-            self.annealing.after_step(self.optimizer, number - 1)
-        self._opened = number
         self.begin_step(number)
+
+    def end_step(self, number: int) -> None:
+        """Let SpeechBrain's scheduler set the next rate, which a checkpoint of this step holds."""
+        if self.annealing is not None and number > 0:
+            self.annealing.after_step(self.optimizer, number)
 
     # ------------------------------------------------------------ validation and test
 

@@ -164,6 +164,10 @@ class EMA:
             torch._foreach_mul_(deltas, weight * (1.0 - skipped))
             torch._foreach_add_(averages, deltas)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the averages, which ``update`` moves in place."""
+        return list(self._averages.values())
+
     def track_trainable(self) -> None:
         """Also average parameters that were unfrozen since the last update."""
         if self._averages:

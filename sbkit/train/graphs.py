@@ -1,10 +1,13 @@
-"""The micro-step and the update of training as CUDA graphs: captured once for each key, then replayed with one launch.
+"""Steps as CUDA graphs: micro-steps and updates are captured once for each key, then replayed with one launch.
 
 A small model's step has a thousand kernels, and the device idles while the host launches one after the other. A graph
 launches all of them at once. But a replay runs no Python: it repeats kernels, with the addresses and numbers of the
 capture. So a key has what Python decides (shapes, the task's ``graph_key``, what the optimizer does by turns), and what
 changes from step to step is in tensors that stay where they are: the batch, learning rates, gradients. Random numbers
 are drawn anew, since torch gives each replay the state of its generator.
+
+On several ranks the last micro-step of a step sums gradients over ranks within its graph, bucket by bucket while
+backward computes, by the same hooks as without graphs. So ranks that replay and ranks that don't send the same.
 
 What can't be repeated that way runs as without graphs, and one line of the log says why.
 """
@@ -17,14 +20,14 @@ import ctypes
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import speechbrain as sb
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -33,36 +36,52 @@ from sbkit.errors import first_line
 from sbkit.nn import guard
 from sbkit.nn.peek import Peek
 from sbkit.train import rng
-from sbkit.train.batches import MicroBatch, Objectives, Outputs, tensors_in
+from sbkit.train.batches import MicroBatch, tensors_in
 from sbkit.train.distributed import ranks
-from sbkit.train.distributed.exchange import GradientExchange
-from sbkit.train.distributed.parallel import communicates_in_forward
+from sbkit.train.distributed.equality import communicates_in_forward
 from sbkit.train.memory.oom import is_out_of_memory, release
+from sbkit.train.runner import Eager, MicroStep, Rates
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Rates = Sequence[Sequence[Tensor] | None]  # the tensors of learning rates of each optimizer, see ``step.write_rates``
 
 #: The most graphs of micro-steps: each takes some MiB on the device besides the memory that all of them share.
 MAX_GRAPHS = 128
 #: The most nodes of a graph, of some KiB each. A recurrent layer has several for each of its time steps.
 MAX_NODES = 20_000
-#: What a replay's sums and gradients may differ by from a step's: kernels round, some in another order each time.
+#: What a first replay's sums, gradients and changes of weights may differ by from those of the step itself. Kernels
+#: that add with atomics round in another order each time, and bf16 has 8 bits, 0.4 %. A replay that repeats something
+#: wrong (an old batch, a number of the host, a branch not taken) is further away.
 NEAR = 0.01
+#: A tensor's change of less than this share of the whole change is compared with the whole one's, as it is rounding.
+SMALL = 1e-3
 
 
-class MicroStep(NamedTuple):
-    """What a micro-step leaves behind besides gradients; see ``Trainer.train_step``."""
+class Capturable(Protocol):
+    """What is asked of the model whose steps are captured."""
 
-    row: Tensor  # its sums and counts
-    names: list[str]  # of its extras
-    outputs: Outputs
-    objectives: Objectives
+    modules: nn.Module
+
+    def graph_key(self) -> Hashable:
+        """Return what decides, besides the shapes of a batch, which kernels the next step has."""
+
+    def capture_refusal(self) -> str | None:
+        """Return why steps of this model are not to be captured; None if they are."""
+
+    def restoring(self) -> AbstractContextManager[None]:
+        """Undo on exit all changes by computing losses and gradients."""
+
+    def state_owners(self) -> Iterable[tuple[str, object]]:
+        """Yield whatever a step might leave a value in, with its name."""
+
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether a hook gets the outputs of a micro-step."""
 
 
 @dataclass
-class _Captured:
-    """A graph, with the tensors that go in and come out at fixed addresses."""
+class _Graph:
+    """A captured graph, with the tensors that go in and come out at fixed addresses."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
@@ -72,121 +91,139 @@ class _Captured:
     held: object = None  # what kernels read, and perhaps nobody else holds
 
 
+class _Trial(NamedTuple):
+    """What a micro-step computed, to compare a first replay with."""
+
+    parameters: list[Parameter]  # that it gave a gradient
+    figures: Peek  # its sums and counts, and the norm of each gradient
+
+
 class _NotRepeatable(Exception):
     """Says why replays of a step would not compute what the step does."""
 
 
-class StepGraphs:
+def wanted(device: torch.device, setting: bool | None) -> bool:
+    """Return whether steps on a device are captured at all; ``setting``: the recipe's key ``graphs``."""
+    return device.type == "cuda" and setting is not False
+
+
+class Captured:
     """Captures and replays micro-steps and updates from the second step on.
 
-    The first one makes optimizer states, and ranks agree in it on the gradients that they exchange.
+    The first step makes optimizer states, and ranks agree in it on the gradients that they exchange.
 
-    compute : a whole micro-step, from a batch to gradients
-    update : what follows the last one, from the step's sums
+    eager : computes what is captured, and what can't be
     """
 
-    def __init__(self, brain: sb.Brain, device: torch.device, compute: Callable[[MicroBatch], MicroStep],
-                 update: Callable[[Sequence[Optimizer], Tensor, Rates], Tensor]):
-        self.brain, self.device, self._compute, self._update = brain, device, compute, update
+    updates = 1
+
+    def __init__(self, eager: Eager, model: Capturable):
+        self.eager, self.model, self.device = eager, model, eager.device
+        self.parallel = eager.parallel
+        self.nodes: dict[str, int] = {}
         self._gradients: list[tuple[Parameter, Tensor]] = []
         self._stream: torch.cuda.Stream | None = None
-        self._warned = False
-        self.nodes: dict[str, int] = {}
-        """The nodes of the graphs that were captured last: of a "micro-step", and of an "update"."""
+        self._said_beyond_shape = False
         self.reset()
 
-    def reset(self, exchange: GradientExchange | None = None, sharded: bool = False) -> None:
-        """Forget all graphs: other parameters train from now on, or ranks exchange their gradients in another way."""
+    def reset(self) -> None:
         for parameter, _ in self._gradients:
             parameter.grad = None
-        self._exchange, self._sharded = exchange, sharded
-        self._graphs: dict[Hashable, _Captured | None] = {}
+        #: The parameters that train, and the tensors that graphs add their gradients to.
+        self._gradients = []
+        self._graphs: dict[Hashable, _Graph | None] = {}  # None: what has this key runs without
         self._pool: Any = None  # torch's handle of the memory that all graphs share
-        self._gradients, self._on, self._steps = [], False, 0
-        self.enabled = self.device.type == "cuda" and self.brain.keys.graphs is not False
-        """Whether to call this at all."""
+        self._captures: bool | None = None  # not decided before the first update
 
-    def _begin(self) -> None:
-        """Decide whether to capture."""
-        brain, self._on = self.brain, True
-        if self._sharded:
-            self._stop("fsdp gathers weights in each step")
-        elif self._exchange is not None and self._exchange.agree_each_time:
-            self._stop("ranks agree in each step on the parameters that have gradients")
-        elif not brain.captures_steps:
-            self._stop(f"{type(brain).__name__} doesn't say that its steps can be replayed; `graphs: true` says so")
-        elif ranks.world_size() > 1 and any(map(communicates_in_forward, brain.modules.modules())):
-            self._stop("layers communicate with other ranks")
+    def _decide(self) -> None:
+        """Decide whether to capture, after the first update."""
+        self._captures = True
+        reason = self.parallel.not_captured or self.model.capture_refusal()
+        if reason is None and ranks.world_size() > 1 and any(
+                map(communicates_in_forward, self.model.modules.modules())):
+            reason = "layers communicate with other ranks"
+        if reason is not None:
+            self._stop(reason)
 
     def _stop(self, reason: str) -> None:
         """Capture nothing from now on, and free the memory of graphs."""
-        self._on, self._pool, self._graphs = False, None, {}
+        self._captures, self._pool, self._graphs = False, None, {}
         release(self.device)
         if ranks.is_main():
             logger.info("Steps are not captured as CUDA graphs: %s", reason)
 
     # ------------------------------------------------------------ replays
 
-    def micro_step(self, batch: MicroBatch) -> MicroStep | None:
-        """Compute a micro-batch by a graph, and return what is left behind; None if it has to be computed without."""
-        if not self._on or getattr(batch, "weight", 1.0) == 0:  # a stand-in is small, and of a shape of its own
+    def micro_step(self, batch: MicroBatch, last: bool) -> MicroStep:
+        graph = self._micro_step_graph(batch, exchanges=last and self.parallel.exchange is not None)
+        if graph is None:
+            return self.eager.micro_step(batch, last)
+        self._attach_gradients()
+        for own, new in zip(graph.inputs, _tensors(batch), strict=True):
+            own.copy_(new, non_blocking=True)
+        graph.graph.replay()
+        if graph.checks is not None:
+            guard.check_later(graph.checks, graph.tables, getattr(batch, "ids", None))
+        self.eager.times.mark("backward")
+        result: MicroStep = graph.result
+        return result._replace(row=result.row.clone())  # which the next replay overwrites
+
+    def _micro_step_graph(self, batch: MicroBatch, exchanges: bool) -> _Graph | None:
+        """Return the graph of a micro-step, captured now if it is new; None if it has to be computed without."""
+        if not self._captures or getattr(batch, "weight", 1.0) == 0:  # a dummy batch is of a shape of its own
             return None
         if getattr(batch, "beyond_shape", False):  # a graph of its own would hardly be replayed
-            if not self._warned:
+            if not self._said_beyond_shape:
                 logger.info("A micro-batch is larger than its shape, as recordings are longer than their rows say: "
                             "such ones are computed without a CUDA graph")
-            self._warned = True
+            self._said_beyond_shape = True
             return None
-        given = _tensors(batch)
-        key = self.brain.graph_key(), tuple((each.shape, each.dtype) for each in given)
-        if key not in self._graphs and len(self._graphs) >= MAX_GRAPHS:
-            self._stop(f"batches have more than {MAX_GRAPHS} shapes")
-            return None
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in _tensors(batch))
+        key = exchanges, self.model.graph_key(), shapes
         if key not in self._graphs:
-            self._graphs[key] = self._try("micro-step", lambda: self._capture_micro_step(batch))
-        found = self._graphs.get(key)
-        if found is None:
-            return None
-        self._attach_gradients()
-        for own, new in zip(found.inputs, given, strict=True):
-            own.copy_(new, non_blocking=True)
-        found.graph.replay()
-        if found.checks is not None:
-            guard.check_later(found.checks, found.tables, getattr(batch, "ids", None))
-        return found.result._replace(row=found.result.row.clone())  # which the next replay overwrites
+            if len(self._graphs) >= MAX_GRAPHS:
+                self._stop(f"batches have more than {MAX_GRAPHS} shapes")
+                return None
+            self._graphs[key] = self._try("micro-step", lambda: self._capture_micro_step(batch, exchanges))
+        return self._graphs.get(key)
 
-    def update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> Tensor | None:
-        """Update by a graph, after which gradients are zeros; None if this has to be done without.
+    def update(self, sums: Tensor) -> Tensor:
+        """As ``Runner.update``; by a graph, gradients are zeros afterwards, since graphs add to fixed addresses."""
+        optimizers, rates = self.eager.prepare_update()
+        graph = self._update_graph(optimizers, sums, rates)
+        if graph is None:
+            values = self.eager.take_update(optimizers, sums, rates)
+        else:
+            self._attach_gradients()
+            graph.inputs[0].copy_(sums)
+            graph.graph.replay()
+            for optimizer in optimizers:
+                if hasattr(optimizer, "count_step"):
+                    optimizer.count_step()
+            values = graph.result
+        if self._captures is None:
+            self._decide()
+        return values
 
-        rates : the tensors of learning rates; an optimizer without them waits for the host, or has tensors of its own
-        """
-        self._steps += 1
-        if self._steps == 1:
-            self._begin()
-        elif self._on and not self._gradients and self._exchange is not None:
-            # Also on a rank that had only stand-ins so far: an optimizer may communicate, so all capture it together.
-            self._gradients = list(self._exchange.views().items())
-        # Gradients of frozen optimizers stay; hooks are Python.
-        alone = len(optimizers) < len(self.brain.optimizers_dict or optimizers) or any(
-            vars(each).get(f"_optimizer_step_{when}_hooks") for each in optimizers for when in ("pre", "post"))
-        if not (self._on and self._gradients) or alone or any(rate is None for rate in rates):
+    def _update_graph(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> _Graph | None:
+        """Return the graph of an update, captured now if it is new; None if it has to be done without."""
+        if not self._captures:
             return None
-        key = "update", len(sums), self.brain.max_grad_norm, *map(_settings, optimizers), *(
-            id(rate) for own in rates for rate in own or ())
+        if not self._gradients and self.parallel.exchange is not None:
+            # Also on a rank that had only dummies so far: an optimizer may communicate, so all capture it together.
+            self._gradients = list(self.parallel.exchange.views().items())
+        frozen = len(optimizers) < len(self.eager.optimizing.all_optimizers())  # whose gradients stay
+        hooked = any(vars(optimizer).get(f"_optimizer_step_{when}_hooks")  # with Python
+                     for optimizer in optimizers for when in ("pre", "post"))
+        waits = any(rate is None for rate in rates)  # for the host, or has rates of its own
+        if not self._gradients or frozen or hooked or waits:
+            return None
+        addresses = tuple(id(rate) for own in rates for rate in own or ())
+        key = "update", len(sums), self.eager.max_norm, *map(_settings, optimizers), *addresses
         if key not in self._graphs:
             self._attach_gradients()
             self._graphs[key] = self._try("update", lambda: self._capture_update(optimizers, sums, rates))
-        found = self._graphs.get(key)
-        if found is None:
-            return None
-        self._attach_gradients()
-        found.inputs[0].copy_(sums)
-        found.graph.replay()
-        for optimizer in optimizers:
-            if hasattr(optimizer, "count_step"):
-                optimizer.count_step()
-        values: Tensor = found.result
-        return values
+        return self._graphs.get(key)
 
     @torch.no_grad()
     def _attach_gradients(self) -> None:
@@ -201,11 +238,11 @@ class StepGraphs:
 
     # ------------------------------------------------------------ captures
 
-    def _try(self, kind: str, capture: Callable[[], _Captured]) -> _Captured | None:
+    def _try(self, kind: str, capture: Callable[[], _Graph]) -> _Graph | None:
         """Capture; if that fails, log why and let what has this key run without a graph."""
         first = kind not in self.nodes
         try:
-            found = capture()
+            graph = capture()
         except Exception as error:  # of a recipe's own code, which can't do here what it does in a step
             while error.__context__ is not None and "captur" in str(error):
                 error = error.__context__  # type: ignore[assignment]  # the capture that it ended fails after it
@@ -223,114 +260,183 @@ class StepGraphs:
         if first and ranks.is_main():
             logger.info("The %s is captured as a CUDA graph of %d nodes (--graphs false leaves it out)", kind,
                         self.nodes[kind])
-        return found
+        return graph
 
-    def _capture_micro_step(self, batch: MicroBatch) -> _Captured:
-        """Try the micro-step twice, of which the second must change nothing that only Python knows; capture it.
+    def _capture_micro_step(self, batch: MicroBatch, exchanges: bool) -> _Graph:
+        """Capture a micro-step, after a first replay has computed what a trial did: nothing wrong trains a model.
 
-        A first replay has to compute what the second try did: nothing wrong trains a model.
+        exchanges : whether it is the last of its step, so that gradients are summed over ranks
         """
-        brain, reached = self.brain, {id(parameter) for parameter, _ in self._gradients}
-        moves = hasattr(batch, "to") and not isinstance(batch, Tensor)
-        static = copy.deepcopy(batch).to(self.device) if moves else \
-            tree_map_only(Tensor, lambda each: each.to(self.device, copy=True), batch)
-        inputs = _tensors(static)
-        if not inputs:
+        static = _copied(batch, self.device)
+        if not _tensors(static):
             raise _NotRepeatable("batches hold no tensors to copy new ones to")
-        parameters = [parameter for parameter in brain.modules.parameters() if parameter.requires_grad]
-        with brain.restoring(), brain.no_sync(), self._on_own_stream(), guard.collecting():
-            try:
-                self._compute(static)  # a first call may fill caches
-                for parameter in parameters:
-                    parameter.grad = None
-                before = _host_state(brain)
-                with brain.restoring():
-                    with _refusing_waits():
-                        row = self._compute(static).row
-                    after = _host_state(brain)
-                    changed = [key[0] for key in dict.fromkeys([*before, *after])
-                               if key not in before or key not in after or before[key][0] != after[key][0]]
-                    if changed:
-                        raise _NotRepeatable(f"a step changes {', '.join(changed[:3])}, and a replay would not")
-                    now = [parameter for parameter in parameters if parameter.grad is not None]
-                    if not now:
-                        raise _NotRepeatable("the loss reaches no parameter of the modules")
-                    tried = _figures(row, now)
-                if not self._gradients:
-                    views = {each: torch.zeros_like(each) for each in now} if self._exchange is None else \
-                        self._exchange.views()
-                    if any(parameter not in views for parameter in now):
-                        raise _NotRepeatable("batches reach different parameters")
-                    self._gradients = list(views.items())
-                # Ranks give zeros for what they don't reach; alone, an optimizer would leave that out.
-                elif {id(each) for each in now} - reached or (self._exchange is None and len(now) < len(reached)):
-                    raise _NotRepeatable("batches reach different parameters")
-            except Exception as error:
-                # Beside the graphs' memory there is none for this trial; the capture uses that memory.
-                if not (is_out_of_memory(error) and reached):
-                    raise
-                tried = None
+        with self.model.restoring(), self._on_own_stream(), self.eager.times.paused(), guard.collecting():
+            trial = self._try_micro_step(static)
             for parameter, own in self._gradients:
                 parameter.grad = own
-            with guard.collecting() as checked:
-                def work() -> tuple[MicroStep, Tensor | None]:
-                    found = self._compute(static)
-                    results = [each.result for each in checked if each.result is not None]
-                    return found, torch.stack(results) if results else None
+            # Other ranks don't take part in a comparison, so what is compared exchanges nothing.
+            graph = self._record_micro_step(static, exchanges=False)
+            if trial is not None:
+                self._compare_micro_step(graph, trial)
+            if exchanges:
+                graph = self._record_micro_step(static, exchanges=True)
+            return graph
 
-                graph, (result, checks) = self._capture("micro-step", work)
-            if tried is not None:
-                try:
-                    self._compare(graph, result.row, now, tried)
-                except Exception as error:
-                    if not is_out_of_memory(error):  # for a moment there are two sets of gradients
-                        raise
-            # Graphs of autograd must not outlive this; SpeechBrain's own hook reads nothing.
-            if type(brain).on_fit_batch_end is sb.Brain.on_fit_batch_end:
-                result = result._replace(outputs=None, objectives=None)
-            result = tree_map_only(Tensor, Tensor.detach, result)
-            held = static, [dict(vars(owner)) for _, owner in _owners(brain)]
-            return _Captured(graph, inputs, result, checks, [each._replace(result=None) for each in checked], held)
+    def _try_micro_step(self, static: MicroBatch) -> _Trial | None:
+        """Compute a micro-step twice, of which the second must change nothing that only Python knows.
 
-    def _compare(self, graph: torch.cuda.CUDAGraph, row: Tensor, parameters: Sequence[Parameter], tried: Peek) -> None:
-        """Replay a new graph on the batch and the random numbers of the try before it, and compare the two."""
-        gradients = [own for _, own in self._gradients]
-        kept = [own.clone() for own in gradients]  # of earlier micro-batches
-        torch._foreach_zero_(gradients)
-        graph.replay()
-        found, expected = _figures(row, parameters).numpy(), tried.numpy()
-        torch._foreach_copy_(gradients, kept)
+        Returns what the second one gave; None if there is no memory for it. Decides on the memory of gradients, once.
+        """
+        try:
+            self.eager.micro_step(static, last=False)  # a first call may fill caches
+            parameters = [parameter for parameter in self.model.modules.parameters() if parameter.requires_grad]
+            for parameter in parameters:
+                parameter.grad = None
+            before = self._host_state()
+            with self.model.restoring():
+                with _refusing_waits():
+                    row = self.eager.micro_step(static, last=False).row
+                self._refuse_changes(before)
+                reached = [parameter for parameter in parameters if parameter.grad is not None]
+                trial = _Trial(reached, _figures(row, reached))
+            self._place_gradients(reached)
+            return trial
+        except Exception as error:
+            # Beside the graphs' memory there is none for this trial; the capture uses that memory.
+            if is_out_of_memory(error) and self._gradients:
+                return None
+            raise
+
+    def _place_gradients(self, reached: Sequence[Parameter]) -> None:
+        """Decide where graphs put gradients, or refuse a batch that reaches other parameters than those before."""
+        if not reached:
+            raise _NotRepeatable("the loss reaches no parameter of the modules")
+        known = {id(parameter) for parameter, _ in self._gradients}
+        exchange = self.parallel.exchange
+        if not known:
+            places = exchange.views() if exchange is not None else {each: torch.zeros_like(each) for each in reached}
+            if any(parameter not in places for parameter in reached):
+                raise _NotRepeatable("batches reach different parameters")
+            self._gradients = list(places.items())
+            return
+        # Ranks give zeros for what they don't reach; alone, an optimizer would leave that out.
+        fewer = exchange is None and len(reached) < len(known)
+        if fewer or {id(parameter) for parameter in reached} - known:
+            raise _NotRepeatable("batches reach different parameters")
+
+    def _refuse_changes(self, before: dict[tuple[str, int], Any]) -> None:
+        """Raise if a step has changed what Python knows, since a replay would not."""
+        after = self._host_state()
+        changed = [key[0] for key in dict.fromkeys([*before, *after])
+                   if key not in before or key not in after or before[key][0] != after[key][0]]
+        if changed:
+            raise _NotRepeatable(f"a step changes {', '.join(changed[:3])}, and a replay would not")
+
+    def _host_state(self) -> dict[tuple[str, int], Any]:
+        """Return what Python knows of the model, of its layers and of random numbers, with what holds it."""
+        state: dict[tuple[str, int], Any] = {(f"{name}'s random numbers on the host", 0): (value.tolist(), value)
+                                             for name, value in rng.capture("cpu").items()}
+        for kind, owner in self.model.state_owners():
+            for name, value in vars(owner).items():
+                for inner, held in value.items() if name == "_buffers" else [(name, value)]:
+                    plain = held is None or isinstance(held, (bool, int, float, str))
+                    size = len(held) if isinstance(held, (list, dict, set)) else 0
+                    state[f"{kind}.{inner}", id(owner)] = (held if plain else (id(held), size), held)
+        return state
+
+    def _record_micro_step(self, static: MicroBatch, exchanges: bool) -> _Graph:
+        """Capture a micro-step on a batch whose tensors stay where they are."""
+        with guard.collecting() as guarded:
+            def work() -> tuple[MicroStep, Tensor | None]:
+                step = self.eager.micro_step(static, last=exchanges)
+                results = [call.result for call in guarded if call.result is not None]
+                return step, torch.stack(results) if results else None
+
+            graph, (result, checks) = self._capture("micro-step", work)
+        if not self.model.reads_outputs:  # graphs of autograd must not outlive this
+            result = result._replace(outputs=None, objectives=None)
+        result = tree_map_only(Tensor, Tensor.detach, result)
+        held = static, [dict(vars(owner)) for _, owner in self.model.state_owners()]
+        return _Graph(graph, _tensors(static), result, checks, [call._replace(result=None) for call in guarded], held)
+
+    def _compare_micro_step(self, graph: _Graph, trial: _Trial) -> None:
+        """Replay a new graph on the batch and the random numbers of the trial before it, and compare the two."""
+        try:
+            gradients = [own for _, own in self._gradients]
+            kept = [own.clone() for own in gradients]  # of earlier micro-batches
+            torch._foreach_zero_(gradients)
+            graph.graph.replay()
+            row = graph.result.row
+            now, expected = _figures(row, trial.parameters).numpy(), trial.figures.numpy()
+            torch._foreach_copy_(gradients, kept)
+        except Exception as error:
+            if is_out_of_memory(error):  # for a moment there are two sets of gradients
+                return
+            raise
         # Beside others, a part of the loss or a gradient may be nothing but rounding. In fp16 some may be infinite.
         finite = np.where(np.isfinite(expected), expected, 0.0)
-        scale = np.concatenate([np.full(len(row), max(abs(finite[0]), abs(finite[1]))), np.full(
-            len(parameters), np.linalg.norm(finite[len(row):]))])
-        apart = ~np.isclose(found, expected, rtol=NEAR, atol=0, equal_nan=True)
-        apart &= ~(np.isfinite(found) & np.isfinite(expected)) | (abs(found - finite) > NEAR * scale)
+        whole_loss = max(abs(finite[0]), abs(finite[1]))
+        whole_gradient = np.linalg.norm(finite[len(row):])
+        scale = np.concatenate([np.full(len(row), whole_loss), np.full(len(trial.parameters), whole_gradient)])
+        apart = ~np.isclose(now, expected, rtol=NEAR, atol=0, equal_nan=True)
+        apart &= ~(np.isfinite(now) & np.isfinite(expected)) | (abs(now - finite) > NEAR * scale)
         if apart.any():
             first = int(apart.argmax())
             raise _NotRepeatable(f"a replay computes another {'loss' if first < len(row) else 'gradient'} than the "
-                                 f"step: {found[first]:g}, not {expected[first]:g}")
+                                 f"step: {now[first]:g}, not {expected[first]:g}")
 
-    def _capture_update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> _Captured:
-        own, groups = sums.clone(), [group for each in optimizers for group in each.param_groups]
-        before = [group.get("capturable") for group in groups]
-        for group in groups:  # fused kernels are, but torch asks for the flag
-            if "capturable" in group:
-                group["capturable"] = True
+    def _capture_update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> _Graph:
+        """Capture an update, after a first replay has changed the weights as the update itself does."""
+        static = sums.clone()
 
         def work() -> Tensor:
-            values = self._update(optimizers, own, rates)
+            values = self.eager.compute_update(optimizers, static, rates)
             torch._foreach_zero_([gradient for _, gradient in self._gradients])
             return values
 
+        with self._on_own_stream():
+            with _as_capturable(optimizers):
+                captured, values = self._capture("update", work)
+            graph = _Graph(captured, [static], values, held=rates)
+            self._compare_update(graph, optimizers, sums, rates)
+        return graph
+
+    @torch.no_grad()
+    def _compare_update(self, graph: _Graph, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> None:
+        """Update once with Python and once by the graph, from the same state, and compare; then put the state back.
+
+        All ranks do so at the same update, since an optimizer may communicate; without memory on one of them, none.
+        """
+        weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
+        written = [*weights, *(gradient for _, gradient in self._gradients), *self.eager.written_by_update(optimizers)]
         try:
-            with self._on_own_stream():
-                graph, values = self._capture("update", work)
-                return _Captured(graph, [own], values, held=rates)
-        finally:
-            for group, flag in zip(groups, before, strict=True):
-                if flag is not None:
-                    group["capturable"] = flag
+            before: list[Tensor] | None = [tensor.detach().clone() for tensor in written]
+            expected = [torch.empty_like(weight) for weight in weights]
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            before = None
+        if ranks.any_of({"memory": before is None})["memory"] or before is None:
+            return
+        counters = [(state, dict(state)) for optimizer in optimizers for state in optimizer.state.values()]
+        self.eager.compute_update(optimizers, sums.clone(), rates)
+        torch._foreach_copy_(expected, weights)
+        torch._foreach_copy_(written, before)
+        for state, held in counters:  # what the host counts, such as Muon's turns
+            state.clear()
+            state.update(held)
+        graph.graph.replay()
+        changes = torch._foreach_sub(expected, before[:len(weights)])
+        errors = torch._foreach_sub(expected, weights)
+        torch._foreach_copy_(written, before)
+        figures = [*torch._foreach_norm(changes), *torch._foreach_norm(errors)]
+        size, error = np.split(Peek(torch.stack([each.float() for each in figures])).numpy(), 2)
+        allowed = NEAR * np.maximum(size, SMALL * np.linalg.norm(size))
+        apart = np.isfinite(size) & ~(error <= allowed)
+        if apart.any():
+            first = int(apart.argmax())
+            raise _NotRepeatable(f"a replay changes a weight of shape {list(weights[first].shape)} otherwise than the "
+                                 f"update: {error[first]:g} apart, of {size[first]:g}")
 
     def _capture(self, kind: str, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -375,6 +481,13 @@ def _tensors(batch: MicroBatch) -> list[Tensor]:
     return batch.tensors() if hasattr(batch, "tensors") else [each for _, each in tensors_in(batch)]
 
 
+def _copied(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Return a copy of a batch, on the device."""
+    if hasattr(batch, "to") and not isinstance(batch, Tensor):
+        return copy.deepcopy(batch).to(device)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), batch)
+
+
 def _figures(row: Tensor, parameters: Sequence[Parameter]) -> Peek:
     """Return the sums of a micro-step, and the norms of the gradients that it gave."""
     norms = torch._foreach_norm([each.grad for each in parameters if each.grad is not None])
@@ -388,23 +501,18 @@ def _settings(optimizer: Optimizer) -> tuple[Hashable, ...]:
     return id(optimizer), numbers, getattr(optimizer, "graph_key", tuple)()
 
 
-def _owners(brain: sb.Brain) -> Iterator[tuple[str, object]]:
-    """Yield whatever a step might leave a value in, with its name."""
-    yield from ((type(brain).__name__, brain), ("hparams", brain.hparams))
-    yield from dict.fromkeys((type(module).__name__, module) for root in brain.layer_roots for module in root.modules())
-
-
-def _host_state(brain: sb.Brain) -> dict[tuple[str, int], Any]:
-    """Return what Python knows of a Brain, of its layers and of random numbers, to compare with another moment's."""
-    state: dict[tuple[str, int], Any] = {(f"{name}'s random numbers on the host", 0): (value.tolist(), value)
-                                         for name, value in rng.capture("cpu").items()}
-    for kind, owner in _owners(brain):
-        for name, value in vars(owner).items():
-            for inner, each in value.items() if name == "_buffers" else [(name, value)]:
-                plain = each is None or isinstance(each, (bool, int, float, str))
-                size = len(each) if isinstance(each, (list, dict, set)) else 0
-                state[f"{kind}.{inner}", id(owner)] = (each if plain else (id(each), size), each)
-    return state
+@contextlib.contextmanager
+def _as_capturable(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Set the flag inside this context that torch asks for in a capture; fused kernels can be captured without it."""
+    flagged = [group for optimizer in optimizers for group in optimizer.param_groups if "capturable" in group]
+    before = [group["capturable"] for group in flagged]
+    for group in flagged:
+        group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group, flag in zip(flagged, before, strict=True):
+            group["capturable"] = flag
 
 
 @contextlib.contextmanager

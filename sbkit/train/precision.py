@@ -10,6 +10,7 @@ import torch
 from speechbrain.utils.run_opts import RunOptions
 from torch.amp.grad_scaler import GradScaler
 
+from sbkit.train.distributed import ranks
 from sbkit.train.options import pick
 
 
@@ -51,9 +52,80 @@ class Scaler(GradScaler):
             self._growth_factor, self._backoff_factor, self._growth_interval,
         )
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that steps write in place."""
+        return [tensor for tensor in (self._scale, self._growth_tracker, self.sum_scale) if tensor is not None]
+
     def factor(self) -> torch.Tensor | None:
         """Return the loss scale, on the device; None if losses are not scaled."""
         return self._get_scale_async() if self.is_enabled() else None
+
+
+class Unscaled:
+    """fp32 and bf16: their gradients need no scale."""
+
+    def __init__(self, device: torch.device):
+        self._one = torch.ones((), device=device)
+
+    def begin(self, count: torch.Tensor) -> None:
+        """Prepare for the first loss of a run, a sum over ``count`` units."""
+
+    def scaled(self, total: torch.Tensor) -> torch.Tensor:
+        """Return the sum of losses that backward begins with."""
+        return total
+
+    def unscaled(self, factor: torch.Tensor) -> torch.Tensor:
+        """Return a factor of gradients that also takes their scale away."""
+        return factor
+
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss scale of a mean, and the further factor of sums."""
+        return self._one, self._one
+
+    def adjust(self, skipped: torch.Tensor) -> None:
+        """Adapt the scale to whether a step was skipped."""
+
+    def follow(self, count: torch.Tensor) -> None:
+        """Adapt the factor of sums to the count of a step, divided by the ranks."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that ``adjust`` and ``follow`` write in place."""
+        return []
+
+
+class Scaled(Unscaled):
+    """fp16: losses are scaled so that small gradients don't vanish, see ``Scaler``."""
+
+    def __init__(self, scaler: Scaler, device: torch.device):
+        super().__init__(device)
+        self.scaler = scaler
+
+    def begin(self, count: torch.Tensor) -> None:
+        # The factor of sums is by the count of the step before. The first step has none, so ranks exchange its counts.
+        if self.scaler.sum_scale is None:
+            self.scaler.follow_count(ranks.sum_across(count) / ranks.world_size())
+
+    def scaled(self, total: torch.Tensor) -> torch.Tensor:
+        assert self.scaler.sum_scale is not None, "begin comes first"
+        return self.scaler.scale(total * self.scaler.sum_scale)
+
+    def unscaled(self, factor: torch.Tensor) -> torch.Tensor:
+        scale, sum_scale = self.scales()
+        return factor / sum_scale / scale
+
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = self.scaler.factor()
+        assert scale is not None and self.scaler.sum_scale is not None, "a loss was scaled"
+        return scale.float(), self.scaler.sum_scale
+
+    def adjust(self, skipped: torch.Tensor) -> None:
+        self.scaler.adjust(skipped)
+
+    def follow(self, count: torch.Tensor) -> None:
+        self.scaler.follow_count(count)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return self.scaler.tensors()
 
 
 def chosen(run_opts: RunOptions, hparams: Mapping[str, Any] | None) -> tuple[str, str]:

@@ -40,7 +40,27 @@ class TrainState:
     """Whether the checks after the first step of a ``fit`` are done."""
     graph_changes: bool = False
     """Whether backward reaches different parameters in different steps, so that ranks agree on them in each."""
+
+    # Of this process, in no checkpoint.
+    saved_at: float = field(default_factory=time.monotonic)
+    """When the last checkpoint was saved, or the epoch began, by the monotonic clock."""
+    batches_since_save: int = 0
+    """Micro-batches since then."""
+    largest_tried: bool = False
+    """Whether the largest micro-batch of this ``fit`` has been tried."""
+    unreached: set[str] = field(default_factory=set)
+    """Names of the parameters without a gradient that a warning has named."""
     _trained: tuple[int, int, Mean, int] | None = field(default=None, repr=False)
+
+    def count_step(self, updates: int) -> int:
+        """Count a step of ``updates`` (0 or 1) updates; return its number: of the update, or in its epoch."""
+        self.optimizer_step += updates
+        self.epoch_step += 1
+        return self.optimizer_step if updates else self.epoch_step
+
+    def saved(self) -> None:
+        """Begin to count anew what has come since the last checkpoint."""
+        self.saved_at, self.batches_since_save = time.monotonic(), 0
 
     def end_training(self) -> None:
         """Set the counters to 0 for the validation that follows an epoch's training."""

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from sbkit.errors import SbkitError
 from sbkit.nn.device_numbers import DeviceNumbers
-from sbkit.train.batches import Objectives
+from sbkit.train.batches import Objectives, Outputs
 
 T = TypeVar("T")
 _HALF = (torch.float16, torch.bfloat16)
@@ -62,6 +62,49 @@ class Loss(NamedTuple):
     def detach(self) -> Loss:
         extras = dict(self.extras) if self.extras else None
         return tree_map_only(torch.Tensor, torch.Tensor.detach, self._replace(extras=extras))
+
+
+class Computed(NamedTuple):
+    """What a recipe computed from a micro-batch, and its loss as sums."""
+
+    outputs: Outputs
+    objectives: Objectives
+    loss: Loss
+
+
+def row_of(loss: Loss, device: torch.device) -> tuple[torch.Tensor, list[str]]:
+    """Return a loss, its count, then sum and count of each extra, as one tensor on the device, and the extras' names.
+
+    Rows are summed over micro-batches and ranks without leaving the device.
+    """
+    extras = loss.extras or {}
+    names = sorted(extras)
+    numbers = [number for pair in ((loss.total, loss.count), *(extras[name] for name in names)) for number in pair]
+    return torch.stack([_on(device, number) for number in numbers]), names
+
+
+def _on(device: torch.device, number: torch.Tensor | float) -> torch.Tensor:
+    if isinstance(number, torch.Tensor):
+        return number.detach().reshape(()).to(device=device, dtype=torch.float32)
+    return torch.full((), float(number), dtype=torch.float32, device=device)  # torch.tensor would copy from the host
+
+
+class StepSums:
+    """The rows of a step's micro-batches (see ``row_of``), summed on the device."""
+
+    def __init__(self) -> None:
+        self.row: torch.Tensor
+        self.names: list[str] | None = None
+
+    def add(self, row: torch.Tensor, names: list[str]) -> None:
+        """Add the row of a micro-batch; all of a step must have the same extras."""
+        if self.names is None:
+            self.row, self.names = row, names
+            return
+        if names != self.names:
+            raise SbkitError(f"the micro-batches of one step return different extras: {self.names} and {names}",
+                             hint="return the same names each time")
+        self.row = self.row + row
 
 
 def is_last(batch: object) -> bool | None:
@@ -110,45 +153,65 @@ def update(optimizers: Sequence[Optimizer], factor: torch.Tensor, max_norm: floa
     optimizers skip a step on the device. For others the host reads once whether to: this costs nothing on the CPU, and
     is the step's only wait on a GPU.
     """
-    alone = len(optimizers) == 1 and skips_itself(optimizers[0])  # it multiplies while it reads the gradients
-    norms, taken, scale = list[torch.Tensor](), set[int](), factor
+    # A single fused optimizer multiplies while it reads the gradients.
+    multiplies_itself = len(optimizers) == 1 and skips_itself(optimizers[0])
+    norms: list[torch.Tensor] = []
+    scale = factor
+    scaled: set[int] = set()
     for optimizer in optimizers:
-        grads = [grad for grad in gradients([optimizer]) if id(grad) not in taken]  # one of two optimizers counts once
-        taken.update(map(id, grads))
-        norm = torch.zeros((), device=factor.device)
-        if grads:
-            norm = torch.nn.utils.get_total_norm(grads, norm_type=2.0, error_if_nonfinite=False)
-            if hasattr(norm, "full_tensor"):  # sharded parameters: the norm over all shards
-                norm = norm.full_tensor()
-            norm = norm.to(device=factor.device, dtype=torch.float32)
-        norms.append(norm * factor)
+        grads = [grad for grad in gradients([optimizer]) if id(grad) not in scaled]  # one of two optimizers counts once
+        scaled.update(map(id, grads))
+        norms.append(_norm_of(grads, factor.device) * factor)
         if max_norm is not None and max_norm > 0:
             scale = factor * torch.clamp(max_norm / (norms[-1] + 1e-6), max=1.0)
-        if grads and not alone:
+        if grads and not multiplies_itself:
             torch._foreach_mul_(grads, scale)
-    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    finite = torch.isfinite(norm) if finite is None else torch.isfinite(norm) & finite
-    skipped = (~finite).float()
-    stop: bool | None = None
-    for optimizer, on_device in zip(optimizers, rates or [None] * len(optimizers), strict=True):
-        if not skips_itself(optimizer):
-            stop = bool(skipped > 0) if stop is None else stop
-            if not stop:
-                optimizer.step()
+
+    norm = torch.zeros_like(factor)  # if all optimizers are frozen
+    if norms:
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    all_finite = torch.isfinite(norm) if finite is None else torch.isfinite(norm) & finite
+    skipped = (~all_finite).float()
+
+    skips: bool | None = None  # what the host has read of ``skipped``, if it had to
+    for optimizer, rates_on_device in zip(optimizers, rates or [None] * len(optimizers), strict=True):
+        if skips_itself(optimizer):
+            _step_on_device(optimizer, 1 / scale if multiplies_itself else None, skipped, rates_on_device)
             continue
-        itself: Any = optimizer  # two attributes that only fused optimizers read
-        itself.grad_scale, itself.found_inf = 1 / scale if alone else None, skipped
-        # The rates of its groups are numbers for hooks and schedules, and tensors on the device for its kernels.
-        own = [group["lr"] for group in optimizer.param_groups]
-        for group, rate in zip(optimizer.param_groups, on_device or own, strict=True):
-            group["lr"] = rate
-        try:
+        if skips is None:
+            skips = bool(skipped > 0)
+        if not skips:
             optimizer.step()
-        finally:
-            del itself.grad_scale, itself.found_inf
-            for group, rate in zip(optimizer.param_groups, own, strict=True):
-                group["lr"] = rate
     return norm, skipped
+
+
+def _norm_of(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the norm of all gradients as one vector."""
+    if not grads:
+        return torch.zeros((), device=device)
+    norm = torch.nn.utils.get_total_norm(grads, norm_type=2.0, error_if_nonfinite=False)
+    if hasattr(norm, "full_tensor"):  # sharded parameters: the norm over all shards
+        norm = norm.full_tensor()
+    return norm.to(device=device, dtype=torch.float32)
+
+
+def _step_on_device(optimizer: Optimizer, divisor: torch.Tensor | None, skipped: torch.Tensor,
+                    rates: Sequence[torch.Tensor] | None) -> None:
+    """Let a fused optimizer step, unless ``skipped`` is 1, with gradients divided by ``divisor``.
+
+    rates : of its groups, on the device, for kernels; hooks and schedules know them as numbers. None: those
+    """
+    fused: Any = optimizer  # two attributes that only fused optimizers read
+    fused.grad_scale, fused.found_inf = divisor, skipped
+    numbers = [group["lr"] for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates or numbers, strict=True):
+        group["lr"] = rate
+    try:
+        optimizer.step()
+    finally:
+        del fused.grad_scale, fused.found_inf
+        for group, number in zip(optimizer.param_groups, numbers, strict=True):
+            group["lr"] = number
 
 
 def write_rates(optimizers: Sequence[Optimizer], device: torch.device) -> list[Sequence[torch.Tensor] | None]:

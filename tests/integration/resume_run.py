@@ -23,11 +23,11 @@ from speechbrain.utils import checkpoints as stock
 from speechbrain.utils.epoch_loop import EpochCounter
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from sbkit.compat.brain import Brain
 from sbkit.data.loader import EvalLoader, TrainLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
 from sbkit.train.averaging import EMA
-from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
 from sbkit.train.signals import Stopped
 from sbkit.train.step import Loss

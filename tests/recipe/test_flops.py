@@ -102,7 +102,7 @@ def test_it_is_what_torch_counts_besides_gradients_of_convolutions(tmp_path):
 def test_an_lstm_is_counted_on_a_card_as_on_a_cpu(hparams):
     def counted(device):
         brain = brain_of(hparams)
-        plain, lstm = brain.trainer.loss_of, nn.LSTM(16, 16)
+        plain, lstm = brain.trainer.parallel.loss_of, nn.LSTM(16, 16)
         brain.modules["model"].append(nn.ModuleList([lstm]))
         brain.modules.to(device)
         brain.device = torch.device(device)
@@ -112,7 +112,7 @@ def test_an_lstm_is_counted_on_a_card_as_on_a_cpu(hparams):
             more = lstm(torch.ones(9, 2, 16, device=device))[0].sum()
             return computed._replace(loss=computed.loss._replace(total=computed.loss.total + more))
 
-        brain.trainer.loss_of = with_lstm
+        brain.trainer.parallel.loss_of = with_lstm
         return flops.run(brain, 2, SECONDS, flops.FlopCounter).operations - without
 
     assert counted("cuda") == counted("cpu") > 9 * 2 * 2 * 16 * 128

@@ -63,7 +63,7 @@ def step(brain, batch):
     torch.manual_seed(0)
     for each in brain.modules.parameters():
         each.grad = None
-    loss = brain.trainer.loss_of(batch).loss
+    loss = brain.trainer.parallel.loss_of(batch).loss
     loss.total.backward()
     gradients = {name: each.grad for name, each in brain.modules.named_parameters() if each.grad is not None}
     sums = [float(loss.total.detach()), float(loss.count)]

@@ -11,9 +11,9 @@ from speechbrain.utils.epoch_loop import EpochCounterWithStopper
 from speechbrain.utils.train_logger import TrainLogger
 from torch.utils.data import IterableDataset
 
+from sbkit.compat import loaders
 from sbkit.errors import SbkitError
 from sbkit.tasks.task import Task
-from sbkit.train import loaders
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 from sbkit.train.schedule import Schedule

@@ -413,7 +413,7 @@ def test_without_an_optimizer_gradients_can_be_read():
 
 
 def test_parameters_the_loss_never_reaches_are_named_once(caplog):
-    caplog.set_level("WARNING", "sbkit.train.distributed.parallel")  # `sbkit tune` silences it in its process
+    caplog.set_level("WARNING", "sbkit.train.distributed.equality")  # `sbkit tune` silences it in its process
     toy = brain()
     toy.fit(range(1, 3), ToyTrainLoader(2))
     said = [record.message for record in caplog.records if "does not reach" in record.message]
@@ -558,8 +558,8 @@ def test_moving_averages_are_used_in_evaluation_only():
     toy.compute_forward = lambda batch, stage: (seen.append(model[0].weight.detach().clone()), compute(batch, stage))[1]
     toy.fit(range(1, 2), ToyTrainLoader(3), ToyEvalLoader(2))
     trained, evaluated = model[0].weight.detach(), seen[-1]
-    assert toy.trainer.ema.updates == 3 and not torch.equal(trained, evaluated)
-    torch.testing.assert_close(evaluated, toy.trainer.ema.state_dict()["weights"]["0.weight"])
+    assert toy.trainer.average.updates == 3 and not torch.equal(trained, evaluated)
+    torch.testing.assert_close(evaluated, toy.trainer.average.state_dict()["weights"]["0.weight"])
 
 
 # ------------------------------------------------------------------ what it leaves out

@@ -319,7 +319,7 @@ def test_a_script_may_be_moved_by_its_import_alone():
               "from sbkit import data; sb.utils.data_pipeline.takes; "
               "assert sb.core.Brain is sb.Brain; sb.nothing")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == "r.yaml TRAIN sbkit.train.brain speechbrain.dataio.dataset speechbrain.core\n"
+    assert done.stdout == "r.yaml TRAIN sbkit.compat.brain speechbrain.dataio.dataset speechbrain.core\n"
     assert done.stderr.endswith("AttributeError: module 'sbkit' has no attribute 'nothing'\n")
 
 

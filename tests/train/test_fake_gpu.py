@@ -92,9 +92,10 @@ def step_on_fake_tensors(*args, **overrides):
             patched.setattr(torch.Tensor, "backward", backward)
             patched.setattr(rng, "capture", lambda device: {})
             patched.setattr(torch, "_fused_adamw_", updated)  # which torch lacks for fake tensors
-            loop = Trainer(brain, brain.train_state, brain.trainer.ema, brain.trainer.freezing, rng.RngState(),
-                              lambda: None)
             brain.max_grad_norm = 5.0
+            scaling = precision.Scaled(brain.scaler, CUDA) if brain.scaler.is_enabled() else precision.Unscaled(CUDA)
+            own = brain.trainer
+            loop = Trainer(own.hooks, CUDA, brain.train_state, own.freezing, rng.RngState(), scaling, own.average)
             assert loop.train_step((batch.to(CUDA), batch.last) for batch in batches)
 
 

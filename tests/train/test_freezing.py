@@ -149,7 +149,7 @@ def run(folder, die_at=None, average=True):
             shelf.wait()
     held = made.optimizer.state_dict()["state"]
     return state(made), {i: {k: v.clone() for k, v in one.items()} for i, one in held.items()}, \
-        (ema.state_dict()["weights"] if ema else {}), getattr(made.trainer.exchange, "agree_each_time", False)
+        (ema.state_dict()["weights"] if ema else {}), getattr(made.trainer.parallel.exchange, "agree_each_time", False)
 
 
 def same(one, other):
@@ -201,7 +201,7 @@ def test_unfreezing_works_on_two_ranks(tmp_path):
 def as_a_rank(cls, freeze):
     made = brain(cls, modules=layers(), hparams={"freeze": freeze})
     made.fit([1, 2], ToyTrainLoader(4, 8, ranks.rank(), ranks.world_size()))
-    return state(made), made.trainer.exchange.agree_each_time
+    return state(made), made.trainer.parallel.exchange.agree_each_time
 
 
 @pytest.mark.slow
@@ -285,7 +285,7 @@ def test_a_part_that_the_model_itself_keeps_frozen_cannot_train_from_a_step_on()
 
 def said(caplog, freeze, **hparams):
     """The messages of a run of three steps."""
-    caplog.set_level("INFO", "sbkit.train")
+    caplog.set_level("INFO", "sbkit")
     toy(freeze, hparams=hparams).fit([1], ToyTrainLoader(3))
     return [record.getMessage() for record in caplog.records]
 

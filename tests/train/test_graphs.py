@@ -76,7 +76,7 @@ def test_a_captured_step_has_few_launches_and_waits_for_nothing(options, on_a_nu
 def counters(toy):
     """What the host knows of a run, and where the device's random numbers are."""
     turns = [kept.get("turn") for kept in toy.optimizer.state.values()]
-    return (toy.optimizer_step, turns, toy.trainer.ema and toy.trainer.ema.updates, toy.nonfinite_count,
+    return (toy.optimizer_step, turns, toy.trainer.average and toy.trainer.average.updates, toy.nonfinite_count,
             torch.cuda.get_rng_state().tolist())
 
 
@@ -226,11 +226,11 @@ def test_two_ranks_exchange_between_replays():
 @pytest.mark.parametrize("options", [{}, {"micros": 3}, {"precision": "fp16", "micros": 2}], ids=str)
 def test_replays_compute_what_steps_compute(options):
     toys = [trained(hparams={"graphs": wanted}, **options)[0] for wanted in (True, False)]
-    assert toys[0].trainer.graphs.nodes and not toys[1].trainer.graphs.nodes
+    assert toys[0].trainer.runner.nodes and not toys[1].trainer.runner.nodes
     assert furthest(*map(state, toys)) < 1e-5
 
 
 def test_nothing_is_captured_on_a_cpu(caplog):
     caplog.set_level(logging.INFO, "sbkit.train.graphs")
     toy, _ = trained(ToyBrain, device="cpu", steps=3)
-    assert toy.trainer.graphs.nodes == {} and not any("CUDA graph" in record.message for record in caplog.records)
+    assert toy.trainer.runner.nodes == {} and not any("CUDA graph" in record.message for record in caplog.records)

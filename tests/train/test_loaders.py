@@ -8,9 +8,9 @@ import pytest
 import torch
 from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, load, save
 
+from sbkit.compat import loaders
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
-from sbkit.train import loaders
 from sbkit.train.checkpoint import Checkpointer
 
 

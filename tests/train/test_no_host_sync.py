@@ -19,7 +19,7 @@ from sbkit.nn import ctc
 from sbkit.recipe import load
 from sbkit.tasks import feature_statistics
 from sbkit.tasks.ctc import CTC
-from sbkit.train import trainer
+from sbkit.train import runner
 from sbkit.train.averaging import EMA
 from sbkit.train.precision import Scaler
 from sbkit.train.trainer import Trainer
@@ -144,7 +144,7 @@ def test_a_step_starts_no_more_kernels_than_it_did(tmp_path, monkeypatch, precis
 
 _OPAQUE = (str, bytes, torch.Tensor, type, ModuleType, FunctionType, BuiltinFunctionType)
 #: What a step consists of: forward, loss, loss scale and update.
-PARTS = [(Trainer, "compute"), (trainer, "update"), (EMA, "update"),
+PARTS = [(Trainer, "compute"), (runner, "update"), (EMA, "update"),
          *((Scaler, name) for name in ("scale", "factor", "adjust", "follow_count"))]
 FLAGSHIP = {"consistency": 0.2, "consistency_warmup": 0.9, "ema_decay": 0.9, "learning_rates": {"ctc_lin": 10},
             "spec_augment": {"time_warp": 9, "ramp": [0, 1]}, "opt_class": {"orthogonalize_every": 1}}
@@ -183,7 +183,7 @@ class Frozen:
         @functools.wraps(function)
         def inside(*args, **kwargs):
             if isinstance(args[0], Trainer):
-                self.brain = args[0].brain
+                self.brain = args[0].hooks.brain
             now = numbers_below(self.brain)
             self.first = {**now, **self.first}
             changed = {place for place, (*_, value) in now.items() if self.first[place][2] != value}
@@ -225,7 +225,7 @@ def test_a_step_reads_no_number_that_changes_from_the_host(tmp_path, monkeypatch
                 patch.setattr(holder, name, frozen.of(getattr(holder, name)))
             brain = trained(HostSyncs(), brain_class, tmp_path / run, patch, precision=precision, **FLAGSHIP)
         ends.append({**brain.modules.state_dict(),
-                     **{f"ema {name}": value for name, value in brain.trainer.ema.state_dict()["weights"].items()}})
+                     **{f"ema {name}": value for name, value in brain.trainer.average.state_dict()["weights"].items()}})
     assert {"optimizer_step", "numbers", "lr", "updates", "turn"} <= frozen.changed
     unlike = [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
     assert bool(unlike) == (brain_class is ReadsItsStep), unlike

@@ -24,11 +24,9 @@ def test_replays_compute_what_steps_compute(micros, size, monkeypatch, caplog):
     for wanted in (True, False):
         model = layers()
         optimizer = partial(Muon, lr=0.01, modules=[model[0], model[2]], orthogonalize_every=3)
-        toy = brain(modules=model, opt_class=optimizer, hparams={"graphs": True, "ema": EMA(model)})
-        if wanted:
-            replayed.replaying(toy)
+        toy = brain(modules=model, opt_class=optimizer, hparams={"graphs": wanted, "ema": EMA(model)})
         toy.fit(range(1, 2), ToyTrainLoader(steps=11, size=size, micros=micros))
-        assert set(toy.trainer.graphs.nodes) == ({"micro-step", "update"} if wanted else set()), caplog.text
+        assert set(toy.trainer.runner.nodes) == ({"micro-step", "update"} if wanted else set()), caplog.text
         found.append(toy)
     assert furthest(*map(state, found)) < 1e-6
 
@@ -62,7 +60,7 @@ class OtherGradient(ToyBrain):
 def test_a_replay_that_computes_something_else_trains_nothing(cls, what, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "sbkit.train.graphs")
     replayed.on_cpu(monkeypatch)
-    toy = replayed.replaying(brain(cls, hparams={"graphs": True}))
+    toy = brain(cls, hparams={"graphs": True})
     toy.fit(range(1, 2), ToyTrainLoader(steps=5, size=9))
     said = [record.message for record in caplog.records if "captured" in record.message]
     assert len(said) == 1 and said[0].startswith(

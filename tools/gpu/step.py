@@ -77,7 +77,7 @@ def steps(bench: Bench, name: str, utterances: int, graphs: bool) -> dict[str, A
             losses.append(trainer.average_loss())
             trainer.take_results(wait=True)
         found: dict[str, Any] = {"how": "as graphs" if graphs else "as they are", "losses": losses,
-                                 "nodes": trainer.graphs.nodes, "kernels": [], "busy_ms": None, "launches": None,
+                                 "nodes": trainer.runner.nodes, "kernels": [], "busy_ms": None, "launches": None,
                                  "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_card else None}
         found["host_ms"], found["total_ms"] = timed(step, device)
         trainer.take_results(wait=True)

@@ -10,6 +10,7 @@ from speechbrain.core import Stage
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from sbkit.compat import loaders
 from sbkit.data.columns import BatchColumns
 from sbkit.data.loader import EvalLoader
 from sbkit.data.manifest import Manifest
@@ -21,7 +22,6 @@ from sbkit.score.label_errors import LabelScore, units
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write, progress
 from sbkit.tasks.ctc.task import CTC
-from sbkit.train import loaders
 
 _IMPOSSIBLE = -1e4  # log-likelihood of a label that has more tokens than its recording has frames
 

@@ -1,132 +1,135 @@
-"""What keeps ranks equal besides the exchange of gradients: buffers, statistics of batches, a comparison of bits."""
+"""How the ranks of a run share a step: alone, each with the whole model (Replicated), or with a part of it (Sharded).
+
+Chosen once, when the modules are wrapped; a step asks no more which of them it is. Whatever the mode, a step sums its
+losses and counts over ranks after its last backward, by ``reduce``, so all ranks send the same in the same order.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from speechbrain.processing.features import InputNormalization
-from torch import nn
 
-from sbkit.errors import SbkitError
-from sbkit.nn import sync_batch_norm
-from sbkit.nn.fast.front_end import FixedNormalization
-from sbkit.recipe.parts import ParameterGroups
 from sbkit.train.distributed import ranks
+from sbkit.train.distributed.exchange import GradientExchange
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from sbkit.train.distributed.sharding import ShardedModules
+
+LossFunction = Callable[[Any], Any]  # from a micro-batch of the recipe's class to a ``step.Computed``
 
 
-@contextlib.contextmanager
-def zeroed(modules: nn.Module) -> Iterator[None]:
-    """Set all gradients of backwards inside this context to 0, NaN included: those of a stand-in batch."""
-    handles = [p.register_hook(torch.zeros_like) for p in modules.parameters() if p.requires_grad]
-    try:
+class Single:
+    """One process: nothing is exchanged.
+
+    loss_of : computes forward and loss of a training micro-batch
+    """
+
+    #: What backward has divided gradients by, before a step divides them by its count.
+    divided_by = 1
+    #: Why steps can't be captured as CUDA graphs with this; None if they can.
+    not_captured: str | None = None
+    exchange: GradientExchange | None = None
+    sharded: ShardedModules | None = None
+
+    def __init__(self, loss_of: LossFunction):
+        self.loss_of = loss_of
+
+    def arm(self, last: bool) -> None:
+        """Prepare for a backward; ``last``: whether it is the last of its step, whose gradients are exchanged."""
+
+    def finish(self) -> None:
+        """Exchange gradients of a step whose last backward wasn't known to be the last."""
+
+    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return sums over all ranks."""
+        return sums
+
+    @property
+    def disagrees(self) -> bool:
+        """Whether this rank's last backward reached other parameters than the ranks have agreed on."""
+        return False
+
+    def reset(self) -> None:
+        """Agree anew in the next backward on what is exchanged, as other parameters train from now on."""
+
+    def agree_each_time(self) -> bool:
+        """Agree after each backward from now on; return whether this is new."""
+        return False
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have all parameters on every rank inside this context."""
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Exchange no gradients of backwards inside this context."""
+        yield
 
 
-class Buffers:
-    """Keeps buffers that training changes (codebooks, running means) equal to those of rank 0."""
+class Replicated(Single):
+    """Each rank has the whole model, and hooks on its parameters sum gradients over ranks while backward computes."""
 
-    def __init__(self, modules: nn.Module):
-        self.modules = modules
-        self.changing: list[str] = []
-        """The names of those that have changed so far, on any rank."""
-        self._seen = self._sums() if ranks.world_size() > 1 else None
+    def __init__(self, loss_of: LossFunction, exchange: GradientExchange):
+        super().__init__(loss_of)
+        self.exchange: GradientExchange = exchange
 
-    def _sums(self) -> dict[str, float]:  # whole numbers
-        return {name: _bits(buffer).sum(dtype=torch.int64).item() for name, buffer in self.modules.named_buffers()
-                if not buffer.is_complex()}
+    @property
+    def not_captured(self) -> str | None:  # type: ignore[override]  # here it may change
+        each_time = self.exchange.agree_each_time
+        return "ranks agree in each step on the parameters that have gradients" if each_time else None
 
-    def detect_changes(self) -> None:
-        """Find the buffers that changed on any rank, and take rank 0's values; all ranks call it after a step."""
-        if self._seen is None:
-            return
-        now = self._sums()
-        changed = torch.tensor([now[name] != self._seen.get(name) for name in now], dtype=torch.int32)
-        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=ranks.cpu_group())
-        self.changing += [name for name, did in zip(now, changed.tolist(), strict=True)
-                          if did and name not in self.changing]
-        self._seen = now
-        self.sync()
+    def arm(self, last: bool) -> None:
+        self.exchange.armed = last  # gradients of earlier micro-batches accumulate on this rank
 
-    def sync(self) -> None:
-        """Take rank 0's values of the buffers that change."""
-        if self.changing:
-            buffers = dict(self.modules.named_buffers())
-            ranks.take_from_main(buffers[name] for name in self.changing)
+    def finish(self) -> None:
+        self.exchange.finish()
 
+    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(sums)
+        return sums
 
-@torch.no_grad()
-def assert_ranks_equal(modules: nn.Module, when: str) -> None:
-    """Raise an error that names a parameter or buffer if it differs between ranks in any bit.
+    @property
+    def disagrees(self) -> bool:
+        return bool(self.exchange.changed or self.exchange.missed)
 
-    Each rank sums the bits of each tensor on its device, and the sums are exchanged once.
-    """
-    if ranks.world_size() == 1:
-        return
-    named = [*modules.named_parameters(), *modules.named_buffers()]
-    named = [(name, tensor) for name, tensor in named if not hasattr(tensor, "full_tensor")]
-    if not named:
-        return
-    sums = torch.stack([_bits(tensor).sum(dtype=torch.int64) for _, tensor in named])
-    table = [torch.empty_like(sums) for _ in range(ranks.world_size())]
-    dist.all_gather(table, sums)
-    different = (torch.stack(table) != table[0]).cpu()
-    if not different.any():
-        return
-    names = [named[i][0] for i in different.any(0).nonzero().flatten().tolist()]
-    others = different.any(1).nonzero().flatten().tolist()
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    ranks.raise_on_main(SbkitError(
-        f"the ranks no longer train the same model: {when}, '{names[0]}'{more} of rank "
-        f"{', '.join(map(str, others))} differs from rank 0",
-        hint="is it changed outside of compute_forward and the optimizer, or initialised at random on each rank?",
-        exit_code=1,
-    ))
+    def reset(self) -> None:
+        self.exchange.reset()
+
+    def agree_each_time(self) -> bool:
+        if self.exchange.agree_each_time:
+            return False
+        self.exchange.reset(agree_each_time=True)
+        return True
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        armed, self.exchange.armed = self.exchange.armed, False
+        try:
+            yield
+        finally:
+            self.exchange.armed = armed
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if not tensor.is_floating_point():
-        return tensor.to(torch.int64)
-    same_size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.view(same_size)
+class Sharded(Single):
+    """Each rank has a part of every parameter (FSDP2), which gathers weights and scatters gradients by itself."""
 
+    not_captured = "fsdp gathers weights in each step"
 
-def warn_unreached(modules: nn.Module, recipe: Mapping[str, Any], warned: set[str]) -> None:
-    """Warn of parameters without a gradient after the first backward, with their names in the recipe.
+    def __init__(self, sharded: ShardedModules):
+        super().__init__(sharded.loss_of)
+        self.sharded: ShardedModules = sharded
+        self.divided_by = ranks.world_size()  # its gradients are means over ranks
 
-    warned : the parameters of earlier warnings, which are not named again; updated here
-    """
-    unreached = {name for name, p in modules.named_parameters() if p.requires_grad and p.grad is None}
-    missing = unreached - warned
-    if missing and ranks.is_main():
-        whole: list[str] = []  # modules that the loss does not reach at all are named as such
-        for name, module in modules.named_modules():  # parents come before their children
-            inside = {f"{name}.{n}" for n, p in module.named_parameters() if p.requires_grad} - warned
-            if name and inside and inside <= missing and not any(name.startswith(f"{each}.") for each in whole):
-                whole.append(name)
-        covered = tuple(f"{name}." for name in whole)
-        names = sorted([*whole, *(name for name in missing if not name.startswith(covered))])
-        parts = ParameterGroups(modules, recipe)
-        logger.warning("The loss does not reach these parameters, so they are not trained (expected for a part that "
-                       "the recipe does not use, such as a decoder): %s",
-                       ", ".join(map(parts.name, names)).replace("_orig_mod.", ""))
-    warned |= unreached
+    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(sums)
+        return sums
 
-
-def communicates_in_forward(module: nn.Module) -> bool:
-    """Return whether a layer communicates between ranks in its forward, so that all ranks must call it together."""
-    if isinstance(module, InputNormalization):
-        return module.norm_type == "global" and not isinstance(module, FixedNormalization)
-    return isinstance(module, (nn.SyncBatchNorm, sync_batch_norm.SyncBatchNorm))
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        with self.sharded.gathered():
+            yield

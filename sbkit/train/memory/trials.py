@@ -92,7 +92,7 @@ def open_trial(request: arguments.CommandLine, device: torch.device) -> Iterator
         durations = planned_seconds(recipe.hparams.get("augment"), Manifest.open_prepared(manifest).durations) \
             if manifest is not None and manifest.exists() else np.linspace(
                 1.0, longest_utterance(recipe.hparams), 200)
-        logger = logging.getLogger("sbkit.train.distributed.parallel")  # the run itself will warn of unused layers
+        logger = logging.getLogger("sbkit.train.distributed.equality")  # the run itself will warn of unused layers
         before = logger.level
         logger.setLevel(logging.ERROR)
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ class StepTimes:
     including idle time. So "data" is the time in which the device was idle because it had no batch, and not the time
     in which Python waited while the device was busy. ``data_share`` never waits for the device; ``totals`` does.
 
-        times.begin()
+        times.begin(step)
         batch = next(batches)
         times.mark("data")
         ...
@@ -28,6 +30,7 @@ class StepTimes:
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
+        self._running = False  # a step is timed
         self.reset()
 
     def reset(self) -> None:
@@ -36,15 +39,33 @@ class StepTimes:
         self._marks: list[tuple[Any, str | None]] = []  # a time or an event, and what the time since the last one was
         self._seconds = dict.fromkeys(SECTIONS, 0.0)
 
-    def begin(self) -> None:
-        """Begin a step that is timed."""
-        self.totals(wait=False)  # on a rank that shows nothing, too, an epoch's events don't pile up
-        self._marks.append((self._now(), None))
+    def begin(self, step: int) -> None:
+        """Begin a step; ``mark`` does nothing unless it is one of those that are timed.
+
+        step : the number of steps before it
+        """
+        self._running = step % EVERY == FIRST
+        if self._running:
+            self.totals(wait=False)  # on a rank that shows nothing, too, an epoch's events don't pile up
+            self._marks.append((self._now(), None))
 
     def mark(self, section: str) -> None:
         """Count the time since the last mark as that of a section; with "optimizer" the step ends."""
-        self.timed += section == "optimizer"
+        if not self._running:
+            return
         self._marks.append((self._now(), section))
+        if section == "optimizer":
+            self.timed += 1
+            self._running = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take no marks inside this context: what runs there is a trial, or is captured."""
+        running, self._running = self._running, False
+        try:
+            yield
+        finally:
+            self._running = running
 
     def totals(self, wait: bool = True) -> dict[str, float]:
         """Return the seconds in each section of the steps that were timed; with ``wait``, of all of them."""

@@ -26,7 +26,7 @@ def trained(cls, options, micros=1, epochs=2):
     toy.fit(range(1, epochs + 1), ToyTrainLoader(6, 8, rank, world, micros))
     kept = {name: tensor.cpu() for name, tensor in state(toy).items()}
     left = toy.optimizer.state_dict()
-    return kept, toy.trainer.exchange.agree_each_time, [line for line in said if "uses other" in line], \
+    return kept, toy.trainer.parallel.exchange.agree_each_time, [line for line in said if "uses other" in line], \
         (sorted(left["state"]), left["param_groups"][0]["params"])
 
 

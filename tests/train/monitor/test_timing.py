@@ -22,7 +22,7 @@ def test_a_timed_step_is_divided_into_sections(clock):
     times = StepTimes("cpu")
     assert times.line() == "" and times.data_share() is None
     for _ in range(2):
-        times.begin()
+        times.begin(FIRST)
         for section in ("data", "forward", "loss", "data", "forward", "loss", "backward", "optimizer"):
             times.mark(section)
     assert times.totals() == {"data": 4, "forward": 4, "loss": 4, "backward": 2, "optimizer": 2}
@@ -66,7 +66,7 @@ def test_on_a_card_what_has_not_passed_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(timing.torch.cuda, "Event", Event)
     monkeypatch.setattr(timing.torch.cuda, "current_stream", lambda device: None)
     times = StepTimes("cuda")
-    times.begin()
+    times.begin(FIRST)
     for section in ("data", "forward", "loss", "backward", "optimizer"):
         times.mark(section)
     assert times.data_share() is None and Event.waited == 0
@@ -80,7 +80,7 @@ def test_events_of_a_card_do_not_pile_up_on_a_rank_that_shows_nothing(monkeypatc
     monkeypatch.setattr(timing.torch.cuda, "current_stream", lambda device: None)
     times = StepTimes("cuda")
     for _ in range(20):
-        times.begin()
+        times.begin(FIRST)
         for section in ("data", "forward", "loss", "backward", "optimizer"):
             times.mark(section)
         Event.passed = Event.now

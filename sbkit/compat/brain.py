@@ -19,6 +19,9 @@ from speechbrain.utils.autocast import AMPConfig, TorchAutocast
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.run_opts import RunOptions
 
+from sbkit.compat import loaders
+from sbkit.compat.hooks import BrainHooks
+from sbkit.compat.script_loop import ScriptTrainer
 from sbkit.data.loader import plain_worker_errors
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn import attention_kernel, guard, sync_batch_norm
@@ -32,12 +35,13 @@ from sbkit.recipe.values import unwrapped
 from sbkit.system import memory
 from sbkit.system.console import end_scripts_in_one_line, outlast_terminal
 from sbkit.system.cores import limit_torch_threads
-from sbkit.train import compiling, loaders, options, precision, rates, rng
+from sbkit.train import compiling, options, precision, rates, rng
 from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import Adapted
 from sbkit.train.distributed import ranks, sharding
 from sbkit.train.distributed.exchange import GradientExchange
+from sbkit.train.distributed.parallel import Replicated, Sharded, Single
 from sbkit.train.forward_state import restoring
 from sbkit.train.freezing import Freezing
 from sbkit.train.keys import ScriptKeys, TrainKeys
@@ -46,7 +50,7 @@ from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.optim import fused
 from sbkit.train.state import TrainState, state_view
-from sbkit.train.step import Loss, StepResult, is_last, losses_in_fp32, one_number, skips_itself, update, write_rates
+from sbkit.train.step import Loss, StepResult, is_last, losses_in_fp32, one_number, skips_itself, update
 from sbkit.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -135,10 +139,14 @@ class Brain(sb.core.Brain):
         self._overridden = [name for name in ("fit_batch", "optimizers_step", "update_average",
                                                   "check_loss_isfinite", "_fit_train")
                             if getattr(type(self), name) is not getattr(Brain, name)]
-        self.trainer = Trainer(self, self.train_state, self.keys.average, freezing, self._rng,
-                               lambda: self._save_intra_epoch_ckpt(), recipe_steps=self._overridden)
+        scaling = precision.Scaled(self.scaler, device) if self.scaler.is_enabled() else precision.Unscaled(device)
+        parts_of_trainer: dict[str, Any] = {
+            "hooks": BrainHooks(self), "device": device, "state": self.train_state, "freezing": freezing,
+            "generators": self._rng, "precision": scaling, "average": self.keys.average}
+        self.trainer = ScriptTrainer(self, self._overridden, **parts_of_trainer) if self._overridden else \
+            Trainer(**parts_of_trainer)
         self._factors: dict[str, float] = {}
-        extra = {"rng": self._rng, "metrics": self.metrics_log, "ema": self.trainer.ema,
+        extra = {"rng": self._rng, "metrics": self.metrics_log, "ema": self.trainer.average,
                  "scaler": self.scaler if self.scaler.is_enabled() else None}
         for name, obj in extra.items():
             if obj is not None and self.checkpointer is not None:
@@ -165,6 +173,7 @@ class Brain(sb.core.Brain):
         self.trainer.freezing.update(self.optimizer_step)
         self._wrap_distributed()
         self.init_optimizers()
+        self.trainer.set_up(self.trainer.parallel)  # there are optimizers now
         parts = ParameterGroups(self.modules, vars(self.hparams))
         table = trained_parts(parts, self.trainer.freezing.until, self._factors, self.peak_rate)
         if table is not None and ranks.is_main():  # not all learn at one rate
@@ -221,9 +230,9 @@ class Brain(sb.core.Brain):
         if self.data_parallel_backend:
             super()._wrap_distributed()
         trainer, keys = self.trainer, self.keys
-        if trainer.exchange is not None:  # of an earlier fit
-            trainer.exchange.close()
-        trainer.use()
+        if trainer.parallel.exchange is not None:  # of an earlier fit
+            trainer.parallel.exchange.close()
+        trainer.set_up(Single(trainer.compute))
         for name, module in self.modules.items() if ranks.world_size() > 1 else ():
             if any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in module.modules()):
                 self.modules[name] = sync_batch_norm.convert(module)  # as SpeechBrain does on a GPU
@@ -237,7 +246,7 @@ class Brain(sb.core.Brain):
                 saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
                 optimizer = unwrapped(self.opt_class)[0]
                 unshardable = {
-                    "a recipe's own fit_batch": "fit_batch" in self._overridden, "ema": trainer.ema is not None,
+                    "a recipe's own fit_batch": "fit_batch" in self._overridden, "ema": trainer.average is not None,
                     "freeze with a number of steps": bool(trainer.freezing.unfreeze_steps),
                     "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
                     f"the optimizer {getattr(optimizer, '__name__', optimizer)} (AdamW can)":
@@ -247,11 +256,13 @@ class Brain(sb.core.Brain):
                     raise SbkitError(f"fsdp can't be used together with {others[0]}", hint="remove one of them")
             ranks.take_from_main([*self.modules.parameters(), *self.modules.buffers()])
             if keys.fsdp:
-                trainer.use(sharded=sharding.ShardedModules(self.modules, trainer.compute, trainer.device, keys.fsdp))
+                sharded = sharding.ShardedModules(self.modules, trainer.compute, trainer.device, keys.fsdp)
+                trainer.set_up(Sharded(sharded))
             else:
                 own = bool(self._overridden)  # with several backwards in a step, perhaps, each of other parameters
-                trainer.use(exchange=GradientExchange(self.modules.named_parameters(), mean=own,
-                                                      agree_each_time=own or self.find_unused_parameters))
+                exchange = GradientExchange(self.modules.named_parameters(), mean=own,
+                                            agree_each_time=own or self.find_unused_parameters)
+                trainer.set_up(Replicated(trainer.compute, exchange))
         self._rng.part()  # only now: all ranks have rank 0's weights
 
     def init_optimizers(self) -> None:
@@ -282,7 +293,7 @@ class Brain(sb.core.Brain):
         should_step = self.step % self.grad_accumulation_factor == 0 if last is None else last
         self.on_fit_batch_start(batch, should_step)
         with self.no_sync(not should_step):
-            outputs, objectives, loss = self.trainer.loss_of(batch)
+            outputs, objectives, loss = self.trainer.parallel.loss_of(batch)
             count = torch.as_tensor(loss.count, device=loss.total.device)
             mean = loss.total / count.where(count > 0, 1)  # a stand-in has no units, and its gradient is 0
             scaled = self.scaler.scale(mean / (self.grad_accumulation_factor if last is None else batch.micros))
@@ -295,19 +306,14 @@ class Brain(sb.core.Brain):
 
     def optimizers_step(self) -> None:
         """Clip each optimizer's gradients and update, unless something is not finite; called by ``fit_batch``."""
-        trainer, optimizers = self.trainer, self.trainer.optimizers()
-        if not optimizers:
+        eager = self.trainer.eager
+        if not self.trainer.hooks.updates_weights:
             return
         scale = self.scaler.factor()
-        factor = torch.ones((), device=trainer.device) if scale is None else 1 / scale
-        rates = write_rates(optimizers, trainer.device)
-        if trainer.ema is not None:
-            trainer.ema.count_update()
-        _, skipped = update(optimizers, factor, self.max_grad_norm, rates=rates)
-        if scale is not None:
-            self.scaler.adjust(skipped)
-        if trainer.ema is not None:
-            trainer.ema.update(skipped)
+        factor = torch.ones((), device=eager.device) if scale is None else 1 / scale
+        optimizers, rates_on_device = eager.prepare_update()
+        _, skipped = update(optimizers, factor, self.max_grad_norm, rates=rates_on_device)
+        eager.follow_update(skipped)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         self.optimizer_step += 1
@@ -315,15 +321,8 @@ class Brain(sb.core.Brain):
     @contextlib.contextmanager
     def no_sync(self, use: bool = True) -> Iterator[None]:
         """Accumulate gradients on each rank inside this context, without averaging them over ranks."""
-        exchange = self.trainer.exchange if use else None
-        armed = exchange is not None and exchange.armed
-        if exchange is not None:
-            exchange.armed = False
-        try:
+        with self.trainer.parallel.accumulating() if use else contextlib.nullcontext():
             yield
-        finally:
-            if exchange is not None:
-                exchange.armed = armed
 
     @torch.no_grad()
     def evaluate_batch(self, batch: MicroBatch, stage: Stage) -> torch.Tensor | Loss:
@@ -336,7 +335,7 @@ class Brain(sb.core.Brain):
 
     def loss_of(self, batch: MicroBatch) -> Loss:
         """Return the loss of a training batch, without backward or update, and without changing the Brain."""
-        return self.trainer.loss_of(batch).loss
+        return self.trainer.parallel.loss_of(batch).loss
 
     def try_batch(self, batch: MicroBatch) -> bool:
         """Take a step on this micro-batch alone; return False, without an update, if it did not fit into memory."""
@@ -426,6 +425,9 @@ class Brain(sb.core.Brain):
         """Return what decides, besides the shapes of a training batch, which kernels the next step has."""
         return ()
 
+    def end_step(self, number: int) -> None:
+        """End the optimizer step of this number, whose result is not known yet, before the next one is opened."""
+
     def close_step(self, result: StepResult) -> None:
         """Process the result of a step."""
         self.on_step_known(result)
@@ -489,13 +491,13 @@ class Brain(sb.core.Brain):
         sums = torch.zeros(2, device=self.device)  # of losses, and their count: nothing waits for the device
         colour = self.tqdm_barcolor[stage.name.lower()] or None
         display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
-        sharded = contextlib.nullcontext() if trainer.sharded is None else trainer.sharded.gathered()
-        averaged = contextlib.nullcontext() if trainer.ema is None else trainer.ema.swapped()
+        gathered = trainer.parallel.gathered()
+        averaged = contextlib.nullcontext() if trainer.average is None else trainer.average.swapped()
         self.modules.eval()
         # Also layers that only ``hparams`` holds: many recipes leave ``normalize`` out of ``modules``. Its statistics
         # would include dev data, and ranks with shares of different sizes would wait for each other in it.
         held = [layer for root in self.layer_roots[1:] for layer in root.modules() if layer.training]
-        with contextlib.ExitStack() as after, sharded, averaged, display:
+        with contextlib.ExitStack() as after, gathered, averaged, display:
             for layer in held:
                 layer.training = False
                 after.callback(setattr, layer, "training", True)

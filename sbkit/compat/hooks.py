@@ -1,0 +1,192 @@
+"""SpeechBrain's Brain as the training loop sees it: its hooks, options and loaders, in the loop's own words."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import speechbrain as sb
+from speechbrain.core import INTRA_EPOCH_CKPT_FLAG, Stage
+from torch.optim import Optimizer
+
+from sbkit.compat import loaders
+from sbkit.recipe.speed import Utilisation
+from sbkit.train import bad_batch
+from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs
+from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.hooks import EpochBatches, LoopSettings
+from sbkit.train.keys import ScriptKeys
+from sbkit.train.monitor.metrics import MetricsLog
+from sbkit.train.monitor.timing import StepTimes
+from sbkit.train.step import Computed, StepResult, as_loss, losses_in_fp32
+
+logger = logging.getLogger(__name__)
+
+
+class BrainHooks:
+    """The hooks of a Brain, for ``sbkit.train.trainer.Trainer``.
+
+    Attributes are read when they are asked for, since a script may set them until its ``fit`` begins.
+    """
+
+    def __init__(self, brain: Any):  # an sbkit.Brain, whose module imports this one
+        self.brain = brain
+        self.modules = brain.modules
+        self.recipe = vars(brain.hparams)
+
+    # ------------------------------------------------------------ settings and objects
+
+    @property
+    def settings(self) -> LoopSettings:
+        brain = self.brain
+        return LoopSettings(
+            grad_accumulation_factor=brain.grad_accumulation_factor, max_grad_norm=brain.max_grad_norm,
+            nonfinite_patience=brain.nonfinite_patience, step_limit=brain.optimizer_step_limit,
+            batch_limit=brain.debug_batches if brain.debug else None, save_minutes=brain.ckpt_interval_minutes,
+            save_steps=brain.ckpt_interval_steps, log_interval=brain.keys.log_interval, graphs=brain.keys.graphs,
+            bar_colour=brain.tqdm_barcolor["train"] or None)
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        return self.brain.checkpointer
+
+    @property
+    def metrics_log(self) -> MetricsLog | None:
+        return self.brain.metrics_log
+
+    @property
+    def utilisation(self) -> Utilisation | None:
+        return self.brain.utilisation
+
+    @property
+    def compiled(self) -> bool:
+        return self.brain.compiled
+
+    @property
+    def locks_folder(self) -> bool:
+        return isinstance(self.brain.keys, ScriptKeys)  # `sbkit train` locks the whole folder
+
+    @property
+    def reads_outputs(self) -> bool:
+        return type(self.brain).on_fit_batch_end is not sb.Brain.on_fit_batch_end  # SpeechBrain's own reads nothing
+
+    # ------------------------------------------------------------ batches and steps
+
+    def compute(self, batch: MicroBatch, times: StepTimes) -> Computed:
+        brain = self.brain
+        with brain.training_ctx:
+            outputs = brain.compute_forward(batch, Stage.TRAIN)
+            times.mark("forward")
+            outputs = losses_in_fp32(outputs, brain.training_ctx)
+            objectives = brain.compute_objectives(outputs, batch, Stage.TRAIN)
+        return Computed(outputs, objectives, as_loss(objectives, getattr(batch, "weight", 1.0)))
+
+    def batches(self, train_set: DataSource, epoch: int) -> EpochBatches:
+        brain, state = self.brain, self.brain.train_state
+        last_batch = self.settings.batch_limit
+        if loaders.has_plan(train_set):
+            begun, steps = state.epoch_steps, train_set.steps(epoch)
+            if state.epoch_step and begun not in (None, steps):
+                logger.warning(
+                    "Epoch %s started with %d steps and now has %d: the recipe, the corpus, the device or --compile "
+                    "(with round_seconds) has changed. Some utterances of this epoch are used twice or not at all.",
+                    epoch, begun, steps)
+            state.epoch_steps = steps
+            rest = train_set.at(epoch, min(state.epoch_step, steps))
+            on_device = loaders.on_device(rest, train_set, brain.device)
+            return EpochBatches(partial(loaders.iterator_of, on_device), state.epoch_step, steps, last_batch)
+        loaders.set_epoch(epoch, brain.train_sampler, train_set)
+        length = loaders.length(train_set)
+        if length is not None:
+            length += state.step - loaders.first_batch(train_set, state.step)
+            last_batch = min(length, last_batch or length)
+        return EpochBatches(partial(loaders.iterator_of, train_set), state.step, length, last_batch)
+
+    def before_batch(self, batch: MicroBatch, last: bool) -> None:
+        self.brain.on_fit_batch_start(batch, last)
+
+    def after_batch(self, batch: MicroBatch, outputs: Outputs, objectives: Objectives, last: bool) -> None:
+        self.brain.on_fit_batch_end(batch, outputs, objectives, last)
+
+    def open_step(self, number: int) -> None:
+        self.brain.open_step(number)
+
+    def end_step(self, number: int) -> None:
+        self.brain.end_step(number)
+
+    def close_step(self, result: StepResult) -> None:
+        self.brain.close_step(result)
+
+    def open_epoch(self, epoch: int) -> None:
+        self.brain.open_stage(Stage.TRAIN, epoch)
+
+    def close_epoch(self, epoch: int, loss: float) -> None:
+        self.brain.close_stage(Stage.TRAIN, loss, epoch)
+
+    # ------------------------------------------------------------ optimizers
+
+    def optimizers(self) -> list[Optimizer]:
+        brain = self.brain
+        if brain.optimizers_dict is not None:
+            return list(brain.freeze_optimizers(brain.optimizers_dict).values())
+        return [brain.optimizer] if brain.opt_class is not None else []
+
+    @property
+    def updates_weights(self) -> bool:
+        return self.brain.optimizers_dict is not None or self.brain.opt_class is not None
+
+    def all_optimizers(self) -> list[Optimizer]:
+        return list((self.brain.optimizers_dict or {}).values())
+
+    def zero_gradients(self) -> None:
+        self.brain.zero_grad(set_to_none=True)
+
+    # ------------------------------------------------------------ CUDA graphs
+
+    def graph_key(self) -> Hashable:
+        return self.brain.graph_key()
+
+    def capture_refusal(self) -> str | None:
+        if self.brain.captures_steps:
+            return None
+        return f"{type(self.brain).__name__} doesn't say that its steps can be replayed; `graphs: true` says so"
+
+    def restoring(self) -> AbstractContextManager[None]:
+        return self.brain.restoring()
+
+    def state_owners(self) -> Iterable[tuple[str, object]]:
+        brain = self.brain
+        yield type(brain).__name__, brain
+        yield "hparams", brain.hparams
+        yield from dict.fromkeys((type(module).__name__, module) for root in brain.layer_roots
+                                 for module in root.modules())
+
+    # ------------------------------------------------------------ what is rare
+
+    def begin_profile(self) -> None:
+        if self.brain.profiler is not None:
+            self.brain.profiler.start()
+
+    def profile_step(self) -> bool:
+        brain = self.brain
+        if brain.profiler is None:
+            return False
+        brain.profiler.step()
+        if brain.profiler.step_num <= brain.tot_prof_steps:
+            return False
+        logger.info("The profiler finished, training is stopped.")
+        brain.profiler.stop()
+        return True
+
+    def explain(self, result: StepResult, epoch: int | None) -> str:
+        return bad_batch.report(self.brain, self.brain.keys.output_folder or ".", result, epoch)
+
+    def write_checkpoint(self) -> None:
+        self.brain._save_intra_epoch_ckpt()  # SpeechBrain's, which a script may override
+
+    def hold_checkpoint(self) -> None:
+        assert self.brain.checkpointer is not None
+        self.brain.checkpointer.hold({INTRA_EPOCH_CKPT_FLAG: True})

@@ -1,0 +1,168 @@
+"""How a step is computed: forward and backward of its micro-batches, and its update.
+
+``Eager`` does so with Python, one kernel after the other. ``graphs.Captured`` replays CUDA graphs of what ``Eager``
+does. A recipe that updates nothing gets ``GradientsOnly``. Which one is chosen when a run is set up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sbkit.errors import SbkitError
+from sbkit.train.averaging import EMA
+from sbkit.train.batches import MicroBatch, Objectives, Outputs
+from sbkit.train.distributed import equality, ranks
+from sbkit.train.distributed.parallel import Single
+from sbkit.train.monitor.timing import StepTimes
+from sbkit.train.precision import Unscaled
+from sbkit.train.step import Loss, gradients, row_of, update, write_rates
+
+Rates = Sequence[Sequence[Tensor] | None]  # the tensors of learning rates of each optimizer, see ``step.write_rates``
+
+
+class MicroStep(NamedTuple):
+    """What a micro-step leaves behind besides gradients."""
+
+    row: Tensor  # its sums and counts, see ``step.row_of``
+    names: list[str]  # of its extras
+    outputs: Outputs
+    objectives: Objectives
+
+
+class Runner(Protocol):
+    """Computes steps."""
+
+    updates: int
+    """Updates of weights in a step: 1, or 0 for a recipe without an optimizer."""
+    nodes: dict[str, int]
+    """The nodes of the CUDA graphs that were captured last: of a "micro-step", and of an "update"."""
+
+    def micro_step(self, batch: MicroBatch, last: bool) -> MicroStep:
+        """Run forward and backward of a micro-batch; ``last``: whether its step ends with it."""
+
+    def update(self, sums: Tensor) -> Tensor:
+        """Update by the gradients of a step, and return what the host reads later.
+
+        sums : of the whole step over all ranks, see ``step.row_of``
+        Returns the gradient norm, whether the step was skipped, two scales, and the sums. Nothing waits for the device.
+        """
+
+    def reset(self) -> None:
+        """Forget what was captured: other parameters train from now on, or gradients are exchanged in another way."""
+
+
+class Optimizing(Protocol):
+    """What a runner asks of the model's optimizers."""
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return those that update in this step."""
+
+    def all_optimizers(self) -> list[Optimizer]:
+        """Return all, frozen ones too."""
+
+
+class Eager:
+    """Computes a step with Python.
+
+    modules : what trains
+    max_norm : the norm to which gradients are clipped; None: they aren't
+    """
+
+    updates = 1
+
+    def __init__(self, modules: nn.Module, optimizing: Optimizing, max_norm: float | None,
+                 parallel: Single, precision: Unscaled, average: EMA | None, times: StepTimes, device: torch.device):
+        self.modules, self.optimizing, self.max_norm = modules, optimizing, max_norm
+        self.parallel, self.precision, self.average = parallel, precision, average
+        self.times, self.device = times, device
+        self.nodes: dict[str, int] = {}
+
+    def micro_step(self, batch: MicroBatch, last: bool) -> MicroStep:
+        self.parallel.arm(last)
+        outputs, objectives, loss = self.parallel.loss_of(batch)
+        if not loss.total.requires_grad:
+            raise SbkitError("the loss depends on no trainable parameter", hint="freeze and detach less")
+        self.times.mark("loss")
+        row, names = row_of(loss, self.device)
+        self.precision.begin(row[1])
+        with equality.zeroed(self.modules) if _is_dummy(loss) else contextlib.nullcontext():
+            self.precision.scaled(loss.total).backward()
+        self.times.mark("backward")
+        return MicroStep(row, names, outputs, objectives)
+
+    def update(self, sums: Tensor) -> Tensor:
+        optimizers, rates = self.prepare_update()
+        return self.take_update(optimizers, sums, rates)
+
+    def prepare_update(self) -> tuple[list[Optimizer], Rates]:
+        """Return this step's optimizers and the tensors of their rates; called after all hooks, which may change them.
+
+        What the host alone knows of an update is counted here, so that the rest can be captured.
+        """
+        optimizers = self.optimizing.optimizers()
+        if self.average is not None:
+            self.average.count_update()
+        return optimizers, write_rates(optimizers, self.device)
+
+    def take_update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> Tensor:
+        """Update, and clear the gradients that were used."""
+        values = self.compute_update(optimizers, sums, rates)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        everyone = self.optimizing.all_optimizers()
+        if self.parallel.exchange is not None and len(optimizers) < len(everyone):
+            # Gradients of frozen optimizers stay, as in SpeechBrain, and the next sum over ranks includes them.
+            torch._foreach_div_(gradients(everyone), ranks.world_size())
+        return values
+
+    def compute_update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> Tensor:
+        """Compute an update, all of which can be captured.
+
+        One factor multiplies all gradients: it divides by the count of the whole step, removes the loss scale, and
+        clips.
+        """
+        count = sums[1]
+        factor = torch.where(count > 0, self.parallel.divided_by / count, torch.zeros_like(count))  # 0: dummies alone
+        norm, skipped = update(optimizers, self.precision.unscaled(factor), self.max_norm, torch.isfinite(sums[0]),
+                               rates)
+        values = torch.cat([torch.stack([norm.float(), skipped, *self.precision.scales()]), sums])
+        self.follow_update(skipped)
+        self.precision.follow(count / ranks.world_size())
+        return values
+
+    def follow_update(self, skipped: Tensor) -> None:
+        """Let the loss scale and the average of the weights follow an update; ``skipped``: 1 if there was none."""
+        self.precision.adjust(skipped)
+        if self.average is not None:
+            self.average.update(skipped)
+
+    def written_by_update(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+        """Return the tensors that an update writes, besides weights and their gradients."""
+        states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
+                  if isinstance(value, Tensor)]
+        averages = [] if self.average is None else self.average.tensors()
+        return [*states, *averages, *self.precision.tensors()]
+
+    def reset(self) -> None:
+        pass
+
+
+class GradientsOnly(Eager):
+    """Computes the gradients of a recipe without an optimizer, which reads them by itself."""
+
+    updates = 0
+
+    def update(self, sums: Tensor) -> Tensor:
+        norm = skipped = torch.zeros_like(sums[0])
+        return torch.cat([torch.stack([norm, skipped, *self.precision.scales()]), sums])
+
+
+def _is_dummy(loss: Loss) -> bool:
+    """Return whether a loss is of a dummy batch, which a rank without data computes so that all exchange alike."""
+    return not isinstance(loss.count, Tensor) and loss.count == 0
