@@ -21,7 +21,7 @@ from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, get_default_hook
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sbkit.data.batch import Batch
+from sbkit.data.batch import Batch, as_planned
 from sbkit.data.columns import BatchColumns, Declared
 from sbkit.data.manifest import Manifest
 from sbkit.data.reader import SupportsEncode
@@ -283,7 +283,7 @@ class Task(Brain):
 
     def close_batch(self, batch: object, stage: Stage) -> None:
         """Note which recordings of a batch could not be read."""
-        self._unreadable.update(getattr(batch, "damaged", ()))
+        self._unreadable.update(as_planned(batch).damaged)
 
     def all_rows(self) -> list[Any]:
         """Collect the rows of all ranks, sorted by id, on every rank."""

@@ -29,11 +29,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from sbkit.data.batch import Batch, as_planned
 from sbkit.errors import first_line
 from sbkit.nn import guard
 from sbkit.nn.peek import Peek
 from sbkit.train import rng
-from sbkit.train.batches import MicroBatch, Objectives, Outputs, tensors_in
+from sbkit.train.batches import MicroBatch, Objectives, Outputs, tensors_in, utterance_ids
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.exchange import GradientExchange
 from sbkit.train.distributed.parallel import communicates_in_forward
@@ -129,9 +130,10 @@ class StepGraphs:
 
     def micro_step(self, batch: MicroBatch) -> MicroStep | None:
         """Compute a micro-batch by a graph, and return what is left behind; None if it has to be computed without."""
-        if not self._on or getattr(batch, "weight", 1.0) == 0:  # a stand-in is small, and of a shape of its own
+        planned = as_planned(batch)
+        if not self._on or planned.weight == 0:  # a stand-in is small, and of a shape of its own
             return None
-        if getattr(batch, "beyond_shape", False):  # a graph of its own would hardly be replayed
+        if planned.beyond_shape:  # a graph of its own would hardly be replayed
             if not self._warned:
                 logger.info("A micro-batch is larger than its shape, as recordings are longer than their rows say: "
                             "such ones are computed without a CUDA graph")
@@ -152,7 +154,7 @@ class StepGraphs:
             own.copy_(new, non_blocking=True)
         found.graph.replay()
         if found.checks is not None:
-            guard.check_later(found.checks, found.tables, getattr(batch, "ids", None))
+            guard.check_later(found.checks, found.tables, utterance_ids(batch) or None)
         return found.result._replace(row=found.result.row.clone())  # which the next replay overwrites
 
     def update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> Tensor | None:
@@ -372,7 +374,7 @@ class StepGraphs:
 
 
 def _tensors(batch: MicroBatch) -> list[Tensor]:
-    return batch.tensors() if hasattr(batch, "tensors") else [each for _, each in tensors_in(batch)]
+    return batch.tensors() if isinstance(batch, Batch) else [each for _, each in tensors_in(batch)]
 
 
 def _figures(row: Tensor, parameters: Sequence[Parameter]) -> Peek:

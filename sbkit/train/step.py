@@ -18,6 +18,7 @@ from speechbrain.utils.autocast import TorchAutocast
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from sbkit.data.batch import PlannedBatch
 from sbkit.errors import SbkitError
 from sbkit.nn.device_numbers import DeviceNumbers
 from sbkit.train.batches import Objectives
@@ -66,9 +67,7 @@ class Loss(NamedTuple):
 
 def is_last(batch: object) -> bool | None:
     """Return whether a batch is the last of its step; None if it doesn't say, as only the batches of a plan do."""
-    last = getattr(batch, "last", None)
-    # A key of a recipe's own batch may have this name.
-    return None if last is None or isinstance(last, (Sequence, torch.Tensor)) else bool(last)
+    return batch.last if isinstance(batch, PlannedBatch) else None
 
 
 def as_loss(value: Objectives, weight: float = 1.0) -> Loss:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from speechbrain.core import INTRA_EPOCH_CKPT_FLAG, Stage
 
+from sbkit.data.batch import as_planned
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
 from sbkit.nn.peek import Peek
@@ -169,7 +170,7 @@ class Trainer:
                 timed.mark("forward")
             outputs = losses_in_fp32(outputs, brain.training_ctx)
             objectives = brain.compute_objectives(outputs, batch, Stage.TRAIN)
-        return Computed(outputs, objectives, as_loss(objectives, getattr(batch, "weight", 1.0)))
+        return Computed(outputs, objectives, as_loss(objectives, as_planned(batch).weight))
 
     def train_step(self, micro_batches: Iterable[tuple[MicroBatch, bool]]) -> bool:
         """Take one optimizer step; return False if there was no micro-batch left.

@@ -7,6 +7,7 @@ import copy
 import math
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -297,6 +298,7 @@ def of_a_plan(micro):
 @pytest.mark.parametrize("batch, last", [
     (of_a_plan(0), False), (of_a_plan(1), True), (torch.ones(2), None),
     (PaddedBatch([{"id": "a", "last": torch.ones(1)}]), None),
+    (SimpleNamespace(last=3), None),
 ])
 def test_only_a_plan_s_batch_says_whether_its_step_ends(batch, last):
     assert is_last(batch) is last
