@@ -296,7 +296,7 @@ class Brain(sb.core.Brain):
     def optimizers_step(self) -> None:
         """Clip each optimizer's gradients and update, unless something is not finite; called by ``fit_batch``."""
         trainer, optimizers = self.trainer, self.trainer.optimizers()
-        if not optimizers:
+        if not trainer.has_optimizers:
             return
         scale = self.scaler.factor()
         factor = torch.ones((), device=trainer.device) if scale is None else 1 / scale

@@ -125,6 +125,8 @@ def update(optimizers: Sequence[Optimizer], factor: torch.Tensor, max_norm: floa
             scale = factor * torch.clamp(max_norm / (norms[-1] + 1e-6), max=1.0)
         if grads and not alone:
             torch._foreach_mul_(grads, scale)
+    if not norms:  # all optimizers are frozen
+        norms = [torch.zeros((), device=factor.device)]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     finite = torch.isfinite(norm) if finite is None else torch.isfinite(norm) & finite
     skipped = (~finite).float()

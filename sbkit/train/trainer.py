@@ -103,6 +103,7 @@ class Trainer:
         self._unreached: set[str] = set()  # parameters that a warning has named
         # Of steps that the host doesn't know yet: what is being copied, the names of extras, the micro-batches.
         self._pending: list[tuple[Peek, list[str], list[KeptBatch]]] = []
+        self._asked: set[str] = set()  # by ranks with steps that have no optimizer, whose values don't wait
         self._timed: StepTimes | None = None  # while a step is timed
         self._no_flags = torch.zeros(len(FLAGS), device=self.device)
         self.lag = 0 if self.device.type == "cpu" else 1
@@ -152,6 +153,11 @@ class Trainer:
     def learning_rate(self) -> Rate | None:
         optimizers = list((self.brain.optimizers_dict or {}).values())
         return base_lr(optimizers[0].param_groups[0]) if optimizers else None
+
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether steps update anything; SpeechBrain counts them also while ``freeze_optimizers`` returns ``{}``."""
+        return self.brain.optimizers_dict is not None or self.brain.opt_class is not None
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that are not frozen."""
@@ -240,10 +246,13 @@ class Trainer:
             if exchange is not None:
                 exchange.finish()
         optimizers = self.optimizers()  # now: freeze_optimizers may depend on what hooks and the forward did
-        if not optimizers:  # a recipe that only reads gradients, so the host may wait
+        if not self.has_optimizers:  # a recipe that only reads gradients, so the host may wait
             if work is not None:
                 work.wait()
-            state.average.add(*sums[:2].tolist())
+            total, count, *rest = sums.tolist()
+            state.average.add(total, count)
+            self._asked |= _raised(rest[2 * len(names):])
+            state.epoch_step += 1
             if last:
                 brain.on_fit_batch_end(batch, outputs, objectives, last)
             return True
@@ -398,7 +407,7 @@ class Trainer:
                 return
             if state.optimizer_step > before:  # there is an optimizer
                 brain.open_step(state.optimizer_step + 1)
-                self._between_steps(self.take_results(), progress)
+            self._between_steps(self.take_results(), progress)
 
     def _micro_batches(self, batches: Iterable[Any], progress: Progress) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield the epoch's micro-batches, each with whether its step ends with it."""
@@ -581,7 +590,7 @@ class Trainer:
         rank asked for with them.
         """
         state, brain = self.state, self.brain
-        asked: set[str] = set()
+        asked, self._asked = self._asked, set()
         while len(self._pending) > (0 if wait else self.lag):
             late = len(self._pending) - 1
             arrived, names, kept = self._pending.pop(0)
@@ -607,8 +616,7 @@ class Trainer:
                     ranks.raise_on_main(NotFinite(
                         f"the {what} of {state.nonfinite_count} steps of this epoch was not finite",
                         hint="see the reports above; nonfinite_patience sets how many are allowed"))
-            if any(flags):
-                asked.update(name for name, raised in zip(FLAGS, flags, strict=True) if raised)
+            asked |= _raised(flags)
         return asked
 
     def average_loss(self) -> float:
@@ -658,3 +666,8 @@ class Trainer:
         if self._is_script and ranks.is_main():
             logger.warning("%s", stopped)  # Python prints nothing
         ranks.raise_on_main(stopped)
+
+
+def _raised(flags: Sequence[float]) -> set[str]:
+    """Return the names of the ``FLAGS`` that any rank has raised."""
+    return {name for name, raised in zip(FLAGS, flags, strict=True) if raised}
