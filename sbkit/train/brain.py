@@ -46,7 +46,17 @@ from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.optim import fused
 from sbkit.train.state import TrainState, state_view
-from sbkit.train.step import Loss, StepResult, is_last, losses_in_fp32, one_number, skips_itself, update, write_rates
+from sbkit.train.step import (
+    Loss,
+    StepResult,
+    is_last,
+    losses_in_fp32,
+    one_number,
+    rescale_kept,
+    skips_itself,
+    update,
+    write_rates,
+)
 from sbkit.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -298,7 +308,7 @@ class Brain(sb.core.Brain):
         trainer, optimizers = self.trainer, self.trainer.optimizers()
         if not trainer.has_optimizers:
             return
-        scale = self.scaler.factor()
+        scale, gradient_scale = self.scaler.factor(), self.scaler.gradient_scale()
         factor = torch.ones((), device=trainer.device) if scale is None else 1 / scale
         rates = write_rates(optimizers, trainer.device)
         if trainer.ema is not None:
@@ -310,6 +320,8 @@ class Brain(sb.core.Brain):
             trainer.ema.update(skipped)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
+        if self.optimizers_dict is not None and len(optimizers) < len(self.optimizers_dict):
+            rescale_kept(self.optimizers_dict.values(), self.scaler, gradient_scale)
         self.optimizer_step += 1
 
     @contextlib.contextmanager

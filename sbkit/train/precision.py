@@ -55,6 +55,14 @@ class Scaler(GradScaler):
         """Return the loss scale, on the device; None if losses are not scaled."""
         return self._get_scale_async() if self.is_enabled() else None
 
+    def gradient_scale(self) -> torch.Tensor | None:
+        """Return the factor of gradients, of the loss scale and ``sum_scale``, as a copy that later steps don't change;
+        None if losses are not scaled."""
+        scale = self.factor()
+        if scale is None:
+            return None
+        return scale.clone() if self.sum_scale is None else scale * self.sum_scale
+
 
 def chosen(run_opts: RunOptions, hparams: Mapping[str, Any] | None) -> tuple[str, str]:
     """Return the precision of training and of evaluation, from the options or SpeechBrain's two old switches."""

@@ -22,6 +22,7 @@ from sbkit.data.batch import PlannedBatch
 from sbkit.errors import SbkitError
 from sbkit.nn.device_numbers import DeviceNumbers
 from sbkit.train.batches import Objectives
+from sbkit.train.precision import Scaler
 
 T = TypeVar("T")
 _HALF = (torch.float16, torch.bfloat16)
@@ -187,6 +188,20 @@ def gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
                 if parameter.grad is not None:
                     found[id(parameter)] = parameter.grad
     return list(found.values())
+
+
+def rescale_kept(optimizers: Iterable[Optimizer], scaler: Scaler, scale: torch.Tensor | None) -> None:
+    """Bring gradients that are left after an update to the loss scale of the next step, which adds to them.
+
+    Frozen optimizers keep their gradients, as in SpeechBrain.
+
+    optimizers : all; the others have no gradients any more
+    scale : the ``gradient_scale`` of the step before ``scaler`` adjusted it; None if losses are not scaled
+    """
+    new_scale = scaler.gradient_scale()
+    kept = gradients(optimizers)
+    if kept and scale is not None and new_scale is not None:
+        torch._foreach_mul_(kept, new_scale / scale)
 
 
 class StepResult(NamedTuple):

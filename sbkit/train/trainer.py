@@ -51,6 +51,7 @@ from sbkit.train.step import (
     is_last,
     losses_in_fp32,
     one_number,
+    rescale_kept,
     update,
     write_rates,
 )
@@ -265,12 +266,14 @@ class Trainer:
             self.ema.count_update()
         values = self.graphs.update(optimizers, sums, rates) if self.graphs.enabled else None
         if values is None:
+            scale = brain.scaler.gradient_scale()
             values = self._update(optimizers, sums, rates)
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)
-            if exchange is not None and len(optimizers) < len(brain.optimizers_dict or ()):
-                # Gradients of frozen optimizers stay, as in SpeechBrain, and the next sum over ranks includes them.
-                torch._foreach_div_(gradients(brain.optimizers_dict.values()), self.world)
+            if len(optimizers) < len(brain.optimizers_dict or ()):
+                if exchange is not None:  # the next sum over ranks includes what frozen optimizers keep
+                    torch._foreach_div_(gradients(brain.optimizers_dict.values()), self.world)
+                rescale_kept(brain.optimizers_dict.values(), brain.scaler, scale)
         state.optimizer_step += 1
         state.epoch_step += 1
         self._pending.append((Peek(values), names, kept))
