@@ -248,7 +248,7 @@ class Task(Brain):
         """Called before each optimizer step, counted from 1, when its learning rate has been set."""
 
     def open_run(self, texts: Sequence[str], steps: int) -> None:
-        """Give the schedule the number of optimizer steps, log what the run is too short for, and call ``begin_run``."""
+        """Give the schedule the number of optimizer steps, log what the run is too short for, call ``begin_run``."""
         self.planned_steps = steps
         if self.schedule is not None and not self.test_only:
             self.schedule.total_steps = steps

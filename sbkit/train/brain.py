@@ -71,8 +71,8 @@ class Brain(sb.core.Brain):
     - ``compute_objectives`` may return ``sbkit.Loss(total, count)`` instead of a scalar. The gradient of an
       optimizer step is then that of the mean over the whole step, over all ranks and micro-batches.
     - ``fit`` also takes a train set with ``.at(epoch, step)`` and ``.steps(epoch)`` whose batches say themselves where
-      an optimizer step ends (``sbkit.data.loader.TrainLoader``, ``sbkit.data.batch.PlannedBatch``), and evaluation sets that yield only this rank's share
-      (``EvalLoader``). ``self.gather`` collects the results of all ranks.
+      an optimizer step ends (``sbkit.data.loader.TrainLoader``, ``sbkit.data.batch.PlannedBatch``), and evaluation sets
+      that yield only this rank's share (``EvalLoader``). ``self.gather`` collects the results of all ranks.
     - ``fit_batch`` and ``evaluate_batch`` return losses that stay on the device, so the host does not wait for it.
     - ``compute_objectives`` gets fp32 for every ``precision``, and runs under autocast as in SpeechBrain: a layer
       called there computes in ``precision``, a loss in fp32.

@@ -25,6 +25,8 @@ from sbkit.train.batches import Objectives
 from sbkit.train.precision import Scaler
 
 T = TypeVar("T")
+#: Named parts of a loss, each as sum and count.
+Extras = Mapping[str, tuple["torch.Tensor | float", "torch.Tensor | float"]]
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -38,7 +40,7 @@ class Loss(NamedTuple):
 
     total: torch.Tensor
     count: torch.Tensor | float  # type: ignore[assignment]  # it hides a method of tuples that is not used here
-    extras: Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]] | None = None
+    extras: Extras | None = None
 
     @property
     def mean(self) -> torch.Tensor:
@@ -55,8 +57,13 @@ class Loss(NamedTuple):
         return self._replace(total=self.total / divisor)
 
     def __add__(self, other: Loss | torch.Tensor | float) -> Loss:  # type: ignore[override]
-        """Add another mean, of a Loss, or a number or scalar tensor such as a penalty."""
-        return self._replace(total=self.total + (other.mean if isinstance(other, Loss) else other) * self.count)
+        """Add another mean, of a Loss, or a number or scalar tensor such as a penalty.
+
+        The extras of both stay; parts of the same name are one part, summed and counted together.
+        """
+        if not isinstance(other, Loss):
+            return self._replace(total=self.total + other * self.count)
+        return self._replace(total=self.total + other.mean * self.count, extras=_with_extras(self.extras, other.extras))
 
     def __radd__(self, other: Loss | torch.Tensor | float) -> Loss:
         return self + other
@@ -64,6 +71,16 @@ class Loss(NamedTuple):
     def detach(self) -> Loss:
         extras = dict(self.extras) if self.extras else None
         return tree_map_only(torch.Tensor, torch.Tensor.detach, self._replace(extras=extras))
+
+
+def _with_extras(extras: Extras | None, others: Extras | None) -> Extras | None:
+    if not extras or not others:
+        return extras or others
+    both = dict(extras)
+    for name, (total, count) in others.items():
+        before = both.get(name, (0.0, 0.0))
+        both[name] = before[0] + total, before[1] + count
+    return both
 
 
 def is_last(batch: object) -> bool | None:
@@ -103,7 +120,8 @@ def update(optimizers: Sequence[Optimizer], factor: torch.Tensor, max_norm: floa
            ) -> tuple[torch.Tensor, torch.Tensor]:
     """Multiply all gradients by ``factor``, clip those of each optimizer, and step, unless something is not finite.
 
-    factor, finite : scalars on the device; ``finite`` is False if the step is to be skipped in any case
+    factor, finite : scalars on the device; ``finite`` is False if the step is to be skipped in any case, because its
+        loss is not finite or counts nothing
     rates : what ``write_rates`` returned
 
     Returns the norm of the gradients before clipping, and 1 if the step was skipped, else 0; both on the device. Fused

@@ -325,12 +325,15 @@ class Trainer:
         scale, sum_scale = (None, None) if scaler is None else (scaler.factor(), scaler.sum_scale)
         if scale is not None and sum_scale is not None:
             factor = factor / sum_scale / scale
-        norm, skipped = update(optimizers, factor, brain.max_grad_norm, torch.isfinite(sums[0]), rates)
+        finite, counted = torch.isfinite(sums[0]), count > 0
+        norm, skipped = update(optimizers, factor, brain.max_grad_norm, finite & counted, rates)
+        # A step that counts nothing is not taken either, as weights would decay and move by momentum; it didn't fail.
+        failed = torch.where(counted, skipped, (~finite).to(skipped))
         ones = torch.ones((), device=self.device)
-        values = torch.cat([torch.stack([norm.float(), skipped, ones if scale is None else scale.float(),
+        values = torch.cat([torch.stack([norm.float(), failed, ones if scale is None else scale.float(),
                                          ones if sum_scale is None else sum_scale]), sums])
         if scaler is not None:
-            scaler.adjust(skipped)
+            scaler.adjust(failed)
             scaler.follow_count(count / self.world)
         if self.ema is not None:
             self.ema.update(skipped)
