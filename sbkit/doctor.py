@@ -44,7 +44,8 @@ DRIVER = Path("/proc/driver/nvidia/version")
 _OLDEST = {"13": "580", "12": "525", "11": "450"}
 #: Python's versions whose forked processes may wait forever for a lock of a torch thread (CPython's issue 112275).
 _HANGS = ("~=3.10.0, <3.10.15", "~=3.11.0, <3.11.10")
-#: Less free memory, shared memory (a few batches of a few data workers) or disk, or fewer open files, is a note.
+#: Less free memory, shared memory (a few batches of a script's own data workers) or disk, or fewer open files, is a
+#: note.
 _MEMORY, _SHARED_MEMORY, _DISK, _OPEN_FILES = 4 << 30, 2 << 30, 5 << 30, 4096
 _SHARED = "/dev/shm"
 
@@ -240,8 +241,10 @@ def _machine() -> Iterator[MachineFinding]:
     yield MachineFinding("memory", found, "sbkit tune --memory finds batches that fit" if free < _MEMORY else "")
     if os.path.isdir(_SHARED):
         free = disk.free(Path(_SHARED))
-        yield MachineFinding("shared memory", f"{_SHARED}: {_gib(free)} free", "fewer batches are read ahead: docker "
-                             "run --shm-size=8g, or fewer workers" if free < _SHARED_MEMORY else "")
+        # Recipes' data workers pass on batches as files in memory, which are in no folder.
+        yield MachineFinding("shared memory", f"{_SHARED}: {_gib(free)} free", "recipes need no more; several GPUs "
+                             "(NCCL) and a script's own data loaders do: docker run --shm-size=8g"
+                             if free < _SHARED_MEMORY else "")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few, more = soft != resource.RLIM_INFINITY and soft < _OPEN_FILES, hard if hard > 0 else 65536
     how = f"ulimit -n {min(65536, more)}, before a run with many data workers" if more > soft else \

@@ -9,6 +9,7 @@ import torch
 from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, DEFAULT_SAVE_HOOKS, get_default_hook
 
 import sbkit
+from sbkit.data.batch import PlannedBatch
 from sbkit.train.step import Loss
 
 SIZE = 6
@@ -25,7 +26,7 @@ def load(obj, path, end_of_epoch=True):
 
 
 @dataclasses.dataclass
-class ToyBatch:
+class ToyBatch(PlannedBatch):
     """Rows ``x`` [B, SIZE], each with ``tokens`` [B] targets' worth of weight."""
 
     ids: list[int]
@@ -38,10 +39,6 @@ class ToyBatch:
     seconds: float = 1.0
     padded_seconds: float = 1.25
     beyond_shape: bool = False
-
-    @property
-    def last(self) -> bool:
-        return self.micro == self.micros - 1
 
     def to(self, device, non_blocking=True):
         moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in ("x", "tokens")}

@@ -64,9 +64,9 @@ class Brain(sb.core.Brain):
 
     - ``compute_objectives`` may return ``sbkit.Loss(total, count)`` instead of a scalar. The gradient of an
       optimizer step is then that of the mean over the whole step, over all ranks and micro-batches.
-    - ``fit`` also takes a train set with ``.at(epoch, step)`` and ``.steps(epoch)`` that decides itself where an
-      optimizer step ends (``sbkit.data.loader.TrainLoader``), and evaluation sets that yield only this rank's share
-      (``EvalLoader``). ``self.gather`` collects the results of all ranks.
+    - ``fit`` also takes a train set with ``.at(epoch, step)`` and ``.steps(epoch)`` whose batches say themselves where
+      an optimizer step ends (``sbkit.data.loader.TrainLoader``, ``sbkit.data.batch.PlannedBatch``), and evaluation sets
+      that yield only this rank's share (``EvalLoader``). ``self.gather`` collects the results of all ranks.
     - ``fit_batch`` and ``evaluate_batch`` return losses that stay on the device, so the host does not wait for it.
     - ``compute_objectives`` gets fp32 for every ``precision``, and runs under autocast as in SpeechBrain: a layer
       called there computes in ``precision``, a loss in fp32.
@@ -312,10 +312,11 @@ class Brain(sb.core.Brain):
         scale = self.scaler.factor()
         factor = torch.ones((), device=eager.device) if scale is None else 1 / scale
         optimizers, rates_on_device = eager.prepare_update()
-        _, skipped = update(optimizers, factor, self.max_grad_norm, rates=rates_on_device)
-        eager.follow_update(skipped)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        with eager.keeping_frozen(optimizers):
+            _, skipped = update(optimizers, factor, self.max_grad_norm, rates=rates_on_device)
+            eager.follow_update(skipped, failed=skipped)
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
         self.optimizer_step += 1
 
     @contextlib.contextmanager

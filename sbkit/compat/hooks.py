@@ -13,6 +13,7 @@ from speechbrain.core import INTRA_EPOCH_CKPT_FLAG, Stage
 from torch.optim import Optimizer
 
 from sbkit.compat import loaders
+from sbkit.data.batch import as_planned
 from sbkit.recipe.speed import Utilisation
 from sbkit.train import bad_batch
 from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs
@@ -82,7 +83,7 @@ class BrainHooks:
             times.mark("forward")
             outputs = losses_in_fp32(outputs, brain.training_ctx)
             objectives = brain.compute_objectives(outputs, batch, Stage.TRAIN)
-        return Computed(outputs, objectives, as_loss(objectives, getattr(batch, "weight", 1.0)))
+        return Computed(outputs, objectives, as_loss(objectives, as_planned(batch).weight))
 
     def batches(self, train_set: DataSource, epoch: int) -> EpochBatches:
         brain, state = self.brain, self.brain.train_state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,45 @@ FULL_SCALE = 2**15
 STAND_IN = "<stand-in>"
 
 
+class PlannedBatch:
+    """Base of the batches of a plan, which say what training has to know of them besides their data.
+
+    Training reads these names of such batches only. In any other batch they are keys of the recipe, which may mean
+    anything: it has weight 1, and ends its step by ``grad_accumulation_factor``.
+    """
+
+    micro: int = 0
+    micros: int = 1
+    weight: float = 1.0
+    beyond_shape: bool = False
+    damaged: Sequence[tuple[str, str]] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of audio without padding; 0 if they are unknown."""
+        return 0.0
+
+    @property
+    def padded_seconds(self) -> float:
+        """Seconds of audio with padding; 0 if they are unknown."""
+        return 0.0
+
+    @property
+    def last(self) -> bool:
+        """Whether the optimizer steps after this micro-batch."""
+        return self.micro == self.micros - 1
+
+
+_NOT_PLANNED = PlannedBatch()
+
+
+def as_planned(batch: object) -> PlannedBatch:
+    """Return what training has to know of a batch: the batch itself, or defaults if it is not of a plan."""
+    return batch if isinstance(batch, PlannedBatch) else _NOT_PLANNED
+
+
 @dataclass
-class Batch:
+class Batch(PlannedBatch):
     """Micro-batch ``micro`` of ``micros`` of optimizer step ``step``, as one rank sees it."""
 
     ids: list[str]
@@ -74,11 +111,6 @@ class Batch:
     def padded_seconds(self) -> float:
         """Seconds of audio with padding: the number of rows times the longest."""
         return self.signals.shape[0] * self.signals.shape[1] / self.sample_rate
-
-    @property
-    def last(self) -> bool:
-        """Whether the optimizer steps after this micro-batch."""
-        return self.micro == self.micros - 1
 
     @property
     def sig(self) -> PaddedData:

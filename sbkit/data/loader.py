@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import os
 import resource
 import signal
@@ -34,7 +33,6 @@ from sbkit.system.schema import COUNT, SIZE, require
 
 logger = logging.getLogger(__name__)
 
-SHARED_MEMORY = "/dev/shm"
 #: Micro-batches that each worker reads ahead.
 PREFETCH = 4
 #: Damaged recordings that an error names; ten times as many are logged one by one.
@@ -94,7 +92,8 @@ class _Loader:
         if workers:
             signals = 1 + len(reader.columns.signals)
             batch_bytes = int(max_batch_seconds * reader.sample_rate * torch.float32.itemsize * signals)
-            parallel = {"prefetch_factor": _prefetch_that_fits(prefetch, workers, batch_bytes),
+            _check_file_size(batch_bytes)
+            parallel = {"prefetch_factor": prefetch,
                         "persistent_workers": True, "timeout": timeout, "worker_init_fn": init_worker}
         self._loader = QuietDataLoader(
             reader, sampler=self._requests, batch_size=None, collate_fn=unchanged, num_workers=workers,
@@ -296,28 +295,16 @@ def eval_batches(durations: np.ndarray, max_batch_seconds: float, world: int = 1
     return batches
 
 
-def _prefetch_that_fits(prefetch: int, workers: int, batch_bytes: int) -> int:
-    """Return how many batches per worker fit into shared memory, at most ``prefetch``; containers often have 64 MB."""
-    longest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]  # counts for shared memory, too
+def _check_file_size(batch_bytes: int) -> None:
+    """Raise if a worker may not write a batch, which it passes on as a file in memory.
+
+    Such files are in no folder: how large ``/dev/shm`` is, often 64 MB in a container, doesn't matter.
+    """
+    longest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if longest != resource.RLIM_INFINITY and longest < batch_bytes:
         raise SbkitError(f"a data worker passes on batches of up to {batch_bytes / 1e6:.1f} MB as files in memory, but "
                          f"files may only have {longest / 1e6:.1f} MB here (ulimit -f)",
                          hint="raise the limit (ulimit -f unlimited), or read without workers (num_workers: 0)")
-    if not os.path.isdir(SHARED_MEMORY):
-        return prefetch
-    found = os.statvfs(SHARED_MEMORY)
-    free = found.f_bavail * found.f_frsize // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    fits = free // batch_bytes // workers - 1  # each worker fills one more
-    if fits >= prefetch:
-        return prefetch
-    need = (prefetch + 1) * workers * batch_bytes / 1e6
-    hint = f"docker run --shm-size={math.ceil(need / 1e3) + 1}g, or use fewer workers"
-    if fits < 1:
-        raise SbkitError(f"{workers} data workers need {need:.0f} MB of shared memory in {SHARED_MEMORY}; "
-                         f"{free / 1e6:.0f} MB are free", hint=hint)
-    logger.warning("%s has %.0f MB: %d batches instead of %d are prefetched; %s",
-                   SHARED_MEMORY, free / 1e6, fits, prefetch, hint)
-    return fits
 
 
 def unchanged(batch: T) -> T:

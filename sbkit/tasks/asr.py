@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -238,16 +237,12 @@ class ASR(Task):
         if self.loss_of_tokens is not None:
             self.progress.chance = self.keys.tokenizer.entropy(texts)
         super().open_run(texts, steps)
-        keys, masks, until = self.keys, self.keys.spec_augment, self.trainer.freezing.until.values()
-        thaw = int(max(filter(math.isfinite, until), default=0))
-        if thaw >= steps > 0 and not self.test_only and ranks.is_main():
-            logger.warning("What is frozen until step %d never trains, because the run has %d steps: take more "
-                           "(--min_steps 1000), or freeze for fewer", thaw, steps)
+        keys, masks = self.keys, self.keys.spec_augment
         self.notices.setup = Setup(
             max_norm=self.max_grad_norm, planned=steps,
             masks=masks is not None and getattr(masks, "ramp", None) is None,
             schedule=self.schedule if self.opt_class is not None else None, anneals=self.annealing is not None,
-            thaw=thaw, freezes=any(flattened(keys.freeze or {}).values()),
+            thaw=self.thaws_at, freezes=any(flattened(keys.freeze or {}).values()),
             trained=keys.pretrainer is not None or keys.init_from is not None,
             fastest=max([1.0, *flattened(keys.learning_rates or {}).values()]), keys=frozenset(vars(self.hparams)))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,7 +23,7 @@ from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, get_default_hook
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sbkit.compat.brain import Brain
-from sbkit.data.batch import Batch
+from sbkit.data.batch import Batch, as_planned
 from sbkit.data.columns import BatchColumns, Declared
 from sbkit.data.manifest import Manifest
 from sbkit.data.reader import SupportsEncode
@@ -97,6 +98,8 @@ class Task(Brain):
         ``compute_objectives`` or ``evaluate_batch`` adds them."""
         self.learning_rate: float | None = None
         """The current step's learning rate as the schedule set it; None without a schedule."""
+        self.planned_steps = 0
+        """The optimizer steps of the whole run, once ``open_run`` was called; 0 if they are unknown."""
         self._unreadable: dict[str, str] = {}
         given = self.keys.schedule
         self.annealing = Annealing(given) if isinstance(given, SpeechBrainScheduler) else None
@@ -244,12 +247,21 @@ class Task(Brain):
         """Called before each optimizer step, counted from 1, when its learning rate has been set."""
 
     def open_run(self, texts: Sequence[str], steps: int) -> None:
-        """Give the schedule the number of optimizer steps, log where it is limited, and call ``begin_run``."""
+        """Give the schedule the number of optimizer steps, log what the run is too short for, call ``begin_run``."""
+        self.planned_steps = steps
         if self.schedule is not None and not self.test_only:
             self.schedule.total_steps = steps
         if self.keys.schedule is not None and not self.test_only and ranks.is_main():
             log_limits(self.keys.schedule, steps, self.tracks_learning)
+        if self.thaws_at >= steps > 0 and not self.test_only and ranks.is_main():
+            logger.warning("What is frozen until step %d never trains, because the run has %d steps: take more "
+                           "(--min_steps 1000), or freeze for fewer", self.thaws_at, steps)
         self.begin_run(texts, steps)
+
+    @property
+    def thaws_at(self) -> int:
+        """The step until which something is frozen that trains later; 0 if there is no such part."""
+        return int(max(filter(math.isfinite, self.trainer.freezing.until.values()), default=0))
 
     @property
     def tracks_learning(self) -> bool:
@@ -284,7 +296,7 @@ class Task(Brain):
 
     def close_batch(self, batch: object, stage: Stage) -> None:
         """Note which recordings of a batch could not be read."""
-        self._unreadable.update(getattr(batch, "damaged", ()))
+        self._unreadable.update(as_planned(batch).damaged)
 
     def all_rows(self) -> list[Any]:
         """Collect the rows of all ranks, sorted by id, on every rank."""

@@ -22,6 +22,7 @@ from speechbrain.dataio.batch import PaddedBatch
 from torch import nn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from sbkit.data.batch import as_planned
 from sbkit.data.publish import publish, temporary_folder
 from sbkit.errors import SbkitError, first_line, summary
 from sbkit.recipe.report import listed
@@ -139,7 +140,7 @@ def examine(brain: sb.Brain, kept: KeptBatch, step: int, scale: float = 1.0) -> 
         brain.write_numbers(now + 1)
 
     bad_loss = not math.isfinite(loss)
-    bad = bool(bad_loss or bad_gradients or error) and getattr(kept.batch, "weight", 1.0) != 0  # 0: a stand-in
+    bad = bool(bad_loss or bad_gradients or error) and as_planned(kept.batch).weight != 0  # 0: a stand-in
     broken = [layer for layer in layers if layer.nan or layer.inf or (layer.minus_inf and layer.kind == "batch")]
     if not broken and bad_loss:
         broken = [layer for layer in layers if layer.minus_inf]  # nothing else explains the loss

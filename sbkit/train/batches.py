@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from sbkit.data.batch import PlannedBatch
+
 # Of types that only the recipe knows.
 MicroBatch = Any  # what its data loader yields; its own hooks name the class
 Outputs = Any  # what its compute_forward returns
@@ -17,7 +19,8 @@ DataSource = Any  # a dataset, a data loader, or another iterable of micro-batch
 
 def utterance_ids(batch: object) -> list[str]:
     """Return the ids of a batch's utterances, from ``ids`` (sbkit) or ``id`` (SpeechBrain)."""
-    for name in ("ids", "id"):
+    # In a batch that isn't of a plan ``ids`` may be a key of another meaning.
+    for name in ("ids", "id") if isinstance(batch, PlannedBatch) else ("id", "ids"):
         found = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
         if isinstance(found, (list, tuple)):
             return [str(item) for item in found]
@@ -57,8 +60,9 @@ def rows(batch: object, start: int, stop: int) -> object:
         return _cut(batch, start, stop, size)
     if isinstance(batch, (list, tuple)):
         return type(batch)(_cut(value, start, stop, size) for value in batch)
-    # "damaged" and a PaddedBatch's lists of keys have other lengths
-    fields = {key: value if "keys" in key or key == "damaged" else _cut(value, start, stop, size)
+    # A plan's "damaged" and the lists of keys that a PaddedBatch keeps to itself have other lengths.
+    whole = {"damaged"} if isinstance(batch, PlannedBatch) else set()
+    fields = {key: value if key in whole or key.startswith("_") else _cut(value, start, stop, size)
               for key, value in vars(batch).items()}
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return dataclasses.replace(batch, **{f.name: fields[f.name] for f in dataclasses.fields(batch) if f.init})

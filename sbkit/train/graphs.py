@@ -32,11 +32,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from sbkit.data.batch import Batch, as_planned
 from sbkit.errors import first_line
 from sbkit.nn import guard
 from sbkit.nn.peek import Peek
 from sbkit.train import rng
-from sbkit.train.batches import MicroBatch, tensors_in
+from sbkit.train.batches import MicroBatch, tensors_in, utterance_ids
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.equality import communicates_in_forward
 from sbkit.train.memory.oom import is_out_of_memory, release
@@ -163,16 +164,17 @@ class Captured:
             own.copy_(new, non_blocking=True)
         graph.graph.replay()
         if graph.checks is not None:
-            guard.check_later(graph.checks, graph.tables, getattr(batch, "ids", None))
+            guard.check_later(graph.checks, graph.tables, utterance_ids(batch) or None)
         self.eager.times.mark("backward")
         result: MicroStep = graph.result
         return result._replace(row=result.row.clone())  # which the next replay overwrites
 
     def _micro_step_graph(self, batch: MicroBatch, exchanges: bool) -> _Graph | None:
         """Return the graph of a micro-step, captured now if it is new; None if it has to be computed without."""
-        if not self._captures or getattr(batch, "weight", 1.0) == 0:  # a dummy batch is of a shape of its own
+        planned = as_planned(batch)
+        if not self._captures or planned.weight == 0:  # a dummy batch is of a shape of its own
             return None
-        if getattr(batch, "beyond_shape", False):  # a graph of its own would hardly be replayed
+        if planned.beyond_shape:  # a graph of its own would hardly be replayed
             if not self._said_beyond_shape:
                 logger.info("A micro-batch is larger than its shape, as recordings are longer than their rows say: "
                             "such ones are computed without a CUDA graph")
@@ -478,7 +480,7 @@ class Captured:
 
 
 def _tensors(batch: MicroBatch) -> list[Tensor]:
-    return batch.tensors() if hasattr(batch, "tensors") else [each for _, each in tensors_in(batch)]
+    return batch.tensors() if isinstance(batch, Batch) else [each for _, each in tensors_in(batch)]
 
 
 def _copied(batch: MicroBatch, device: torch.device) -> MicroBatch:

@@ -60,6 +60,14 @@ class Scaler(GradScaler):
         """Return the loss scale, on the device; None if losses are not scaled."""
         return self._get_scale_async() if self.is_enabled() else None
 
+    def gradient_scale(self) -> torch.Tensor | None:
+        """Return the factor of gradients, of the loss scale and ``sum_scale``, as a copy that later steps don't change;
+        None if losses are not scaled."""
+        scale = self.factor()
+        if scale is None:
+            return None
+        return scale.clone() if self.sum_scale is None else scale * self.sum_scale
+
 
 class Unscaled:
     """fp32 and bf16: their gradients need no scale."""
@@ -82,8 +90,12 @@ class Unscaled:
         """Return the loss scale of a mean, and the further factor of sums."""
         return self._one, self._one
 
-    def adjust(self, skipped: torch.Tensor) -> None:
-        """Adapt the scale to whether a step was skipped."""
+    def gradient_scale(self) -> torch.Tensor:
+        """Return the factor of gradients, as a copy that later steps don't change."""
+        return self._one
+
+    def adjust(self, failed: torch.Tensor) -> None:
+        """Adapt the scale to whether a step was not finite: 1 if so, else 0."""
 
     def follow(self, count: torch.Tensor) -> None:
         """Adapt the factor of sums to the count of a step, divided by the ranks."""
@@ -118,8 +130,13 @@ class Scaled(Unscaled):
         assert scale is not None and self.scaler.sum_scale is not None, "a loss was scaled"
         return scale.float(), self.scaler.sum_scale
 
-    def adjust(self, skipped: torch.Tensor) -> None:
-        self.scaler.adjust(skipped)
+    def gradient_scale(self) -> torch.Tensor:
+        scale = self.scaler.gradient_scale()
+        assert scale is not None, "it is enabled"
+        return scale
+
+    def adjust(self, failed: torch.Tensor) -> None:
+        self.scaler.adjust(failed)
 
     def follow(self, count: torch.Tensor) -> None:
         self.scaler.follow_count(count)

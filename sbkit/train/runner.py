@@ -7,7 +7,7 @@ does. A recipe that updates nothing gets ``GradientsOnly``. Which one is chosen 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -112,13 +112,12 @@ class Eager:
 
     def take_update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> Tensor:
         """Update, and clear the gradients that were used."""
-        values = self.compute_update(optimizers, sums, rates)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        everyone = self.optimizing.all_optimizers()
-        if self.parallel.exchange is not None and len(optimizers) < len(everyone):
-            # Gradients of frozen optimizers stay, as in SpeechBrain, and the next sum over ranks includes them.
-            torch._foreach_div_(gradients(everyone), ranks.world_size())
+        with self.keeping_frozen(optimizers) as kept:
+            values = self.compute_update(optimizers, sums, rates)
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            if kept and self.parallel.exchange is not None:  # the next sum over ranks includes them
+                torch._foreach_div_(kept, ranks.world_size())
         return values
 
     def compute_update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> Tensor:
@@ -128,19 +127,39 @@ class Eager:
         clips.
         """
         count = sums[1]
-        factor = torch.where(count > 0, self.parallel.divided_by / count, torch.zeros_like(count))  # 0: dummies alone
-        norm, skipped = update(optimizers, self.precision.unscaled(factor), self.max_norm, torch.isfinite(sums[0]),
-                               rates)
-        values = torch.cat([torch.stack([norm.float(), skipped, *self.precision.scales()]), sums])
-        self.follow_update(skipped)
+        counted, finite = count > 0, torch.isfinite(sums[0])
+        factor = torch.where(counted, self.parallel.divided_by / count, torch.zeros_like(count))
+        norm, skipped = update(optimizers, self.precision.unscaled(factor), self.max_norm, finite & counted, rates)
+        # A step that counts nothing is not taken either, as weights would decay and move by momentum; it didn't fail.
+        failed = torch.where(counted, skipped, (~finite).to(skipped))
+        values = torch.cat([torch.stack([norm.float(), failed, *self.precision.scales()]), sums])
+        self.follow_update(skipped, failed)
         self.precision.follow(count / ranks.world_size())
         return values
 
-    def follow_update(self, skipped: Tensor) -> None:
-        """Let the loss scale and the average of the weights follow an update; ``skipped``: 1 if there was none."""
-        self.precision.adjust(skipped)
+    def follow_update(self, skipped: Tensor, failed: Tensor) -> None:
+        """Let the loss scale and the average of the weights follow an update.
+
+        skipped, failed : 1 if it changed nothing, and if that is because something was not finite
+        """
+        self.precision.adjust(failed)
         if self.average is not None:
             self.average.update(skipped)
+
+    @contextlib.contextmanager
+    def keeping_frozen(self, optimizers: Sequence[Optimizer]) -> Iterator[list[Tensor]]:
+        """Bring gradients that frozen optimizers keep, as in SpeechBrain, to the loss scale that an update leaves.
+
+        optimizers : those that update inside this context
+        Yields those gradients.
+        """
+        active = {id(optimizer) for optimizer in optimizers}
+        frozen = [optimizer for optimizer in self.optimizing.all_optimizers() if id(optimizer) not in active]
+        kept = gradients(frozen)
+        before = self.precision.gradient_scale() if kept else None
+        yield kept
+        if before is not None:
+            torch._foreach_mul_(kept, self.precision.gradient_scale() / before)
 
     def written_by_update(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
         """Return the tensors that an update writes, besides weights and their gradients."""

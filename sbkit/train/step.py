@@ -18,11 +18,14 @@ from speechbrain.utils.autocast import TorchAutocast
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from sbkit.data.batch import PlannedBatch
 from sbkit.errors import SbkitError
 from sbkit.nn.device_numbers import DeviceNumbers
 from sbkit.train.batches import Objectives, Outputs
 
 T = TypeVar("T")
+#: Named parts of a loss, each as sum and count.
+Extras = Mapping[str, tuple["torch.Tensor | float", "torch.Tensor | float"]]
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -36,7 +39,7 @@ class Loss(NamedTuple):
 
     total: torch.Tensor
     count: torch.Tensor | float  # type: ignore[assignment]  # it hides a method of tuples that is not used here
-    extras: Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]] | None = None
+    extras: Extras | None = None
 
     @property
     def mean(self) -> torch.Tensor:
@@ -53,8 +56,13 @@ class Loss(NamedTuple):
         return self._replace(total=self.total / divisor)
 
     def __add__(self, other: Loss | torch.Tensor | float) -> Loss:  # type: ignore[override]
-        """Add another mean, of a Loss, or a number or scalar tensor such as a penalty."""
-        return self._replace(total=self.total + (other.mean if isinstance(other, Loss) else other) * self.count)
+        """Add another mean, of a Loss, or a number or scalar tensor such as a penalty.
+
+        The extras of both stay; parts of the same name are one part, summed and counted together.
+        """
+        if not isinstance(other, Loss):
+            return self._replace(total=self.total + other * self.count)
+        return self._replace(total=self.total + other.mean * self.count, extras=_with_extras(self.extras, other.extras))
 
     def __radd__(self, other: Loss | torch.Tensor | float) -> Loss:
         return self + other
@@ -107,11 +115,19 @@ class StepSums:
         self.row = self.row + row
 
 
+def _with_extras(extras: Extras | None, others: Extras | None) -> Extras | None:
+    if not extras or not others:
+        return extras or others
+    both = dict(extras)
+    for name, (total, count) in others.items():
+        before = both.get(name, (0.0, 0.0))
+        both[name] = before[0] + total, before[1] + count
+    return both
+
+
 def is_last(batch: object) -> bool | None:
     """Return whether a batch is the last of its step; None if it doesn't say, as only the batches of a plan do."""
-    last = getattr(batch, "last", None)
-    # A key of a recipe's own batch may have this name.
-    return None if last is None or isinstance(last, (Sequence, torch.Tensor)) else bool(last)
+    return batch.last if isinstance(batch, PlannedBatch) else None
 
 
 def as_loss(value: Objectives, weight: float = 1.0) -> Loss:
@@ -146,7 +162,8 @@ def update(optimizers: Sequence[Optimizer], factor: torch.Tensor, max_norm: floa
            ) -> tuple[torch.Tensor, torch.Tensor]:
     """Multiply all gradients by ``factor``, clip those of each optimizer, and step, unless something is not finite.
 
-    factor, finite : scalars on the device; ``finite`` is False if the step is to be skipped in any case
+    factor, finite : scalars on the device; ``finite`` is False if the step is to be skipped in any case, because its
+        loss is not finite or counts nothing
     rates : what ``write_rates`` returned
 
     Returns the norm of the gradients before clipping, and 1 if the step was skipped, else 0; both on the device. Fused

@@ -228,13 +228,3 @@ def test_what_a_recipe_does_with_its_rate_and_its_parts_is_known_to_its_notices(
     begin(brain)
     brain.open_step(2)
     assert brain.trainer.learning_rate == 2e-6
-
-
-@pytest.mark.parametrize(("freeze", "told"), [
-    ({"layer": 9}, True), ({"layer": 8}, False), ({"layer.bias": True}, False)])
-def test_a_part_that_is_frozen_until_after_the_run_is_told_before_it_starts(freeze, told, caplog):
-    brain = Parrot({"layer": torch.nn.Linear(1, 1)}, hparams={"freeze": freeze}, run_opts={"device": "cpu"})
-    vars(brain.keys).update(TOKENS)
-    brain.open_run(["yes"], 9)
-    assert ("never trains, because the run has 9 steps: take more (--min_steps 1000), or freeze for fewer" in
-            caplog.text) is told

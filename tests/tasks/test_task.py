@@ -123,6 +123,15 @@ def test_a_scheduler_of_speechbrain_sets_the_rate_of_the_next_step_and_is_saved(
     assert [rate for _, rate in seen[4:]] == pytest.approx(rates[3:])  # the first is set when the checkpoint is loaded
 
 
+@pytest.mark.parametrize(("freeze", "told"), [({"head": 4}, True), ({"head": 3}, False), ({"head.bias": True}, False)])
+def test_a_part_that_is_frozen_until_after_the_run_is_named_before_it_starts(freeze, told, caplog):
+    brain = Counts({"head": torch.nn.Linear(1, 1)}, partial(torch.optim.SGD, lr=9.0), {"freeze": freeze},
+                   {"device": "cpu"})
+    brain.open_run(["one"], 4)
+    assert ("never trains, because the run has 4 steps: take more (--min_steps 1000), or freeze for fewer" in
+            caplog.text) is told
+
+
 class Silent(TrainLogger):
     """A logger without a state."""
 

@@ -325,6 +325,31 @@ def test_frozen_optimizers_stay_frozen():
     assert not torch.equal(toy.modules.model[2].weight, layers()[2].weight)
 
 
+@pytest.mark.parametrize("method", ["", "optimizers_step"])
+def test_gradients_that_frozen_optimizers_keep_follow_a_growing_loss_scale(method):
+    class Two(ToyBrain):
+        def init_optimizers(self):
+            model, sgd = self.modules.model, partial(torch.optim.SGD, lr=0.01)
+            self.optimizers_dict = {"a": sgd(model[0].parameters()), "b": sgd(model[2].parameters())}
+
+        def freeze_optimizers(self, optimizers):
+            return {"b": optimizers["b"]} if self.optimizer_step < 3 else optimizers
+
+        if method:
+            def optimizers_step(self):
+                super().optimizers_step()
+
+    def trained(steps_to_growth):
+        toy = brain(Two, precision="fp16", max_grad_norm=-1)
+        toy.scaler.load_state_dict({**toy.scaler.state_dict(), "scale": 8.0, "growth_interval": steps_to_growth})
+        toy.fit([1], ToyTrainLoader(4))
+        return state(toy)
+
+    growing = trained(1)
+    assert furthest(growing, trained(1000)) < 1e-3
+    assert furthest(growing, state(brain())) > 1e-2
+
+
 def test_optimizers_are_asked_for_when_a_step_ends():
     asked = []
 

@@ -115,6 +115,68 @@ def test_the_same_recipe_calls_the_same_hooks_and_learns_the_same(tmp_path, opti
     assert _rough(calls) == _rough(expected)
 
 
+#: Names of what a plan's batch says of itself, of its methods, and of its fields.
+NAMES_OF_A_PLAN = ["weight", "seconds", "padded_seconds", "last", "micro", "micros", "beyond_shape", "damaged", "ids",
+                   "real", "samples", "tensors"]
+
+
+@pytest.mark.parametrize("key", NAMES_OF_A_PLAN)
+@pytest.mark.parametrize("step", ["of the trainer", "of the recipe"])
+def test_a_key_of_a_recipe_s_batch_may_have_any_name(key, step):
+    def trained_by(base):
+        class Recipe(base):
+            def compute_forward(self, batch, stage):
+                return self.modules.lin(batch.to(self.device).x.data)
+
+            def compute_objectives(self, predictions, batch, stage):
+                return ((predictions - batch.x.data).abs().mean(1) * (0.5 + getattr(batch, key))).mean()
+
+        class OwnStep(Recipe):
+            def fit_batch(self, batch):
+                return super().fit_batch(batch)
+
+        data = {f"u{i}": {"x": torch.full((5,), float(i)), key: float(i % 2)} for i in range(8)}
+        torch.manual_seed(0)
+        lin = torch.nn.Linear(5, 5)
+        brain = (Recipe if step == "of the trainer" else OwnStep)(
+            {"lin": lin}, OPTIMISERS["sgd"], {}, {"device": "cpu", "noprogressbar": True})
+        brain.fit([1], DynamicItemDataset(data, output_keys=["id", "x", key]), train_loader_kwargs={"batch_size": 2})
+        return lin.weight.detach(), brain.optimizer_step
+
+    weight, steps = trained_by(sbkit.Brain)
+    expected, expected_steps = trained_by(sb.core.Brain)
+    torch.testing.assert_close(weight, expected)
+    assert steps == expected_steps == 4
+
+
+@pytest.mark.parametrize("method", ["", "fit_batch", "optimizers_step"])
+def test_steps_in_which_all_optimizers_are_frozen_count(method):
+    def trained_by(base):
+        class Resting(base):
+            def compute_forward(self, batch, stage):
+                return self.modules.lin(batch.to(self.device).x.data)
+
+            def compute_objectives(self, predictions, batch, stage):
+                return (predictions - batch.x.data).abs().mean()
+
+            def freeze_optimizers(self, optimizers):
+                return optimizers if self.optimizer_step >= 2 else {}
+
+            if method:
+                vars()[method] = lambda self, *args: getattr(base, method)(self, *args)
+
+        torch.manual_seed(0)
+        lin = torch.nn.Linear(5, 5)
+        brain = Resting({"lin": lin}, OPTIMISERS["sgd"], {}, {"device": "cpu", "noprogressbar": True})
+        brain.fit([1], dataset(), train_loader_kwargs={"batch_size": 2})
+        return lin.weight.detach(), brain.optimizer_step
+
+    weight, steps = trained_by(sbkit.Brain)
+    expected, expected_steps = trained_by(sb.core.Brain)
+    assert steps == expected_steps == 4
+    torch.testing.assert_close(weight, expected)
+
+
 def test_a_script_without_an_optimizer_is_warned(tmp_path, caplog):
     _, weight, _ = run(sbkit.Brain, tmp_path, [], None)
     torch.manual_seed(0)

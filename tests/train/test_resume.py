@@ -102,6 +102,37 @@ def test_a_script_is_told_which_of_its_optimizers_no_checkpoint_has_and_where_it
     assert told == dict.fromkeys(told, not saved)
 
 
+class Resting(ToyBrain):
+    """Gets SIGTERM in its second batch, while it updates nothing."""
+
+    batches = 0
+
+    def freeze_optimizers(self, optimizers):
+        return {}
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        self.batches += 1
+        if self.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Reading(Resting):
+    """Reads gradients, and has no optimizer."""
+
+    def init_optimizers(self):
+        self.opt_class = self.optimizers_dict = None
+
+
+@pytest.mark.parametrize("cls, place", [(Resting, "step 3"), (Reading, "batch 3 of epoch 1")])
+def test_a_run_stops_also_while_it_updates_nothing(tmp_path, cls, place):
+    toy = brain(cls, checkpointer=Checkpointer(tmp_path), ckpt_interval_steps=2)
+    with pytest.raises(Stopped, match=f"stopped by SIGTERM after {place}, checkpoint saved"):
+        toy.fit([1], ToyTrainLoader(9, 6))
+    resumed = brain(cls, checkpointer=Checkpointer(tmp_path))
+    resumed.fit([1], ToyTrainLoader(9, 6))
+    assert resumed.batches == 6 and resumed.optimizer_step == (9 if cls is Resting else 0)
+
+
 class Recurrent(Stopping):
     """With a layer that draws 16,000 masks ahead and counts those that it used."""
 

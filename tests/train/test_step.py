@@ -7,6 +7,7 @@ import copy
 import math
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +129,26 @@ def test_a_step_that_is_not_finite_changes_neither_parameters_nor_states(opt_cla
     assert not torch.equal(before["0.weight"], net[0].weight)
 
 
+@pytest.mark.parametrize("opt_class", [
+    partial(torch.optim.AdamW, lr=0.1), partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    lambda p: torch.optim.AdamW(p, lr=0.1), partial(torch.optim.RMSprop, lr=0.1, weight_decay=0.1), muon])
+def test_a_step_that_counts_nothing_changes_nothing_and_is_no_failure(opt_class):
+    class CountsNone(Net):
+        def compute_objectives(self, predictions, batch, stage):
+            return Loss(0.0 * predictions.sum(), 0.0)
+
+    net = model()
+    optimizer, scaler = fused(opt_class)(net.parameters()), Scaler("cpu", init_scale=8.0)
+    rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    take(net, optimizer, [rows], scaler=scaler)
+    before, scale = copy.deepcopy(net.state_dict()), scaler.get_scale()
+    fact = take(net, optimizer, [rows], kind=CountsNone, scaler=scaler)
+    assert not fact.failed and not fact.skipped and fact.count == 0 and scaler.get_scale() == scale
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+    take(net, optimizer, [rows], scaler=scaler)
+    assert not torch.equal(before["0.weight"], net[0].weight)
+
+
 def test_extras_are_summed_and_must_not_change_within_a_step():
     class Extras(Net):
         def compute_objectives(self, predictions, batch, stage):
@@ -147,6 +168,15 @@ def test_a_loss_is_weighed_and_added_to_as_a_mean_is():
     for made, mean in ((loss * 2, 4.0), (0.5 * loss, 1.0), (loss / 2, 1.0), (loss + torch.tensor(0.25), 2.25),
                        (1 + loss, 3.0), (loss + other, 2.5), (sum([loss, other]), 2.5)):
         assert float(made.mean) == mean and made.count == 3 and made.extras == loss.extras
+
+
+def test_a_sum_of_losses_has_the_extras_of_both():
+    ctc = Loss(torch.tensor(6.0), 3, {"ctc": (6.0, 3), "entropy": (1.0, 2)})
+    attention = Loss(torch.tensor(4.0), 8, {"attention": (4.0, 8), "entropy": (5.0, 1)})
+    both = {"ctc": (6.0, 3), "attention": (4.0, 8), "entropy": (6.0, 3)}
+    assert (ctc + attention).extras == sum([ctc, attention]).extras == both
+    assert (Loss(torch.tensor(6.0), 3) + ctc).extras == ctc.extras
+    assert ctc.extras == {"ctc": (6.0, 3), "entropy": (1.0, 2)}, "it is unchanged"
 
 
 def test_a_placeholder_does_not_count_even_if_its_loss_is_nan():
@@ -299,6 +329,7 @@ def of_a_plan(micro):
 @pytest.mark.parametrize("batch, last", [
     (of_a_plan(0), False), (of_a_plan(1), True), (torch.ones(2), None),
     (PaddedBatch([{"id": "a", "last": torch.ones(1)}]), None),
+    (SimpleNamespace(last=3), None),
 ])
 def test_only_a_plan_s_batch_says_whether_its_step_ends(batch, last):
     assert is_last(batch) is last

@@ -156,8 +156,20 @@ class CTC(RecognitionTask):
         return 2 if self.keys.consistency else 1
 
     def write_numbers(self, number: int) -> None:
-        steps = self.keys.consistency_warmup * getattr(self.keys.schedule, "total_steps", 0)
+        steps = self.keys.consistency_warmup * self._run_steps
         self._consistency_weight.write([self.keys.consistency * min(1.0, number / max(1.0, steps))])
+
+    @property
+    def _run_steps(self) -> int:
+        """The optimizer steps of the run; in a script those that it gave to its schedule; 0 if they are unknown."""
+        return self.planned_steps or getattr(self.keys.schedule, "total_steps", 0)
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """Train; refuse a warm-up of the consistency that is a share of an unknown number of steps."""
+        if self.keys.consistency and self.keys.consistency_warmup and not self._run_steps and not self.test_only:
+            raise SbkitError("consistency_warmup is a share of the run, whose number of steps isn't known here",
+                             hint="call open_run(texts, steps) before fit, or set consistency_warmup: 0")
+        super().fit(*args, **kwargs)
 
     def stacked_layers(self) -> Sequence[nn.Module] | None:
         encoder = self.recognizer.encoder

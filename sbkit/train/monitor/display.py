@@ -15,6 +15,7 @@ from typing import IO, Any
 import torch
 from tqdm import tqdm
 
+from sbkit.data.batch import as_planned
 from sbkit.recipe.speed import Utilisation
 from sbkit.system.console import LINE_SECONDS
 from sbkit.train import compiling
@@ -79,8 +80,9 @@ class StageDisplay(AbstractContextManager["StageDisplay"]):
     def count(self, batch: object, steps: int = 1) -> None:
         """Count a batch; ``steps``: how far the bar moves."""
         self.done += steps
-        self.seconds += getattr(batch, "seconds", 0.0)
-        self.padded_seconds += getattr(batch, "padded_seconds", 0.0)
+        planned = as_planned(batch)
+        self.seconds += planned.seconds
+        self.padded_seconds += planned.padded_seconds
 
     def __exit__(self, *error: object) -> None:
         """Draw the final state, and leave it on the screen."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from batches import noise
 from speechbrain.core import Stage
+from speechbrain.nnet.schedulers import NoamScheduler
 
 from sbkit.decode.joint import JointSearch
 from sbkit.errors import SbkitError
@@ -21,9 +22,14 @@ SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 3, "d_ffn": 16, "cnn_f
          "dropout": 0.0, "CNN": {"dropout": 0.0}, "intermediate_ctc": 0.0}
 
 
-def brain(tmp_path, **given):
+OF_THE_RECIPE = object()
+
+
+def brain(tmp_path, schedule=OF_THE_RECIPE, **given):
     hparams = load.load(RECIPE, {**SMALL, "output_folder": str(tmp_path), "spec_augment": None, **given})
     hparams["checkpointer"] = None
+    if schedule is not OF_THE_RECIPE:
+        hparams["schedule"] = schedule
     feature_statistics.allow_missing(hparams["normalize"])
     made = CTC(modules=hparams["modules"], hparams=hparams, run_opts={"device": "cpu"})
     made.modules.train()
@@ -106,6 +112,25 @@ def test_views_that_differ_are_drawn_together_more_and_more(tmp_path, batch):
         assert apart > 0
         expected = plain(scores.ctc, scores.frames, batch.repeated(2)) + 0.2 * share * apart
         torch.testing.assert_close(found.total, expected)
+
+
+@pytest.mark.parametrize("schedule", [None, NoamScheduler(0.1, 3)], ids=["none", "SpeechBrain's"])
+def test_views_are_drawn_together_more_and_more_under_any_schedule(tmp_path, batch, schedule):
+    made = brain(tmp_path, schedule, consistency=0.2, dropout=0.5)
+    made.keys.tokenizer = SimpleNamespace(entropy=lambda texts: 3.0)
+    made.open_run(["a b"], 100)  # 10 steps of warming up
+    for number, share in ((1, 0.1), (5, 0.5), (51, 1.0)):
+        made.write_numbers(number)
+        scores, found = loss(made, batch)
+        apart = consistency(scores.ctc.log_softmax(-1), scores.frames)
+        expected = plain(scores.ctc, scores.frames, batch.repeated(2)) + 0.2 * share * apart
+        torch.testing.assert_close(found.total, expected)
+
+
+def test_a_warm_up_of_the_consistency_is_refused_in_a_run_of_unknown_length(tmp_path):
+    made = brain(tmp_path, None, consistency=0.2)
+    with pytest.raises(SbkitError, match=r"share of the run.* isn't known here.*open_run"):
+        made.fit([1], [])
 
 
 @pytest.mark.parametrize("weight", [0.0, -0.5, 1.5, float("nan")])

@@ -218,18 +218,20 @@ def test_shares_of_an_order_drawn_at_random_hold_all_of_it_once(ready):
 class Drifting(ToyBrain):
     def on_fit_batch_end(self, batch, outputs, loss, should_step):
         if ranks.rank() == 1 and self.optimizer_step == self.hparams.drift_at:
+            weight = self.modules.model[1].weight
             with torch.no_grad():
-                self.modules.model[1].weight[0, 0] += 1e-6
+                weight.copy_(weight.flip(0) if self.hparams.swaps else weight + 1e-6)
 
 
-def drift(at):
-    toy = brain(Drifting, hparams={"drift_at": at})
+def drift(at, swaps):
+    toy = brain(Drifting, hparams={"drift_at": at, "swaps": swaps})
     toy.fit(range(1, 3), ToyTrainLoader(3, 7, ranks.rank(), 2))
 
 
 @pytest.mark.parametrize("at, when", [(1, "after the first step"), (2, "after epoch 1")])
-def test_ranks_that_differ_end_the_run_and_name_the_parameter(at, when):
-    first, second = outcomes(drift, at)
+@pytest.mark.parametrize("swaps", [False, True], ids=["other values", "other places"])
+def test_ranks_that_differ_end_the_run_and_name_the_parameter(at, when, swaps):
+    first, second = outcomes(drift, at, swaps)
     assert isinstance(first.error, SbkitError) and first.error.exit_code == 1
     assert "'model.1.weight'" in str(first.error) and when in str(first.error)
     assert isinstance(second.error, PeerFailed) and second.error.code == 1

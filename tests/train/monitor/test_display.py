@@ -8,12 +8,12 @@ import os
 import re
 import struct
 import termios
-from types import SimpleNamespace
 
 import pytest
 import torch
 from host_syncs import CountsHostSyncs
 
+from sbkit.data.batch import PlannedBatch
 from sbkit.train.monitor import display as display_module
 from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.monitor.timing import StepTimes
@@ -44,7 +44,12 @@ class Times(StepTimes):
         return self.waited
 
 
-BATCH = SimpleNamespace(seconds=400.0, padded_seconds=420.0)
+class FourHundredSeconds(PlannedBatch):
+    seconds = 400.0
+    padded_seconds = 420.0
+
+
+BATCH = FourHundredSeconds()
 
 
 def train(display, clock, steps, loss=1.234, rate=3e-4):
