@@ -19,6 +19,8 @@ from sbkit.nn.fast import dropout
 from sbkit.train import graphs, rng
 
 aten = torch.ops.aten
+all_reduce = torch.distributed.all_reduce
+capturing = []  # the graph that records what is called
 NEVER = -1e9  # a logarithm
 
 
@@ -32,6 +34,21 @@ def _written(func, args, kwargs):
              *((each, kwargs[each.name]) for each in func._schema.arguments if each.name in kwargs)]
     return [leaf for each, value in given if each.alias_info is not None and each.alias_info.is_write
             for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+class Recorded:
+    """What a collective returns while it is captured."""
+
+    def wait(self):
+        pass
+
+
+def all_reduce_or_record(tensor, *args, **kwargs):
+    """Sum over ranks, in a capture only when it is replayed: a capture sends nothing."""
+    if not capturing:
+        return all_reduce(tensor, *args, **kwargs)
+    capturing[-1].calls.append((all_reduce, (tensor,), {}, None))
+    return Recorded()
 
 
 class CUDAGraph(TorchDispatchMode):
@@ -60,6 +77,8 @@ class CUDAGraph(TorchDispatchMode):
         with torch.no_grad():
             for func, args, kwargs, result in self.calls:
                 new = func(*args, **kwargs)
+                if func is all_reduce:
+                    continue
                 several = len(func._schema.returns) > 1
                 for spec, old, value in zip(func._schema.returns, *(each if several else [each]
                                                                     for each in (result, new)), strict=False):
@@ -78,12 +97,14 @@ class CUDAGraph(TorchDispatchMode):
 @contextlib.contextmanager
 def _graph(graph, pool=None, stream=None, capture_error_mode=""):
     random = torch.get_rng_state()
+    capturing.append(graph)
     try:
         with pytest.MonkeyPatch.context() as patched, graph:
             patched.setattr(torch.cuda, "is_initialized", lambda: True)
             patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
             yield
     finally:  # a capture computes nothing
+        capturing.remove(graph)
         for storage, was in graph.before.values():
             storage.copy_(was)
         torch.set_rng_state(random)
@@ -125,6 +146,7 @@ def on_cpu(monkeypatch):
     # The generator of this device is also that of the host.
     monkeypatch.setattr(graphs, "rng", SimpleNamespace(**{**vars(rng), "capture": lambda device: {
         name: each for name, each in rng.capture(device).items() if (name, device) != ("torch", "cpu")}}))
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce_or_record)
     monkeypatch.setattr(graphs, "wanted", lambda device, setting: setting is not False)
     monkeypatch.setenv("SBKIT_KERNELS", "0")
     monkeypatch.setattr(dropout, "levels", lambda p, like=None: 0)  # torch's dropout, as on a card

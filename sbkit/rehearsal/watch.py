@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from typing import Any
 import speechbrain
 import torch
 from speechbrain.core import Stage
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sbkit.compat.brain import Brain
 from sbkit.errors import SbkitError, first_line
@@ -33,6 +32,7 @@ from sbkit.train import graphs
 from sbkit.train.batches import MicroBatch
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
+from sbkit.train.trainer import Trainer
 
 #: The report's names of stages.
 NAMES = {Stage.TRAIN: "steps", Stage.VALID: "validation", Stage.TEST: "test"}
@@ -115,7 +115,6 @@ class Watch:
     def __init__(self, diary: Diary):
         self.diary, self.epoch, self.steps = diary, 0, 0
         self.on_step: Callable[[int, int], None] = lambda epoch, step: None
-        self._first: torch.optim.Optimizer | None = None
         self._waits: list[tuple[tuple[str, int], int]] = []  # locations, each with the steps done by then
         self._counted = 0
         call_around(Brain, "__init__", after=lambda brain, *a, **k: setattr(diary, "brain", brain))
@@ -124,17 +123,7 @@ class Watch:
         call_around(Brain, "open_stage", self._open_stage)
         for name in ("save_checkpoint", "save_and_keep_only"):
             call_around(Checkpointer, name, lambda *a, **k: diary.begin_stage("checkpoint"))
-        register_optimizer_step_post_hook(self._count_step)
-        update = graphs.StepGraphs.update
-
-        def replayed(own: graphs.StepGraphs, optimizers: Sequence[torch.optim.Optimizer], sums: torch.Tensor,
-                     rates: graphs.Rates) -> torch.Tensor | None:
-            values = update(own, optimizers, sums, rates)
-            for optimizer in optimizers if values is not None else ():  # replays call no hooks
-                self._count_step(optimizer)
-            return values
-
-        graphs.StepGraphs.update = replayed  # type: ignore[method-assign,assignment]  # in this process alone
+        call_around(Trainer, "begin_next_update", self._count_step)
 
     def _open_stage(self, brain: Brain, stage: Stage, epoch: int | None = None) -> None:
         if self.diary.stage == NAMES[Stage.TRAIN]:
@@ -142,10 +131,7 @@ class Watch:
         self.diary.begin_stage(NAMES[stage])
         self.epoch, self.steps = epoch or self.epoch, 0
 
-    def _count_step(self, optimizer: torch.optim.Optimizer, *args: object) -> None:
-        if self._first not in (None, optimizer) or torch.cuda.is_current_stream_capturing():
-            return
-        self._first = optimizer
+    def _count_step(self, trainer: Trainer) -> None:
         self.steps += 1
         self.diary.write("step", self.steps)
         if self.diary.launch == "train" and self.epoch == 1:
@@ -169,7 +155,8 @@ class Watch:
         if torch._guards.CompileContext.current_compile_id() is not None:  # it reads values for itself, once a graph
             return
         stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
-        if any(file == graphs.__file__ for file, _ in stack):  # a capture, of which a run has a few
+        if any(graphs.is_capture(frame.f_code.co_filename, frame.f_code.co_name)  # of which a run has a few
+               for frame, _ in traceback.walk_stack(None)):
             return
         location = own_location(stack)
         own = location if _is_own(location[0]) else ("", 0)  # no line of Python has called autograd's threads
@@ -194,7 +181,7 @@ class Watch:
         # Lines whose tensors of several steps are still alive.
         live: dict[int, Mapping[str, Any]] = {}
         for event in events:
-            captured = any(frame["filename"] == graphs.__file__ for frame in event.get("frames", ()))
+            captured = any(graphs.is_capture(frame["filename"], frame["name"]) for frame in event.get("frames", ()))
             if event["action"] == "alloc" and not captured:  # tensors of graphs stay
                 live[event["addr"]] = event
             elif event["action"] == "free_completed":

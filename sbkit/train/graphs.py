@@ -108,6 +108,11 @@ def wanted(device: torch.device, setting: bool | None) -> bool:
     return device.type == "cuda" and setting is not False
 
 
+def is_capture(filename: str, function: str) -> bool:
+    """Return whether a frame of a stack, of this file and function, captures or compares, as a run rarely does."""
+    return filename == __file__ and function in ("_capture_micro_step", "_capture_update")
+
+
 class Captured:
     """Captures and replays micro-steps and updates from the second step on.
 
@@ -136,7 +141,7 @@ class Captured:
         self._pool: Any = None  # torch's handle of the memory that all graphs share
         self._captures: bool | None = None  # not decided before the first update
 
-    def _decide(self) -> None:
+    def decide(self) -> None:
         """Decide whether to capture, after the first update."""
         self._captures = True
         reason = self.parallel.not_captured or self.model.capture_refusal()
@@ -204,7 +209,7 @@ class Captured:
                     optimizer.count_step()
             values = graph.result
         if self._captures is None:
-            self._decide()
+            self.decide()
         return values
 
     def _update_graph(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> _Graph | None:
@@ -281,7 +286,12 @@ class Captured:
             if trial is not None:
                 self._compare_micro_step(graph, trial)
             if exchanges:
-                graph = self._record_micro_step(static, exchanges=True)
+                assert self.parallel.exchange is not None
+                try:
+                    graph = self._record_micro_step(static, exchanges=True)
+                except BaseException:
+                    self.parallel.exchange.forget_backward()  # which has sent nothing
+                    raise
             return graph
 
     def _try_micro_step(self, static: MicroBatch) -> _Trial | None:

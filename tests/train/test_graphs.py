@@ -19,8 +19,8 @@ from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 from sbkit.train.muon import Muon
 
-#: Launches of a captured step: of each micro-batch, of its update, and of what two ranks exchange.
-MICRO, UPDATE, RANKS = 4, 3, 10
+#: Launches of a captured step: of each micro-batch, and of its update.
+MICRO, UPDATE = 4, 3
 
 
 class Drops(ToyBrain):
@@ -209,17 +209,34 @@ def test_a_driver_without_graphs_trains_without(monkeypatch, caplog):
     assert said.startswith("Steps are not captured as CUDA graphs: CUDA error: operation not supported")
 
 
-def launched_on_a_rank():
+def launched_on_a_rank(micros):
+    """Launches of each step, and the collectives that Python called, each with the step and whether it was captured."""
     device = f"cuda:{ranks.rank()}"
-    toy, counts = trained(ToyBrain, micros=2, device=device,
-                          loader=ToyTrainLoader(steps=8, size=8, micros=2, rank=ranks.rank(), world=2))
-    return launches(counts), nullcard.errors() if nullcard.active() else [], state(toy)
+    called, all_reduce = [], torch.distributed.all_reduce
+
+    def noted(tensor, *args, **kwargs):
+        if tensor.device.type == "cuda":
+            called.append((toy_steps[0], torch.cuda.is_current_stream_capturing()))
+        return all_reduce(tensor, *args, **kwargs)
+
+    toy_steps = [0]
+    torch.distributed.all_reduce = noted
+    try:
+        _, counts = trained(ToyBrain, device=device, after=lambda toy: toy_steps.append(toy_steps.pop() + 1),
+                            loader=ToyTrainLoader(steps=8, size=8, micros=micros, rank=ranks.rank(), world=2))
+    finally:
+        torch.distributed.all_reduce = all_reduce
+    return launches(counts), called, nullcard.errors() if nullcard.active() else []
 
 
 @pytest.mark.gpu(cards=2)
-def test_two_ranks_exchange_between_replays():
-    for counts, errors, _ in results(launched_on_a_rank):
-        assert max(counts[4:], default=0) <= 2 * MICRO + UPDATE + RANKS and errors == []
+@pytest.mark.parametrize("micros", [1, 2])
+def test_two_ranks_sum_gradients_within_the_graph_of_the_last_micro_step(micros):
+    for counts, called, errors in results(launched_on_a_rank, micros):
+        assert max(counts[4:], default=0) <= (MICRO + 1) * micros + UPDATE and errors == []
+        assert any(captured for _, captured in called), "of a bucket, as a node of a graph"
+        later = [captured for step, captured in called if step >= 4]
+        assert later == [False] * 4, "a step calls one, of its sums"
 
 
 @pytest.mark.gpu(values=True)

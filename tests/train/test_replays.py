@@ -7,10 +7,14 @@ from functools import partial
 import pytest
 import replayed
 import torch
+from processes import results
 from toys import ToyBrain, ToyTrainLoader, brain, furthest, layers, state
 
 from sbkit.train.averaging import EMA
+from sbkit.train.distributed import ranks
+from sbkit.train.graphs import Captured
 from sbkit.train.muon import Muon
+from sbkit.train.runner import Eager
 from sbkit.train.step import Loss
 
 CALLS = itertools.count(1)
@@ -29,6 +33,44 @@ def test_replays_compute_what_steps_compute(micros, size, monkeypatch, caplog):
         assert set(toy.trainer.runner.nodes) == ({"micro-step", "update"} if wanted else set()), caplog.text
         found.append(toy)
     assert furthest(*map(state, found)) < 1e-6
+
+
+def fails_in_a_capture(*args, **kwargs):
+    if replayed.capturing:
+        raise RuntimeError("it can't be captured")
+    return replayed.all_reduce(*args, **kwargs)
+
+
+def trained_on_a_rank(wanted, all_reduce=replayed.all_reduce_or_record):
+    """The gradients of each update, and the weights; the last micro-batch of a step is a dummy on rank 1."""
+    with pytest.MonkeyPatch.context() as patched:
+        replayed.on_cpu(patched)
+        patched.setattr(torch.distributed, "all_reduce", all_reduce)
+        model, gradients = layers(), []
+        toy = brain(modules=model, opt_class=partial(torch.optim.SGD, lr=0.01), hparams={"graphs": wanted})
+        eager_update = Eager.compute_update
+
+        def kept(eager, optimizers, sums, rates):
+            gradients.append([None if each.grad is None else each.grad.clone() for each in model.parameters()])
+            return eager_update(eager, optimizers, sums, rates)
+
+        patched.setattr(Eager, "compute_update", kept)
+        patched.setattr(Captured, "update", lambda captured, sums: [captured.eager.update(sums),
+                                                                    captured.decide()][0])
+        toy.fit(range(1, 2), ToyTrainLoader(6, 3, ranks.rank(), 2, micros=2))
+        return gradients, state(toy), toy.trainer.runner.nodes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("all_reduce", [replayed.all_reduce_or_record, fails_in_a_capture])
+def test_ranks_that_sum_within_graphs_get_the_gradients_of_those_without_to_the_bit(all_reduce):
+    replays, plain = results(trained_on_a_rank, True, all_reduce), results(trained_on_a_rank, False)
+    for (gradients, weights, nodes), (expected, others, none) in zip(replays, plain, strict=True):
+        assert "micro-step" in nodes and not none
+        assert all(torch.equal(one, other) for step, same in zip(gradients, expected, strict=True)
+                   for one, other in zip(step, same, strict=True) if other is not None)
+        assert furthest(weights, others) == 0
+    assert furthest(replays[0][1], replays[1][1]) == 0
 
 
 class OtherLoss(ToyBrain):

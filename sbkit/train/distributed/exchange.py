@@ -166,9 +166,14 @@ class GradientExchange:
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
-            bucket.work, bucket.waiting = None, set(bucket.members)
             if self.mean:
                 bucket.flat.div_(self.world)
+        self.forget_backward()
+
+    def forget_backward(self) -> None:
+        """Begin anew: the last backward has been exchanged, or was left by an error while it was captured."""
+        for bucket in self._buckets:
+            bucket.work, bucket.waiting = None, set(bucket.members)
         self._sent, self._queued, self._reached = 0, False, {}
 
     def _make_buckets(self, order: list[int]) -> None:
