@@ -36,8 +36,8 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="a proxy whose X-Forwarded-For is trusted (repeatable). Without it, all clients of a "
                              "proxy on another machine have one address, see --client-share")
     parser.add_argument("--drain-seconds", type=not_negative, default=DRAIN_SECONDS, metavar="S",
-                        help="time after SIGTERM in which requests are still accepted, while /ready answers 503 so that "
-                             f"they are sent elsewhere; a second signal ends it ({DRAIN_SECONDS:g}; 0: none)")
+                        help="time after SIGTERM in which requests are still accepted, while /ready answers 503 so "
+                             f"that they are sent elsewhere; a second signal ends it ({DRAIN_SECONDS:g}; 0: none)")
     parser.add_argument("--grace-seconds", type=above, default=GRACE_SECONDS, metavar="S",
                         help=f"time after that to finish requests in flight ({GRACE_SECONDS:g})")
     for each in dataclasses.fields(Limits):

@@ -205,8 +205,8 @@ class Corrections:
         changed = sum(before.get(name) != row for name, row in self._rows.items())
         # They may also have been saved while an editor had the older list open, so each is named.
         gone = sorted(before.keys() - self._rows.keys())
-        _log.warning("%s was edited while this server runs, and read again: new or changed rows: %d; rows that are gone: %s",
-                     self._list, changed, printable(", ".join(gone)) or "none")
+        _log.warning("%s was edited while this server runs, and read again: new or changed rows: %d; rows that are "
+                     "gone: %s", self._list, changed, printable(", ".join(gone)) or "none")
 
     def _append(self, row: dict[str, Any]) -> None:
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()

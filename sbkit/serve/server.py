@@ -194,7 +194,7 @@ class _Server:
 
     def _drain(self) -> None:
         """Wait for the time in which requests are still accepted, then stop; a second signal ends it."""
-        print(f"stopping in {self._request.drain_seconds:g} s: until then requests are accepted, but /ready answers 503",
+        print(f"stopping in {self._request.drain_seconds:g} s: until then requests are accepted, /ready answers 503",
               file=sys.stderr, flush=True)
         while not self.state.stopping and time.monotonic() < self._drain_until:
             time.sleep(_POLL_SECONDS / 4)
