@@ -16,7 +16,8 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="16-bit little-endian PCM of one channel from stdin (default: the microphone)")
     parser.add_argument("--rate", type=count, metavar="HERTZ", help="samples per second (default: the model's)")
     parser.add_argument("--chunk", type=count, metavar="MS", help="one of a streaming model's chunk sizes, in "
-                        "milliseconds: a smaller one is faster, a larger one makes fewer errors (default: the middle one)")
+                        "milliseconds: a smaller one is faster, a larger one makes fewer errors (default: the middle "
+                        "one)")
     parser.add_argument("--json", action="store_true", help="write one JSON object per line: partial, final, end")
     parser.add_argument("--microphone", metavar="NAME", help="its number or a part of its name, as "
                         "python -m sounddevice lists them (default: the system's)")

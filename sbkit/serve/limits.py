@@ -8,9 +8,9 @@ from typing import TypeVar
 from sbkit.errors import SbkitError
 
 MEGABYTE = 1 << 20
-#: Seconds in which a server that is stopped still accepts requests, and seconds to finish those in flight after that.
-#: With the cleanup they are less than the 30 s after which Kubernetes kills a pod, unless it is told otherwise. It takes
-#: a pod out of its services within a second or two.
+#: Seconds in which a server that got SIGTERM still accepts requests, and seconds to finish those in flight after that.
+#: With the cleanup they are below Kubernetes' default time until it kills a pod, 30 s; it takes a pod out of its services
+#: within a second or two.
 DRAIN_SECONDS, GRACE_SECONDS = 5.0, 20.0
 N = TypeVar("N", int, float)
 

@@ -263,8 +263,8 @@ def test_what_the_operator_edits_and_deletes_while_the_server_runs_stays_so(tmp_
 def test_an_edit_between_the_look_at_the_list_and_its_replacement_stays(tmp_path, monkeypatch):
     """The operator's editor saves while the new list is being written to the disk."""
     with contextlib.closing(Corrections(tmp_path, 1 << 20)) as kept:
-        first, second = [kept.save(np.full(160, value), 16_000, text, heard=None)
-                         for value, text in ((0.1, "one"), (0.2, "two"))]
+        first, _ = [kept.save(np.full(160, value), 16_000, text, heard=None)
+                    for value, text in ((0.1, "one"), (0.2, "two"))]
         fsync, edits = os.fsync, []
 
         def edit_meanwhile(handle):
