@@ -186,8 +186,11 @@ def _listen(engine: StreamEngine | Engine, request: ListenRequest, search: dict[
     else:
         source = Microphone(request.rate, engine.config.sample_rate, request.microphone)
     searches = decoder(engine.vocabulary, search)
-    recogniser = _ByChunks(engine, searches, request.chunk, source.rate) if isinstance(engine, StreamEngine) else \
-        _ByTail(engine, searches, source.rate)
+    recogniser: _Recogniser
+    if isinstance(engine, StreamEngine):
+        recogniser = _ByChunks(engine, searches, request.chunk, source.rate)
+    else:
+        recogniser = _ByTail(engine, searches, source.rate)
     print(f"{engine.running}\nlistening to {source.name} at {source.rate} Hz {recogniser.delay}; Ctrl-C ends it",
           file=sys.stderr)
     captions: Captions = Json(engine.vocabulary.text, sys.stdout) if request.json else \

@@ -214,7 +214,7 @@ class _Server:
         self._server.should_exit = True
 
     def _start_watchdog(self, seconds: float) -> None:
-        self._watchdog = threading.Timer(seconds + _CLEANUP_SECONDS, self._give_up)
+        self._watchdog = threading.Timer(seconds + _CLEANUP_SECONDS, self._give_up, (seconds,))
         self._watchdog.daemon = True
         self._watchdog.start()
 
@@ -258,9 +258,8 @@ class _Server:
             return
         self.state.stop()
 
-    def _give_up(self) -> None:
-        print(f"not everything finished within {self._request.grace_seconds:g} s; the rest is dropped",
-              file=sys.stderr, flush=True)
+    def _give_up(self, seconds: float) -> None:
+        print(f"not everything finished within {seconds:g} s; the rest is dropped", file=sys.stderr, flush=True)
         if self.state.decoders is not None:
             self.state.decoders.close()
         os._exit(1)
