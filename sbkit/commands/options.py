@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from sbkit.errors import SbkitError
 from sbkit.score.chunk_size import WHOLE
-from sbkit.system.schema import POSITIVE, SHARE, Number
+from sbkit.system.schema import NOT_NEGATIVE, POSITIVE, SHARE, Number
 
 _Number = TypeVar("_Number", int, float)
 T = TypeVar("T")
@@ -102,4 +102,5 @@ def number_parser(kind: Callable[[str], _Number], allowed: Number, what: str = "
 
 count = number_parser(int, Number(0, whole=True, above=True))
 above, share = number_parser(float, POSITIVE), number_parser(float, SHARE)
+not_negative = number_parser(float, NOT_NEGATIVE)
 price = number_parser(float, Number(0, sys.float_info.max), "the price of a device per hour, such as 2.5")

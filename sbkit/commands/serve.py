@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from sbkit.commands.options import above, add_model, add_search, add_vad, request_of
-from sbkit.serve.limits import Limits
+from sbkit.commands.options import above, add_model, add_search, add_vad, not_negative, request_of
+from sbkit.serve.limits import DRAIN_SECONDS, GRACE_SECONDS, Limits
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +35,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-proxy", dest="trust_proxies", action="append", default=[], metavar="ADDRESS",
                         help="a proxy whose X-Forwarded-For is trusted (repeatable). Without it, all clients of a "
                              "proxy on another machine have one address, see --client-share")
-    parser.add_argument("--grace-seconds", type=above, default=30.0, metavar="S",
-                        help="time to finish requests in flight after SIGTERM (30)")
+    parser.add_argument("--drain-seconds", type=not_negative, default=DRAIN_SECONDS, metavar="S",
+                        help="time after SIGTERM in which requests are still accepted, while /ready answers 503 so "
+                             f"that they are sent elsewhere; a second signal ends it ({DRAIN_SECONDS:g}; 0: none)")
+    parser.add_argument("--grace-seconds", type=above, default=GRACE_SECONDS, metavar="S",
+                        help=f"time after that to finish requests in flight ({GRACE_SECONDS:g})")
     for each in dataclasses.fields(Limits):
         parser.add_argument(f"--{each.name.replace('_', '-')}", type=type(each.default), default=argparse.SUPPRESS,
                             metavar="S" if "seconds" in each.name else "N",

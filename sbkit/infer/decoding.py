@@ -4,6 +4,7 @@ with the two other graphs of their bundle. They need no torch."""
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
@@ -180,7 +181,8 @@ class BeamTransducer(Decoder):
         self._spelling, self._search = vocabulary.spelling, _search(TransducerBeam, vocabulary, options)
         self._search.joint = joint
         self._lock = threading.Lock()
-        self._waiting: list[LazySpans] = []
+        # In their order. Weak, so that those of a recording that is cancelled or fails go with it.
+        self._waiting: weakref.WeakKeyDictionary[LazySpans, None] = weakref.WeakKeyDictionary()
 
     def keep(self, log_probs: np.ndarray) -> tuple[LazySpans, int]:
         """Keep a stretch's states until there are several, which are then searched: tokens take much less memory."""
@@ -188,8 +190,8 @@ class BeamTransducer(Decoder):
             raise not_a_number()  # here, because a later search is also of others
         stretch = LazySpans(log_probs)
         with self._lock:
-            self._waiting.append(stretch)
-            batch = self._waiting[:] if len(self._waiting) >= self.at_once else []
+            self._waiting[stretch] = None
+            batch = list(self._waiting) if len(self._waiting) >= self.at_once else []
         self._search_all(batch)
         return stretch, len(log_probs)
 
@@ -204,7 +206,8 @@ class BeamTransducer(Decoder):
         """Search stretches together; two threads that search the same one get the same result."""
         todo = [(each, states) for each in stretches if (states := each.states) is not None]
         with self._lock:
-            self._waiting = [each for each in self._waiting if each not in stretches]
+            for stretch in stretches:
+                self._waiting.pop(stretch, None)
         found = self._search.search(self._search.near_speech([states for _, states in todo]))
         for (each, _), [best, *_] in zip(todo, found, strict=True):
             each.spans, each.states = best.spans, None

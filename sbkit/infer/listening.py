@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,14 +17,18 @@ import numpy as np
 from sbkit.decode.search_options import SearchRequest
 from sbkit.decode.streaming import StreamResult
 from sbkit.errors import SbkitError
+from sbkit.export.layout import Config
+from sbkit.infer import formats
 from sbkit.infer.captions import Captions, Json, Plain, TerminalCaptions
-from sbkit.infer.decoding import decoder
+from sbkit.infer.decoding import Decoder, decoder
+from sbkit.infer.engine import Engine
 from sbkit.infer.formats import ModelRequest
 from sbkit.infer.inputs import STDIN
-from sbkit.infer.lines import Lines
+from sbkit.infer.lines import Lines, TranscriptLine
 from sbkit.infer.sound_sources import Microphone, Pcm
 from sbkit.infer.stream import Stream
-from sbkit.infer.stream_engine import StreamEngine
+from sbkit.infer.stream_engine import StreamEngine, has_streaming_graph
+from sbkit.infer.tail import TailStream
 from sbkit.system.untrusted import standard_input
 
 _STOPPED = 128 + signal.SIGINT
@@ -36,7 +41,7 @@ class ListenRequest(SearchRequest, ModelRequest):
     source : ``-`` for 16-bit PCM from standard input; None for the microphone
     rate : samples per second; None: the model's, or what the microphone has
     microphone : its number or a part of its name
-    chunk : milliseconds that are decoded at once; None: the model's middle size
+    chunk : milliseconds that are decoded at once, of a model with a streaming graph; None: the model's middle size
     json : write JSON lines for programs
     """
 
@@ -76,6 +81,82 @@ class CtrlC(AbstractContextManager["CtrlC"]):
         self._pressed = True
 
 
+class _Recogniser(ABC):
+    """Turns samples into lines."""
+
+    delay: str
+    """When words come, for the user."""
+
+    @abstractmethod
+    def feed(self, samples: np.ndarray) -> list[TranscriptLine]:
+        """Take the next samples [N], and return the lines that changed."""
+
+    @abstractmethod
+    def finish(self) -> list[TranscriptLine]:
+        """Recognise the rest at the end of the samples."""
+
+    @property
+    @abstractmethod
+    def seconds(self) -> float:
+        """The seconds that were recognised."""
+
+
+class _ByChunks(_Recogniser):
+    """With a streaming graph, chunk by chunk."""
+
+    def __init__(self, engine: StreamEngine, search: Decoder, chunk: int | None, rate: int):
+        self._stream = Stream(engine, search, chunk, rate)
+        self._lines = Lines(engine.config.chunk_seconds)
+        self._seconds = 0.0
+        self.delay = f"in chunks of {1000 * self._stream.chunk_seconds:g} ms"
+
+    def feed(self, samples: np.ndarray) -> list[TranscriptLine]:
+        return self._changed(self._stream.feed(samples))
+
+    def finish(self) -> list[TranscriptLine]:
+        return self._changed(self._stream.finish())
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds
+
+    def _changed(self, results: list[StreamResult]) -> list[TranscriptLine]:
+        if results:
+            self._seconds = results[-1].seconds
+        return [line for result in results for line in self._lines.add(result)]
+
+
+class _ByTail(_Recogniser):
+    """With a model for whole recordings, line by line."""
+
+    delay = "whose lines are decoded again and again, because the model has no streaming graph"
+
+    def __init__(self, engine: Engine, search: Decoder, rate: int):
+        self._stream = TailStream(engine, search, rate)
+
+    def feed(self, samples: np.ndarray) -> list[TranscriptLine]:
+        return self._stream.feed(samples)
+
+    def finish(self) -> list[TranscriptLine]:
+        return self._stream.finish()
+
+    @property
+    def seconds(self) -> float:
+        return self._stream.seconds
+
+
+def _open(request: ListenRequest) -> StreamEngine | Engine:
+    """Load the model that recognises live speech, as ``sbkit serve`` chooses it."""
+    config = Config.read(request.bundle)
+    model = formats.choose(request.bundle, config.models, request.model)
+    if has_streaming_graph(config, model):
+        return StreamEngine(request.bundle, model, request.device, request.threads, max_streams=1)
+    if request.chunk is not None:
+        raise SbkitError(f"{request.bundle} has no streaming graph, so no chunks to choose from",
+                         hint="leave out --chunk")
+    return Engine(request.bundle, model, request.device, request.threads)
+
+
 def listen(request: ListenRequest) -> int:
     """Listen until the samples end or Ctrl-C, and return the exit code."""
     if request.source not in (STDIN, None):
@@ -89,13 +170,14 @@ def listen(request: ListenRequest) -> int:
     search = request.search  # raises before a model is loaded
     with CtrlC() as ctrl_c:
         try:
-            with StreamEngine(request.bundle, request.model, request.device, request.threads, max_streams=1) as engine:
+            with _open(request) as engine:
                 return _listen(engine, request, search, ctrl_c)
         except KeyboardInterrupt:  # while the model is loaded, or the rest is decoded
             return _STOPPED
 
 
-def _listen(engine: StreamEngine, request: ListenRequest, search: dict[str, Any] | None, ctrl_c: CtrlC) -> int:
+def _listen(engine: StreamEngine | Engine, request: ListenRequest, search: dict[str, Any] | None,
+            ctrl_c: CtrlC) -> int:
     source: Pcm | Microphone
     if request.source == STDIN:
         rate = request.rate or engine.config.sample_rate
@@ -103,31 +185,34 @@ def _listen(engine: StreamEngine, request: ListenRequest, search: dict[str, Any]
         source = Pcm(open(pcm.fileno(), "rb", closefd=False), rate)  # noqa: SIM115  not ours to close
     else:
         source = Microphone(request.rate, engine.config.sample_rate, request.microphone)
-    stream = Stream(engine, decoder(engine.vocabulary, search), request.chunk, source.rate)
-    print(f"{engine.running}\nlistening to {source.name} at {source.rate} Hz in chunks of "
-          f"{1000 * stream.chunk_seconds:g} ms; Ctrl-C ends it", file=sys.stderr)
+    searches = decoder(engine.vocabulary, search)
+    recogniser: _Recogniser
+    if isinstance(engine, StreamEngine):
+        recogniser = _ByChunks(engine, searches, request.chunk, source.rate)
+    else:
+        recogniser = _ByTail(engine, searches, source.rate)
+    print(f"{engine.running}\nlistening to {source.name} at {source.rate} Hz {recogniser.delay}; Ctrl-C ends it",
+          file=sys.stderr)
     captions: Captions = Json(engine.vocabulary.text, sys.stdout) if request.json else \
         TerminalCaptions(engine.vocabulary.space, sys.stdout) if sys.stdout.isatty() else \
         Plain(engine.vocabulary.text, sys.stdout)
-    lines, code = Lines(engine.config.chunk_seconds), 0
+    code = 0
     failed: SbkitError | None = None
 
-    def show(results: list[StreamResult]) -> None:
-        for each in results:
-            for line in lines.add(each):
-                captions.show(line)
+    def show(lines: list[TranscriptLine]) -> None:
+        for line in lines:
+            captions.show(line)
 
     try:
         try:
             for samples in ctrl_c.defer_during(source):
-                show(stream.feed(samples))
+                show(recogniser.feed(samples))
         except KeyboardInterrupt:
             code = _STOPPED
         except SbkitError as error:  # of the source: what it recorded is still decoded
             failed = error
-        rest = stream.finish()
-        show(rest)
-        captions.end(rest[-1].seconds)
+        show(recogniser.finish())
+        captions.end(recogniser.seconds)
     finally:
         captions.close()
     if source.warning is not None:  # after the line in progress

@@ -25,6 +25,14 @@ from sbkit.infer.samples import as_int
 from sbkit.infer.session import Session, State
 
 
+def has_streaming_graph(config: Config, model: str) -> bool:
+    """Whether live speech is recognised chunk by chunk. If not, ``Tail`` does it with the model for whole recordings.
+
+    model : the format in use
+    """
+    return config.streaming is not None and model in config.streaming.models
+
+
 class StreamEngine(BundleEngine):
     """Transcribes many streams at once.
 

@@ -66,7 +66,9 @@ def _name(host: str) -> str:
 KEY_PROTOCOL = "sbkit.key."
 #: The key of a request's id in its scope.
 REQUEST_ID = "sbkit.request_id"
-#: Paths that need no key: the page, which asks for it, and the health checks.
+#: The key, in its scope, of whether a request may see everything: it has a valid API key, or none is needed.
+AUTHORISED = "sbkit.authorised"
+#: Paths that need no key: the page, which asks for it, and the health checks, which then tell only the status.
 _WITHOUT_KEY = frozenset({"/", "/health", "/ready"})
 #: Paths that monitoring may always ask for.
 PROBES = frozenset({"/health", "/ready", "/metrics"})
@@ -103,12 +105,13 @@ class AccessControl:
     origins : origins of other servers' pages that may use this one, such as ``https://example.org``; ``*`` for all
     hosts : host names that the server answers to; None for all
     stopping : whether new requests are refused
+    draining : whether connections are closed after their response, so that clients turn to another server
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, origins: Iterable[str], metrics: Metrics, hosts: Hosts | None,
-                 stopping: Callable[[], bool]):
+                 stopping: Callable[[], bool], draining: Callable[[], bool]):
         self._app, self._keys, self._origins = app, keys, frozenset(origins)
-        self._metrics, self._hosts, self._stopping = metrics, hosts, stopping
+        self._metrics, self._hosts, self._stopping, self._draining = metrics, hosts, stopping, draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.responses import Response
@@ -121,8 +124,9 @@ class AccessControl:
         origin = headers.get("origin")
         allowed = origin is not None and (origin in self._origins or "*" in self._origins)
         sender = _ResponseSender(send, {"access-control-allow-origin": origin, "vary": "origin"}
-                                 if origin is not None and allowed else {})
+                                 if origin is not None and allowed else {}, self._draining)
         scope[REQUEST_ID] = sender.id
+        scope[AUTHORISED] = not self._keys or self._keys.allow(_key(headers))
         try:
             if self._hosts is not None and not self._hosts.allow(headers.get("host")):
                 raise ApiError(421, f"this server doesn't answer to the name {headers['host'][:80]!r}; start it with "
@@ -140,7 +144,7 @@ class AccessControl:
                 await Response(None, 204, {"access-control-allow-methods": "GET, POST, DELETE",
                                            "access-control-allow-headers": requested})(scope, receive, sender.send)
                 return
-            if self._keys and path not in _WITHOUT_KEY and not self._keys.allow(_key(headers)):
+            if path not in _WITHOUT_KEY and not scope[AUTHORISED]:
                 raise ApiError(401, "the API key is missing or wrong; send it as: Authorization: Bearer KEY",
                                code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             await self._app(scope, receive, sender.send)
@@ -187,16 +191,20 @@ def _key(headers: dict[str, str]) -> str:
 class _ResponseSender:
     """Sends a response and records its status; adds the request's id and forbids content sniffing."""
 
-    def __init__(self, send: Send, extra: dict[str, str]):
-        self._send, self.id, self.status = send, f"req_{uuid.uuid4().hex}", 0
+    def __init__(self, send: Send, extra: dict[str, str], draining: Callable[[], bool]):
+        self._send, self.id, self.status, self._draining = send, f"req_{uuid.uuid4().hex}", 0, draining
         self.started = self.complete = False
         self._headers = {"x-request-id": self.id, "x-content-type-options": "nosniff", **extra}
 
     async def send(self, message: Message) -> None:
         if message["type"].endswith("response.start"):
             self.started, self.status = True, message["status"]
-            own = [(name.encode(), value.encode("latin-1")) for name, value in self._headers.items()]
-            message = {**message, "headers": [*message.get("headers", []), *own]}
+            more = [(name.encode(), value.encode("latin-1")) for name, value in self._headers.items()]
+            headers = message.get("headers", [])
+            if message["type"] == "http.response.start" and self._draining():
+                headers = [each for each in headers if each[0].lower() != b"connection"]
+                more.append((b"connection", b"close"))
+            message = {**message, "headers": [*headers, *more]}
         elif message["type"] == "websocket.accept":
             self.started = True
         await self._send(message)

@@ -27,7 +27,7 @@ from sbkit.infer.graph_model import MAX_SECONDS
 from sbkit.infer.sound_file import KINDS
 from sbkit.infer.transcript import Transcript
 from sbkit.serve import clients, form, metrics, replies
-from sbkit.serve.access import REQUEST_ID, AccessControl, ApiKeys, Hosts
+from sbkit.serve.access import AUTHORISED, REQUEST_ID, AccessControl, ApiKeys, Hosts
 from sbkit.serve.backlog import Work
 from sbkit.serve.connection import ConnectionLimit
 from sbkit.serve.corrections import MAX_SECONDS as MAX_CORRECTED_SECONDS
@@ -63,15 +63,23 @@ class State:
         self.registry: Registry | None = None
         self.decoders: Decoders | None = None
         self.connection_limit: ConnectionLimit | None = None
+        self.draining = False
+        """Whether the server will soon stop: it still accepts requests, but isn't ready for more."""
         self.stopping = False
+        """Whether it refuses requests."""
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop of the application, once it runs."""
 
+    def drain(self) -> None:
+        """Report that the server isn't ready, so that requests go elsewhere; those that still come are answered."""
+        self.draining = True
+
     def stop(self) -> None:
         """Stop accepting requests, and finish live sessions with the speech received so far; from any thread."""
-        self.stopping = True
+        self.draining = self.stopping = True
         if self.loop is not None:
-            self.loop.call_soon_threadsafe(self.live_sessions.end)
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self.loop.call_soon_threadsafe(self.live_sessions.end)
 
     def loaded(self) -> Registry:
         """The models; raises ``ApiError`` 503 until they are loaded."""
@@ -102,18 +110,21 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
         return HTMLResponse(text, headers={"content-security-policy": policy, "referrer-policy": "no-referrer",
                                            "cache-control": "no-cache"})
 
-    async def health(_: Request) -> Response:
+    async def health(request: Request) -> Response:
         """Report whether the process should be kept alive, without running a model."""
         faults = state.faults()
-        status = "unhealthy" if faults else "loading" if state.registry is None else "ok"
-        return JSONResponse({
-            "status": status, "version": sbkit.__version__, "faults": faults,
-            "models": {each.name: each.facts for each in state.registry or ()},
-        }, 503 if faults else 200)
+        facts: dict[str, Any] = {"status": "unhealthy" if faults else "loading" if state.registry is None else "ok"}
+        if request.scope[AUTHORISED]:
+            facts |= {"version": sbkit.__version__, "faults": faults,
+                      "models": {each.name: each.facts for each in state.registry or ()}}
+        return JSONResponse(facts, 503 if faults else 200)
 
-    async def ready(_: Request) -> Response:
-        why = "stopping" if state.stopping else "loading" if state.registry is None else "; ".join(state.faults())
-        return JSONResponse({"ready": not why, "why": why or None}, 503 if why else 200)
+    async def ready(request: Request) -> Response:
+        """Report whether the server accepts requests, and will for some time."""
+        why = "stopping" if state.draining else "loading" if state.registry is None else None
+        if why is None and (faults := state.faults()):
+            why = "; ".join(faults) if request.scope[AUTHORISED] else "unhealthy"
+        return JSONResponse({"ready": why is None, "why": why}, 200 if why is None else 503)
 
     async def prometheus(_: Request) -> Response:
         return PlainTextResponse(state.metrics.text(), media_type=metrics.CONTENT_TYPE)
@@ -193,7 +204,7 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
         Route("/v1/audio/outputs", outputs, methods=["POST"]), Route("/v1/audio/speech", speech, methods=["POST"]),
         WebSocketRoute("/v1/audio/live", live), WebSocketRoute("/{path:path}", unknown_socket),
     ], lifespan=lifespan, exception_handlers=_error_handlers(state))
-    return AccessControl(app, keys, origins, state.metrics, hosts, lambda: state.stopping)
+    return AccessControl(app, keys, origins, state.metrics, hosts, lambda: state.stopping, lambda: state.draining)
 
 
 @contextlib.contextmanager

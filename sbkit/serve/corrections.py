@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import io
 import json
+import logging
 import os
 import threading
 import time
@@ -19,8 +21,8 @@ import soundfile
 
 from sbkit.data.lock import Lock
 from sbkit.decode.spans import Word
-from sbkit.errors import SbkitError
-from sbkit.serve.errors import ApiError, invalid, no_room
+from sbkit.errors import SbkitError, printable
+from sbkit.serve.errors import SERVER, ApiError, invalid, no_room
 from sbkit.serve.limits import MEGABYTE
 from sbkit.system import disk
 from sbkit.system.console import atomic_write
@@ -28,6 +30,7 @@ from sbkit.system.console import atomic_write
 #: The longest recording that is corrected as one: longer ones are left out of training by most recipes.
 MAX_SECONDS = 30.0
 MAX_CHARACTERS = 2000
+_log = logging.getLogger(__name__)
 
 
 def worth(words: Sequence[Word], corrected: Mapping[str, int]) -> float:
@@ -40,44 +43,42 @@ def worth(words: Sequence[Word], corrected: Mapping[str, int]) -> float:
     return sum(doubts) / max(1, len(doubts))
 
 
+class _Edited(Exception):
+    """The list was edited after it was last read."""
+
+
 class Corrections:
     """A folder with ``corrections.jsonl``, which ``--data_folder`` takes, and its recordings in ``clips``.
 
     A recording is one row, however often it is corrected: the last words count. A new row is appended; only one that
     changes or goes costs a new list.
 
+    Its operator may edit the list at any time. Before each write a changed list is read again, so rows that were
+    edited or deleted there stay so; a list that can't be read is left as it is, and nothing is saved.
+
     max_bytes : the most that its recordings and their list may take together
     """
 
     def __init__(self, folder: Path, max_bytes: int):
         self._list, self._clips, self._max_bytes = folder / "corrections.jsonl", folder / "clips", max_bytes
+        self.words: Counter[str] = Counter()
+        """How many times each word, in lower case, is in the corrections; none is there 0 times."""
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._bytes = 0  # of the recordings
+        self._state: tuple[int, ...] | None = None  # of the list when it was last read or written
+        self._last_line_open = False  # whether the list lacks its last line break
+        self._writing = threading.Lock()
         try:
             self._clips.mkdir(parents=True, exist_ok=True)
             self._lock = Lock(folder)
             if self._lock.acquire() is False:
                 self._lock.close()
                 raise SbkitError(f"--corrections {folder}: another server writes there", hint="name another folder")
-            data = self._list.read_bytes() if self._list.exists() else b""
-            whole = data.rfind(b"\n") + 1
-            if data[whole:]:
-                try:  # whoever edited the list may have left out its last line break
-                    json.loads(data[whole:])["id"]
-                except (ValueError, KeyError, TypeError):  # a server that was killed while it appended left a part
-                    os.truncate(self._list, whole)
-                else:
-                    with open(self._list, "ab") as file:
-                        file.write(b"\n")
-                    whole = len(data)
-            # Not splitlines, which also splits at what JSON leaves as it is, such as U+2028.
-            lines = data[:whole].decode("utf-8").split("\n")
-            self._rows: dict[str, dict[str, Any]] = {row["id"]: row for row in map(json.loads, filter(None, lines))}
-            self.words = Counter(word for row in self._rows.values() for word in row["text"].casefold().split())
-            """How many times each word, in lower case, is in the corrections."""
-            self._bytes = sum(path.stat().st_size for path in self._clips.glob("*.wav"))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._drop_partial_row()
+            self._read()
+        except (OSError, ValueError) as error:
             raise SbkitError(f"--corrections {folder}: cannot be used: {error}",
                              hint="name a folder that this server can write, new or made by --corrections") from None
-        self._writing = threading.Lock()
 
     def close(self) -> None:
         self._lock.close()
@@ -94,57 +95,127 @@ class Corrections:
         soundfile.write(file, signal, rate, format="WAV", subtype="PCM_16")
         data = file.getvalue()
         name = hashlib.sha256(data).hexdigest()[:20]
-        path = self._clips / f"{name}.wav"
         row = {"id": name, "audio_filepath": f"clips/{name}.wav", "duration": round(len(signal) / rate, 4),
                "text": text, **known, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         with self._writing:
-            fresh = not path.exists()
-            listed = self._list.stat().st_size if self._list.exists() else 0
-            # The list counts too: recordings may be of a sample, and words of many bytes.
-            if self._bytes + len(data) * fresh + listed + len(json.dumps(row)) > self._max_bytes:
-                raise no_room(f"this server keeps {self._max_bytes // MEGABYTE} MB of corrections, and they are full")
-            try:
-                former = self._rows.get(name)
-                row["corrected"] = 1 if former is None else former.get("corrected", 1) + (former["text"] != text)
-                if fresh:
-                    with atomic_write(path, "wb") as out:
-                        out.write(data)
-                if former is None:
-                    self._append(row)
-                else:
-                    self._write(self._rows | {name: row})
-            except BaseException as error:
-                if fresh:  # what was not saved is not kept
-                    path.unlink(missing_ok=True)
-                if isinstance(error, SbkitError):  # of the disk
-                    raise no_room(str(error)) from None
-                raise
-            self._bytes += len(data) * fresh
-            self.words.update(text.casefold().split())
-            if former is not None:
-                self.words.subtract(former["text"].casefold().split())
-        return row
+            while True:
+                self._take_in_edits()
+                with contextlib.suppress(_Edited):
+                    return self._save(row, data)
 
     def delete(self, name: str) -> None:
         """Forget a recording and its words."""
         with self._writing:
-            row = self._rows.get(name)
-            if row is None:
-                raise ApiError(404, f"there is no correction {name[:40]!r}", code="not_found")
-            path = self._clips / f"{name}.wav"
-            size = path.stat().st_size if path.exists() else 0
-            path.unlink(missing_ok=True)  # first: on a full disk, the list needs its room
-            self._bytes -= size
-            try:
-                self._write({each: row for each, row in self._rows.items() if each != name})
-            except SbkitError as error:
+            while True:
+                self._take_in_edits()
+                with contextlib.suppress(_Edited):
+                    return self._delete(name)
+
+    def _save(self, row: dict[str, Any], data: bytes) -> dict[str, Any]:
+        """Save a row and the bytes of its recording; with the lock held."""
+        name = row["id"]
+        path = self._clips / f"{name}.wav"
+        new_bytes = 0 if path.exists() else len(data)
+        list_bytes = self._list.stat().st_size if self._list.exists() else 0
+        # The list counts too: recordings may be of a sample, and words of many bytes.
+        if self._bytes + new_bytes + list_bytes + len(json.dumps(row)) > self._max_bytes:
+            raise no_room(f"this server keeps {self._max_bytes // MEGABYTE} MB of corrections, and they are full")
+        try:
+            former = self._rows.get(name)
+            row["corrected"] = 1
+            if former is not None:
+                times = former.get("corrected")
+                row["corrected"] = (times if isinstance(times, int) else 1) + (former["text"] != row["text"])
+            if new_bytes:
+                with atomic_write(path, "wb") as out:
+                    out.write(data)
+            if former is None:
+                self._append(row)
+            else:
+                self._write(self._rows | {name: row})
+        except BaseException as error:
+            if new_bytes:  # what was not saved is not kept
+                path.unlink(missing_ok=True)
+            if isinstance(error, SbkitError):  # of the disk
                 raise no_room(str(error)) from None
-            self.words.subtract(row["text"].casefold().split())
+            raise
+        self._bytes += new_bytes
+        self._count(row["text"], 1)
+        if former is not None:
+            self._count(former["text"], -1)
+        return row
+
+    def _delete(self, name: str) -> None:
+        """Delete a row and its recording; with the lock held."""
+        row = self._rows.get(name)
+        if row is None:
+            raise ApiError(404, f"there is no correction {name[:40]!r}", code="not_found")
+        path = self._clips / f"{name}.wav"
+        size = path.stat().st_size if path.exists() else 0
+        path.unlink(missing_ok=True)  # first: on a full disk, the list needs its room
+        self._bytes -= size
+        try:
+            self._write({each: row for each, row in self._rows.items() if each != name})
+        except SbkitError as error:
+            raise no_room(str(error)) from None
+        self._count(row["text"], -1)
+
+    def _count(self, text: str, times: int) -> None:
+        for word in text.casefold().split():
+            count = self.words[word] + times
+            if count > 0:
+                self.words[word] = count
+            else:  # not 0: the words of all corrections that were replaced would stay in memory
+                self.words.pop(word, None)
+
+    # ------------------------------------------------------------------ the list on the disk
+
+    def _drop_partial_row(self) -> None:
+        """Remove the part of a row that a server left which was killed while it appended."""
+        data = self._list.read_bytes() if self._list.exists() else b""
+        whole = data.rfind(b"\n") + 1
+        if data[whole:].strip():
+            try:  # whoever edited the list may have left out its last line break
+                _parse(data[whole:])
+            except ValueError:
+                os.truncate(self._list, whole)
+
+    def _read(self) -> None:
+        """Read the list; raises ``ValueError`` or ``OSError``, and changes nothing, if it can't be read."""
+        state = _file_state(self._list)  # before it is read: what is edited meanwhile is read the next time
+        data = b"" if state is None else self._list.read_bytes()
+        self._rows = _parse(data)
+        self._last_line_open = bool(data) and not data.endswith(b"\n")
+        self._state = state
+        self.words = Counter(word for row in self._rows.values() for word in row["text"].casefold().split())
+        self._bytes = sum(path.stat().st_size for path in self._clips.glob("*.wav"))
+
+    def _take_in_edits(self) -> None:
+        """Read the list again if it was edited since; raises ``ApiError`` 503 if it can't be read."""
+        if _file_state(self._list) == self._state:
+            return
+        before = self._rows
+        try:
+            self._read()
+        except (OSError, ValueError) as error:
+            _log.error("%s was edited and can't be read, so no correction is saved until it is mended: %s", self._list,
+                       printable(str(error)))
+            raise ApiError(503, "the list of corrections on this server was edited and can't be read; try again later",
+                           type=SERVER, code="corrections_unreadable", headers={"retry-after": "60"}) from None
+        changed = sum(before.get(name) != row for name, row in self._rows.items())
+        # They may also have been saved while an editor had the older list open, so each is named.
+        gone = sorted(before.keys() - self._rows.keys())
+        _log.warning("%s was edited while this server runs, and read again: new or changed rows: %d; rows that are "
+                     "gone: %s", self._list, changed, printable(", ".join(gone)) or "none")
 
     def _append(self, row: dict[str, Any]) -> None:
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
         with disk.disk_errors_as_user_error(self._list), open(self._list, "ab", buffering=0) as out:
-            size = out.seek(0, os.SEEK_END)
+            state, size = _file_state(out.fileno()), out.seek(0, os.SEEK_END)
+            if state != self._state and not (self._state is None and size == 0):  # None: it was made just now
+                raise _Edited
+            if self._last_line_open:
+                line = b"\n" + line
             try:
                 if out.write(line) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._list))
@@ -152,9 +223,42 @@ class Corrections:
             except BaseException:
                 out.truncate(size)
                 raise
+            self._state, self._last_line_open = _file_state(out.fileno()), False
         self._rows[row["id"]] = row
 
     def _write(self, rows: dict[str, dict[str, Any]]) -> None:
         with atomic_write(self._list) as out:
             out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
-        self._rows = rows
+            out.flush()
+            os.fsync(out.fileno())  # now, so that nearly no time is left for an edit before the list is replaced
+            written = _file_state(out.fileno())
+            if _file_state(self._list) != self._state:
+                raise _Edited
+        self._rows, self._state, self._last_line_open = rows, written, False
+
+
+def _file_state(file: Path | int) -> tuple[int, ...] | None:
+    """What tells a file from itself after an edit, and from another in its place; None if there is none."""
+    try:
+        stat = os.stat(file)
+    except FileNotFoundError:
+        return None
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _parse(data: bytes) -> dict[str, dict[str, Any]]:
+    """Parse the rows of a list by their ids; raises ``ValueError`` with the line that is none."""
+    rows: dict[str, dict[str, Any]] = {}
+    # Not splitlines, which also splits at what JSON leaves as it is, such as U+2028.
+    for number, line in enumerate(data.decode("utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            json.dumps(row, ensure_ascii=False).encode()  # an escaped half of a character can't be written again
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number}: {error}") from None
+        if not (isinstance(row, dict) and isinstance(row.get("id"), str) and isinstance(row.get("text"), str)):
+            raise ValueError(f'line {number} has no "id" and "text" that are strings')
+        rows[row["id"]] = row
+    return rows

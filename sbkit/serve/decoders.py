@@ -81,6 +81,9 @@ class _Decoder:
                 [*command, str(theirs.fileno()), str(memory), str(file_bytes)], pass_fds=[theirs.fileno()],
                 env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 start_new_session=True)  # Ctrl-C is for the server, which finishes requests in flight
+        # Not select, which takes no descriptor from 1024 on: a busy server's connections have those below.
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
         self._ready = self._used = False
 
     @property
@@ -118,7 +121,7 @@ class _Decoder:
             job.check()
             if time.monotonic() > until:
                 raise DecoderDied("took too long", again=False)
-            if select.select([self._socket], [], [], _POLL_SECONDS)[0]:
+            if self._poll.poll(1000 * _POLL_SECONDS):  # milliseconds; also when it has ended
                 try:
                     part = self._socket.recv(1 << 16)
                 except OSError:

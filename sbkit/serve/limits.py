@@ -8,6 +8,10 @@ from typing import TypeVar
 from sbkit.errors import SbkitError
 
 MEGABYTE = 1 << 20
+#: Seconds in which a server that got SIGTERM still accepts requests, and seconds to finish those in flight after that.
+#: With the cleanup they are below 30 s, the default of Kubernetes until it kills a pod. It takes a pod out of its
+#: services in a second or two.
+DRAIN_SECONDS, GRACE_SECONDS = 5.0, 20.0
 N = TypeVar("N", int, float)
 
 

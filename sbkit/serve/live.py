@@ -13,6 +13,7 @@ The server sends JSON texts; times are seconds from the first sample:
     {"type": "partial", "start": 3.1, "text": "...", "settled": "...", "heard": 4.8}   replaces the last partial
     {"type": "final", "start": 3.1, "end": 5.6, "text": "...", "words": [{"word", "start", "end", "confidence"}]}
     {"type": "done", "duration": 61.2}                                after "stop"; then it closes
+    {"type": "done", "duration": 61.2, "reason": "stopping"}          the server stops: go on elsewhere from duration
     {"type": "error", "error": {"message", "type", "param", "code"}}  then it closes
 """
 
@@ -45,6 +46,7 @@ from sbkit.serve.text import parse_object
 
 _MAX_BACKLOG_SECONDS = 5.0  # of audio that is not recognised yet; beyond that the client has to wait
 _SLOW_READER_SECONDS = 60.0  # a client that takes longer to read the last messages is dropped
+_NORMAL, _GOING_AWAY, _POLICY, _INTERNAL = 1000, 1001, 1008, 1011  # close codes of a WebSocket
 
 
 class LiveSession:
@@ -74,23 +76,28 @@ class LiveSession:
         self._stop.set()
 
     async def run(self) -> None:
-        """Run until the client sends "stop" or :meth:`end` is called, and send the whole transcript."""
+        """Run until the client sends "stop" or :meth:`end` is called, and send the whole transcript.
+
+        All audio that was received by then is in it; a client that goes on elsewhere begins at ``duration``.
+        """
         await self._websocket.send_json(self._ready)
         publishing, sending = self._start(self._publish()), self._start(self._send_queue.run())
         receiving, watching = self._start(self._receive()), self._start(self._reader.watch(self._limits.idle_seconds))
         stopping = self._start(self._stop.wait())
         await _wait_for_first(receiving, stopping, watching, publishing, sending)
+        server_stops = not receiving.done()
         for each in (receiving, stopping, watching):
             each.cancel()
         self._recogniser.feed(self._buffer.take(last=True))
         self._recogniser.finish()
         if not await _wait_for_first(publishing, sending, seconds=self._limits.request_seconds):
             raise too_late(self._limits.request_seconds)
-        self._send_queue.end({"type": "done", "duration": round(self.seconds, 3)})
+        last = {"type": "done", "duration": round(self.seconds, 3)}
+        self._send_queue.end(last | ({"reason": "stopping"} if server_stops else {}))
         if not await _wait_for_first(sending, seconds=_SLOW_READER_SECONDS):
             raise ApiError(408, f"the client didn't read its last messages within {_SLOW_READER_SECONDS:g} s",
                            code="slow_client")
-        await self._websocket.close()
+        await self._websocket.close(_GOING_AWAY if server_stops else _NORMAL)
 
     def close(self) -> None:
         for each in self._tasks:
@@ -270,7 +277,6 @@ _log = logging.getLogger(__name__)
 _START_FIELDS = frozenset({"type", "model", "sample_rate", "chunk_ms"})
 _START_SECONDS = 10.0
 _ERROR_SECONDS = 5.0  # to send an error to a client who may not read it
-_POLICY, _INTERNAL = 1008, 1011  # close codes of a WebSocket
 
 
 class LiveSessions:

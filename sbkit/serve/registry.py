@@ -21,7 +21,7 @@ from sbkit.infer.decoding import decoder
 from sbkit.infer.detector import SpeechDetector
 from sbkit.infer.engine import Engine
 from sbkit.infer.graph_model import GraphEngine
-from sbkit.infer.stream_engine import StreamEngine
+from sbkit.infer.stream_engine import StreamEngine, has_streaming_graph
 from sbkit.infer.transcript import Transcript
 from sbkit.infer.voice_engine import SpeechInput, VoiceEngine
 from sbkit.serve.backlog import Work
@@ -74,8 +74,8 @@ class ServedModel(Served, of=layout.Bundle):
         self.batcher = Batcher(self.engine, options.batch_seconds, options.batching,
                                metrics.batches.labels(self.name).observe)
         self.batcher.measure(np.zeros(int(min(_MEASURE_SECONDS, self.chunk_seconds) * config.sample_rate), np.float32))
-        model, streaming = self.engine.running.model, config.streaming
-        if streaming is not None and model in streaming.models:
+        model = self.engine.running.model
+        if has_streaming_graph(config, model):
             rows = {} if options.batching else {"max_streams": 1}
             threads = options.threads or max(1, usable_cores() - 1)  # one is left for the connections
             self.streams = StreamEngine(folder, model, options.device, threads,

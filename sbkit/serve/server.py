@@ -21,7 +21,7 @@ from typing import Any
 from sbkit.errors import SbkitError
 from sbkit.serve import access
 from sbkit.serve.access import ApiKeys, Hosts
-from sbkit.serve.limits import MEGABYTE, Limits
+from sbkit.serve.limits import DRAIN_SECONDS, GRACE_SECONDS, MEGABYTE, Limits
 from sbkit.serve.served import BundleOptions
 
 KEY_VARIABLE = "SBKIT_API_KEY"
@@ -44,7 +44,8 @@ class ServeRequest(BundleOptions):
     allow_origins : origins of web pages elsewhere that may use this server
     allow_hosts : further host names of the server
     trust_proxies : addresses of proxies whose X-Forwarded-For is believed
-    grace_seconds : time to finish requests in flight after a stop signal
+    drain_seconds : time after SIGTERM in which requests are still accepted, while ``/ready`` answers 503
+    grace_seconds : time after that to finish requests in flight
     """
 
     bundles: Sequence[str]
@@ -55,7 +56,8 @@ class ServeRequest(BundleOptions):
     allow_origins: Sequence[str] = ()
     allow_hosts: Sequence[str] = ()
     trust_proxies: Sequence[str] = ()
-    grace_seconds: float = 30.0
+    drain_seconds: float = DRAIN_SECONDS
+    grace_seconds: float = GRACE_SECONDS
     limits: Limits = field(default_factory=Limits)
 
 
@@ -146,6 +148,7 @@ class _Server:
             forwarded_allow_ips=",".join(request.trust_proxies), timeout_graceful_shutdown=grace))
         self._error: BaseException | None = None
         self._ending = threading.Event()
+        self._drain_until = 0.0
         self._watchdog: threading.Timer | None = None
 
     def run(self) -> int:
@@ -155,8 +158,9 @@ class _Server:
                             force=True)
         for room in (access.__name__, registry.__name__):  # a line for each request, and for each swap of a model
             logging.getLogger(room).setLevel(logging.INFO)
-        logging.getLogger("uvicorn.error").addFilter(
-            lambda record: not any(each in record.getMessage() for each in _CLIENT_ERRORS))
+        # After a second signal it logs a traceback of the application that was cut off.
+        logging.getLogger("uvicorn.error").addFilter(lambda record: not (
+            self._server.force_exit or any(each in record.getMessage() for each in _CLIENT_ERRORS)))
         logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns about each malformed form
         serving = threading.Thread(target=self._server.run, args=([self._listening],), name="sbkit-http")
         loading = threading.Thread(target=self._load, name="sbkit-load", daemon=True)
@@ -166,22 +170,16 @@ class _Server:
             loading.start()
             while serving.is_alive():
                 serving.join(_POLL_SECONDS)
+                if self.state.draining and not self.state.stopping:
+                    self._drain()
                 if self.state.stopping and not self._server.should_exit:
-                    self._ending.set()
-                    until = time.monotonic() + self._request.grace_seconds
-                    self._watchdog = threading.Timer(self._request.grace_seconds + _CLEANUP_SECONDS, self._give_up)
-                    self._watchdog.daemon = True
-                    self._watchdog.start()
-                    # uvicorn cuts off sockets when it ends, and only waits for requests: sessions get their time here.
-                    while self.state.live_sessions.active and time.monotonic() < until and not self._server.should_exit:
-                        time.sleep(_POLL_SECONDS / 4)
-                    left: Any = max(until - time.monotonic(), _POLL_SECONDS)  # typed as int, but fractions work
-                    self._server.config.timeout_graceful_shutdown = left
-                    self._server.should_exit = True
+                    self._finish()
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
             self._ending.set()
+            if self.state.stopping and self._watchdog is None:  # a second signal came first: nothing is waited for
+                self._start_watchdog(0.0)
             loading.join()  # Python's end aborts the process while another thread loads a model; the watchdog bounds it
             for held in (self.state.decoders, self.state.registry, self.state.corrections):
                 if held is not None:
@@ -193,6 +191,32 @@ class _Server:
         if self._error is not None:
             raise self._error
         return 0 if self.state.stopping else 1
+
+    def _drain(self) -> None:
+        """Wait for the time in which requests are still accepted, then stop; a second signal ends it."""
+        print(f"stopping in {self._request.drain_seconds:g} s: until then requests are accepted, /ready answers 503",
+              file=sys.stderr, flush=True)
+        while not self.state.stopping and time.monotonic() < self._drain_until:
+            time.sleep(_POLL_SECONDS / 4)
+        if not self.state.stopping:
+            self.state.stop()
+
+    def _finish(self) -> None:
+        """Let live sessions and requests in flight finish, and end the server then."""
+        self._ending.set()
+        until = time.monotonic() + self._request.grace_seconds
+        self._start_watchdog(self._request.grace_seconds)
+        # uvicorn cuts off sockets when it ends, and only waits for requests: sessions get their time here.
+        while self.state.live_sessions.active and time.monotonic() < until and not self._server.should_exit:
+            time.sleep(_POLL_SECONDS / 4)
+        left: Any = max(until - time.monotonic(), _POLL_SECONDS)  # typed as int, but fractions work
+        self._server.config.timeout_graceful_shutdown = left
+        self._server.should_exit = True
+
+    def _start_watchdog(self, seconds: float) -> None:
+        self._watchdog = threading.Timer(seconds + _CLEANUP_SECONDS, self._give_up, (seconds,))
+        self._watchdog.daemon = True
+        self._watchdog.start()
 
     def _load(self) -> None:
         try:
@@ -221,14 +245,21 @@ class _Server:
         print(f"ready on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
-        """Handle a signal: the first lets requests in flight finish, the second doesn't."""
-        if self.state.stopping:
+        """Handle a signal: the first lets requests in flight finish, the second doesn't.
+
+        SIGTERM comes from whoever replaces this server by another, and sends clients there meanwhile; Ctrl-C from
+        somebody who waits for the end.
+        """
+        if self.state.draining:
             self._server.force_exit = self._server.should_exit = True
+        elif number == signal.SIGTERM and self._request.drain_seconds > 0 and self.state.registry is not None:
+            self._drain_until = time.monotonic() + self._request.drain_seconds
+            self.state.drain()
+            return
         self.state.stop()
 
-    def _give_up(self) -> None:
-        print(f"not everything finished within {self._request.grace_seconds:g} s; the rest is dropped",
-              file=sys.stderr, flush=True)
+    def _give_up(self, seconds: float) -> None:
+        print(f"not everything finished within {seconds:g} s; the rest is dropped", file=sys.stderr, flush=True)
         if self.state.decoders is not None:
             self.state.decoders.close()
         os._exit(1)

@@ -9,8 +9,8 @@ import json
 import logging
 import os
 import re
+import secrets
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -290,14 +290,11 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[A
     binary = "b" in mode
     with disk.disk_errors_as_user_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, name = _new_file_beside(path)
         try:
             with open(handle, mode, encoding=None if binary else "utf-8", newline=None if binary else "") as out:
                 yield out
                 out.flush()
-                mask = os.umask(0)  # it can only be read by setting it
-                os.umask(mask)
-                os.fchmod(out.fileno(), 0o666 & ~mask)
                 os.fsync(out.fileno())
             os.replace(name, path)
         except BaseException:
@@ -305,6 +302,18 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[A
                 os.unlink(name)
             raise
         disk.sync_folder(path.parent)
+
+
+def _new_file_beside(path: Path) -> tuple[int, Path]:
+    """Create a hidden file in the folder of ``path``; return its descriptor, open to read and write, and its path.
+
+    Not by ``tempfile``, whose files only their owner may read. The permissions are those that the kernel gives by the
+    umask: to read the umask is to set it, also for files that other threads are making.
+    """
+    while True:
+        name = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        with contextlib.suppress(FileExistsError):
+            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), name
 
 
 def stored_json(path: str | os.PathLike[str]) -> dict[str, Any]:

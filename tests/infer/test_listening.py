@@ -97,6 +97,23 @@ def test_another_rate_a_search_and_hot_words(bundle, monkeypatch, tmp_path, caps
     assert len(capsys.readouterr().out.split()) == 2
 
 
+@pytest.mark.parametrize("make", [bundles.make, bundles.make_transducer])
+def test_a_model_for_whole_recordings_is_listened_with_as_serve_does(make, monkeypatch, tmp_path, capsys):
+    options = {"streams": False} if make is bundles.make_transducer else {}
+    whole = make(tmp_path / "whole", **options)
+    assert listen(whole, monkeypatch, tmp_path, pcm("she sings", "the end"), "--json") == 0
+    captured = capsys.readouterr()
+    found = facts(captured.out)
+    assert [each["text"] for each in found if each["type"] == "final"] == ["she sings", "the end"]
+    assert found[-1] == {"type": "end", "duration": round(len(pcm("she sings", "the end")) / 32_000, 3)}
+    assert "model.onnx on cpu" in captured.err and "because the model has no streaming graph" in captured.err
+    assert listen(whole, monkeypatch, tmp_path, pcm("no", repeat=3), "--rate", "48000") == 0
+    assert len(capsys.readouterr().out.split()) == 1  # a filter rings where levels change
+    assert listen(whole, monkeypatch, tmp_path, pcm("no"), "--chunk", "320") == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(
+        "has no streaming graph, so no chunks to choose from; leave out --chunk")
+
+
 @pytest.mark.parametrize(("data", "options", "message"), [
     (b"RIFF\0\0\0\0WAVEfmt ", [], r"is a file \(WAV\).*ffmpeg"),
     (b"ID3\x04\0\0", [], r"is a file \(MP3\)"), (b"OggS", [], r"is a file \(Ogg \(Vorbis, Opus\)\)"),

@@ -1,5 +1,8 @@
 """A transducer's bundle is transcribed, streamed and refused as a CTC recogniser's is."""
 
+import gc
+import weakref
+
 import bundles
 import numpy as np
 import pytest
@@ -99,3 +102,18 @@ def test_a_bundle_whose_parts_do_not_fit_is_refused(tmp_path, change, message):
     folder = bundles.change(bundles.make_transducer(tmp_path / "b", streams=False), **change)
     with pytest.raises(SbkitError, match=message):
         sbkit.infer.load(folder, device="cpu", threads=1)
+
+
+def test_stretches_of_a_recording_that_was_cancelled_go_with_it(model):
+    """A beam gathers some before it searches them together; those of others are searched."""
+    beam = decoder(model.engine.vocabulary, {"hot_words": {"ba": 8.0}})
+    states = np.zeros((50, len(bundles.PIECES)), np.float32)
+    cancelled = [beam.keep(states.copy()) for _ in range(5)]
+    other = beam.keep(states.copy())
+    held = [weakref.ref(stretch) for stretch, _ in cancelled]
+    del cancelled
+    gc.collect()
+    assert [each() for each in held] == [None] * 5
+    gathered = [beam.keep(states.copy()) for _ in range(beam.at_once)]
+    assert other[0].states is None, "it was searched with those of others"
+    assert len(beam.tokens([[other], gathered])) == 2

@@ -1,5 +1,6 @@
 """Corrections: what a client sends is a corpus, and nobody fills the disk, loses a row or reads another's."""
 
+import contextlib
 import errno
 import json
 import os
@@ -221,3 +222,91 @@ def test_a_transcript_says_what_its_correction_is_worth_only_where_some_are_kept
     with serving.serving(bundle) as other:
         answers.append(other.post("unseen words", response_format="verbose_json").json())
     assert 0 <= answers[0]["worth_correcting"] <= 1 and "worth_correcting" not in answers[1]
+
+
+def edit(folder, change, in_place=False):
+    """Change the rows of a list as an editor does: a new file in its place, or its bytes in place."""
+    listed = folder / "corrections.jsonl"
+    lines = "".join(f"{json.dumps(row)}\n" for row in change(rows(folder)))
+    if in_place:
+        listed.write_text(lines)
+    else:
+        (folder / "new").write_text(lines)
+        os.replace(folder / "new", listed)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_the_operator_edits_and_deletes_while_the_server_runs_stays_so(tmp_path, in_place):
+    with contextlib.closing(Corrections(tmp_path, 1 << 20)) as kept:
+        first, second, third = [kept.save(np.full(160, value), 16_000, text, heard=None)
+                                for value, text in ((0.1, "won"), (0.2, "two"), (0.3, "three"))]
+        edit(tmp_path, lambda listed: [listed[0] | {"text": "one", "speaker": "me"}, listed[2]], in_place)
+        edited = first | {"text": "one", "speaker": "me"}
+        fourth = kept.save(np.full(160, 0.4), 16_000, "four", heard=None)  # is appended
+        assert rows(tmp_path) == [edited, third, fourth]
+        edit(tmp_path, lambda listed: [{**row, "text": row["text"].upper()} for row in listed], in_place)
+        again = kept.save(np.full(160, 0.3), 16_000, "free", heard=None)  # costs a new list
+        assert again["corrected"] == 2
+        assert rows(tmp_path) == [edited | {"text": "ONE"}, again, fourth | {"text": "FOUR"}]
+        edit(tmp_path, lambda listed: listed[:2], in_place)
+        kept.delete(first["id"])
+        assert rows(tmp_path) == [again]
+        assert dict(kept.words) == {"free": 1}
+        for gone in (second, fourth):
+            with pytest.raises(ApiError, match="there is no correction"):
+                kept.delete(gone["id"])
+        assert kept.save(np.full(160, 0.2), 16_000, "two", heard=None)["corrected"] == 1
+    with contextlib.closing(Corrections(tmp_path, 1 << 20)) as kept:
+        assert dict(kept.words) == {"free": 1, "two": 1}
+
+
+def test_an_edit_between_the_look_at_the_list_and_its_replacement_stays(tmp_path, monkeypatch):
+    """The operator's editor saves while the new list is being written to the disk."""
+    with contextlib.closing(Corrections(tmp_path, 1 << 20)) as kept:
+        first, _ = [kept.save(np.full(160, value), 16_000, text, heard=None)
+                    for value, text in ((0.1, "one"), (0.2, "two"))]
+        fsync, edits = os.fsync, []
+
+        def edit_meanwhile(handle):
+            fsync(handle)
+            if not edits and ".corrections.jsonl" in os.readlink(f"/proc/self/fd/{handle}"):
+                edits.append(edit(tmp_path, lambda listed: [listed[0] | {"text": "won"}, listed[1]]))
+
+        monkeypatch.setattr(os, "fsync", edit_meanwhile)
+        again = kept.save(np.full(160, 0.2), 16_000, "too", heard=None)
+        assert edits and rows(tmp_path) == [first | {"text": "won"}, again]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["clips", "corrections.jsonl"]
+
+
+@pytest.mark.parametrize("line", ['{"id": "a", "text": "on', "[1]", '{"id": 1, "text": "a"}', '{"id": "a"}',
+                                  '{"id": "a", "text": "\\ud800"}', "[" * 100_000])
+def test_a_list_that_an_edit_broke_is_left_as_it_is_and_nothing_is_saved_until_it_is_mended(tmp_path, caplog, line):
+    with contextlib.closing(Corrections(tmp_path, 1 << 20)) as kept:
+        listed = tmp_path / "corrections.jsonl"
+        first = kept.save(np.full(160, 0.1), 16_000, "one", heard=None)
+        whole = listed.read_bytes()
+        listed.write_bytes(whole + line.encode())
+        for call in (lambda: kept.save(np.full(160, 0.2), 16_000, "two", heard=None),
+                     lambda: kept.save(np.full(160, 0.1), 16_000, "won", heard=None),
+                     lambda: kept.delete(first["id"])):
+            with pytest.raises(ApiError, match="was edited and can't be read") as error:
+                call()
+            assert error.value.status == 503
+        assert listed.read_bytes() == whole + line.encode() and "line 2" in caplog.text
+        assert [path.stem for path in (tmp_path / "clips").iterdir()] == [first["id"]]
+        listed.write_bytes(whole[:-1])  # mended, without the last line break
+        second = kept.save(np.full(160, 0.2), 16_000, "two", heard=None)
+        assert rows(tmp_path) == [first, second]
+        listed.unlink()
+        third = kept.save(np.full(160, 0.3), 16_000, "three", heard=None)
+        assert rows(tmp_path) == [third] and dict(kept.words) == {"three": 1}
+    assert f"rows that are gone: {', '.join(sorted([first['id'], second['id']]))}" in caplog.text
+
+
+def test_words_that_no_correction_has_any_more_are_forgotten(tmp_path):
+    with contextlib.closing(Corrections(tmp_path, 1 << 20)) as kept:
+        for number in range(20):
+            name = kept.save(np.zeros(160), 16_000, f"word{number} other{number} the", heard=None)["id"]
+            assert dict(kept.words) == {f"word{number}": 1, f"other{number}": 1, "the": 1}
+        kept.delete(name)
+        assert not kept.words

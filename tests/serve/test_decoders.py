@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import resource
 import sys
 import tempfile
 import textwrap
@@ -215,6 +216,21 @@ def test_a_recording_is_counted_while_it_is_decoded_whatever_its_header_says(mon
     out = io.BytesIO()
     answer = decoder_process.decode(io.BytesIO(serving.silence(100)), out, 16_000, 30.0)
     assert answer == {"too_long": "longer than 30 s"} and len(out.getvalue()) <= 4 * 16_000 * 30
+
+
+def test_decodes_when_its_descriptors_are_above_1023(started):
+    """As on a server with many connections, which replaces a decoder."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1_200:
+        pytest.skip("this process may not open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1_200), hard))
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(1_030):
+                stack.enter_context(open(os.devnull))
+            assert len(decode(started(), serving.wav("a"))) == len(bundles.say("a"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_nothing_stays_behind(decoders):

@@ -279,6 +279,29 @@ def test_the_page_and_the_probes_are_open(locked):
     assert [httpx.get(locked.url + path).status_code for path in ("/", "/health", "/ready")] == [200] * 3
 
 
+def test_without_a_key_health_is_the_status_alone(locked):
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        assert httpx.get(f"{locked.url}/health", headers=headers).json() == {"status": "ok"}
+    all_of_it = httpx.get(f"{locked.url}/health", headers={"authorization": b"Bearer " + KEY.encode("latin-1")}).json()
+    assert set(all_of_it) == {"status", "version", "faults", "models"}
+    assert all_of_it["models"]["level"]["file"] == "model.onnx"
+
+
+def test_without_a_key_a_fault_is_not_described(bundle):
+    def fail(real, *batch):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with serving.serving(bundle, keys=["secret"]) as server:
+        keyed = {"authorization": "Bearer secret"}
+        with server.acting(fail):
+            assert server.post("a", headers=keyed).status_code == 503
+        answers = [httpx.get(server.url + path) for path in ("/health", "/ready")]
+        assert [each.status_code for each in answers] == [503, 503]
+        assert [each.json() for each in answers] == [{"status": "unhealthy"}, {"ready": False, "why": "unhealthy"}]
+        assert "device-side assert" in httpx.get(f"{server.url}/health", headers=keyed).json()["faults"][0]
+        assert "device-side assert" in httpx.get(f"{server.url}/ready", headers=keyed).json()["why"]
+
+
 def test_the_official_client_has_its_own_error_for_a_wrong_key(locked):
     with locked.openai("wrong") as client:
         with pytest.raises(openai.AuthenticationError) as refused:

@@ -12,13 +12,10 @@ import pytest
 import serving
 import soxr
 import websockets
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
 from websockets.sync.client import connect
 
-from sbkit.decode.spans import Word
 from sbkit.serve.limits import Limits
-from sbkit.serve.live_recogniser import Tail
 
 RATE, FRAME = bundles.RATE, bundles.FRAME
 PAUSE = np.zeros(RATE, dtype=np.float32)
@@ -118,64 +115,6 @@ def test_the_clients_own_rate_is_resampled(server):
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_however_it_is_cut_into_frames_the_words_are_those_of_the_recording(data):
-    """Through the tail alone, with a model that hears exactly: no word is lost, doubled or changed."""
-    names = data.draw(st.lists(st.text("abcdefgh", min_size=1, max_size=6), min_size=1, max_size=40))
-    gaps = data.draw(st.lists(st.sampled_from([0.08, 0.2, 0.5, 0.8, 3.0, 9.0]), min_size=len(names),
-                              max_size=len(names)))
-    spoken, at = [], 0.4
-    for name, gap in zip(names, gaps, strict=True):
-        length = FRAME * max(1, round(0.1 * len(name) * RATE / FRAME)) / RATE
-        begin = round(at * RATE / FRAME) * FRAME / RATE
-        spoken.append(Word(name, begin, begin + length, 1.0))
-        at = begin + length + gap
-    total = int(at * RATE)
-    longest = data.draw(st.sampled_from([4.0, 8.0, 20.0]))
-    tail, found, most = Tail(RATE, FRAME, longest), [], 0
-
-    def look(end=False):
-        signal, skip = tail.window()
-        last = end and not tail.undecoded_seconds
-        first, until = tail.start / RATE, (tail.start + len(signal)) / RATE
-        from_ = first + skip * FRAME / RATE
-        heard = [Word(word.text, max(word.start, from_) - from_, min(word.end, until) - from_, 1.0)
-                 for word in spoken if word.end > from_ + 1e-6 and word.start < until - 1e-6]
-        found.extend(tail.finalise(heard, len(signal), skip, last)[0])
-        return last
-
-    came = 0
-    while came < total:
-        step = min(data.draw(st.sampled_from([160, 1600, 5000, 16000])), total - came)
-        tail.add(np.zeros(step, dtype=np.float32))
-        came += step
-        if tail.due:
-            look()
-        most = max(most, tail.length)
-    while not look(end=True):
-        pass
-    whole = [(word.text, round(word.start, 3), round(word.end, 3)) for word in found]
-    assert whole == [(word.text, round(word.start, 3), round(word.end, 3)) for word in spoken]
-    assert most <= (longest + 3) * RATE
-
-
-def test_speech_without_end_is_held_in_seconds_of_memory():
-    """A tail never grows beyond what the model hears at once, with or without pauses, with or without words."""
-    def endless(until):
-        return [Word("a", 0.1 * i, 0.1 * i + 0.05, 1.0) for i in range(int(until * 10))]
-
-    for words in (lambda until: [], endless):
-        tail, heard = Tail(RATE, FRAME, 20.0), 0
-        for _ in range(6_000):  # ten minutes in tenths of a second, thirty times what is heard at once
-            tail.add(np.zeros(1600, dtype=np.float32))
-            if tail.due:
-                signal, skip = tail.window()
-                heard += len(signal)
-                tail.finalise(words(len(signal) / RATE - skip * FRAME / RATE), len(signal), skip)
-            assert tail.length <= 23 * RATE
-        assert heard <= 12 * 600 * RATE, "what is looked at again and again has a bounded cost"
-
-
 @pytest.mark.parametrize("first, param, words", [
     ('{"type": "start", "model": "nobody", "sample_rate": 16000}', "model", "does not exist"),
     ('{"type": "start", "model": ["level"], "sample_rate": 16000}', "model", "a name, not ['level']"),

@@ -1,5 +1,6 @@
 """``sbkit serve`` as it is started: what it imports, what it refuses in one line, how it ends; no pickle is opened."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -26,9 +27,10 @@ from sbkit.serve import registry, server
 HEAVY = ("torch", "torchaudio", "speechbrain", "hyperpyyaml", "ruamel", "yaml", "pyarrow", "datasets", "sentencepiece")
 
 
-def started(bundle, **how):
+def started(bundle, drain_seconds=0, **how):
     """The process of a server of a bundle, and where it listens."""
-    return serving.started(sys.executable, "-m", "sbkit", "serve", bundle, "--port", 0, "--threads", 1, **how)[:2]
+    return serving.started(sys.executable, "-m", "sbkit", "serve", bundle, "--port", 0, "--threads", 1,
+                           "--drain-seconds", drain_seconds, **how)[:2]
 
 
 def refused(capsys, *words):
@@ -134,13 +136,15 @@ def test_sigterm_lets_a_live_session_finish(bundle):
         process.send_signal(signal.SIGTERM)
         messages = [json.loads(message) for message in session]
     assert [each["type"] for each in messages][-2:] == ["final", "done"] and messages[-2]["text"] == "hello"
+    assert messages[-1]["reason"] == "stopping" and session.close_code == 1001, "the client can go on elsewhere"
+    assert messages[-1]["duration"] == pytest.approx(len(bundles.say("hello")) / bundles.RATE, abs=0.001)
     process.communicate(timeout=30)
     assert process.returncode == 0
 
 
 def test_who_comes_while_it_stops_is_sent_away_and_the_probes_are_answered(server):
     state = server.state
-    state.stopping = True
+    state.draining = state.stopping = True
     try:
         for method, path in (("GET", "/v1/models"), ("POST", "/v1/audio/transcriptions"), ("POST", "/v1/audio/speech"),
                              ("GET", "/")):
@@ -150,7 +154,84 @@ def test_who_comes_while_it_stops_is_sent_away_and_the_probes_are_answered(serve
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert httpx.get(f"{server.url}/ready").json() == {"ready": False, "why": "stopping"}
     finally:
-        state.stopping = False
+        state.draining = state.stopping = False
+
+
+def test_who_comes_while_it_drains_is_answered_and_goes_elsewhere_next(server):
+    """A connection that is kept alive would bind a client to this server, whatever a balancer does."""
+    state = server.state
+    with httpx.Client() as client:
+        first = client.get(f"{server.base}/models")
+        assert first.status_code == 200 and first.headers.get("connection") != "close"
+        state.draining = True
+        try:
+            answers = [client.get(f"{server.base}/models"), server.post("good"), httpx.get(f"{server.url}/health")]
+            assert [each.status_code for each in answers] == [200] * 3 and answers[1].json()["text"] == "good"
+            assert [each.headers.get_list("connection") for each in answers] == [["close"]] * 3
+            ready = httpx.get(f"{server.url}/ready")
+            assert (ready.status_code, ready.json()) == (503, {"ready": False, "why": "stopping"})
+            with connect(server.live) as session:
+                session.send(json.dumps({"type": "start", "model": "level", "sample_rate": bundles.RATE}))
+                assert json.loads(session.recv(10))["type"] == "ready"
+                session.send('{"type": "stop"}')
+                assert json.loads(session.recv(10)) == {"type": "done", "duration": 0.0}
+        finally:
+            state.draining = False
+
+
+@pytest.mark.slow
+def test_a_rolling_update_loses_no_request_and_no_word(bundle):
+    """Clients of a balancer that asks /ready, with connections that are kept alive, and somebody who speaks."""
+    process, url = started(f"level={bundle}", drain_seconds=3)
+    answers, heard, ready = [], [], threading.Event()
+    ready.set()
+
+    def ask():
+        with httpx.Client(timeout=60) as client:
+            while ready.is_set():
+                answer = client.post(f"{url}/v1/audio/transcriptions", data={"model": "level"},
+                                     files={"file": ("a.wav", serving.wav("good"))})
+                answers.append((answer.status_code, answer.json().get("text")))
+
+    def balance():  # as Kubernetes and others: each second, so that some requests come after the signal
+        while httpx.get(f"{url}/ready").status_code == 200:
+            time.sleep(1)
+        ready.clear()
+
+    clients = [threading.Thread(target=call) for call in (ask, ask, balance)]
+    with connect(url.replace("http", "ws") + "/v1/audio/live") as session:
+        session.send(json.dumps({"type": "start", "model": "level", "sample_rate": bundles.RATE}))
+        assert json.loads(session.recv(10))["type"] == "ready"
+        for client in clients:
+            client.start()
+        serving.until(lambda: len(answers) > 5)
+        process.send_signal(signal.SIGTERM)
+        signalled = time.monotonic()
+        session.send((bundles.say("hello") * 32767).astype("<i2").tobytes())
+        heard += [json.loads(message) for message in session]
+    for client in clients:
+        client.join()
+    _, err = process.communicate(timeout=30)
+    assert set(answers) == {(200, "good")} and process.returncode == 0 and "Traceback" not in err
+    assert [each.get("text") for each in heard][-2:] == ["hello", None] and heard[-1]["reason"] == "stopping"
+    assert 3 <= time.monotonic() - signalled < 15 and "stopping in 3 s" in err
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [[signal.SIGTERM, signal.SIGTERM], [signal.SIGTERM, signal.SIGINT],
+                                     [signal.SIGINT]])
+def test_a_second_signal_or_ctrl_c_does_not_wait_for_the_drain(bundle, signals):
+    process, url = started(f"level={bundle}", drain_seconds=100)
+    for number in signals:
+        process.send_signal(number)
+        if number == signal.SIGTERM:
+            with contextlib.suppress(httpx.TransportError):  # of the last one
+                serving.until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and time.monotonic() - began < 10 and "Traceback" not in err
 
 
 STUCK = """
@@ -171,7 +252,7 @@ sys.exit(main(["serve", *sys.argv[1:]]))
 def test_one_deadline_ends_all_even_a_model_that_never_comes_back(bundle):
     """A live session, a request in the model and an upload that trickles: none of them adds its own time."""
     process, url, _ = serving.started(sys.executable, "-c", STUCK, f"level={bundle}", "--port", 0, "--threads", 1,
-                                      "--grace-seconds", 2)
+                                      "--grace-seconds", 2, "--drain-seconds", 0)
     port = int(url.rsplit(":", 1)[1])
     with connect(url.replace("http", "ws") + "/v1/audio/live") as session, \
             socket.create_connection(("127.0.0.1", port)) as upload:

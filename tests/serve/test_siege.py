@@ -54,7 +54,7 @@ def ask(url, data):
                       timeout=60)
 
 
-SERVE = (sys.executable, "-m", "sbkit", "serve", "--port", 0, "--threads", 1)
+SERVE = (sys.executable, "-m", "sbkit", "serve", "--port", 0, "--threads", 1, "--drain-seconds", 0)
 
 
 def started(words):

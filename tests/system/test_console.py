@@ -1,8 +1,10 @@
 """Output that nobody can read any more fails nobody, and is in the log once."""
 
 import logging
+import os
 import pkgutil
 import re
+import stat
 import subprocess
 import sys
 import threading
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sbkit.system import console
-from sbkit.system.console import LastingStream, LogFile, progress
+from sbkit.system.console import LastingStream, LogFile, atomic_write, progress
 
 SCRIPT = """
 import logging, os, sys, time
@@ -176,3 +178,19 @@ def test_a_script_ends_in_one_line_with_its_own_place(tmp_path):
         "subscriptable; let compute_forward return its outputs\n")
     own = subprocess.run([sys.executable, script, "own"], capture_output=True, text=True)
     assert own.returncode == 1 and "Traceback" in own.stderr and own.stderr.endswith("KeyError: 'own'\n")
+
+
+@pytest.mark.parametrize(("mask", "permissions"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_a_written_file_has_the_permissions_of_the_umask_which_is_never_set(tmp_path, monkeypatch, mask, permissions):
+    """To set it, even for a moment, is to set it for the files of all other threads."""
+    before = os.umask(mask)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "umask", lambda mask: pytest.fail("the umask of the process is set"))
+            for mode, content in (("w", "text"), ("wb", b"bytes")):
+                with atomic_write(tmp_path / "file", mode) as file:
+                    file.write(content)
+                assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == permissions
+    finally:
+        os.umask(before)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
