@@ -88,6 +88,8 @@ class Batch(PlannedBatch):
     """
     damaged: list[tuple[str, str]] = field(default_factory=list)
     """(id, reason) of every utterance that belongs here and could not be read."""
+    goes_on: list[tuple[str, str]] = field(default_factory=list)
+    """(id, what is wrong) of every utterance whose recording goes on after what its row says."""
     samples: int = 0
     """Sum of ``signal_lengths``, known on the CPU; 0 for a stand-in."""
     sample_rate: int = SAMPLE_RATE
