@@ -166,8 +166,8 @@ class Reader(Dataset[Any]):
             ids=ids, signals=_pad(signals, torch.int16 if stored else torch.float32, self._width(lengths, shape)),
             signal_lengths=torch.tensor(lengths), tokens=encoded, beyond_shape=beyond,
             token_lengths=torch.tensor([len(line) for line in tokens]), real=torch.arange(len(ids)) < count,
-            texts=texts, columns=columns, labels=labels, damaged=damaged, goes_on=self._goes_on, samples=sum(lengths[:count]),
-            sample_rate=self.sample_rate, **place,
+            texts=texts, columns=columns, labels=labels, damaged=damaged, goes_on=self._goes_on,
+            samples=sum(lengths[:count]), sample_rate=self.sample_rate, **place,
         )
 
     def _width(self, lengths: list[int], shape: Shape | None) -> int:
@@ -194,7 +194,8 @@ class Reader(Dataset[Any]):
                                   remote=manifest.remote, as_stored=as_stored, goes_on=goes_on)
 
         def note_rest(recorded: float) -> None:
-            self._goes_on.append((name, f"its row says {duration:.2f} s, but {manifest.wavs[row]} has {recorded:.2f} s"))
+            what = f"its row says {duration:.2f} s, but {manifest.wavs[row]} has {recorded:.2f} s"
+            self._goes_on.append((name, what))
 
         # Preparation compares some rows with their recordings; here it costs nothing to compare all.
         note = note_rest if self._whole_recordings else None
