@@ -121,7 +121,7 @@ def on_device(batches: Iterable[Any], loader: object, device: str) -> Iterable[A
 def check_planned(batch: T) -> T:
     """Return a batch of a plan; refuse one that only looks as if it said where its step ends."""
     if hasattr(batch, "last") and not isinstance(batch, PlannedBatch):
-        raise SbkitError(f"{type(batch).__name__}.last doesn't say where an optimizer step ends: it may be a key of the "
+        raise SbkitError(f"{type(batch).__name__}.last doesn't say where an optimizer step ends: it may be a key of a "
                          "recipe", hint="derive the class of a plan's batches from sbkit.data.batch.PlannedBatch")
     return batch
 

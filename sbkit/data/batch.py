@@ -100,6 +100,11 @@ class Batch(PlannedBatch):
         if self.real is None:
             self.real = self.signals.new_full((len(self.ids),), self.weight != 0, dtype=torch.bool)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the fields of a pickled batch; one that an earlier version saved for ``sbkit rerun`` lacks the newest.
+        """
+        vars(self).update({"goes_on": [], **state})
+
     def __len__(self) -> int:
         """The number of rows."""
         return len(self.ids)
