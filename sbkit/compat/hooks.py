@@ -96,7 +96,7 @@ class BrainHooks:
                     "(with round_seconds) has changed. Some utterances of this epoch are used twice or not at all.",
                     epoch, begun, steps)
             state.epoch_steps = steps
-            rest = train_set.at(epoch, min(state.epoch_step, steps))
+            rest = map(loaders.check_planned, train_set.at(epoch, min(state.epoch_step, steps)))
             on_device = loaders.on_device(rest, train_set, brain.device)
             return EpochBatches(partial(loaders.iterator_of, on_device), state.epoch_step, steps, last_batch)
         loaders.set_epoch(epoch, brain.train_sampler, train_set)

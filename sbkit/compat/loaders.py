@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import speechbrain as sb
 import torch
@@ -24,6 +24,7 @@ from speechbrain.dataio.sampler import DistributedSamplerWrapper
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
+from sbkit.data.batch import PlannedBatch
 from sbkit.data.reader import init_worker, starting_workers
 from sbkit.errors import SbkitError
 from sbkit.train import rng
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def has_plan(loader: object) -> bool:
@@ -114,6 +116,14 @@ def on_device(batches: Iterable[Any], loader: object, device: str) -> Iterable[A
     if hasattr(loader, "to_device"):
         return loader.to_device(batches, device)
     return (batch.to(device) if hasattr(batch, "to") else batch for batch in batches)
+
+
+def check_planned(batch: T) -> T:
+    """Return a batch of a plan; refuse one that only looks as if it said where its step ends."""
+    if hasattr(batch, "last") and not isinstance(batch, PlannedBatch):
+        raise SbkitError(f"{type(batch).__name__}.last doesn't say where an optimizer step ends: it may be a key of a "
+                         "recipe", hint="derive the class of a plan's batches from sbkit.data.batch.PlannedBatch")
+    return batch
 
 
 def resolve_loader(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: dict[str, Any]) -> DataSource:

@@ -72,7 +72,7 @@ class AudioError(SbkitError):
 def read_audio(
     wav: str | os.PathLike[str] | bytes | BinaryIO, *, start: float = 0.0, duration: float | None = None,
     sample_rate: int | None = 16_000, speed: float = 1.0, slack: float = 0.0, remote: Remote = NO_REMOTE,
-    as_stored: bool = False,
+    as_stored: bool = False, goes_on: Callable[[float], None] | None = None,
 ) -> np.ndarray:
     """Read a recording, or a segment of it: decode, mix to mono and resample in one pass.
 
@@ -85,6 +85,7 @@ def read_audio(
     slack: if the recording ends at most this many seconds after the segment, it is read to its end.
     speed: 1.1 makes the recording faster and higher, 0.9 slower and lower, in the same resampling.
     as_stored: leave samples of 16 bits as they are, if nothing changes them.
+    goes_on: called with the recording's seconds if it ends later than ``slack`` after the segment.
 
     Returns
     -------
@@ -96,6 +97,9 @@ def read_audio(
     with open_recording(wav, name, remote) as opened:
         rate = opened.file.samplerate
         to_rate = sample_rate or rate
+        recorded = opened.file.frames / rate
+        if goes_on is not None and duration is not None and recorded > start + duration + slack:
+            goes_on(recorded)
         as_stored = as_stored and rate * speed == to_rate and (
             opened.file.subtype, opened.file.channels) == ("PCM_16", 1)
         [signal] = opened.blocks(start, duration, slack, dtype="int16" if as_stored else "float32")
@@ -106,11 +110,12 @@ def read_audio(
 
 
 def read_utterance(wav: str, start: float, duration: float, *, sample_rate: int = 16_000,
-                   speed: float = 1.0, remote: Remote = NO_REMOTE, as_stored: bool = False) -> np.ndarray:
+                   speed: float = 1.0, remote: Remote = NO_REMOTE, as_stored: bool = False,
+                   goes_on: Callable[[float], None] | None = None) -> np.ndarray:
     """Read the recording of a manifest's row as ``read_audio`` does; ``AudioError`` if it was cut off."""
     slack = 0.0 if start else length_tolerance(duration)
     signal = read_audio(wav, start=start, duration=duration, sample_rate=sample_rate, speed=speed, slack=slack,
-                        remote=remote, as_stored=as_stored)
+                        remote=remote, as_stored=as_stored, goes_on=goes_on)
     check_whole(wav, duration, len(signal) * speed / sample_rate)
     return signal
 

@@ -88,6 +88,8 @@ class Batch(PlannedBatch):
     """
     damaged: list[tuple[str, str]] = field(default_factory=list)
     """(id, reason) of every utterance that belongs here and could not be read."""
+    goes_on: list[tuple[str, str]] = field(default_factory=list)
+    """(id, what is wrong) of every utterance whose recording goes on after what its row says."""
     samples: int = 0
     """Sum of ``signal_lengths``, known on the CPU; 0 for a stand-in."""
     sample_rate: int = SAMPLE_RATE
@@ -97,6 +99,11 @@ class Batch(PlannedBatch):
     def __post_init__(self) -> None:
         if self.real is None:
             self.real = self.signals.new_full((len(self.ids),), self.weight != 0, dtype=torch.bool)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the fields of a pickled batch; one that an earlier version saved for ``sbkit rerun`` lacks the newest.
+        """
+        vars(self).update({"goes_on": [], **state})
 
     def __len__(self) -> int:
         """The number of rows."""

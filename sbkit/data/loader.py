@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 #: Micro-batches that each worker reads ahead.
 PREFETCH = 4
-#: Damaged recordings that an error names; ten times as many are logged one by one.
+#: Damaged recordings that an error names (ten times as many are logged one by one), and rows that are shorter than
+#: their recordings, of which one has the cause of all.
 NAMED = 5
 
 
@@ -85,6 +86,7 @@ class _Loader:
         self.max_damaged_share, self.damaged_floor = max_damaged_share, damaged_floor
         self.damaged: dict[str, str] = {}
         """The reason for each utterance id that could not be read so far."""
+        self._named: set[str] = set()  # utterances whose recordings go on after what their rows say
         self._pid = os.getpid()
         self._read = self._failed = self._turn = 0
         self._requests = _Requests()
@@ -128,6 +130,11 @@ class _Loader:
                 if name not in self.damaged and len(self.damaged) < 10 * NAMED:
                     logger.warning("left out: %s: %s", name, reason)
                 self.damaged[name] = reason
+            for name, what in batch.goes_on:
+                if name not in self._named and len(self._named) < NAMED:
+                    logger.warning("%s: %s: only its begin is read, with the whole text. Prepare the corpus again with "
+                                   "its check_audio: all, which measures every recording", name, what)
+                    self._named.add(name)
             if self._failed > self.damaged_floor + self.max_damaged_share * self._read:
                 first = "; ".join(f"{name}: {reason}" for name, reason in list(self.damaged.items())[:NAMED])
                 raise SbkitError(

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, Protocol
@@ -77,6 +77,9 @@ class Reader(Dataset[Any]):
         self.least, self.nonspeech = least, nonspeech
         # Stages of augmentation, and columns that share or join recordings, compute with them.
         self.as_stored = as_stored and not self.columns.signals and (augment is None or not augment.stages)
+        # Where rows are segments, their recordings go on.
+        self._whole_recordings = not manifest.starts.any()
+        self._goes_on: list[tuple[str, str]] = []  # of the batch that is being read
         self.reading = torch.full((1,), -1)
         """The row that each worker process read last, in shared memory."""
         if augment is not None:
@@ -101,6 +104,7 @@ class Reader(Dataset[Any]):
         """Read the batch of a request; recordings that can't be read are left out and named in ``batch.damaged``."""
         place: dict[str, Any] = {"step": request.step, "micro": request.micro, "micros": request.micros}
         ids, texts, read, damaged = [], [], [], []
+        self._goes_on = []
         columns: dict[str, Any] = {name: [] for name in self.columns.texts}
         rows = request.rows.tolist()
         if self._sharded:
@@ -124,7 +128,7 @@ class Reader(Dataset[Any]):
                              **place)
             if shape is None:
                 further = self.columns.stand_in(empty.signals, empty.signal_lengths)
-                return dataclasses.replace(empty, damaged=damaged, **further)
+                return dataclasses.replace(empty, damaged=damaged, goes_on=self._goes_on, **further)
             fill = max(0, shape.rows - count)
             ids, texts = [*ids[:count], *[STAND_IN] * fill], [*texts[:count], *[""] * fill]
             read = read[:count] + [[empty.signals[0, :shape.samples(self.sample_rate)].numpy()]
@@ -162,8 +166,8 @@ class Reader(Dataset[Any]):
             ids=ids, signals=_pad(signals, torch.int16 if stored else torch.float32, self._width(lengths, shape)),
             signal_lengths=torch.tensor(lengths), tokens=encoded, beyond_shape=beyond,
             token_lengths=torch.tensor([len(line) for line in tokens]), real=torch.arange(len(ids)) < count,
-            texts=texts, columns=columns, labels=labels, damaged=damaged, samples=sum(lengths[:count]),
-            sample_rate=self.sample_rate, **place,
+            texts=texts, columns=columns, labels=labels, damaged=damaged, goes_on=self._goes_on,
+            samples=sum(lengths[:count]), sample_rate=self.sample_rate, **place,
         )
 
     def _width(self, lengths: list[int], shape: Shape | None) -> int:
@@ -184,12 +188,20 @@ class Reader(Dataset[Any]):
         rng = None if self.augment is None else self.augment.rng(self.seed, pass_number, name)
         speed = 1.0 if self.augment is None or rng is None else self.augment.speed(rng)
 
-        def read(wav: str, start: float, duration: float, speed: float = 1.0, as_stored: bool = False) -> np.ndarray:
+        def read(wav: str, start: float, duration: float, speed: float = 1.0, as_stored: bool = False,
+                 goes_on: Callable[[float], None] | None = None) -> np.ndarray:
             return read_utterance(wav, start, duration, sample_rate=self.sample_rate, speed=speed,
-                                  remote=manifest.remote, as_stored=as_stored)
+                                  remote=manifest.remote, as_stored=as_stored, goes_on=goes_on)
+
+        def note_rest(recorded: float) -> None:
+            what = f"its row says {duration:.2f} s, but {manifest.wavs[row]} has {recorded:.2f} s"
+            self._goes_on.append((name, what))
+
+        # Preparation compares some rows with their recordings; here it costs nothing to compare all.
+        note = note_rest if self._whole_recordings else None
 
         if self.nonspeech is None:
-            recording = read(manifest.wavs[row], start, duration, speed, as_stored)
+            recording = read(manifest.wavs[row], start, duration, speed, as_stored, note)
         else:
             silence = Augment.rng(self.seed, pass_number, f"{name} silence")
             if rows := self.nonspeech.rows_of(manifest.wavs[row]):
@@ -200,7 +212,7 @@ class Reader(Dataset[Any]):
                                                   [each() for each in spoken], like)
             else:
                 under = silence.random() < self.nonspeech.under
-                recording = alone = read(manifest.wavs[row], start, duration, speed, as_stored and not under)
+                recording = alone = read(manifest.wavs[row], start, duration, speed, as_stored and not under, note)
                 if under:
                     recording = self.nonspeech.signal(len(alone), self.sample_rate, silence, [alone], lambda: alone,
                                                       UNDER)

@@ -357,6 +357,41 @@ def test_damaged_recordings_are_left_out_and_named(manifest, workers, tmp_path, 
     assert "left out: u3" in caplog.text
 
 
+def shorter(manifest: Manifest, rows: list[int], **columns) -> Manifest:
+    """A list that gives these rows half of their recordings."""
+    durations = manifest.durations.copy()
+    durations[rows] /= 2
+    return manifest.replace(durations=durations, **columns)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_row_shorter_than_its_recording_is_named_once(manifest, workers, caplog):
+    rows = sorted(np.argsort(manifest.durations)[-3:].tolist())
+    with make(shorter(manifest, rows), workers=workers) as loader:
+        for epoch in (1, 2):
+            list(loader.at(epoch))
+    told = [line for line in caplog.messages if "only its begin is read" in line]
+    assert sorted(line.split(":")[0] for line in told) == sorted(manifest.ids[row] for row in rows)
+    row = rows[0]
+    line, = (line for line in told if line.startswith(f"{manifest.ids[row]}: "))
+    seconds = manifest.durations[row]
+    assert f"its row says {seconds / 2:.2f} s, but {manifest.wavs[row]} has {seconds:.2f} s" in line
+    assert "check_audio: all" in line
+
+
+def test_of_many_rows_shorter_than_their_recordings_a_few_are_named(manifest, caplog):
+    long = np.flatnonzero(manifest.durations > 0.6)
+    list(make(shorter(manifest, long)).at(1))
+    assert len(long) > 10 and sum("only its begin is read" in line for line in caplog.messages) == 5
+
+
+@pytest.mark.parametrize("rows, starts", [([], None), ([20], [0.0] * 23 + [0.1])], ids=["whole", "segments"])
+def test_whole_recordings_and_segments_are_not_named(manifest, rows, starts, caplog):
+    columns = {} if starts is None else {"starts": starts}
+    list(make(shorter(manifest, rows, **columns)).at(1))
+    assert "only its begin" not in caplog.text
+
+
 def test_a_share_that_is_all_damaged_becomes_a_stand_in(manifest, tmp_path):
     hurt = damage(manifest, list(range(24)), tmp_path)
     loader = make(hurt, damaged_floor=100)

@@ -12,6 +12,7 @@ from speechbrain.utils.train_logger import TrainLogger
 from torch.utils.data import IterableDataset
 
 from sbkit.compat import loaders
+from sbkit.data.batch import PlannedBatch
 from sbkit.errors import SbkitError
 from sbkit.tasks.task import Task
 from sbkit.train.checkpoint import Checkpointer
@@ -85,7 +86,7 @@ class Counts(Task):
         return self.compute_objectives(self.compute_forward(batch, stage), batch, stage).detach()
 
 
-class Damaged(torch.Tensor):
+class Damaged(torch.Tensor, PlannedBatch):
     """A batch one of whose recordings could not be read."""
 
     damaged = (("b", "b.wav: cut off"),)

@@ -19,6 +19,7 @@ from speechbrain.dataio.batch import PaddedBatch
 from torch import nn
 
 import sbkit
+from sbkit.data.batch import PlannedBatch
 from sbkit.errors import SbkitError
 from sbkit.train import rng
 from sbkit.train.bad_batch import LIMIT, KeptBatch, examine, find_saved, load_batches, measure, replay, report
@@ -29,7 +30,7 @@ from sbkit.train.step import Loss, StepResult
 
 
 @dataclasses.dataclass
-class Clips:
+class Clips(PlannedBatch):
     """A batch as sbkit.data makes them, small."""
 
     ids: list[str]

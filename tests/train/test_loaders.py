@@ -85,3 +85,20 @@ def test_a_bad_label_in_the_last_batch_is_an_error_before_it_is_used(stage, batc
     with pytest.raises(SbkitError, match=r"clip.*index 99 is outside the table of 28"):
         toy.evaluate(ToyEvalLoader(4)) if stage == "TEST" else toy.fit([1], ToyTrainLoader(3), ToyEvalLoader(4))
     assert [name for name, _ in getattr(toy, "ends", [])] == ends and guard.pending() == 0
+
+
+class LooksPlanned:
+    """A batch that says where its step ends, of a class that nobody reads that of."""
+
+    def __init__(self, batch):
+        self.x, self.tokens, self.last = batch.x, batch.tokens, True
+
+
+class OfAnotherClass(ToyTrainLoader):
+    def at(self, epoch, step=0):
+        return map(LooksPlanned, super().at(epoch, step))
+
+
+def test_a_plan_whose_batches_are_of_another_class_is_refused():
+    with pytest.raises(SbkitError, match=r"LooksPlanned\.last doesn't say where.*PlannedBatch"):
+        brain().fit([1], OfAnotherClass(2))
