@@ -23,7 +23,7 @@ def stream():
 
 def whole(log_probs):
     tokens, = collapse(*best_path(log_probs[None], np.array([len(log_probs)])))
-    return Spelling(MARKED, FRAME, {0, 1}).words(tokens, pause=PAUSE_SECONDS / FRAME)
+    return Spelling(MARKED, FRAME, {0, 1}).words(tokens)
 
 
 def say(labels):

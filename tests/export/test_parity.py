@@ -1,8 +1,11 @@
 """The gate's judgement: what may differ by how much, and what is a change of words."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from sbkit.decode.spans import Spelling
 from sbkit.errors import SbkitError
 from sbkit.export import parity
 from sbkit.export.clips import Clip, ComparisonClips
@@ -12,6 +15,11 @@ from sbkit.tasks.ctc.exported import compared
 
 SYMBOLS = ["<blk>", "▁", "a", "b"]
 CONFIG = Config(sample_rate=16_000, hop_samples=160, subsampling=4, vocabulary=4)
+SPELLING = Spelling(SYMBOLS, 0.04)
+
+
+def tokenizer_text(spans):
+    return "".join(SYMBOLS[i] for i in spans.ids).replace("▁", " ").strip()
 
 
 def _comparison(texts, wers, formats):
@@ -68,7 +76,7 @@ def comparison():
     alone = [Clip(np.full(16_000 * i, i, np.float32), text, str(i)) for i, text in ((1, "ab"), (2, "bb b"))]
     clips = ComparisonClips(alone, "x", 1.0)
     made = compared(clips, Vocabulary(SYMBOLS, CONFIG), lambda signal: said[int(signal[0])],
-                             lambda ids: "".join(SYMBOLS[i] for i in ids).replace("▁", " ").strip(), 16_000)
+                    SPELLING, tokenizer_text, 16_000)
     return made, said
 
 
@@ -119,7 +127,7 @@ def test_a_refusal_for_rounding_says_which_tolerance_would_do_below_the_table(co
 def test_what_further_graphs_do_is_judged_and_shown_too(comparison):
     made, said = comparison
     other = compared(made.clips, Vocabulary(SYMBOLS, CONFIG), lambda signal: said[int(signal[0])] - 0.5,
-                     lambda ids: "".join(SYMBOLS[i] for i in ids).replace("▁", " ").strip(), 16_000)
+                     SPELLING, tokenizer_text, 16_000)
     made.companions["stream"] = {"320 ms": other}
     other.add("onnx", lambda signals: [said[int(each[0])] - 0.5 for each in signals], 9)
     assert made.failures() == []
