@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sbkit.data.corpus import Corpus
-from sbkit.decode.spans import Spelling, TokenSpans
+from sbkit.decode.spans import PAUSE_SECONDS, Spelling, TokenSpans
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout
 from sbkit.export.clips import ComparisonClips, choose_clips
@@ -33,6 +33,8 @@ from sbkit.tasks.recognise.streaming_graph import Streams
 logger = logging.getLogger(__name__)
 
 _MIN_CHUNK, _MAX_CHUNK = 10.0, 30.0  # seconds of audio per forward
+#: Seconds of silence between joined clips: programs for which no pause ends a word may join words there.
+_BETWEEN_CLIPS = PAUSE_SECONDS + 0.1
 
 
 @dataclass
@@ -71,7 +73,8 @@ class ExportedRecognizer(Exported):
             return ()
 
     def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:
-        clips = choose_clips(corpus, self.sample_rate, count, longest_seconds(self.recognizer.encoder))
+        clips = choose_clips(corpus, self.sample_rate, count, longest_seconds(self.recognizer.encoder),
+                             pause_seconds=_BETWEEN_CLIPS)
         silent = {self.keys.blank_index, *self.keys.tokenizer.silent_ids()}
         characters = "".join(piece for place, piece in enumerate(self.spelling.symbols) if place not in silent)
         if characters == characters.upper() != characters.lower():  # an imported model that outputs capitals

@@ -97,14 +97,18 @@ print(recognizer.get_result(stream))
 """ + NO_PAUSES
 
 
+def words(config: TransducerConfig, symbols: Sequence[str]) -> str:
+    """Return the section on how states become words."""
+    return _SEARCH.format(decoder=config.decoder, joiner=config.joiner, size=config.joint_size,
+                          vocabulary=config.vocabulary, blank=config.blank_id, context=config.context,
+                          most=MAX_TOKENS_PER_FRAME, **word_rule(config, symbols))
+
+
 def text(name: str, config: TransducerConfig, comparison: Comparison, symbols: Sequence[str],
          of_targets: Sequence[str] = ()) -> str:
     """Return the whole file as a string; ``of_targets`` are sections on the programs that models were exported for."""
-    values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary, "size": config.joint_size,
-              "frame": 1000 * config.frame_seconds, "decoder": config.decoder, "joiner": config.joiner,
-              "blank": config.blank_id, "context": config.context,
-              "most": MAX_TOKENS_PER_FRAME, **word_rule(config, symbols)}
-    parts = [_SEARCH.format(**values), *(_USE[each].format(**values) for each in _USE if each in config.models)]
+    values = {"rate": config.sample_rate, "size": config.joint_size, "frame": 1000 * config.frame_seconds}
+    parts = [words(config, symbols), *(_USE[each].format(**values) for each in _USE if each in config.models)]
     if config.streaming is not None and config.streaming.models:
         parts.append(_STREAMS.format(
             name=name, files=", ".join(f"`{file}`" for file in config.streaming.models.values()),
