@@ -135,7 +135,7 @@ class Comparison:
         return bool((best[:, 1] - best[:, 0] <= TOLERANCE).any())
 
     def tied(self, expected: np.ndarray, found: np.ndarray) -> bool:
-        """Whether the best labels [T] of these outputs differ, but only where the checkpoint scores them almost equally.
+        """Whether the best labels [T] of these outputs differ, but only where the checkpoint scores both nearly alike.
 
         Other words of the same labels have another cause.
         With thresholds: whether labels [N] differ only where the checkpoint's score is almost the threshold.
@@ -333,8 +333,8 @@ class Comparison:
                     for mode, comparison in modes.items() for each in comparison.results]
         named = [f"{name} in {each.words_joined} of {len(self.texts)} clips" for name, each in results
                  if each.words_joined]
-        return f"joined: for these programs no pause ends a word, so they write two as one where the model doesn't mark " \
-               f"the second's start: {', '.join(named)}\n" if named else ""
+        return "joined: for a program that decodes by itself no pause ends a word, so it writes two as one if the " \
+               f"model doesn't mark the second's start: {', '.join(named)}\n" if named else ""
 
     def table(self) -> str:
         rows = self._rows()

@@ -99,8 +99,8 @@ print(model.transcribe("clip.mp3").text)
 
 
 #: What other programs do that decode by themselves, in their sections of a recogniser's README.
-NO_PAUSES = f"""In this program no pause ends a word. In recordings of several sentences it may write two words as one, where the
-snippet above and sbkit end a word after {PAUSE_SECONDS:g} s without a token.
+NO_PAUSES = f"""In this program no pause ends a word: in recordings of several sentences it may write two words as one.
+sbkit and the snippet above end a word after {PAUSE_SECONDS:g} s without a token.
 """
 _BYTES = '''import re
 

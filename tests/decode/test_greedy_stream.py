@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbkit.decode.greedy_stream import GreedyStream
-from sbkit.decode.spans import LONGEST_SECONDS, PAUSE_SECONDS, Spelling, best_path, collapse
+from sbkit.decode.spans import LONGEST_SECONDS, Spelling, best_path, collapse
 from sbkit.errors import SbkitError
 from tests.decode.streams import MARKED, listen, log_probs_of, runs
 
