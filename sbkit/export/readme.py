@@ -133,13 +133,15 @@ def compared(comparison: Comparison) -> str:
     left_out = "".join(f"- {name}: {reason}\n" for name, reason in comparison.left_out.items())
     if left_out:
         left_out = f"\nFormats that could not be made or differ too much are left out:\n\n{left_out}"
+    joining = comparison.joining()
+    joining = f"\n{joining}" if joining else ""
     return f"""## What was compared
 
 On {comparison.clips.origin}, and one clip longer than any in training. The first row is {comparison.compared_with}.
 
 ```
 {comparison.table()}
-{comparison.joining()}```
-{left_out}
+```
+{joining}{left_out}
 `config.json` has what a program needs to run the model, `parity.json` these numbers.
 """
