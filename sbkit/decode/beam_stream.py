@@ -194,7 +194,7 @@ class BeamStream(StreamSearch, Generic[S]):
         return StreamResult(words, partial, endpoint, frame * self.spelling.frame_seconds)
 
     def _write(self, spans: TokenSpans) -> list[Word]:
-        return self.spelling.words(spans, pause=self.spelling.pause)
+        return self.spelling.words(spans)
 
     # ----------------------------------------------------------------- lines
 
@@ -237,7 +237,7 @@ class BeamStream(StreamSearch, Generic[S]):
         if not len(path):
             return
         spans = line.spans_to(int(path[-1]))
-        groups = self.spelling.groups(spans, self.spelling.pause)
+        groups = self.spelling.groups(spans)
         count, first = count_settled(groups)
         if count:
             self._add(self.spelling.write(groups[:count], spans))
@@ -246,6 +246,6 @@ class BeamStream(StreamSearch, Generic[S]):
     def _trust_best(self) -> None:
         """Drop the hypotheses that disagree with the best about the words before its last."""
         spans = self._line.spans_to(self._line.best())
-        count, first = count_settled(self.spelling.groups(spans, self.spelling.pause))
+        count, first = count_settled(self.spelling.groups(spans))
         if count:
             self._line.keep_prefix_of_best(first + 1)

@@ -14,8 +14,7 @@ _NOTHING = TokenSpans(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, 
 
 class SettlingStream(StreamSearch):
     """Turns the tokens of a stream into words as they come. Words, times and confidences are the same as for all tokens
-    at once, with pauses that end words (``sbkit.decode.spans.Spelling.words``), except that a word ends after
-    ``LONGEST_SECONDS``.
+    at once (``sbkit.decode.spans.Spelling.words``), except that a word ends after ``LONGEST_SECONDS``.
 
     A word is settled once the next has begun or a pause has followed, so that only one word is kept.
     """
@@ -48,7 +47,7 @@ class SettlingStream(StreamSearch):
         return StreamResult(words, [], self._in_line or bool(words), self._frames * self.spelling.frame_seconds)
 
     def _groups(self, tokens: TokenSpans) -> list[WordTokens]:
-        return self.spelling.groups(tokens, self.spelling.pause, self.spelling.longest)
+        return self.spelling.groups(tokens, self.spelling.longest)
 
     def _close(self, line: TokenSpans) -> StreamResult | None:
         """Settle the rest of a line that a pause ends; None if it has no words."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sbkit.decode.greedy import align
 from sbkit.decode.posteriors import near_speech
-from sbkit.decode.spans import check_shapes, refuse_nan
+from sbkit.decode.spans import Spelling, TokenSpans, check_shapes, refuse_nan
 from sbkit.decode.token_search import Hypothesis
 from sbkit.errors import SbkitError
 
@@ -73,6 +73,8 @@ class JointSearch:
             raise SbkitError(f"joint search: ctc_weight is {ctc_weight}",
                              hint="use a value above 0 and up to 1, such as 0.4")
         self.tokenizer: Any = tokenizer  # a Tokenizer when a search begins
+        self.model_spelling: Spelling | None = None
+        """How the model's tokens are written. None: the length of a frame is unknown, so pauses end no word."""
         self.beam, self.nbest = max(beam, nbest), nbest
         self.ctc_weight, self.token_score = float(ctc_weight), float(token_score)
         self.blank_id, self.bos_id, self.eos_id = blank_id, bos_id, eos_id
@@ -116,8 +118,12 @@ class JointSearch:
             return [[] for _ in found]
         spans = iter(align(log_probs[owner], lengths[owner], torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True),
                            torch.tensor(list(map(len, tokens))), self.blank_id))
-        return [[Hypothesis(self.tokenizer.decode(tokens), score, ctc, next(spans)) for score, ctc, tokens in ends]
-                for ends in found]
+        return [[self._hypothesis(end, next(spans)) for end in ends] for ends in found]
+
+    def _hypothesis(self, end: End, spans: TokenSpans) -> Hypothesis:
+        score, ctc, tokens = end
+        text = self.tokenizer.decode(tokens) if self.model_spelling is None else self.model_spelling.text(spans)
+        return Hypothesis(text, score, ctc, spans)
 
     def _begin(self, log_probs: Tensor, lengths: Tensor) -> _Beams:
         ctc = log_probs.double().clamp_min(-1e4)

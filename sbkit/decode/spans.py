@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WORD_START = "▁"  # how SentencePiece writes the space before a word
-PAUSE_SECONDS = 0.7  # a pause this long ends a line
+#: A pause this long ends a word and a line of a stream.
+PAUSE_SECONDS = 0.7
 #: A word, or audio without a settled word, ends after this long: a stream's memory has to be bounded.
 LONGEST_SECONDS = 10.0
 _BYTES = re.compile(r"(?:<0x[0-9A-F]{2}>)+")  # how SentencePiece writes a character that has no piece
+_LATER_BYTE = re.compile(r"<0x[89AB][0-9A-F]>")  # of a character, but not its first
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,10 @@ class WordTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Spelling:
-    """How tokens are written as words.
+    """How the tokens of a model are written as words: the one rule for validation, evaluation, export and bundles.
+
+    A word begins where a token says so and, because a model that learnt single sentences may not say so at the next
+    sentence's first word, after a pause.
 
     symbols : the tokens in order of their ids, as SentencePiece writes them
     frame_seconds : seconds from one frame to the next
@@ -118,6 +123,7 @@ class Spelling:
     separator : marks a word's start; None makes every token a word, for scripts without spaces
     reliability : points of the curve from the lowest confidence of a word's tokens to the word's confidence, such as
         the share of these words that are right
+    pause_seconds : time without a token that ends a word, whatever the next token is; infinity: only tokens end words
     """
 
     symbols: Sequence[str]
@@ -125,44 +131,58 @@ class Spelling:
     silent: Collection[int] = (0,)
     separator: str | None = WORD_START
     reliability: Sequence[Sequence[float]] = ((0.0, 0.0), (1.0, 1.0))
+    pause_seconds: float = PAUSE_SECONDS
 
     @property
     def pause(self) -> float:
         """The frames without a token that end a word and a line of a stream."""
-        return PAUSE_SECONDS / self.frame_seconds
+        return self.pause_seconds / self.frame_seconds
+
+    @property
+    def space(self) -> str:
+        """The text between words: a space, or nothing for scripts without spaces."""
+        return "" if self.separator is None else " "
 
     @property
     def longest(self) -> float:
         """The maximum frames of a word, or of audio without a settled word, in a stream."""
         return LONGEST_SECONDS / self.frame_seconds
 
-    def words(self, spans: TokenSpans, start: float = 0.0, pause: float | None = None) -> list[Word]:
+    def words(self, spans: TokenSpans, start: float = 0.0) -> list[Word]:
         """Join the tokens of an utterance into words.
 
         start : time of the first frame in seconds
-        pause : frames without a token that end a word, whatever the next piece is; None: only pieces end words
         """
-        return self.write(self.groups(spans, pause), spans, start)
+        return self.write(self.groups(spans), spans, start)
 
-    def groups(self, spans: TokenSpans, pause: float | None, longest: float | None = None) -> list[WordTokens]:
+    def text(self, spans: TokenSpans) -> str:
+        """Write the tokens of an utterance as its transcript."""
+        return self.join(self.words(spans))
+
+    def join(self, words: Iterable[Word]) -> str:
+        """Join words into a transcript."""
+        return self.space.join(word.text for word in words)
+
+    def groups(self, spans: TokenSpans, longest: float | None = None) -> list[WordTokens]:
         """Assign tokens to words.
 
-        pause : as for :meth:`words`
         longest : a word's maximum length in frames: a token that begins later begins another word; None: no maximum
         """
         found: list[WordTokens] = []
-        last_end, began = 0, 0
+        last_end, began, pause = 0, 0, self.pause
         for i, token in enumerate(spans.ids.tolist()):
             if token in self.silent:
                 continue
-            breaks = pause is not None and spans.starts[i] - last_end >= pause
+            breaks = spans.starts[i] - last_end >= pause
             breaks |= longest is not None and spans.starts[i] - began >= longest
             last_end = spans.ends[i]
             text = self.symbols[token]
-            # Without a separator each piece begins a word; with one, each part behind it does.
+            # Without a separator each piece begins a word, unless it is a further byte of a character; with one, each
+            # part behind it does.
             parts = [text.replace(WORD_START, "")] if self.separator is None else text.split(self.separator)
+            alone = self.separator is None and not _LATER_BYTE.fullmatch(text)
             for number, part in enumerate(parts):
-                if self.separator is None or number or not found or breaks:
+                if alone or number or not found or breaks:
                     clean = not found or i not in found[-1].tokens
                     if clean:
                         began = spans.starts[i]

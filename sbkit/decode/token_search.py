@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from multiprocessing import get_context
@@ -95,9 +96,12 @@ class TokenSearch(ABC):
         self.weights = FusionWeights(float(lm_weight), float(word_score), float(unknown_score))
         self.hot_words = HotWords(phrase_boosts(hot_words, hot_boost))
         self.unit, self.blank_id, self.separator, self.workers = unit, blank_id, separator, workers
+        self.model_spelling: Spelling | None = None
         self._tokenizer = tokenizer
         self._pool: ProcessPoolExecutor | None = None
 
+    model_spelling: Spelling | None
+    """How the model's tokens are written. None: the length of a frame is unknown, so pauses end no word."""
     default_beam: ClassVar[int] = 64
     keeps_events: ClassVar[bool] = True
     """Whether :meth:`events` are small enough to be kept for a whole test set."""
@@ -155,7 +159,7 @@ class TokenSearch(ABC):
         return [hypotheses for part in found for hypotheses in part]
 
     def spelling(self, frame_seconds: float) -> Spelling:
-        """Return how tokens are written, for :meth:`stream` and for a transcript's words."""
+        """Return how the search's own tokens are written, for :meth:`stream` and for a transcript's words."""
         return Spelling(self.pieces.texts, frame_seconds, self._silent, self.separator)
 
     @property
@@ -227,14 +231,8 @@ class TokenSearch(ABC):
         return result
 
     def _text(self, spans: TokenSpans) -> str:
-        if self.pieces.any_letter:  # letters may be spread over several pieces
-            parts = [word.text for word in self.spelling(1.0).words(spans)]
-            return ("" if self.separator is None else " ").join(parts)
-        texts, silent = self.pieces.texts, self._silent
-        text = "".join(texts[i] for i in spans.ids.tolist() if i not in silent)
-        if self.separator is None:
-            return text.replace(WORD_START, "")
-        return " ".join(text.replace(self.separator, " ").split())
+        spelling = self.model_spelling or replace(self.spelling(1.0), pause_seconds=math.inf)
+        return spelling.text(spans)
 
     # -------------------------------------------------------------- processes
 

@@ -91,7 +91,8 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
         told = "" if bundles is None else try_behaviour(
             temporary, config, bundles, comparison.clips.alone, trained.keys.corpus)
         publish.publish(temporary, to, request.force, publish.previous(to) if request.keep_previous else None)
-    print(f"compared on {comparison.clips.origin}:\n{comparison.table()}\n{comparison.clip_names()}", end="")
+    print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
+    print(comparison.joining(), comparison.clip_names(), sep="", end="")
     if comparison.has_words and layout.INT8 in comparison.formats():
         print(f"{layout.INT8} has 8-bit weights, so some of its outputs differ: its {comparison.rate} may be "
               f"{parity.POINTS:g} point or {100 * parity.SHARE:.0f} % above that of {comparison.compared_with}, "

@@ -46,11 +46,12 @@ class ComparisonClips:
 
 
 def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_seconds: float | None = None,
-                 column: str | None = None) -> ComparisonClips:
+                 column: str | None = None, pause_seconds: float = 0.0) -> ComparisonClips:
     """Choose ``count`` utterances of the run's test split, or noise of several lengths if its audio is missing.
 
     max_seconds : the longest audio that the model takes at once, if limited: no clip is longer
     column : the column with their texts, if these aren't transcripts
+    pause_seconds : silence between the parts of the long clip
     """
     manifests = {split: Path(corpus.manifest_path(split)) for split in ("train", "test")} if corpus else {}
     longest = 0.0
@@ -77,11 +78,16 @@ def choose_clips(corpus: Corpus | None, sample_rate: int, count: int, max_second
     longest = longest or max(len(clip.signal) for clip in clips) / sample_rate
     # One clip is longer than any utterance in training. It has no text, because error rates are of utterances.
     parts: list[np.ndarray] = []
+    pause = np.zeros(round(pause_seconds * sample_rate), np.float32)
+    count = 0
     while sum(map(len, parts)) <= longest * LONGER * sample_rate:
-        parts.append(clips[-1 - len(parts) % len(clips)].signal)
+        if parts:
+            parts.append(pause)
+        parts.append(clips[-1 - count % len(clips)].signal)
+        count += 1
     joined = np.concatenate(parts)
     clips.append(Clip(joined if max_seconds is None else joined[:int(max_seconds * sample_rate)], None,
-                      f"{len(parts)} clips joined"))
+                      f"{count} clips joined"))
     clips.insert(0, Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of a clip"))
     return ComparisonClips(clips, origin, longest, hint)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 
+from sbkit.decode.spans import PAUSE_SECONDS, Spelling
 from sbkit.export import layout
 from sbkit.export.layout import Bundle, Config, GraphConfig, LabelsConfig
 from sbkit.export.parity import Comparison
@@ -95,11 +98,34 @@ print(model.transcribe("clip.mp3").text)
     return "\n".join([head, *sections, *([] if config.batching else [alone]), compared(comparison)])
 
 
-def joined(config: Config) -> str:
-    """Make the expression that joins the symbols ``pieces`` into a text."""
-    if config.word_separator is None:
-        return '"".join(pieces).replace("▁", "")'
-    return f'" ".join("".join(pieces).replace("{config.word_separator}", " ").split())'
+#: What other programs do that decode by themselves, in their sections of a recogniser's README.
+NO_PAUSES = f"""In this program no pause ends a word: in recordings of several sentences it may write two words as one.
+sbkit and the snippet above end a word after {PAUSE_SECONDS:g} s without a token.
+"""
+_BYTES = '''import re
+
+def characters(word):  # <0xC3><0xB6> is a character that has no symbol
+    return re.sub("(?:<0x[0-9A-F]{2}>)+", lambda found: bytes.fromhex(re.sub("<0x|>", "", found[0])).decode(
+        errors="replace"), word)
+
+'''
+
+
+def word_rule(config: Config, symbols: Sequence[str]) -> dict[str, str]:
+    """Return the parts of a snippet that writes tokens as ``sbkit.decode.spans.Spelling`` does.
+
+    ``silent`` are the ids without text, ``pause`` the frames that end a word, ``written`` the expression that turns the
+    string ``written`` into a text, and ``helpers`` the functions that it needs.
+    """
+    spelling = Spelling(symbols, config.frame_seconds, {config.blank_id, *config.silent_ids}, config.word_separator)
+    in_bytes = any(re.fullmatch("<0x[0-9A-F]{2}>", symbol) for symbol in symbols)
+    if config.word_separator is None:  # no space shows where a word ends
+        written = f'{"characters(written)" if in_bytes else "written"}.replace("▁", "").replace(" ", "")'
+    else:
+        words = f'written.replace("{config.word_separator}", " ").split()'
+        written = f'" ".join(characters(word) for word in {words})' if in_bytes else f'" ".join({words})'
+    return {"silent": str(sorted(spelling.silent)), "pause": str(math.ceil(spelling.pause)),
+            "seconds": f"{spelling.pause_seconds:g}", "written": written, "helpers": _BYTES if in_bytes else ""}
 
 
 def compared(comparison: Comparison) -> str:
@@ -107,6 +133,8 @@ def compared(comparison: Comparison) -> str:
     left_out = "".join(f"- {name}: {reason}\n" for name, reason in comparison.left_out.items())
     if left_out:
         left_out = f"\nFormats that could not be made or differ too much are left out:\n\n{left_out}"
+    joining = comparison.joining()
+    joining = f"\n{joining}" if joining else ""
     return f"""## What was compared
 
 On {comparison.clips.origin}, and one clip longer than any in training. The first row is {comparison.compared_with}.
@@ -114,6 +142,6 @@ On {comparison.clips.origin}, and one clip longer than any in training. The firs
 ```
 {comparison.table()}
 ```
-{left_out}
+{joining}{left_out}
 `config.json` has what a program needs to run the model, `parity.json` these numbers.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,6 +17,19 @@ from sbkit.export.padding import pad
 Output = Any  # depends on the task's graph
 #: Maps a batch of waveforms [S] to the output of each.
 Runner = Callable[[Sequence[np.ndarray]], list[Output]]
+
+
+@runtime_checkable
+class TranscribingRunner(Protocol):
+    """A runner of a program that also decodes words by itself."""
+
+    def __call__(self, signals: Sequence[np.ndarray], /) -> list[Output]:
+        """Return the output of each waveform [S]."""
+
+    def transcribe(self, signal: np.ndarray, /) -> str:
+        """Return what the program writes for a waveform [S]."""
+
+
 #: Maps a graph's inputs, in their order, to its outputs.
 Call = Callable[..., list[np.ndarray]]
 

@@ -46,10 +46,10 @@ class Vocabulary:
     @property
     def space(self) -> str:
         """The text between words: a space, or nothing for scripts without spaces."""
-        return "" if self.config.word_separator is None else " "
+        return self.spelling.space
 
     def text(self, words: Sequence[Word]) -> str:
-        return self.space.join(word.text for word in words)
+        return self.spelling.join(words)
 
 
 def write_tokens(path: Path, pieces: list[str], blank_id: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sbkit.decode.spans import PAUSE_SECONDS, Word
+from sbkit.decode.spans import Word
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.chunks import Chunk
 from sbkit.infer.decoding import DecodedTokens, Decoder
@@ -59,11 +59,9 @@ class Assembly:
 
 
 def words(found: Sequence[DecodedTokens], vocabulary: Vocabulary) -> list[Word]:
-    """Join a recording's tokens into words. A pause always ends a word: a model that was trained on single sentences
-    may not output the start mark of the next sentence's first word."""
+    """Join a recording's tokens into words."""
     spelling = vocabulary.spelling
-    return [word for part in found
-            for word in spelling.words(part.spans, part.frame * spelling.frame_seconds, spelling.pause)]
+    return [word for part in found for word in spelling.words(part.spans, part.frame * spelling.frame_seconds)]
 
 
 def transcript(name: str, assembly: Assembly, words: list[Word], vocabulary: Vocabulary) -> Transcript:
@@ -101,7 +99,7 @@ class StableWords:
             end = self._first + self._frames
             last_end = max((int(part.frame + part.spans.ends[-1]) for part in parts if len(part.spans)),
                            default=self._first)
-            if (end - last_end) * frame >= PAUSE_SECONDS:
+            if end - last_end >= self._vocabulary.spelling.pause:
                 self.words += found
                 self._restart_at(end)
                 return

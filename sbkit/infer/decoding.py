@@ -231,6 +231,7 @@ def _search(kind: type[S], vocabulary: Vocabulary, options: Mapping[str, Any]) -
         search = kind(vocabulary.symbols, blank_id=config.blank_id, separator=config.word_separator, **options)
     except TypeError as error:
         raise SbkitError(f"beam search: {error}") from None
+    search.model_spelling = vocabulary.spelling
     search.load()  # raises errors of its files now
     return search
 

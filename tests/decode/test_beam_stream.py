@@ -38,7 +38,7 @@ def stream(search, frame=FRAME):
 def whole(search, log_probs):
     spelling = Spelling(PIECES, FRAME, {0})
     (best, *_), = search.decode(log_probs[None], np.array([len(log_probs)]))
-    return spelling.words(best.spans, pause=spelling.pause)
+    return spelling.words(best.spans)
 
 
 def say(labels, sharp=12.0):

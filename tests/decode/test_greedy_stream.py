@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbkit.decode.greedy_stream import GreedyStream
-from sbkit.decode.spans import LONGEST_SECONDS, PAUSE_SECONDS, Spelling, best_path, collapse
+from sbkit.decode.spans import LONGEST_SECONDS, Spelling, best_path, collapse
 from sbkit.errors import SbkitError
 from tests.decode.streams import MARKED, listen, log_probs_of, runs
 
@@ -23,7 +23,7 @@ def stream():
 
 def whole(log_probs):
     tokens, = collapse(*best_path(log_probs[None], np.array([len(log_probs)])))
-    return Spelling(MARKED, FRAME, {0, 1}).words(tokens, pause=PAUSE_SECONDS / FRAME)
+    return Spelling(MARKED, FRAME, {0, 1}).words(tokens)
 
 
 def say(labels):

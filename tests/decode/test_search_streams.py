@@ -114,7 +114,7 @@ def test_words_times_and_confidences_are_those_of_the_whole(kind, data):
         spelling = Spelling(spelling.symbols, NO_PAUSE, spelling.silent)
     for scores in kind.draw(data):
         result = listen(kind.stream(spelling), np.split(scores, cuts(data, len(scores))), finish=True)
-        expected = spelling.words(kind.whole(scores), pause=spelling.pause)
+        expected = spelling.words(kind.whole(scores))
         assert result.settled == expected and result.partial == []
         counts = [count for count, _ in result.lines]
         assert counts == sorted(set(counts)) and counts[-1:] == [len(expected)] * bool(expected)
@@ -141,7 +141,7 @@ def test_what_is_refused_leaves_the_stream_as_it_was(kind):
     with pytest.raises(SbkitError, match="not a number"):
         stream.feed(np.full((2, scores.shape[1]), np.nan, np.float32))
     rest = listen(stream, [scores[4:]], finish=True)
-    assert first.settled + rest.settled == spelling.words(kind.whole(scores), pause=spelling.pause)
+    assert first.settled + rest.settled == spelling.words(kind.whole(scores))
 
 
 def test_a_pause_ends_a_line_whose_words_are_those_of_the_whole():

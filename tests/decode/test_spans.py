@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -62,15 +64,28 @@ def test_a_separate_space_does_not_lengthen_the_word():
     assert (word.start, word.end, word.confidence) == (5.0, 6.0, 0.8)
 
 
-def test_a_pause_ends_a_word_where_that_is_asked_for():
+def test_a_pause_ends_a_word_whatever_the_next_token_is():
     pieces = ["<s>", "▁a", "b", "c", "▁", "d"]
     found = spans((1, 0, 1, 0.9), (2, 4, 5, 0.9), (0, 6, 7, 0.9), (3, 9, 10, 0.9), (4, 15, 16, 0.9), (5, 22, 23, 0.9))
 
-    def texts(pause):
-        return [word.text for word in Spelling(pieces, 1.0).words(found, pause=pause)]
+    def text(seconds):
+        spelling = Spelling(pieces, 1.0, pause_seconds=seconds)
+        assert spelling.text(found) == " ".join(word.text for word in spelling.words(found))
+        return spelling.text(found)
 
-    assert texts(None) == texts(5) == ["abc", "d"], "no empty word where a pause and a mark meet"
-    assert texts(4) == ["ab", "c", "d"] and texts(3) == ["a", "b", "c", "d"]
+    assert text(math.inf) == text(5) == "abc d", "no empty word where a pause and a mark meet"
+    assert text(4) == "ab c d" and text(3) == "a b c d"
+
+
+@pytest.mark.parametrize("frames, expected", [(17, "ab"), (18, "a b")])
+def test_a_pause_takes_seven_tenths_of_a_second(frames, expected):
+    found = spans((0, 0, 2, 0.9), (1, 2 + frames, 3 + frames, 0.9))
+    assert Spelling(["▁a", "b"], 0.04, ()).text(found) == expected
+    assert Spelling(["▁a", "b"], 0.04, (), separator=None).text(found) == "ab"
+
+
+def test_a_character_of_several_bytes_is_one_word_of_a_script_without_spaces():
+    assert texts(["▁", "<0xE4>", "<0xBD>", "<0xA0>", "好"], separator=None) == ["你", "好"]
 
 
 def test_collapse_handles_no_frames_and_no_utterances():

@@ -1,8 +1,11 @@
 """The gate's judgement: what may differ by how much, and what is a change of words."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from sbkit.decode.spans import Spelling
 from sbkit.errors import SbkitError
 from sbkit.export import parity
 from sbkit.export.clips import Clip, ComparisonClips
@@ -12,6 +15,11 @@ from sbkit.tasks.ctc.exported import compared
 
 SYMBOLS = ["<blk>", "▁", "a", "b"]
 CONFIG = Config(sample_rate=16_000, hop_samples=160, subsampling=4, vocabulary=4)
+SPELLING = Spelling(SYMBOLS, 0.04)
+
+
+def tokenizer_text(spans):
+    return "".join(SYMBOLS[i] for i in spans.ids).replace("▁", " ").strip()
 
 
 def _comparison(texts, wers, formats):
@@ -68,7 +76,7 @@ def comparison():
     alone = [Clip(np.full(16_000 * i, i, np.float32), text, str(i)) for i, text in ((1, "ab"), (2, "bb b"))]
     clips = ComparisonClips(alone, "x", 1.0)
     made = compared(clips, Vocabulary(SYMBOLS, CONFIG), lambda signal: said[int(signal[0])],
-                             lambda ids: "".join(SYMBOLS[i] for i in ids).replace("▁", " ").strip(), 16_000)
+                    SPELLING, tokenizer_text, 16_000)
     return made, said
 
 
@@ -119,7 +127,7 @@ def test_a_refusal_for_rounding_says_which_tolerance_would_do_below_the_table(co
 def test_what_further_graphs_do_is_judged_and_shown_too(comparison):
     made, said = comparison
     other = compared(made.clips, Vocabulary(SYMBOLS, CONFIG), lambda signal: said[int(signal[0])] - 0.5,
-                     lambda ids: "".join(SYMBOLS[i] for i in ids).replace("▁", " ").strip(), 16_000)
+                     SPELLING, tokenizer_text, 16_000)
     made.companions["stream"] = {"320 ms": other}
     other.add("onnx", lambda signals: [said[int(each[0])] - 0.5 for each in signals], 9)
     assert made.failures() == []
@@ -139,3 +147,65 @@ def test_the_uneven_batch_holds_the_shortest_and_the_longest():
     clips = ComparisonClips([Clip(np.zeros(size, np.float32), None, "") for size in (5, 900, 70, 30, 400, 2)], "x", 1.0)
     sizes = [len(clip.signal) for clip in clips.uneven]
     assert sizes[0] == 2 and sizes[-1] == 900 and len(set(sizes)) == len(sizes) == 4
+
+
+class Program:
+    """A program that decodes by itself, of the same outputs."""
+
+    def __init__(self, said, words):
+        self.said, self.words = said, words
+
+    def __call__(self, signals):
+        return [self.said[int(signal[0])] for signal in signals]
+
+    def transcribe(self, signal):
+        return self.words[int(signal[0])]
+
+
+@pytest.fixture
+def paused():
+    """A clip whose second word has no mark but a pause of 0.72 s before it, and one of a single word."""
+    said = {1: _scores([1, 2, *[0] * 18, 3]), 2: _scores([1, 3, 0, 3])}
+    alone = [Clip(np.full(16_000 * i, i, np.float32), text, str(i)) for i, text in ((1, "a b"), (2, "bb"))]
+    return compared(ComparisonClips(alone, "x", 1.0), Vocabulary(SYMBOLS, CONFIG), lambda signal: said[int(signal[0])],
+                    SPELLING, tokenizer_text, 16_000), said
+
+
+def test_words_that_a_program_joins_across_a_pause_are_told_and_no_refusal(paused):
+    made, said = paused
+    assert made.texts == ["a b", "bb"] and made.results[0].wer == 0.0
+    words = {1: "ab", 2: "bb"}
+    speechbrain = made.add("speechbrain", Program(said, words), 7, batches=False)
+    made.max_changed_share = 0.0
+    sherpa = made.add_words("sherpa", lambda signal: words[int(signal[0])], 7)
+    for found in (speechbrain, sherpa):
+        assert (found.words_changed, found.words_joined) == (0, 1) and found.wer == pytest.approx(200 / 3)
+    assert made.failures() == []
+    assert made.table().count("0 (1 joined)") == 2
+    assert "speechbrain in 1 of 2 clips, sherpa in 1 of 2 clips" in made.joining()
+    assert made.facts()["formats"]["sherpa"]["words_joined"] == 1
+
+
+def test_other_words_of_a_program_are_a_change_beside_joined_ones(paused):
+    made, said = paused
+    other = made.add("speechbrain", Program(said, {1: "ab", 2: "b b"}), 7, batches=False)
+    assert (other.words_changed, other.words_joined) == (1, 1) and other.changed == ["2"]
+    made.max_changed_share = 0.0
+    made.add_words("sherpa", lambda signal: "ba" if signal[0] == 1 else "bb", 7)
+    assert made.failures() == [f"{name}: 1 of 2 clips have different words" for name in ("speechbrain", "sherpa")]
+
+
+def test_a_bundle_that_makes_other_words_of_the_same_log_probabilities_is_refused(paused):
+    made, said = paused
+    slower = dataclasses.replace(CONFIG, subsampling=3)  # for which 18 frames are no pause
+    other = compared(made.clips, Vocabulary(SYMBOLS, slower), lambda signal: said[int(signal[0])], SPELLING,
+                     tokenizer_text, 16_000)
+    found = other.add("onnx", lambda signals: [said[int(signal[0])] for signal in signals], 7)
+    assert found.difference == 0.0 and other.failures() == ["onnx: 1 of 2 clips have different words"]
+
+
+def test_a_tokenizer_that_writes_other_letters_than_the_bundle_is_refused(paused):
+    made, said = paused
+    with pytest.raises(SbkitError, match="own tokenizer writes 'AB' for 1, but the bundle would write 'a b'"):
+        compared(made.clips, Vocabulary(SYMBOLS, CONFIG), lambda signal: said[int(signal[0])], SPELLING,
+                 lambda spans: tokenizer_text(spans).upper(), 16_000)

@@ -54,8 +54,7 @@ def words_of(model, log_probs):
     """The words that greedy decoding finds in log-probabilities [T, V]."""
     confidence = np.exp(log_probs.max(-1))[None]
     spans = collapse(log_probs.argmax(-1)[None], confidence, model.engine.config.blank_id)[0]
-    spelling = model.engine.vocabulary.spelling
-    return spelling.words(spans, pause=0.7 / spelling.frame_seconds)
+    return model.engine.vocabulary.spelling.words(spans)
 
 
 def same(words, others):

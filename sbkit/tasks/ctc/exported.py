@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sbkit.decode.spans import TokenSpans, best_path, collapse
+from sbkit.decode.spans import Spelling, TokenSpans, best_path, collapse
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.clips import ComparisonClips
@@ -26,20 +26,22 @@ from sbkit.tasks.recognise.recognizer import Recognizer
 
 
 def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Callable[[np.ndarray], np.ndarray],
-             decode: Callable[[list[int]], str], sample_rate: int) -> Comparison:
+             spelling: Spelling, tokenizer_text: Callable[[TokenSpans], str], sample_rate: int) -> Comparison:
     """Compare log-probabilities and words of clips with the checkpoint's.
 
-    decode : token ids to text, by the checkpoint's own tokenizer
+    spelling : how the checkpoint's tokens are written in tests
+    tokenizer_text : writes tokens by the checkpoint's own tokenizer
     """
     blank = vocabulary.config.blank_id
 
     def text(log_probs: np.ndarray) -> str:
         spans = _spans(log_probs, blank)
         vocabulary.check(spans.ids)
-        return vocabulary.text(vocabulary.spelling.words(spans))
+        return vocabulary.spelling.text(spans)
 
-    comparison = Comparison(clips, reference, sample_rate, text,
-                            lambda output: decode(_spans(output, blank).ids.tolist()))
+    comparison = Comparison(clips, reference, sample_rate, text, lambda output: spelling.text(_spans(output, blank)))
+    comparison.take_joined_texts([tokenizer_text(_spans(output, blank)) for output in comparison.expected],
+                                 spaced=spelling.separator is not None)
     comparison.what = "log-probabilities"
     return comparison
 
@@ -78,12 +80,12 @@ class ExportedCTC(ExportedRecognizer):
 
     def runner(self, name: str, folder: Path, config: Config) -> Runner:
         if name == layout.SPEECHBRAIN:
-            return speechbrain_folder.runner(folder, config.min_samples)
+            return speechbrain_folder.EncoderASRRunner(folder, config.min_samples)
         return super().runner(name, folder, config)
 
     def compared(self, clips: ComparisonClips, config: Config, folder: Path,
                  reference: Callable[[np.ndarray], np.ndarray]) -> Comparison:
-        return compared(clips, Vocabulary.read(folder, config), reference, self.keys.tokenizer.decode,
+        return compared(clips, Vocabulary.read(folder, config), reference, self.spelling, self.tokenizer_text,
                         config.sample_rate)
 
     def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
@@ -120,4 +122,4 @@ class ExportedCTC(ExportedRecognizer):
         return targets
 
     def readme(self, name: str, config: Config, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
-        return readme.text(name, config, comparison, of_targets)
+        return readme.text(name, config, comparison, self.spelling.symbols, of_targets)

@@ -7,17 +7,23 @@ from collections.abc import Sequence
 from sbkit.export import layout
 from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
-from sbkit.export.readme import PROGRAM, joined, of_recogniser
+from sbkit.export.readme import NO_PAUSES, PROGRAM, of_recogniser, word_rule
 
 _WORDS = """### From log-probabilities to words
 
 ```python
-symbols = [line.split(" ")[0] for line in open("tokens.txt", encoding="utf-8")]  # of each token: symbol, id
+{helpers}symbols = [line.split(" ")[0] for line in open("tokens.txt", encoding="utf-8")]  # of each token: symbol, id
 
 def text(log_probs):  # [frames, {vocabulary}] of one recording
-    best = log_probs.argmax(-1).tolist()
-    pieces = [symbols[now] for last, now in zip([{blank}, *best], best) if now != last and now not in {silent}]
-    return {joined}
+    written, last, end = "", {blank}, 0
+    for frame, best in enumerate(log_probs.argmax(-1).tolist()):
+        if best not in {silent}:  # a token with text
+            if best != last:
+                # A pause of {seconds} s ends a word, even if the next token doesn't say that one begins.
+                written += (" " if frame - end >= {pause} else "") + symbols[best]
+            end = frame + 1
+        last = best
+    return {written}
 ```
 """
 _USE = {
@@ -57,7 +63,8 @@ print(asr.transcribe_file("clip.wav"))
 `model.ckpt` and `tokenizer.ckpt` are `model.safetensors` and `tokenizer.model` under the names that SpeechBrain looks
 for (hard links, if the file system has them). No file here is a pickle, but SpeechBrain calls what `hyperparams.yaml`
 names, which can be any code.
-""",
+
+""" + NO_PAUSES,
 }
 _SHERPA = """### sherpa-onnx
 
@@ -71,7 +78,8 @@ print(stream.result.text)
 ```
 
 `omnilingual` is sherpa-onnx's kind of model that takes the waveform.
-"""
+
+""" + NO_PAUSES
 #: The template of the section on streams in sherpa-onnx, for ``SherpaStream``.
 SHERPA_STREAM = """### Streams in sherpa-onnx, version {version} or later
 
@@ -167,17 +175,17 @@ def sherpa(rate: int) -> str:
     return _SHERPA.format(file=layout.MODELS[layout.SHERPA], rate=rate)
 
 
-def words(config: Config) -> str:
+def words(config: Config, symbols: Sequence[str]) -> str:
     """Return the section on how log-probabilities become words."""
-    return _WORDS.format(vocabulary=config.vocabulary, blank=config.blank_id, joined=joined(config),
-                         silent=sorted({config.blank_id, *config.silent_ids}))
+    return _WORDS.format(vocabulary=config.vocabulary, blank=config.blank_id, **word_rule(config, symbols))
 
 
-def text(name: str, config: Config, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
+def text(name: str, config: Config, comparison: Comparison, symbols: Sequence[str],
+         of_targets: Sequence[str] = ()) -> str:
     """Return the whole file as a string; ``of_targets`` are sections on the programs that models were exported for."""
     values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary,
               "frame": 1000 * config.frame_seconds}
-    parts = [words(config), *(_USE[each].format(**values) for each in _USE if each in config.models)]
+    parts = [words(config, symbols), *(_USE[each].format(**values) for each in _USE if each in config.models)]
     if config.streaming is not None and config.streaming.models:
         stream = config.streaming
         files = stream.models

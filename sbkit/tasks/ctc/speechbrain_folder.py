@@ -26,7 +26,6 @@ from sbkit.errors import SbkitError, summary
 from sbkit.export import layout
 from sbkit.export.features import is_input_normalization
 from sbkit.export.padding import pad
-from sbkit.export.runners import Runner
 from sbkit.recipe import load, writing
 from sbkit.recipe.overrides import from_python
 from sbkit.recipe.source import Node, Place
@@ -187,17 +186,29 @@ encoder: !new:speechbrain.nnet.containers.LengthsCapableSequential
 """
 
 
-def runner(bundle: Path, at_least: int = 1) -> Runner:
-    """Return a runner with SpeechBrain's ``EncoderASR``, one utterance at a time, since it takes no sample counts."""
-    from speechbrain.inference.ASR import EncoderASR
+class EncoderASRRunner:
+    """Runs SpeechBrain's ``EncoderASR``, one utterance at a time, since it takes no sample counts.
 
-    for name in ("fetching", "parameter_transfer"):
-        logging.getLogger(f"speechbrain.utils.{name}").setLevel(logging.WARNING)
-    with tempfile.TemporaryDirectory() as folder:
-        model = EncoderASR.from_hparams(source=str(bundle), savedir=folder, run_opts={"device": "cpu"})
+    min_samples : shorter clips are padded to this length
+    """
 
-    def run(signals: Sequence[np.ndarray]) -> list[np.ndarray]:
-        batches = (torch.from_numpy(pad([signal], at_least)[0]) for signal in signals)
-        return [model.encode_batch(batch, torch.ones(1))[0].numpy() for batch in batches]
+    def __init__(self, bundle: Path, min_samples: int = 1):
+        from speechbrain.inference.ASR import EncoderASR
 
-    return run
+        for name in ("fetching", "parameter_transfer"):
+            logging.getLogger(f"speechbrain.utils.{name}").setLevel(logging.WARNING)
+        with tempfile.TemporaryDirectory() as folder:
+            self._model = EncoderASR.from_hparams(source=str(bundle), savedir=folder, run_opts={"device": "cpu"})
+        self._min_samples = min_samples
+
+    def __call__(self, signals: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Compute the log-probabilities [T, V] of each waveform [S]."""
+        return [self._model.encode_batch(self._batch(signal), torch.ones(1))[0].numpy() for signal in signals]
+
+    def transcribe(self, signal: np.ndarray) -> str:
+        """Return what SpeechBrain's own decoding writes, for which no pause ends a word."""
+        (text,), _ = self._model.transcribe_batch(self._batch(signal), torch.ones(1))
+        return str(text)
+
+    def _batch(self, signal: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(pad([signal], self._min_samples)[0])

@@ -6,6 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from sbkit.data.corpus import Corpus
+from sbkit.decode.spans import PAUSE_SECONDS, Spelling, TokenSpans
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout
 from sbkit.export.clips import ComparisonClips, choose_clips
@@ -25,12 +27,14 @@ from sbkit.tasks.recognise.duration_limit import longest_seconds
 from sbkit.tasks.recognise.graph import Graph, trace
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.spelling import spelling_of
 from sbkit.tasks.recognise.streaming_graph import Streams
 
 logger = logging.getLogger(__name__)
 
 _MIN_CHUNK, _MAX_CHUNK = 10.0, 30.0  # seconds of audio per forward
-_SPACED = 0.1  # the share of texts with a space above which spaces separate words
+#: Seconds of silence between joined clips: programs for which no pause ends a word may join words there.
+_BETWEEN_CLIPS = PAUSE_SECONDS + 0.1
 
 
 @dataclass
@@ -42,6 +46,15 @@ class ExportedRecognizer(Exported):
     keys: EncoderKeys = field(kw_only=True)
 
     judges_words = True
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """How the model's tokens are written in validation and tests, and so by the bundle."""
+        return spelling_of(self.recognizer, self.keys)
+
+    def tokenizer_text(self, spans: TokenSpans) -> str:
+        """Write tokens by the checkpoint's own tokenizer, for which no pause ends a word."""
+        return self.keys.tokenizer.decode(spans.ids.tolist())
 
     @abstractmethod
     def compared(self, clips: ComparisonClips, config: OwnBundle, folder: Path,
@@ -60,10 +73,10 @@ class ExportedRecognizer(Exported):
             return ()
 
     def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:
-        clips = choose_clips(corpus, self.sample_rate, count, longest_seconds(self.recognizer.encoder))
-        tokenizer = self.keys.tokenizer
-        silent = {self.keys.blank_index, *tokenizer.silent_ids()}
-        characters = "".join(piece for place, piece in enumerate(tokenizer.pieces()) if place not in silent)
+        clips = choose_clips(corpus, self.sample_rate, count, longest_seconds(self.recognizer.encoder),
+                             pause_seconds=_BETWEEN_CLIPS)
+        silent = {self.keys.blank_index, *self.keys.tokenizer.silent_ids()}
+        characters = "".join(piece for place, piece in enumerate(self.spelling.symbols) if place not in silent)
         if characters == characters.upper() != characters.lower():  # an imported model that outputs capitals
             for clip in clips.alone:
                 clip.text = clip.text and clip.text.upper()
@@ -73,16 +86,13 @@ class ExportedRecognizer(Exported):
         return trace(self.graph)
 
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> Config:
-        keys, model, tokenizer = self.keys, self.recognizer, self.keys.tokenizer
-        ends = keys.bos_index, keys.eos_index, *tokenizer.silent_ids()
+        keys, model, spelling = self.keys, self.recognizer, self.spelling
         longest = longest_seconds(model.encoder)
-        texts = [clip.text for clip in clips.alone if clip.text]
-        spaced = not texts or sum(" " in text for text in texts) > _SPACED * len(texts)
         return Config(
             sample_rate=keys.sample_rate, hop_samples=model.hop_samples, subsampling=model.subsampling,
-            vocabulary=len(tokenizer.pieces()), blank_id=keys.blank_index,
-            silent_ids=sorted({i for i in ends if i is not None and i > 0}),
-            word_separator="▁" if spaced else None, min_samples=graph.min_samples(program),
+            vocabulary=len(spelling.symbols), blank_id=keys.blank_index,
+            silent_ids=sorted(set(spelling.silent) - {keys.blank_index}),
+            word_separator=spelling.separator, min_samples=graph.min_samples(program),
             chunk_seconds=round(min(max(clips.longest, _MIN_CHUNK), longest or _MAX_CHUNK, _MAX_CHUNK), 2),
             longest_seconds=longest)
 

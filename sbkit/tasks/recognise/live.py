@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from sbkit.score.latency import COLUMNS, LiveRates, LiveTranscript, live_transcr
 from sbkit.tasks.asr import ASR, ASRResults, NBestEntry, TranscribedUtterance, nbest_entries
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.spelling import frame_seconds, spelling_of
 
 DecoderScores = Any  # a tensor, or several: the outputs that the task decodes
 
@@ -36,16 +38,16 @@ class PartialTranscript(NamedTuple):
     nbest: Sequence[NBestEntry] = ()  # of a whole utterance: a stream has only one transcript
 
 
-def frame_seconds(model: Recognizer, keys: EncoderKeys) -> float:
-    """Return the seconds between two frames of the encoder."""
-    return model.subsampling * model.hop_samples / keys.sample_rate
-
-
 class DecodingTask(ASR):
     """A recogniser that decodes transcripts from scores of its encoder states."""
 
     keys: EncoderKeys
     recognizer: Recognizer
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """How the model's tokens are written, as in its bundle."""
+        return spelling_of(self.recognizer, self.keys)
 
     def compute_scores(self, encoded: Tensor) -> DecoderScores:
         """Compute the scores to decode from encoder states [B, T, D]."""
@@ -111,18 +113,18 @@ class LiveTest:
         """
         inputs = self.task.search_input(scores)
         if search is None:
-            decode, decoded = self.keys.tokenizer.decode, list[list[PartialTranscript]]()
+            spelling, decoded = self.task.spelling, list[list[PartialTranscript]]()
             for spans, ends in zip(self.task.greedy(inputs, frames), cuts, strict=True):
                 # Each token is final from its first frame on.
-                ids, starts = spans.ids.tolist(), spans.starts.tolist()
+                starts = spans.starts.tolist()
                 mean = float(spans.confidence.mean()) if len(spans) else None
-                decoded.append([PartialTranscript(decode(ids[:bisect_left(starts, end)]), mean) for end in ends])
+                texts = [spelling.text(spans.take(slice(bisect_left(starts, end)))) for end in ends]
+                decoded.append([PartialTranscript(text, mean) for text in texts])
             return decoded
         if not live:
             return [[PartialTranscript(best[0].text, best[0].confidence, nbest_entries(best))]
                     for best in search.decode(inputs, frames)]
-        spelling, transcripts = search.spelling(self.frame_seconds), []
-        space = "" if search.separator is None else " "
+        spelling, transcripts = self.task.spelling, []
         for row, ends in zip(inputs.cpu().numpy(), cuts, strict=True):
             stream = search.stream(spelling)  # which ends with the utterance's last chunk
             settled: list[Word] = []
@@ -134,7 +136,7 @@ class LiveTest:
                 settled += [word for each in results for word in each.settled]
                 words = settled + results[-1].partial
                 confidence = sum(word.confidence for word in words) / len(words) if words else None
-                partials.append(PartialTranscript(space.join(word.text for word in words), confidence))
+                partials.append(PartialTranscript(spelling.join(words), confidence))
             transcripts.append(partials)
         return transcripts
 
@@ -181,7 +183,8 @@ class LiveTest:
         index = rows.to(log_probs.device)
         aligned = align(log_probs[index], frames[index], batch.tokens[index], lengths[index],
                         self.keys.blank_index, [batch.ids[i] for i in rows.tolist()])
-        spelling = Spelling(self.keys.tokenizer.pieces(), self.frame_seconds, silent=())
+        # Of a known text: only its marks end a word.
+        spelling = Spelling(self.keys.tokenizer.pieces(), self.frame_seconds, silent=(), pause_seconds=math.inf)
         for i, spans in zip(rows.tolist(), aligned, strict=True):
             aligned_words = spelling.words(spans)
             if len(aligned_words) == len(batch.texts[i].split()):

@@ -40,10 +40,15 @@ ROUNDS = 4  # rounds of such steps at most; fewer if none is better
 
 
 class Recorder:
-    """Stands in for a search: records its inputs for later, and decodes greedily."""
+    """Stands in for a search: records its inputs for later, and decodes greedily.
 
-    def __init__(self, search: TokenSearch, greedy: Callable[[Tensor, Tensor], Iterable[TokenSpans]]):
-        self.search, self.tokenizer, self._greedy = search, search.tokenizer, greedy
+    greedy : decodes the input of a search
+    text : writes the tokens of an utterance
+    """
+
+    def __init__(self, search: TokenSearch, greedy: Callable[[Tensor, Tensor], Iterable[TokenSpans]],
+                 text: Callable[[TokenSpans], str]):
+        self.search, self.tokenizer, self._greedy, self._text = search, search.tokenizer, greedy, text
         self.batches: list[Any] = []  # inputs of the search
 
     def __len__(self) -> int:
@@ -52,8 +57,7 @@ class Recorder:
     def decode(self, scores: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Decode greedily, with the interface of ``TokenSearch.decode``."""
         self.batches.append(self.search.events(scores, lengths))
-        return [[Hypothesis(self.tokenizer.decode(spans.ids.tolist()), 0.0, 0.0, spans)]
-                for spans in self._greedy(scores, lengths)]
+        return [[Hypothesis(self._text(spans), 0.0, 0.0, spans)] for spans in self._greedy(scores, lengths)]
 
 
 def tuning_subset(manifest: Manifest) -> Manifest:
@@ -119,6 +123,8 @@ class SearchingTask(DecodingTask):
         """Give a search the parts of the model that it needs; returns it."""
         if search.tokenizer is None:
             search.tokenizer = self.keys.tokenizer
+        if isinstance(search, (TokenSearch, JointSearch)):
+            search.model_spelling = self.spelling
         return search
 
     def transcribe(self, scores: Tensor, frames: Tensor, batch: Batch, stage: Stage, live: Sequence[Any] = (),
@@ -131,7 +137,7 @@ class SearchingTask(DecodingTask):
             self.rows += self.live.rows(live, frames, batch, decoder)
         elif decoder is None:
             decoded = list(self.greedy(scores, frames))
-            texts = (self.keys.tokenizer.decode(spans.ids.tolist()) for spans in decoded)
+            texts = map(self.spelling.text, decoded)
             confidences = (float(spans.confidence.mean()) if len(spans) else None for spans in decoded)
             self.rows += map(TranscribedUtterance, batch.ids, batch.texts, texts, confidences)
         else:
@@ -159,7 +165,7 @@ class SearchingTask(DecodingTask):
         """Set the weights of the search that give the fewest errors on dev; returns facts for result.json."""
         search, manifest = self.decoder, tuning_subset(manifest)
         live, self.live = self.live, None  # tuning only needs final transcripts, with chunks of the first size
-        self.decoder = recorder = Recorder(search, self.greedy)
+        self.decoder = recorder = Recorder(search, self.greedy, self.spelling.text)
         try:
             evaluate(manifest)
         finally:
@@ -183,7 +189,8 @@ class SearchingTask(DecodingTask):
         if self.live is not None or not isinstance(search, TokenSearch) or not search.keeps_events:
             yield
             return
-        self.decoder = recorder = Recorder(search, self.greedy)
+        self.prepare_search(search)
+        self.decoder = recorder = Recorder(search, self.greedy, self.spelling.text)
         try:
             yield
         finally:

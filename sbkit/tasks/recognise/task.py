@@ -26,9 +26,10 @@ from sbkit.tasks.asr import ASRResults, TranscribedUtterance
 from sbkit.tasks.recognise.duration_limit import refuse_longer
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.labels import check_labels, check_sizes, token_tables
-from sbkit.tasks.recognise.live import LiveResults, LiveTest, frame_seconds
+from sbkit.tasks.recognise.live import LiveResults, LiveTest
 from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
 from sbkit.tasks.recognise.search import SearchingTask
+from sbkit.tasks.recognise.spelling import frame_seconds
 from sbkit.tasks.task import OwnKeys
 
 

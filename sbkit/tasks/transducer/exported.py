@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sbkit.decode.spans import TokenSpans
+from sbkit.decode.spans import Spelling, TokenSpans
 from sbkit.decode.transducer import GraphJoint, Joint, TransducerSearch
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout
@@ -62,24 +62,30 @@ class TransducerComparison(Comparison):
 
     reference : runs the checkpoint's encoder on a waveform [S]
     own, exported : prediction and joint network of the checkpoint, and of the bundle
-    words : tokens to text, by the bundle's vocabulary
-    decode : ids to text, by the checkpoint's tokenizer
+    spelling, exported_spelling : how tokens are written in tests of the checkpoint, and by the bundle
+    tokenizer_text : writes tokens by the checkpoint's own tokenizer
     """
 
     what = "states or log-probabilities"
 
     def __init__(self, clips: ComparisonClips, reference: Callable[[np.ndarray], np.ndarray], sample_rate: float,
-                 own: Joint, exported: Joint, words: Callable[[TokenSpans], str], decode: Callable[[list[int]], str]):
+                 own: Joint, exported: Joint, spelling: Spelling, exported_spelling: Spelling,
+                 tokenizer_text: Callable[[TokenSpans], str]):
         self._exported = exported
+        self._spans: dict[bytes, TokenSpans] = {}
         self._paths: dict[bytes, SearchPath] = {}
 
         def expected(signal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             states = reference(signal)
-            path = self._paths[signal.tobytes()] = SearchPath.of(_search(own, states), len(states), own)
+            spans = self._spans[states.tobytes()] = _search(own, states)
+            path = self._paths[signal.tobytes()] = SearchPath.of(spans, len(states), own)
             return states, path.scores(own, states)
 
-        super().__init__(clips, expected, sample_rate, lambda output: words(_search(exported, output[0])),
-                         lambda output: decode(_search(own, output[0]).ids.tolist()), ("states", "log_probs"))
+        super().__init__(clips, expected, sample_rate,
+                         lambda output: exported_spelling.text(_search(exported, output[0])),
+                         lambda output: spelling.text(self._spans[output[0].tobytes()]), ("states", "log_probs"))
+        self.take_joined_texts([tokenizer_text(self._spans[states.tobytes()]) for states, _ in self.expected],
+                               spaced=spelling.separator is not None)
 
     def add(self, name: str, run: Runner, size: int | None, batches: bool = True) -> ParityResult:
         def both(signals: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -93,8 +99,7 @@ class TransducerComparison(Comparison):
 
     def tied(self, expected: Any, found: Any) -> bool:  # pairs of arrays
         """Whether a search differs from the checkpoint's only where the latter scores two tokens almost equally."""
-        (_, mine), (_, theirs) = expected, found
-        return bool((mine.argmax(-1) != theirs.argmax(-1)).any()) and super().tied(mine, theirs)
+        return super().tied(expected[1], found[1])
 
 
 class SearchPath(NamedTuple):
@@ -175,8 +180,8 @@ class ExportedTransducer(ExportedRecognizer):
                               config.context, config.blank_id)
         return TransducerComparison(
             clips, reference, config.sample_rate, TorchJoint(self.keys.transducer, self.keys.blank_index), exported,
-            lambda spans: vocabulary.text(vocabulary.spelling.words(spans)), self.keys.tokenizer.decode)
+            self.spelling, vocabulary.spelling, self.tokenizer_text)
 
     def readme(self, name: str, config: TransducerConfig, comparison: Comparison,
                of_targets: Sequence[str] = ()) -> str:
-        return readme.text(name, config, comparison, of_targets)
+        return readme.text(name, config, comparison, self.spelling.symbols, of_targets)

@@ -8,27 +8,30 @@ from sbkit.decode.transducer import MAX_TOKENS_PER_FRAME
 from sbkit.export import layout
 from sbkit.export.layout import TransducerConfig
 from sbkit.export.parity import Comparison
-from sbkit.export.readme import PROGRAM, joined, of_recogniser
+from sbkit.export.readme import NO_PAUSES, PROGRAM, of_recogniser, word_rule
 
 _SEARCH = """### From states to words
 
 ```python
 import numpy as np, onnxruntime
 decoder, joiner = map(onnxruntime.InferenceSession, ("{decoder}", "{joiner}"))
-symbols = [line.split(" ")[0] for line in open("tokens.txt", encoding="utf-8")]  # of each token: symbol, id
+{helpers}symbols = [line.split(" ")[0] for line in open("tokens.txt", encoding="utf-8")]  # of each token: symbol, id
 
 def text(states):  # [frames, {size}] of one recording
-    tokens, last = [], [{blank}] * {context}
+    written, last, end = "", [{blank}] * {context}, 0
     predicted = decoder.run(None, {{"tokens": np.array([last])}})[0]
-    for state in states:
+    for frame, state in enumerate(states):
         for _ in range({most}):  # tokens in one frame
             best = int(joiner.run(None, {{"encoded": state[None], "predicted": predicted}})[0].argmax())
             if best == {blank}:
                 break
-            tokens, last = [*tokens, best], [*last[1:], best]
+            if best not in {silent}:  # a token with text
+                # A pause of {seconds} s ends a word, even if the next token doesn't say that one begins.
+                written += (" " if frame - end >= {pause} else "") + symbols[best]
+                end = frame + 1
+            last = [*last[1:], best]
             predicted = decoder.run(None, {{"tokens": np.array([last])}})[0]
-    pieces = [symbols[each] for each in tokens if each not in {silent}]
-    return {joined}
+    return {written}
 ```
 
 `{decoder}` maps the last tokens [rows, {context}] int64 to states [rows, {size}], `{joiner}` a frame's state and that
@@ -90,16 +93,22 @@ while recognizer.is_ready(stream):
     recognizer.decode_stream(stream)
 print(recognizer.get_result(stream))
 ```
-"""
+
+""" + NO_PAUSES
 
 
-def text(name: str, config: TransducerConfig, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
+def words(config: TransducerConfig, symbols: Sequence[str]) -> str:
+    """Return the section on how states become words."""
+    return _SEARCH.format(decoder=config.decoder, joiner=config.joiner, size=config.joint_size,
+                          vocabulary=config.vocabulary, blank=config.blank_id, context=config.context,
+                          most=MAX_TOKENS_PER_FRAME, **word_rule(config, symbols))
+
+
+def text(name: str, config: TransducerConfig, comparison: Comparison, symbols: Sequence[str],
+         of_targets: Sequence[str] = ()) -> str:
     """Return the whole file as a string; ``of_targets`` are sections on the programs that models were exported for."""
-    values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary, "size": config.joint_size,
-              "frame": 1000 * config.frame_seconds, "decoder": config.decoder, "joiner": config.joiner,
-              "blank": config.blank_id, "context": config.context, "joined": joined(config),
-              "most": MAX_TOKENS_PER_FRAME, "silent": sorted({config.blank_id, *config.silent_ids})}
-    parts = [_SEARCH.format(**values), *(_USE[each].format(**values) for each in _USE if each in config.models)]
+    values = {"rate": config.sample_rate, "size": config.joint_size, "frame": 1000 * config.frame_seconds}
+    parts = [words(config, symbols), *(_USE[each].format(**values) for each in _USE if each in config.models)]
     if config.streaming is not None and config.streaming.models:
         parts.append(_STREAMS.format(
             name=name, files=", ".join(f"`{file}`" for file in config.streaming.models.values()),

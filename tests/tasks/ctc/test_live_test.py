@@ -18,6 +18,7 @@ from sbkit.cli import main
 from sbkit.data.manifest import Manifest
 from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
+from sbkit.decode.spans import Spelling
 from sbkit.errors import SbkitError
 from sbkit.nn.chunks import Chunks
 from sbkit.score import utterances
@@ -33,7 +34,7 @@ def listener(chunk, chunks=CHUNKS, encode=None):
     """Its frames are 40 ms long."""
     model = SimpleNamespace(subsampling=4, hop_samples=160, encode=encode, head=lambda states: states)
     keys = SimpleNamespace(chunks=chunks, sample_rate=16_000, blank_index=0, tokenizer=PIECES)
-    task = SimpleNamespace(recognizer=model, keys=keys)
+    task = SimpleNamespace(recognizer=model, keys=keys, spelling=Spelling(PIECES, 0.04))
     for name in ("compute_scores", "ctc_scores", "search_input", "greedy"):
         setattr(task, name, functools.partial(getattr(CTC, name), task))
     return LiveTest(task, chunk)

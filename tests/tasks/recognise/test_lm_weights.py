@@ -11,6 +11,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.fusion import FusionWeights
 from sbkit.decode.greedy import greedy
+from sbkit.decode.spans import Spelling
 from sbkit.errors import SbkitError
 from sbkit.tasks.asr import TranscribedUtterance
 from sbkit.tasks.recognise import search as evaluation
@@ -85,10 +86,10 @@ def test_the_recorder_keeps_the_inputs_of_a_search_and_decodes_greedily():
     torch.manual_seed(0)
     log_probs, lengths = torch.randn(3, 12, len(PIECES)).mul(3).log_softmax(-1), torch.tensor([12, 9, 5])
     search = BeamSearch(PIECES, beam=8)
-    recorder = evaluation.Recorder(search, greedy)
+    recorder = evaluation.Recorder(search, greedy, Spelling(PIECES, 0.04).text)
     hypotheses = recorder.decode(log_probs, lengths)
     assert [[one.text for one in several] for several in hypotheses] == [
-        [search.tokenizer.decode(spans.ids.tolist())] for spans in greedy(log_probs, lengths)]
+        [Spelling(PIECES, 0.04).text(spans)] for spans in greedy(log_probs, lengths)]
     recorder.decode(log_probs[:1], lengths[:1])
     found = search.search(search.join(recorder.batches))
     straight = [*search.decode(log_probs, lengths), *search.decode(log_probs[:1], lengths[:1])]

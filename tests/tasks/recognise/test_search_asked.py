@@ -29,7 +29,8 @@ def test_what_is_searched_at_the_end_is_what_each_batch_would_have_given(arpa):
                 torch.full((size,), 9)) for size in (2, 1, 3)]
     search = BeamSearch(PIECES, lm=arpa, nbest=2)
     expected = [several for batch in batches for several in search.decode(*batch)]
-    brain = SimpleNamespace(decoder=search, rows=[], greedy=greedy, live=None)
+    brain = SimpleNamespace(decoder=search, rows=[], greedy=greedy, live=None, prepare_search=lambda search: search,
+                            spelling=search.spelling(0.04))
     with search_asked.SearchingTask.searching(brain):
         for log_probs, lengths in batches:
             brain.rows += [TranscribedUtterance("id", "a", several[0].text)

@@ -1,0 +1,49 @@
+"""How a recogniser writes its tokens as words: in validation and tests, and in the bundle that is exported of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sbkit.data.manifest import Manifest
+from sbkit.decode.spans import WORD_START, Spelling
+from sbkit.tasks.recognise.keys import EncoderKeys
+
+if TYPE_CHECKING:
+    from sbkit.tasks.recognise.recognizer import Recognizer
+
+#: The share of texts with a space above which spaces separate words, and how many texts are looked at.
+_SPACED, _TEXTS = 0.1, 1000
+
+
+def frame_seconds(model: Recognizer, keys: EncoderKeys) -> float:
+    """Return the seconds between two frames of the encoder."""
+    return model.hop_samples * model.subsampling / keys.sample_rate
+
+
+def spelling_of(model: Recognizer, keys: EncoderKeys) -> Spelling:
+    """Return how a recogniser's tokens are written."""
+    tokenizer = keys.tokenizer
+    ends = keys.bos_index, keys.eos_index, *tokenizer.silent_ids()
+    silent = {keys.blank_index, *(i for i in ends if i is not None and i > 0)}
+    return Spelling(tokenizer.pieces(), frame_seconds(model, keys), silent,
+                    WORD_START if separates_words(keys.corpus) else None)
+
+
+def separates_words(corpus: Any) -> bool:  # a Corpus, a Mixture, or one of a user's own
+    """Whether the texts that a model learns from, or without them those it is tested on, have spaces between words.
+
+    Without any text it is assumed.
+    """
+    for split in ("train", "test") if hasattr(corpus, "manifest_path") else ():
+        path = Path(corpus.manifest_path(split))
+        if not path.is_file():
+            continue
+        texts = Manifest.open_prepared(path).texts
+        places = np.unique(np.linspace(0, len(texts) - 1, min(_TEXTS, len(texts))).astype(np.int64))
+        sample = [text for i in places.tolist() if (text := texts[i])]
+        if sample:
+            return sum(" " in text for text in sample) > _SPACED * len(sample)
+    return True
