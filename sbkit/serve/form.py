@@ -1,4 +1,4 @@
-"""The request form of OpenAI's API: received within limits of time and size, each field checked, none ignored."""
+"""The request form of OpenAI's API: received within limits of time and size, each field checked, unknown ones refused."""
 
 from __future__ import annotations
 
