@@ -21,6 +21,7 @@ import sbkit
 from sbkit.data import leaks
 from sbkit.data.columns import Declared, LabelColumn
 from sbkit.data.corpus import Corpus
+from sbkit.data.language_code import LANGUAGE_CODE
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Column, Manifest, join
 from sbkit.data.prepare import IN_OTHER_SPLIT, SplitReport, recording_keys
@@ -35,8 +36,6 @@ from sbkit.system.schema import NOT_NEGATIVE, POSITIVE, Nullable, require
 logger = logging.getLogger(__name__)
 
 MEAN = "mean"
-#: What a language's code looks like: two or three letters, and perhaps a script or a region.
-_CODE = re.compile(r"[A-Za-z]{2,3}([-_][A-Za-z0-9]+)*")
 _NAME = re.compile(r"[\w.-]+")
 #: Between a part's name and a row's id.
 _SEPARATOR = ":"
@@ -120,7 +119,7 @@ class Mixture(Corpus):
                              hint="leave one of them out")
         first: dict[str | None, str] = {}  # the first part of each language
         for name, part in self.parts.items():
-            if part.language is not None and not _CODE.fullmatch(part.language):
+            if part.language not in Nullable(LANGUAGE_CODE):
                 raise SbkitError(f"mixture: parts: {name}: language {part.language!r} is not a language code",
                                  hint="write a code such as en or zh-CN")
             # All text rules of a language are the same, and two of them in all languages.
