@@ -471,7 +471,7 @@ class Corpus:
         report = {
             "format": _FORMAT, "fingerprint": fingerprint, "sbkit": sbkit.__version__,
             "source": {"kind": source.kind, "where": source.where, "splits": chosen, "divided": divides,
-                       "folders": sorted(folders)},
+                       "recorded": source.recorded, "folders": sorted(folders)},
             "options": self._options(), "seconds": round(time.monotonic() - started, 1), "splits": {},
             "leaks": leaks.shared(manifests, {split: reports[split].copies for split in ordered}),
         }

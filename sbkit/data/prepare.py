@@ -26,6 +26,7 @@ from sbkit.data.exclusions import MISSING, UNDECODABLE
 from sbkit.data.manifest import SECONDS, Column, Manifest, join
 from sbkit.data.measure import WORTH_A_BAR, measure
 from sbkit.data.presence import existing, refused
+from sbkit.data.provenance import hours_by_synthesiser, synthesised
 from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.data.sources.base import Rows, unique_ids
 from sbkit.data.suspects import Exclusions
@@ -97,6 +98,10 @@ class SplitReport:
     """What is odd about rows that are kept: how many, and one of them."""
     copies: dict[str, str] = field(default_factory=dict)
     """Ids of rows that are kept although they are copies of another split's, and their originals."""
+    speakers: int = 0
+    """How many speakers the rows that are kept name; 0: unknown."""
+    synthesised: dict[str, float] = field(default_factory=dict)
+    """Hours of them that a synthesiser spoke, by its name."""
     tables: list[pa.Table] = field(default_factory=list, repr=False)
     """All rows that were left out, for ``left_out.csv``."""
 
@@ -230,6 +235,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         starts=rows.starts, meta=meta, remote=remote)
     manifest = everything.select(kept)
     report.kept, report.hours = len(manifest), manifest.hours
+    report.speakers, report.synthesised = speakers_in(manifest), hours_by_synthesiser(manifest)
     report.outside_alphabet = dict(outside.most_common(100))
     unspoken = np.flatnonzero((codes == 0) & np.asarray(pc.match_substring_regex(rows.texts.arrow, _UNSPOKEN)))
     if limits.text and len(unspoken):
@@ -247,6 +253,12 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     if report.rows != report.kept + report.missing:
         raise AssertionError(f"{split}: {report.rows} rows, {report.kept} kept, {report.missing} left out")
     return manifest, report
+
+
+def speakers_in(manifest: Manifest) -> int:
+    """How many different speakers the rows name; 0 if they name none."""
+    names, _ = manifest.speakers.numbered()
+    return sum(1 for name in names if name)
 
 
 def _odd_texts(rows: Manifest, at: np.ndarray) -> list[str]:
@@ -374,7 +386,7 @@ def summarize(report: Mapping[str, Any], fresh: bool = True) -> str:
     rows = [[named[split], entry["rows"], entry["kept"], float(entry["hours"]),
              *(entry["left_out"].get(reason, {"count": 0})["count"] for reason in reasons)]
             for split, entry in splits.items()]
-    lines = [f"{report['source']['kind']}: {report['source']['where']}",
+    lines = [f"{synthesised(report) or report['source']['kind']}: {report['source']['where']}",
              table(["split", "rows", "kept", "hours", *reasons], rows)]
     if report["source"].get("divided"):
         lines.append("dev and test: sentences of the only list, by their hashes; --corpus.splits names other lists")

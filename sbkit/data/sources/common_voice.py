@@ -37,6 +37,7 @@ class CommonVoice(Source):
     """
 
     kind = "Common Voice"
+    recorded = True
     paths_start = "unpack its recordings into clips/, beside the lists"
 
     def __init__(self, path: Path, language: str | None = None):
