@@ -53,8 +53,8 @@ def synthesised(report: Mapping[str, Any]) -> str:
     share = sum(hours.values()) / max(total, 1e-9)
     names = " and ".join(hours)
     if share >= _ALL:
-        return f"speech that {names} synthesised: nobody was recorded"
-    return f"{100 * share:.3g} % of the audio is speech that {names} synthesised"
+        return f"speech synthesised by {names} (nobody was recorded)"
+    return f"{100 * share:.3g} % of the audio is speech synthesised by {names}"
 
 
 def describe(report: Mapping[str, Any]) -> str:
@@ -66,7 +66,7 @@ def describe(report: Mapping[str, Any]) -> str:
     kind: str = source["kind"]
     artificial = synthesised(report)
     if artificial.startswith("speech"):
-        return f"{artificial} (in the layout of {kind})"
+        return f"{artificial}, in the layout of {kind}"
     if artificial:
         return f"{kind}: {artificial}"
     if "recorded" not in source:

@@ -14,7 +14,7 @@ from sbkit.data.provenance import describe
 SPLITS = {"train": ["one sentence", "two sentences", "three"], "dev": ["a dev sentence"], "test": ["a test sentence"]}
 PEOPLE = "recordings of people"
 UNKNOWN = "it doesn't say whether people or a synthesiser spoke"
-ESPEAK = "speech that espeak-ng synthesised: nobody was recorded"
+ESPEAK = "speech synthesised by espeak-ng (nobody was recorded)"
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_common_voice_is_people_and_names_how_many_spoke(release, tmp_path):
 
 def test_the_demo_corpus_is_speech_that_was_synthesised(demo, tmp_path):
     corpus = prepared(demo, tmp_path / "m")[0]
-    assert describe(corpus.prepared) == f"{ESPEAK} (in the layout of Common Voice)"
+    assert describe(corpus.prepared) == f"{ESPEAK}, in the layout of Common Voice"
     assert corpus.summary().startswith(f"{ESPEAK}: {demo}\n")
     train = corpus.prepared["splits"]["train"]
     assert train["synthesised"] == {"espeak-ng": pytest.approx(train["hours"])} and train["hours"] > 0
@@ -63,7 +63,7 @@ def test_the_demo_corpus_is_speech_that_was_synthesised(demo, tmp_path):
 @pytest.mark.parametrize(("kind", "name"), [("csv", "SpeechBrain CSV"), ("jsonl", "JSON lines")])
 def test_lists_of_its_clips_are_synthesised_too_and_other_lists_do_not_say(demo, release, tmp_path, kind, name):
     spoken, people = as_csv(demo, tmp_path / "spoken", kind), as_csv(release, tmp_path / "people", kind)
-    assert describe(prepared(spoken, tmp_path / "m1")[0].prepared) == f"{ESPEAK} (in the layout of {name})"
+    assert describe(prepared(spoken, tmp_path / "m1")[0].prepared) == f"{ESPEAK}, in the layout of {name}"
     assert describe(prepared(people, tmp_path / "m2")[0].prepared) == f"{name}: {UNKNOWN}"
 
 
@@ -71,7 +71,7 @@ def test_what_is_partly_synthesised_says_which_share(demo, release, tmp_path):
     spoken, people = as_csv(demo, tmp_path / "spoken"), as_csv(release, tmp_path / "people")
     both = {split: [str(spoken / f"{split}.csv"), str(people / f"{split}.csv")] for split in ("train", "dev")}
     report = prepared({**both, "test": str(people / "test.csv")}, tmp_path / "m")[0].prepared
-    assert describe(report) == "SpeechBrain CSV: 44.4 % of the audio is speech that espeak-ng synthesised"
+    assert describe(report) == "SpeechBrain CSV: 44.4 % of the audio is speech synthesised by espeak-ng"
 
 
 def test_an_archive_of_common_voice_is_people(release, tmp_path):
@@ -92,12 +92,12 @@ def test_a_folder_of_recordings_alone_does_not_say(tmp_path):
 def test_a_mixture_counts_what_its_parts_have(demo, release, tmp_path):
     mixture = Mixture({"spoken": Corpus(demo), "people": Corpus(release)}, folder=tmp_path / "m")
     mixture.prepare(show_progress=False)
-    assert describe(mixture.prepared) == "mixture: 50 % of the audio is speech that espeak-ng synthesised"
+    assert describe(mixture.prepared) == "mixture: 50 % of the audio is speech synthesised by espeak-ng"
     assert mixture.prepared["splits"]["train"]["speakers"] == 6
 
 
 def test_a_report_of_an_earlier_version_claims_nothing_but_knows_the_demo_by_its_record(demo, release, tmp_path):
-    for corpus, expected in ((demo, f"{ESPEAK} (in the layout of Common Voice)"), (release, "Common Voice")):
+    for corpus, expected in ((demo, f"{ESPEAK}, in the layout of Common Voice"), (release, "Common Voice")):
         report = prepared(corpus, tmp_path / corpus.parent.name / "m")[0].prepared
         del report["source"]["recorded"]
         for split in report["splits"].values():
