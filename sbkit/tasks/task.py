@@ -34,9 +34,9 @@ from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.runs.initial import check_start
-from sbkit.runs.same_model import check_checkpoints
 from sbkit.runs.initial.source import TokenTables
 from sbkit.runs.keys import Bundles
+from sbkit.runs.same_model import check_checkpoints
 from sbkit.score.estimate import MetricEstimate, estimate
 from sbkit.score.metric import Metric
 from sbkit.score.results import Results, describe_unread
