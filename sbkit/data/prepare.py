@@ -42,6 +42,12 @@ IN_OTHER_SPLIT = "also in dev or test"
 EXCLUDED = "excluded"
 REASONS = (MALFORMED, REFUSED, "repeated id", IN_OTHER_SPLIT, MISSING, "no text", EXCLUDED, UNDECODABLE,
            "too short", "too long", "alphabet", "few words", "empty column", "signals of different length")
+#: Of a reason that is a limit: the corpus's option, how a row lies to it, and what to do to keep such rows.
+_LIMITS = {
+    "too long": ("max_duration", "above", "cut them at pauses, with their texts, or raise corpus.max_duration, and "
+                                          "max_batch_seconds so that a batch holds them"),
+    "too short": ("min_duration", "below", "lower corpus.min_duration to keep them"),
+}
 _CODE = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: the row is kept
 
 _EXAMPLES = 10
@@ -175,10 +181,14 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     longer = [i for i, detail in details.items() if codes[i] == 0 and np.isfinite(durations[i])]
     leave_out(UNDECODABLE, np.isnan(durations))
     leave_out(UNDECODABLE, durations <= 0, lambda i: f"it ends before its start at {rows.starts[i]:.2f} s")
+
+    def seconds_of(row: int) -> str:
+        return f"{durations[row]:.2f} s"
+
     if limits.min_duration is not None:
-        leave_out("too short", durations < limits.min_duration)
+        leave_out("too short", durations < limits.min_duration, seconds_of)
     if limits.max_duration is not None:
-        leave_out("too long", durations > limits.max_duration)
+        leave_out("too long", durations > limits.max_duration, seconds_of)
     outside: Counter[str] = Counter()
     if rules.alphabet is not None:
         mask = np.zeros(len(rows), bool)
@@ -374,6 +384,20 @@ def _explain(report: SplitReport, rows: Rows, codes: np.ndarray, durations: np.n
         report.tables.append(exclusions.rows(report.split, reason, ids, wavs, notes, versions=reason == UNDECODABLE))
 
 
+def reason_in_words(reason: str, options: Mapping[str, Any]) -> str:
+    """A reason for which rows are left out, with the limit that they exceed; ``options`` are the corpus's."""
+    if reason not in _LIMITS:
+        return reason
+    name, lies, _ = _LIMITS[reason]
+    limit = options.get(name)
+    return reason if limit is None else f"{reason}: {lies} corpus.{name}, {limit:g} s"
+
+
+def remedy(reason: str) -> str:
+    """What to do to keep rows that are left out for a reason; empty if it isn't a limit."""
+    return _LIMITS[reason][2] if reason in _LIMITS else ""
+
+
 def summarize(report: Mapping[str, Any], fresh: bool = True) -> str:
     """A table and notes from the content of a ``prepare_report.json``, for the terminal.
 
@@ -400,9 +424,12 @@ def summarize(report: Mapping[str, Any], fresh: bool = True) -> str:
             now = "" if after == before else f", now {after!r}"
             lines.append(f"{split}: {counted(found['count'], 'text')} with digits or brackets, such as {before!r}{now}"
                          ": write what is spoken, or leave such texts out by an alphabet")
-        lines += [f"{split}: {one['count']} of {entry['rows']} rows are left out ({reason}), such as "
-                  f"{one['examples'][0]}; left_out.csv lists all"
-                  for reason, one in entry["left_out"].items() if one["count"] > _MANY * entry["rows"]]
+        for reason, one in entry["left_out"].items():
+            if one["count"] > _MANY * entry["rows"]:
+                words = reason_in_words(reason, report.get("options", {}))
+                advice = f"; {remedy(reason)}" if remedy(reason) else ""
+                lines.append(f"{split}: {one['count']} of {entry['rows']} rows are left out ({words}), such as "
+                             f"{one['examples'][0]}; left_out.csv lists all{advice}")
         lines += [f"{split}: {notice}" for notice in entry.get("notices", [])]
         durations = entry["durations"]
         if (listed := durations.get("listed")) and (missing := durations.get("measured")):
