@@ -163,10 +163,11 @@ def _corpora(run: RunData, prepared: Mapping[str, Any]) -> list[str]:
         known = part["splits"].get(split, {}).get("speakers")
         return "" if known is None else f"{known:,}" if known else "unknown"
 
+    rows: list[tuple[str, ...]] = []
     if not run.prepared_parts:
-        rows = [(split, audio(prepared, split), speakers(prepared, split)) for split in prepared["splits"]]
+        rows += [(split, audio(prepared, split), speakers(prepared, split)) for split in prepared["splits"]]
         return [_source(prepared), _table(("split", "recordings", "speakers"), rows)]
-    rows, whole = [], sum(hours for hours, _ in run.training_audio.values())
+    whole = sum(hours for hours, _ in run.training_audio.values())
     for name, part in run.prepared_parts.items():
         hours, times = run.training_audio.get(name, (0.0, 0.0))
         rows.append((name, _source(part), part["options"].get("language") or "",
