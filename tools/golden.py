@@ -37,8 +37,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEV
                "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
 #: Options of all trainings.
 TRAIN = ("--no-check --noprogressbar --log_interval 0 --precision fp32 --num_workers 0 --number_of_epochs 2 "
-         "--least_steps 0 --ckpt_interval_minutes 0 --ckpt_interval_steps 2").split()
-RECOGNISER = [*TRAIN, *"--language none --max_batch_seconds 3 --step_seconds 6".split()]
+         "--min_steps 0 --ckpt_interval_minutes 0 --ckpt_interval_steps 2").split()
+RECOGNISER = [*TRAIN, *"--language und --max_batch_seconds 3 --step_seconds 6".split()]
 CONFORMER = "--d_model 16 --nhead 2 --d_ffn 16 --num_encoder_layers 2 --cnn_channels 4".split()
 FLAGSHIP = ["hparams/ctc.yaml", *RECOGNISER, *CONFORMER, "--cnn_first_channels", "4"]
 ENCODER = ["--encoder_source", "encoder", "--layer_decay", "0.9", "--mask_time_prob", "0.3", "--mask_time_length", "3"]

@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.score.run_files import MANIFESTS, RECIPE
     from sbkit.score.significance import compare
     from sbkit.system import processes
-    from sbkit.system.console import atomic_write, table
+    from sbkit.system.console import atomic_write, counted, table
 
     if not (task := restore.read_run(args.run).task).writes_words:
         raise SbkitError(f"{args.run} is no recogniser's run: it trained {task.__name__}",
@@ -225,8 +225,10 @@ def run(args: argparse.Namespace) -> int:
 
     why_not = []
     if not (of_new.better and of_new.significant):
-        why_not.append(f"the new test is not surely better ({of_new.low:+.2f} to {of_new.high:+.2f} points on "
-                       f"{len(after.words.ids)} utterances): correct more recordings")
+        # The permutation test decides. The bounds of the bootstrap may exclude 0 all the same, so they are left out.
+        cause = of_new.too_few or f"p = {of_new.p_value:.2g}, and below 0.05 is significant"
+        why_not.append(f"the new test is not significantly better ({of_new.difference:+.2f} points of WER on "
+                       f"{counted(len(after.words.ids), 'utterance')}): {cause}; correct more recordings")
     if old.is_worse(now):
         why_not.append(f"{old.describe(now)}: a larger --replay keeps more of it")
     if silence[1] > max(MAX_SILENCE, silence[0]):

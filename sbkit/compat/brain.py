@@ -33,9 +33,9 @@ from sbkit.recipe.parts import ParameterGroups, trained_parts
 from sbkit.recipe.speed import Utilisation
 from sbkit.recipe.values import unwrapped
 from sbkit.system import memory
-from sbkit.system.console import end_scripts_in_one_line, outlast_terminal
+from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import limit_torch_threads
-from sbkit.train import compiling, options, precision, rates, rng
+from sbkit.train import compiling, options, precision, rates, rng, script_start
 from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import Adapted
@@ -87,11 +87,17 @@ class Brain(sb.core.Brain):
     opt_class: Callable[..., torch.optim.Optimizer] | None
     profiler: torch.profiler.profile | None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A script defines its class before it reads its command line, and so before the first error it can make.
+        if not cls.__module__.startswith("sbkit."):
+            script_start.prepare()
+
     def __init__(self, modules: Mapping[str, torch.nn.Module] | None = None,
                  opt_class: Callable[..., torch.optim.Optimizer] | None = None,
                  hparams: Mapping[str, Any] | None = None, run_opts: RunOptions | Mapping[str, Any] | None = None,
                  checkpointer: sb.utils.checkpoints.Checkpointer | None = None):
-        end_scripts_in_one_line()
+        script_start.prepare()
         self.train_state = TrainState()
         run_opts, hparams = options.clean(run_opts, hparams)
         device = torch.device(options.pick(run_opts, hparams, "device"))

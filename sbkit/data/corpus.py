@@ -22,7 +22,16 @@ from sbkit.data.columns import Declared, SignalColumn
 from sbkit.data.copies import Copies
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Column, Manifest, mapped_file
-from sbkit.data.prepare import IN_OTHER_SPLIT, RowLimits, SplitReport, prepare_split, recording_keys, summarize
+from sbkit.data.prepare import (
+    IN_OTHER_SPLIT,
+    RowLimits,
+    SplitReport,
+    prepare_split,
+    reason_in_words,
+    recording_keys,
+    remedy,
+    summarize,
+)
 from sbkit.data.presence import check_opened, refused
 from sbkit.data.remote import NO_REMOTE, SCHEMES, Remote, check_schemes, scheme_of
 from sbkit.data.sources import Named, Rows, Source, check_exists, is_hub_address, join_rows, open_source
@@ -451,9 +460,10 @@ class Corpus:
                 columns=self._declared, exclude=excluded if split == "train" else None, show_progress=show)
             if not reports[split].kept:
                 left_out = reports[split].left_out
-                reasons = ", ".join(f"{entry['count']} {reason}" for reason, entry in left_out.items())
+                reasons = ", ".join(f"{entry['count']} {reason_in_words(reason, self._options())}"
+                                    for reason, entry in left_out.items())
                 example = next(iter(left_out.values()))["examples"][0]
-                hint = f"for example {example}"
+                hint = "; ".join([f"for example {example}", *filter(None, map(remedy, left_out))])
                 starts = [str(each).rstrip("/") + "/" for each in (self.data_root, *source.folders) if each is not None]
                 if "missing clip" in left_out and not any(os.path.abspath(each) in example for each in starts):
                     hint += "; the list has whole paths: write $data_root for where they began, and give " \
@@ -462,6 +472,10 @@ class Corpus:
                     hint += "; --corpus.data_root is where relative paths begin, and what $data_root in the list means"
                 if IN_OTHER_SPLIT in left_out:
                     hint += "; to see a model learn its own test by heart, give train copies of these recordings"
+                # A prepared corpus keeps its own list.
+                if not self.report_path.exists():
+                    exclusions.write(self.folder, [table for each in reports.values() for table in each.tables])
+                    hint += f"; {self.folder / exclusions.NAME} lists all"
                 raise SbkitError(f"{read.origin}: all {reports[split].rows} rows of the {split} split were left out: "
                                  f"{reasons}", hint=hint)
             taken.append(recording_keys(manifests[split].wavs, manifests[split].starts))
@@ -471,7 +485,7 @@ class Corpus:
         report = {
             "format": _FORMAT, "fingerprint": fingerprint, "sbkit": sbkit.__version__,
             "source": {"kind": source.kind, "where": source.where, "splits": chosen, "divided": divides,
-                       "folders": sorted(folders)},
+                       "recorded": source.recorded, "folders": sorted(folders)},
             "options": self._options(), "seconds": round(time.monotonic() - started, 1), "splits": {},
             "leaks": leaks.shared(manifests, {split: reports[split].copies for split in ordered}),
         }

@@ -34,7 +34,7 @@ import soundfile
 import soxr
 import yaml
 
-from sbkit.data import demo_voice
+from sbkit.data import demo_voice, provenance
 from sbkit.errors import SbkitError
 from sbkit.system import disk, helper_process
 from sbkit.system.console import progress, stored_json
@@ -183,14 +183,15 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
         seconds = sum(len(samples) for samples in run(speak_clip, ((clip,) for clip in sample))) / SAMPLE_RATE
         count = max(3 * MIN_CLIPS, round(hours * 3600 / (seconds / len(sample))))
         clips = plan_clips(count, grammar, speakers, seed)
-        (temporary / "clips").mkdir()
-        jobs = ((clip, temporary / "clips" / _file_name(clip, language)) for clip in clips)
+        (temporary / provenance.CLIPS).mkdir()
+        jobs = ((clip, temporary / provenance.CLIPS / _file_name(clip, language)) for clip in clips)
         milliseconds = list(progress(
             run(_record, jobs), what=f"Synthesising {hours:g} h of {language}", total=len(clips), unit="clip",
             show=show_progress,
         ))
         write_tables(temporary, clips, milliseconds, language)
-        (temporary / "demo.json").write_text(json.dumps({**made_with, "synthetic": "espeak-ng"}, indent=1) + "\n")
+        record = {**made_with, provenance.SYNTHESISER: "espeak-ng"}
+        (temporary / provenance.RECORD).write_text(json.dumps(record, indent=1) + "\n")
         disk.sync_file_system(temporary)
         try:
             os.rename(temporary, folder)
@@ -217,7 +218,7 @@ def _finished(folder: Path, made_with: dict[str, Any]) -> bool:
     """Whether the folder exists and was made with these arguments; an error if it contains something else."""
     if not folder.exists():
         return False
-    found = stored_json(folder / "demo.json")
+    found = stored_json(folder / provenance.RECORD)
     if any(found.get(key) != value for key, value in {"voices": None, **made_with}.items()):
         raise SbkitError(f"{folder} already exists and is not this demo corpus "
                          f"({', '.join(f'{key} {value}' for key, value in made_with.items())})",

@@ -21,9 +21,11 @@ import sbkit
 from sbkit.data import leaks
 from sbkit.data.columns import Declared, LabelColumn
 from sbkit.data.corpus import Corpus
+from sbkit.data.language_code import LANGUAGE_CODE
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Column, Manifest, join
-from sbkit.data.prepare import IN_OTHER_SPLIT, SplitReport, recording_keys
+from sbkit.data.prepare import IN_OTHER_SPLIT, SplitReport, recording_keys, speakers_in
+from sbkit.data.provenance import hours_by_synthesiser
 from sbkit.data.remote import Remote
 from sbkit.data.splits import SPLITS
 from sbkit.data.text import TextRules
@@ -35,8 +37,6 @@ from sbkit.system.schema import NOT_NEGATIVE, POSITIVE, Nullable, require
 logger = logging.getLogger(__name__)
 
 MEAN = "mean"
-#: What a language's code looks like: two or three letters, and perhaps a script or a region.
-_CODE = re.compile(r"[A-Za-z]{2,3}([-_][A-Za-z0-9]+)*")
 _NAME = re.compile(r"[\w.-]+")
 #: Between a part's name and a row's id.
 _SEPARATOR = ":"
@@ -120,7 +120,7 @@ class Mixture(Corpus):
                              hint="leave one of them out")
         first: dict[str | None, str] = {}  # the first part of each language
         for name, part in self.parts.items():
-            if part.language is not None and not _CODE.fullmatch(part.language):
+            if part.language not in Nullable(LANGUAGE_CODE):
                 raise SbkitError(f"mixture: parts: {name}: language {part.language!r} is not a language code",
                                  hint="write a code such as en or zh-CN")
             # All text rules of a language are the same, and two of them in all languages.
@@ -228,7 +228,8 @@ class Mixture(Corpus):
                     left_out[reason] = {name: value + count[name] for name, value in total.items()}
             outside = sum((Counter(entry["outside_alphabet"]) for entry in entries), Counter[str]())
             reports[split] = SplitReport(split, "mixture", sum(entry["rows"] for entry in entries), len(manifest),
-                                         round(manifest.hours, 3), left_out, dict(outside))
+                                         manifest.hours, left_out, dict(outside),
+                                         speakers=speakers_in(manifest), synthesised=hours_by_synthesiser(manifest))
         if "train" in joint:  # without recordings that are in any part's dev or test
             train, report_of_train = joint["train"], reports["train"]
             here, held_out = recording_keys(train.wavs, train.starts), np.zeros(len(train), bool)
@@ -244,13 +245,16 @@ class Mixture(Corpus):
                 entry.update(count=entry["count"] + len(left), hours=round(entry["hours"] + left.hours, 3),
                              examples=[*entry["examples"], *left.ids[:3]])
                 joint["train"] = train = train.select(~held_out)
-                report_of_train.kept, report_of_train.hours = len(train), round(train.hours, 3)
+                report_of_train.kept, report_of_train.hours = len(train), train.hours
+                report_of_train.speakers = speakers_in(train)
+                report_of_train.synthesised = hours_by_synthesiser(train)
         options = {name: part.prepared["options"] for name, part in self.parts.items()}
         common = {name: value for name, value in next(iter(options.values())).items()
                   if all(each.get(name) == value for each in options.values())}
         report = {
             "format": 1, "fingerprint": fingerprint, "sbkit": sbkit.__version__,
             "source": {"kind": "mixture", "where": ", ".join(self.parts),
+                       "recorded": all(part.prepared["source"].get("recorded", False) for part in self.parts.values()),
                        "splits": {split: list(parts) for split, parts in splits.items() if parts}},
             "options": {**common, "parts": options},
             "seconds": round(time.monotonic() - started, 1), "splits": {}, "leaks": leaks.shared(joint)}

@@ -26,6 +26,7 @@ from sbkit.data.exclusions import MISSING, UNDECODABLE
 from sbkit.data.manifest import SECONDS, Column, Manifest, join
 from sbkit.data.measure import WORTH_A_BAR, measure
 from sbkit.data.presence import existing, refused
+from sbkit.data.provenance import hours_by_synthesiser, synthesised
 from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.data.sources.base import Rows, unique_ids
 from sbkit.data.suspects import Exclusions
@@ -41,6 +42,12 @@ IN_OTHER_SPLIT = "also in dev or test"
 EXCLUDED = "excluded"
 REASONS = (MALFORMED, REFUSED, "repeated id", IN_OTHER_SPLIT, MISSING, "no text", EXCLUDED, UNDECODABLE,
            "too short", "too long", "alphabet", "few words", "empty column", "signals of different length")
+#: Of a reason that is a limit: the corpus's option, how a row lies to it, and what to do to keep such rows.
+_LIMITS = {
+    "too long": ("max_duration", "above", "cut them at pauses, with their texts, or raise corpus.max_duration, and "
+                                          "max_batch_seconds so that a batch holds them"),
+    "too short": ("min_duration", "below", "lower corpus.min_duration to keep them"),
+}
 _CODE = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: the row is kept
 
 _EXAMPLES = 10
@@ -97,6 +104,10 @@ class SplitReport:
     """What is odd about rows that are kept: how many, and one of them."""
     copies: dict[str, str] = field(default_factory=dict)
     """Ids of rows that are kept although they are copies of another split's, and their originals."""
+    speakers: int = 0
+    """How many speakers the rows that are kept name; 0: unknown."""
+    synthesised: dict[str, float] = field(default_factory=dict)
+    """Hours of them that a synthesiser spoke, by its name."""
     tables: list[pa.Table] = field(default_factory=list, repr=False)
     """All rows that were left out, for ``left_out.csv``."""
 
@@ -170,10 +181,14 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     longer = [i for i, detail in details.items() if codes[i] == 0 and np.isfinite(durations[i])]
     leave_out(UNDECODABLE, np.isnan(durations))
     leave_out(UNDECODABLE, durations <= 0, lambda i: f"it ends before its start at {rows.starts[i]:.2f} s")
+
+    def seconds_of(row: int) -> str:
+        return f"{durations[row]:.2f} s"
+
     if limits.min_duration is not None:
-        leave_out("too short", durations < limits.min_duration)
+        leave_out("too short", durations < limits.min_duration, seconds_of)
     if limits.max_duration is not None:
-        leave_out("too long", durations > limits.max_duration)
+        leave_out("too long", durations > limits.max_duration, seconds_of)
     outside: Counter[str] = Counter()
     if rules.alphabet is not None:
         mask = np.zeros(len(rows), bool)
@@ -230,6 +245,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         starts=rows.starts, meta=meta, remote=remote)
     manifest = everything.select(kept)
     report.kept, report.hours = len(manifest), manifest.hours
+    report.speakers, report.synthesised = speakers_in(manifest), hours_by_synthesiser(manifest)
     report.outside_alphabet = dict(outside.most_common(100))
     unspoken = np.flatnonzero((codes == 0) & np.asarray(pc.match_substring_regex(rows.texts.arrow, _UNSPOKEN)))
     if limits.text and len(unspoken):
@@ -247,6 +263,12 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     if report.rows != report.kept + report.missing:
         raise AssertionError(f"{split}: {report.rows} rows, {report.kept} kept, {report.missing} left out")
     return manifest, report
+
+
+def speakers_in(manifest: Manifest) -> int:
+    """How many different speakers the rows name; 0 if they name none."""
+    names, _ = manifest.speakers.numbered()
+    return sum(1 for name in names if name)
 
 
 def _odd_texts(rows: Manifest, at: np.ndarray) -> list[str]:
@@ -362,6 +384,20 @@ def _explain(report: SplitReport, rows: Rows, codes: np.ndarray, durations: np.n
         report.tables.append(exclusions.rows(report.split, reason, ids, wavs, notes, versions=reason == UNDECODABLE))
 
 
+def reason_in_words(reason: str, options: Mapping[str, Any]) -> str:
+    """A reason for which rows are left out, with the limit that they exceed; ``options`` are the corpus's."""
+    if reason not in _LIMITS:
+        return reason
+    name, lies, _ = _LIMITS[reason]
+    limit = options.get(name)
+    return reason if limit is None else f"{reason}: {lies} corpus.{name}, {limit:g} s"
+
+
+def remedy(reason: str) -> str:
+    """What to do to keep rows that are left out for a reason; empty if it isn't a limit."""
+    return _LIMITS[reason][2] if reason in _LIMITS else ""
+
+
 def summarize(report: Mapping[str, Any], fresh: bool = True) -> str:
     """A table and notes from the content of a ``prepare_report.json``, for the terminal.
 
@@ -374,7 +410,7 @@ def summarize(report: Mapping[str, Any], fresh: bool = True) -> str:
     rows = [[named[split], entry["rows"], entry["kept"], float(entry["hours"]),
              *(entry["left_out"].get(reason, {"count": 0})["count"] for reason in reasons)]
             for split, entry in splits.items()]
-    lines = [f"{report['source']['kind']}: {report['source']['where']}",
+    lines = [f"{synthesised(report) or report['source']['kind']}: {report['source']['where']}",
              table(["split", "rows", "kept", "hours", *reasons], rows)]
     if report["source"].get("divided"):
         lines.append("dev and test: sentences of the only list, by their hashes; --corpus.splits names other lists")
@@ -388,9 +424,12 @@ def summarize(report: Mapping[str, Any], fresh: bool = True) -> str:
             now = "" if after == before else f", now {after!r}"
             lines.append(f"{split}: {counted(found['count'], 'text')} with digits or brackets, such as {before!r}{now}"
                          ": write what is spoken, or leave such texts out by an alphabet")
-        lines += [f"{split}: {one['count']} of {entry['rows']} rows are left out ({reason}), such as "
-                  f"{one['examples'][0]}; left_out.csv lists all"
-                  for reason, one in entry["left_out"].items() if one["count"] > _MANY * entry["rows"]]
+        for reason, one in entry["left_out"].items():
+            if one["count"] > _MANY * entry["rows"]:
+                words = reason_in_words(reason, report.get("options", {}))
+                advice = f"; {remedy(reason)}" if remedy(reason) else ""
+                lines.append(f"{split}: {one['count']} of {entry['rows']} rows are left out ({words}), such as "
+                             f"{one['examples'][0]}; left_out.csv lists all{advice}")
         lines += [f"{split}: {notice}" for notice in entry.get("notices", [])]
         durations = entry["durations"]
         if (listed := durations.get("listed")) and (missing := durations.get("measured")):

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from sbkit.data.language_code import primary
 from sbkit.errors import SbkitError
 
 # Characters that people type instead of an apostrophe: curly and full-width quotes, prime, grave and acute accents.
@@ -94,7 +95,7 @@ class TextRules:
     @classmethod
     def for_language(cls, language: str | None, **overrides: Any) -> TextRules:
         """The rules for a language code (``tr``, ``ca``, ``zh-CN``), with ``overrides`` of single rules."""
-        base = LANGUAGES.get((language or "").replace("_", "-").split("-")[0].lower(), {})
+        base = LANGUAGES.get(primary(language or ""), {})
         try:
             return cls(**{**base, **overrides})
         except TypeError:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from sbkit.data.language_code import LANGUAGE_CODE
 from sbkit.data.sources import check_exists
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
@@ -25,6 +26,7 @@ from sbkit.nn.pretrained.source import is_folder
 from sbkit.recipe import load, starter
 from sbkit.runs import initial, restore
 from sbkit.runs.initial.published import PublishedSource, recipe_folder
+from sbkit.system.schema import Nullable, require
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class ImportRequest:
 
 def import_model(request: ImportRequest) -> int:
     """Import a model, print how its bundle compares with it, and return the exit code."""
+    require("--language", request.language, Nullable(LANGUAGE_CODE))
     if request.corpus is not None:
         check_exists(request.corpus)
     with tempfile.TemporaryDirectory() as temporary:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from speechbrain.utils.run_opts import RunOptions
 
+from sbkit.data.language_code import LANGUAGE_CODE, SEVERAL
+from sbkit.data.language_code import UNKNOWN as UNKNOWN_LANGUAGE
 from sbkit.errors import SbkitError
 from sbkit.recipe.keys import COMPLETE, ONLY_NAMED, Declared, Keys
 from sbkit.recipe.names import brain_class, declared
@@ -139,6 +141,14 @@ def _check_device(root: Node, key: str, value: Any, findings: Findings) -> None:
             _report(root, key, f"torch has no device {value!r}", findings, "write cpu, cuda or cuda:1")
 
 
+def _check_language(root: Node, key: str, value: object, findings: Findings) -> None:
+    """Refuse a language that no client of a server would ask for: its bundle would refuse all others."""
+    if key in declared(root) and isinstance(value, str) and value not in LANGUAGE_CODE:
+        _report(root, key, f"it is {value!r}, and must be {LANGUAGE_CODE}: the bundle's server answers clients that "
+                "ask for this language only", findings,
+                f"write its code in ISO 639, {UNKNOWN_LANGUAGE} if it has none, or {SEVERAL} for several languages")
+
+
 def _check_class(root: Node, key: str, value: object, findings: Findings) -> None:
     """Check that a key names a class from which the run builds an object."""
     base, name, when, without, example = (
@@ -207,6 +217,7 @@ def _check_schedule(root: Node, key: str, value: object, findings: Findings) -> 
 
 _CHECKS: dict[str, Callable[[Node, str, object, Findings], None]] = {
     "precision": _check_precision, "eval_precision": _check_precision, "device": _check_device,
+    "language": _check_language,
     "brain": _check_class, "opt_class": _check_class, "epoch_counter": _check_epochs,
     "schedule": _check_schedule,
 }

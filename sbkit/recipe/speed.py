@@ -43,10 +43,13 @@ LAUNCH_MS = 0.032
 def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
     """The highest operations per second that training could reach, and the source; None for a card not in the table.
 
-    For a CPU, whose data sheet lacks the clock under load, it is the speed of a matrix product.
+    For a CPU, whose data sheet lacks the clock under load, it is the speed of a matrix product. A CPU without units for
+    bf16 or fp16 emulates them, at a fiftieth of the speed of fp32, in which much of a step computes whatever the
+    precision: so the faster of both products counts.
     """
     if device.type != "cuda":
-        return speed_of(device, precision), "a large matrix product here"
+        speeds = [speed_of(device, each) for each in dict.fromkeys((precision, "fp32"))]
+        return max((each for each in speeds if each is not None), default=None), "a large matrix product here"
     return peak_of_card(torch.cuda.get_device_name(device), precision)
 
 
@@ -156,8 +159,14 @@ class Utilisation:
         return self.operations * audio_s_per_s
 
     def share(self, audio_s_per_s: float) -> float | None:
-        """Return the share of a device's peak at a speed on one device; None if the peak is unknown."""
-        return self.rate(audio_s_per_s) / self.peak if self.peak else None
+        """Return the share of a device's peak at a speed on one device; None if the peak is unknown.
+
+        More than the whole peak is impossible, so it was measured too low, such as while other programs computed.
+        """
+        if not self.peak:
+            return None
+        share = self.rate(audio_s_per_s) / self.peak
+        return share if share <= 1 else None
 
     def words(self, audio_s_per_s: float) -> str:
         """Describe the utilisation at a speed on one device.

@@ -62,7 +62,7 @@ class TaskKeys(TrainKeys):
     num_workers: int = key("number of data workers; 0: the main process reads audio", 2, COUNT)
     sample_rate: int = key("samples per second; recordings with other rates are resampled",
                            16_000, HERTZ)
-    language: str | None = key("the corpus's language, named in its bundle", None)
+    language: str | None = key("the code of the corpus's language, such as en, named in its bundle", None)
     experiment: str | None = key("a name for the experiment, named in its bundle", None)
     keep_checkpoints: int = key("how many of the best checkpoints are kept beside the last", 1, SIZE)
     keep_every: int | None = key("keep the checkpoint of every nth epoch permanently; 0: none", None, COUNT)

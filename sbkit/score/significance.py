@@ -14,6 +14,9 @@ from sbkit.score.rates import ErrorRates, first_few
 NORMAL_FROM = 10_000  # utterances
 RESAMPLES, PAIRED_RESAMPLES = 2000, 10_000
 _CONFIDENCE = 0.95
+#: Utterances that must differ for any difference to be significant: of the 2 ** N ways to draw their signs, two are as
+#: far off as if all of them were better.
+LEAST_CHANGED = 1 + math.ceil(-math.log2(1 - _CONFIDENCE))
 RATES = ("WER", "CER")  # in per cent
 _AT_ONCE = 4_000_000  # random numbers held at a time
 
@@ -48,6 +51,16 @@ class RunComparison:
     p_value: float
     name: str = "WER"
     lower_is_better: bool = True
+    changed: int | None = None
+    """How many utterances differ; None if the comparison isn't by utterances."""
+
+    @property
+    def too_few(self) -> str:
+        """Why no difference of these runs could be significant; empty if one could be."""
+        if self.changed is None or not 0 < self.changed < LEAST_CHANGED:
+            return ""
+        differ = "utterance differs" if self.changed == 1 else "utterances differ"
+        return f"only {self.changed} {differ}, and a significant difference takes {LEAST_CHANGED}"
 
     @property
     def difference(self) -> float:
@@ -66,6 +79,8 @@ class RunComparison:
         """Describe the difference in one sentence."""
         of = (f"{self.difference:+.2f} points of {self.name}" if self.name in RATES else
               f"{self.name} {self.difference:+.4g}")
+        if self.too_few:
+            return f"Too few utterances to tell ({of}): {self.too_few}"
         if not self.significant:
             return f"No significant difference ({of})"
         return f"Significantly {'better' if self.better else 'worse'}: {of}"
@@ -88,22 +103,23 @@ def compare(a: ErrorRates, b: ErrorRates) -> RunComparison:
         were = "utterances were" if len(alone) > 1 else "utterance was"
         raise SbkitError(f"{len(alone)} {were} scored in one run only: {first_few(alone)}",
                          hint="compare runs on the same corpus")
-    changed = [name for name, reference in ours.items() if list(reference) != list(theirs[name])]
-    if changed:
-        differ = "utterances differ in their" if len(changed) > 1 else "utterance differs in its"
-        raise SbkitError(f"{len(changed)} {differ} reference: {first_few(changed)}",
+    other_texts = [name for name, reference in ours.items() if list(reference) != list(theirs[name])]
+    if other_texts:
+        differ = "utterances differ in their" if len(other_texts) > 1 else "utterance differs in its"
+        raise SbkitError(f"{len(other_texts)} {differ} reference: {first_few(other_texts)}",
                          hint="both runs need the same text rules")
     order = {name: i for i, name in enumerate(b.ids)}
     difference = b.edits[[order[name] for name in a.ids]] - a.edits
+    changed = int(np.count_nonzero(difference))
     if len(difference) > NORMAL_FROM:
         reach = _normal_reach(difference, a.lengths)
         middle = b.rate - a.rate
         # The sum of these differences with random signs, by the normal distribution.
         deviation = math.sqrt(np.square(difference.astype(np.float64)).sum())
         p_value = math.erfc(abs(float(difference.sum())) / deviation / math.sqrt(2)) if deviation else 1.0
-        return RunComparison(a.rate, b.rate, middle - reach, middle + reach, p_value)
+        return RunComparison(a.rate, b.rate, middle - reach, middle + reach, p_value, changed=changed)
     low, high = bounds(_drawn_rates(difference, a.lengths, PAIRED_RESAMPLES))
-    return RunComparison(a.rate, b.rate, low, high, _permutation_p(difference))
+    return RunComparison(a.rate, b.rate, low, high, _permutation_p(difference), changed=changed)
 
 
 def _drawn_rates(edits: np.ndarray, lengths: np.ndarray, resamples: int) -> np.ndarray:

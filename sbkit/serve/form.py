@@ -1,4 +1,5 @@
-"""The request form of OpenAI's API: received within limits of time and size, each field checked, none ignored."""
+"""The request form of OpenAI's API: received within limits of time and size, each field checked, unknown ones refused.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
+from sbkit.data.language_code import may_be_same
 from sbkit.serve.disk import disk_errors_as_api_error
 from sbkit.serve.errors import invalid, too_slow, unsupported
 from sbkit.serve.limits import Limits
@@ -151,7 +153,7 @@ def _model(registry: Registry, kind: type[S], form: FormData, known: frozenset[s
 def transcription(form: FormData, registry: Registry) -> Form:
     served = _model(registry, ServedModel, form, _FIELDS)
     asked, own = _text(form, "language"), served.config.language
-    if asked and own and len({code.replace("_", "-").split("-")[0].lower() for code in (asked, own)}) > 1:
+    if asked and not may_be_same(asked, own):
         raise invalid(f"the model {served.name} is for {own!r}, not {asked[:40]!r}", "language", "unsupported_value")
     temperature = _text(form, "temperature")
     try:

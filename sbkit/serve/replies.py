@@ -13,11 +13,11 @@ from typing import Any
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from sbkit.data import language_code
 from sbkit.infer.transcript import FORMATS, Transcript
 
 #: Content types of the text formats.
 _AS_TEXT = {"text": "txt", "srt": "srt", "vtt": "vtt"}
-UNKNOWN_LANGUAGE = "und"  # ISO 639's code for an undetermined language
 STREAM = "text/event-stream"
 END_OF_STREAM = b"data: [DONE]\n\n"
 
@@ -37,7 +37,7 @@ def reply(transcript: Transcript, kind: str, granularities: Sequence[str], worth
 
 def verbose(transcript: Transcript, granularities: Sequence[str]) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "task": "transcribe", "language": transcript.language or UNKNOWN_LANGUAGE,
+        "task": "transcribe", "language": transcript.language or language_code.UNKNOWN,
         "duration": round(transcript.duration, 3), "text": transcript.text, "usage": _usage(transcript),
         **_warning(transcript),
     }

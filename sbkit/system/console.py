@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -178,8 +178,11 @@ def write_error(text: str) -> None:
         LogFile.catch_up(text)
 
 
-def end_scripts_in_one_line() -> None:
-    """Let a script of a user's own end in an error's one line, with the script's line before it, as commands do."""
+def end_scripts_in_one_line(explain: Callable[[BaseException], SbkitError | None] = lambda error: None) -> None:
+    """Let a script of a user's own end in an error's one line, with the script's line before it, as commands do.
+
+    explain : returns the error to show for one of another library; None: there is no better one
+    """
     earlier = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -192,6 +195,7 @@ def end_scripts_in_one_line() -> None:
             if got is None and called[-1:] == ["compute_objectives"]:
                 error = SbkitError(f"compute_objectives got None from compute_forward, and ends in: {error}",
                                    hint="let compute_forward return its outputs")
+        error = explain(error) or error
         if not isinstance(error, SbkitError) or error.__cause__ is not None:  # which may say more
             earlier(kind, error, trace)
         else:

@@ -157,6 +157,7 @@ class ASR(Task):
 
     Keys: ClassVar[type[TaskKeys]] = RecogniserKeys
     metric = Metric("WER")
+    sized_by_corpus = ("output_neurons",)
     writes_words = True
     keys: RecogniserKeys
     loss_of_tokens: ClassVar[str | None] = None

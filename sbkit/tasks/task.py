@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sbkit.compat.brain import Brain
 from sbkit.data.batch import Batch, as_planned
-from sbkit.data.columns import BatchColumns, Declared
+from sbkit.data.columns import BatchColumns, Declared, LabelColumn
 from sbkit.data.manifest import Manifest
 from sbkit.data.reader import SupportsEncode
 from sbkit.errors import SbkitError
@@ -36,6 +36,7 @@ from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.runs.initial import check_start
 from sbkit.runs.initial.source import TokenTables
 from sbkit.runs.keys import Bundles
+from sbkit.runs.same_model import check_checkpoints
 from sbkit.score.estimate import MetricEstimate, estimate
 from sbkit.score.metric import Metric
 from sbkit.score.results import Results, describe_unread
@@ -79,6 +80,8 @@ class Task(Brain):
     columns: ClassVar[Declared] = {}
     """Columns of the corpus that batches hold besides recordings and texts, by name: ``LabelColumn`` or
     ``SignalColumn``."""
+    sized_by_corpus: ClassVar[tuple[str, ...]] = ()
+    """Keys with sizes that ``prepare`` returns, so that another corpus gives tensors of other shapes."""
     metric: ClassVar[Metric] = Metric("loss")
     counts_real_rows: ClassVar[bool] = False
     """Whether loss, count and extras leave out the rows of a training batch that aren't in ``batch.real``; then batches
@@ -173,6 +176,11 @@ class Task(Brain):
 
         Returns a table of the weights for the check's report; None if there are none, or they can't be used.
         """
+        # Of a user's task that prepares something, or lists labels, only the corpus knows all shapes.
+        prepares = not getattr(cls.prepare, "__module__", "").startswith("sbkit.")
+        lists_labels = any(isinstance(column, LabelColumn) for column in cls.columns.values())
+        if not prepares and (cls.sized_by_corpus or not lists_labels):
+            check_checkpoints(trace, findings, cls.sized_by_corpus)
         return check_start(trace, findings)
 
     @classmethod

@@ -77,7 +77,7 @@ class Muon(Optimizer):
             raise SbkitError(f"orthogonalize_every is {orthogonalize_every}, and must be a whole number, 1 or more")
         if not isinstance(modules, (list, tuple)) or not all(isinstance(module, nn.Module) for module in modules):
             raise SbkitError(f"modules is {modules!r}, which is not a list of modules",
-                             hint="write modules: [!ref <Transformer>]")
+                             hint="list keys of the recipe: modules: [!ref <KEY>]")
         found, embeddings = set(), set()
         for part in (part for module in modules for part in module.modules()):
             whole = isinstance(part, _MULTIPLIES) and getattr(part, "groups", 1) == 1
@@ -87,8 +87,13 @@ class Muon(Optimizer):
                 elif isinstance(part, nn.Embedding):
                     embeddings.add(id(parameter))
         if not found:
-            raise SbkitError("modules holds no weight matrix, so Muon would be the same as AdamW",
-                             hint="write modules: [!ref <Transformer>], or opt_class: !name:torch.optim.AdamW")
+            layers = {type(part).__name__: None for module in modules for part in module.modules()
+                      if next(part.parameters(recurse=False), None) is not None}
+            held = f" ({', '.join(layers)})" if layers else ""
+            raise SbkitError(
+                f"modules holds no layer whose weight Muon updates{held}, so Muon would be the same as AdamW",
+                hint="take AdamW, opt_class: !name:torch.optim.AdamW {lr: !ref <lr>}; or name modules with linear "
+                     "layers, attention or ungrouped convolutions, but not the output layer")
         self.matrices = found - embeddings
         """The ids of the parameters that Muon updates; AdamW updates the rest."""
         # Groups have the former names, which checkpoints hold.

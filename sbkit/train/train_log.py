@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 from speechbrain.utils.distributed import main_process_only
 from speechbrain.utils.logger import get_logger
 
-# Its import warns that figures can't be saved without torchvision; nothing here saves figures.
-logging.getLogger("speechbrain.utils.train_logger").addFilter(lambda record: "torchvision" not in record.msg)
-from speechbrain.utils.train_logger import FileTrainLogger  # noqa: E402
+from sbkit.train import script_start
+from sbkit.train.resumable_file import ResumableFile, ResumableLog
 
-from sbkit.train.resumable_file import ResumableFile, ResumableLog  # noqa: E402
+script_start.hide_figure_warning()
+from speechbrain.utils.train_logger import FileTrainLogger  # noqa: E402
 
 logger = get_logger(__name__)
 

@@ -100,9 +100,37 @@ def test_dev_and_test_keep_everything_unless_asked(release, tmp_path):
 
 
 def test_a_split_of_which_nothing_is_left_is_an_error_that_says_why(release, tmp_path):
-    with pytest.raises(SbkitError, match="all 3 rows of the train split were left out: 3 too short; for"):
+    with pytest.raises(SbkitError, match="all 3 rows of the train split were left out: 3 too short: below "
+                                         rf"corpus.min_duration, {SECONDS + 0.5:g} s; for"):
         prepared(release, tmp_path / "m", min_duration=SECONDS + 0.5)
-    assert not list((tmp_path / "m").glob("*.csv"))
+    assert [path.name for path in (tmp_path / "m").glob("*.csv")] == [exclusions.NAME], "and no manifest"
+
+
+def test_rows_that_are_all_too_long_are_listed_with_their_limit_and_what_to_do(release, tmp_path):
+    folder = tmp_path / "m"
+    with pytest.raises(SbkitError) as refused:
+        prepared(release, folder, max_duration=SECONDS - 0.5)
+    assert refused.value.message.endswith(f": 3 too long: above corpus.max_duration, {SECONDS - 0.5:g} s")
+    assert "raise corpus.max_duration" in refused.value.hint and str(folder / exclusions.NAME) in refused.value.hint
+    found = exclusions.read(folder)
+    assert found["reason"].to_pylist() == ["too long"] * 3 and found["split"].to_pylist() == ["train"] * 3
+    assert all(float(detail.removesuffix(" s")) == pytest.approx(SECONDS, abs=0.1)
+               for detail in found["detail"].to_pylist())
+
+
+def test_a_refused_preparation_leaves_the_list_of_a_prepared_corpus(release, tmp_path):
+    prepared(release, tmp_path / "m")
+    before = (tmp_path / "m" / exclusions.NAME).read_bytes()
+    with pytest.raises(SbkitError, match="too long") as refused:
+        prepared(release, tmp_path / "m", max_duration=SECONDS - 0.5)
+    assert (tmp_path / "m" / exclusions.NAME).read_bytes() == before and exclusions.NAME not in refused.value.hint
+
+
+def test_the_table_names_the_limit_of_many_rows_that_are_too_long(release, tmp_path):
+    (release / "clips" / "common_voice_en_train0.mp3").write_bytes(clip(2 * SECONDS))
+    corpus, _ = prepared(release, tmp_path / "m", max_duration=1.5 * SECONDS)
+    assert (f"train: 1 of 3 rows are left out (too long: above corpus.max_duration, {1.5 * SECONDS:g} s), such as "
+            in corpus.summary()) and "raise corpus.max_duration" in corpus.summary()
 
 
 def test_the_three_word_filter_is_per_split(release, tmp_path):

@@ -48,13 +48,13 @@ def test_librispeech_is_read_by_its_lists_with_all_parts_of_train(tmp_path, insi
         text = "".join(f"{name} {words}\n" for name, words in said.items())
         (chapter / f"{speaker}-198.trans.txt").write_bytes(text.encode() + b"\xff\xfe x\n" * (speaker == "19"))
     (chapter.parents[2] / "SPEAKERS.TXT").write_text("19 | F | train-clean-100\n")
-    corpus = Corpus(tmp_path, folder=tmp_path / "made", language="none")
+    corpus = Corpus(tmp_path, folder=tmp_path / "made", language="und")
     found = corpus.prepare(show_progress=False)
     assert {split: sorted(set(rows.speakers)) for split, rows in found.items()} == {
         "train": ["19", "20"], "dev": ["30"], "test": ["40"]}
     assert len(found["train"]) == 6 and found["dev"].texts[0].casefold() == "sentence 30 0"
     assert "19-198.trans.txt line 4" in (tmp_path / "made" / "left_out.csv").read_text()
-    other = Corpus(tmp_path, folder=tmp_path / "other", language="none", splits={"test": "test-other"})
+    other = Corpus(tmp_path, folder=tmp_path / "other", language="und", splits={"test": "test-other"})
     assert set(other.prepare(show_progress=False)["test"].speakers) == {"41"}
     assert corpus.report["source"]["kind"] == "LibriSpeech"
 

@@ -64,7 +64,7 @@ def label(home):
 def prepare(home):
     """Manifests and tokenizer of a corpus."""
     tones(home / "data", 1000, 40)
-    words = ["prepare", ROOT / "hparams" / "ctc.yaml", "--data_folder", "data", "--language", "none", "--output_folder"]
+    words = ["prepare", ROOT / "hparams" / "ctc.yaml", "--data_folder", "data", "--language", "und", "--output_folder"]
     return words, lambda out: {path.name: path.read_bytes().replace(str(out).encode(), b"OUT")
                                for path in [*out.glob("manifests/*.csv"), *out.rglob("*.model"), *out.rglob("*.vocab")]}
 
@@ -101,7 +101,7 @@ def replay(home):
 
 def transducer(home):
     tones(home / "data", 60, 12)
-    return ["train", ROOT / "hparams" / "transducer.yaml", *SMALL, "--language", "none", "--data_folder", "data",
+    return ["train", ROOT / "hparams" / "transducer.yaml", *SMALL, "--language", "und", "--data_folder", "data",
             "--least_steps", 60, "--output_folder"], trained
 
 
@@ -146,7 +146,7 @@ def launched(ranks, *given):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_one_of_whose_processes_is_killed_ends_as_the_one_never_stopped(ranks, tmp_path):
     tones(tmp_path / "data", 60, 12)
-    words = ["train", ROOT / "hparams" / "ctc.yaml", *SMALL, "--cnn_first_channels", 4, "--language", "none",
+    words = ["train", ROOT / "hparams" / "ctc.yaml", *SMALL, "--cnn_first_channels", 4, "--language", "und",
              "--data_folder", "data", "--least_steps", 60, "--output_folder"]
     began = time.monotonic()
     processes.sbkit(*words, "whole", cwd=tmp_path, ranks=ranks)

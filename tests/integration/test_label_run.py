@@ -10,7 +10,7 @@ from trained_runs import ROOT, TONES, tone, tones
 from sbkit.data.manifest import Manifest
 
 # Its words are tones, which are silence otherwise.
-SMALL = ("--nonspeech null --language none --no-check --noprogressbar --least_steps 250 --step_seconds 4 "
+SMALL = ("--nonspeech null --language und --no-check --noprogressbar --least_steps 250 --step_seconds 4 "
          "--number_of_epochs 1 --d_model 32 --nhead 2 --d_ffn 64 --num_encoder_layers 1 --cnn_channels 4 "
          "--cnn_first_channels 4 --lr 0.01 --num_workers 0 --precision fp32 --spec_augment null "
          "--schedule.max_rise_per_step 0.001 --schedule.max_lr_at_chance 0.01").split()

@@ -86,7 +86,7 @@ def test_a_pretrained_encoder_and_one_list(tmp_path, monkeypatch):
     (tmp_path / "mine.csv").write_text("\n".join(lines) + "\n")
     (tmp_path / "new").mkdir()
     shutil.copy(path, tmp_path / "new" / "talk.wav")
-    small = f"{SMALL} --encoder_source encoder --data_folder mine.csv --freeze.encoder 2 --language none"
+    small = f"{SMALL} --encoder_source encoder --data_folder mine.csv --freeze.encoder 2 --language und"
     monkeypatch.setattr(sys.modules[__name__], "page", lambda name, read=page: read(name).replace(
         "/data/new", "new"))
     said = follow("language", tmp_path, prepare=small, check=f"{small} --no-run", train=small)

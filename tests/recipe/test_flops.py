@@ -204,6 +204,21 @@ def test_a_cpu_is_measured():
     assert found > 1e8 and source == "a large matrix product here"
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_peak_of_a_cpu_is_that_of_fp32_where_a_precision_is_emulated(monkeypatch, precision):
+    speeds = {"fp32": 5e10, precision: 9e8}
+    monkeypatch.setattr(speed, "speed_of", lambda device, precision: speeds[precision])
+    assert speed.peak_of(torch.device("cpu"), precision)[0] == 5e10
+    speeds[precision] = 2e11
+    assert speed.peak_of(torch.device("cpu"), precision)[0] == 2e11
+
+
+def test_no_utilisation_is_reported_above_the_whole_peak():
+    measured_too_low = Utilisation(6e8, 2e10, "a product")
+    assert measured_too_low.share(33.0) == pytest.approx(0.99)
+    assert measured_too_low.share(67.0) is None and measured_too_low.words(67.0) == "40.2 GFLOP/s"
+
+
 def test_a_share_is_told_only_where_the_device_is_known():
     known, unknown = Utilisation(6e8, 2e11, "its data sheet"), Utilisation(6e8, None, "Some card")
     assert known.share(100.0) == pytest.approx(0.3) and known.words(100.0) == "MFU 30 %"

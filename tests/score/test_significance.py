@@ -51,6 +51,22 @@ def test_equal_runs_do_not_differ_whatever_their_order():
     assert str(result) == "No significant difference (+0.00 points of WER)"
 
 
+@pytest.mark.parametrize(("fewer", "changed"), [([3], 1), ([3, 1, 4], 3), ([1] * 5 + [0] * 20, 5)])
+def test_of_few_utterances_that_differ_it_is_said_that_they_are_too_few(fewer, changed):
+    worse = run([5] * len(fewer))
+    better = run([5 - each for each in fewer])
+    result = compare(worse, better)
+    assert result.better and not result.significant and result.changed == changed
+    differ = "utterance differs" if changed == 1 else "utterances differ"
+    assert str(result) == (f"Too few utterances to tell ({result.difference:+.2f} points of WER): only {changed} "
+                           f"{differ}, and a significant difference takes 6")
+
+
+def test_six_utterances_that_are_all_better_are_enough():
+    result = compare(run([2] * 6), run([1] * 6))
+    assert result.significant and not result.too_few and str(result).startswith("Significantly better")
+
+
 def test_the_p_value_is_that_of_all_ways_to_draw_the_signs():
     """Of six that are all one worse, two ways of 64 are as far off: all up and all down."""
     worse, better = run([2] * 6), run([1] * 6)

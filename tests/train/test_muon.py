@@ -393,8 +393,9 @@ def test_sharded_parameters_are_refused(monkeypatch):
     ({"momentum": 1.0}, "momentum is 1.0"), ({"lr": -1}, "lr is -1"), ({"betas": (0.9, 1.5)}, r"betas\[1\] is 1.5"),
     ({"update_rms": -1}, "update_rms is -1"), ({"eps": float("nan")}, "eps is nan"),
     ({"modules": ["CNN"]}, "not a list of modules"), ({"modules": nn.Linear(2, 2)}, "not a list of modules"),
-    ({"modules": []}, "no weight matrix"),
-    ({"modules": [nn.LayerNorm(2)]}, "no weight matrix")])
+    ({"modules": []}, "no layer whose weight Muon updates, so"),
+    ({"modules": [nn.GRU(2, 2)]}, r"no layer whose weight Muon updates \(GRU\)"),
+    ({"modules": [nn.LayerNorm(2)]}, r"no layer whose weight Muon updates \(LayerNorm\)")])
 def test_invalid_arguments_are_errors(wrong, message):
     with pytest.raises(SbkitError, match=message):
         Muon(parameters((2, 2)), **{"modules": [nn.Linear(2, 2)], **wrong})

@@ -122,7 +122,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--levels", default="10,5,20", type=lambda text: [int(word) for word in text.split(",")],
                         help="percentages of training labels to make wrong")
     parser.add_argument("--only", default=RUNS, type=lambda text: text.split(","), help="which of the runs to do")
-    parser.add_argument("--smaller", default="--number_of_epochs 1 --least_steps 600", help="keys of the clean's runs")
+    parser.add_argument("--smaller", default="--number_of_epochs 1 --min_steps 600", help="keys of the clean's runs")
     parser.add_argument("--seed", type=int, default=1)
     args, keys = parse_checked(parser, RECIPE, OWN)
     args.keys = keys

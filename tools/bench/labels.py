@@ -5,7 +5,7 @@
 A run of hparams/ctc.yaml on a random tenth of the training rows is exported, and `sbkit label` transcribes the others
 with it, and with --lm also with a language model of only the tenth's texts. Another run, from random weights, learns
 from the tenth and these labels; with --rounds 2 its bundle labels again. Other keys go to all runs; for a fair
-comparison, --least_steps gives the tenth as many steps as the last run, whose corpus is larger. Printed are the test
+comparison, --min_steps gives the tenth as many steps as the last run, whose corpus is larger. Printed are the test
 WERs, with the language model too, their ratios to those of the tenth, the hours that were kept, and the WER of the
 labels against the true texts. Results are in FOLDER/results, so the same command continues where it was stopped. The
 exit code is 1 if the last ratio, without the language model, is more than --at-most (0.7).

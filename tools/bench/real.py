@@ -153,7 +153,7 @@ class Bench:
         elif way in systems.SYSTEMS:
             found = self.other(systems.Cell(spec.name, way, seed, epochs), spec, folder, log)
         else:
-            words = as_words({**given, **self.starts[way], "number_of_epochs": epochs, "least_steps": 0})
+            words = as_words({**given, **self.starts[way], "number_of_epochs": epochs, "min_steps": 0})
             _, share = with_share(lambda: sbkit(
                 name, ["train", RECIPES[way], "--noprogressbar", *words, *self.keys], log))
             found = rates_of(folder)

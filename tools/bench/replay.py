@@ -79,7 +79,7 @@ class Bench:
             return found
         folder, log = self.out / "runs" / name, self.out / "logs" / f"{name}.log"
         shutil.rmtree(folder, ignore_errors=True)  # one that was stopped would be resumed
-        words = as_words({**given, "init_from": self.source, "least_steps": 0, "output_folder": folder})
+        words = as_words({**given, "init_from": self.source, "min_steps": 0, "output_folder": folder})
         sbkit(name, ["train", RECIPE, "--noprogressbar", *words, *self.keys], log)
         sbkit(name, ["evaluate", folder, "--on", self.source / "manifests" / "test.csv", "--name", "old", "--workers",
                      0], log)

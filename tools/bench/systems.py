@@ -78,7 +78,7 @@ class Run:
         """Return the run's overrides of the recipe; an epoch goes through the corpus once, however small it is."""
         cell, setting = self.cell, self.setting
         return ["--data_folder", self.corpus.source, "--language", self.corpus.language, "--output_folder",
-                str(self.folder / "run"), "--number_of_epochs", str(cell.epochs), "--least_steps", "0",
+                str(self.folder / "run"), "--number_of_epochs", str(cell.epochs), "--min_steps", "0",
                 "--seed", str(cell.seed),
                 "--device", setting.device, "--precision", setting.precision, *setting.keys]
 

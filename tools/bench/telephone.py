@@ -1,7 +1,7 @@
 """What augmentation gains on telephones and in rooms: WER of one test unchanged, and through telephones and rooms.
 
     sbkit train hparams/ctc.yaml --number_of_epochs 3 --output_folder RUN
-    python -m tools.bench.telephone --out FOLDER --init_from RUN --number_of_epochs 2 --least_steps 0 --lr 0.001
+    python -m tools.bench.telephone --out FOLDER --init_from RUN --number_of_epochs 2 --min_steps 0 --lr 0.001
 
 Each way is hparams/ctc.yaml with stages of sbkit.data.augment with their defaults, on the demo corpus unless
 --data_folder names another, at 16 kHz; other keys go to the recipe of every run. The rooms are synthesised: noise that

@@ -120,7 +120,7 @@ class Bench:
 
     def run(self, name: str, folder: Path, *words: str, epochs: int, **options: Any) -> list[str]:
         """The words of ``sbkit train`` into a folder, without the recipe check, which is the same each time."""
-        options = {"number_of_epochs": epochs, "output_folder": folder, "ckpt_interval_minutes": 0, "least_steps": 0,
+        options = {"number_of_epochs": epochs, "output_folder": folder, "ckpt_interval_minutes": 0, "min_steps": 0,
                    **options}
         return ["train", *self.words(name, **options), *words, "--no-check"]
 

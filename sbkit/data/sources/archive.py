@@ -37,6 +37,7 @@ class CommonVoiceArchive(Source):
     """A release as downloaded, which is unpacked below ``cache`` when its rows are first needed."""
 
     kind = "Common Voice"
+    recorded = True
 
     def __init__(self, path: Path, cache: Path, language: str | None = None, show_progress: bool = True):
         self.path = path

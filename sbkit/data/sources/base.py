@@ -87,6 +87,8 @@ class Source(ABC):
 
     kind: str
     where: str
+    recorded = False
+    """Whether a corpus of this kind is known to be recordings of people; a list may name anything."""
     needs_text = True
     """Whether it must have texts."""
     no_texts = ("", "")

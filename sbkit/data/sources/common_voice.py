@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sbkit.data.delimited import header, read_delimited
+from sbkit.data.language_code import may_be_same
 from sbkit.data.manifest import Column, join, to_seconds
 from sbkit.data.sources.base import META_ALIASES, Rows, Source, stamp
 from sbkit.errors import SbkitError
@@ -36,6 +37,7 @@ class CommonVoice(Source):
     """
 
     kind = "Common Voice"
+    recorded = True
     paths_start = "unpack its recordings into clips/, beside the lists"
 
     def __init__(self, path: Path, language: str | None = None):
@@ -79,9 +81,7 @@ class CommonVoice(Source):
         meta.update({role: Column(tsv.need(role)) for role in further})
         locales = meta.get("language")
         found = locales[0] if locales else None
-        # The first part of a language code is compared, such as zh of zh-CN.
-        if found and self.language and not self._reported and len({
-                language.replace("_", "-").split("-")[0].lower() for language in (found, self.language)}) > 1:
+        if not self._reported and not may_be_same(found, self.language):
             self._reported = True
             logger.warning("%s holds %s, but the language is set to %s: the text rules may not fit",
                            self.folder, found, self.language)

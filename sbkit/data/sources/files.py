@@ -104,6 +104,7 @@ class Mixed(Source):
         self.parts = dict(parts)
         self.kind = " + ".join(dict.fromkeys(part.kind for part in self._all()))
         self.where = ", ".join(dict.fromkeys(part.where for part in self._all()))
+        self.recorded = all(part.recorded for part in self._all())
 
     def _all(self) -> Iterator[Source]:
         return (part for several in self.parts.values() for part in several)

@@ -78,6 +78,7 @@ class LibriSpeech(Source):
     """
 
     kind = "LibriSpeech"
+    recorded = True
 
     def __init__(self, folder: Path):
         inside = folder / "LibriSpeech"
@@ -135,6 +136,7 @@ class VoxCeleb(Source):
     """
 
     kind = "VoxCeleb"
+    recorded = True
     no_texts = "is VoxCeleb, which has no transcripts", _WITHOUT
     #: Folders down to the speakers', such as VoxCeleb1/dev/wav/id10001.
     _DEPTH = 4
@@ -200,6 +202,7 @@ class VoiceBank(Source):
     """
 
     kind = "VoiceBank-DEMAND"
+    recorded = True
     no_texts = "has recordings but no transcripts", _WITHOUT
     #: The column of the clean recordings.
     _CLEAN = "clean_wav"

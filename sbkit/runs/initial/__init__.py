@@ -5,6 +5,17 @@ tensors are read, and recipes as text: nothing in them is built or run. Once a r
 needed.
 """
 
-from sbkit.runs.initial.loading import MeanWithSource, check, check_start, filled, fresh, load, open_source, source_of
+from sbkit.runs.initial.loading import (
+    MeanWithSource,
+    check,
+    check_start,
+    checkpoints_of,
+    filled,
+    fresh,
+    load,
+    open_source,
+    source_of,
+)
 
-__all__ = ["MeanWithSource", "check", "check_start", "filled", "fresh", "load", "open_source", "source_of"]
+__all__ = ["MeanWithSource", "check", "check_start", "checkpoints_of", "filled", "fresh", "load", "open_source",
+           "source_of"]

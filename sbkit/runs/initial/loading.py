@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from speechbrain.utils.checkpoints import CKPT_PREFIX
 
 from sbkit.errors import SbkitError
 from sbkit.nn import adapters
@@ -185,6 +186,14 @@ def _find_source(keys: TaskKeys) -> WeightSource:
     return source
 
 
+def checkpoints_of(trace: Trace) -> list[Path]:
+    """The folders of the run's checkpoints; the check's own checkpointer is elsewhere."""
+    saver = trace.built.nodes.get("checkpointer")
+    saves = saver.value.get("checkpoints_dir") if saver is not None and isinstance(saver.value, dict) else None
+    saved_in = static(saves) if saves is not None else None
+    return sorted(Path(saved_in).glob(f"{CKPT_PREFIX}+*")) if isinstance(saved_in, str) else []
+
+
 def check_start(trace: Trace, findings: Findings) -> Section | None:
     """Report a source that is missing or doesn't fit; a run with a checkpoint needs none.
 
@@ -192,10 +201,7 @@ def check_start(trace: Trace, findings: Findings) -> Section | None:
     """
     if trace.brain is None or trace.keys.init_from is None:
         return None
-    saver = trace.built.nodes.get("checkpointer")  # the check's own checkpointer is elsewhere
-    saves = saver.value.get("checkpoints_dir") if saver is not None and isinstance(saver.value, dict) else None
-    saved_in = static(saves) if saves is not None else None
-    if isinstance(saved_in, str) and any(Path(saved_in).glob("CKPT+*")):
+    if checkpoints_of(trace):
         return None
     try:
         described, outcomes = check(trace.keys, trace.brain)

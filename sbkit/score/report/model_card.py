@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from sbkit.data.provenance import describe
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 from sbkit.score.old_set import OLD, OldSet
@@ -154,27 +155,37 @@ def _sections(run: RunData, figures: str, *remarks: str) -> list[str]:
 
 def _corpora(run: RunData, prepared: Mapping[str, Any]) -> list[str]:
     """Describe the corpus; for a mixture, each part and how much of it training used."""
-    def much(part: Mapping[str, Any], split: str) -> str:
+    def audio(part: Mapping[str, Any], split: str) -> str:
         entry = part["splits"].get(split)
         return f"{entry['kept']:,} ({time_span(3600 * entry['hours'])})" if entry else ""
 
+    def speakers(part: Mapping[str, Any], split: str) -> str:
+        known = part["splits"].get(split, {}).get("speakers")
+        return "" if known is None else f"{known:,}" if known else "unknown"
+
+    rows: list[tuple[str, ...]] = []
     if not run.prepared_parts:
-        return [_source(prepared), _table(("split", "recordings"), [(split, much(prepared, split))
-                                                                    for split in prepared["splits"]])]
-    rows, whole = [], sum(hours for hours, _ in run.training_audio.values())
+        rows += [(split, audio(prepared, split), speakers(prepared, split)) for split in prepared["splits"]]
+        return [_source(prepared), _table(("split", "recordings", "speakers"), rows)]
+    whole = sum(hours for hours, _ in run.training_audio.values())
     for name, part in run.prepared_parts.items():
         hours, times = run.training_audio.get(name, (0.0, 0.0))
         rows.append((name, _source(part), part["options"].get("language") or "",
-                     *(much(part, split) for split in SPLITS),
+                     *(audio(part, split) for split in SPLITS),
+                     speakers(part, "train"),
                      f"{time_span(3600 * hours)}, {times:.1f} times, {100 * hours / whole:.0f} % of the audio"
                      if whole else ""))
     note = [f"{run.replay_note} Its share of every step (replay) is {run.key('replay')}."] if run.replay_note else []
-    return [*note, _table(("part", "corpus", "language", *SPLITS, "audio in training"), rows)]
+    return [*note, _table(("part", "corpus", "language", *SPLITS, "speakers of train", "audio in training"), rows)]
 
 
 def _source(prepared: Mapping[str, Any]) -> str:
-    source = prepared["source"]
-    return source["kind"] + (f" ({source['where']})" if _on_hub(source["where"]) else "")
+    """What was read: the corpus's own source, by its name on the hub, and who spoke."""
+    where, described = prepared["source"]["where"], describe(prepared)
+    described = described[0].upper() + described[1:]
+    # Other places are folders of the training machine.
+    on_hub = where.startswith("hf://") or _on_hub(where)
+    return f"{described} ({where.removeprefix('hf://')})" if on_hub else described
 
 
 def _figures(run: RunData) -> str:

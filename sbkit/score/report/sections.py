@@ -13,6 +13,7 @@ import numpy as np
 from markupsafe import Markup
 
 from sbkit.data.manifest import Utterance
+from sbkit.data.provenance import describe
 from sbkit.score import chunk_size
 from sbkit.score.estimate import MetricEstimate
 from sbkit.score.latency import LATE
@@ -356,7 +357,7 @@ def data(run: RunData) -> Section | None:
                      for split, part in splits.items() for reason, entry in part["left_out"].items()],
         "strange": [(split, ", ".join(f"{character!r} × {count}" for character, count in [*found.items()][:20]))
                     for split, part in splits.items() if (found := part.get("outside_alphabet"))],
-        "lead": f"{source['kind']}: {source['where']}"}
+        "lead": f"{describe(run.prepared)}: {source['where']}"}
 
 
 def making(run: RunData) -> Section:

@@ -209,6 +209,7 @@ class Verification(Task):
     parts = ("compute_features", "spec_augment", "embedding_model", "classifier", "modules")
     columns: ClassVar[Declared] = {"speaker": LabelColumn("speakers")}
     metric = Metric("EER")
+    sized_by_corpus = ("n_speakers",)
     keys: SpeakerKeys
 
     def __init__(self, *args: Any, **kwargs: Any):

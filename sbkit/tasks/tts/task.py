@@ -67,6 +67,7 @@ class TTS(SpeechTask):
     Keys: ClassVar[type[TaskKeys]] = TTSKeys
     parts = ("text_encoder", "durations", "frame_decoder", "code_head", "quantiser", "decoder", "head", "modules")
     metric = Metric("loss")
+    sized_by_corpus = ("n_symbols", "n_speakers")
     keys: TTSKeys
 
     def __init__(self, *args: Any, **kwargs: Any):

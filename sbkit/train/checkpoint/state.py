@@ -186,9 +186,7 @@ def load_recoverable(obj: object, name: str, path: Path, hook: Hook, end_of_epoc
 
 def load_state(obj: Recoverable, path: str | Path, name: str) -> None:
     """Load a state dict into a module, optimizer, scheduler or scaler, or raise an error if it does not fit."""
-    state = load_file(path)
-    if isinstance(state, dict):
-        state = hook_on_loading_state_dict_checkpoint(state)
+    state = read_state(path)
     found = ""
     if isinstance(obj, torch.nn.Module):
         try:
@@ -204,9 +202,19 @@ def load_state(obj: Recoverable, path: str | Path, name: str) -> None:
     else:
         obj.load_state_dict(state)
     if found:
-        path = Path(path)
-        raise OtherModel(f"{path.parent} is a checkpoint of another model: {name!r} ({path.name}) differs: {found}",
-                         hint="use the recipe that this run started with, or another output_folder")
+        raise other_model(name, Path(path), found)
+
+
+def read_state(path: str | Path, *, lazily: bool = False) -> Any:  # what was saved
+    """Load a state dict with the names that the modules have here; ``lazily`` as in ``load_file``."""
+    state = load_file(path, lazily=lazily)
+    return hook_on_loading_state_dict_checkpoint(state) if isinstance(state, dict) else state
+
+
+def other_model(name: str, path: Path, found: str) -> OtherModel:
+    """Return the error for the file of a recoverable that belongs to another model; ``found`` are ``differences``."""
+    return OtherModel(f"{path.parent} is a checkpoint of another model: {name!r} ({path.name}) differs: {found}",
+                      hint="use the recipe that this run started with, or another output_folder")
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str | os.PathLike[str]) -> None:

@@ -46,6 +46,33 @@ def test_a_run_has_a_card_with_its_figures_and_no_place_of_this_machine(run, tmp
         assert f"| epochs | {said} |" in model_card.of_run(read(run))
 
 
+def test_the_card_says_who_spoke_and_how_many(run):
+    report = run / "manifests" / "prepare_report.json"
+    whole = json.loads(report.read_text())
+    whole["splits"]["train"] |= {"speakers": 20, "synthesised": {"espeak-ng": 1.5}}
+    whole["splits"]["test"] = {**whole["splits"]["train"], "speakers": 0}
+    whole["source"]["recorded"] = True
+    report.write_text(json.dumps(whole))
+    write_report(run)
+    said = "peech synthesised by espeak-ng (nobody was recorded), in the layout of Common Voice"
+    card, page = (run / "README.md").read_text(), (run / "report.html").read_text()
+    assert f"## Trained and tested on\n\nS{said}\n" in card and f"s{said}: /data/cv/en" in page
+    assert "| train | 90 (1.5 h) | 20 |" in card and "| test | 90 (1.5 h) | unknown |" in card
+    for split in whole["splits"].values():
+        split["synthesised"] = {}
+    report.write_text(json.dumps(whole))
+    assert "\nCommon Voice: recordings of people\n" in model_card.of_run(read(run))
+
+
+def test_a_corpus_of_the_hub_is_named_as_there(run):
+    report = run / "manifests" / "prepare_report.json"
+    whole = json.loads(report.read_text())
+    whole["source"] = {"kind": "Hugging Face hub", "where": "hf://google/fleurs?config=cs_cz", "recorded": False}
+    report.write_text(json.dumps(whole))
+    assert ("\nHugging Face hub: it doesn't say whether people or a synthesiser spoke (google/fleurs?config=cs_cz)\n"
+            in model_card.of_run(read(run)))
+
+
 @pytest.mark.parametrize(("key", "what"), [("encoder_source", "a pretrained encoder"),
                                            ("init_from", "weights of an earlier model")])
 def test_what_it_started_from_is_named_with_its_licence(run, tmp_path, monkeypatch, key, what):
@@ -83,7 +110,7 @@ def test_each_part_of_a_mixture_has_its_own_figures_and_what_was_forgotten_is_sa
     (run / "hyperparams.yaml").write_text("replay: 0.25\naverage_checkpoints: 5\n")
     OldSet("WER", True, 5.0, (4.0, 6.0)).write(run)
     run_folders.log(run, {"time": 1.8e9, "kind": "test", "test_WER old": 90.0})
-    assert "| new | Common Voice | de | 90 (1.5 h) |  |  |  |" in model_card.of_run(read(run)), "no hours in the log"
+    assert "| new | Common Voice | de | 90 (1.5 h) |  |  |  |  |" in model_card.of_run(read(run)), "no hours in the log"
     run_folders.log(run, *({
         "kind": "epoch", "epoch": epoch, "step": 20 * epoch, "hours new": 0.5 * epoch, "epochs new": epoch / 3,
         "hours old": epoch / 6, "epochs old": 0.1 * epoch, "valid_WER": 14.0, "valid_WER new": 9.0,
@@ -95,8 +122,8 @@ def test_each_part_of_a_mixture_has_its_own_figures_and_what_was_forgotten_is_sa
         value = ScoredRun([one for one in rows if one.meta["corpus"] == part]).words.rate
         assert f"| WER {part} | {value:.2f} % |" in card and f"Word error rate of {part}" in page
     assert "| WER | " not in card and "Corpus “old”" not in page, "it is said that it forgot"
-    assert "| new | Common Voice | de | 90 (1.5 h) |  |  | 3 h, 2.0 times, 75 % of the audio |" in card
-    assert "| old | Common Voice | en | 90 (1.5 h) |  |  | 60 min, 0.6 times, 25 % of the audio |" in card
+    assert "| new | Common Voice | de | 90 (1.5 h) |  |  |  | 3 h, 2.0 times, 75 % of the audio |" in card
+    assert "| old | Common Voice | en | 90 (1.5 h) |  |  |  | 60 min, 0.6 times, 25 % of the audio |" in card
     assert "Part old is data that its initial model was trained on" in card and "(replay) is 0.25." in card
     assert "Part old is data that its initial model was trained on" in page
     titles = re.findall(r"<figcaption>([^<]*)", page)

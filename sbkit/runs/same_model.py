@@ -1,0 +1,82 @@
+"""Whether the checkpoints in an output folder are of the recipe's model, as far as the check knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, ckpt_recency, torch_recovery
+
+from sbkit.errors import SbkitError
+from sbkit.recipe import load
+from sbkit.recipe.ownership import recoverables
+from sbkit.recipe.source import Findings
+from sbkit.recipe.trace import Trace
+from sbkit.recipe.values import static
+from sbkit.runs.initial import checkpoints_of
+from sbkit.score.run_files import RECIPE
+from sbkit.train.checkpoint.files import CheckpointError, readable_checkpoints
+from sbkit.train.checkpoint.state import differences, hook_for, other_model, read_state
+
+
+def check_checkpoints(trace: Trace, findings: Findings, sized_by_corpus: Sequence[str]) -> None:
+    """Refuse an output folder whose newest checkpoint is of another model, as training does when it loads it.
+
+    sized_by_corpus : keys whose values a run takes from its corpus; they may differ here, and with them some shapes
+    """
+    output = trace.built.hparams.get("output_folder")
+    newest_first = sorted(readable_checkpoints(checkpoints_of(trace))[0], key=ckpt_recency, reverse=True)
+    if not newest_first or not isinstance(output, str):
+        return
+    sizes = _sizes_of_run(trace, Path(output), sized_by_corpus)
+    if sizes is None:
+        return
+    for name, module in (recoverables(trace.built) or {}).items():
+        path = newest_first[0].paramfiles.get(name)
+        plain = isinstance(module, torch.nn.Module) and \
+            hook_for(module, None, DEFAULT_LOAD_HOOKS, "load") is torch_recovery
+        if path is None or not plain:
+            continue
+        try:
+            saved = read_state(path, lazily=True)
+        except (CheckpointError, OSError):  # training skips a damaged checkpoint
+            return
+        own = module.state_dict()
+        resized = {key for key in own if isinstance(saved, dict) and key in saved
+                   and _differ_only_by(_shape(saved[key]), _shape(own[key]), sizes)}
+        compared = {key: value for key, value in saved.items() if key not in resized} if resized else saved
+        found = differences({key: value for key, value in own.items() if key not in resized}, compared)
+        if found:
+            error = other_model(name, path, found)
+            node = trace.built.nodes["output_folder"]
+            node = node.source or node
+            findings.error("other-model", node.place, node.key if node.place.line else f"--{node.key}", error.message,
+                           error.hint or "")
+            return
+
+
+def _sizes_of_run(trace: Trace, output: Path, keys: Sequence[str]) -> set[tuple[int, int]] | None:
+    """The values of these keys in the run and here, where they differ; None if the run's recipe can't be read."""
+    try:
+        run = load.tree(output / RECIPE).value
+    except SbkitError:
+        return None
+    here = trace.built.root.value
+    pairs = set()
+    for key in keys:
+        was, now = (static(tree[key]) if key in tree else None for tree in (run, here))
+        if isinstance(was, int) and isinstance(now, int) and was != now:
+            pairs.add((was, now))
+    return pairs
+
+
+def _shape(value: Any) -> tuple[int, ...]:  # a tensor, or what else a state dict holds
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _differ_only_by(saved: tuple[int, ...], own: tuple[int, ...], sizes: set[tuple[int, int]]) -> bool:
+    """Whether two shapes differ, and in these sizes alone."""
+    return saved != own and len(saved) == len(own) and all(
+        was == now or (was, now) in sizes for was, now in zip(saved, own, strict=True))

@@ -1,0 +1,62 @@
+"""The check refuses an output folder whose checkpoints training couldn't load, in the words of training."""
+
+import shutil
+
+import pytest
+import run_folders
+import torch
+
+from sbkit.errors import SbkitError
+from sbkit.recipe.check import check
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_trials")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with checkpoints, whose corpus had fewer characters than the recipe has tokens."""
+    home = tmp_path_factory.mktemp("run")
+    corpus = run_folders.corpus(home / "data", train=8, dev=2, test=2)
+    return run_folders.run_with_model(home / "out", corpus, rates=(70.0,))
+
+
+def given(run, **keys):
+    return {**run_folders.TINY, "output_folder": str(run), "data_folder": str(run.parent / "data"), **keys}
+
+
+def refusals(run, **keys):
+    return [each for each in check(run_folders.RECIPE, given(run, **keys)).errors if each.code == "other-model"]
+
+
+def test_refuses_the_folder_of_another_model_in_the_words_of_training(run):
+    (found,) = refusals(run, d_model=32)
+    assert found.key == "--output_folder" and str(run / "save") in found.message
+    assert "16 saved, 32 here" in found.message and found.suggestion.endswith("or another output_folder")
+    copy = shutil.copytree(run, run.parent / "copy")
+    made, _ = run_folders.prepared(run_folders.RECIPE, given(copy, d_model=32))
+    with pytest.raises(SbkitError) as loading:
+        made.keys.checkpointer.recover_if_possible()
+    assert loading.value.message.replace(str(copy), str(run)) == found.message
+
+
+def test_passes_the_same_model_with_other_rates_and_another_number_of_characters(run):
+    assert refusals(run, lr=0.01) == []
+    tokenizers = run / "save"
+    names = list(tokenizers.glob("*_char.model"))
+    assert len(names) == 1
+    (tokenizers / "999_char.model").write_bytes(names[0].read_bytes())  # so that the check doesn't know the number
+    try:
+        assert refusals(run) == []
+    finally:
+        (tokenizers / "999_char.model").unlink()
+
+
+def test_passes_a_checkpoint_that_training_skips_as_damaged(run):
+    copy = shutil.copytree(run, run.parent / "damaged")
+    models = list(copy.glob("save/CKPT+*/model.ckpt"))
+    for model in models:
+        model.write_bytes(model.read_bytes()[:1000])
+    assert refusals(copy, d_model=32) == []
+    for model in models:
+        torch.save({"none": torch.zeros(1)}, model)
+    assert "only in the checkpoint (none)" in refusals(copy)[0].message
