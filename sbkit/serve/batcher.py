@@ -151,29 +151,39 @@ class Batcher:
 
     def _next_batch(self) -> list[_Query]:
         """Remove and return the signal that is due first, and others of like length that fit in a batch with it."""
-        batch: list[_Query] = []
         waiting = sorted(self._waiting, key=lambda query: query.order)
-        while waiting and not batch:
-            first = waiting.pop(0)
-            if first.future.set_running_or_notify_cancel():
-                batch.append(first)
-        if batch:
-            longest = length = len(batch[0].signal)
+        while waiting and not waiting[0].future.set_running_or_notify_cancel():
+            del waiting[0]
+        self._waiting = waiting
+        if not waiting:
+            return []
 
-            def unlike(query: _Query) -> int:
-                return round(abs(math.log(max(1, len(query.signal)) / max(1, length)) / math.log(_LIKE)))
-
-            # Those of like length cost the least padding. Among these, what is due first: otherwise all requests would
-            # advance together, and finish late together.
-            for query in sorted(waiting, key=lambda query: (unlike(query), query.order)):
-                if len(batch) >= self._rows:
-                    break
-                padded = max(longest, len(query.signal))
-                if padded * (len(batch) + 1) <= self._budget and query.future.set_running_or_notify_cancel():
-                    batch.append(query)
-                    longest = padded
-        self._waiting = [query for query in waiting if not (query.future.running() or query.future.cancelled())]
+        first, *others = waiting
+        batch = [first]
+        longest = len(first.signal)
+        for query in self._like(first, others):
+            if len(batch) >= self._rows:
+                break
+            padded = max(longest, len(query.signal))
+            if padded * (len(batch) + 1) <= self._budget and query.future.set_running_or_notify_cancel():
+                batch.append(query)
+                longest = padded
+        self._waiting = [query for query in others if not (query.future.running() or query.future.cancelled())]
         return batch
+
+    def _like(self, first: _Query, others: list[_Query]) -> list[_Query]:
+        """Those that fit in a batch with ``first``: of like length first, which cost the least padding, and among these
+        what is due first. Otherwise all requests would advance together, and finish late together.
+
+        others : in the order in which they are due, which a sort keeps
+        """
+        length = max(1, len(first.signal))
+
+        def unlike(query: _Query) -> int:
+            return round(abs(math.log(max(1, len(query.signal)) / length) / math.log(_LIKE)))
+
+        fitting = [query for query in others if 2 * max(length, len(query.signal)) <= self._budget]
+        return sorted(fitting, key=unlike)
 
     def _done(self, batch: list[_Query], done: Future[Any]) -> None:
         ended = time.monotonic()
