@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
+from sbkit.infer.batches import batch_seconds, rows_within
 from sbkit.infer.device import OutOfMemory
 from sbkit.infer.engine import Engine
-from sbkit.infer.pipeline import batch_seconds
 from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.serve.backlog import Backlog, Work
 from sbkit.serve.errors import ApiError
@@ -79,7 +79,7 @@ class Batcher:
 
     def measure(self, signal: Sized) -> None:
         """Run full batches of a signal before the first request, so that the speed is known from then on."""
-        full = max(1, min(self._rows, int(self._budget // len(signal))))
+        full = min(self._rows, rows_within(self._budget, len(signal)))
         with contextlib.suppress(OutOfMemory):  # a batch that is too large is split while serving
             for rows in (1, full, full):
                 began = time.monotonic()
