@@ -157,8 +157,8 @@ class GraphModel(LoadedBundle[GraphEngine], of=layout.GraphConfig):
     def _signal(self, recording: Recording) -> np.ndarray:
         rate = self.engine.config.sample_rate
         if (seconds := recording.seconds(rate)) > MAX_SECONDS:
-            raise SbkitError(f"{recording.name} is {seconds:.0f} s long, but this model takes whole recordings of up to "
-                             f"{MAX_SECONDS:g} s", hint="split it")
+            raise SbkitError(f"{recording.name} is {seconds:.0f} s long, but this model takes whole recordings of up "
+                             f"to {MAX_SECONDS:g} s", hint="split it")
         return recording.samples(rate)
 
     def _run_batches(self, signals: Sequence[np.ndarray | AudioError], limit: float) -> Iterator[Output | AudioError]:

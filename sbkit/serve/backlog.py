@@ -107,8 +107,8 @@ class Backlog:
         return units / (self._speed.best or 1.0)
 
     def late(self, upload: Work | None = None) -> dict[Work, float]:
-        """Find the works that can't finish in time after those that are due before them, and how many seconds each lacks.
-        A late one leaves its place to those behind it.
+        """Find the works that can't finish in time after those that are due before them, and by how many seconds. A
+        late one leaves its place to those behind it.
 
         upload : whose turn comes next; all others count once they are decoded, because their clients may be slow
         """
@@ -130,7 +130,7 @@ class Backlog:
         return sorted(self._works, key=lambda work: work.due)
 
     def _check(self, new: Work, units: float) -> None:
-        """Raise ``ApiError`` if a new request with ``units`` can't finish in time, or accepted ones couldn't any more."""
+        """Raise ``ApiError`` if a new request with ``units`` can't finish in time, or accepted ones no longer could."""
         if (speed := self.speed) is None:
             return
         now = time.monotonic()
@@ -172,7 +172,8 @@ class Backlog:
         retry = max(now + excess, self._next_retry)
         self._next_retry = retry + units / speed
         wait = min(retry - now, max(ahead / speed, excess))
-        return busy(f"{ahead:.0f} {self.unit} are ahead of this request, which can't finish within the time limit", wait)
+        return busy(f"{ahead:.0f} {self.unit} are ahead of this request, which can't finish within the time limit",
+                    wait)
 
 
 class Work:
@@ -200,11 +201,14 @@ class Work:
         return self.due_with(self._total)
 
     def due_with(self, units: float) -> float:
-        """When it would be due with so many units. What an address asks for is due one after another, so that others have
-        their turns between."""
+        """When it would be due with so many units. What an address asks for is due one after another, so that others
+        have their turns between."""
         if self._start is None:
-            dues = [work.due for work in self._backlog._works if self.client is not None and work.client == self.client]
-            self._start = max([self.until - self.seconds, *dues])
+            self._start = self.until - self.seconds
+            if self.client is not None:
+                dues = [work.due for work in self._backlog._works
+                        if work.client == self.client and work is not self]
+                self._start = max([self._start, *dues])
         return self._start + _STRETCH * self._backlog.seconds_alone(units)
 
     def expect(self, size: int) -> None:
@@ -251,8 +255,8 @@ class Work:
                 raise self.error(self.remaining, self.remaining / speed - left)
 
     def error(self, units: float, excess: float) -> ApiError:
-        """The error if ``units`` can't be done in time, by ``excess`` seconds; another try is of use only if it fits well
-        at the best speed."""
+        """The error if ``units`` can't be done in time, by ``excess`` seconds. Another try is of use only if it fits
+        well at the best speed."""
         if self._backlog.seconds_alone(units) > _MARGIN * self.seconds:
             return too_late(self.seconds)
         return busy("this server is slower than it was, and can't finish this request within the time limit", excess)

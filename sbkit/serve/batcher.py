@@ -1,5 +1,5 @@
-"""Batches signals of many requests for one model: the next batch fills while one runs, without extra waiting, and begins
-with the signal that is due first."""
+"""Batches signals of many requests for one model: the next batch fills while one runs, without extra waiting, and
+begins with the signal that is due first."""
 
 from __future__ import annotations
 

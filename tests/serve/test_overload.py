@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import httpx
 import pytest
+import serving
 
 from sbkit.serve.backlog import Work
 from sbkit.serve.batcher import Batcher
 from sbkit.serve.errors import ApiError
+from sbkit.serve.limits import Limits
 
 RATE = 100  # samples a second: they are only counted
 CHUNK, FILE, LIMIT = 20, 200, 10.0  # seconds
@@ -21,8 +25,8 @@ UPLOAD_BYTES = FILE * 32_000
 
 
 class Simulation:
-    """Clients that send a file of 200 s again and again, with 10 s for each, to a model whose speed changes; time passes
-    from one event to the next.
+    """Clients that send a file of 200 s again and again, with 10 s for each, to a model whose speed changes; time
+    passes from one event to the next.
 
     speed : of the model, in seconds of audio a second, by the time
     """
@@ -136,3 +140,72 @@ def test_overload_leaves_nine_tenths_of_the_answers(speed, clients, monkeypatch)
     assert many.answers >= 0.9 * few.answers
     assert many.statuses[504] <= 0.05 * many.answers
     assert many.answers * FILE >= 0.9 * many.computed, "little is computed in vain"
+
+
+# ---------------------------------------------------------------------- a real server
+
+
+REAL_SPEED, REAL_LIMIT = 150.0, 5.0
+WORDS = " ".join(["hello world"] * 60)  # 80 s
+
+
+@pytest.fixture
+def slow(bundle):
+    """A server that measured a fast model when it started, which is slow from then on, on a free machine, too."""
+    with serving.serving(bundle, limits=Limits(request_seconds=REAL_LIMIT, decoders=1)) as server:
+        def act(real, signals, lengths):
+            time.sleep(signals.size / 16_000 / REAL_SPEED)
+            return real(signals, lengths)
+
+        with server.acting(act):
+            yield server
+
+
+def ask_again_and_again(server, clients, seconds):
+    """Count the answers by status. Each client waits as long as it is told to."""
+    statuses, data, end = Counter(), serving.wav(WORDS, format="FLAC"), time.monotonic() + seconds
+
+    def ask():
+        while time.monotonic() < end:
+            answer = client.post(f"{server.base}/audio/transcriptions", data={"model": "level"},
+                                 files={"file": ("a.flac", data)})
+            statuses[answer.status_code] += 1
+            if answer.status_code == 200:
+                assert answer.json()["text"] == WORDS
+            else:
+                time.sleep(max(0.0, min(float(answer.headers.get("retry-after", 1)), end - time.monotonic())))
+
+    threads = [threading.Thread(target=ask) for _ in range(clients)]
+    with httpx.Client(timeout=60) as client:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return statuses
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_real_server_gives_24_clients_nine_tenths_of_the_answers_of_8(slow):
+    few = ask_again_and_again(slow, 8, 20)
+    many = ask_again_and_again(slow, 24, 20)
+    print(few, many)
+    assert few[200] >= 20
+    assert many[200] >= 0.9 * few[200]
+    assert many[504] <= 0.1 * many[200]
+
+
+def test_an_upload_is_refused_before_it_is_sent(slow):
+    """By its length alone, while the model has all that it can do."""
+    backlog = next(iter(slow.state.registry)).batcher.backlog
+    backlog.record_batch(1000.0, 11.0)
+    others = [Work(backlog, None, 0.5, REAL_LIMIT, time.monotonic() + REAL_LIMIT) for _ in range(4)]
+    for work in others:
+        work.grow(80.0)
+    with serving.uploading(slow, 80 * 32_000) as client:
+        answer = client.getresponse()
+        assert answer.status == 429 and int(answer.headers["retry-after"]) >= 1
+        assert b"are ahead of this request" in answer.read()
+    for work in others:
+        work.close()
+    assert slow.post(WORDS).json()["text"] == WORDS
