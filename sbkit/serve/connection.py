@@ -218,7 +218,7 @@ class TimedConnection(H11Protocol):
         super().on_response_complete()
         if self.cycle.transport is not self.transport and not self.transport.is_closing():
             self._answered_early = True
-            self.transport.max_size = _DROP_BYTES
+            self.transport.max_size = _DROP_BYTES  # type: ignore[attr-defined]  # of asyncio's own
             self.transport.write_eof()
 
     def _close_if_early(self, app: ASGIApp) -> ASGIApp:
