@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from sbkit.codes import Books, InvalidCode
 from sbkit.errors import SbkitError
 from sbkit.export import layout
+from sbkit.infer.batches import plan_batches
 from sbkit.infer.bundle_engine import LoadedBundle
 from sbkit.infer.codec_engine import CodecEngine, CodeEngine, SoundEngine
 from sbkit.infer.formats import AUTO
@@ -60,13 +61,8 @@ def chunks(source: int, frames: int, config: layout.CodecConfig) -> list[CodecCh
 def batches(parts: Sequence[CodecChunk], config: layout.CodecConfig) -> list[list[CodecChunk]]:
     """Batch chunks of similar length."""
     max_frames = BATCH_SECONDS * config.sample_rate / config.stride
-    result: list[list[CodecChunk]] = []
-    for chunk in sorted(parts, key=lambda each: each.begin - each.end):  # the longest is the first of its batch
-        if result and (len(result[-1]) + 1) * (result[-1][0].end - result[-1][0].begin) <= max_frames:
-            result[-1].append(chunk)
-        else:
-            result.append([chunk])
-    return result
+    plan = plan_batches([chunk.end - chunk.begin for chunk in parts], max_frames)
+    return [[parts[index] for index in indices] for indices in plan]
 
 
 class CodecModel(LoadedBundle[CodeEngine], of=layout.CodecConfig):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sbkit.data.audio import AudioError
 from sbkit.errors import SbkitError
 from sbkit.export import layout
+from sbkit.infer.batches import batch_seconds, plan_batches
 from sbkit.infer.bundle_engine import LoadedBundle
+from sbkit.infer.device import OutOfMemory
 from sbkit.infer.engine import Engine
 from sbkit.infer.formats import AUTO
 from sbkit.infer.recordings import Recording, Source
@@ -26,6 +29,7 @@ MAX_SECONDS = 600.0
 #: Longest recording in seconds that a model is compiled for by default.
 USUAL_SECONDS = 20.0
 _DIGITS = 7  # of a float32
+_BATCHES_WAITING = 4  # batches to choose similar lengths from
 
 
 @dataclass
@@ -117,12 +121,61 @@ class GraphModel(LoadedBundle[GraphEngine], of=layout.GraphConfig):
 
         audio : a path, the bytes of a file, a binary file, or float samples [S] at the model's rate
         """
-        signals, rate = [], self.engine.config.sample_rate
-        for each in audio if isinstance(audio, list) else [audio]:
-            recording = Recording.of(each)
-            if recording.seconds(rate) > MAX_SECONDS:
-                raise SbkitError(f"{recording.name} is {recording.seconds(rate):.0f} s long, but this model takes "
-                                 f"whole recordings of up to {MAX_SECONDS:g} s", hint="split it")
-            signals.append(recording.samples(rate))
-        found = [self.engine.output(each) for each in self.engine.run(signals)]
-        return found if isinstance(audio, list) else found[0]
+        recordings = [Recording.of(source) for source in (audio if isinstance(audio, list) else [audio])]
+        outputs: list[Output] = []
+        for output in self.run_each(recordings):
+            if isinstance(output, AudioError):
+                raise output
+            outputs.append(output)
+        return outputs if isinstance(audio, list) else outputs[0]
+
+    def run_each(self, recordings: Iterable[Recording]) -> Generator[Output | AudioError, None, None]:
+        """Yield the output of each recording, or the error of one that can't be read, in the same order.
+
+        Some are read at a time and run in batches of similar lengths, so memory doesn't grow with their number.
+        """
+        config = self.engine.config
+        limit = batch_seconds(self.engine.running.device) * config.sample_rate
+        waiting: list[np.ndarray | AudioError] = []
+        samples = 0
+        for recording in recordings:
+            try:
+                signal = self._signal(recording)
+            except AudioError as error:
+                waiting.append(error)
+                continue
+            except SbkitError:
+                yield from self._run_batches(waiting, limit)
+                raise
+            waiting.append(signal)
+            samples += len(signal)
+            if samples >= _BATCHES_WAITING * limit:
+                yield from self._run_batches(waiting, limit)
+                waiting, samples = [], 0
+        yield from self._run_batches(waiting, limit)
+
+    def _signal(self, recording: Recording) -> np.ndarray:
+        rate = self.engine.config.sample_rate
+        if (seconds := recording.seconds(rate)) > MAX_SECONDS:
+            raise SbkitError(f"{recording.name} is {seconds:.0f} s long, but this model takes whole recordings of up "
+                             f"to {MAX_SECONDS:g} s", hint="split it")
+        return recording.samples(rate)
+
+    def _run_batches(self, signals: Sequence[np.ndarray | AudioError], limit: float) -> Iterator[Output | AudioError]:
+        """Run signals, and yield their outputs in the same order; errors stay in their places."""
+        outputs: list[Any] = [*signals]
+        indices = [index for index, signal in enumerate(signals) if not isinstance(signal, AudioError)]
+        plan = plan_batches([len(outputs[index]) for index in indices], limit, self.engine.config.batching)
+        for batch in plan:
+            places = [indices[number] for number in batch]
+            for place, arrays in zip(places, self._run_batch([outputs[place] for place in places]), strict=True):
+                outputs[place] = self.engine.output(arrays)
+        yield from outputs
+
+    def _run_batch(self, signals: Sequence[np.ndarray]) -> list[dict[str, np.ndarray]]:
+        try:
+            return self.engine.run(signals)
+        except OutOfMemory:
+            if len(signals) == 1:
+                raise
+        return [self.engine.run([signal])[0] for signal in signals]

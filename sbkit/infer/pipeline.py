@@ -15,6 +15,7 @@ import numpy as np
 
 from sbkit.data.audio import AudioError
 from sbkit.infer.assembly import Assembly, transcript, words
+from sbkit.infer.batches import batch_seconds, rows_within
 from sbkit.infer.chunks import Chunk, cut
 from sbkit.infer.decoding import decoder
 from sbkit.infer.detector import SpeechDetector
@@ -161,7 +162,7 @@ class Pipeline:
             while waiting and len(running) < _BATCHES_RUNNING:
                 # The longest waiting chunk, and those of similar length that fit in a batch with it.
                 waiting.sort(key=lambda each: len(each.chunk.signal), reverse=True)
-                count = max(1, int(self._budget // len(waiting[0].chunk.signal))) if self.engine.config.batching else 1
+                count = rows_within(self._budget, len(waiting[0].chunk.signal)) if self.engine.config.batching else 1
                 batch, waiting[:count] = waiting[:count], []
                 running.append((batch, self.engine.submit([each.chunk.signal for each in batch])))
             if running:
@@ -195,9 +196,3 @@ class Pipeline:
             found = transcript(recordings[index].id, assembly, words(parts, vocabulary), vocabulary)
             found.warning = recordings[index].warning
             yield index, found
-
-
-def batch_seconds(device: str) -> float:
-    """The default audio in one batch, including padding: larger batches exceed a CPU's caches, smaller ones don't use a
-    whole GPU."""
-    return 480.0 if device != "cpu" else 20.0

@@ -75,11 +75,11 @@ def run(request: RunRequest) -> int:
 
 
 def _run(model: GraphModel, recordings: Sequence[Recording]) -> Generator[Result, None, None]:
-    for index, recording in enumerate(recordings):
-        try:
-            yield index, (model.run(recording), recording.seconds(model.engine.config.sample_rate))
-        except AudioError as error:
-            yield index, error
+    for index, output in enumerate(model.run_each(recordings)):
+        if isinstance(output, AudioError):
+            yield index, output
+        else:
+            yield index, (output, recordings[index].seconds(model.engine.config.sample_rate))
 
 
 def _line(recording: Recording, result: Output) -> str:

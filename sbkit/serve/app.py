@@ -8,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
@@ -39,7 +40,7 @@ from sbkit.serve.form import CorrectionForm, Form, OutputsForm
 from sbkit.serve.limits import Limits
 from sbkit.serve.live import LiveSessions
 from sbkit.serve.metrics import Metrics
-from sbkit.serve.registry import Registry, ServedVoice, recognise
+from sbkit.serve.registry import Registry, ServedGraph, ServedModel, ServedVoice, recognise
 from sbkit.serve.replies import Streamed
 from sbkit.serve.served import Served
 from sbkit.serve.speech import limit_size, read_request, stream_body, synthesise
@@ -145,7 +146,7 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
         return JSONResponse({"object": "list", "data": data})
 
     async def transcriptions(request: Request) -> Response:
-        with _uploaded(state, slots, request) as (upload, context, reservation, stack):
+        with _uploaded(state, slots, request, ServedModel) as (upload, context, reservation, stack):
             parsed = await context.read(form.read(upload, form.transcription, state.loaded))
             results = context.stream(lambda report: _transcribe(state, parsed, reservation, context, report),
                                      parsed.served.batcher.backlog)
@@ -155,7 +156,7 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
             return await anext(results)
 
     async def outputs(request: Request) -> Response:
-        with _uploaded(state, slots, request) as (upload, context, reservation, _):
+        with _uploaded(state, slots, request, ServedGraph) as (upload, context, reservation, _):
             parsed = await context.read(form.read(upload, form.outputs, state.loaded))
             return await anext(context.stream(lambda _: _outputs(state, parsed, reservation, context),
                                               parsed.served.batcher.backlog))
@@ -170,7 +171,7 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
         if request.method == "DELETE":
             await asyncio.to_thread(kept.delete, request.path_params["id"])
             return JSONResponse({"id": request.path_params["id"], "deleted": True})
-        with _uploaded(state, slots, request) as (upload, context, reservation, _):
+        with _uploaded(state, slots, request, ServedModel) as (upload, context, reservation, _):
             parsed = await context.read(form.read(upload, form.correction, state.loaded))
             return await anext(context.stream(lambda _: _correct(state, kept, parsed, reservation, context),
                                               parsed.served.batcher.backlog))
@@ -208,9 +209,12 @@ def make_app(state: State, keys: ApiKeys, origins: Iterable[str], hosts: Hosts |
 
 
 @contextlib.contextmanager
-def _uploaded(state: State, slots: RequestSlots, request: Request
+def _uploaded(state: State, slots: RequestSlots, request: Request, kind: type[Served]
               ) -> Iterator[tuple[Request, RequestContext, DiskReservation, contextlib.ExitStack]]:
-    """Hold a slot and disk space for a request that uploads a recording, until the stack is closed."""
+    """Hold a slot, disk space and a model's time for a request that uploads a recording, until the stack is closed.
+
+    kind : the models that it may be for
+    """
     with contextlib.ExitStack() as stack:
         client = clients.address(request.scope)
         stack.enter_context(slots.slot(client))
@@ -224,6 +228,9 @@ def _uploaded(state: State, slots: RequestSlots, request: Request
         request = form.limited(request, state.limits, reserve)
         context = slots.context(request)
         stack.callback(context.close)
+        if state.registry is not None:
+            context.expect([served.batcher.backlog for served in state.registry.of(kind)],
+                           int(request.headers.get("content-length", "0")[:20]))
         yield request, context, reservation, stack
 
 
@@ -233,12 +240,12 @@ def _uploaded(state: State, slots: RequestSlots, request: Request
 def _outputs(state: State, parsed: OutputsForm, reservation: DiskReservation, context: RequestContext) -> Response:
     """Run a model that outputs tensors in a thread, and make the response."""
     served, rate = parsed.served, parsed.served.config.sample_rate
-    with _decoded(state, parsed, reservation, context) as (wave, _):
+    with _decoded(state, parsed, reservation, context) as (wave, work):
         if wave.samples > MAX_SECONDS * rate:
             raise invalid(f"this model takes recordings up to {MAX_SECONDS:g} s", "file", "invalid_audio")
         signal = np.concatenate(list(wave.blocks()))
         wave.close()  # others may have its room on the disk while this one waits for the model
-        found = context.job.result(context.job.watch(served.batcher.submit(signal, context.job.client)))
+        found = context.job.result(context.job.watch(served.batcher.submit(signal, context.job.client, work)))
         output = served.engine.output(found)
     state.metrics.audio.labels(served.name).inc(len(signal) / rate)
     if parsed.sound:
@@ -272,7 +279,9 @@ def _decoded(state: State, parsed: Form | OutputsForm | CorrectionForm, reservat
     with contextlib.closing(context.work(served.batcher.backlog)) as work:
         with contextlib.closing(reservation), parsed.upload:
             assert state.decoders is not None, "the models are loaded"
+            size = parsed.upload.seek(0, os.SEEK_END)
             wave = state.decoders.decode(parsed.upload, served.config.sample_rate, context.job, work)
+        served.batcher.backlog.record_upload(wave.samples / served.config.sample_rate, size)
         with contextlib.closing(wave), served.device_errors():
             yield wave, work
 

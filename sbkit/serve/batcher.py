@@ -1,8 +1,10 @@
-"""Batches signals of many requests for one model: the next batch fills while one runs, without extra waiting."""
+"""Batches signals of many requests for one model: the next batch fills while one runs, without extra waiting, and
+begins with the signal that is due first."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -10,14 +12,16 @@ from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
+from sbkit.infer.batches import batch_seconds, rows_within
 from sbkit.infer.device import OutOfMemory
 from sbkit.infer.engine import Engine
-from sbkit.infer.pipeline import batch_seconds
 from sbkit.infer.voice_engine import VoiceEngine
-from sbkit.serve.backlog import Backlog
+from sbkit.serve.backlog import Backlog, Work
+from sbkit.serve.errors import ApiError
 
 _ROWS = 32
 _LONG = 5.0  # seconds of audio, or symbols
+_LIKE = 1.25  # lengths of a ratio up to this are alike
 _MEASURED = 1.0  # seconds, after which a speed is known well enough
 
 
@@ -25,6 +29,14 @@ class _Query(NamedTuple):
     signal: Sized
     future: Future[Any]
     client: str | None
+    work: Work | None
+    due: float
+    """Among those without work."""
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """What is first, goes first: live speech before recordings, each in the order in which it is due."""
+        return (False, self.due) if self.work is None else (True, self.work.due)
 
 
 class Batcher:
@@ -48,10 +60,10 @@ class Batcher:
         self._lock = threading.Lock()
         self._waiting: list[_Query] = []
         self._retry: deque[_Query] = deque()
-        self._turns: dict[str | None, int] = {}  # the last batch that began with a client's
-        self._batches = 0
+        self._ends: dict[str | None, float] = {}  # of the signals without work, by client, each after the one before
         self._running = False
         self._started = 0.0
+        self._busy_since = 0.0  # since the end of the batch before, if this one was waiting by then
         self._cost = cost or (lambda signal: len(signal) / engine.config.sample_rate)
         self.backlog = Backlog(unit)
         """Work that is left for the active requests."""
@@ -67,7 +79,7 @@ class Batcher:
 
     def measure(self, signal: Sized) -> None:
         """Run full batches of a signal before the first request, so that the speed is known from then on."""
-        full = max(1, min(self._rows, int(self._budget // len(signal))))
+        full = min(self._rows, rows_within(self._budget, len(signal)))
         with contextlib.suppress(OutOfMemory):  # a batch that is too large is split while serving
             for rows in (1, full, full):
                 began = time.monotonic()
@@ -78,45 +90,46 @@ class Batcher:
                 if seconds > _MEASURED:
                     break
 
-    def submit(self, signal: Sized, client: str | None = None) -> Future[Any]:
+    def submit(self, signal: Sized, client: str | None = None, work: Work | None = None) -> Future[Any]:
         """Queue a signal [S] or a line; the future's result is log-probabilities [T, V] or speech; it can be
-        cancelled before its turn."""
-        query = _Query(signal, Future(), client)
-        with self._lock:
-            self._waiting.append(query)
-        self._start_next()
-        return query.future
+        cancelled before its turn.
 
-    def _start_next(self) -> None:
-        """Start the next batch, unless one is running. Its end calls this again, in the model's thread."""
+        work : of the request, without which a signal goes before those that have one. If it can't finish in time any
+            more, the future raises ``ApiError``, and nothing runs.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            self._waiting.append(_Query(signal, future, client, work, self._due(signal, client)))
+        self._start_next()
+        return future
+
+    def _due(self, signal: Sized, client: str | None) -> float:
+        """When a signal without work is due: after the others of its client, so that clients have their turns."""
+        now = time.monotonic()
+        self._ends = {client: end for client, end in self._ends.items() if end > now}
+        due = self._ends.get(client, now)
+        if client is not None:
+            self._ends[client] = due + self.backlog.seconds_alone(self._cost(signal))
+        return due
+
+    def _start_next(self, ended: float | None = None) -> None:
+        """Start the next batch, unless one is running. Its end calls this again, in the model's thread.
+
+        ended : when the batch before ended, if signals were waiting then: what passes until the next one is running is
+            part of the model's speed
+        """
         with self._lock:
             if self._running:
                 return
-            if self._retry:
-                batch = [self._retry.popleft()]
-            else:
-                # The oldest signal of the client whose turn it is, and those of the most similar length that fit in a
-                # batch with it.
-                by_turn = sorted(self._waiting, key=lambda each: self._turns.get(each.client, 0))
-                oldest = next((each for each in by_turn if each.future.set_running_or_notify_cancel()), None)
-                rest = [each for each in self._waiting if not (each is oldest or each.future.cancelled())]
-                self._waiting = rest
-                if oldest is None:
-                    return
-                self._batches += 1
-                waiting = {each.client for each in rest}
-                self._turns = {client: at for client, at in self._turns.items() if client in waiting}
-                self._turns[oldest.client] = self._batches
-                batch, longest = [oldest], len(oldest.signal)
-                for other in sorted(rest, key=lambda each: abs(len(each.signal) - len(batch[0].signal))):
-                    if len(batch) >= self._rows:
-                        break
-                    padded = max(longest, len(other.signal))
-                    if padded * (len(batch) + 1) <= self._budget and other.future.set_running_or_notify_cancel():
-                        batch.append(other)
-                        longest = padded
-                self._waiting = [each for each in rest if not (each.future.running() or each.future.cancelled())]
-            self._running, self._started = True, time.monotonic()
+            dropped = self._drop_late()
+            batch = [self._retry.popleft()] if self._retry else self._next_batch()
+            self._started = time.monotonic()
+            self._busy_since = self._started if ended is None else ended
+            self._running = self.backlog.running = bool(batch)
+        for query, error in dropped:
+            query.future.set_exception(error)
+        if not batch:
+            return
         self._log(len(batch))
         try:
             signals: list[Any] = [each.signal for each in batch]
@@ -126,25 +139,73 @@ class Batcher:
         else:
             future.add_done_callback(lambda done: self._done(batch, done))
 
+    def _drop_late(self) -> list[tuple[_Query, ApiError]]:
+        """Remove the signals of requests that can't finish in time any more; returns them with their errors."""
+        late = self.backlog.late()
+        if not late:
+            return []
+        dropped = [(query, query.work.error(query.work.remaining, late[query.work])) for query in self._waiting
+                   if query.work in late and query.future.set_running_or_notify_cancel()]
+        self._waiting = [query for query in self._waiting if query.work not in late]
+        return dropped
+
+    def _next_batch(self) -> list[_Query]:
+        """Remove and return the signal that is due first, and others of like length that fit in a batch with it."""
+        waiting = sorted(self._waiting, key=lambda query: query.order)
+        while waiting and not waiting[0].future.set_running_or_notify_cancel():
+            del waiting[0]
+        self._waiting = waiting
+        if not waiting:
+            return []
+
+        first, *others = waiting
+        batch = [first]
+        longest = len(first.signal)
+        for query in self._like(first, others):
+            if len(batch) >= self._rows:
+                break
+            padded = max(longest, len(query.signal))
+            if padded * (len(batch) + 1) <= self._budget and query.future.set_running_or_notify_cancel():
+                batch.append(query)
+                longest = padded
+        self._waiting = [query for query in others if not (query.future.running() or query.future.cancelled())]
+        return batch
+
+    def _like(self, first: _Query, others: list[_Query]) -> list[_Query]:
+        """Those that fit in a batch with ``first``: of like length first, which cost the least padding, and among these
+        what is due first. Otherwise all requests would advance together, and finish late together.
+
+        others : in the order in which they are due, which a sort keeps
+        """
+        length = max(1, len(first.signal))
+
+        def unlike(query: _Query) -> int:
+            return round(abs(math.log(max(1, len(query.signal)) / length) / math.log(_LIKE)))
+
+        fitting = [query for query in others if 2 * max(length, len(query.signal)) <= self._budget]
+        return sorted(fitting, key=unlike)
+
     def _done(self, batch: list[_Query], done: Future[Any]) -> None:
+        ended = time.monotonic()
         error = CancelledError() if done.cancelled() else done.exception()
         if error is None:
             costs = [self._cost(each.signal) for each in batch]
             if max(costs) >= _LONG:  # the speed of short ones is not that of long ones
-                self.backlog.record_batch(sum(costs), self.busy_seconds)
-            self._finish(batch, done.result())
+                self.backlog.record_batch(sum(costs), ended - self._busy_since)
+            self._finish(batch, done.result(), ended)
         elif len(batch) > 1 and self.engine.fault is None and not done.cancelled():
             self._retry.extend(batch)  # each alone, so that one can't make another fail
             self._finish([], [])
         else:
             self._finish(batch, [error] * len(batch))
 
-    def _finish(self, batch: list[_Query], results: Sequence[Any]) -> None:
+    def _finish(self, batch: list[_Query], results: Sequence[Any], ended: float | None = None) -> None:
         for each, result in zip(batch, results, strict=True):
             if isinstance(result, BaseException):
                 each.future.set_exception(result)
             else:
                 each.future.set_result(result)
         with self._lock:
-            self._running = False
-        self._start_next()
+            self._running = self.backlog.running = False
+            waited = bool(self._waiting or self._retry)
+        self._start_next(ended if waited else None)

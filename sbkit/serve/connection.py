@@ -152,6 +152,7 @@ _UNREAD_BYTES = 1 << 14  # sent and not read, in the system's buffer and in this
 _MESSAGES, _LONG_MESSAGE = 16, 1 << 16  # of a WebSocket that may wait, and bytes of one that doesn't
 _READ_BYTES = 1 << 12  # of a WebSocket at once: at most some 700 of the smallest frames, in a few milliseconds
 _READ_HTTP_BYTES = 1 << 12  # of HTTP at once: at most some 700 of the smallest chunks
+_DROP_BYTES = 1 << 18  # of HTTP at once, of a request that has its response: they are dropped unread
 _HEADERS_BYTES = 1 << 14  # of a request, with its path
 _LIVE_FRAME_BYTES = 8 << 20
 _NO_HANDSHAKE = b"this is not a valid WebSocket request: a header is invalid or too long, or there are too many headers"
@@ -217,6 +218,7 @@ class TimedConnection(H11Protocol):
         super().on_response_complete()
         if self.cycle.transport is not self.transport and not self.transport.is_closing():
             self._answered_early = True
+            self.transport.max_size = _DROP_BYTES  # type: ignore[attr-defined]  # of asyncio's own
             self.transport.write_eof()
 
     def _close_if_early(self, app: ASGIApp) -> ASGIApp:

@@ -274,7 +274,7 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, work:
     for number, chunk in enumerate(chunks):
         job.check()
         waiting.append((number, chunk, None if chunk.silent else job.watch(
-            served.batcher.submit(chunk.signal, job.client))))
+            served.batcher.submit(chunk.signal, job.client, work))))
         if len(waiting) >= _MAX_IN_FLIGHT:
             take()
     while waiting:

@@ -141,7 +141,7 @@ async def synthesise(context: RequestContext, form: SpeechForm, metrics: Metrics
             while pending and len(computing) < _MAX_IN_FLIGHT:
                 piece, pause = pending.popleft()
                 line = SpeechInput(piece.ids, form.speaker, form.speed)
-                future = form.served.batcher.submit(line, context.job.client)
+                future = form.served.batcher.submit(line, context.job.client, work)
                 computing.append((piece, pause, asyncio.wrap_future(context.job.watch(future))))
             piece, pause, waiting = computing.popleft()
             with form.served.device_errors():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from sbkit.serve.backlog import Backlog, Work
 from sbkit.serve.clients import FairQueue, Shares, address
-from sbkit.serve.errors import busy, too_late, too_slow
+from sbkit.serve.errors import ApiError, busy, too_late, too_slow
 from sbkit.serve.job import Cancelled, Job
 from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
@@ -91,6 +91,7 @@ class RequestContext:
         self._request, self._slots, self._metrics = request, slots, metrics
         self._seconds, self.until = seconds, time.monotonic() + seconds
         self._disconnected: asyncio.Task[None] | None = None
+        self._works: dict[Backlog, Work] = {}
         self.run_in_thread = slots.run_in_thread
 
     async def read(self, reading: Awaitable[T]) -> T:
@@ -102,8 +103,28 @@ class RequestContext:
             raise too_slow(f"took longer than {self._seconds:g} s") from None
 
     def work(self, backlog: Backlog) -> Work:
-        """The work of this request for a model, empty at first."""
-        return Work(backlog, self.job.client, self._slots.client_share, self._seconds, self.until)
+        """The work of this request for a model, empty at first; this context closes it."""
+        if backlog not in self._works:
+            self._works[backlog] = Work(backlog, self.job.client, self._slots.client_share, self._seconds, self.until)
+        return self._works[backlog]
+
+    def expect(self, backlogs: Sequence[Backlog], size: int) -> None:
+        """Hold room for an upload before it is read; raises ``ApiError`` 429 if no model has any.
+
+        backlogs : of the models that the request may be for, which its body says
+        size : bytes that the client is going to send; 0: unknown
+        """
+        errors: list[ApiError] = []
+        for backlog in backlogs:
+            try:
+                self.work(backlog).expect(size)
+            except ApiError as error:
+                errors.append(error)
+            finally:
+                if len(backlogs) > 1:  # room in a model that isn't asked would be missing to others
+                    self.work(backlog).close()
+        if errors and len(errors) == len(backlogs):
+            raise errors[0]
 
     async def stream(self, call: Callable[[Callable[[Any], None]], T], backlog: Backlog) -> AsyncIterator[Any]:
         """Yield what a call in a thread reports, then its result. Ends early, together with the call, at the deadline
@@ -117,12 +138,13 @@ class RequestContext:
         def put(each: object) -> None:
             loop.call_soon_threadsafe(results.put_nowait, each)
 
-        client, slots = self.job.client, self._slots
+        client, slots, work = self.job.client, self._slots, self.work(backlog)
         granted = slots.queue.acquire(client)  # this client's turn
         try:
             turn = asyncio.wrap_future(self.job.watch(granted))
             while not granted.done():  # how long those before it take may be known only once they run
-                wait = max(slots.mean_work * slots.queue.ahead(client, granted), backlog.seconds(client))
+                work.check()
+                wait = slots.mean_work * slots.queue.ahead(client, granted)
                 if wait + time.monotonic() > self.until:
                     raise busy("your address has as many waiting requests as can start within the time limit", wait)
                 await self.wait_for(asyncio.wait({turn}, timeout=_POLL_SECONDS))
@@ -164,6 +186,8 @@ class RequestContext:
 
     def close(self) -> None:
         self.job.cancel()
+        for work in self._works.values():
+            work.close()
         if self._disconnected is not None:
             self._disconnected.cancel()
 

@@ -14,7 +14,9 @@ from sbkit.cli import main
 from sbkit.errors import SbkitError
 from sbkit.export.exported import Exported
 from sbkit.export.layout import LabelsConfig
+from sbkit.infer.device import OutOfMemory
 from sbkit.infer.graph_model import GraphEngine, Output
+from sbkit.infer.recordings import Recording
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,74 @@ def clips(tmp_path):
 
 def run(*words):
     return main(["run", *map(str, words)])
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """The lengths of the signals in each batch that runs."""
+    lengths = []
+    run = GraphEngine.run_batch
+    monkeypatch.setattr(GraphEngine, "run_batch",
+                        lambda engine, signals: (lengths.append([*map(len, signals)]), run(engine, signals))[1])
+    return lengths
+
+
+def mixed_clips(count):
+    """Clips of 1 to 7 s, each of another level."""
+    seconds = np.random.default_rng(0).integers(1, 8, count)
+    return [np.full(length * graph_bundles.RATE, 0.001 * number, np.float32) for number, length in enumerate(seconds)]
+
+
+def test_a_list_runs_in_batches_within_a_limit_and_its_outputs_are_those_of_each_alone_in_order(sound, batches):
+    clips = mixed_clips(60)
+    with sbkit.infer.load(sound, device="cpu") as model:
+        batches.clear()
+        outputs = model.run(clips)
+        together = [*batches]
+        alone = [model.run(clip) for clip in clips]
+    limit = 20 * graph_bundles.RATE
+    assert sum(map(len, together)) == 60 and len(together) < 30
+    assert all(len(lengths) * max(lengths) <= limit for lengths in together)
+    padding = sum(len(lengths) * max(lengths) - sum(lengths) for lengths in together)
+    assert padding < 0.2 * sum(map(len, clips)), "those of like length run together"
+    for one, other in zip(outputs, alone, strict=True):
+        assert one.outputs["quieter"] == pytest.approx(other.outputs["quieter"])
+
+
+def test_a_long_list_is_read_as_it_runs(sound, batches):
+    """Of 100 recordings of 7 s, few are in memory when the first batch runs."""
+    read = []
+
+    class Noted(Recording):
+        def samples(self, rate):
+            read.append(self)
+            return super().samples(rate)
+
+    with sbkit.infer.load(sound, device="cpu") as model:
+        recordings = [Noted(np.zeros(7 * graph_bundles.RATE, np.float32)) for _ in range(100)]
+        next(model.run_each(recordings))
+    assert len(read) <= 14
+
+
+def test_a_batch_that_is_too_large_for_the_device_runs_one_by_one(sound, monkeypatch):
+    run = GraphEngine.run_batch
+
+    def small(engine, signals):
+        if len(signals) > 1:
+            raise OutOfMemory("too much")
+        return run(engine, signals)
+
+    monkeypatch.setattr(GraphEngine, "run_batch", small)
+    clips = mixed_clips(5)
+    with sbkit.infer.load(sound, device="cpu") as model:
+        assert [len(output.outputs["quieter"]) for output in model.run(clips)] == [*map(len, clips)]
+
+
+def test_the_command_runs_recordings_in_batches(bundle, clips, batches, capsys):
+    (clips / "broken.wav").write_bytes(b"RIFF no audio")
+    assert run(bundle, clips / "quiet.wav", clips / "broken.wav", clips / "deep") == 1
+    assert [900, 700] in batches
+    assert [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()] == ["quiet", "loud"]
 
 
 @pytest.mark.slow

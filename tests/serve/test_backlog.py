@@ -32,9 +32,116 @@ def test_as_long_as_the_speed_is_unknown_all_are_taken():
     hold(backlog, "a").grow(1e6)
 
 
-def test_the_speed_is_that_of_the_best_batch(backlog):
-    backlog.record_batch(30.0, 100.0)
+@pytest.fixture
+def clock(monkeypatch):
+    """The time, which passes when a test says so."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_speed_is_what_was_delivered_lately_and_not_that_of_the_best_batch(clock):
+    backlog = Backlog()
+    backlog.running = True
+    for _ in range(20):
+        backlog.record_batch(20.0, 2.0)
+        clock[0] += 2.0
     assert backlog.speed == pytest.approx(10.0)
+    for _ in range(4):
+        backlog.record_batch(20.0, 10.0)
+        clock[0] += 10.0
+    assert backlog.speed == pytest.approx(2.0, rel=0.05)
+    for _ in range(10):
+        backlog.record_batch(20.0, 2.0)
+        clock[0] += 2.0
+    assert backlog.speed == pytest.approx(10.0, rel=0.2)
+
+
+def test_a_model_that_was_slow_is_trusted_again_after_it_had_nothing_to_do(clock):
+    backlog = Backlog()
+    backlog.record_batch(20.0, 2.0)
+    backlog.running = True
+    for _ in range(4):
+        clock[0] += 20.0
+        backlog.record_batch(20.0, 20.0)
+    assert backlog.speed == pytest.approx(1.0, rel=0.05)
+    clock[0] += 100.0
+    assert backlog.speed == pytest.approx(1.0, rel=0.05), "its batch takes long"
+    backlog.running = False
+    assert backlog.speed == pytest.approx(10.0, rel=0.1)
+
+
+def test_one_that_fits_at_the_usual_speed_may_try_again_when_the_model_is_slow(clock):
+    backlog = Backlog()
+    backlog.record_batch(20.0, 2.0)
+    for _ in range(4):
+        clock[0] += 20.0
+        backlog.record_batch(20.0, 20.0)
+    assert refused(hold(backlog, None), 500).status == 429
+    assert refused(hold(backlog, None), 1100).status == 504
+
+
+def test_there_is_a_margin_for_what_is_ahead_and_none_for_one_alone(backlog):
+    first = hold(backlog, None)
+    first.grow(900)
+    first.close()
+    for _ in range(2):
+        hold(backlog, None).grow(350)
+    assert refused(hold(backlog, None), 350).status == 429, "70 s with a margin, and 35 s"
+
+
+def test_an_upload_is_refused_before_it_is_read_by_what_others_were(backlog):
+    """Ten seconds of audio were 1000 bytes, so 40,000 bytes are 400 s."""
+    backlog.record_upload(10.0, 1000)
+    first, second, third = (hold(backlog, None) for _ in range(3))
+    first.expect(40_000)
+    second.expect(40_000)
+    with pytest.raises(ApiError) as error:
+        third.expect(40_000)
+    assert error.value.status == 429 and 1 <= int(error.value.headers["retry-after"]) <= 80
+    second.close()
+    third.expect(40_000)
+
+
+def test_what_an_upload_may_hold_refuses_nobody_who_is_alone(backlog):
+    backlog.record_upload(10.0, 1)
+    only = hold(backlog, None)
+    only.expect(1_000_000)
+    only.grow(800)
+
+
+def test_those_that_are_refused_are_asked_back_one_after_another(backlog):
+    for _ in range(2):
+        hold(backlog, None).grow(380)
+    waits = [int(refused(hold(backlog, None), 190).headers["retry-after"]) for _ in range(3)]
+    assert waits[0] < waits[1] < waits[2] <= 77
+
+
+def test_of_equal_length_the_earliest_deadline_is_due_first_and_a_short_one_before_long_ones(backlog):
+    late = hold(backlog, None, left=90.0)
+    early = hold(backlog, None, left=80.0)
+    short = hold(backlog, None, left=95.0)
+    for work, units in ((late, 200), (early, 200), (short, 5)):
+        work.grow(units)
+    assert short.due < early.due < late.due
+
+
+def test_what_was_accepted_is_dropped_when_the_model_is_too_slow_and_what_is_due_first_still_finishes(clock):
+    backlog = Backlog()
+    backlog.record_batch(20.0, 2.0)
+    works = [hold(backlog, None) for _ in range(3)]
+    for work in works:
+        work.grow(200)
+        clock[0] += 0.1
+    backlog.running = True
+    for _ in range(4):
+        backlog.record_batch(20.0, 5.0)
+        clock[0] += 5.0
+    assert set(backlog.late()) == {works[1], works[2]}, "80 s are left, for 4 s of audio a second"
+    works[0].check()
+    with pytest.raises(ApiError) as error:
+        works[2].check()
+    assert error.value.status == 429
 
 
 def test_one_that_takes_too_long_even_alone_is_refused_for_good(backlog):

@@ -1,15 +1,19 @@
 """Micro-batches: full where there is company, at once where there is none, and nobody gets another's answer."""
 
 import threading
+import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import bundles
 import numpy as np
 import pytest
+import serving
 
 from sbkit.errors import SbkitError
 from sbkit.infer.engine import Engine
+from sbkit.serve.backlog import Work
 from sbkit.serve.batcher import Batcher
+from sbkit.serve.errors import ApiError
 
 
 @pytest.fixture
@@ -81,6 +85,43 @@ def test_clients_have_their_turns_and_each_its_oldest_first(engine):
     last = batcher.submit(bundles.voiced([11]), "a")
     go.set()
     assert labels(last)[0] == 11 and ran == [5, 8, 10, 6, 9, 7]
+
+
+def test_recordings_run_by_their_deadlines_and_what_has_none_goes_first(engine):
+    ran = []
+    batcher = Batcher(engine, batching=False)
+    go = held(engine)
+    batcher.submit(bundles.voiced([5]))
+    works = [Work(batcher.backlog, None, 0.5, 100.0, time.monotonic() + left) for left in (90.0, 80.0)]
+    for work in works:
+        work.grow(1.0)
+    futures = [batcher.submit(bundles.voiced([label]), None, work)
+               for label, work in ((6, works[0]), (7, works[1]), (8, works[0]), (9, works[1]), (10, None))]
+    for future in futures:
+        future.add_done_callback(lambda done: ran.append(labels(done)[0]))
+    go.set()
+    for future in futures:
+        future.result(10)
+    serving.until(lambda: len(ran) == 5)
+    assert ran == [10, 7, 9, 6, 8]
+
+
+def test_what_can_no_longer_finish_in_time_is_dropped_before_it_runs(engine):
+    rows = []
+    batcher = Batcher(engine, log=rows.append)
+    batcher.backlog.record_batch(100.0, 1.0)
+    go = held(engine)
+    first = batcher.submit(bundles.voiced([5]))
+    works = [Work(batcher.backlog, None, 0.5, 30.0, time.monotonic() + 30.0) for _ in range(2)]
+    for work in works:
+        work.grow(1000.0)
+    futures = [batcher.submit(bundles.voiced([label]), None, work) for label, work in zip((6, 7), works, strict=True)]
+    batcher.backlog.record_batch(2000.0, 50.0)
+    go.set()
+    assert labels(first)[0] == 5 and labels(futures[0])[0] == 6
+    with pytest.raises(ApiError) as error:
+        futures[1].result(10)
+    assert error.value.status == 429 and rows == [1, 1]
 
 
 def test_the_cancelled_are_not_run(engine):
