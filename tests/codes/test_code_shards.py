@@ -273,7 +273,7 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     with pytest.raises(SbkitError, match="is neither a folder of codes nor empty, so it is not replaced"):
         write(tmp_path / "t", utterances(), force=True)
     (write(tmp_path / "codes", utterances()) / "thesis.txt").write_text("all of it")
-    with pytest.raises(SbkitError, match="has files that are not part of a folder of codes: thesis.txt"):
+    with pytest.raises(SbkitError, match=r"has files that are not part of a folder of codes: thesis\.txt"):
         write(tmp_path / "codes", utterances(), force=True)
     assert (tmp_path / "t" / "thesis.txt").read_text() == (tmp_path / "codes" / "thesis.txt").read_text()
 

@@ -174,7 +174,7 @@ def test_a_corpus_that_lies_where_an_archive_would_be_unpacked_is_not_replaced(d
     notes = tmp_path / "mine" / "cv 21 fr" / "notes.txt"
     notes.parent.mkdir(parents=True)
     notes.write_text("years of listening")
-    with pytest.raises(SbkitError, match=r"mine/cv 21 fr, which has other files, so it is not replaced; set the corpus"):
+    with pytest.raises(SbkitError, match=r"mine/cv 21 fr, which has other files, so it is not replaced"):
         prepared(download, tmp_path / "m", cache_folder=tmp_path / "mine")
     assert [path.name for path in notes.parent.iterdir()] == ["notes.txt"]
 
