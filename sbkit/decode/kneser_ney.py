@@ -18,7 +18,7 @@ import numpy as np
 
 from sbkit.decode import workspace
 from sbkit.decode.ngram import BEGIN, END, NEVER, SPECIAL, Level, NGram
-from sbkit.decode.workspace import Appended, Workspace, chunks
+from sbkit.decode.workspace import Appended, Workspace, add_by_row, chunks
 from sbkit.errors import SbkitError
 
 # Discounts for texts too small to estimate them from.
@@ -274,9 +274,8 @@ def estimate(corpus: EncodedText, order: int, cutoffs: Sequence[int] = ()) -> Es
         for part in chunks(len(level.keys)):
             context, adjusted, off, keep = split(part)
             lower = np.where(keep, off, adjusted)  # mass for shorter n-grams: the discount, or everything
-            first, last = int(context[0]), int(context[-1])  # they are sorted
-            for sums, weights in (total, adjusted), (share, lower):
-                sums[first:last + 1] += np.bincount(context - first, weights=weights)
+            add_by_row(total, context, adjusted)
+            add_by_row(share, context, lower)
         for part in chunks(len(total)):
             # A context without n-grams leaves all its mass to the shorter ones.
             share[part] = np.divide(share[part], total[part], out=np.ones_like(share[part]), where=total[part] > 0)

@@ -67,7 +67,7 @@ class NGram:
         self.start = np.array(self.ids[BEGIN] + 1 if BEGIN in self.ids else 0)
         # The table of arcs: n-gram i leads from the state of its context to state ``_next[i]``. The state of n-gram i
         # is i + 1, numbered across all orders.
-        files = files or Workspace()
+        files = self.files = files or Workspace()
         size = self._size = len(self.words)
         offsets = np.cumsum([0, *self.counts])
         count = int(offsets[-1])
@@ -111,19 +111,19 @@ class NGram:
 
     # ------------------------------------------------------------- scoring
 
-    def suffixes(self, number: int) -> np.ndarray:
-        """The rows, in the level below, of a level's n-grams without their first words; -1 if missing."""
+    def suffixes(self, number: int, part: slice) -> np.ndarray:
+        """The rows, in the level below, of some of a level's n-grams without their first words; -1 if missing."""
         offset = sum(self.counts[:number])
-        parent = self._parent[offset + 1:offset + 1 + self.counts[number]]
+        parent = self._parent[offset + 1 + part.start:offset + 1 + part.stop]
         below = offset - self.counts[number - 1]
         return np.where(parent > below, parent - 1 - below, -1)
 
-    def after_shorter(self, number: int) -> np.ndarray:
-        """The natural log-probabilities of the last words of a level's n-grams given histories one word shorter."""
-        words = self.levels[number].word
+    def after_shorter(self, number: int, part: slice) -> np.ndarray:
+        """The natural log-probabilities of the last words of some of a level's n-grams given histories one word
+        shorter."""
         offset = sum(self.counts[:number])
-        histories = self._keys[offset:offset + len(words)] // self._size
-        return self.score(self._parent[histories], words)[0]
+        histories = self._keys[offset + part.start:offset + part.stop] // self._size
+        return self.score(self._parent[histories], self.levels[number].word[part])[0]
 
     def _find(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Find the n-gram of (state, word), and whether it exists. Every word exists after the empty history."""

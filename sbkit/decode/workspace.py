@@ -23,6 +23,13 @@ def chunks(count: int) -> Iterator[slice]:
         yield slice(first, min(first + CHUNK, count))
 
 
+def add_by_row(sums: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
+    """Add each value to its row's sum; the rows are sorted, so that only a stretch of the sums is touched."""
+    if len(rows):
+        first, last = int(rows[0]), int(rows[-1])
+        sums[first:last + 1] += np.bincount(rows - first, weights=values)
+
+
 class Workspace:
     """Makes arrays: small ones in memory, larger ones in files without names, which end with their arrays.
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from sbkit.decode import kneser_ney
-from sbkit.decode.ngram import BEGIN, END, NEVER, SPECIAL, Level, NGram
+from sbkit.decode.ngram import BEGIN, END, LN10, NEVER, SPECIAL, Level, NGram
 
 
 @dataclass
@@ -111,3 +111,52 @@ def estimate(corpus, order, cutoffs=()):
         built.append(Level(rows[level.context[keep]], level.word[keep], log10, np.zeros(len(log10), np.float32)))
         rows = np.where(keep, np.cumsum(keep) - 1, -1).astype(np.int32)
     return kneser_ney.Estimate(NGram(corpus.words, built), taken, [len(level.word) for level in levels])
+
+
+def prune_by_entropy(model, threshold):
+    """Drop n-grams without which the perplexity rises by less than this share, such as 1e-7 (Stolcke 1998).
+
+    Words stay, and so do n-grams that a remaining longer one begins or ends with.
+    """
+    kept = [np.ones(len(level.word), bool) for level in model.levels]
+    backoffs = [level.backoff for level in model.levels]
+    needed = np.zeros(0, bool)  # n-grams of this level that longer ones need
+    # The probability that each n-gram occurs; sentences start as often as they end.
+    first = np.exp(model.levels[0].log10.astype(np.float64) * LN10)
+    if BEGIN in model.ids and END in model.ids:
+        first[model.ids[BEGIN]] = first[model.ids[END]]
+    history = [first]
+    for level in model.levels[1:]:
+        history.append(history[-1][level.context] * np.exp(level.log10.astype(np.float64) * LN10))
+    for number in range(model.order - 1, 0, -1):
+        level = model.levels[number]
+        contexts = len(model.levels[number - 1].word)
+        own = np.exp(level.log10.astype(np.float64) * LN10)
+        shorter = np.exp(model.after_shorter(number, slice(0, len(level.word))).astype(np.float64))
+        left = _backoff_mass(level.context, own, contexts)
+        left_shorter = _backoff_mass(level.context, shorter, contexts)
+        at = level.context
+        backoff = np.log(left[at] / left_shorter[at])
+        without = np.log((left[at] + own) / (left_shorter[at] + shorter))
+        moved = own * (np.log(shorter) + without - np.log(own)) + left[at] * (without - backoff)
+        keep = np.expm1(-history[number - 1][at] * moved) >= threshold
+        if len(needed):
+            keep |= needed
+        kept[number] = keep
+        needed = np.zeros(contexts, bool)
+        needed[at[keep]] = True
+        suffix = model.suffixes(number, slice(0, len(level.word)))[keep]
+        needed[suffix[suffix >= 0]] = True
+        ratio = _backoff_mass(at[keep], own[keep], contexts) / _backoff_mass(at[keep], shorter[keep], contexts)
+        has = np.bincount(at, minlength=contexts) > 0
+        backoffs[number - 1] = np.where(has, np.log10(ratio), model.levels[number - 1].backoff).astype(np.float32)
+    levels, rows = [], np.zeros(1, np.int32)
+    for level, keep, backoff in zip(model.levels, kept, backoffs, strict=True):
+        levels.append(Level(rows[level.context[keep]], level.word[keep], level.log10[keep], backoff[keep]))
+        rows = (np.cumsum(keep) - 1).astype(np.int32)
+    return NGram(model.words, levels)
+
+
+def _backoff_mass(contexts, probabilities, size):
+    """The probability mass that each context leaves for words without an n-gram; never exactly zero."""
+    return np.maximum(1 - np.bincount(contexts, weights=probabilities, minlength=size), 1e-9)
