@@ -80,7 +80,7 @@ class Estimate(NamedTuple):
     counted: list[int]  # n-grams of each order in the text, before pruning
 
 
-class _Numbers(dict[str, int]):
+class _WordNumbers(dict[str, int]):
     """Numbers of words, in the order in which they are first asked for."""
 
     def __missing__(self, word: str) -> int:
@@ -94,7 +94,7 @@ def read(texts: Iterable[str], min_count: int = 1, files: Workspace | None = Non
     files : where large arrays are
     """
     files = files or Workspace()
-    numbers = _Numbers((word, number) for number, word in enumerate(SPECIAL))
+    numbers = _WordNumbers((word, number) for number, word in enumerate(SPECIAL))
     begin, end = numbers[BEGIN], numbers[END]
     encoded = Appended(files, np.int32)
     counts, sentences = np.zeros(0, np.int64), 0

@@ -142,6 +142,37 @@ def test_killed_at_every_operation_a_rollback_loses_neither_bundle(tmp_path, num
 
 
 @refusals
+def test_what_is_started_again_after_a_kill_publishes_once_and_keeps_the_old_bundle(tmp_path, number):
+    """As ``sbkit improve`` does: a mark, written when the bundle is ready, says whether it is in place already."""
+    to, published = tmp_path / "there" / "b", []
+
+    def improve(to):
+        mark = to.with_name("mark")
+        publish.clean_up(to, FOLDER)
+        if mark.exists() and mark.read_bytes() == (to / layout.CONFIG).read_bytes():
+            return
+        with publish.temporary_folder(to, FOLDER) as aside:
+            fill(aside, 3)
+
+            def ready():
+                temporary = to.with_name("mark.part")
+                temporary.write_bytes((aside / layout.CONFIG).read_bytes())
+                temporary.replace(mark)
+
+            publish.publish(aside, to, FOLDER, True, publish.previous(to), ready)
+        published.append(to)
+
+    export(to, 1)
+    export(to, 2, keep=publish.previous(to))
+    copies = disturbing(lambda: Copying(to.parent), number, lambda: improve(to)).copies
+    published.clear()
+    for copy in copies:
+        disturbing(Disturber, number, lambda copy=copy: improve(Path(copy) / "b"))
+        assert tidied(Path(copy) / "b", number) == (3, 2)
+    assert 0 < len(published) < len(copies), "some kills came after the exchange"
+
+
+@refusals
 def test_killed_again_while_tidying_up_nothing_is_lost(tmp_path, number):
     to = tmp_path / "there" / "b"
     before = publish.previous(to)
