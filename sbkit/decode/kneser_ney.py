@@ -2,8 +2,7 @@
 
 N-grams are counted by sorting integers instead of filling dictionaries: an n-gram is one 64-bit number, its key, made
 of the row of its first words and its last word. Text, keys and all other arrays with an entry for each of them are in
-files if they are large (``Workspace``) and computed in chunks, so that a gigabyte of text needs no more memory than its
-vocabulary and a chunk.
+files if they are large (``Workspace``) and computed in chunks, so that memory is needed for the vocabulary and a chunk.
 """
 
 from __future__ import annotations
