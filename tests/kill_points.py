@@ -17,7 +17,7 @@ from speechbrain.utils.epoch_loop import EpochCounter
 
 from sbkit.train.checkpoint import Checkpointer
 
-OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "open")
+OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "open", "chmod")
 
 
 class Disturber:

@@ -24,13 +24,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from sbkit.codes.books import Books, InvalidCode
-from sbkit.data import publish
+from sbkit.data import exclusions, publish
 from sbkit.errors import SbkitError, first_line, shown
 from sbkit.system import disk, untrusted
 from sbkit.system.schema import SHA256, Record, String, integer
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "sbkit codes", 1
+FOLDER = publish.FolderKind("a folder of codes", MANIFEST, FORMAT,
+                            lambda values: [exclusions.NAME, *(shard["file"] for shard in values["shards"])])
 #: Limits of a shard: about six hours at 50 frames per second.
 MAX_FRAMES, MAX_ROWS, MAX_ROW_BYTES = 1 << 20, 1 << 16, 1 << 20
 _MANIFEST_BYTES = 64 << 20
@@ -291,13 +293,13 @@ def writing(folder: str | Path, books: Books, force: bool = False, shard_frames:
     made_from : compare it with :attr:`Codes.made_from` to see whether codes must be created again
     """
     to = Path(folder).resolve()
-    publish.clean_up(to)
+    publish.clean_up(to, FOLDER)
     check_place(folder, force)
-    with publish.temporary_folder(to) as temporary:
+    with publish.temporary_folder(to, FOLDER) as temporary:
         out = CodesWriter(temporary, books, min(shard_frames, MAX_FRAMES), made_from)
         yield out
         out.close()
-        publish.publish(temporary, to, force)
+        publish.publish(temporary, to, FOLDER, force)
 
 
 def check_place(folder: str | Path, force: bool) -> None:
@@ -305,5 +307,4 @@ def check_place(folder: str | Path, force: bool) -> None:
     to = Path(folder).resolve()
     if to.exists() and not force:
         raise SbkitError(f"{folder} already exists", hint="choose another folder, or replace it with --force")
-    if to.exists() and not (to / MANIFEST).is_file() and (not to.is_dir() or any(to.iterdir())):
-        raise SbkitError(f"{folder} is not a folder of codes, so it is not replaced", hint="choose another one")
+    FOLDER.check_replaceable(to)

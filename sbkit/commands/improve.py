@@ -119,6 +119,10 @@ def _run_of(bundle: Path) -> Path:
 
 
 def run(args: argparse.Namespace) -> int:
+    from sbkit.export import layout
+
+    # First, because a process that was killed may have left the bundle beside its place.
+    publish.clean_up((args.to or args.run).resolve(), layout.FOLDER)
     require_run(args.run)
     if named := (args.run / "config.json").is_file():
         args.to, args.run = args.to or args.run, _run_of(args.run)
@@ -129,11 +133,8 @@ def run(args: argparse.Namespace) -> int:
     source = kept if corrected else args.corrections
     if not source.exists():
         raise SbkitError(f"--with: there is no {args.corrections}", hint="sbkit serve --corrections FOLDER makes one")
-    if args.to.exists() and not (args.to / "config.json").exists():
-        raise SbkitError(f"--to: {args.to} is there and no bundle", hint="name a bundle, or a new folder")
-    previous = publish.previous(args.to)
-    if previous.is_symlink() or (previous.exists() and not (previous / "config.json").is_file()):
-        raise SbkitError(f"{previous} is there and no bundle", hint=f"move it away: {args.to} is kept there")
+    for replaced in (args.to, publish.previous(args.to)):
+        layout.FOLDER.check_replaceable(replaced)
     for value in args.values:
         if "=" not in value:
             raise SbkitError(f"--set {value}: write KEY=VALUE")
@@ -247,9 +248,7 @@ def run(args: argparse.Namespace) -> int:
     if replaces and published.is_file() and published.read_bytes() == config.read_bytes():
         print(f"{args.to} is that model already")  # once more, it would be the bundle to go back to, too
         return 0
-    export(ExportRequest(new, args.to, force=True, keep_previous=True), BundleLoader())
-    with atomic_write(published, "wb") as copy:
-        copy.write(config.read_bytes())
+    export(ExportRequest(new, args.to, force=True, keep_previous=True, mark=published), BundleLoader())
     if replaces:
         print(f"a server of {args.to} takes it by itself, within seconds and without losing a request; back: "
               f"sbkit rollback {shlex.quote(str(args.to))}")

@@ -15,9 +15,11 @@ def run(argv: list[str]) -> int:
     memory.reserve_little()
     from sbkit.infer.bundles import BundleLoader
     from sbkit.recipe import arguments, load
+    from sbkit.runs import initial, trained_on
     from sbkit.runs.lock import RunLock
     from sbkit.runs.preparation import prepare_data
-    from sbkit.runs.start_guard import restore_previous, without_traces
+    from sbkit.runs.start_guard import StartGuard, changed_since, without_traces
+    from sbkit.score.run_files import RECIPE
     from sbkit.train.memory import oom
     from sbkit.train.signals import end_by_signals
 
@@ -34,6 +36,13 @@ def run(argv: list[str]) -> int:
         folder = recipe.keys.output_folder
         if folder:
             opened.enter_context(RunLock(Path(folder), runs=False))
-            restore_previous(Path(folder))
+            opened.enter_context(StartGuard(Path(folder)))
+            run, keys = Path(folder), recipe.keys
+            if (run / RECIPE).is_file() and not initial.fresh(keys):
+                # A trained model stands on what is prepared here, so nothing of it may become another corpus's. What
+                # has become so already, by an earlier version, may be mended.
+                if not trained_on.replaced(run, keys.corpus):
+                    keys.corpus.protect(run)
+                initial.open_source(keys, changed_since(run, recipe.tree))
         prepare_data(recipe, request.overrides, BundleLoader())
     return 0

@@ -127,6 +127,7 @@ class Corpus:
             raise SbkitError(f"corpus: demo_voices: {wrong[0]!r} is not a voice of espeak-ng", hint="such as en-us+f2")
         self.report: dict[str, Any] | None = None
         self._reused = False
+        self._trained_run: Path | None = None
         self._needs_text, self._keeps_silence = True, False
         self._declared: Declared = {}
         self._recordings: set[str] = set()  # columns that are the rows' own recordings
@@ -202,11 +203,22 @@ class Corpus:
             if ready is not None and self._reused:
                 logger.info("corpus %s: already prepared in %s", source.where, self.folder)
                 return ready
+            self._check_unprotected()
             try:
                 with disk.disk_errors_as_user_error(self.folder):
                     return self._prepare(source, fingerprint, show_progress, needed, excluded)
             except OSError as error:  # such as a folder without write permission
                 raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
+
+    def protect(self, run: str | Path) -> None:
+        """Let :meth:`prepare` refuse to replace manifests by others, because the run in this folder was trained on
+        them."""
+        self._trained_run = Path(run)
+
+    def _check_unprotected(self) -> None:
+        if self._trained_run is not None and self.report_path.is_file():
+            raise SbkitError(f"{self.folder} has the manifests that the run in {self._trained_run} was trained on, and "
+                             "this corpus or its options are others", hint="choose another --output_folder")
 
     def load(self) -> dict[str, Manifest]:
         """Read the manifests that :meth:`prepare` wrote, by split."""

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -81,10 +81,12 @@ def _close_all() -> None:
 os.register_at_fork(after_in_child=_close_all)
 
 
-def remove_unheld(folder: Path, unless_older: float = 0.0) -> bool:
+def remove_unheld(folder: Path, unless_older: float = 0.0,
+                  remove: Callable[[Path], object] = shutil.rmtree) -> bool:
     """Delete a folder unless a living process holds its lock; return whether it was deleted.
 
     unless_older : on a file system without locks, delete it only if it is older than this many seconds
+    remove : deletes it, or decides to leave it
     """
     with Lock(folder) as lock:
         free = lock.acquire()
@@ -92,8 +94,8 @@ def remove_unheld(folder: Path, unless_older: float = 0.0) -> bool:
             return False
         if free is None and time.time() - folder.stat().st_mtime < unless_older:
             return False
-        shutil.rmtree(folder)
-    return True
+        remove(folder)
+    return not folder.exists()
 
 
 @contextlib.contextmanager

@@ -165,6 +165,11 @@ class Mixture(Corpus):
         for part in self.parts.values():
             part.keep_silence()
 
+    def protect(self, run: str | Path) -> None:
+        super().protect(run)
+        for part in self.parts.values():
+            part.protect(run)
+
     def prepare(self, show_progress: bool = True, needed: Sequence[str] = (), needs_text: bool = True,
                 columns: Declared | None = None) -> dict[str, Manifest]:
         """Prepare all parts, join their manifests, and return these by split; see :meth:`Corpus.prepare`."""
@@ -188,6 +193,7 @@ class Mixture(Corpus):
                              for split, entry in report.get("splits", {}).items()}
                     if report.get("fingerprint") != fingerprint or not all(
                             path.is_file() and disk.sha256(path) == sha256 for path, sha256 in paths.items()):
+                        self._check_unprotected()
                         self._join(found, declared, fingerprint)
             except OSError as error:  # a folder that may not be written
                 raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error

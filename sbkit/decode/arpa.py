@@ -7,13 +7,14 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from sbkit.decode.ngram import MAX_ORDER, Level, NGram
+from sbkit.decode.workspace import chunks
 from sbkit.errors import SbkitError, shown
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write
@@ -41,19 +42,26 @@ def write(model: NGram, path: str | Path) -> None:
 def _lines(model: NGram) -> Iterator[str]:
     yield "\\data\\\n"
     yield from (f"ngram {order}={count}\n" for order, count in enumerate(model.counts, start=1))
-    texts: list[str] = []
     for order, level in enumerate(model.levels, start=1):
-        words: Iterable[str] = map(model.words.__getitem__, level.word.tolist())
-        if order > 1:
-            words = (f"{texts[context]} {word}" for context, word in zip(level.context.tolist(), words, strict=True))
-        texts, probabilities = list(words), level.log10.tolist()
         yield f"\n\\{order}-grams:\n"
-        if order == model.order:
-            yield from (f"{p:.7g}\t{text}\n" for p, text in zip(probabilities, texts, strict=True))
-        else:
-            columns = zip(probabilities, texts, level.backoff.tolist(), strict=True)
-            yield from (f"{p:.7g}\t{text}\t{backoff:.7g}\n" for p, text, backoff in columns)
+        for part in chunks(len(level.word)):
+            # The words of each n-gram, from its last one to its first: in memory only for a chunk of them.
+            words, rows = [_words(model, level.word[part])], level.context[part]
+            for below in reversed(model.levels[:order - 1]):
+                words.append(_words(model, below.word[rows]))
+                rows = below.context[rows]
+            texts = map(" ".join, zip(*reversed(words), strict=True))
+            probabilities = level.log10[part].tolist()
+            if order == model.order:
+                yield from (f"{p:.7g}\t{text}\n" for p, text in zip(probabilities, texts, strict=True))
+            else:
+                columns = zip(probabilities, texts, level.backoff[part].tolist(), strict=True)
+                yield from (f"{p:.7g}\t{text}\t{backoff:.7g}\n" for p, text, backoff in columns)
     yield "\n\\end\\\n"
+
+
+def _words(model: NGram, ids: np.ndarray) -> Iterator[str]:
+    return map(model.words.__getitem__, ids.tolist())
 
 
 def read(path: str | Path) -> NGram:

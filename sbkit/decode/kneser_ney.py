@@ -1,24 +1,29 @@
 """Estimates an n-gram model from text: interpolated Kneser-Ney smoothing with three discounts per order.
 
-N-grams are counted by sorting integers instead of filling dictionaries: an n-gram is one 64-bit number, made of the
-row of its first words and its last word, and ``np.unique`` over the text returns rows, counts and suffixes.
+N-grams are counted by sorting integers instead of filling dictionaries: an n-gram is one 64-bit number, its key, made
+of the row of its first words and its last word. Text, keys and all other arrays with an entry for each of them are in
+files if they are large (``Workspace``) and computed in chunks, so that memory is needed for the vocabulary and a chunk.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from sbkit.decode import workspace
 from sbkit.decode.ngram import BEGIN, END, NEVER, SPECIAL, Level, NGram
+from sbkit.decode.workspace import Appended, Workspace, add_by_row, chunks
 from sbkit.errors import SbkitError
 
 # Discounts for texts too small to estimate them from.
 FALLBACK = (0.5, 1.0, 1.5)
+#: Keys of a run of a chunk that are looked at to divide all keys into ranges.
+_SAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class EncodedText:
     words: list[str]
     ids: np.ndarray  # [P] int32
     sentences: int
+    files: Workspace = field(default_factory=Workspace)
 
     @property
     def tokens(self) -> int:
@@ -36,17 +42,22 @@ class EncodedText:
 
     def texts(self) -> Iterator[str]:
         """The sentences, with words outside the vocabulary replaced by the unknown word."""
-        begin = SPECIAL.index(BEGIN)
-        for sentence in np.split(self.ids, np.flatnonzero(self.ids == begin)[1:]):
-            yield " ".join(map(self.words.__getitem__, sentence[1:-1].tolist()))
+        end = SPECIAL.index(END)
+        sentence: list[str] = []
+        for part in chunks(len(self.ids)):
+            for number in self.ids[part].tolist():
+                if number == end:
+                    yield " ".join(sentence[1:])
+                    sentence = []
+                else:
+                    sentence.append(self.words[number])
 
 
 @dataclass
 class NgramCounts:
     """The n-grams of one order, sorted by (context, word); arrays of equal length [N]."""
 
-    context: np.ndarray  # row of the first words in the order below
-    word: np.ndarray
+    keys: np.ndarray  # the row of the first words in the order below, times the size of the vocabulary, plus the word
     suffix: np.ndarray  # row of the last words in the order below
     raw: np.ndarray  # how often it occurs
     adjusted: np.ndarray  # Kneser-Ney's count: distinct words before it, or ``raw`` for the highest order
@@ -68,60 +79,150 @@ class Estimate(NamedTuple):
     counted: list[int]  # n-grams of each order in the text, before pruning
 
 
-def read(texts: Iterable[str], min_count: int = 1) -> EncodedText:
-    """Read text; words that occur less than ``min_count`` times become the unknown word."""
-    sentences = [words for words in map(str.split, texts) if words]
+class _WordNumbers(dict[str, int]):
+    """Numbers of words, in the order in which they are first asked for."""
+
+    def __missing__(self, word: str) -> int:
+        self[word] = number = len(self)
+        return number
+
+
+def read(texts: Iterable[str], min_count: int = 1, files: Workspace | None = None) -> EncodedText:
+    """Read text; words that occur less than ``min_count`` times become the unknown word.
+
+    files : where large arrays are
+    """
+    files = files or Workspace()
+    numbers = _WordNumbers((word, number) for number, word in enumerate(SPECIAL))
+    begin, end = numbers[BEGIN], numbers[END]
+    encoded = Appended(files, np.int32)
+    counts, sentences = np.zeros(0, np.int64), 0
+    batch = array("i")
+
+    def store() -> None:
+        nonlocal counts, batch
+        part = np.frombuffer(batch, np.int32)
+        encoded.add(part)
+        more = np.bincount(part, minlength=len(numbers))
+        more[:len(counts)] += counts
+        counts, batch = more, array("i")
+
+    number_of = numbers.__getitem__
+    for sentence in map(str.split, texts):
+        if not sentence:
+            continue
+        sentences += 1
+        batch.append(begin)
+        batch.extend(map(number_of, sentence))
+        batch.append(end)
+        if len(batch) > workspace.CHUNK:
+            store()
     if not sentences:
         raise SbkitError("there is no text to estimate a language model from")
-    counts = Counter(chain.from_iterable(sentences))
-    reserved = [word for word in (BEGIN, END) if word in counts]
-    if reserved:
-        raise SbkitError(f"the text contains the word {reserved[0]}, which marks where sentences begin and end",
-                         hint="remove it from the text")
-    vocabulary = {word: i for i, word in enumerate(SPECIAL)}
-    for word, count in counts.items():
-        if count >= min_count:
-            vocabulary.setdefault(word, len(vocabulary))
-    get = vocabulary.get
-    begin, end = vocabulary[BEGIN], vocabulary[END]
-    size = sum(map(len, sentences)) + 2 * len(sentences)
-    flat = chain.from_iterable((begin, *(get(word, 0) for word in words), end) for words in sentences)
-    return EncodedText(list(vocabulary), np.fromiter(flat, dtype=np.int32, count=size), len(sentences))
+    store()
+    for word in BEGIN, END:
+        if counts[numbers[word]] > sentences:
+            raise SbkitError(f"the text contains the word {word}, which marks where sentences begin and end",
+                             hint="remove it from the text")
+    kept = counts >= min_count
+    kept[:len(SPECIAL)] = True
+    new_numbers = np.where(kept, np.cumsum(kept) - 1, 0).astype(np.int32)
+    ids = encoded.finish()
+    for part in chunks(len(ids)):
+        ids[part] = new_numbers[ids[part]]
+    words = [word for word, keep in zip(numbers, kept.tolist(), strict=True) if keep]
+    return EncodedText(words, ids, sentences, files)
 
 
 def count(corpus: EncodedText, order: int) -> list[NgramCounts]:
     """Count all n-grams up to ``order``, with a row for every word of the vocabulary, even if its count is 0."""
-    ids, size = corpus.ids, len(corpus.words)
-    begin = corpus.words.index(BEGIN)
-    starts = np.flatnonzero(ids == begin)
-    depth = np.arange(len(ids)) - np.repeat(starts, np.diff(np.append(starts, len(ids))))
-    raw = np.bincount(ids, minlength=size)
-    everything = np.arange(size, dtype=np.int32)
-    levels = [NgramCounts(np.zeros(size, np.int32), everything, np.zeros(size, np.int32), raw, raw.copy())]
+    ids, size, files = corpus.ids, len(corpus.words), corpus.files
+    raw = np.zeros(size, np.int64)
+    for part in chunks(len(ids)):
+        raw += np.bincount(ids[part], minlength=size)
+    levels = [NgramCounts(np.arange(size, dtype=np.int64), np.zeros(size, np.int32), raw, raw.copy())]
     rows = ids  # row, in the current level, of the n-gram that ends at each position
     for k in range(2, order + 1):
-        at = np.flatnonzero(depth >= k - 1)
-        keys = rows[at - 1] * np.int64(size) + ids[at]
-        keys, first, inverse, raw = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
         below = levels[-1]
-        suffix = rows[at[first]].astype(np.int32)
+        unique, raw = _distinct(corpus, rows, k)
+        suffix = files.empty(len(unique), np.int32)
+        before = files.full(len(below.keys), 0, np.int64)
+        for part in chunks(len(unique)):
+            context, word = np.divmod(unique[part], size)
+            # The last words of "a b c" are "b c", whose own first words are the last of "a b".
+            shorter = word if k == 2 else below.suffix[context] * np.int64(size) + word
+            suffix[part] = np.searchsorted(below.keys, shorter)
+            followed, words_before = np.unique(suffix[part], return_counts=True)
+            before[followed] += words_before
         # Only n-grams that begin a sentence have nothing before them; they keep their plain counts.
-        before = np.bincount(suffix, minlength=len(below.word))
-        below.adjusted = np.where(before > 0, before, below.raw)
-        levels.append(NgramCounts((keys // size).astype(np.int32), (keys % size).astype(np.int32), suffix, raw,
-                                  raw.copy()))
-        rows = np.zeros(len(ids), dtype=np.int64)
-        rows[at] = inverse
+        for part in chunks(len(before)):
+            before[part] = np.where(before[part] > 0, before[part], below.raw[part])
+        below.adjusted = before
+        levels.append(NgramCounts(unique, suffix, raw, raw))
+        if k < order:
+            longer = files.full(len(ids), 0, np.int32)
+            for at, keys in _keys(corpus, rows, k):
+                distinct, inverse = np.unique(keys, return_inverse=True)  # sorted, they are found in one pass
+                longer[at] = np.searchsorted(unique, distinct)[inverse]
+            rows = longer
     return levels
 
 
-def discounts(adjusted: np.ndarray) -> Discounts:
+def _keys(corpus: EncodedText, rows: np.ndarray, k: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield positions at which n-grams of order ``k`` end, and their keys, a chunk of text at a time.
+
+    rows : of the n-grams of the order below that end at each position
+    """
+    ids, size, begin = corpus.ids, len(corpus.words), corpus.words.index(BEGIN)
+    start = 0  # of the sentence of the last position
+    for part in chunks(len(ids)):
+        words = ids[part]
+        positions = np.arange(part.start, part.stop)
+        starts = np.maximum.accumulate(np.where(words == begin, positions, start))
+        start = int(starts[-1])
+        at = positions[positions - starts >= k - 1]
+        if len(at):
+            yield at, rows[at - 1] * np.int64(size) + ids[at]
+
+
+def _distinct(corpus: EncodedText, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the keys of all n-grams of order ``k``, sorted, and how often each occurs."""
+    files = corpus.files
+    written, written_counts = Appended(files, np.int64), Appended(files, np.int64)
+    ends = [0]  # of runs: the distinct keys of a chunk of text each, sorted
+    for _, keys in _keys(corpus, rows, k):
+        keys, counts = np.unique(keys, return_counts=True)
+        written.add(keys)
+        written_counts.add(counts)
+        ends.append(written.count)
+    runs = [slice(first, end) for first, end in itertools.pairwise(ends)]
+    all_keys, all_counts = written.finish(), written_counts.finish()
+    # Runs are merged range by range: limits, from a sample of all runs, leave about a chunk of entries in each.
+    step = max(1, workspace.CHUNK // _SAMPLES)
+    sample = np.sort(np.concatenate([np.zeros(0, np.int64), *(all_keys[run][::step] for run in runs)]))
+    limits = np.unique(sample[::max(1, workspace.CHUNK // step)][1:])
+    cuts = [run.start + np.concatenate([[0], np.searchsorted(all_keys[run], limits), [run.stop - run.start]])
+            for run in runs]
+    unique, raw = Appended(files, np.int64), Appended(files, np.int64)
+    for number in range(len(limits) + 1):
+        parts = [slice(int(cut[number]), int(cut[number + 1])) for cut in cuts]
+        keys, counts = (np.concatenate([np.zeros(0, np.int64), *(values[part] for part in parts)])
+                        for values in (all_keys, all_counts))
+        order = np.argsort(keys, kind="stable")
+        keys, counts = keys[order], counts[order]
+        first = np.flatnonzero(np.diff(keys, prepend=-1))
+        if len(first):
+            unique.add(keys[first])
+            raw.add(np.add.reduceat(counts, first))
+    return unique.finish(), raw.finish()
+
+
+def discounts(once: int, twice: int, thrice: int, four: int) -> Discounts:
     """Estimate discounts from the numbers of n-grams counted once, twice, three and four times (Chen and Goodman 1998).
 
     Returns ``FALLBACK`` if one of these numbers is zero or a discount is invalid, as for texts of a few sentences
     and for the single characters of any text.
     """
-    once, twice, thrice, four = (int((adjusted == times).sum()) for times in (1, 2, 3, 4))
     if not (once and twice and thrice):
         return Discounts(FALLBACK, True)
     share = once / (once + 2 * twice)
@@ -131,42 +232,87 @@ def discounts(adjusted: np.ndarray) -> Discounts:
     return Discounts(values, False)
 
 
+def _discounts_of(level: NgramCounts, size: int, begin: int) -> Discounts:
+    numbers = np.zeros(5, np.int64)
+    for part in chunks(len(level.keys)):
+        predicted = level.keys[part] % size != begin  # sentence starts are not predicted, so not counted
+        numbers += np.bincount(np.minimum(level.adjusted[part], 5)[predicted], minlength=6)[:5]
+    return discounts(*map(int, numbers[1:]))
+
+
 def estimate(corpus: EncodedText, order: int, cutoffs: Sequence[int] = ()) -> Estimate:
     """Estimate a model up to an order.
 
     cutoffs : n-grams with this count or less are dropped, one number per order; the last also holds for higher orders,
         and words are never dropped. Their probability goes to shorter n-grams.
     """
-    levels = count(corpus, order)
-    begin = corpus.words.index(BEGIN)  # sentence starts are not predicted, so not counted for discounts
-    taken = [discounts(level.adjusted[level.word != begin]) for level in levels]
+    levels, files, size = count(corpus, order), corpus.files, len(corpus.words)
+    begin = corpus.words.index(BEGIN)
+    levels[0].adjusted[begin] = 0  # not predicted, so without a share of the probability
+    taken = [_discounts_of(level, size, begin) for level in levels]
+    counted = [len(level.keys) for level in levels]
     cutoffs = [0, *(cutoffs[min(k, len(cutoffs) - 1)] if cutoffs else 0 for k in range(1, order))]
     built: list[Level] = []
-    probability = np.full(1, 1 / (len(corpus.words) - 1))  # uniform over all words but the start symbol
+    probability = np.full(1, 1 / (size - 1))  # uniform over all words but the start symbol
     rows = np.zeros(1, dtype=np.int32)  # new rows of the n-grams of the level below
     for number, level in enumerate(levels):
-        contexts = len(probability)
-        adjusted = level.adjusted.astype(np.float64)
+        steps = (0, *taken[number].values)
+
+        def split(part: slice, level: NgramCounts = level, rows: np.ndarray = rows, steps: Sequence[float] = steps,
+                  cutoff: int = cutoffs[number]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+            """Contexts, counts, discounts, and whether n-grams are kept."""
+            context = level.keys[part] // size
+            adjusted = level.adjusted[part].astype(np.float64)
+            off = np.minimum(np.take(steps, np.minimum(level.adjusted[part], 3)), adjusted)
+            keep = rows[context] >= 0
+            if cutoff:
+                keep &= level.raw[part] > cutoff
+            return context, adjusted, off, keep
+
+        total, share = (files.full(len(probability), 0, np.float64) for _ in range(2))
+        for part in chunks(len(level.keys)):
+            context, adjusted, off, keep = split(part)
+            lower = np.where(keep, off, adjusted)  # mass for shorter n-grams: the discount, or everything
+            add_by_row(total, context, adjusted)
+            add_by_row(share, context, lower)
+        for part in chunks(len(total)):
+            # A context without n-grams leaves all its mass to the shorter ones.
+            share[part] = np.divide(share[part], total[part], out=np.ones_like(share[part]), where=total[part] > 0)
+        highest = number + 1 == order
+        every = files.empty(0 if highest else len(level.keys), np.float64)
+        new_rows = files.empty(0 if highest else len(level.keys), np.int32)
+        columns = [files.empty(len(level.keys), dtype) for dtype in (np.int32, np.int32, np.float32)]
+        filled = 0
+        for part in chunks(len(level.keys)):
+            context, adjusted, off, keep = split(part)
+            with np.errstate(invalid="ignore"):
+                own = np.where(keep, adjusted - off, 0) / total[context]
+            values = own + share[context] * probability[level.suffix[part]]
+            log10 = np.log10(np.maximum(values[keep], 1e-99)).astype(np.float32)
+            end = filled + len(log10)
+            word = level.keys[part][keep] % size
+            for column, kept in zip(columns, (rows[context[keep]], word, log10), strict=True):
+                column[filled:end] = kept
+            if not highest:
+                every[part] = values
+                new_rows[part] = np.where(keep, filled + np.cumsum(keep) - 1, -1)
+            filled = end
         if not number:
-            adjusted[begin] = 0
-        total = np.bincount(level.context, weights=adjusted, minlength=contexts)
-        off = np.minimum(np.take((0, *taken[number].values), np.minimum(level.adjusted, 3)), adjusted)
-        keep = rows[level.context] >= 0
-        if cutoffs[number]:
-            keep &= level.raw > cutoffs[number]
-        lower = np.where(keep, off, adjusted)  # mass for shorter n-grams: the discount, or everything
-        # A context without n-grams leaves all its mass to the shorter ones.
-        share = np.ones(contexts)
-        np.divide(np.bincount(level.context, weights=lower, minlength=contexts), total, out=share, where=total > 0)
-        with np.errstate(invalid="ignore"):
-            own = np.where(keep, adjusted - off, 0) / total[level.context]
-        probability = own + share[level.context] * probability[level.suffix]
+            columns[2][begin] = NEVER
         if built:
-            backoff = np.log10(share[rows >= 0]).astype(np.float32)
-            built[-1] = built[-1]._replace(backoff=backoff)
-        log10 = np.log10(np.maximum(probability[keep], 1e-99)).astype(np.float32)
-        if not number:
-            log10[begin] = NEVER
-        built.append(Level(rows[level.context[keep]], level.word[keep], log10, np.zeros(len(log10), np.float32)))
-        rows = np.where(keep, np.cumsum(keep) - 1, -1).astype(np.int32)
-    return Estimate(NGram(corpus.words, built), taken, [len(level.word) for level in levels])
+            built[-1] = built[-1]._replace(backoff=_backoffs(share, rows, len(built[-1].word), files))
+        built.append(Level(*(column[:filled] for column in columns), files.full(filled, 0, np.float32)))
+        probability, rows = every, new_rows
+        levels[number] = NgramCounts(*[np.zeros(0, np.int64)] * 4)  # its files end
+        del level, split
+    return Estimate(NGram(corpus.words, built, files), taken, counted)
+
+
+def _backoffs(share: np.ndarray, rows: np.ndarray, count: int, files: Workspace) -> np.ndarray:
+    """The logarithms of the mass that the contexts which are kept leave to shorter n-grams."""
+    backoff, filled = files.empty(count, np.float32), 0
+    for part in chunks(len(share)):
+        values = np.log10(share[part][rows[part] >= 0])
+        backoff[filled:filled + len(values)] = values
+        filled += len(values)
+    return backoff

@@ -18,8 +18,10 @@ from sbkit.decode import arpa, kneser_ney
 from sbkit.decode.ngram import BEGIN, END, LN10, SPECIAL, Level, NGram, Quality
 from sbkit.decode.pieces import Pieces
 from sbkit.decode.spans import WORD_START
+from sbkit.decode.workspace import Workspace, add_by_row, chunks
 from sbkit.errors import SbkitError
 from sbkit.system.console import table, time_span
+from sbkit.system.disk import nearest_folder
 from sbkit.system.untrusted import standard_input
 
 if TYPE_CHECKING:
@@ -94,12 +96,13 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
             return text
         return " ".join(map(tokenizer.piece, tokenizer.encode(text)))
 
-    corpus = kneser_ney.read(map(spell, texts), min_count)
+    files = Workspace(nearest_folder(out.parent))  # where the model goes, there is room for its like
+    corpus = kneser_ney.read(map(spell, texts), min_count, files)
     model, discounts, counted = kneser_ney.estimate(corpus, order, cutoffs)
     if isinstance(prune, float):
         model = prune_by_entropy(model, prune)
     if not model.counts[-1]:  # sentences too short, or an order fully pruned: other tools reject empty orders
-        model = NGram(model.words, [level for level in model.levels if len(level.word)])
+        model = NGram(model.words, [level for level in model.levels if len(level.word)], files)
     fallback = [str(order) for order, each in enumerate(discounts, start=1) if each.fallback]
     if fallback:
         logger.info("The text is too small to estimate the discounts of order %s; using %s.", ", ".join(fallback),
@@ -206,45 +209,82 @@ def prune_by_entropy(model: NGram, threshold: float) -> NGram:
 
     Words stay, and so do n-grams that a remaining longer one begins or ends with.
     """
-    kept = [np.ones(len(level.word), bool) for level in model.levels]
+    files = model.files
+    kept = [files.full(len(level.word), 1, np.bool_) for level in model.levels]
     backoffs = [level.backoff for level in model.levels]
-    needed = np.zeros(0, bool)  # n-grams of this level that longer ones need
+    needed: np.ndarray | None = None  # n-grams of this level that longer ones need
     # The probability that each n-gram occurs; sentences start as often as they end.
     first = np.exp(model.levels[0].log10.astype(np.float64) * LN10)
     if BEGIN in model.ids and END in model.ids:
         first[model.ids[BEGIN]] = first[model.ids[END]]
     history = [first]
-    for level in model.levels[1:]:
-        history.append(history[-1][level.context] * np.exp(level.log10.astype(np.float64) * LN10))
+    for level in model.levels[1:-1]:
+        occurs = files.empty(len(level.word), np.float64)
+        for part in chunks(len(level.word)):
+            occurs[part] = history[-1][level.context[part]] * np.exp(level.log10[part].astype(np.float64) * LN10)
+        history.append(occurs)
     for number in range(model.order - 1, 0, -1):
-        level = model.levels[number]
-        contexts = len(model.levels[number - 1].word)
-        own = np.exp(level.log10.astype(np.float64) * LN10)
-        shorter = np.exp(model.after_shorter(number).astype(np.float64))
-        left = _backoff_mass(level.context, own, contexts)
-        left_shorter = _backoff_mass(level.context, shorter, contexts)
-        at = level.context
-        backoff = np.log(left[at] / left_shorter[at])
-        without = np.log((left[at] + own) / (left_shorter[at] + shorter))
-        moved = own * (np.log(shorter) + without - np.log(own)) + left[at] * (without - backoff)
-        keep = np.expm1(-history[number - 1][at] * moved) >= threshold
-        if len(needed):
-            keep |= needed
-        kept[number] = keep
-        needed = np.zeros(contexts, bool)
-        needed[at[keep]] = True
-        suffix = model.suffixes(number)[keep]
-        needed[suffix[suffix >= 0]] = True
-        ratio = _backoff_mass(at[keep], own[keep], contexts) / _backoff_mass(at[keep], shorter[keep], contexts)
-        has = np.bincount(at, minlength=contexts) > 0
-        backoffs[number - 1] = np.where(has, np.log10(ratio), model.levels[number - 1].backoff).astype(np.float32)
+        level, below = model.levels[number], model.levels[number - 1]
+        contexts = len(below.word)
+        after_shorter = files.empty(len(level.word), np.float32)
+        left, left_shorter, kept_own, kept_shorter = (files.full(contexts, 0, np.float64) for _ in range(4))
+
+        def probabilities(part: slice, level: Level = level, after_shorter: np.ndarray = after_shorter
+                          ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            """Contexts, and the probabilities of words after them and after shorter ones."""
+            own = np.exp(level.log10[part].astype(np.float64) * LN10)
+            return level.context[part], own, np.exp(after_shorter[part].astype(np.float64))
+
+        for part in chunks(len(level.word)):
+            after_shorter[part] = model.after_shorter(number, part)
+            at, own, shorter = probabilities(part)
+            add_by_row(left, at, own)
+            add_by_row(left_shorter, at, shorter)
+        _turn_into_mass(left)
+        _turn_into_mass(left_shorter)
+        needed_below = files.full(contexts, 0, np.bool_)
+        has = files.full(contexts, 0, np.bool_)
+        for part in chunks(len(level.word)):
+            at, own, shorter = probabilities(part)
+            has[at] = True
+            backoff = np.log(left[at] / left_shorter[at])
+            without = np.log((left[at] + own) / (left_shorter[at] + shorter))
+            moved = own * (np.log(shorter) + without - np.log(own)) + left[at] * (without - backoff)
+            keep = np.expm1(-history[number - 1][at] * moved) >= threshold
+            if needed is not None:
+                keep |= needed[part]
+            kept[number][part] = keep
+            needed_below[at[keep]] = True
+            suffix = model.suffixes(number, part)[keep]
+            needed_below[suffix[suffix >= 0]] = True
+            add_by_row(kept_own, at[keep], own[keep])
+            add_by_row(kept_shorter, at[keep], shorter[keep])
+        needed = needed_below
+        _turn_into_mass(kept_own)
+        _turn_into_mass(kept_shorter)
+        backoffs[number - 1] = files.empty(contexts, np.float32)
+        for part in chunks(contexts):
+            ratio = kept_own[part] / kept_shorter[part]
+            backoffs[number - 1][part] = np.where(has[part], np.log10(ratio), below.backoff[part])
     levels, rows = [], np.zeros(1, np.int32)
-    for level, keep, backoff in zip(model.levels, kept, backoffs, strict=True):
-        levels.append(Level(rows[level.context[keep]], level.word[keep], level.log10[keep], backoff[keep]))
-        rows = (np.cumsum(keep) - 1).astype(np.int32)
-    return NGram(model.words, levels)
+    for level, keep_all, backoff in zip(model.levels, kept, backoffs, strict=True):
+        count = sum(int(keep_all[part].sum()) for part in chunks(len(keep_all)))
+        columns = Level(*(files.empty(count, values.dtype) for values in level))
+        new_rows, filled = files.empty(len(keep_all), np.int32), 0
+        for part in chunks(len(keep_all)):
+            keep = keep_all[part]
+            here = slice(filled, filled + int(keep.sum()))
+            columns.context[here] = rows[level.context[part][keep]]
+            columns.word[here], columns.log10[here] = level.word[part][keep], level.log10[part][keep]
+            columns.backoff[here] = backoff[part][keep]
+            new_rows[part] = filled + np.cumsum(keep) - 1
+            filled = here.stop
+        levels.append(columns)
+        rows = new_rows
+    return NGram(model.words, levels, files)
 
 
-def _backoff_mass(contexts: np.ndarray, probabilities: np.ndarray, size: int) -> np.ndarray:
-    """The probability mass that each context leaves for words without an n-gram; never exactly zero."""
-    return np.maximum(1 - np.bincount(contexts, weights=probabilities, minlength=size), 1e-9)
+def _turn_into_mass(sums: np.ndarray) -> None:
+    """Turn sums of probabilities into what is left for words without an n-gram; never exactly zero."""
+    for part in chunks(len(sums)):
+        sums[part] = np.maximum(1 - sums[part], 1e-9)

@@ -27,7 +27,7 @@ from sbkit.export.source import Trained
 from sbkit.runs.keys import Bundles
 from sbkit.runs.restore import BEST
 from sbkit.score.report import model_card
-from sbkit.system.console import progress
+from sbkit.system.console import atomic_write, progress
 from sbkit.system.environment import onnxruntimes, version_of
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,8 @@ class ExportRequest:
     clips : number of test utterances to compare on
     target : ``sherpa`` adds models for sherpa-onnx
     chunk : milliseconds of a chunk, for a target program that takes streams in chunks of one size
+    mark : a file for a copy of the bundle's config.json, written before the bundle is put in place: whoever compares
+        both knows whether that happened, even after a kill
     """
 
     run: Path
@@ -63,6 +65,7 @@ class ExportRequest:
     target: str | None = None
     chunk: int | None = None
     keep_previous: bool = False
+    mark: Path | None = None
 
 
 def export(request: ExportRequest, bundles: Bundles | None = None,
@@ -73,25 +76,31 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
     open_model : returns a model that is not a run's
     """
     to = request.to.resolve()  # a link to a bundle stays a link
-    publish.clean_up(to)
-    if request.to.is_file():
-        raise SbkitError(f"{request.to} is a file", hint="name a folder for the bundle")
-    if request.to.exists() and not request.force:
+    publish.clean_up(to, layout.FOLDER)
+    if request.to.exists() and not request.force and not request.to.is_file():
         raise SbkitError(f"{request.to} exists", hint="--force replaces it")
-    if request.to.exists() and not (request.to / layout.CONFIG).is_file() and any(request.to.iterdir()):
-        raise SbkitError(f"{request.to} is neither a bundle nor empty, so it is not replaced",
-                         hint="choose another folder")
+    layout.FOLDER.check_replaceable(request.to)
+    keep = publish.previous(to) if request.keep_previous else None
+    if keep is not None:
+        layout.FOLDER.check_replaceable(keep)
     trained = open_model() if open_model else source.open_run(
         request.run, request.checkpoint, request.average, bundles, request.mean, request.accept_worse)
     run = request.run.resolve()
     if open_model is None and os.path.commonpath([run, to]) != to.anchor:  # else it would be a path of this machine
         trained.facts["run"] = os.path.relpath(run, to)  # improve finds it there, also when both are moved together
-    with publish.temporary_folder(to) as temporary:
+
+    def write_mark() -> None:
+        if request.mark is not None:
+            with atomic_write(request.mark, "wb") as copy:
+                copy.write((temporary / layout.CONFIG).read_bytes())
+
+    with publish.temporary_folder(to, layout.FOLDER) as temporary:
         comparison, config = _write_and_compare(temporary, trained, request)
         told = "" if bundles is None else try_behaviour(
             temporary, config, bundles, comparison.clips.alone, trained.keys.corpus)
-        publish.publish(temporary, to, request.force, publish.previous(to) if request.keep_previous else None)
-    print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
+        publish.publish(temporary, to, layout.FOLDER, request.force, keep, write_mark)
+    print(f"compared on {comparison.clips.origin}:
+{comparison.table()}")
     print(comparison.joining(), comparison.clip_names(), sep="", end="")
     if comparison.has_words and layout.INT8 in comparison.formats():
         print(f"{layout.INT8} has 8-bit weights, so some of its outputs differ: its {comparison.rate} may be "

@@ -69,6 +69,8 @@ VOICE_OUTPUTS = ("audio", "audio_lengths", "durations")
 CODES = ("codes", "frames")
 
 FORMAT, VERSION = "sbkit bundle", 1
+#: What may be replaced as a bundle: the folder has this format's mark, and no file that isn't listed in it.
+FOLDER = publish.FolderKind("a bundle", CONFIG, FORMAT, lambda values: values.get("files", ()))
 #: Kinds of bundles, by how they are run.
 CTC, TRANSDUCER, GRAPH, LABELS = "ctc", "transducer", "graph", "labels"
 VOICE, CODEC, ENHANCER = "voice", "codec", "enhancer"
@@ -501,8 +503,9 @@ def read(folder: str | Path) -> Bundle:
     except FileNotFoundError:
         problem = f"is not a bundle: it has no {CONFIG}" if path.parent.is_dir() else "does not exist"
         hint = _MADE_BY
-        if (before := publish.replaced(folder)).is_dir() and not path.parent.exists():
-            hint = f"an export that was killed left the previous bundle at {before}: rename it back"
+        left = [each for each in (publish.kept_meanwhile(folder), publish.replaced(folder)) if each.is_dir()]
+        if left and not path.parent.exists():
+            hint = f"an export that was killed left the previous bundle at {left[0]}: rename it back"
         elif (path.parent / "bundle" / CONFIG).is_file():  # a run that `make demo` or the README exported
             hint = f"its bundle is {path.parent / 'bundle'}"
         elif re.fullmatch(r"[\w-]+/[\w.-]+", str(folder)) and not path.parent.parent.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import sys
 import time
@@ -28,6 +29,10 @@ from sbkit.system.console import progress, time_span
 
 #: The manifest of the audio files: ids, texts and speakers.
 SOUNDS = "manifest.csv"
+#: Lists all files, because a folder with a manifest may as well be a corpus.
+RECORD = "resynthesis.json"
+FORMAT = "sbkit resynthesis"
+FOLDER = publish.FolderKind("a folder of resynthesized audio", RECORD, FORMAT, lambda values: values["files"])
 #: Seconds of codes that are decoded at once.
 AT_ONCE_SECONDS = 600.0
 
@@ -52,14 +57,10 @@ def resynthesize(request: ResynthesizeRequest) -> int:
     """Decode codes and return the exit code. All of them are checked before anything is written."""
     books = books_of(layout.CodecConfig.read(request.bundle))
     to = request.to.resolve()
-    publish.clean_up(to)
+    publish.clean_up(to, FOLDER)
     if request.to.exists() and not request.force:
         raise SbkitError(f"{request.to} exists", hint="choose another folder, or replace it with --force")
-    ours = request.to.is_dir() and (any(request.to.glob(SOUNDS)) or any(request.to.glob(f"*/{SOUNDS}"))
-                                    or not any(request.to.iterdir()))
-    if request.to.exists() and not ours:
-        raise SbkitError(f"{request.to} has files that sbkit resynthesize didn't write, so it is not replaced",
-                         hint="choose another folder")
+    FOLDER.check_replaceable(request.to)
     folders = {each.parent.name: each.parent for each in sorted(request.folder.glob(f"*/{MANIFEST}"))}
     if (request.folder / MANIFEST).is_file() or not folders:  # without splits
         folders = {"": request.folder}
@@ -69,7 +70,7 @@ def resynthesize(request: ResynthesizeRequest) -> int:
     with CodecModel.open(request.bundle, request.model, request.device, request.threads) as loaded:
         print(loaded.running, file=sys.stderr)
         began, seconds = time.perf_counter(), 0.0
-        with publish.temporary_folder(to) as staging:
+        with publish.temporary_folder(to, FOLDER) as staging:
             for name, each in codes.items():
                 folder, names = staging / name, iter(file_names(each.ids))
                 folder.mkdir(exist_ok=True)
@@ -88,7 +89,10 @@ def resynthesize(request: ResynthesizeRequest) -> int:
                 manifest = Manifest(ids=ids, durations=np.array(durations), wavs=wavs, texts=texts, speakers=speakers)
                 manifest.write(folder / SOUNDS, data_root=folder)
                 seconds += sum(durations)
-            publish.publish(staging, to, request.force)
+            files = sorted(str(path.relative_to(staging)) for path in staging.rglob("*") if path.is_file())
+            with (staging / RECORD).open("w", encoding="utf-8") as record:
+                json.dump({"format": FORMAT, "files": files}, record, indent=1, ensure_ascii=False)
+            publish.publish(staging, to, FOLDER, request.force)
     elapsed, count = time.perf_counter() - began, sum(map(len, codes.values()))
     print(f"{request.to}: {count:,} recordings, {time_span(seconds)}; it took {time_span(elapsed)} (real-time factor "
           f"{elapsed / seconds:.4f})")

@@ -28,6 +28,7 @@ from sbkit.data.sources import ONE_SPLIT, Named, Source
 from sbkit.data.splits import ALIASES
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
+from sbkit.runs import trained_on
 from sbkit.score import chunk_size
 from sbkit.score.behaviour import SECONDS, Behaviour, silences, speeches, words_in_noises
 from sbkit.score.report import write_report
@@ -124,6 +125,7 @@ def corpus(request: EvaluateRequest, recipe: Recipe) -> tuple[str, Path, Remote]
     if request.split and as_it_was and not own.manifest_path(split).is_file() and split not in own.names():
         split = next((name for name, aliases in ALIASES.items() if split.lower() in aliases), split)
     if as_it_was and own.manifest_path(split).is_file():
+        trained_on.check(request.run, own, split)
         name, corpus = request.name or split, own
     else:
         split = "test"

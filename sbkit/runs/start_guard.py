@@ -7,11 +7,13 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from sbkit.errors import SbkitError
-from sbkit.recipe import load
+from sbkit.recipe import load, writing
+from sbkit.recipe.source import Node
 from sbkit.score.run_files import BEFORE_START, ENVIRONMENT, HELD, MANIFESTS, RECIPE, TESTED
 from sbkit.system import disk, processes
 
@@ -52,13 +54,9 @@ class StartGuard:
         if not self._here:
             return {}
         try:
-            before, now = (load.tree(folder / RECIPE).texts() for folder in (self.backup, self.folder))
+            return _differing(self.backup / RECIPE, self.folder / RECIPE)
         except SbkitError:  # there is no backup, or it is not readable
             return {}
-        changes = {key: (before.get(key, "nothing"), now.get(key, "nothing")) for key in before | now}
-        old, new = changes.get("output_folder", ("", ""))
-        return {key: (was, now) for key, (was, now) in changes.items() if now != was and not (
-            old and f"{was}/".startswith(f"{old}/") and now == new + was.removeprefix(old))}
 
     def changes(self) -> list[str]:
         """Short descriptions of the ``changed`` values, at most ten; keys with the same change share one."""
@@ -94,6 +92,23 @@ class StartGuard:
         if self._here and (self.restores or kind is not None):
             restore_previous(self.folder)
         self.begins()
+
+
+def changed_since(folder: Path, tree: Node) -> dict[str, tuple[str, str]]:
+    """Values of a resolved recipe that differ from those of the run in ``folder``, before and now."""
+    with tempfile.TemporaryDirectory() as temporary:  # both are read back, so that the same number has the same text
+        path = Path(temporary) / RECIPE
+        path.write_text(writing.text(tree), encoding="utf-8")
+        return _differing(folder / RECIPE, path)
+
+
+def _differing(before: Path, now: Path) -> dict[str, tuple[str, str]]:
+    """Values of two recipes that differ; paths in an output folder that has moved don't."""
+    old_values, new_values = load.tree(before).texts(), load.tree(now).texts()
+    changes = {key: (old_values.get(key, "nothing"), new_values.get(key, "nothing")) for key in old_values | new_values}
+    old, new = changes.get("output_folder", ("", ""))
+    return {key: (was, value) for key, (was, value) in changes.items() if value != was and not (
+        old and f"{was}/".startswith(f"{old}/") and value == new + was.removeprefix(old))}
 
 
 def _short(text: str) -> str:

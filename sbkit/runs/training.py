@@ -21,7 +21,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Findings, Node, Place
-from sbkit.runs import initial, old_set, restore
+from sbkit.runs import initial, old_set, restore, trained_on
 from sbkit.runs.feeding import pad_to_shapes, utilisation, warn_of_slow_reading
 from sbkit.runs.keys import Bundles
 from sbkit.runs.progress import last_logged_step, read_progress, warn_of_lost_steps
@@ -129,6 +129,7 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
             precision=brain.precision, threads=torch.get_num_threads(), parameters=parameters, environment=describe(),
             max_batch_seconds=vars(brain.keys)["batching"].max_batch_seconds,
             weights=None if resumed else weights_hash(brain.modules),
+            **{trained_on.MANIFESTS: trained_on.checksums(vars(brain.keys)["corpus"])},
             **({"changed": changes, "after_step": brain.optimizer_step} if goes_on else {}),
         )
     guard.begins()

@@ -23,7 +23,7 @@ from torch import nn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from sbkit.data.batch import as_planned
-from sbkit.data.publish import publish, temporary_folder
+from sbkit.data.publish import FolderKind, publish, temporary_folder
 from sbkit.errors import SbkitError, first_line, summary
 from sbkit.recipe.report import listed
 from sbkit.score.run_files import CULPRITS
@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 LIMIT = 10  # reports that a rank saves in one run
 _MAX_WEIGHTS = 4 << 30  # bytes; weights of larger models are only in checkpoints
 _BATCHES, _REPORT, _WEIGHTS = "batches.pt", "culprit.json", "model.safetensors"
+_FORMAT = "sbkit culprit"
+_FOLDER = FolderKind("a saved culprit", _REPORT, _FORMAT, lambda values: (_BATCHES, _WEIGHTS))
 _KNOWN = ("sbkit.", "speechbrain.")  # modules that are imported for a class of a saved batch
 
 
@@ -190,7 +192,7 @@ def report(brain: sb.Brain, folder: str | os.PathLike[str], result: StepResult, 
     if own and not full:
         final = culprits / f"step-{step}-rank-{rank}"
         try:
-            with temporary_folder(final) as temporary:
+            with temporary_folder(final, _FOLDER) as temporary:
                 write_state([{"micro": account["micro"], **result.batches[account["micro"]]._asdict()}
                              for account in own], temporary / _BATCHES)
                 tensors = dict([*brain.modules.named_parameters(), *brain.modules.named_buffers()])
@@ -199,10 +201,11 @@ def report(brain: sb.Brain, folder: str | os.PathLike[str], result: StepResult, 
                     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()},
                               temporary / _WEIGHTS)
                 with open(temporary / _REPORT, "w", encoding="utf-8") as out:
-                    json.dump({"step": step, "epoch": epoch, "rank": rank, "what": what, "scale": result.scale,
-                               "sum_scale": result.sum_scale, "late": result.late, "precision": brain.precision,
+                    json.dump({"format": _FORMAT, "step": step, "epoch": epoch, "rank": rank, "what": what,
+                               "scale": result.scale, "sum_scale": result.sum_scale, "late": result.late,
+                               "precision": brain.precision,
                                "device": str(brain.device), "accounts": own}, out, indent=1)
-                publish(temporary, final, force=True)  # over that of an earlier attempt at the same step
+                publish(temporary, final, _FOLDER, force=True)  # over that of an earlier attempt at the same step
             saved = str(final)
         except (SbkitError, OSError, TypeError, AttributeError, pickle.PicklingError) as error:
             logger.warning("The culprit of step %s is not saved: %s", step,

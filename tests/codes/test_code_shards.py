@@ -266,9 +266,16 @@ def test_a_folder_is_replaced_as_a_whole_or_stays(tmp_path):
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "thesis.txt").write_text("all of it")
-    with pytest.raises(SbkitError, match="is not a folder of codes, so it is not replaced"):
+    with pytest.raises(SbkitError, match="is neither a folder of codes nor empty, so it is not replaced"):
         write(tmp_path / "t", utterances(), force=True)
     assert (tmp_path / "t" / "thesis.txt").read_text() == "all of it"
+    (tmp_path / "t" / "manifest.json").write_text('{"name": "a web page"}')
+    with pytest.raises(SbkitError, match="is neither a folder of codes nor empty, so it is not replaced"):
+        write(tmp_path / "t", utterances(), force=True)
+    (write(tmp_path / "codes", utterances()) / "thesis.txt").write_text("all of it")
+    with pytest.raises(SbkitError, match=r"has files that are not part of a folder of codes: thesis\.txt"):
+        write(tmp_path / "codes", utterances(), force=True)
+    assert (tmp_path / "t" / "thesis.txt").read_text() == (tmp_path / "codes" / "thesis.txt").read_text()
 
 
 def test_a_manifest_that_is_no_regular_file_or_too_large_is_refused_before_it_is_read(tmp_path):

@@ -25,7 +25,7 @@ LITTLE = ("--no-check --noprogressbar --d_model 16 --nhead 2 --num_encoder_layer
     (["nowhere", "--with", "{data}"], "nowhere"), (["{run}", "--with", "nowhere"], "--with: there is no nowhere"),
     (["{run}", "--with", "{data}"], "has no corrections, and is no corpus: "),
     (["{run}", "--with", "{data}", "--set", "lr"], "--set lr: write KEY=VALUE"),
-    (["{run}", "--with", "{data}", "--to", "{run}"], "is there and no bundle"),
+    (["{run}", "--with", "{data}", "--to", "{run}"], "is neither a bundle nor empty"),
     (["{run}", "--with", "{data}"], "--to BUNDLE is missing")])
 def test_mistakes_are_told_before_anything_is_trained(words, told, tmp_path, capsys):
     (tmp_path / "run").mkdir()
@@ -33,7 +33,7 @@ def test_mistakes_are_told_before_anything_is_trained(words, told, tmp_path, cap
     (tmp_path / "run" / "bundle").mkdir()
     (tmp_path / "run" / "bundle" / "config.json").write_text("{}")
     given = [word.format(data=tmp_path, run=tmp_path / "run") for word in words]
-    named = [] if "--to" in told else ["--to", str(tmp_path / "bundle")]
+    named = [] if "--to" in words or "--to" in told else ["--to", str(tmp_path / "bundle")]
     assert main(["improve", *named, *given]) == 2
     assert told in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -88,12 +88,40 @@ def test_a_bundle_that_was_improved_in_a_named_folder_leaves_that_work_as_it_is(
     assert (tmp_path / "work" / "recipe.yaml").read_text() == recipe
 
 
-def test_what_would_be_lost_beside_the_bundle_is_told_before_anything_is_trained(tmp_path, capsys):
+@pytest.mark.parametrize("place", ["b", "b.previous"])
+@pytest.mark.parametrize("bundle, told", [
+    (False, "is neither a bundle nor empty, so it is not replaced"),
+    (True, "has files that are not part of a bundle: thesis.tex, so it is not replaced; move them elsewhere")])
+def test_files_of_others_are_named_before_anything_is_trained(place, bundle, told, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "hyperparams.yaml").write_text("output_folder: here\n")
-    (tmp_path / "b.previous").mkdir()
+    if bundle:
+        bundles.make(tmp_path / place)
+    else:
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "config.json").write_text('{"model_type": "wav2vec2"}')
+    (tmp_path / place / "thesis.tex").write_text("years of work")
+    before = sorted(path.name for path in (tmp_path / place).iterdir())
     assert main(["improve", str(tmp_path / "run"), "--with", str(tmp_path), "--to", str(tmp_path / "b")]) == 2
-    assert "b.previous is there and no bundle; move it away" in capsys.readouterr().err
+    assert f"{place} {told}" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / place).iterdir()) == before
+
+
+def test_a_bundle_that_a_kill_left_beside_its_place_is_back_before_its_run_is_read(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hyperparams.yaml").write_text("output_folder: here\n")
+    bundles.make(tmp_path / "b", trained={"run": "../run"}).rename(tmp_path / ".b.kept")
+    assert main(["improve", str(tmp_path / "b"), "--with", "nowhere"]) == 2
+    assert "--with: there is no nowhere" in capsys.readouterr().err and (tmp_path / "b" / "config.json").is_file()
+
+
+def test_a_rollback_refuses_to_move_files_of_others(tmp_path, capsys):
+    for name in "b", "b.previous":
+        bundles.make(tmp_path / name)
+    (tmp_path / "b" / "thesis.tex").write_text("years of work")
+    assert main(["rollback", str(tmp_path / "b")]) == 2
+    assert "b has files that are not part of a bundle: thesis.tex" in capsys.readouterr().err
+    assert (tmp_path / "b" / "thesis.tex").is_file() and (tmp_path / "b.previous").is_dir()
 
 
 def test_a_run_can_be_the_working_directory_and_a_refused_one_leaves_nothing(tmp_path, monkeypatch, capsys):
@@ -180,14 +208,15 @@ def test_corrections_make_a_model_better_and_it_is_published(tmp_path):
         {"audio_filepath": str(tmp_path / "new" / "en" / "clips" / row["path"]), "text": row["sentence"]}) + "\n"
         for row in rows))
     (tmp_path / "bundle").mkdir()
-    (tmp_path / "bundle" / "config.json").write_text("{}")
+    old = '{"format": "sbkit bundle", "files": {}}'
+    (tmp_path / "bundle" / "config.json").write_text(old)
     done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", "--set", "schedule.peak=0.002",
                            "--set", "batching.min_steps=300", cwd=tmp_path)
     assert "Significantly better" in done.stdout and "not worse" in done.stdout
     assert "trained" in json.loads((tmp_path / "bundle" / "config.json").read_text())
     assert "a server of bundle takes it by itself" in done.stdout and "sbkit rollback bundle" in done.stdout
-    assert (tmp_path / "bundle.previous" / "config.json").read_text() == "{}"
+    assert (tmp_path / "bundle.previous" / "config.json").read_text() == old
     done = processes.sbkit("improve", "run", "--with", "kept", "--to", "bundle", "--set", "schedule.peak=0.002",
                            "--set", "batching.min_steps=300", cwd=tmp_path)
     assert "bundle is that model already" in done.stdout
-    assert (tmp_path / "bundle.previous" / "config.json").read_text() == "{}", "the one to go back to is kept"
+    assert (tmp_path / "bundle.previous" / "config.json").read_text() == old, "the one to go back to is kept"

@@ -170,6 +170,15 @@ def test_a_new_download_under_the_same_name_replaces_the_old(download, tmp_path)
     assert list(prepared(download, tmp_path / "m")[1]["train"].texts) == ["only this"]
 
 
+def test_a_corpus_that_lies_where_an_archive_would_be_unpacked_is_not_replaced(download, tmp_path):
+    notes = tmp_path / "mine" / "cv 21 fr" / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("years of listening")
+    with pytest.raises(SbkitError, match=r"mine/cv 21 fr, which has other files, so it is not replaced"):
+        prepared(download, tmp_path / "m", cache_folder=tmp_path / "mine")
+    assert [path.name for path in notes.parent.iterdir()] == ["notes.txt"]
+
+
 def test_a_damaged_download_is_named_and_an_interrupted_unpacking_goes_on(download, tmp_path, monkeypatch):
     whole = download.read_bytes()
     download.write_bytes(whole[: len(whole) * 2 // 3])

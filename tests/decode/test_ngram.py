@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random
 
+import kneser_ney_reference
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sbkit.decode import kneser_ney
+from sbkit.decode import arpa, kneser_ney, workspace
 from sbkit.decode.lm import prune_by_entropy
 from sbkit.decode.ngram import NEVER, NGram
 from sbkit.errors import SbkitError
@@ -106,6 +107,49 @@ def test_perplexity_and_unknown_words_are_those_of_the_sentences_one_by_one():
     assert quality.perplexity_with_unknown == pytest.approx(math.exp(-total / 9), rel=1e-5)
     assert quality.perplexity < quality.perplexity_with_unknown
     assert model.quality([]).words == 0
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=texts, order=st.integers(1, 5), cutoffs=st.sampled_from([(), (0, 1), (0, 0, 1), (0, 2)]),
+       min_count=st.integers(1, 3), chunk=st.integers(1, 40), on_disk=st.booleans())
+def test_estimates_in_chunks_on_disk_are_those_of_all_in_memory(texts, order, cutoffs, min_count, chunk, on_disk,
+                                                                tmp_path, monkeypatch):
+    wanted = kneser_ney_reference.estimate(kneser_ney_reference.read(texts, min_count), order, cutoffs)
+    monkeypatch.setattr(workspace, "CHUNK", chunk)
+    files = workspace.Workspace(tmp_path if on_disk else None)
+    corpus = kneser_ney.read(iter(texts), min_count, files)
+    found = kneser_ney.estimate(corpus, order, cutoffs)
+    same(found, wanted)
+    pruned = wanted._replace(model=kneser_ney_reference.prune_by_entropy(wanted.model, 0.01))
+    same(found._replace(model=prune_by_entropy(found.model, 0.01)), pruned)
+    assert list(tmp_path.iterdir()) == []
+    known = set(wanted.model.words)
+    plain = [" ".join(word if word in known else "<unk>" for word in text.split()) for text in texts]
+    assert list(corpus.texts()) == plain
+    assert found.model.quality(texts) == pytest.approx(wanted.model.quality(texts), rel=1e-6)
+
+
+def same(found, wanted):
+    """Two estimates are equal, probabilities to the rounding of their 32 bits."""
+    assert (found.model.words, found.counted) == (wanted.model.words, wanted.counted)
+    assert found.discounts == wanted.discounts
+    for one, other in zip(found.model.levels, wanted.model.levels, strict=True):
+        assert np.array_equal(one.context, other.context) and np.array_equal(one.word, other.word)
+        np.testing.assert_allclose(one.log10, other.log10, rtol=3e-7)
+        np.testing.assert_allclose(one.backoff, other.backoff, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("order, cutoffs", [(3, ()), (4, (0, 0, 1))])
+def test_a_language_in_chunks_on_disk_is_that_of_all_in_memory(tmp_path, monkeypatch, order, cutoffs):
+    sentences = list(zipf(3000))
+    wanted = kneser_ney_reference.estimate(kneser_ney_reference.read(sentences), order, cutoffs)
+    arpa.write(wanted.model, tmp_path / "wanted.arpa")
+    monkeypatch.setattr(workspace, "CHUNK", 1000)
+    files = workspace.Workspace(tmp_path)
+    found = kneser_ney.estimate(kneser_ney.read(sentences, files=files), order, cutoffs)
+    same(found, wanted)
+    arpa.write(found.model, tmp_path / "found.arpa")
+    assert (tmp_path / "found.arpa").read_text() == (tmp_path / "wanted.arpa").read_text()
 
 
 # ------------------------------------------------------------- properties

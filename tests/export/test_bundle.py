@@ -5,6 +5,7 @@ import errno
 import functools
 import importlib.util
 import json
+import os
 import pickle
 import pickletools
 import re
@@ -412,8 +413,26 @@ def test_what_is_there_is_replaced_only_when_asked(made, run, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"b"}
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").write_text("years of work")
-    assert main(["export", str(run), "--to", str(tmp_path / "thesis"), "--force"]) == 2
-    assert (tmp_path / "thesis" / "chapter").exists()
+    for config in (None, {"model_type": "wav2vec2"}, {"format": layout.FORMAT, "files": {"model.onnx": {}}}):
+        if config is not None:  # of another program's model, and of a bundle in which somebody works
+            (tmp_path / "thesis" / layout.CONFIG).write_text(json.dumps(config))
+        assert main(["export", str(run), "--to", str(tmp_path / "thesis"), "--force"]) == 2
+        assert "so it is not replaced" in capsys.readouterr().err
+        assert (tmp_path / "thesis" / "chapter").read_text() == "years of work"
+
+
+def test_the_mark_of_a_bundle_is_written_before_it_is_put_in_place(run, tmp_path, monkeypatch):
+    to, mark, seen = tmp_path / "b", tmp_path / "mark.json", []
+    rename = os.rename
+
+    def watched(one, other):
+        if Path(other) == to:
+            seen.append(mark.read_bytes())
+        rename(one, other)
+
+    monkeypatch.setattr(os, "rename", watched)
+    export(ExportRequest(run, to, formats=["speechbrain"], clips=2, mark=mark))
+    assert seen == [mark.read_bytes()] == [(to / layout.CONFIG).read_bytes()]
 
 
 @pytest.mark.parametrize("words, expected", [

@@ -46,7 +46,7 @@ def test_sounds_are_those_of_the_codes(codec_bundle, tmp_path, format, monkeypat
     resynthesize(codec_bundle, codes(tmp_path / "codes"), "--to", tmp_path / "out", "--format", format)
     assert "4 recordings, 3.6 s; it took" in capsys.readouterr().out
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [
-        *(f"{name}.{format}" for name in "abcd"), "manifest.csv"]
+        *(f"{name}.{format}" for name in "abcd"), "manifest.csv", "resynthesis.json"]
     manifest = Manifest.read(tmp_path / "out" / "manifest.csv")
     for i, row in enumerate(manifest):
         sound, rate = soundfile.read(row.wav, dtype="float32")
@@ -179,10 +179,12 @@ def test_what_is_there_is_replaced_only_if_asked_for_and_only_if_it_is_sound(cod
     assert "out exists; choose another folder, or replace it with --force" in refused(capsys, *words)
     resynthesize(*words, "--format", "flac", "--force")
     assert not any(out.glob("*.wav")) and len(list(out.glob("*.flac"))) == 4
-    (out / "manifest.csv").unlink()
-    assert "has files that sbkit resynthesize didn't write" in refused(capsys, *words, "--force")
-    assert len(list(out.glob("*.flac"))) == 4
-    assert "didn't write" in refused(capsys, codec_bundle, folder, "--to", folder, "--force")
+    (out / "notes.txt").write_text("years of listening")
+    assert "not part of a folder of resynthesized audio: notes.txt, so" in refused(capsys, *words, "--force")
+    (out / "resynthesis.json").unlink()  # what is left could as well be somebody's corpus
+    assert "out is neither a folder of resynthesized audio nor empty" in refused(capsys, *words, "--force")
+    assert len(list(out.glob("*.flac"))) == 4 and (out / "notes.txt").is_file()
+    assert "is not replaced" in refused(capsys, codec_bundle, folder, "--to", folder, "--force")
 
 
 def test_only_codes_that_are_being_decoded_are_held(codec_bundle, tmp_path, monkeypatch):

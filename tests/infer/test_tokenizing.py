@@ -225,7 +225,7 @@ def test_what_is_there_is_replaced_only_if_asked_for(codec_bundle, corpus, tmp_p
     tokenize(*words, "--force")
     assert (tmp_path / "out" / "dev" / "manifest.json").stat().st_mtime_ns > before
     (tmp_path / "out" / "dev" / "manifest.json").unlink()
-    assert "is not a folder of codes, so it is not replaced" in refused(capsys, *words, "--force")
+    assert "is neither a folder of codes nor empty, so it is not replaced" in refused(capsys, *words, "--force")
 
 
 def test_nothing_stays_of_a_split_that_was_not_finished(codec_bundle, corpus, tmp_path, monkeypatch):

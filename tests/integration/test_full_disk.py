@@ -1,6 +1,7 @@
 """A full disk, met by each kind of file that sbkit writes: one message with the path, the last good state, and on."""
 
 import io
+import json
 import logging
 import math
 import re
@@ -28,6 +29,7 @@ from sbkit.data.sources.embedded import store_rows
 from sbkit.data.tokens import Tokenizer
 from sbkit.decode import lm
 from sbkit.errors import SbkitError
+from sbkit.export import layout
 from sbkit.infer import inputs, transcription
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript
@@ -126,9 +128,10 @@ def language_model(to, number, given):
 
 
 def bundle(to, number, given):
-    with publish.temporary_folder(to / "bundle") as aside:
+    with publish.temporary_folder(to / "bundle", layout.FOLDER) as aside:
         save_file({"weights": torch.full((10_000,), float(number))}, aside / "model.safetensors")
-        publish.publish(aside, to / "bundle", force=True)
+        (aside / layout.CONFIG).write_text(json.dumps({"format": layout.FORMAT, "files": {"model.safetensors": {}}}))
+        publish.publish(aside, to / "bundle", layout.FOLDER, force=True)
 
 
 def transcripts(to, number, given):

@@ -54,7 +54,7 @@ def test_requests_and_sessions_under_way_end_on_the_old_bundle_and_new_ones_get_
             inside = [pool.submit(server.post, "birds") for _ in range(3)]
             serving.until(lambda: server.counted("sbkit_requests_inside") >= 7)
             old = weakref.ref(next(iter(registry)))
-            publish.publish(loud(tmp_path / "new", streams=streams), folder, force=True)
+            publish.publish(loud(tmp_path / "new", streams=streams), folder, layout.FOLDER, force=True)
             registry.refresh()
             assert next(iter(registry)) is old(), "it may still be copied"
             registry.refresh()
@@ -165,7 +165,7 @@ def test_a_running_server_swaps_and_goes_back_by_one_command_without_losing_a_re
         each.start()
     try:
         before = publish.previous(folder)
-        publish.publish(loud(tmp_path / "new"), folder, force=True, keep=before)
+        publish.publish(loud(tmp_path / "new"), folder, layout.FOLDER, force=True, keep=before)
         for text in ("GOOD", "good"):
             serving.until(lambda text=text: settled(text))
             assert main(["rollback", str(folder)]) == 0

@@ -91,6 +91,11 @@ def unpack(archive: Path, into: Path, show_progress: bool = True) -> None:
     with locked(into.with_name(f".{into.name}.lock")):
         if is_unpacked(archive, into):
             return
+        # Only what an earlier version of this archive was unpacked to is replaced, and not a corpus of the user's.
+        if into.is_dir() and any(into.iterdir()) and not (into / _STAMP).is_file():
+            raise SbkitError(f"{archive} would be unpacked to {into}, which has other files, so it is not replaced",
+                             hint="set the corpus's cache_folder to another folder; to read what is there, name that "
+                                  "folder as the corpus")
         if _read(partial / _BEGUN) != begun:  # from another archive, or before a power cut
             shutil.rmtree(partial, ignore_errors=True)
         try:
