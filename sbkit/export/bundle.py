@@ -99,8 +99,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
         told = "" if bundles is None else try_behaviour(
             temporary, config, bundles, comparison.clips.alone, trained.keys.corpus)
         publish.publish(temporary, to, layout.FOLDER, request.force, keep, write_mark)
-    print(f"compared on {comparison.clips.origin}:
-{comparison.table()}")
+    print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
     print(comparison.joining(), comparison.clip_names(), sep="", end="")
     if comparison.has_words and layout.INT8 in comparison.formats():
         print(f"{layout.INT8} has 8-bit weights, so some of its outputs differ: its {comparison.rate} may be "
