@@ -20,6 +20,7 @@ import sbkit
 from sbkit.data import publish
 from sbkit.errors import SbkitError, is_out_of_memory, summary
 from sbkit.export import graph, layout, parity, source
+from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
 from sbkit.export.silence import try_behaviour
@@ -95,7 +96,9 @@ def export(request: ExportRequest, bundles: Bundles | None = None,
                 copy.write((temporary / layout.CONFIG).read_bytes())
 
     with publish.temporary_folder(to, layout.FOLDER) as temporary:
-        comparison, config = _write_and_compare(temporary, trained, request)
+        writer = _BundleWriter(temporary, trained, request)
+        comparison, config = writer.write_and_compare()
+        writer.finish(comparison, config)
         told = "" if bundles is None else try_behaviour(
             temporary, config, bundles, comparison.clips.alone, trained.keys.corpus)
         publish.publish(temporary, to, layout.FOLDER, request.force, keep, write_mark)
@@ -138,151 +141,213 @@ def _formats(request: ExportRequest, exported: Exported) -> list[str]:
     return [name for name in available if name in wanted]
 
 
-def _write_and_compare(folder: Path, trained: Trained, request: ExportRequest
-                       ) -> tuple[parity.Comparison, layout.Bundle]:
-    """Write all files of the bundle, and compare each format with the checkpoint.
+class _Formats:
+    """The formats of a bundle while it is made: those that are kept, and why others are left out.
 
-    A format that can't be written, run or published is left out, with its reason. It refuses the whole bundle if the
-    user named it, or if no other is left.
+    folder : where their files are written
+    names : in the order in which they are made
+    request : a format that the user named can't be left out: then nothing is published
     """
-    exported = trained.exported
-    formats = _formats(request, exported)
-    targets = [] if request.target is None else exported.target(request.target, request.chunk)
-    companions = [(each, files) for each in exported.companions
-                  if (files := {name: each.files[name] for name in formats if name in each.files})]
-    kept, left_out, written = list(formats), dict[str, str](), {name: set[Path]() for name in formats}
 
-    def leave_out(name: str, reason: str) -> None:
-        kept.remove(name)
-        left_out[name] = reason
-        for path in written[name]:
+    def __init__(self, folder: Path, names: Sequence[str], request: ExportRequest):
+        self.folder, self.names, self.request = folder, names, request
+        self.kept = list(names)
+        self.left_out: dict[str, str] = {}
+        self._written: dict[str, set[Path]] = {name: set() for name in names}
+
+    @contextlib.contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """Write or run a format inside this context; leave it out if that fails."""
+        before = set(self.folder.iterdir())
+        reason = None
+        try:
+            yield
+        except Exception as error:  # of torch, ONNX Runtime, SpeechBrain or the recipe's own classes
+            reason = self._reason(name, error)
+        self._written[name] |= set(self.folder.iterdir()) - before
+        if reason is not None:
+            self.leave_out(name, reason)
+
+    def _reason(self, name: str, error: Exception) -> str:
+        """Return why a format can't be made or run; raises if that refuses the whole bundle."""
+        named = self.request.formats is not None
+        if isinstance(error, OSError) or is_out_of_memory(error):  # which is no property of the format
+            raise error
+        if isinstance(error, SbkitError):
+            if named:
+                raise error
+            reason = str(error)
+        else:
+            reason = summary(error)
+        reason = reason.replace(str(self.folder), self.request.to.name)
+        if named:
+            raise SbkitError(f"the format {name} can't be made or run: {reason}",
+                             hint="leave it out of --formats") from error
+        return reason
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Remove what was written of a format."""
+        self.kept.remove(name)
+        self.left_out[name] = reason
+        for path in self._written[name]:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        if name == layout.ONNX and layout.INT8 in kept:  # its own gate, of words, is wider than onnx's
-            leave_out(layout.INT8, f"it is made from {layout.ONNX}, which is left out")
+        if name == layout.ONNX and layout.INT8 in self.kept:  # its own gate, of words, is wider than onnx's
+            self.leave_out(layout.INT8, f"it is made from {layout.ONNX}, which is left out")
 
-    @contextlib.contextmanager
-    def attempt(name: str) -> Iterator[None]:
-        before, failure = set(folder.iterdir()), None
-        try:
-            yield
-        except Exception as error:  # of torch, ONNX Runtime, SpeechBrain or the recipe's own classes
-            # A full disk or memory is no property of the format.
-            told, named = isinstance(error, SbkitError), request.formats is not None
-            if isinstance(error, OSError) or is_out_of_memory(error) or (told and named):
-                raise
-            failure = (str(error) if told else summary(error)).replace(str(folder), request.to.name)
-            if named:
-                raise SbkitError(f"the format {name} can't be made or run: {failure}",
-                                 hint="leave it out of --formats") from error
-        written[name] |= set(folder.iterdir()) - before
-        if failure is not None:
-            leave_out(name, failure)
 
-    steps = 3 + 2 * (len(formats) + len(targets) + len(companions))
-    with progress(what="exporting", total=steps, unit="step") as bar:
-        def step(what: str) -> None:
-            bar.set_postfix_str(what)
-            bar.update()
+class _BundleWriter:
+    """Writes the files of a bundle, and compares each format with the checkpoint."""
 
-        def configure(kept: Sequence[str]) -> layout.Bundle:
-            config = complete(exported.config(program, clips), trained)
-            config.models = {name: layout.MODELS[name] for name in kept}
-            for companion, files in companions:
-                if present := {name: file for name, file in files.items() if name in kept}:
-                    companion.describe(config, present)
-            return config
+    def __init__(self, folder: Path, trained: Trained, request: ExportRequest):
+        self.folder, self.trained, self.request = folder, trained, request
+        self.exported = trained.exported
+        self.formats = _Formats(folder, _formats(request, self.exported), request)
+        self.targets = [] if request.target is None else self.exported.target(request.target, request.chunk)
+        self.companions: list[tuple[Companion, dict[str, str]]] = []  # each with its files by format
+        for companion in self.exported.companions:
+            files = {name: companion.files[name] for name in self.formats.names if name in companion.files}
+            if files:
+                self.companions.append((companion, files))
 
-        step("reading test clips")
-        clips = exported.clips(trained.keys.corpus, request.clips)
-        step("tracing")
-        program = exported.trace()
+    def write_and_compare(self) -> tuple[parity.Comparison, layout.Bundle]:
+        """Return the comparison and the configuration of a bundle whose files are all written, except those of
+        ``finish``."""
+        parts = len(self.formats.names) + len(self.targets) + len(self.companions)
+        with progress(what="exporting", total=3 + 2 * parts, unit="step") as bar:
+            def step(what: str) -> None:
+                bar.set_postfix_str(what)
+                bar.update()
+
+            step("reading test clips")
+            clips = self.exported.clips(self.trained.keys.corpus, self.request.clips)
+            step("tracing")
+            program = self.exported.trace()
+            config = self._configure(program, clips)
+            self._write(program, config, step)
+            comparison = self._compare(clips, config, step)
+        self._judge(comparison)
+        if self.formats.left_out:
+            models_of_targets = {name: file for name, file in config.models.items() if name not in self.formats.names}
+            config = self._configure(program, clips)
+            config.models |= models_of_targets
+        return comparison, config
+
+    def _configure(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.Bundle:
+        """Make the configuration of a bundle with the formats that are kept."""
+        kept = self.formats.kept
+        config = complete(self.exported.config(program, clips), self.trained)
+        config.models = {name: layout.MODELS[name] for name in kept}
+        for companion, files in self.companions:
+            present = {name: file for name, file in files.items() if name in kept}
+            if present:
+                companion.describe(config, present)
+        return config
+
+    def _write(self, program: torch.export.ExportedProgram, config: layout.Bundle, step: Callable[[str], None]) -> None:
+        """Write each format and target."""
+        traced_models = {name: layout.MODELS[name] for name in self.formats.names if name in layout.TRACED}
         graphs: list[tuple[Exported | Companion, torch.export.ExportedProgram, Mapping[str, str]]]
-        graphs = [(exported, program, {name: layout.MODELS[name] for name in formats if name in layout.TRACED})]
-        for companion, files in companions:
+        graphs = [(self.exported, program, traced_models)]
+        for companion, files in self.companions:
             step(f"tracing {companion.name}")
             graphs.append((companion, companion.trace(), files))
-        config = configure(formats)
-        exported.write_beside(folder, config)
-        for name in formats:
+        self.exported.write_beside(self.folder, config)
+        for name in self.formats.names:
             step(f"writing {name}")
-            if name in left_out:
+            if name in self.formats.left_out:  # with the format that it is made from
                 continue
-            with attempt(name):
+            with self.formats.attempt(name):
                 if name not in layout.TRACED:
-                    exported.write(name, folder, config, request.to.name)
+                    self.exported.write(name, self.folder, config, self.request.to.name)
                 for model, traced, models in graphs:
                     if name in models:
-                        _write(name, folder, models, traced, model, config)
-        if not kept:
-            raise SbkitError("no format of the model can be written, so nothing was published:"
-                             + "".join(f"\n  {name}: {reason}" for name, reason in left_out.items()))
-        for target in targets:
+                        _write(name, self.folder, models, traced, model, config)
+        if not self.formats.kept:
+            reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.formats.left_out.items())
+            raise SbkitError(f"no format of the model can be written, so nothing was published:{reasons}")
+        for target in self.targets:
             step(f"writing {target.name}")
-            target.write(folder, config)
+            target.write(self.folder, config)
+
+    def _compare(self, clips: ComparisonClips, config: layout.Bundle, step: Callable[[str], None]
+                 ) -> parity.Comparison:
+        """Run the checkpoint and each format on the clips."""
         step("running the checkpoint")
-        comparison = exported.comparison(clips, config, folder)
-        for companion, _ in companions:
+        comparison = self.exported.comparison(clips, config, self.folder)
+        for companion, _ in self.companions:
             step(f"running the checkpoint for {companion.name}")
-            comparison.companions[companion.name] = companion.comparisons(clips, config, folder)
-        for name in formats:
+            comparison.companions[companion.name] = companion.comparisons(clips, config, self.folder)
+        for name in self.formats.names:
             step(f"comparing {name}")
-            if name in left_out:
+            if name in self.formats.left_out:
                 continue
-            own = [layout.RECIPE, layout.WEIGHTS, layout.TOKENIZER] if name == layout.SPEECHBRAIN else [
-                layout.MODELS[name]]
-            with attempt(name):
-                comparison.add(name, exported.runner(name, folder, config), layout.size(folder, *own),
-                               batches=name != layout.SPEECHBRAIN)
-                for companion, files in companions:
-                    if name in files:
-                        for mode, run in companion.runners(name, folder / files[name], config).items():
-                            comparison.companions[companion.name][mode].add(name, run, layout.size(folder, files[name]))
-        for target in targets:
+            with self.formats.attempt(name):
+                self._compare_format(name, comparison, config)
+        for target in self.targets:
             step(f"comparing {target.name}")
-            target.compare(folder, config, comparison)
-    if request.formats is None:
-        for name in formats:
-            # Alone, because outputs that depend on the batch are the model's, and not the format's.
-            wrong = comparison.failures(request.tolerance, batching=False, of=name)
-            if name in kept and wrong:
-                leave_out(name, "; ".join(each.removeprefix(f"{name}: ") for each in wrong))
-    if not kept:
-        judged = {name: comparison.failures(request.tolerance, batching=False, of=name) for name in formats}
-        comparison.raise_if_any([*comparison.failures(request.tolerance, batching=False),
-                                 *(f"{name}: {reason}" for name, reason in left_out.items() if not judged[name])])
-    if left_out:
-        of_targets = {name: file for name, file in config.models.items() if name not in formats}
-        config = configure(kept)
-        config.models |= of_targets
-    # The reasons are published: a path in them, which may name people or projects, is cut to its last part.
+            target.compare(self.folder, config, comparison)
+        return comparison
+
+    def _compare_format(self, name: str, comparison: parity.Comparison, config: layout.Bundle) -> None:
+        of_speechbrain = name == layout.SPEECHBRAIN
+        files = [layout.RECIPE, layout.WEIGHTS, layout.TOKENIZER] if of_speechbrain else [layout.MODELS[name]]
+        runner = self.exported.runner(name, self.folder, config)
+        comparison.add(name, runner, layout.size(self.folder, *files), batches=not of_speechbrain)
+        for companion, companion_files in self.companions:
+            if name not in companion_files:
+                continue
+            file = companion_files[name]
+            for mode, run in companion.runners(name, self.folder / file, config).items():
+                comparison.companions[companion.name][mode].add(name, run, layout.size(self.folder, file))
+
+    def _judge(self, comparison: parity.Comparison) -> None:
+        """Leave out the formats that differ from the checkpoint; raises if no other is left."""
+        formats, tolerance = self.formats, self.request.tolerance
+        # Alone, because outputs that depend on the batch are the model's, and not the format's.
+        failures = {name: comparison.failures(tolerance, batching=False, of=name) for name in formats.names}
+        if self.request.formats is None:
+            for name in formats.names:
+                if name in formats.kept and failures[name]:
+                    formats.leave_out(name, "; ".join(each.removeprefix(f"{name}: ") for each in failures[name]))
+        if not formats.kept:
+            others = [f"{name}: {reason}" for name, reason in formats.left_out.items() if not failures[name]]
+            comparison.raise_if_any([*comparison.failures(tolerance, batching=False), *others])
+
+    def finish(self, comparison: parity.Comparison, config: layout.Bundle) -> None:
+        """Write what tells of the bundle: the comparison, the README, and last config.json with all fingerprints."""
+        left_out = self.formats.left_out | self.exported.left_out
+        if left_out:
+            config.left_out = {name: _without_folders(reason) for name, reason in left_out.items()}
+            comparison.leave_out(config.left_out)
+        tolerance = self.request.tolerance
+        config.batching = comparison.batchable(tolerance)
+        comparison.raise_if_any(comparison.failures(tolerance, config.batching))
+        if not config.batching:
+            logger.warning("Utterances have different outputs in a batch than alone, because layers of this model use "
+                           "the padding. Each utterance will run alone")
+        request = self.request
+        readme = self.exported.readme(request.to.name, config, comparison, [each.readme() for each in self.targets])
+        readme = model_card.of_bundle(readme, request.run, config.pipeline_tag, request.checkpoint, request.average,
+                                      request.mean, self.trained.facts)
+        facts = {"tolerance": tolerance, "threads": torch.get_num_threads(), **comparison.facts()}
+        text = json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
+        (self.folder / layout.PARITY).write_text(text, encoding="utf-8")
+        (self.folder / layout.README).write_text(readme, encoding="utf-8")
+        for path in sorted(self.folder.iterdir()):
+            path.chmod(0o644)
+            config.files[path.name] = layout.fingerprint(path)
+        config.check(self.folder / layout.CONFIG)  # as a reader does
+        (self.folder / layout.CONFIG).write_text(config.to_json(), encoding="utf-8")
+
+
+def _without_folders(reason: str) -> str:
+    """Cut each path in a reason to its last part: reasons are published, and a path may name people or projects."""
     home = os.path.expanduser("~")
-    if left_out := left_out | exported.left_out:
-        for name, reason in left_out.items():
-            known = reason if home == "/" else reason.replace(home, "~")
-            left_out[name] = re.sub(r"(?<![\w.])(?<!:/)~?/(?:[^\s/'\"]+/)+", "", known)
-        comparison.leave_out(left_out)
-        config.left_out = dict(left_out)
-    config.batching = comparison.batchable(request.tolerance)
-    comparison.raise_if_any(comparison.failures(request.tolerance, config.batching))
-    if not config.batching:
-        logger.warning("Utterances have different outputs in a batch than alone, because layers of this model use the "
-                       "padding. Each utterance will run alone")
-    readme = exported.readme(request.to.name, config, comparison, [target.readme() for target in targets])
-    readme = model_card.of_bundle(readme, request.run, config.pipeline_tag, request.checkpoint, request.average,
-                                  request.mean, trained.facts)
-    # Last comes config.json, with the fingerprints of all other files.
-    facts = {"tolerance": request.tolerance, "threads": torch.get_num_threads(), **comparison.facts()}
-    (folder / layout.PARITY).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / layout.README).write_text(readme, encoding="utf-8")
-    for path in sorted(folder.iterdir()):
-        path.chmod(0o644)
-        config.files[path.name] = layout.fingerprint(path)
-    config.check(folder / layout.CONFIG)  # as a reader does
-    (folder / layout.CONFIG).write_text(config.to_json(), encoding="utf-8")
-    return comparison, config
+    known = reason if home == "/" else reason.replace(home, "~")
+    return re.sub(r"(?<![\w.])(?<!:/)~?/(?:[^\s/'\"]+/)+", "", known)
 
 
 def complete(config: layout.Bundle, trained: Trained) -> layout.Bundle:
