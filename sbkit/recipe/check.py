@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -96,7 +97,7 @@ def check(
         findings.warning("missing-key", Place(str(path)), "brain", "nothing in it is built (!new:, !name:), so nothing "
                          "can be checked", COMPLETE)
     elif root is not None and run:
-        _check_built(root, findings, report, run_opts, starting, measure, pricing, needed)
+        _check_built(root, findings, report, _Request(run_opts, starting, measure, pricing, needed))
     owned = {finding.key for finding in findings if finding.code == "not-owned"}  # more specific
     findings[:] = [each for each in findings if each.code != "unread-key" or each.key not in owned]
     shadowed = [each.key for each in findings if each.code == "shadowed"]
@@ -122,9 +123,27 @@ def _characters(root: Node) -> int | None:
     return int(sizes[0]) if len(sizes) == 1 and sizes[0].isdigit() else None
 
 
-def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOptions | None, starting: bool,
-                 measure: Callable[[], cost.StepMeasurement] | None, pricing: price.PriceRequest | None,
-                 needed: Sequence[str]) -> None:
+@dataclass(frozen=True)
+class _Request:
+    """What was asked of a check; see ``check``."""
+
+    run_opts: RunOptions | None
+    starting: bool
+    measure: Callable[[], cost.StepMeasurement] | None
+    pricing: price.PriceRequest | None
+    needed: Sequence[str]
+
+    @property
+    def device(self) -> torch.device:
+        return _device(self.run_opts)
+
+
+def _check_built(root: Node, findings: Findings, report: Report, request: _Request) -> None:
+    """Build the recipe and check what it builds.
+
+    The order matters: a forward needs modules that are named and owned, the cost needs a forward, and what moves
+    modules to a device or trains on real batches comes last.
+    """
     with logging_disabled(logging.INFO), build(root, findings) as built:  # the run itself logs messages of constructors
         ownership.check_pretrainer(built, findings)
         modules = ownership.check_modules(built, findings)
@@ -133,26 +152,11 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
                 parts.check_named(built, torch.nn.ModuleDict(), False, findings)
                 report.notes.append("modules, devices, shapes and cost: the modules could not be built")
             return
+        complete = len(modules) == sum(module is not None for module in built.hparams["modules"].values())
         owned = ownership.Owned(modules)
-        complete = len(modules) == sum(each is not None for each in built.hparams["modules"].values())
-        if complete:
-            ownership.check_ownership(built, owned, findings)
-        if run_opts is not None and run_opts.jit and not run_opts.compile:
-            for key in run_opts.jit_module_keys or modules:
-                if key not in modules:
-                    findings.error("setting", Place(), "--jit_module_keys", f"there is no {key} under modules",
-                                   f"choose among {listed(modules)}")
-                    continue
-                try:
-                    torch.jit.script(modules[key])
-                except Exception:  # whatever its compiler meets
-                    findings.error("setting", Place(), "--jit", f"TorchScript can't take {key}",
-                                   "take --compile instead")
-        parts.check_named(built, torch.nn.ModuleDict(modules), complete, findings)
-        if complete:
-            ownership.check_saved(built, owned, findings)  # after freezing: frozen weights need not be saved
-        ownership.check_optimizer(built, owned, findings)
-        report.sections["devices"] = table = devices.section(built, owned)
+        _check_modules(built, modules, owned, complete, request.run_opts, findings)
+
+        report.sections["devices"] = devices_table = devices.section(built, owned)
         traced = trace.trace(built, modules, findings)
         report.partly = traced.brain is not None and not traced.complete
         if traced.note:
@@ -161,65 +165,128 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
         if traced.task is not None:
             traced.task.check_outputs(traced, findings)
             start = traced.task.check_start(traced, findings)
-        _check_corpus(built, traced.task, findings, needed, starting)
-        stages = getattr(built.hparams.get("augment"), "stages", [])
-        for each, key in [*((stage, "augment") for stage in stages), (built.hparams.get("nonspeech"), "nonspeech")]:
-            try:
-                if getattr(each, "files", None) is not None:  # a folder of noises or impulse responses
-                    each.files.check()
-            except SbkitError as error:
-                node = built.origin(each) or built.nodes[key]
-                folder = node.value.get("folder", node) if isinstance(node.value, dict) else node
-                _add_missing("no-recordings", folder.source or folder, error, findings, starting)
-        output = built.hparams.get("output_folder")
-        try:
-            if isinstance(output, str):
-                disk.check_writable(Path(output) / "hyperparams.yaml", "--output_folder")
-        except SbkitError as error:
-            node = built.nodes["output_folder"]
-            _add_missing("no-output", node.source or node, error, findings, starting)
-        saver = built.nodes.get("checkpointer")
-        at = saver.value.get("checkpoints_dir") if saver is not None and isinstance(saver.value, dict) else None
-        if at is not None and isinstance(output, str):
-            try:
-                refuse_another_run(str(data(at)), output)
-            except SbkitError as error:
-                findings.error("another-run", at.place, at.key, error.message, error.hint or "")
-        saves = starting and not (run_opts and (run_opts.test_only or run_opts.debug))
-        if saves and at is not None and not any((place := Path(str(data(at)))).glob(f"{CKPT_PREFIX}*")):
-            trained = sum(p.numel() * p.element_size() for p in owned.parameters.values() if p.requires_grad)
-            least = trained * (1 + cost.states_per_parameter(built.hparams.get("opt_class")))
-            if least > (free := disk.free(place)):
-                findings.error("no-room", at.place, at.key, f"a checkpoint in {place} needs about {disk.size(least)}, "
-                               f"and {disk.size(free)} are free there",
-                               "make room, or choose another place with --output_folder")
-        tokenizer = built.hparams.get("tokenizer")
-        if isinstance(tokenizer, Tokenizer) and tokenizer.model is not None and not tokenizer.model.exists():
-            node = built.nodes["tokenizer"]
-            node = node.value.get("model", node) if isinstance(node.value, dict) else node
-            missing = SbkitError(f"{tokenizer.model}: no such file", hint="give the path of a sentencepiece model")
-            _add_missing("no-tokenizer", node.source or node, missing, findings, starting)
+
+        _check_corpus(built, traced.task, findings, request.needed, request.starting)
+        _check_files(built, findings, request.starting)
+        _check_output(built, owned, findings, request)
         for problem in traced.keys.missing() if traced.keys is not None else ():
-            _add_missing("not-installed", built.nodes[problem.key], SbkitError(problem.message, hint=problem.hint),
-                         findings, starting)
-        labels, note = (None, "") if starting else _check_prepared(traced, findings)
-        if traced.brain is not None and not any(each.severity == "error" for each in findings):
+            missing = SbkitError(problem.message, hint=problem.hint)
+            _add_missing("not-installed", built.nodes[problem.key], missing, findings, request.starting)
+        labels, note = (None, "") if request.starting else _check_prepared(traced, findings)
+
+        sound = not any(finding.severity == "error" for finding in findings)
+        if traced.brain is not None and sound:
             report.notes += filter(None, [real_batches.try_batches(traced, findings)])
-        learns = _learning(traced, torch.nn.ModuleDict(modules), findings)
-        costs = _cost(owned, traced, findings, report, run_opts, starting, measure, pricing)
-        if complete and not (starting and _device(run_opts).type == "cpu"):  # that run moves nothing
-            report.notes += filter(None, [devices.check_moved(owned, table, traced, findings)])
-        sections = {"shapes": trace.section(traced), "start": start, "learning": learns, "labels": labels,
-                    "mixture": _mixture(traced, _device(run_opts))}
-        corpus: object = built.hparams.get("corpus")
-        shared = stored_json(corpus.report_path).get("leaks") if isinstance(corpus, Corpus) and not starting else None
-        if shared is not None:  # the corpus is prepared
-            sections["leaks"] = Section("Shared by splits", leaks.COLUMNS, leaks.rows(shared), leaks.remarks(shared),
-                                        {"shared": shared})
-        sections |= costs
+        learning = _learning(traced, torch.nn.ModuleDict(modules), findings)
+        # Before the mixture's table, as the batches of `max_batch_seconds: auto` are known only then.
+        costs = _cost(owned, traced, findings, report, request.run_opts, request.starting, request.measure,
+                      request.pricing)
+        sections = {
+            "shapes": trace.section(traced), "start": start, "learning": learning, "labels": labels,
+            "mixture": _mixture(traced, request.device), "leaks": None if request.starting else _leaks(built), **costs}
+        if complete and not (request.starting and request.device.type == "cpu"):  # that run moves nothing
+            report.notes += filter(None, [devices.check_moved(owned, devices_table, traced, findings)])
         report.sections |= {name: section for name, section in sections.items() if section is not None}
         if note:
             report.notes.append(note)
+
+
+def _check_modules(built: Built, modules: dict[str, torch.nn.Module], owned: ownership.Owned, complete: bool,
+                   run_opts: RunOptions | None, findings: Findings) -> None:
+    """Check what trains: that it is owned, saved, named as keys name it, compiled, and in an optimizer.
+
+    complete : whether all modules could be built
+    """
+    if complete:
+        ownership.check_ownership(built, owned, findings)
+    if run_opts is not None and run_opts.jit and not run_opts.compile:
+        _check_jit(modules, run_opts.jit_module_keys or list(modules), findings)
+    parts.check_named(built, torch.nn.ModuleDict(modules), complete, findings)
+    if complete:
+        ownership.check_saved(built, owned, findings)  # after freezing: frozen weights need not be saved
+    ownership.check_optimizer(built, owned, findings)
+
+
+def _check_jit(modules: Mapping[str, torch.nn.Module], keys: Sequence[str], findings: Findings) -> None:
+    """Add an error for each module that ``--jit`` can't compile."""
+    for key in keys:
+        if key not in modules:
+            findings.error("setting", Place(), "--jit_module_keys", f"there is no {key} under modules",
+                           f"choose among {listed(modules)}")
+            continue
+        try:
+            torch.jit.script(modules[key])
+        except Exception:  # whatever its compiler meets
+            findings.error("setting", Place(), "--jit", f"TorchScript can't take {key}", "take --compile instead")
+
+
+def _check_files(built: Built, findings: Findings, starting: bool) -> None:
+    """Add a finding for folders of noises and impulse responses, and for a tokenizer, that aren't there."""
+    augmentations = [(stage, "augment") for stage in getattr(built.hparams.get("augment"), "stages", [])]
+    for augmentation, key in [*augmentations, (built.hparams.get("nonspeech"), "nonspeech")]:
+        if getattr(augmentation, "files", None) is None:
+            continue
+        try:
+            augmentation.files.check()
+        except SbkitError as error:
+            node = built.origin(augmentation) or built.nodes[key]
+            _add_missing("no-recordings", _named_in(node, "folder"), error, findings, starting)
+
+    tokenizer = built.hparams.get("tokenizer")
+    if isinstance(tokenizer, Tokenizer) and tokenizer.model is not None and not tokenizer.model.exists():
+        missing = SbkitError(f"{tokenizer.model}: no such file", hint="give the path of a sentencepiece model")
+        _add_missing("no-tokenizer", _named_in(built.nodes["tokenizer"], "model"), missing, findings, starting)
+
+
+def _named_in(node: Node, key: str) -> Node:
+    """Return where an argument of an object is written; the object's own place if it isn't."""
+    argument = node.value.get(key, node) if isinstance(node.value, dict) else node
+    return argument.source or argument
+
+
+def _check_output(built: Built, owned: ownership.Owned, findings: Findings, request: _Request) -> None:
+    """Check that the output folder can be written, holds no other run's checkpoints, and has room for one."""
+    output = built.hparams.get("output_folder")
+    if isinstance(output, str):
+        try:
+            disk.check_writable(Path(output) / "hyperparams.yaml", "--output_folder")
+        except SbkitError as error:
+            node = built.nodes["output_folder"]
+            _add_missing("no-output", node.source or node, error, findings, request.starting)
+
+    saver = built.nodes.get("checkpointer")
+    checkpoints = saver.value.get("checkpoints_dir") if saver is not None and isinstance(saver.value, dict) else None
+    if checkpoints is None:
+        return
+    folder = Path(str(data(checkpoints)))
+    if isinstance(output, str):
+        try:
+            refuse_another_run(str(folder), output)
+        except SbkitError as error:
+            findings.error("another-run", checkpoints.place, checkpoints.key, error.message, error.hint or "")
+
+    run_opts = request.run_opts
+    saves = request.starting and not (run_opts is not None and (run_opts.test_only or run_opts.debug))
+    if not saves or any(folder.glob(f"{CKPT_PREFIX}*")):  # it had room before
+        return
+    trained = sum(p.numel() * p.element_size() for p in owned.parameters.values() if p.requires_grad)
+    least = trained * (1 + cost.states_per_parameter(built.hparams.get("opt_class")))
+    free = disk.free(folder)
+    if least > free:
+        findings.error("no-room", checkpoints.place, checkpoints.key, f"a checkpoint in {folder} needs about "
+                       f"{disk.size(least)}, and {disk.size(free)} are free there",
+                       "make room, or choose another place with --output_folder")
+
+
+def _leaks(built: Built) -> Section | None:
+    """Return the table of what splits share; None before the corpus is prepared."""
+    corpus = built.hparams.get("corpus")
+    if not isinstance(corpus, Corpus):
+        return None
+    shared = stored_json(corpus.report_path).get("leaks")
+    if shared is None:
+        return None
+    return Section("Shared by splits", leaks.COLUMNS, leaks.rows(shared), leaks.remarks(shared), {"shared": shared})
 
 
 def _learning(traced: trace.Trace, modules: torch.nn.ModuleDict, findings: Findings) -> Section | None:
