@@ -301,7 +301,8 @@ def estimate(corpus: EncodedText, order: int, cutoffs: Sequence[int] = ()) -> Es
             columns[2][begin] = NEVER
         if built:
             built[-1] = built[-1]._replace(backoff=_backoffs(share, rows, len(built[-1].word), files))
-        built.append(Level(*(column[:filled] for column in columns), files.full(filled, 0, np.float32)))
+        contexts, words, log10s = (column[:filled] for column in columns)
+        built.append(Level(contexts, words, log10s, files.full(filled, 0, np.float32)))
         probability, rows = every, new_rows
         levels[number] = NgramCounts(*[np.zeros(0, np.int64)] * 4)  # its files end
         del level, split

@@ -78,21 +78,21 @@ class NGram:
         for number, level in enumerate(self.levels):
             first_state = 1 + int(offsets[number - 1]) if number else 0  # of the contexts
             for part in chunks(len(level.word)):
-                rows = slice(offsets[number] + part.start, offsets[number] + part.stop)
+                first, last = int(offsets[number]) + part.start, int(offsets[number]) + part.stop
                 states = level.context[part].astype(np.int64) + first_state
                 is_state[states] = True
-                self._keys[rows] = states * size + level.word[part]
-                self._ln[rows] = level.log10[part].astype(np.float32) * np.float32(LN10)
+                self._keys[first:last] = states * size + level.word[part]
+                self._ln[first:last] = level.log10[part].astype(np.float32) * np.float32(LN10)
                 backoff = level.backoff[part].astype(np.float32) * np.float32(LN10)
-                self._backoff[rows.start + 1:rows.stop + 1] = backoff
-                is_state[rows.start + 1:rows.stop + 1] |= backoff != 0
+                self._backoff[first + 1:last + 1] = backoff
+                is_state[first + 1:last + 1] |= backoff != 0
         for number, level in enumerate(self.levels):
             for part in chunks(len(level.word)):
                 rows = np.arange(offsets[number] + part.start, offsets[number] + part.stop)
                 if number:
                     # The state of the longest known n-gram at the end of the history and the word.
                     words_left, todo = level.word[part], np.arange(len(rows))
-                    states = self._parent[self._keys[rows] // size]
+                    states = self._parent[self._keys[rows] // size]  # of the histories
                     found = np.zeros(len(rows), dtype=np.int32)
                     while todo.size:
                         arc, hit = self._find(states, words_left[todo])
