@@ -284,7 +284,8 @@ def fail(job: Mapping[str, Any], diary: Diary) -> int:
             return fits(trainer, batch)
         tried = True
         diary.begin_stage("a batch that doesn't fit")
-        if world > 1 and (trainer.brain.keys.fsdp or any(map(communicates_in_forward, trainer.modules.modules()))):
+        communicates = any(map(communicates_in_forward, trainer.modules.modules()))
+        if world > 1 and (communicates or trainer.parallel.sharded is not None):
             diary.write("skip", "layers communicate between ranks, so none can end alone")
             return fits(trainer, batch)
         share = min(1.0, batch.padded_seconds / figures["batch_seconds"])

@@ -442,13 +442,13 @@ class Captured:
         errors = torch._foreach_sub(expected, weights)
         torch._foreach_copy_(written, before)
         figures = [*torch._foreach_norm(changes), *torch._foreach_norm(errors)]
-        size, error = np.split(Peek(torch.stack([each.float() for each in figures])).numpy(), 2)
+        size, distance = np.split(Peek(torch.stack([each.float() for each in figures])).numpy(), 2)
         allowed = NEAR * np.maximum(size, SMALL * np.linalg.norm(size))
-        apart = np.isfinite(size) & ~(error <= allowed)
+        apart = np.isfinite(size) & ~(distance <= allowed)
         if apart.any():
             first = int(apart.argmax())
             raise _NotRepeatable(f"a replay changes a weight of shape {list(weights[first].shape)} otherwise than the "
-                                 f"update: {error[first]:g} apart, of {size[first]:g}")
+                                 f"update: {distance[first]:g} apart, of {size[first]:g}")
 
     def _capture(self, kind: str, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)

@@ -101,13 +101,14 @@ class StepSums:
     """The rows of a step's micro-batches (see ``row_of``), summed on the device."""
 
     def __init__(self) -> None:
-        self.row: torch.Tensor
-        self.names: list[str] | None = None
+        self.row: torch.Tensor  # once there is a micro-batch
+        self.names: list[str] = []
+        self._begun = False
 
     def add(self, row: torch.Tensor, names: list[str]) -> None:
         """Add the row of a micro-batch; all of a step must have the same extras."""
-        if self.names is None:
-            self.row, self.names = row, names
+        if not self._begun:
+            self.row, self.names, self._begun = row, names, True
             return
         if names != self.names:
             raise SbkitError(f"the micro-batches of one step return different extras: {self.names} and {names}",

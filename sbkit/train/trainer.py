@@ -39,7 +39,7 @@ from sbkit.train.monitor.display import Progress
 from sbkit.train.monitor.timing import StepTimes
 from sbkit.train.precision import Unscaled
 from sbkit.train.rates import Rate, base_lr
-from sbkit.train.runner import Eager, GradientsOnly, Runner
+from sbkit.train.runner import Eager, GradientsOnly, MicroStep, Runner
 from sbkit.train.signals import Stopped, StopSignals
 from sbkit.train.state import TrainState
 from sbkit.train.step import Computed, StepResult, StepSums, is_last
@@ -159,6 +159,7 @@ class Trainer:
         times.begin(state.optimizer_step)
         sums = StepSums()
         kept: list[KeptBatch] = []
+        micro: MicroStep | None = None
         last = False
 
         for batch, last in micro_batches:
@@ -184,6 +185,7 @@ class Trainer:
         self._arriving.append(_Arriving(Peek(values), sums.names, kept, number))
         times.mark("optimizer")
         if last:
+            assert micro is not None
             hooks.after_batch(batch, micro.outputs, micro.objectives, last)
         return True
 
