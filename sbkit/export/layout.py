@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import unicodedata
 from collections import Counter
@@ -18,7 +19,7 @@ from sbkit.data.pronunciation import NAME
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError, shown, shown_names
 from sbkit.score.run_files import BUNDLE
-from sbkit.system import disk, untrusted
+from sbkit.system import disk, memory, untrusted
 from sbkit.system.schema import (
     SHA256,
     SHARE,
@@ -83,6 +84,8 @@ TYPES = ("float32", "int64")
 MAX_BYTES, MAX_RATE, MAX_SECONDS, MAX_FRAME_SECONDS, MAX_CHUNK_SECONDS = 1 << 24, 768_000, 60, 1, 600
 MAX_JOINT, MAX_CONTEXT = 1 << 16, 16
 MAX_TEXT, MAX_TOKENS, MAX_STATE = 50_000, 1_000_000, 1 << 26
+#: A bundle may have as many times the bytes of this machine's memory: one model in several formats.
+_MEMORIES = 4
 #: Replacement rules of a text, and characters of each: those of a language have up to 14 rules of two characters.
 _MAX_RULES, _MAX_RULE = 1000, 100
 FILE = String(1, 255, r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f]+", "the name of a file in the bundle's folder")
@@ -575,11 +578,49 @@ def _check_unique(path: Path, name: str, values: list[str]) -> None:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Return the size and the sha256 of a file."""
-    return {"bytes": path.stat().st_size, "sha256": disk.sha256(path)}
+    """Return the size and the sha256 of a regular file."""
+    with untrusted.open_regular(path) as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": disk.sha256_of(file)}
+
+
+def is_as_written(path: Path, written: Mapping[str, Any]) -> bool:
+    """Return whether a regular file has the size and the sha256 that the export wrote.
+
+    The size is compared first, so that a sparse file, which may have terabytes of zeros, isn't read.
+    """
+    with untrusted.open_regular(path) as file:
+        return os.fstat(file.fileno()).st_size == written["bytes"] and disk.sha256_of(file) == written["sha256"]
+
+
+def check_files(folder: Path, config: Bundle) -> None:
+    """Raise unless a bundle's files are what the export wrote; README.md may be edited, and files may be missing.
+
+    Its folder must have nothing that a reader could wait for without end, listed or not: pipes, devices, or more bytes
+    than any model has that this machine can run.
+    """
+    sizes: dict[str, int] = {}
+    try:
+        for path in sorted(folder.iterdir()):
+            if not path.is_dir():
+                with untrusted.open_regular(path) as file:
+                    sizes[path.name] = os.fstat(file.fileno()).st_size
+        if sum(sizes.values()) > _MEMORIES * memory.total():
+            raise SbkitError(f"the files of {folder} have {disk.size(sum(sizes.values()))}, and this machine has "
+                             f"{disk.size(memory.total())} of memory", hint="copy the bundle again")
+        for name, written in config.files.items():
+            if name in sizes and name != README and not is_as_written(folder / name, written):
+                raise SbkitError(f"{folder / name} is not what the export wrote", hint="copy the bundle again")
+    except OSError as error:
+        raise SbkitError(f"{error.filename or folder} cannot be read: {error.strerror or error}",
+                         hint="copy the bundle again") from None
+
+
+def external_weights(path: Path) -> Path:
+    """Return the file of the weights of a large ONNX model, which has them outside of its own file."""
+    return path.with_name(f"{path.name}.data")
 
 
 def size(folder: Path, *names: str) -> int:
     """Return the bytes of these files and of their external weights; missing ones count as 0."""
-    paths = [folder / each for name in names for each in (name, f"{name}.data")]
+    paths = [path for name in names for path in (folder / name, external_weights(folder / name))]
     return sum(path.stat().st_size for path in paths if path.exists())

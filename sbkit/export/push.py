@@ -27,7 +27,7 @@ def push(bundle: Path, repository: str, private: bool = False) -> str:
                          hint="put a copy of the file itself in its place")
     for name, expected in config.files.items():
         path = bundle / name
-        if not path.is_file() or (name != layout.README and layout.fingerprint(path) != expected):
+        if not path.is_file() or (name != layout.README and not layout.is_as_written(path, expected)):
             raise SbkitError(f"{path} is not the file that was exported and compared",
                              hint="export the model again, so that what you publish is what was compared")
     from huggingface_hub import CommitOperationAdd, HfApi, constants, errors

@@ -56,7 +56,15 @@ def choose(folder: Path, models: Mapping[str, str], model: str, kind: str = "mod
 
 
 def check_file(path: Path, config: layout.Bundle) -> None:
-    """Raise if a file is missing or truncated, before a library complains about protobufs."""
+    """Raise if a model's file is missing or truncated, before a library complains about protobufs or waits for a pipe;
+    the same of its external weights, if it has any."""
+    _check_file(path, config)
+    weights = layout.external_weights(path)
+    if weights.name in config.files or os.path.lexists(weights):
+        _check_file(weights, config)
+
+
+def _check_file(path: Path, config: layout.Bundle) -> None:
     expected = config.files.get(path.name, {}).get("bytes")
     try:
         with untrusted.open_regular(path) as file:

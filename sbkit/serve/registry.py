@@ -175,10 +175,7 @@ class Registry:
                     kind = SERVED.of(config)
                     if kind is not type(old):
                         raise SbkitError(f"it {kind.does}, and the model served here {old.does}")
-                    for file, written in config.files.items():  # a served model is worth a second: no weights are wrong
-                        path = old.folder / file
-                        if file != layout.README and path.exists() and layout.fingerprint(path) != written:
-                            raise SbkitError(f"{path} is not what the export wrote", hint="copy the bundle again")
+                    layout.check_files(old.folder, config)  # a served model is worth a second: no weights are wrong
                     self._served[name] = kind(name, old.folder, self._options, self._metrics)
                 except Exception as error:  # whatever a runtime raises, for a broken graph or for want of memory
                     self._tried[name] = files, time.monotonic() + RETRY_SECONDS

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from sbkit.errors import SbkitError
 
@@ -23,10 +24,15 @@ HINT = "make room or raise the quota there, then run the same command again"
 
 def sha256(path: str | os.PathLike[str]) -> str:
     """Return the SHA-256 of a file of any size, in hexadecimal."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+        return sha256_of(file)
+
+
+def sha256_of(file: BinaryIO) -> str:
+    """Return the SHA-256 of what is left to read of an open file, in hexadecimal."""
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
     return digest.hexdigest()
 
 

@@ -99,6 +99,8 @@ def peak() -> int:
 
 def total() -> int:
     """Return the memory of the machine, or the limit of the container, in bytes."""
+    if not can_bound():  # macOS has neither /proc nor containers
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([_sizes("meminfo")["MemTotal"], *(limit for limit, _ in _containers())])
 
 

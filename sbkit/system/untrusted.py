@@ -39,12 +39,19 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 def open_handle(path: str | os.PathLike[str]) -> int:
     """Return a file descriptor of a file or folder, which the caller closes; anything else is an ``OSError``."""
+    _check_kind(os.stat(path), path)  # before it is opened: some devices act when they are opened
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # otherwise it would wait for the writer of a pipe
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+    try:
+        _check_kind(os.fstat(handle), path)  # another may have been put in its place
+    except BaseException:
         os.close(handle)
-        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+        raise
     return handle
+
+
+def _check_kind(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int) -> bytes:

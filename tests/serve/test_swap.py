@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 import sys
 import threading
@@ -112,6 +113,61 @@ def test_a_spoiled_bundle_is_refused_and_the_old_one_serves_on(tmp_path, caplog,
             server.state.registry.refresh()
             health = httpx.get(f"{server.url}/health").json()["models"]["level"]
             assert health["refused_bundle"] is refused and server.post("good").json()["text"] == "good"
+
+
+def pipe(folder):
+    (folder / "model.onnx").unlink()
+    os.mkfifo(folder / "model.onnx")
+
+
+def unlisted_pipe(folder):
+    os.mkfifo(folder / "model.onnx.data")
+
+
+def link_to_a_device(folder):
+    (folder / "model.onnx").unlink()
+    (folder / "model.onnx").symlink_to("/dev/zero")
+
+
+def sparse(folder):
+    os.truncate(folder / "model.onnx", 1 << 40)
+
+
+def listed_sparse(folder):
+    """Terabytes of zeros, as its list says."""
+    sparse(folder)
+    files = layout.read(folder).files
+    bundles.change(folder, files=files | {"model.onnx": {"bytes": 1 << 40, "sha256": "0" * 64}})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoil, message", [
+    (pipe, "model.onnx cannot be read: it is not a regular file"),
+    (unlisted_pipe, "model.onnx.data cannot be read: it is not a regular file"),
+    (link_to_a_device, "model.onnx cannot be read: it is not a regular file"),
+    (sparse, "have 1.1 TB, and this machine has"),
+    (listed_sparse, "have 1.1 TB, and this machine has"),
+])
+def test_a_file_without_an_end_is_refused_at_once_and_a_good_bundle_is_taken_after_it(tmp_path, caplog, spoil, message):
+    folder = make(tmp_path / "level")
+    spoiled = make(tmp_path / "spoiled")
+    spoil(spoiled)
+    good = loud(tmp_path / "good")
+    with serving.serving(folder) as server:
+
+        def refresh():
+            loading = threading.Thread(target=lambda: [server.state.registry.refresh() for _ in range(2)], daemon=True)
+            loading.start()
+            loading.join(30)
+            return not loading.is_alive()
+
+        assert publish.exchange(spoiled, folder)
+        assert refresh(), "the loader waits for the file"
+        assert server.post("good").json()["text"] == "good"
+        [line] = [record.getMessage() for record in caplog.records if record.name == "sbkit.serve.registry"]
+        assert message in line and "the one before serves on" in line
+        assert publish.exchange(good, folder) and refresh()
+        assert server.post("good").json()["text"] == "GOOD"
 
 
 def test_what_is_refused_is_tried_again_when_there_may_be_memory(tmp_path, monkeypatch):
