@@ -22,7 +22,7 @@ from sbkit.system import disk
 from sbkit.system.environment import check_torch
 
 #: No text compresses better than this (a language model's to a fifth), except small files.
-_MAX_PACKED, _PACKED_ANYHOW = 50, 16 << 20
+MAX_PACKED, _PACKED_ANYHOW = 50, 16 << 20
 _MAX_ZEROS = 1 << 20
 _MAX_NAME = 1000  # characters of a class that a pickle names
 
@@ -92,7 +92,7 @@ def unpack(path: str | os.PathLike[str], max_bytes: int) -> bytes:
         return data
     if data.find(bytes(_MAX_ZEROS)) >= 0:  # which gzip would step over one by one
         raise OSError(errno.EINVAL, "its compressed data is damaged: it has a long run of zeros", os.fspath(path))
-    left = min(max_bytes, max(_MAX_PACKED * len(data), _PACKED_ANYHOW))
+    left = min(max_bytes, max(MAX_PACKED * len(data), _PACKED_ANYHOW))
     text = io.BytesIO()  # its value is not a copy
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:

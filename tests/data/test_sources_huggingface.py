@@ -81,7 +81,7 @@ def test_a_shard_that_is_gone_is_stored_again(source, tmp_path):
 def test_an_interrupted_storing_goes_on_after_the_last_shard(tmp_path, monkeypatch):
     make(10).to_parquet(tmp_path / "p" / "train.parquet")
     monkeypatch.setattr(embedded, "SHARD_ROWS", 3)
-    monkeypatch.setattr("sbkit.data.sources.huggingface.BATCH", 1)
+    monkeypatch.setattr("sbkit.data.sources.parquet.BATCH", 1)
     add, rows = embedded.ShardWriter.add, []
 
     def stop_at_eight(self, row, number):

@@ -17,14 +17,14 @@ from sbkit.errors import SbkitError
 from sbkit.system import untrusted
 
 #: Longest line of an utterance.
-_MAX_LINE_BYTES = 1 << 24
+MAX_LINE_BYTES = 1 << 24
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield number and content of each non-blank line, as bytes, so that one that isn't UTF-8 doesn't affect others."""
     try:
         with untrusted.open_regular(path) as file:
-            for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), 1):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
                 if line := stripped(line):
                     yield number, line
     except OSError as error:

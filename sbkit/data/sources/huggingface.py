@@ -21,7 +21,10 @@ import pyarrow.parquet as pq
 
 from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, Source, find_column, no_column, stamp
 from sbkit.data.sources.embedded import is_stored, store_rows
+from sbkit.data.sources.files import MAX_LINE_BYTES
+from sbkit.data.sources.parquet import BATCH, ParquetFiles
 from sbkit.errors import SbkitError
+from sbkit.system import disk
 from sbkit.system.console import atomic_write, stored_json
 
 if TYPE_CHECKING:
@@ -31,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 # Increase when the same dataset is stored differently from before.
 _FORMAT = 2
-# Rows in memory at once: about 100 MB of long recordings.
-BATCH = 256
 _PARQUET_SPLIT = re.compile(r"^(?P<name>.*?)(-\d+-of-\d+(-[0-9a-f]+)?|[-_.]?\d+)?$")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NO_NAME = re.compile(r"[^\w.-]+")
@@ -54,8 +55,8 @@ class HuggingFace(Source):
         return SbkitError(f"{where} cannot be read: {reason(error)}", hint=self.hint)
 
     @abstractmethod
-    def load(self, name: str) -> datasets.Dataset | datasets.IterableDataset:
-        """Load a split with `datasets`."""
+    def load(self, name: str) -> OfDatasets | ParquetFiles:
+        """Open a split."""
 
     @property
     def folder(self) -> Path:
@@ -72,8 +73,7 @@ class HuggingFace(Source):
         try:
             dataset = self.load(name)
             layout = _Layout(origin, dataset, self.columns, self.needed, self.wanted)
-            total = len(dataset) if hasattr(dataset, "__len__") else None
-            return store_rows(layout.tables, self.folder, _NO_NAME.sub("-", name), origin, total=total,
+            return store_rows(layout.tables, self.folder, _NO_NAME.sub("-", name), origin, total=dataset.rows,
                               show_progress=show_progress)
         except SbkitError:
             raise
@@ -175,11 +175,11 @@ class Hub(HuggingFace):
                                      f"{there[0]}: it has {', '.join(there)}") from None
             raise self.unreadable(self.where, error) from error
 
-    def load(self, name: str) -> datasets.Dataset | datasets.IterableDataset:
+    def load(self, name: str) -> OfDatasets:
         import datasets
 
-        return datasets.load_dataset(self.id, self.config, split=name, revision=self.commit or self.revision,
-                                     streaming=self.streaming)
+        return OfDatasets(datasets.load_dataset(
+            self.id, self.config, split=name, revision=self.commit or self.revision, streaming=self.streaming))
 
 
 class SavedToDisk(HuggingFace):
@@ -213,10 +213,10 @@ class SavedToDisk(HuggingFace):
         folder = self.path / name if self._splits.is_file() else self.path
         return list(stored_json(folder / "dataset_info.json").get("features") or ()) or None
 
-    def load(self, name: str) -> datasets.Dataset:
+    def load(self, name: str) -> OfDatasets:
         import datasets
 
-        return datasets.load_from_disk(str(self.path / name if self._splits.is_file() else self.path))
+        return OfDatasets(datasets.load_from_disk(str(self.path / name if self._splits.is_file() else self.path)))
 
 
 class Parquet(HuggingFace):
@@ -255,26 +255,44 @@ class Parquet(HuggingFace):
         except (OSError, pa.ArrowInvalid):  # reading it raises the error
             return None
 
-    def load(self, name: str) -> datasets.IterableDataset:
+    def load(self, name: str) -> ParquetFiles:
+        return ParquetFiles(self.files[name])
+
+
+class OfDatasets:
+    """The rows of a dataset that `datasets` has opened, with audio as it is stored."""
+
+    def __init__(self, dataset: datasets.Dataset | datasets.IterableDataset):
         import datasets
 
-        # With streaming the files are read in place; otherwise `datasets` would copy them into its cache.
-        files = list(map(str, self.files[name]))
-        return datasets.load_dataset("parquet", data_files={name: files}, split=name, streaming=True)
+        self.features = dataset.features or {}
+        for name, feature in self.features.items():
+            if isinstance(feature, datasets.Audio):
+                dataset = dataset.cast_column(name, datasets.Audio(decode=False))
+        self._dataset = dataset
+        self.rows = len(dataset) if hasattr(dataset, "__len__") else None
+        self.schema = dataset.features.arrow_schema if self.features else next(
+            self._batches(dataset, 1), pa.table({})).schema
+
+    @staticmethod
+    def _batches(dataset: datasets.Dataset | datasets.IterableDataset, size: int) -> Iterator[pa.Table]:
+        return iter(dataset.with_format("arrow").iter(batch_size=size))
+
+    def batches(self, columns: Sequence[str], skip: int) -> Iterator[pa.Table]:
+        """Yield tables of ``BATCH`` rows with these columns, from a row number on."""
+        dataset = self._dataset.select_columns(list(columns))
+        return self._batches(dataset.skip(skip) if skip else dataset, BATCH)
 
 
 class _Layout:
     """Finds the roles of a dataset's columns, and converts its rows to tables with our columns."""
 
-    def __init__(self, origin: str, dataset: datasets.Dataset | datasets.IterableDataset,
-                 columns: Mapping[str, str], needed: Sequence[str], wanted: Mapping[str, bool]):
+    def __init__(self, origin: str, dataset: OfDatasets | ParquetFiles, columns: Mapping[str, str],
+                 needed: Sequence[str], wanted: Mapping[str, bool]):
         import datasets
 
-        features = dataset.features or {}
-        for name, feature in features.items():
-            if isinstance(feature, datasets.Audio):
-                dataset = dataset.cast_column(name, datasets.Audio(decode=False))
-        schema = dataset.features.arrow_schema if features else next(self._batches(dataset, 1), pa.table({})).schema
+        self._origin, self._dataset = origin, dataset
+        schema, features = dataset.schema, dataset.features
         self.roles = {role: find_column(role, schema.names, columns) for role in dict.fromkeys((*ALIASES, *wanted))}
         audio = [field.name for field in schema if pa.types.is_struct(field.type)
                  and {"bytes", "path"} <= {child.name for child in field.type.fields}]
@@ -290,17 +308,15 @@ class _Layout:
         self.labels = {name: feature.names for name, feature in features.items()
                        if isinstance(feature, datasets.ClassLabel)}
         used = {*filter(None, self.roles.values()), *filter(None, self.meta.values())}
-        self.dataset = dataset.select_columns([name for name in schema.names if name in used])
-
-    @staticmethod
-    def _batches(dataset: datasets.Dataset | datasets.IterableDataset, size: int) -> Iterator[pa.Table]:
-        return iter(dataset.with_format("arrow").iter(batch_size=size))
+        self._used = [name for name in schema.names if name in used]
 
     def tables(self, skip: int) -> Iterator[pa.Table]:
-        for table in self._batches(self.dataset.skip(skip) if skip else self.dataset, BATCH):
+        for table in self._dataset.batches(self._used, skip):
             audio = table.column(self.roles["audio"]).combine_chunks()
             if pa.types.is_struct(audio.type):
                 data, path = pc.struct_field(audio, "bytes"), pc.struct_field(audio, "path")
+            elif pa.types.is_binary(audio.type) or pa.types.is_large_binary(audio.type):
+                data, path = audio, pa.nulls(len(table), pa.string())
             else:
                 data, path = pa.nulls(len(table), pa.binary()), audio
             paths = [each if each is None or embedded or "://" in each else os.path.abspath(each) for each, embedded in
@@ -325,7 +341,12 @@ class _Layout:
         elif pa.types.is_nested(column.type):
             values = [None if value is None else str(value) for value in column.to_pylist()]
         else:
-            return column.cast(pa.string())
+            texts = column.cast(pa.string())
+            longest = pc.max(pc.binary_length(texts)).as_py() or 0
+            if longest > MAX_LINE_BYTES:
+                raise SbkitError(f"{self._origin}: a row has {disk.size(longest)} of {name}, and the limit is "
+                                 f"{disk.size(MAX_LINE_BYTES)}", hint="is it the right column?")
+            return texts
         return pa.array(values, pa.string())
 
 
