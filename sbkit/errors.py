@@ -16,6 +16,18 @@ _OUT_OF_MEMORY = (
 #: Control characters, which a terminal obeys, except line feeds and tabs.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
+_HALF_PAIR = re.compile(r"[\ud800-\udfff]")
+
+
+def is_storable(text: str) -> bool:
+    r"""Return whether a text has neither control characters, which a terminal obeys and no path can have, nor halves of
+    surrogate pairs, which no file can hold. JSON may have both.
+
+    >>> is_storable("a\tb"), is_storable("a\x1b]0;b")
+    (True, False)
+    """
+    return not CONTROL.search(text) and not _HALF_PAIR.search(text)
+
 
 def printable(text: str) -> str:
     r"""Escape control characters in a text that may have a stranger's words or names.

@@ -58,6 +58,33 @@ def test_the_scripts_are_shell_and_name_what_there_is():
     assert all((ROOT / path).is_file() for path in used)
 
 
+def test_a_container_is_not_root():
+    lines = (DOCKER / "Dockerfile").read_text().replace("\\\n", "").splitlines()
+    users = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert users and users[-1] not in ("root", "0")
+    after = lines[lines.index(f"USER {users[-1]}"):]
+    assert not any(line.startswith("RUN ") for line in after), "what needs root comes before"
+
+
+def test_an_image_gets_what_is_installed_and_no_keys():
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert patterns[0] == "*", "what isn't named stays outside, such as keys.txt, .env and recordings"
+    named = {line.removeprefix("!") for line in patterns if line.startswith("!")}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    assert named <= {path.split("/")[0] for path in tracked} or not tracked, "nothing that only some machines have"
+    assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "sbkit", "docker"} <= named
+    linked = {(path.parent / os.readlink(path)).resolve().relative_to(ROOT).parts[0]
+              for path in (ROOT / "sbkit").rglob("*") if path.is_symlink()}
+    assert linked <= named
+
+
+def test_the_docs_open_no_port_to_others_without_a_key():
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if line.startswith("    ") and ("0.0.0.0" in line or re.search(r"-p \d+:\d+", line)):
+                assert "SBKIT_API_KEY" in line or "--api-key-file" in line, f"{page}: {line}"
+
+
 @pytest.mark.parametrize(("words", "run"), [
     (["serve", "model"], "sbkit serve model --device cuda"), (["train", "a.yaml"], "sbkit train a.yaml --device cuda"),
     (["serve", "model", "--device", "cpu"], "sbkit serve model --device cpu"),

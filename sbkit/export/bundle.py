@@ -11,7 +11,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -135,9 +134,7 @@ def _formats(request: ExportRequest, exported: Exported) -> list[str]:
         raise SbkitError(f"this task's models can't be exported for {request.target}",
                          hint=f"choose from {targets}" if targets else "leave out --target")
     if {layout.ONNX, layout.INT8} & set(wanted):
-        missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
-        if missing:
-            raise SbkitError(f"ONNX export needs {', '.join(missing)}", hint="pip install 'sbkit[export]'")
+        graph.check_onnx_tools()
     return [name for name in available if name in wanted]
 
 
@@ -315,6 +312,12 @@ class _BundleWriter:
         if not formats.kept:
             others = [f"{name}: {reason}" for name, reason in formats.left_out.items() if not failures[name]]
             comparison.raise_if_any([*comparison.failures(tolerance, batching=False), *others])
+        # Whoever gets a bundle could run it only by trusting its author: that is for the author to choose, by name.
+        data_alone = {layout.ONNX, layout.INT8}
+        if self.request.formats is None and data_alone & set(formats.names) and not data_alone & set(formats.kept):
+            reasons = "".join(f"\n  {name}: {reason}" for name, reason in formats.left_out.items())
+            raise SbkitError("the only formats that can be published can run code, so nothing was published:" + reasons,
+                             hint=f"to publish them all the same, name them: --formats {','.join(formats.kept)}")
 
     def finish(self, comparison: parity.Comparison, config: layout.Bundle) -> None:
         """Write what tells of the bundle: the comparison, the README, and last config.json with all fingerprints."""

@@ -8,6 +8,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch._logging import structured
 
 from sbkit.errors import SbkitError, summary
+from sbkit.system.environment import version_of
 
 if TYPE_CHECKING:
     import onnx
@@ -92,6 +94,18 @@ def write_torch(program: torch.export.ExportedProgram, path: Path) -> None:
         torch.export.save(program, file)
 
 
+def check_onnx_tools() -> None:
+    """Raise if a package that writes or tries ONNX models is missing, or has another interface than sbkit uses."""
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise SbkitError(f"ONNX export needs {', '.join(missing)}", hint="pip install 'sbkit[export]'")
+    try:
+        import sbkit.export.onnx_passes  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        raise SbkitError(f"sbkit can't use this onnxscript ({version_of('onnxscript')}): {summary(error)}",
+                         hint="pip install 'sbkit[export]' installs one that it can use") from error
+
+
 def write_onnx(program: torch.export.ExportedProgram, path: Path, inputs: Mapping[str, tuple[str, ...]],
                outputs: Mapping[str, tuple[str, ...]], metadata: dict[str, str]) -> None:
     """Write a traced module as ONNX; ``inputs`` and ``outputs`` map names to names of dynamic dimensions."""
@@ -103,11 +117,15 @@ def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], output
 
     For each node without a stack trace, torch records the current one: a fifth of the time.
     """
+    check_onnx_tools()
+    from sbkit.export.onnx_passes import simplify
+
     try:
-        with torch.no_grad(), _quiet(), _without_cache(), _keep_small_numbers():
+        with torch.no_grad(), _quiet(), _without_cache():
             exported = torch.onnx.export(program, dynamo=True, opset_version=OPSET, input_names=list(inputs),
-                                         output_names=list(outputs), verbose=False)
+                                         output_names=list(outputs), optimize=False, verbose=False)
             assert exported is not None, "torch returns None only where it is given a file name"
+            simplify(exported.model)
             return exported.model_proto
     except Exception as error:
         raise SbkitError(f"the model can't be written as ONNX: {_cause(error)}") from error
@@ -165,21 +183,6 @@ def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return summary(error)
-
-
-@contextlib.contextmanager
-def _keep_small_numbers() -> Iterator[None]:
-    """Switch off onnxscript's rules that treat numbers close to 0 or 1 as 0 or 1: they drop ``x + 1e-8``, and so cause
-    log(0) in a silent frame. A runtime drops exact ones itself."""
-    from onnxscript import rewriter
-    from onnxscript.rewriter.rules.common import _no_op
-
-    rules = rewriter._DEFAULT_REWRITE_RULES
-    rewriter._DEFAULT_REWRITE_RULES = tuple(each for each in rules if each not in list(_no_op.rules))
-    try:
-        yield
-    finally:
-        rewriter._DEFAULT_REWRITE_RULES = rules
 
 
 def _without_cache() -> contextlib.AbstractContextManager[None]:

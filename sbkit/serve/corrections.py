@@ -22,6 +22,7 @@ import soundfile
 from sbkit.data.lock import Lock
 from sbkit.decode.spans import Word
 from sbkit.errors import SbkitError, printable
+from sbkit.serve.correction_rows import parse_rows
 from sbkit.serve.errors import SERVER, ApiError, invalid, no_room
 from sbkit.serve.limits import MEGABYTE
 from sbkit.system import disk
@@ -90,7 +91,7 @@ class Corrections:
             raise invalid("the text is empty: send the words that were spoken", "text")
         if len(text) > MAX_CHARACTERS or not text.isprintable():
             raise invalid(f"the text must have at most {MAX_CHARACTERS} characters, all of them printable", "text")
-        known = {name: value and " ".join(value.split())[:MAX_CHARACTERS] for name, value in facts.items()}
+        known = {name: value and printable(" ".join(value.split()))[:MAX_CHARACTERS] for name, value in facts.items()}
         file = io.BytesIO()
         soundfile.write(file, signal, rate, format="WAV", subtype="PCM_16")
         data = file.getvalue()
@@ -176,7 +177,7 @@ class Corrections:
         whole = data.rfind(b"\n") + 1
         if data[whole:].strip():
             try:  # whoever edited the list may have left out its last line break
-                _parse(data[whole:])
+                parse_rows(data[whole:])
             except ValueError:
                 os.truncate(self._list, whole)
 
@@ -184,7 +185,7 @@ class Corrections:
         """Read the list; raises ``ValueError`` or ``OSError``, and changes nothing, if it can't be read."""
         state = _file_state(self._list)  # before it is read: what is edited meanwhile is read the next time
         data = b"" if state is None else self._list.read_bytes()
-        self._rows = _parse(data)
+        self._rows = parse_rows(data)
         self._last_line_open = bool(data) and not data.endswith(b"\n")
         self._state = state
         self.words = Counter(word for row in self._rows.values() for word in row["text"].casefold().split())
@@ -244,21 +245,3 @@ def _file_state(file: Path | int) -> tuple[int, ...] | None:
     except FileNotFoundError:
         return None
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _parse(data: bytes) -> dict[str, dict[str, Any]]:
-    """Parse the rows of a list by their ids; raises ``ValueError`` with the line that is none."""
-    rows: dict[str, dict[str, Any]] = {}
-    # Not splitlines, which also splits at what JSON leaves as it is, such as U+2028.
-    for number, line in enumerate(data.decode("utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            json.dumps(row, ensure_ascii=False).encode()  # an escaped half of a character can't be written again
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"line {number}: {error}") from None
-        if not (isinstance(row, dict) and isinstance(row.get("id"), str) and isinstance(row.get("text"), str)):
-            raise ValueError(f'line {number} has no "id" and "text" that are strings')
-        rows[row["id"]] = row
-    return rows

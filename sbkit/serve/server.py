@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import util
 from pathlib import Path
@@ -69,12 +69,23 @@ def serve(request: ServeRequest) -> int:
     from sbkit.serve.registry import parse_bundles
 
     bundles = parse_bundles(request.bundles)
+    if request.corrections is not None:
+        check_corrections_folder(request.corrections, bundles.values())
     keys = read_keys(request.api_key_file)
     with bind(request.host, request.port) as listening:
         if not keys and not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
             print(f"anybody who reaches {request.host} can use this server, by its address or name (by others with "
                   f"--allow-host); set {KEY_VARIABLE} or --api-key-file", file=sys.stderr)
         return _Server(request, bundles, keys, listening).run()
+
+
+def check_corrections_folder(folder: Path, bundles: Iterable[Path]) -> None:
+    """Refuse to keep corrections in a bundle, where the next export or ``improve`` would replace them."""
+    where = folder.resolve()
+    for bundle in bundles:
+        if bundle.resolve() in (where, *where.parents):
+            raise SbkitError(f"--corrections {folder} is inside the bundle {bundle}, which an export replaces",
+                             hint="name a folder beside it")
 
 
 def read_keys(path: Path | None) -> list[str]:

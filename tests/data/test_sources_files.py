@@ -299,3 +299,19 @@ def test_what_is_no_corpus_is_named(tmp_path, monkeypatch, source, message):
     write(tmp_path / "x.docx", "")
     with pytest.raises(SbkitError, match=message):
         open_source(source, cache=tmp_path)
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    ({"text": "a\0b"}, "its text has a character that can't be printed"),
+    ({"text": "a\x1b]0;b"}, "its text has a character that can't be printed"),
+    ({"text": "a\ud800"}, "its text has a character that can't be printed"),
+    ({"id": "a\x1b[2J"}, "its id has a character that can't be printed"),
+    ({"audio_filepath": "a\0.wav"}, "its audio has a character that can't be printed"),
+])
+def test_json_with_characters_that_no_list_should_have_leaves_the_row_out_by_name(tmp_path, change, reason):
+    row = {"id": "first", "audio_filepath": "a.wav", "duration": 1.0, "text": "two\nlines"}
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row | change)}\n")
+    rows = open_source({"train": tmp_path / "train.jsonl"}, cache=tmp_path).read("train", False)
+    assert list(rows.texts) == ["two\nlines"]
+    [(line, message)] = rows.malformed
+    assert line == "train.jsonl line 2" and reason in message and message.isprintable()

@@ -5,6 +5,7 @@ import pytest
 
 from sbkit.data.columns import LabelColumn, SignalColumn
 from sbkit.data.corpus import Corpus
+from sbkit.data.sources import open_source
 from sbkit.errors import SbkitError
 
 KNOWN = [f"id{10000 + number}" for number in range(1, 12)]
@@ -35,6 +36,17 @@ def by_speaker(source, where):
 
 def with_clean(source, where, name="clean_wav"):
     return prepared(source, where, {"clean": SignalColumn(or_recording=True)}, columns={"clean": name})
+
+
+@pytest.mark.parametrize("clip", ["/etc/passwd", "19/198-0000", "a\0b", "a\x1b]0;b"])
+def test_an_id_of_librispeech_that_can_name_no_recording_is_left_out(tmp_path, clip):
+    chapter = tmp_path / "train-clean-100" / "19" / "198"
+    corpora.recording(chapter / "19-198-0000.flac", 0.5, 0)
+    (chapter / "19-198.trans.txt").write_text(f"19-198-0000 GOOD\n{clip} BAD\n")
+    rows = open_source(tmp_path, cache=tmp_path / "cache").read("train", False)
+    assert list(rows.ids) == ["19-198-0000"]
+    [(line, reason)] = rows.malformed
+    assert line == "19-198.trans.txt line 2" and "can't name a recording" in reason and repr(clip) in reason
 
 
 @pytest.mark.parametrize("inside", ["", "LibriSpeech"])

@@ -1,19 +1,24 @@
 """The WebSocket of a live session: how much of one client is read at once, and what may wait."""
 
 import asyncio
+import inspect
+import re
 import socket as sockets
+from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pytest
 import serving
 import uvicorn
+from packaging.requirements import Requirement
 from test_live import RATE, speak, start
 from uvicorn.server import ServerState
 from websockets.protocol import SERVER, Protocol
 from websockets.sync.client import connect
 
 from sbkit.serve import connection
-from sbkit.serve.connection import LiveSocket
+from sbkit.serve.connection import LiveSocket, TimedConnection
 
 CONTINUATION, BINARY, PING = 0, 2, 9
 SMALLEST = b"\x82\x82\0\0\0\0\0\0"  # a frame of one sample
@@ -51,6 +56,25 @@ def test_uvicorn_calls_what_is_overridden(server, monkeypatch):
         speak(socket, np.zeros(0, np.float32))
     assert len(queued) == 1 + 3 + 1 and max(queued) > 0, "start, audio and stop; some wait for others"
     serving.until(lambda: len(done) == 1)
+
+
+@pytest.mark.parametrize("kind", [TimedConnection, LiveSocket])
+def test_uvicorn_has_what_our_protocols_extend(kind):
+    """Its protocols aren't public: a release that renames what ours call there is found here."""
+    [base] = kind.__bases__
+    called = set(re.findall(r"super\(\)\.(\w+)\(", inspect.getsource(kind)))
+    assert called >= {"connection_made", "data_received"}
+    assert not [name for name in called if not callable(getattr(base, name, None))]
+
+
+@pytest.mark.parametrize("name", ["uvicorn", "onnxscript", "transformers"])
+def test_what_is_used_beyond_a_public_interface_has_an_upper_bound_that_holds_here(name):
+    lines = (Path(__file__).parents[2] / "setup.cfg").read_text().splitlines()
+    requirements = [Requirement(line.strip()) for line in lines if re.match(rf"    {name} [<>=]", line)]
+    assert requirements
+    for requirement in requirements:
+        assert any(each.operator == "<" for each in requirement.specifier), requirement
+        assert requirement.specifier.contains(version(name)), requirement
 
 
 UPGRADE = (b"GET /v1/audio/live%s HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"

@@ -14,6 +14,7 @@ import serving
 import soundfile
 from sounds import contained, speechlike
 
+from sbkit.cli import main
 from sbkit.data.corpus import Corpus
 from sbkit.decode.spans import Word
 from sbkit.errors import SbkitError
@@ -310,3 +311,41 @@ def test_words_that_no_correction_has_any_more_are_forgotten(tmp_path):
             assert dict(kept.words) == {f"word{number}": 1, f"other{number}": 1, "the": 1}
         kept.delete(name)
         assert not kept.words
+
+
+ROW = {"id": "a", "audio_filepath": "clips/a.wav", "duration": 1.0, "text": "good"}
+
+
+@pytest.mark.parametrize("line, message", [
+    ("[" * 100_000, r"not JSON \(it is nested too deeply\)"),
+    (json.dumps(ROW)[:-1] + ', "x": ' + "[" * 90_000 + "]" * 90_000 + "}", "nested too deeply"),
+    (json.dumps(ROW | {"text": "a\0b"}), r"'text' has a character that can't be printed: 'a\\x00b'"),
+    (json.dumps(ROW | {"text": "a\x1b]0;b"}), r"'text' has a character that can't be printed"),
+    (json.dumps(ROW | {"heard": "a\ud800"}), r"'heard' has a character that can't be printed: 'a\\ud800'"),
+    ("\0" + json.dumps(ROW), "not JSON"), (json.dumps(ROW | {"text": 5}), "text is 5, and not a text"),
+    (json.dumps(ROW | {"id": []}), r"id is \[\], and not a text"), ("[1]", "not a JSON object"),
+    (json.dumps(ROW | {"id": "../../others"}), "can't be the name of a file"),
+])
+def test_a_line_that_nobody_should_have_written_is_named(tmp_path, line, message):
+    (tmp_path / "corrections.jsonl").write_text(f"{json.dumps(ROW | {'id': 'first'})}\n\n{line}\n")
+    with pytest.raises(SbkitError, match=rf"cannot be used: line 3: .*{message}"):
+        Corrections(tmp_path, 1 << 20)
+
+
+def test_what_a_client_says_of_a_recording_can_be_read_back(tmp_path):
+    corrections = Corrections(tmp_path, 1 << 20)
+    corrections.save(np.zeros(800, np.float32), 8000, "good", heard="a\x1b]0;b \u200c c")
+    corrections.close()
+    Corrections(tmp_path, 1 << 20).close()
+    assert rows(tmp_path)[0]["heard"] == "a\\x1b]0;b \u200c c"
+
+
+@pytest.mark.parametrize("place", [".", "kept", "kept/further"])
+def test_a_folder_inside_a_bundle_is_refused(bundle, place, capsys):
+    (bundle.parent / "link").unlink(missing_ok=True)
+    (bundle.parent / "link").symlink_to(bundle)
+    for name in ("level", "link"):
+        folder = bundle.parent / name / place
+        assert main(["serve", str(bundle), "--port", "0", "--corrections", str(folder)]) == 2
+        assert "is inside the bundle" in (message := capsys.readouterr().err) and "name a folder beside it" in message
+        assert not (bundle / "kept").exists()

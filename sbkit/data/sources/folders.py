@@ -13,6 +13,7 @@ from sbkit.data.audio import SUFFIXES
 from sbkit.data.sources.base import Rows, Source, find_column, no_column, stamp
 from sbkit.data.sources.files import lines
 from sbkit.data.splits import ALIASES, SPLITS
+from sbkit.errors import is_storable, shown
 
 _WITHOUT = "use this layout for tasks that need none, such as hparams/speaker.yaml and enhance.yaml"
 
@@ -119,6 +120,9 @@ class LibriSpeech(Source):
                     clip, *text = line.decode("utf-8").split(maxsplit=1)
                 except UnicodeDecodeError:
                     malformed.append((f"{path.name} line {number}", "not UTF-8"))
+                    continue
+                if "/" in clip or not is_storable(clip):  # it is the name of a file beside the list
+                    malformed.append((f"{path.name} line {number}", f"the id {shown(clip)} can't name a recording"))
                     continue
                 ids.append(clip)
                 wavs.append(recordings.get(clip, str(path.absolute().with_name(f"{clip}.flac"))))

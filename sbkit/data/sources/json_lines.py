@@ -12,7 +12,7 @@ import numpy as np
 from sbkit.data.manifest import MAX_SECONDS, Column
 from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, names_of, no_column, unique_ids
 from sbkit.data.sources.files import FileSource, lines, stripped
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, is_storable, shown
 from sbkit.system import untrusted
 from sbkit.system.console import progress
 
@@ -61,7 +61,7 @@ class JsonLines(FileSource):
                 start, duration = float(values["start"] or 0.0), float(values["duration"] or "nan")
                 if not 0 <= start <= MAX_SECONDS or duration < 0:
                     raise ValueError(f"start {start}, duration {duration}")
-                row: dict[str, Any] = {each: _text(value) for each, value in values.items()}
+                row: dict[str, Any] = {role: _text(role, value) for role, value in values.items()}
                 row |= {"id": None if values["id"] is None else row["id"], "start": start, "duration": duration}
                 for role, value in row.items():
                     columns[role].append(value)
@@ -134,9 +134,11 @@ def _is_row(line: bytes) -> bool:
     return isinstance(item, dict) and not all(isinstance(value, dict) for value in item.values())
 
 
-def _text(value: object) -> str:
+def _text(role: str, value: object) -> str:
+    """Return a value as text; a ValueError if it has what no list should. A transcript may have several lines."""
     if value is None:
         return ""
     text = str(value)
-    # JSON can contain halves of surrogate pairs, which can't be written to a file or an Arrow column.
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+    if not is_storable(text.replace("\r\n", "\n") if role == "text" else text):
+        raise ValueError(f"its {role} has a character that can't be printed: {shown(text)}")
+    return text
