@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from sbkit.errors import SbkitError
+from sbkit.system.console import remove_partials
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,10 @@ def remove_unheld(folder: Path, unless_older: float = 0.0,
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock on the file ``path``, waiting for it if needed; a file system without locks is ignored."""
+    """Hold a lock on the file ``path``, waiting for it if needed; a file system without locks is ignored.
+
+    What killed writers left unfinished in its folder is removed.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = Lock(path, os.O_WRONLY | os.O_CREAT)
@@ -110,4 +114,5 @@ def locked(path: Path) -> Iterator[None]:
         if lock.acquire() is False:
             logger.warning("%s: another process is working there, waiting for it", path.parent)
             lock.acquire(wait=True)
+        remove_partials(path.parent)
         yield

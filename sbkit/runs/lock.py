@@ -27,6 +27,7 @@ from sbkit.data.lock import Lock
 from sbkit.errors import SbkitError
 from sbkit.score.run_files import DEAD_AFTER, HELD
 from sbkit.system import disk, processes
+from sbkit.system.console import remove_partials
 from sbkit.system.environment import command
 from sbkit.train.distributed import ending, ranks
 
@@ -81,6 +82,7 @@ class RunLock:
             self.folder.mkdir(parents=True, exist_ok=True)
             while not self._follow(self._newest()):  # another process was quicker, or has removed its new folder again
                 self.folder.mkdir(parents=True, exist_ok=True)
+            remove_partials(self.folder)
         self._thread = threading.Thread(target=self._renew, name="run-lock", daemon=True)
         self._thread.start()
 

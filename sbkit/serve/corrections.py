@@ -26,7 +26,7 @@ from sbkit.serve.correction_rows import parse_rows
 from sbkit.serve.errors import SERVER, ApiError, invalid, no_room
 from sbkit.serve.limits import MEGABYTE
 from sbkit.system import disk
-from sbkit.system.console import atomic_write
+from sbkit.system.console import atomic_write, remove_partials
 
 #: The longest recording that is corrected as one: longer ones are left out of training by most recipes.
 MAX_SECONDS = 30.0
@@ -75,6 +75,8 @@ class Corrections:
             if self._lock.acquire() is False:
                 self._lock.close()
                 raise SbkitError(f"--corrections {folder}: another server writes there", hint="name another folder")
+            for written in (folder, self._clips):
+                remove_partials(written)
             self._drop_partial_row()
             self._read()
         except (OSError, ValueError) as error:

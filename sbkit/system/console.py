@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import itertools
 import json
@@ -23,8 +24,9 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from sbkit.errors import SbkitError, printable
-from sbkit.system import disk
+from sbkit.system import disk, untrusted
 
+_logger = logging.getLogger(__name__)
 LINE_SECONDS = 30.0  # between plain lines, outside of a terminal
 
 
@@ -308,16 +310,43 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[A
         disk.sync_folder(path.parent)
 
 
+_PARTIAL = ".partial"
+_DAY = 24 * 3600.0
+
+
 def _new_file_beside(path: Path) -> tuple[int, Path]:
     """Create a hidden file in the folder of ``path``; return its descriptor, open to read and write, and its path.
 
     Not by ``tempfile``, whose files only their owner may read. The permissions are those that the kernel gives by the
-    umask: to read the umask is to set it, also for files that other threads are making.
+    umask: to read the umask is to set it, also for files that other threads are making. Its lock tells
+    ``remove_partials`` that it is being written.
     """
     while True:
-        name = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        with contextlib.suppress(FileExistsError):
-            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), name
+        name = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
+        try:
+            handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            continue
+        with contextlib.suppress(OSError):  # no locks on this file system
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if os.fstat(handle).st_nlink:
+            return handle, name
+        os.close(handle)  # removed by another process before it was locked
+
+
+def remove_partials(folder: Path) -> None:
+    """Remove the temporary files of ``atomic_write`` in a folder whose writers were killed."""
+    for path in folder.glob(f".*{_PARTIAL}"):
+        with contextlib.suppress(OSError), untrusted.open_regular(path) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue  # it is being written
+            except OSError:  # no locks on this file system
+                if time.time() - path.stat().st_mtime < _DAY:
+                    continue
+            path.unlink()
+            _logger.warning("Removed %s, left by a process that was killed", path)
 
 
 def stored_json(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def test_an_interrupted_storing_goes_on_after_the_last_shard(tmp_path, monkeypat
     files = sorted(path.name for path in (tmp_path / "m" / "audio").rglob("*train-*"))
     # Nothing half-written.
     assert files == [f"train-{i:06d}.{kind}" for i in range(2) for kind in ("parquet", "tar")]
-    left = next((tmp_path / "m" / "audio").iterdir()) / ".train-000002.tar.abc"
+    left = next((tmp_path / "m" / "audio").iterdir()) / ".train-000002.tar.abcdefgh.partial"
     left.write_bytes(b"what a killed process leaves")
     stop, rows[:] = False, []
     train = prepared(tmp_path / "p", tmp_path / "m")[1]["train"]

@@ -349,3 +349,11 @@ def test_a_folder_inside_a_bundle_is_refused(bundle, place, capsys):
         assert main(["serve", str(bundle), "--port", "0", "--corrections", str(folder)]) == 2
         assert "is inside the bundle" in (message := capsys.readouterr().err) and "name a folder beside it" in message
         assert not (bundle / "kept").exists()
+
+
+def test_files_that_a_killed_server_left_unfinished_are_removed_at_the_next_start(tmp_path):
+    Corrections(tmp_path, 1 << 20).close()
+    for left in (tmp_path / ".corrections.jsonl.abcdefgh.partial", tmp_path / "clips" / ".a.wav.abcdefgh.partial"):
+        left.write_bytes(b"half")
+    Corrections(tmp_path, 1 << 20).close()
+    assert [path.name for path in tmp_path.rglob("*")] == ["clips"]

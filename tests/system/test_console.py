@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from sbkit.data.lock import locked
 from sbkit.system import console
 from sbkit.system.console import LastingStream, LogFile, atomic_write, progress
 
@@ -194,3 +195,38 @@ def test_a_written_file_has_the_permissions_of_the_umask_which_is_never_set(tmp_
     finally:
         os.umask(before)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+WRITER = """
+import sys, time
+from sbkit.system.console import atomic_write
+with atomic_write(sys.argv[1]) as file:
+    file.write("half")
+    file.flush()
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_killed_writer_left_is_removed_and_what_another_writes_is_not(tmp_path):
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / name], stdout=subprocess.PIPE, text=True)
+               for name in ("killed", "alive")]
+    try:
+        for writer in writers:
+            assert writer.stdout.readline() == "writing\n"
+        writers[0].kill()
+        writers[0].wait()
+        foreign = tmp_path / ".others.txt"
+        foreign.write_text("")
+        assert len([*tmp_path.iterdir()]) == 3
+        console.remove_partials(tmp_path)
+        assert sorted(path.name.split(".")[1] for path in tmp_path.iterdir()) == ["alive", "others"]
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+    with locked(tmp_path / "folder" / ".lock"):
+        pass
+    with locked(tmp_path / ".lock"):
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".others.txt", "folder"]

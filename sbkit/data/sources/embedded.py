@@ -39,8 +39,6 @@ def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: i
     """
     with locked(folder / f".{name}.lock"), disk.disk_errors_as_user_error(folder):
         if not is_stored(folder, name):
-            for partial in folder.glob(f".{name}-*.tar.*"):  # left by a process that was killed
-                partial.unlink()
             done = _read_tables(folder, name)
             shards, rows = len(done), sum(map(len, done))
             left = _read(tables(rows), folder)
