@@ -151,7 +151,7 @@ def _pages(path: Path, file: BinaryIO, start: int, size: int) -> Iterator[_Page]
         if not isinstance(unpacked, int) or not isinstance(packed, int) or min(unpacked, packed) < 0:
             raise _damaged(path)
         is_dictionary = header.get(1) == _DICTIONARY_PAGE
-        data = next((header[field] for field in (5, 8) if isinstance(header.get(field), dict)), {})
+        data: dict[int, Any] = next((header[field] for field in (5, 8) if isinstance(header.get(field), dict)), {})
         values = data.get(1, 0)
         if not isinstance(values, int) or values < 0:
             raise _damaged(path)
