@@ -80,9 +80,9 @@ def test_an_image_gets_what_is_installed_and_no_keys():
 
 def test_the_docs_open_no_port_to_others_without_a_key():
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
-        for line in page.read_text(encoding="utf-8").splitlines():
-            if line.startswith("    ") and ("0.0.0.0" in line or re.search(r"-p \d+:\d+", line)):
-                assert "SBKIT_API_KEY" in line or "--api-key-file" in line, f"{page}: {line}"
+        for block in re.findall(r"(?:^    .*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE):
+            if "0.0.0.0" in block or re.search(r"-p \d+:\d+", block):
+                assert "SBKIT_API_KEY" in block or "--api-key-file" in block, f"{page}: {block}"
 
 
 @pytest.mark.parametrize(("words", "run"), [
