@@ -41,7 +41,7 @@ FORMER_COMMANDS = {"replay": "rerun"}
 #: The commands as the help lists them; what they do is the docstring of each one's file.
 GROUPS = {
     "data": ("demo-data", "prepare", "shard", "clean", "label", "tokenize", "resynthesize"),
-    "train": ("new", "show", "check", "tune", "train", "improve", "rerun", "reproduce", "doctor"),
+    "train": ("new", "show", "check", "tune", "train", "improve", "rerun", "doctor"),
     "evaluate": ("info", "evaluate", "report", "lm"),
     "ship": ("export", "import", "push", "transcribe", "listen", "speak", "enhance", "run", "serve",
              "rollback"),

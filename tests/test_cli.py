@@ -165,7 +165,7 @@ def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_pa
         "evaluate nowhere": "nowhere does not exist; name the output_folder of a run",
         "rerun nowhere": "nowhere does not exist", "report nowhere": "nowhere does not exist",
         "transcribe nowhere a.wav": "a.wav: no such file",
-        "speak nowhere hello --to a.wav": "nowhere does not exist", "reproduce nowhere.json": "No such file",
+        "speak nowhere hello --to a.wav": "nowhere does not exist",
         "tokenize nowhere corpus --to x": "nowhere does not exist", "new mine": ""}
     (tmp_path / "script.yaml").write_text("seed: 1\n")
     script = ("import sys\nfrom sbkit.cli import main\nfor words in sys.argv[1:]:\n    code = main(words.split())\n"

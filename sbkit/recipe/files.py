@@ -332,4 +332,4 @@ def refuse_another_run(checkpoints: str | Path, output: str | Path) -> None:
     if (run / "hyperparams.yaml").is_file() and not run.is_relative_to(Path(output).resolve()):
         raise SbkitError(f"checkpoints would go into another run, {run}", hint=(
             "a run's hyperparams.yaml has no references left, so --output_folder doesn't reach all folders; train the "
-            f"recipe that it was made of, or the same again: sbkit reproduce {run}/reproduce.json"))
+            "recipe that it was made of"))

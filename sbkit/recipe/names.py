@@ -24,6 +24,9 @@ from sbkit.recipe.source import Findings, Node, Place
 EVERY_TASK = "sbkit.runs.keys.TaskKeys"
 #: Options of SpeechBrain's Brain, which a recipe may have as keys.
 RUN_OPTIONS = tuple(name for name in RunOptions.__dataclass_fields__ if name != "overridden_args")
+#: Those that don't change what is trained.
+NOT_OF_TRAINING = frozenset({"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config", "device",
+                             "local_rank"})
 #: Options of the running command, by ``arguments.command_options``, so that a misspelt one gets a suggestion.
 COMMAND_OPTIONS = ["no-check"]
 

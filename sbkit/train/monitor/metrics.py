@@ -85,7 +85,7 @@ class MetricsLog(ResumableLog):
             line = {k: _plain(v) for k, v in self._waiting.popleft().items()}
             self._file.append(json.dumps(line, ensure_ascii=False, allow_nan=False))
             self._step = line.get("step", self._step)
-            if line["kind"] == "loss" or self._step is None or self._file.waiting:
+            if self._step is None or self._file.waiting:
                 continue  # nothing is sent before there is a step
             numbers = {f"{line['kind']}/{name}": value for name, value in line.items()
                        if name not in ("time", "step", "epoch") and type(value) in (int, float)}
