@@ -93,7 +93,7 @@ def test_a_command_is_understood(words, monkeypatch):
         at = given.index("--memory")
         assert float(given[at + 1]) > 0 and words[1] == "tune"
         del given[at:at + 2]
-    for option in {"--as", "--on", "--html", "--folds", "--price"} & {*given}:
+    for option in {"--as", "--html", "--folds", "--price"} & {*given}:
         at = given.index(option)
         if option == "--folds":
             assert words[1] == "clean" and int(given[at + 1]) > 1

@@ -94,7 +94,7 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
     cls = brain_class(root)
     read, tested = hparams_read(cls) if cls is not None else (set(), set())
     known = declared(root)
-    useful = set(known) | {each.former for each in known.values() if each.former} | set(RUN_OPTIONS) | read | tested
+    useful = set(known) | set(RUN_OPTIONS) | read | tested
     useful |= {key for key in referred if key in root.value}
     holders = Counter(child for node in root.walk() for child in node.children())
     useful |= {key for key, node in root.value.items() if holders[node] > 1}  # an anchor that an alias names

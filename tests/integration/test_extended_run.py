@@ -9,7 +9,7 @@ import run_folders
 from trained_runs import copied, different, here, metrics, options, saved_step, weights
 
 SMALL = {**run_folders.TINY, "precision": "fp32", "step_seconds": 6, "max_batch_seconds": 6, "ckpt_interval_minutes": 0,
-         "ckpt_interval_steps": 1, "log_interval": 0, "least_steps": 16, "number_of_epochs": 2}
+         "ckpt_interval_steps": 1, "log_interval": 0, "min_steps": 16, "number_of_epochs": 2}
 PASS, PASSES = 2, 4  # steps; the 8 utterances fill two of them
 LENGTH = PASS * PASSES
 

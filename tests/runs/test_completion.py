@@ -171,7 +171,7 @@ def test_killed_in_its_test_it_tests_when_started_again(started):
 
 
 def test_a_key_that_only_the_command_line_has_is_the_runs_own(new, started, tmp_path):
-    out, words = tmp_path / "out", ("--log_interval", "0", "--tensorboard", "false")
+    out, words = tmp_path / "out", ("--log_interval", "0")
     assert started(*words, until="testing")[0] == -signal.SIGKILL
     assert started(*words)[:2] == (0, (0, 1)) and started(*words)[:2] == (0, (0, 0))
     told = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
