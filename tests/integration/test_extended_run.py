@@ -57,7 +57,7 @@ def test_stopped_in_an_epoch_it_ends_as_the_run_that_was_never_stopped(data, who
     out = shutil.copytree(whole[0].with_name("stopped"), tmp_path / "out")
     saved = saved_step(out)
     with (out / "metrics.jsonl").open("a") as file:  # as if killed two steps after its last checkpoint
-        file.write(json.dumps({"time": 0.0, "kind": "loss", "step": saved + 2}) + "\n")
+        file.write(json.dumps({"time": 0.0, "kind": "step", "step": saved + 2}) + "\n")
     said = train(out, data)
     assert (f"Continuing with epoch 2 of 2, after {saved - LENGTH} of its {LENGTH} steps. What was trained "
             f"since the last checkpoint, up to step {saved + 2} of the run, is repeated") in said

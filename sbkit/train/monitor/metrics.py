@@ -95,6 +95,7 @@ class MetricsLog(ResumableLog):
 
 def _written_again(line: str) -> bool:
     try:
+        # Runs of earlier versions have lines of kind loss, too.
         return json.loads(line).get("kind") in ("step", "loss", "epoch", "warning")
     except (ValueError, AttributeError):  # not a line of this class
         return True
