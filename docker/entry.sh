@@ -6,6 +6,6 @@ case " $* " in
 *" --device "* | *" --device="*) ;;
 " serve "* | " train "* | " transcribe "* | " evaluate "* | " enhance "* | " speak "* | " label "* | " clean "* | \
     " tokenize "* | " resynthesize "* | " run "* | " listen "* | " tune "* | " rerun "* | \
-    " replay "* | " show "*) set -- "$@" --device "$SBKIT_DEVICE" ;;
+    " show "*) set -- "$@" --device "$SBKIT_DEVICE" ;;
 esac
 exec sbkit "$@"

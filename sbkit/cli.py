@@ -36,12 +36,10 @@ SpeechBrain's run options work too: --device --precision --debug --test_only --n
 
 A recipe is code: what it names is imported and called, even by check. For a recipe you don't trust: check --no-run."""
 
-#: Former names of commands; they work, and a line says the present one.
-FORMER_COMMANDS = {"replay": "rerun"}
 #: The commands as the help lists them; what they do is the docstring of each one's file.
 GROUPS = {
     "data": ("demo-data", "prepare", "shard", "clean", "label", "tokenize", "resynthesize"),
-    "train": ("new", "show", "check", "tune", "train", "improve", "rerun", "reproduce", "doctor"),
+    "train": ("new", "show", "check", "tune", "train", "improve", "rerun", "doctor"),
     "evaluate": ("info", "evaluate", "report", "lm"),
     "ship": ("export", "import", "push", "transcribe", "listen", "speak", "enhance", "run", "serve",
              "rollback"),
@@ -91,11 +89,9 @@ def dispatch(argv: list[str]) -> int:
     if not argv:
         parser_for(argv).print_help()
         return 2
-    command, rest = FORMER_COMMANDS.get(argv[0], argv[0]), argv[1:]
-    if command != argv[0]:
-        print(f"sbkit {argv[0]} is now called sbkit {command}", file=sys.stderr)
+    command, rest = argv[0], argv[1:]
     if command not in COMMANDS or not takes_recipe(command):
-        args = parser_for([command, *rest]).parse_args([command, *rest])
+        args = parser_for(argv).parse_args(argv)
         return args.call(args)
     module = command_module(command)
     if "-h" in rest or "--help" in rest:
@@ -104,8 +100,7 @@ def dispatch(argv: list[str]) -> int:
     from sbkit.recipe import arguments
 
     return module.run(arguments.read_words(
-        rest, getattr(module, "OPTIONS", ()), getattr(module, "FORMER", {}), keys=command != "check",
-        task=command not in ("check", "show")))
+        rest, getattr(module, "OPTIONS", ()), keys=command != "check", task=command not in ("check", "show")))
 
 
 def command_module(command: str) -> ModuleType:
@@ -136,8 +131,6 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any):
         super().__init__(**options, allow_abbrev=False)
-        self.former: dict[str, str] = {}
-        """Former names of options, without ``--`` and with hyphens."""
 
     def parse_known_args(  # type: ignore[override]  # argparse overloads it by the class of the namespace
             self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None,
@@ -150,14 +143,11 @@ class _Parser(argparse.ArgumentParser):
         return known, unknown
 
     def _spelled(self, word: str) -> str:
-        """An option as this parser has it: hyphens and underscores are the same, and a former name is understood."""
+        """An option as this parser has it: hyphens and underscores are the same."""
         name, equals, value = word.partition("=")
         options = {each[2:].replace("_", "-"): each for action in self._actions for each in action.option_strings
                    if each.startswith("--")}
         plain = name[2:].replace("_", "-") if name.startswith("--") else ""
-        if plain in self.former and plain not in options:
-            print(f"{name} is now called {options[self.former[plain]]}", file=sys.stderr)
-            plain = self.former[plain]
         return f"{options[plain]}{equals}{value}" if plain in options else word
 
     def error(self, message: str) -> NoReturn:
@@ -191,7 +181,6 @@ def parser_for(argv: Sequence[str]) -> argparse.ArgumentParser:
         if name == called and not takes_recipe(name):
             module = command_module(name)
             module.add(command)
-            command.former = getattr(module, "FORMER", {})
             command.set_defaults(call=module.run)
             command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser

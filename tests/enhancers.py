@@ -17,7 +17,7 @@ RATE, HOP = 16_000, 16
 def enhancer() -> Enhancer:
     torch.manual_seed(0)
     transform = FourierFrames(3 * HOP, HOP)
-    return Enhancer(transform, CausalConvolutions(transform, size=6, hidden=8, layers=3, cycle=2), ahead=1).eval()
+    return Enhancer(transform, CausalConvolutions(transform, size=6, hidden=8, layers=3, cycle=2), lookahead=1).eval()
 
 
 def make(folder: Path) -> Path:

@@ -7,7 +7,6 @@ Run by test_hostile_files.py, in a process of its own, whose memory it limits:
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gzip
 import hashlib
@@ -22,7 +21,6 @@ import sys
 import tarfile
 import time
 import traceback
-import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -345,31 +343,6 @@ def archive(folder: Path) -> Callable[[], None]:
     return use
 
 
-def reproduction(folder: Path) -> Callable[[], None]:
-    """What another's run recorded."""
-    from sbkit.runs import reproduction
-
-    folder.mkdir()
-    own = Manifest(ids=[row["ID"] for row in ROWS], durations=[1.5] * 20, texts=[row["wrd"] for row in ROWS],
-                   wavs=["https://example.org/a.wav"] * 20)
-    lines = ["seed: 1", "lr: 0.1"]
-    (folder / "reproduce.json").write_text(json.dumps({
-        "format": 1, "recipe": lines, "recipe_lines": " ".join(f"{zlib.crc32(line.encode()):08x}" for line in lines),
-        "losses": {"1": 2.0, "10": 1.5}, "options": {"precision": "fp32"}, "device": "cpu", "processes": 1,
-        "threads": 1, "precision": "fp32", "environment": {"torch": "2.11"}, "figures": {"WER": 2.5},
-        "corpus": {"train": reproduction.hashes(own, "train")}}))
-
-    def use() -> None:
-        found = reproduction.read(folder / "reproduce.json")
-        launch = reproduction.TrainingLaunch.here(found)
-        launch.command(found, ["recipe.yaml"])
-        reproduction.not_to_the_bit(found, {"torch": "2.11"}, launch)
-        with contextlib.suppress(SbkitError):  # which names each row that differs, in a line each
-            reproduction.compare_corpus(found, {"train": own})
-
-    return use
-
-
 def initial(folder: Path) -> Callable[[], None]:
     """Files and a checkpoint that ``init_from`` names."""
     import torch
@@ -414,7 +387,7 @@ def imported(folder: Path) -> Callable[[], None]:
 
 
 KINDS = {each.__name__: each for each in (recogniser, voice, codec, manifest, spaced, json_lines, codes, tables,
-                                          recordings, archive, reproduction, initial, imported)} | {
+                                          recordings, archive, initial, imported)} | {
     "transducer": partial(recogniser, make=bundles.make_transducer),
     "arpa_text": partial(language_model, name="lm.arpa"), "arpa_packed": partial(language_model, name="lm.arpa.gz")}
 

@@ -109,7 +109,7 @@ def corpus(folder: Path, longer: float = 1.0, **splits: int) -> Path:
 
 TINY = {
     "d_model": 16, "nhead": 2, "num_encoder_layers": 1, "num_decoder_layers": 1, "d_ffn": 16, "cnn_first_channels": 4,
-    "cnn_channels": 4, "num_workers": 0, "least_steps": 0,
+    "cnn_channels": 4, "num_workers": 0, "min_steps": 0,
 }
 
 

@@ -18,7 +18,7 @@ from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.streaming_graph import run
 
 BANDS, LABELS = 12, 7
-CHUNKS = Chunks(sizes=[2, 4, 8], left=[8, 16], validate=4)
+CHUNKS = Chunks(sizes=[2, 4, 8], left_context=[8, 16], validate=4)
 #: Samples: less than a frame of the encoder, two windows of the smallest chunk to the sample, and no round numbers.
 LENGTHS = (100, 2_680, 5_003, 20_011)
 

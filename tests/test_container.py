@@ -91,7 +91,7 @@ def test_the_docs_open_no_port_to_others_without_a_key():
     (["transcribe", "model", "a.wav"], "sbkit transcribe model a.wav --device cuda"),
     (["evaluate", "run"], "sbkit evaluate run --device cuda"),
     (["enhance", "model", "a.wav"], "sbkit enhance model a.wav --device cuda"),
-    (["rerun", "run"], "sbkit rerun run --device cuda"), (["replay", "run"], "sbkit replay run --device cuda"),
+    (["rerun", "run"], "sbkit rerun run --device cuda"),
     (["check", "a.yaml"], "sbkit check a.yaml")])
 def test_a_container_computes_on_its_device_unless_told_otherwise(tmp_path, words, run):
     (tmp_path / "sbkit").write_text('#!/bin/sh\necho sbkit "$@"\n')
@@ -111,7 +111,7 @@ def test_all_commands_that_compute_do_so_on_the_images_device(capsys):
         if "--device" in capsys.readouterr().out:
             with_device.add(path.stem)
     named = set(re.findall(r'" (\w+) "\*', (DOCKER / "entry.sh").read_text()))
-    assert named - {"replay"} == with_device - {"check", "prepare"}  # the former name of rerun
+    assert named == with_device - {"check", "prepare"}
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from pathlib import Path
 PAGE = Path(__file__).parents[1] / "SECURITY.md"
 #: Ways to spoil each kind of file in the long run.
 LONG = 2000
-FILES = "ways to spoil a file: bundles, language models, tables, recordings, archives, weights, records of runs"
+FILES = "ways to spoil a file: bundles, language models, tables, recordings, archives, weights"
 _ROW = re.compile(r"^\| ([^|]+) \| ([\d,]+) \| ([\d,]+) \|$", re.MULTILINE)
 
 

@@ -14,7 +14,6 @@ from sbkit import cli
 from sbkit.recipe.keys import Declared, Keys
 from sbkit.recipe.names import RUN_OPTIONS
 from sbkit.recipe.signatures import locate
-from sbkit.system.renamed import FORMER
 from sbkit.tasks.codec.task import CodecKeys
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.enhance.task import EnhancementKeys
@@ -121,7 +120,7 @@ def keys_page() -> str:
         parts.append(f"\n### {name.rpartition('.')[2]}\n\n`{name}`: {_text(doc.partition(chr(10) * 2)[0])}\n\n"
                      "| argument | default | what it is |\n| --- | --- | --- |\n")
         for names, said, more in re.findall(r"^(\w+(?:, \w+)*) ?: ?(.*)((?:\n    .*)*)", doc, re.M):
-            given = [each for each in names.split(", ") if each in known and known[each].default is not FORMER]
+            given = [each for each in names.split(", ") if each in known]
             if given:
                 of_type = "" if re.match(r"\s+[A-Z]", more) and len(said) < 25 else said  # as numpy's style has it
                 defaults = dict.fromkeys("needed" if known[each].default is inspect.Parameter.empty else

@@ -2,6 +2,5 @@
 
 Its docstring begins with what the help says about it. ``run`` has its stages in order and returns the exit code. It
 gets the arguments that ``add`` declares; without ``add``, a recipe and its overrides, where ``HELP`` says more to its
-users and ``OPTIONS`` names its own options. ``FORMER`` has former names of options, which work, and a line says the
-present one.
+users and ``OPTIONS`` names its own options.
 """

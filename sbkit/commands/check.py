@@ -24,7 +24,6 @@ HELP = (
 )
 FLAGS = ("json", "measure", "no-run")
 OPTIONS = (*FLAGS, "as", "html", "price")
-FORMER = {"on": "as"}
 
 
 def run(argv: list[str]) -> int:

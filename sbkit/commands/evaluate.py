@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sbkit.tasks.task import Task
 
 OVER_LIMIT = 1  # exit code
-FORMER = {"on": "data-folder", "out": "to"}
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from sbkit.commands.options import above, count, request_of, several_of
 
-FORMER = {"corpus": "data-folder"}
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = ("The hyperparams.yaml of a SpeechBrain model is code, which is imported and called only with "

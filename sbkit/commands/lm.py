@@ -12,8 +12,6 @@ from sbkit.commands.options import RUNS_CODE
 from sbkit.errors import SbkitError
 from sbkit.system import disk
 
-FORMER = {"out": "to"}
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = RUNS_CODE

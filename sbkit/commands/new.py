@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 
 
@@ -18,11 +17,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from sbkit.recipe import starter
-    from sbkit.recipe.files import FORMER_RECIPES
 
-    if (present := FORMER_RECIPES.get(f"{args.task}.yaml", "")) != "":
-        print(f"the task {args.task} is now called {Path(present).stem}", file=sys.stderr)
-        args.task = Path(present).stem
     for place in starter.write(args.folder, args.task):
         print(args.folder / place)
     print(f"\ncd {shlex.quote(str(args.folder))}; sbkit check hparams/{args.task}.yaml      (README.md has the rest)")

@@ -17,7 +17,7 @@ from sbkit.system.schema import NOT_NEGATIVE, POSITIVE, SHARE, Number
 _Number = TypeVar("_Number", int, float)
 T = TypeVar("T")
 
-RUNS_CODE = ("The recipe in a run's folder or reproduce.json is code, which this command imports and calls: use only "
+RUNS_CODE = ("The recipe in a run's folder is code, which this command imports and calls: use only "
              "runs that you trust.")
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from sbkit.commands.options import add_schemes, require_run
 
-FORMER = {"out": "to"}
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path,

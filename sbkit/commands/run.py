@@ -9,8 +9,6 @@ from sbkit.commands.options import add_model, add_schemes, request_of, several_o
 
 FORMATS = "npz", "wav", "json"
 
-FORMER = {"output": "to"}
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="the folder that sbkit export made")

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from sbkit.commands.options import above, add_model, add_schemes, add_search, add_vad, count, request_of
 
-FORMER = {"output": "to"}
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="the folder that sbkit export made")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -20,7 +20,6 @@ from sbkit.data.label_sampler import LabelSampler
 from sbkit.data.part_sampler import Parts
 from sbkit.data.shapes import Shape, Shapes, choose_shapes
 from sbkit.errors import SbkitError
-from sbkit.system.renamed import FORMER, argument
 from sbkit.system.schema import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, Nullable, Number, require
 
 if TYPE_CHECKING:
@@ -65,7 +64,6 @@ class Batching:
         ones are shuffled; with ``null`` or ``random``, all epochs are shuffled.
     min_steps: minimum number of optimizer steps of a run: if ``number_of_epochs`` have fewer, each epoch goes through
         the corpus several times. A recogniser needs a few hundred before it recognises anything; 0: no minimum.
-    least_steps: the former name of ``min_steps``.
     round_seconds: batches are padded to a multiple of it, as far as ``max_batch_seconds`` allows, so that shapes recur;
         0: no rounding; ``null``: 0.32 on a CPU and with ``--compile``, else 0.16.
     pad_to_shapes: whether a micro-batch is padded to one of at most 32 shapes (rows, samples, tokens), with rows that
@@ -84,10 +82,8 @@ class Batching:
     round_seconds: float | None = None
     min_steps: int = 0
     pad_to_shapes: bool | None = None
-    least_steps: InitVar[int] = FORMER
 
-    def __post_init__(self, least_steps: int) -> None:
-        self.min_steps = argument("batching", least_steps=least_steps, min_steps=self.min_steps)
+    def __post_init__(self) -> None:
         self.auto = str(self.max_batch_seconds) == "auto"
         """Whether a run still has to measure ``max_batch_seconds``, which is ``step_seconds`` until then."""
         if self.auto:

@@ -15,10 +15,7 @@ from sbkit.infer.stream_engine import StreamEngine
 from sbkit.infer.symbols import UnknownCharacters, UnspeakableText
 from sbkit.infer.transcript import Segment, Transcript
 from sbkit.infer.voice import Speech, SpokenWord, Voice
-from sbkit.system.renamed import renamed
 
 __all__ = ["CodecModel", "EnhancerModel", "GraphModel", "Model", "Options", "Output", "Recording", "Segment", "Speech",
            "SpokenWord", "Stream", "StreamEngine", "StreamResult", "Transcript", "UnknownCharacters",
            "UnspeakableText", "Voice", "Word", "load"]
-
-__getattr__ = renamed(__name__, Codec="CodecModel", Heard="StreamResult")

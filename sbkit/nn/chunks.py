@@ -13,7 +13,6 @@ from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import Tensor, nn
 
 from sbkit.errors import SbkitError
-from sbkit.system.renamed import FORMER, argument
 
 #: Makes these random numbers differ from those of the plan, which have the same seed.
 _STREAM = int.from_bytes(b"chunks", "little")
@@ -39,18 +38,14 @@ class Chunks:
     validate : the size for validation, with the most left context; ``null``: whole utterances
     lookahead : on a stream: the last frames of a chunk, which are computed again with the next one, where they
         see the frames after them; 0: none. It doesn't change training
-    left, ahead
-        Former names of ``left_context`` and ``lookahead``.
 
     >>> Chunks(sizes=[8], whole=0.0).at(seed=1, step=0)
     DynChunkTrainConfig(chunk_size=8, left_context_size=8)
     """
 
     def __init__(self, sizes: Sequence[int] = (8, 16, 32), left_context: Sequence[int] = (64,), whole: float = 0.4,
-                 validate: int | None = 16, lookahead: int = 0, *, left: Sequence[int] = FORMER, ahead: int = FORMER):
-        left = argument("chunks", left=left, left_context=left_context)
-        ahead = argument("chunks", ahead=ahead, lookahead=lookahead)
-        for name, values in (("sizes", sizes), ("left_context", left)):
+                 validate: int | None = 16, lookahead: int = 0):
+        for name, values in (("sizes", sizes), ("left_context", left_context)):
             if not isinstance(values, (list, tuple)) or not values or any(
                     isinstance(value, bool) or not isinstance(value, int) or value <= 0 for value in values):
                 raise ValueError(f"{name} is {values!r}, not a list of whole numbers above 0")
@@ -58,16 +53,19 @@ class Chunks:
             raise ValueError(f"whole is {whole!r}, not a share of steps from 0 to below 1")
         if validate is not None and validate not in sizes:
             raise ValueError(f"validate is {validate!r}, not one of sizes ({_listed(sizes)}) or null")
-        for context in left:
+        for context in left_context:
             if odd := [size for size in sizes if context % size]:
                 step = math.lcm(*sizes)
                 raise ValueError(f"left_context is {context}, not a multiple of each of sizes ({_listed(odd)}): "
                                  f"multiples of {step} are, such as {step * max(1, round(context / step))}")
-        if isinstance(ahead, bool) or not isinstance(ahead, int) or not 0 <= ahead < min(sizes):
-            raise ValueError(f"lookahead is {ahead!r}, not a whole number from 0 to below the smallest of sizes "
+        if isinstance(lookahead, bool) or not isinstance(lookahead, int) or not 0 <= lookahead < min(sizes):
+            raise ValueError(f"lookahead is {lookahead!r}, not a whole number from 0 to below the smallest of sizes "
                              f"({min(sizes)})")
-        self.ahead = ahead
-        self.sizes, self.left, self.whole, self.validate = sorted(set(sizes)), sorted(set(left)), whole, validate
+        self.sizes = sorted(set(sizes))
+        self.left = sorted(set(left_context))
+        self.whole = whole
+        self.validate = validate
+        self.ahead = lookahead
 
     def at(self, seed: int, step: int) -> DynChunkTrainConfig | None:
         """Draw the context of a step, None for whole utterances; the same on all ranks and after resuming."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -15,13 +17,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import sbkit
 from sbkit.errors import SbkitError
 from sbkit.recipe import files
-from sbkit.recipe.overrides import NoValue, present_key, unknown_key, with_present_keys
+from sbkit.recipe.overrides import NoValue, full_key, unknown_key, with_full_keys
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import BASE, INCLUDE, Findings
-from sbkit.system import renamed
 
 if TYPE_CHECKING:
     from speechbrain.utils.run_opts import RunOptions
+
+logger = logging.getLogger(__name__)
 
 #: Beginnings of values that may continue in the next word, as in ``--betas [0.9, 0.98]``.
 _OPENS = "[", "{", "(", "!", "'", '"'
@@ -40,14 +43,12 @@ class CommandLine:
     check: bool = True
 
 
-def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str, str], keys: bool = True,
-               task: bool = False) -> list[str]:
+def read_words(words: Sequence[str], options: Sequence[str], keys: bool = True, task: bool = False) -> list[str]:
     """Refuse wrong words, and paths and keys that they name, before torch is imported, which takes seconds.
 
-    Returns the words with hyphens and underscores as the recipe and the options have them, and with present names.
+    Returns the words with hyphens and underscores as the recipe and the options have them.
 
     options : the names of the command's own options
-    former : their former names
     keys : whether to refuse unknown keys; the check reports them with all else
     task : whether to refuse a recipe without a task, and a corpus that isn't there
     """
@@ -72,12 +73,9 @@ def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str
             read.append(f"--{name[1]}{behind}")
             continue
         plain = name[1].replace("-", "_")
-        if plain in former:
-            print(f"--{name[1]} is now called --{former[plain]}", file=sys.stderr)
-            plain = former[plain]
         read.append(f"--{own.get(plain, plain)}{behind}")
         given |= {plain} - own.keys()
-    present = {present_key(key, there) for key in given} - there
+    present = {full_key(key, there) for key in given} - there
     brain = next((str(level.value["brain"].tag) for _, level in files.levels(found) if "brain" in level.value), "")
     if task and found and "brain" not in {*there, *given} and not (  # a base that can't be read may have it
             BASE in found[-1][1].value and found[-1][1].value[BASE].tag.startswith(INCLUDE)):
@@ -87,7 +85,7 @@ def read_words(words: Sequence[str], options: Sequence[str], former: Mapping[str
     if not keys or not brain.startswith("!name:sbkit.") or "brain" in given:  # others have own keys
         return read
     try:
-        values = with_present_keys(parse_overrides(read[1:]), there)
+        values = with_full_keys(parse_overrides(read[1:]), there)
     except SbkitError:  # about another word; it is read again, and then reported
         values = {}
     if task and isinstance(source := values.get("data_folder"), (str, Mapping)):
@@ -144,7 +142,7 @@ def parse(argv: list[str], importable: bool = True) -> CommandLine:
         if given.get(name, "auto") not in known:
             _raise(f"--{name}: choose one of {', '.join(known)}, not {given[name]!r}")
     run_opts = RunOptions(**given, param_file=str(path), overridden_args=set(given) | {"param_file"})
-    overrides = with_present_keys(parse_overrides(rest), files.keys(files.chain(path, Findings())))
+    overrides = with_full_keys(parse_overrides(rest), files.keys(files.chain(path, Findings())))
     return CommandLine(path, run_opts, overrides, check)
 
 
@@ -217,7 +215,7 @@ def locate(name: str) -> Path:
         raise SbkitError(f"{name} is a script, not a recipe", hint="name the recipe first, as sbkit train RECIPE.yaml; "
                          "a script of your own is started by python")
     candidates = [Path(name), Path(sys.argv[0]).resolve().parent / name]
-    for path in map(files.renamed_recipe, candidates):
+    for path in candidates:
         if path.is_file():
             return path
     if folder := next((path for path in candidates if path.is_dir()), None):
@@ -272,9 +270,14 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
             if not isinstance(node, dict):
                 raise SbkitError(f"--{key} contradicts another override of {parent}")
         if last in node:
-            renamed.warn_once(f"--{key} is given twice: the last one counts")
+            _warn_of_repetition(key)
         node[last] = read_value(text) if equals or pieces else NoValue(True)
     return tree
+
+
+@functools.cache  # the words of a command are parsed several times
+def _warn_of_repetition(key: str) -> None:
+    logger.warning("--%s is given twice: the last one counts", key)
 
 
 def without(words: Iterable[str], keys: Container[str]) -> list[str]:

@@ -18,10 +18,7 @@ from ruamel.yaml.reader import ReaderError
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.recipe.source import BASE, INCLUDE, REFERENCE, Findings, Node, Place
-from sbkit.system import renamed
 
-#: Former names of recipes of sbkit.
-FORMER_RECIPES = {"ssl.yaml": "finetune.yaml"}
 Files = list[tuple[Path, Node]]
 #: Keys, and what has the same value in a recipe without references.
 COPIED = {"number_of_epochs": r"epoch_counter\.limit", "data_folder": r"corpus\.source",
@@ -103,16 +100,7 @@ def check_shadowed(files: Files, findings: Findings) -> None:
 
 def included_path(tag: str, path: Path) -> Path:
     """The file that a tag ``!include:FILE`` in the file ``path`` names."""
-    return renamed_recipe(Path(os.path.normpath(path.parent / tag[len(INCLUDE):])))
-
-
-def renamed_recipe(path: Path) -> Path:
-    """The path of a recipe, or of the one beside it that has its present name, if only that is there."""
-    present = path.with_name(FORMER_RECIPES.get(path.name, path.name))
-    if present == path or path.is_file() or not present.is_file():
-        return path
-    renamed.warn_once(f"{path} is now called {present.name}")
-    return present
+    return Path(os.path.normpath(path.parent / tag[len(INCLUDE):]))
 
 
 def _references(root: Node) -> list[Node]:
@@ -332,4 +320,4 @@ def refuse_another_run(checkpoints: str | Path, output: str | Path) -> None:
     if (run / "hyperparams.yaml").is_file() and not run.is_relative_to(Path(output).resolve()):
         raise SbkitError(f"checkpoints would go into another run, {run}", hint=(
             "a run's hyperparams.yaml has no references left, so --output_folder doesn't reach all folders; train the "
-            f"recipe that it was made of, or the same again: sbkit reproduce {run}/reproduce.json"))
+            "recipe that it was made of"))

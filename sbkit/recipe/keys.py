@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.values import unwrapped
-from sbkit.system import renamed
 
 K = TypeVar("K", bound="Keys")
 #: Types of sbkit.tasks, which this package must not import.
@@ -40,16 +39,15 @@ _LISTS = (list, tuple, collections.abc.Sequence)
 _MAPPINGS = (dict, collections.abc.Mapping)
 
 
-def key(what: str, default: object = dataclasses.MISSING, allowed: Container[object] | None = None,
-        former: str | None = None) -> Any:  # of the field's type, as dataclasses.field says too
+def key(what: str, default: object = dataclasses.MISSING,
+        allowed: Container[object] | None = None) -> Any:  # of the field's type, as dataclasses.field says too
     """Declare a field of ``Keys``.
 
     what : a description in one line
     default : its value in recipes that lack it; a key without a default is needed
     allowed : the allowed values; by default all of its type
-    former : the name that it had before, which recipes may still use
     """
-    return dataclasses.field(default=default, metadata={"what": what, "allowed": allowed, "former": former})
+    return dataclasses.field(default=default, metadata={"what": what, "allowed": allowed})
 
 
 #: What to do where a class is only named.
@@ -78,8 +76,6 @@ class Declared(NamedTuple):
     """The name of the class that declares it."""
     module: str
     """The module of that class."""
-    former: str | None
-    """The name that it had before."""
 
     def problem(self, value: object) -> str:
         """The problem of a value, as the end of a sentence; empty if it is allowed."""
@@ -134,10 +130,6 @@ class Keys:
         keys = object.__new__(cls)
         known = cls.declared().values()
         values = {declared.name: declared.default for declared in known if not declared.needed}
-        for declared in known:
-            if declared.former is not None and declared.former in hparams:
-                renamed.warn_once(f"the key {declared.former} is now called {declared.name}")
-                values[declared.name] = hparams[declared.former]
         values |= {declared.name: hparams[declared.name] for declared in known if declared.name in hparams}
         for name, value in values.items():
             object.__setattr__(keys, name, value)
@@ -232,8 +224,7 @@ class Keys:
             found[field.name] = Declared(
                 name=field.name, what=field.metadata.get("what", ""), kind=_written(field.type), hint=hint,
                 allowed=field.metadata.get("allowed"), default=None if needed else field.default, needed=needed,
-                by=by.__name__, module=by.__module__,
-                former=field.metadata.get("former"))
+                by=by.__name__, module=by.__module__)
         return types.MappingProxyType(found)
 
     @classmethod

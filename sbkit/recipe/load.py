@@ -19,7 +19,7 @@ from sbkit.errors import SbkitError, summary
 from sbkit.recipe import build, files, names, writing
 from sbkit.recipe.files import Files, written
 from sbkit.recipe.keys import COMPLETE, SCRIPT, Task, TaskClass, TaskKeys
-from sbkit.recipe.overrides import with_present_keys
+from sbkit.recipe.overrides import with_full_keys
 from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.source import Findings, Node
 
@@ -54,7 +54,7 @@ class Recipe(NamedTuple):
 def check_overrides(path: Path, overrides: Mapping[str, Any]) -> None:
     """Refuse overrides of keys that no file of the recipe has and the task doesn't declare."""
     found = chain(path)
-    names.check_overrides(found, with_present_keys(overrides, files.keys(found)), findings := Findings())
+    names.check_overrides(found, with_full_keys(overrides, files.keys(found)), findings := Findings())
     if findings:
         raise findings.as_error()
 

@@ -24,6 +24,9 @@ from sbkit.recipe.source import Findings, Node, Place
 EVERY_TASK = "sbkit.runs.keys.TaskKeys"
 #: Options of SpeechBrain's Brain, which a recipe may have as keys.
 RUN_OPTIONS = tuple(name for name in RunOptions.__dataclass_fields__ if name != "overridden_args")
+#: Those that don't change what is trained.
+NOT_OF_TRAINING = frozenset({"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config", "device",
+                             "local_rank"})
 #: Options of the running command, by ``arguments.command_options``, so that a misspelt one gets a suggestion.
 COMMAND_OPTIONS = ["no-check"]
 
@@ -91,7 +94,7 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
     cls = brain_class(root)
     read, tested = hparams_read(cls) if cls is not None else (set(), set())
     known = declared(root)
-    useful = set(known) | {each.former for each in known.values() if each.former} | set(RUN_OPTIONS) | read | tested
+    useful = set(known) | set(RUN_OPTIONS) | read | tested
     useful |= {key for key in referred if key in root.value}
     holders = Counter(child for node in root.walk() for child in node.children())
     useful |= {key for key, node in root.value.items() if holders[node] > 1}  # an anchor that an alias names

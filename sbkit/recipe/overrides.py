@@ -12,7 +12,6 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.files import Files, levels, referred
 from sbkit.recipe.report import COMMAND_LINE, did_you_mean
 from sbkit.recipe.source import BASE, INCLUDE, Findings, Node, Place
-from sbkit.system import renamed
 
 #: Tags that may have no value, or a mapping of arguments (for an include, of overrides).
 TAKES_PARTS = ("!new:", "!name:", "!apply:", "!applyref:", INCLUDE)
@@ -62,29 +61,24 @@ _OF_TORCHRUN = {"nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "stan
 _OF_SEARCH = {"kenlm_model_path": "--lm FILE", "lm_weight": "--lm FILE --lm-weight 0.5",
               "ctc_weight_decode": "--joint --ctc-weight 0.4",
               **dict.fromkeys(("beam_size", "beam_width", "test_beam_size", "valid_beam_size"), "--lm FILE --beam 16")}
-#: Former names of keys, which are understood on the command line and, if a task declares them, in recipes.
-FORMER_KEYS = {"least_steps": "min_steps", "most_decibels": "max_db", "ahead": "lookahead"}
 
 
-def present_key(key: str, there: Collection[object]) -> str:
-    """The key that an override means, if the recipe, which has the keys ``there``, has none of this name."""
-    plain = key.replace("-", "_")
-    if plain == "data" and "data_folder" in there:
-        return "data_folder"
-    return FORMER_KEYS.get(plain, plain)
+def full_key(key: str, there: Collection[object]) -> str:
+    """The key that an override means, if the recipe, which has the keys ``there``, has none of this name: hyphens are
+    underscores, and ``data`` is short for ``data_folder``."""
+    with_underscores = key.replace("-", "_")
+    return "data_folder" if with_underscores == "data" and "data_folder" in there else with_underscores
 
 
-def with_present_keys(overrides: Mapping[str, Any], there: Collection[object]) -> dict[str, Any]:
-    """Overrides with the present names of keys that the recipe, which has the keys ``there``, lacks."""
-    found = dict(overrides)
+def with_full_keys(overrides: Mapping[str, Any], there: Collection[object]) -> dict[str, Any]:
+    """Overrides with the full names of keys that the recipe, which has the keys ``there``, lacks."""
+    full = dict(overrides)
     for key in [key for key in overrides if key not in there]:
-        if (present := present_key(key, there)) != key:
-            if present in overrides:
-                raise SbkitError(f"--{key} and --{present} are one key, which is given twice", hint="leave one out")
-            found[present] = found.pop(key)
-            if key in FORMER_KEYS:
-                renamed.warn_once(f"--{key} is now called --{present}")
-    return found
+        if (name := full_key(key, there)) != key:
+            if name in overrides:
+                raise SbkitError(f"--{key} and --{name} are one key, which is given twice", hint="leave one out")
+            full[name] = full.pop(key)
+    return full
 
 
 def unknown_key(files: Files, key: str, value: object, known: Collection[str]) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from sbkit.errors import summary
 from sbkit.recipe.files import chain, check_shadowed, included_path, keys, refer_again
 from sbkit.recipe.files import referred as referred_in
 from sbkit.recipe.names import check_overrides, declared_in
-from sbkit.recipe.overrides import from_python, override, with_present_keys
+from sbkit.recipe.overrides import from_python, override, with_full_keys
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.signatures import arguments, locate
 from sbkit.recipe.source import BASE, INCLUDE, REFERENCE, UNKNOWN, Findings, Node, Place
@@ -50,7 +50,7 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
     files = chain(path, findings)
     if not files:
         return None
-    root, overrides = files[0][1], with_present_keys(overrides, keys(files))
+    root, overrides = files[0][1], with_full_keys(overrides, keys(files))
     refer_again(files[0][0], root, overrides)
     unknown = check_overrides(files, overrides, findings, packages)
     given = Node({key: from_python(value, key) for key, value in overrides.items() if key not in unknown}, Place(), "")

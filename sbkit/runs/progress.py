@@ -23,7 +23,7 @@ from sbkit.train.state import TrainState
 
 logger = logging.getLogger(__name__)
 
-#: The step in a line of the metrics that a run writes while it trains.
+#: The step in a line of the metrics that a run writes while it trains; earlier versions wrote lines of kind loss, too.
 _STEP = re.compile(r'"kind": "(?:step|loss|epoch)".*?"step": (\d+)')
 
 

@@ -18,7 +18,7 @@ from sbkit.recipe.arguments import make_importable
 from sbkit.recipe.files import moved
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Node
-from sbkit.runs import pretrained
+from sbkit.runs import earlier_recipes, pretrained
 from sbkit.runs.progress import read_progress
 from sbkit.score.metric import Metric, Order
 from sbkit.score.run_files import BUNDLE, EVALUATIONS, RECIPE, TESTED
@@ -173,4 +173,4 @@ def moved_recipe(path: Path, folder: Path, overrides: Mapping[str, Any] | None =
     if tree.at("output_folder") is None:
         raise SbkitError(f"{path} lacks output_folder", hint="that is a bundle: name the run that it was exported from"
                          if (folder / BUNDLE).is_file() else "is it a recipe that a run wrote?")
-    return moved(tree, folder)
+    return moved(earlier_recipes.rename(tree), folder)

@@ -14,7 +14,7 @@ from typing import Any
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
-from sbkit.runs import reproduction
+from sbkit.recipe.names import NOT_OF_TRAINING
 from sbkit.runs.keys import TaskKeys
 from sbkit.runs.progress import read_progress
 from sbkit.runs.start_guard import StartGuard
@@ -22,7 +22,7 @@ from sbkit.score.report import write_report
 from sbkit.score.report.data import read
 from sbkit.score.report.sections import loss_in_text
 from sbkit.score.results import Results, describe_unread
-from sbkit.score.run_files import EVALUATIONS, MANIFESTS, METRICS, PREPARED, RECIPE, TESTED
+from sbkit.score.run_files import EVALUATIONS, MANIFESTS, PREPARED, RECIPE, TESTED
 from sbkit.system.console import atomic_write, stored_json
 from sbkit.train.monitor.metrics import MetricsLog
 
@@ -54,7 +54,7 @@ def show(results: Results, folder: Path, manifest: Manifest, left_out: str | Non
 
 
 #: Run options that change neither the training nor the test.
-_SHOW = reproduction.SHOW - {"device", "local_rank"}
+_OF_OUTPUT = NOT_OF_TRAINING - {"device", "local_rank"}
 
 
 def finished(keys: TaskKeys, request: CommandLine, guard: StartGuard) -> str:
@@ -84,7 +84,7 @@ def _options_changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     """Descriptions of changed run options, of those that change the training."""
     values = {name: (was.get(name, "not given"), now.get(name, "not given")) for name in sorted({*was, *now})}
     return [f"{name}: {before} -> {after}" for name, (before, after) in values.items()
-            if before != after and name not in reproduction.SHOW and not name.startswith("ckpt_interval")]
+            if before != after and name not in NOT_OF_TRAINING and not name.startswith("ckpt_interval")]
 
 
 def open_test(keys: TaskKeys, request: CommandLine, guard: StartGuard, done: str) -> Path:
@@ -112,8 +112,6 @@ def mark_finished(keys: TaskKeys, request: CommandLine, results: Results) -> Non
     """Record that the run is complete: its results, and what they were computed from."""
     if not hasattr(keys.corpus, "manifest_path") or request.run_opts.debug:
         return  # the run can't be identified, or it ran only in part
-    log = [json.loads(line) for line in (keys.folder / METRICS).read_text(encoding="utf-8").splitlines()]
-    reproduction.record(keys, request, results, log)
     with atomic_write(keys.folder / TESTED) as out:
         said = "; ".join(f"{part}: {each.headline()}" for part, each in results.parts.items()) or results.headline()
         json.dump({**results.stats, "said": said, "files": results.files("test"),
@@ -123,10 +121,11 @@ def mark_finished(keys: TaskKeys, request: CommandLine, results: Results) -> Non
 def _of(keys: TaskKeys, request: CommandLine) -> dict[str, Any]:
     """Fingerprint of recipe, options, test set and checkpoints."""
     options, checkpointer = request.run_opts, keys.checkpointer
-    recipe = "".join(f"{line}\n" for line in reproduction.recipe_lines(keys.folder))
+    lines = (keys.folder / RECIPE).read_text(encoding="utf-8").splitlines()
+    recipe = "".join(f"{line}\n" for line in lines if not line.startswith("#"))  # its head has the date
     manifest = keys.corpus.manifest_path("test").read_bytes()
     return {
         "recipe": hashlib.sha256(recipe.encode()).hexdigest(), "manifest": hashlib.sha256(manifest).hexdigest(),
-        "options": {name: getattr(options, name) for name in sorted(set(options.overridden_args) - _SHOW)},
+        "options": {name: getattr(options, name) for name in sorted(set(options.overridden_args) - _OF_OUTPUT)},
         "checkpoints": {Path(ckpt.path).name: ckpt.meta.get("unixtime") for ckpt in checkpointer.list_checkpoints()},
     }

@@ -7,11 +7,11 @@ import itertools
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import resolved
-from sbkit.runs import reproduction
+from sbkit.recipe.names import NOT_OF_TRAINING
 from sbkit.train.distributed import ranks
 
 #: Run options that may differ between ranks: the recipe's path, options of the output, and the device's number.
-_MAY_DIFFER = reproduction.SHOW - {"test_only"}
+_MAY_DIFFER = NOT_OF_TRAINING - {"test_only"}
 _NAMED, _WIDTH = 5, 60
 
 

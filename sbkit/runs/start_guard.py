@@ -14,6 +14,7 @@ from pathlib import Path
 from sbkit.errors import SbkitError
 from sbkit.recipe import load, writing
 from sbkit.recipe.source import Node
+from sbkit.runs import earlier_recipes
 from sbkit.score.run_files import BEFORE_START, ENVIRONMENT, HELD, MANIFESTS, RECIPE, TESTED
 from sbkit.system import disk, processes
 
@@ -104,7 +105,7 @@ def changed_since(folder: Path, tree: Node) -> dict[str, tuple[str, str]]:
 
 def _differing(before: Path, now: Path) -> dict[str, tuple[str, str]]:
     """Values of two recipes that differ; paths in an output folder that has moved don't."""
-    old_values, new_values = load.tree(before).texts(), load.tree(now).texts()
+    old_values, new_values = (earlier_recipes.rename(load.tree(path)).texts() for path in (before, now))
     changes = {key: (old_values.get(key, "nothing"), new_values.get(key, "nothing")) for key in old_values | new_values}
     old, new = changes.get("output_folder", ("", ""))
     return {key: (was, value) for key, (was, value) in changes.items() if value != was and not (

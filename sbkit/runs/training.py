@@ -25,7 +25,6 @@ from sbkit.runs import initial, old_set, restore, trained_on
 from sbkit.runs.feeding import pad_to_shapes, utilisation, warn_of_slow_reading
 from sbkit.runs.keys import Bundles
 from sbkit.runs.progress import last_logged_step, read_progress, warn_of_lost_steps
-from sbkit.runs.reproduction import weights_hash
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
 from sbkit.train.checkpoint.state import OtherModel
@@ -128,7 +127,6 @@ def _epochs(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool
             "run", command=command(), folder=os.getcwd(), devices=ranks.world_size(), device=str(brain.device),
             precision=brain.precision, threads=torch.get_num_threads(), parameters=parameters, environment=describe(),
             max_batch_seconds=vars(brain.keys)["batching"].max_batch_seconds,
-            weights=None if resumed else weights_hash(brain.modules),
             **{trained_on.MANIFESTS: trained_on.checksums(vars(brain.keys)["corpus"])},
             **({"changed": changes, "after_step": brain.optimizer_step} if goes_on else {}),
         )

@@ -172,8 +172,8 @@ class ASR(Task):
         self.progress = LearningProgress()
         self.notices = LearningNotices()
         if self.checkpointer is not None:
+            # The name that it has in checkpoints of all versions.
             self.checkpointer.add_recoverable("hearing", self.progress, optional_load=True)
-            self.checkpointer.add_recoverable("alarm", self.notices, optional_load=True)
 
     # ------------------------------------------------------------ the vocabulary
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container
-from os import PathLike
-from typing import Any, NamedTuple
-
-import yaml
-from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from typing import NamedTuple
 
 from sbkit.tasks.learning_progress import LearningProgress
 from sbkit.train.schedule import Schedule
@@ -83,24 +79,24 @@ class Setup(NamedTuple):
         return f"--{name if name in self.keys else otherwise}"
 
 
-@register_checkpoint_hooks
 class LearningNotices:
-    """Monitors the training loss, and returns a notice once when a problem begins and once when it is over.
+    """Monitors the training loss, and returns a notice when a problem begins and when it is over.
 
     - ``chance``: the loss has not left chance (see ``LearningProgress``) after a number of steps, weighted by their
       learning rates, or at the end of training;
     - ``divergence``: half of the progress is lost, or the loss is far above its start.
 
-    Notices only depend on steps, so they are the same on every rank and after resuming.
+    Notices only depend on steps, so they are the same on every rank. Checkpoints don't have what was said: a resumed
+    run says again what still holds, once it has watched for as long as a new one would.
     """
 
     def __init__(self) -> None:
         self.setup = Setup()
-        # The step of the last look; the share of the patience that is used up; the highest rate; the loss at the start,
-        # and whether it has come down to chance; the lowest loss as a share below chance; since when it has been too
-        # high; the steps of notices that hold, 0 for none.
-        self._state: dict[str, Any] = {"seen": 0, "learnt": 0.0, "highest": 0.0, "first": None, "came_down": False,
-                                       "best": 0.0, "falls_since": 0, CHANCE: 0, DIVERGENCE: 0}
+        self._last_look = 0
+        self._used_patience = 0.0  # the share of it that has passed at chance; 1: all
+        self._highest_rate = 0.0
+        self._too_high_since: int | None = None  # the step at which the loss rose
+        self._said_at: dict[str, int] = {}  # the steps of notices that hold
 
     def look(self, step: int, progress: LearningProgress, rate: float | None, ended: bool = False) -> list[Notice]:
         """Return notices when ``step`` begins, each ``EVERY`` steps; ``progress.score_at(step)`` has been called.
@@ -108,10 +104,10 @@ class LearningNotices:
         rate : the learning rate; None: unknown, so that the notice about chance comes at the end
         ended : whether training has ended, so that a loss at chance is told however few steps there were
         """
-        state, setup, loss = self._state, self.setup, progress.loss
-        if step <= state["seen"] and not ended:  # a resumed run begins its first step again
+        setup, loss = self.setup, progress.loss
+        if step <= self._last_look and not ended:  # a second call of fit begins its first step again
             return []
-        state["seen"] = step
+        self._last_look = step
         usual = TRAINED_RATE if setup.trained else USUAL_RATE
         done = step - 1
         if rate is not None and done > setup.thaw and not ended:
@@ -119,25 +115,29 @@ class LearningNotices:
             low, high = TRAINED_PATIENCE
             patience = min(high, max(low, TRAINED_SHARE * setup.planned)) if setup.trained else PATIENCE
             patience *= min(MAX_TIMES, max(1.0, usual / max(peak, 1e-12)))
-            state["learnt"] += EVERY * min(1.0, rate / max(peak, 1e-12)) / patience
-            state["highest"] = max(state["highest"], rate)
-        if loss is None or done < 2 * EVERY:
+            self._used_patience += EVERY * min(1.0, rate / max(peak, 1e-12)) / patience
+            self._highest_rate = max(self._highest_rate, rate)
+        first, lowest = progress.first, progress.lowest
+        if loss is None or first is None or lowest is None or done < 2 * EVERY:
             return []
-        state["first"] = state["first"] or loss
         chance = progress.chance if progress.known and progress.chance > 0 else None
         below = 0.0 if chance is None else max(0.0, 1 - loss / chance)
-        state["best"] = max(state["best"], below)
+        best = 0.0 if chance is None else max(0.0, 1 - lowest / chance)
         against = "" if chance is None else (
             f"The loss is {loss:.3g} per token, {100 * abs(1 - loss / chance):.0f} % "
             f"{'below' if loss < chance else 'above'} chance ({chance:.3g}: guessing from token frequencies)")
 
-        lost = state["best"] >= GAINED and 1 - below > math.sqrt(max(1 - state["best"], LOWEST))
-        state["came_down"] |= chance is not None and loss <= (1 + NOTHING) * chance
-        began = chance if chance is not None and state["came_down"] else state["first"]
-        falls = lost or loss > GROWN * began > 0
-        state["falls_since"] = (state["falls_since"] or done) if falls else 0
-        if falls and not state[DIVERGENCE] and done - state["falls_since"] >= LASTING:
-            state[DIVERGENCE] = done
+        lost = best >= GAINED and 1 - below > math.sqrt(max(1 - best, LOWEST))
+        came_down = chance is not None and lowest <= (1 + NOTHING) * chance
+        began = chance if chance is not None and came_down else first
+        too_high = lost or loss > GROWN * began > 0
+        if not too_high:
+            self._too_high_since = None
+        elif self._too_high_since is None:
+            self._too_high_since = done
+        diverged = self._too_high_since is not None and done - self._too_high_since >= LASTING
+        if diverged and DIVERGENCE not in self._said_at:
+            self._said_at[DIVERGENCE] = done
             clip = f"{setup.max_norm / 5:.2g} (now {setup.max_norm:g})" if setup.max_norm else "1"
             detail = against if lost else f"The loss is {loss:.3g}; it began at {began:.3g}"
             return [Notice(DIVERGENCE, done, "Training has diverged: the " + (
@@ -145,28 +145,28 @@ class LearningNotices:
                 f"{detail}. The best checkpoint is kept.",
                 (*self._lower_rate(), f"stronger gradient clipping: --max_grad_norm {clip}",
                  "--precision fp32, to rule out rounding errors"))]
-        if state[DIVERGENCE] and not falls:
-            since, state[DIVERGENCE] = state[DIVERGENCE], 0
+        if DIVERGENCE in self._said_at and not too_high:
+            since = self._said_at.pop(DIVERGENCE)
             return [Notice(DIVERGENCE, done, "Training has recovered", f"The warning of step {since:,} is over.",
                            holds=False)]
 
-        if state[CHANCE] and below >= LEARNS:
-            since, state[CHANCE] = state[CHANCE], 0
+        if CHANCE in self._said_at and below >= LEARNS:
+            since = self._said_at.pop(CHANCE)
             return [Notice(CHANCE, done, "The model learns now", f"The warning of step {since:,} is over. {against}.",
                            holds=False)]
-        stays = chance is not None and below < NOTHING and state["best"] < LEARNS and not falls
-        if stays and not state[CHANCE] and (ended or state["learnt"] >= 1):
-            state[CHANCE] = done
-            return [Notice(CHANCE, done, "The model has learnt nothing" + ("" if state["learnt"] >= 1 else " yet"),
+        stays = chance is not None and below < NOTHING and best < LEARNS and not too_high
+        if stays and CHANCE not in self._said_at and (ended or self._used_patience >= 1):
+            self._said_at[CHANCE] = done
+            return [Notice(CHANCE, done, "The model has learnt nothing" + ("" if self._used_patience >= 1 else " yet"),
                            f"{against}.", tuple(self._leave_chance(usual)))]
         return []
 
     def _leave_chance(self, usual: float) -> list[str]:
         """Return advice for a loss that stays at chance, the likeliest first."""
-        setup, highest = self.setup, self._state["highest"]
+        setup, highest = self.setup, self._highest_rate
         steps = max(1000, 200 * math.ceil(setup.planned / 100))
         more = f"more steps: {setup.option('min_steps', 'batching.min_steps')} {steps} or more in a new run"
-        advice = [] if self._state["learnt"] >= 1 else [more]
+        advice = [] if self._used_patience >= 1 else [more]
         parts = [part for part in ("encoder", "CNN", "Transformer") if part in setup.keys]
         if setup.trained and not setup.freezes and parts:
             frozen = ", ".join(f"{part}: 100" for part in parts)
@@ -202,7 +202,7 @@ class LearningNotices:
 
     def _lower_rate(self) -> list[str]:
         """Advise a third of the highest learning rate so far, and twice the warm-up."""
-        schedule, reached = self.setup.schedule, self._state["highest"]
+        schedule, reached = self.setup.schedule, self._highest_rate
         if schedule is None or not reached:
             return ["a third of the learning rate, and a longer warm-up"]
         limit = schedule.max_lr_at_chance
@@ -211,16 +211,3 @@ class LearningNotices:
         lower = f"a third of the learning rate: {option} {reached / 3:.2g} (it has reached {reached:.2g})"
         steps = max(150, 2 * round(schedule.warmup_end()[0]))
         return [lower] if held else [lower, f"a longer warm-up: --schedule.warmup {steps}"]
-
-    @mark_as_saver
-    def save(self, path: str | PathLike[str]) -> None:
-        with open(path, "w", encoding="utf-8") as out:
-            yaml.safe_dump(self._state, out)
-
-    @mark_as_loader
-    def load(self, path: str | PathLike[str], end_of_epoch: bool) -> None:
-        with open(path, encoding="utf-8") as file:
-            saved = yaml.safe_load(file)
-        self._state.update({name: value for name, value in saved.items() if name in self._state})
-        if isinstance(saved.get("raised"), dict):  # a run of an earlier version, whose steps were not weighted alike
-            self._state.update(saved["raised"], learnt=0.0, falls_since=0)

@@ -40,7 +40,6 @@ from sbkit.runs.same_model import check_checkpoints
 from sbkit.score.estimate import MetricEstimate, estimate
 from sbkit.score.metric import Metric
 from sbkit.score.results import Results, describe_unread
-from sbkit.system import renamed
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.mixture_parts import ALL, MixtureParts
 from sbkit.train.averaging import load_mean
@@ -89,10 +88,6 @@ class Task(Brain):
     writes_words: ClassVar[bool] = False
     """Whether its rows have a ``hypothesis``, which is empty where nobody speaks."""
     keys: TaskKeys
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        renamed.rename_methods(cls, look_at="check_manifest")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -41,7 +41,6 @@ class TrainKeys(Keys):
     log_interval: float = key("seconds between lines of metrics.jsonl", 10.0, NOT_NEGATIVE)
     loggers: Sequence[str] = key("tools that the same numbers are sent to, such as `[tensorboard, wandb]`", (),
                                  NAMES)
-    tensorboard: bool = key("the former name of `loggers: [tensorboard]`", False)
 
     def missing(self) -> Iterator[Problem]:
         yield from super().missing()

@@ -16,7 +16,6 @@ from torch.optim.adamw import adamw
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.speed import native_precision
-from sbkit.system.renamed import FORMER, argument
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -28,6 +27,8 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 #: A matrix without a larger element goes to 0.
 _TINY = 1e-30
+#: Names that options of groups have in checkpoints of earlier versions.
+_GROUP_NAMES = {"strength": "update_rms", "every": "orthogonalize_every"}
 
 
 class Muon(Optimizer):
@@ -52,8 +53,6 @@ class Muon(Optimizer):
         each step, and on a GPU costs little; on a CPU, 4 takes a quarter of the time.
     betas, eps, weight_decay : tuple, float, float
         As of ``torch.optim.AdamW``; matrices have its ``weight_decay`` too.
-    of, strength, every
-        Former names of ``modules``, ``update_rms`` and ``orthogonalize_every``.
     """
 
     #: A rank can't orthogonalise a matrix of which it has only a part.
@@ -63,11 +62,7 @@ class Muon(Optimizer):
 
     def __init__(self, params: Iterable[Any], modules: Sequence[nn.Module] = (), lr: float = 1e-3,
                  update_rms: float = 0.4, momentum: float = 0.95, orthogonalize_every: int = 1,
-                 betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.01, *,
-                 of: Sequence[nn.Module] = FORMER, strength: float = FORMER, every: int = FORMER):
-        modules = argument("Muon", of=of, modules=modules)
-        update_rms = argument("Muon", strength=strength, update_rms=update_rms)
-        orthogonalize_every = argument("Muon", every=every, orthogonalize_every=orthogonalize_every)
+                 betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.01):
         shares = {"momentum": momentum, **{f"betas[{i}]": beta for i, beta in enumerate(betas)}}
         for name, value in {"lr": lr, "update_rms": update_rms, "eps": eps, "weight_decay": weight_decay,
                             **shares}.items():
@@ -96,9 +91,9 @@ class Muon(Optimizer):
                      "layers, attention or ungrouped convolutions, but not the output layer")
         self.matrices = found - embeddings
         """The ids of the parameters that Muon updates; AdamW updates the rest."""
-        # Groups have the former names, which checkpoints hold.
-        super().__init__(params, {"lr": lr, "strength": update_rms, "momentum": momentum, "every": orthogonalize_every,
-                                  "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "fused": True})
+        super().__init__(params, {
+            "lr": lr, "update_rms": update_rms, "momentum": momentum, "orthogonalize_every": orthogonalize_every,
+            "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "fused": True})
         self.register_load_state_dict_pre_hook(_with_defaults)
 
     @torch.no_grad()
@@ -127,8 +122,9 @@ class Muon(Optimizer):
         """Return the matrices of a group that have a gradient, each with whether this step orthogonalises it."""
         matrices = [parameter for parameter in group["params"] if id(parameter) in self.matrices]
         states = [self.state[each] if each.grad is not None else {} for each in matrices]
-        turns = [state.get("turn", 0) if group["every"] == 1 or "direction" in state else 0 for state in states]
-        return [(each, turn == 0 or (turn + place) % group["every"] == 0)
+        every = group["orthogonalize_every"]
+        turns = [state.get("turn", 0) if every == 1 or "direction" in state else 0 for state in states]
+        return [(each, turn == 0 or (turn + place) % every == 0)
                 for place, (each, turn) in enumerate(zip(matrices, turns, strict=True)) if each.grad is not None]
 
     def graph_key(self) -> tuple[bool, ...]:
@@ -146,7 +142,7 @@ class Muon(Optimizer):
             return
         weights, due = map(list, zip(*turns, strict=True))
         # A direction is kept only for the steps until a matrix has its turn again.
-        states = self._states(weights, "momentum", *(["direction"] if group["every"] > 1 else []))
+        states = self._states(weights, "momentum", *(["direction"] if group["orthogonalize_every"] > 1 else []))
         if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):  # which computes nothing
             for state in states:  # counted by the host, which doesn't know of skipped steps
                 state["turn"] += 1
@@ -167,7 +163,7 @@ class Muon(Optimizer):
         if updates:
             torch._foreach_lerp_(updates, now, group["momentum"])
             directions = orthogonalise(updates)
-        if group["every"] > 1:
+        if group["orthogonalize_every"] > 1:
             kept = [state["direction"] for state, is_due in zip(states, due, strict=True) if is_due]
             if kept and found is not None:
                 flat = torch.where(found > 0, _flatten_dense_tensors(kept), _flatten_dense_tensors(directions))
@@ -177,7 +173,7 @@ class Muon(Optimizer):
             directions = [state["direction"] for state in states]
         # A rate in a tensor has fp64 on a CPU, so that its products are rounded as those of a number.
         decay, step = ((keep * (group["lr"] * share)).to(keep.dtype)
-                       for share in (group["weight_decay"], -group["strength"]))
+                       for share in (group["weight_decay"], -group["update_rms"]))
         torch._foreach_mul_(weights, 1 - decay)
         if step.device.type == "cpu":  # rounds once
             torch._foreach_addcmul_(weights, directions, [step] * len(weights))
@@ -202,10 +198,11 @@ class Muon(Optimizer):
 
 
 def _with_defaults(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Give groups that were saved with another optimizer the options that they lack."""
+    """Give groups that were saved with another optimizer, or by an earlier version, the options that they lack."""
     if ranks.is_main() and any("momentum" not in saved for saved in state["param_groups"]):
         logger.warning("The checkpoint is from another optimizer, so Muon's momentum starts at 0")
-    groups = [{**own, **saved} for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)]
+    groups = [{**own, **{_GROUP_NAMES.get(name, name): value for name, value in saved.items()}}
+              for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)]
     return {**state, "param_groups": groups}
 
 

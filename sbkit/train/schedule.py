@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 import torch
 
 from sbkit.errors import SbkitError
-from sbkit.system.renamed import FORMER, argument
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +38,6 @@ class Schedule:
     max_lr_at_chance : float, optional
         The highest rate while the model's loss is at chance (see ``set_score``). The limit is lifted as the model
         learns: a rate that suits a model that learns can be too high for one that has yet to begin.
-    rise, unheard
-        Former names of ``max_rise_per_step`` and ``max_lr_at_chance``.
 
     Example
     -------
@@ -51,10 +48,7 @@ class Schedule:
     """
 
     def __init__(self, peak: float, warmup: float = 0.1, shape: Shape = "cosine", final: float = 0.0,
-                 max_rise_per_step: float | None = None, max_lr_at_chance: float | None = None, *,
-                 rise: float | None = FORMER, unheard: float | None = FORMER):
-        max_rise_per_step = argument("schedule", rise=rise, max_rise_per_step=max_rise_per_step)
-        max_lr_at_chance = argument("schedule", unheard=unheard, max_lr_at_chance=max_lr_at_chance)
+                 max_rise_per_step: float | None = None, max_lr_at_chance: float | None = None):
         if shape not in get_args(Shape):
             raise SbkitError(f"schedule shape {shape!r} is not one of {', '.join(get_args(Shape))}")
         if not peak >= 0:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "hparams" / "ctc.yaml"
 WORDS = "the brave teacher finds an old ladder near green river".split()
-TINY = {"d_model": 16, "nhead": 2, "num_encoder_layers": 1, "d_ffn": 16, "number_of_epochs": 1, "least_steps": 2,
+TINY = {"d_model": 16, "nhead": 2, "num_encoder_layers": 1, "d_ffn": 16, "number_of_epochs": 1, "min_steps": 2,
         "num_workers": 0, "device": "cpu"}
 
 

@@ -105,7 +105,7 @@ def test_each_step_has_its_parts_in_proportion_on_any_number_of_ranks():
 
 def test_a_later_epoch_is_found_without_those_before_it_and_goes_on_where_they_ended():
     seconds, parts = mixture(400)
-    plan = Plan(seconds, Batching(60, 120, least_steps=300), parts=parts, epochs=7)
+    plan = Plan(seconds, Batching(60, 120, min_steps=300), parts=parts, epochs=7)
     assert plan.passes > 1
     seen = np.zeros(len(seconds), int)
     for epoch in range(1, 8):

@@ -142,7 +142,7 @@ def test_every_epoch_has_other_steps_in_another_order_and_repeats_itself():
 def test_a_short_run_goes_through_the_corpus_several_times_in_an_epoch():
     seconds = corpus(60)
     once = Plan(seconds, Batching(100), epochs=3)
-    again = Plan(seconds, Batching(100, least_steps=200), epochs=3)
+    again = Plan(seconds, Batching(100, min_steps=200), epochs=3)
     assert once.passes == 1 < again.passes and 200 <= 3 * len(again) < 200 + 3 * len(once)
     assert len(again) == again.passes * len(once)
     for epoch in (1, 2, 3):
@@ -160,7 +160,7 @@ def test_a_short_run_goes_through_the_corpus_several_times_in_an_epoch():
 def test_a_run_has_its_least_steps_and_not_one_pass_more():
     steps = 2 * len(Plan(corpus(60), Batching(100)))
     for least, passes in ((steps, 1), (steps + 1, 2), (2 * steps, 2)):
-        assert Plan(corpus(60), Batching(100, least_steps=least), epochs=2).passes == passes
+        assert Plan(corpus(60), Batching(100, min_steps=least), epochs=2).passes == passes
 
 
 def test_steps_depend_on_neither_micro_batches_nor_what_a_device_holds():
@@ -317,7 +317,7 @@ def test_labels_are_drawn_anew_in_each_epoch_and_none_is_left_out_for_good():
     assert drawn.min() > 15, "each is drawn in most epochs"
     together = [len({labels[i] for i in members}) for steps in epochs for members in steps]
     assert set(together) == {10}
-    longer = Batching(60, 120, clips_per={"speaker": 4}, least_steps=3 * len(plan))
+    longer = Batching(60, 120, clips_per={"speaker": 4}, min_steps=3 * len(plan))
     twice = Plan(seconds, longer, labels=labels, epochs=2)
     assert twice.passes == 2 and len(twice) == 2 * len(plan)
     for number in (0, 1):

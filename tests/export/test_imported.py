@@ -57,8 +57,8 @@ class Imported:
         corpus = corpus_of(home / "corpora" / kind, lambda signal: "of something else" if kind in WHOLE else " ".join(
             said(published.theirs(self.folder, signal)[1])).lower().replace("'", "") or "x")
         more = [] if kind in WHOLE else ["--formats", "onnx", "--tolerance", "0.002"]
-        self.words = ["import", str(self.folder), "--to", str(self.bundle), "--corpus", str(corpus), "--language", "en",
-                      *more]
+        self.words = ["import", str(self.folder), "--to", str(self.bundle), "--data_folder", str(corpus),
+                      "--language", "en", *more]
         assert main(self.words) == 0
 
 

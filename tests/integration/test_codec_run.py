@@ -33,7 +33,7 @@ from sbkit.tasks.codec.exported import OTHER_CODES, fingerprint
 pytestmark = pytest.mark.slow
 
 TINY = ("--n_mels 20 --size 16 --hidden 24 --encoder_layers 1 --slow_layers 1 --fast_layers 1 --sizes [256,512] "
-        "--crop_seconds 0.5 --step_seconds 4 --least_steps 0 --max_batch_seconds 8 --number_of_epochs 2 "
+        "--crop_seconds 0.5 --step_seconds 4 --min_steps 0 --max_batch_seconds 8 --number_of_epochs 2 "
         "--num_workers 1 --precision fp32 --noprogressbar --no-check --ckpt_interval_minutes 0 "
         "--ckpt_interval_steps 2 --adversarial_from 5 --discriminators.channels 4 --discriminators.sizes [256]").split()
 MEASURED = "valid_mel_distance", "test_perplexity"

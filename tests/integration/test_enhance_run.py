@@ -16,7 +16,7 @@ from sbkit.cli import main
 
 pytestmark = pytest.mark.slow
 
-TINY = ("--channels 16 --hidden 24 --layers 2 --crop_seconds 0.5 --step_seconds 4 --least_steps 0 "
+TINY = ("--channels 16 --hidden 24 --layers 2 --crop_seconds 0.5 --step_seconds 4 --min_steps 0 "
         "--max_batch_seconds 8 --number_of_epochs 2 --num_workers 1 --precision fp32 --noprogressbar --no-check "
         "--ckpt_interval_minutes 0 --ckpt_interval_steps 2").split()
 
@@ -105,7 +105,7 @@ def test_pairs_of_voicebanks_layout_are_learnt_from(tmp_path):
 def test_it_wins_decibels(data, tmp_path):
     """Of a voice that it has never heard, in noises that it has never heard."""
     out = tmp_path / "out"
-    processes.sbkit(*words(out, data, "--channels", "48", "--hidden", "96", "--layers", "4", "--least_steps", "200",
+    processes.sbkit(*words(out, data, "--channels", "48", "--hidden", "96", "--layers", "4", "--min_steps", "200",
                            "--number_of_epochs", "1", "--ckpt_interval_steps", "0"))
     stats = json.loads((out / "test_results.json").read_text())["stats"]
     assert stats["SI_SNRi"] > 6 and stats["STOI"] > stats["STOI_of_noisy"]

@@ -69,7 +69,7 @@ def parts(home):
 
 
 TINY = ("--d_model 16 --nhead 2 --num_encoder_layers 1 --num_decoder_layers 1 --d_ffn 16 --cnn_first_channels 4 "
-        "--cnn_channels 4 --num_workers 1 --least_steps 0 --step_seconds 4 --number_of_epochs 2 --noprogressbar "
+        "--cnn_channels 4 --num_workers 1 --min_steps 0 --step_seconds 4 --number_of_epochs 2 --noprogressbar "
         "--precision fp32 --no-check").split()
 
 

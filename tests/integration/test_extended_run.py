@@ -9,7 +9,7 @@ import run_folders
 from trained_runs import copied, different, here, metrics, options, saved_step, weights
 
 SMALL = {**run_folders.TINY, "precision": "fp32", "step_seconds": 6, "max_batch_seconds": 6, "ckpt_interval_minutes": 0,
-         "ckpt_interval_steps": 1, "log_interval": 0, "least_steps": 16, "number_of_epochs": 2}
+         "ckpt_interval_steps": 1, "log_interval": 0, "min_steps": 16, "number_of_epochs": 2}
 PASS, PASSES = 2, 4  # steps; the 8 utterances fill two of them
 LENGTH = PASS * PASSES
 
@@ -57,7 +57,7 @@ def test_stopped_in_an_epoch_it_ends_as_the_run_that_was_never_stopped(data, who
     out = shutil.copytree(whole[0].with_name("stopped"), tmp_path / "out")
     saved = saved_step(out)
     with (out / "metrics.jsonl").open("a") as file:  # as if killed two steps after its last checkpoint
-        file.write(json.dumps({"time": 0.0, "kind": "loss", "step": saved + 2}) + "\n")
+        file.write(json.dumps({"time": 0.0, "kind": "step", "step": saved + 2}) + "\n")
     said = train(out, data)
     assert (f"Continuing with epoch 2 of 2, after {saved - LENGTH} of its {LENGTH} steps. What was trained "
             f"since the last checkpoint, up to step {saved + 2} of the run, is repeated") in said

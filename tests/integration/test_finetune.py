@@ -21,7 +21,7 @@ DRAWING = ("--dropout 0.1 --head_dropout 0.1 --mask_time_prob 0.3 --mask_time_le
            "--layer_decay 0.9 --freeze.encoder 2").split()
 STILL = ("--dropout 0 --head_dropout 0 --mask_time_prob 0 --mask_feature_prob 0 --number_of_epochs 1 "
          "--freeze.encoder 3").split()
-SMALL = ("--num_workers 1 --least_steps 0 --step_seconds 4 --number_of_epochs 2 --noprogressbar --precision fp32 "
+SMALL = ("--num_workers 1 --min_steps 0 --step_seconds 4 --number_of_epochs 2 --noprogressbar --precision fp32 "
          "--no-check --data_folder data --language und").split()
 
 

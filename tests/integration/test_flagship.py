@@ -16,7 +16,7 @@ from sbkit.cli import main
 TINY = (
     "--corpus.demo_hours 0.06 --number_of_epochs 1 --d_model 16 --nhead 2 --num_encoder_layers 1 --d_ffn 16 "
     "--cnn_first_channels 4 --cnn_channels 4 --num_workers 1 --precision fp32 --noprogressbar "
-    "--step_seconds 30 --least_steps 0"
+    "--step_seconds 30 --min_steps 0"
 ).split()
 STILL = "--dropout 0 --CNN.dropout 0 --spec_augment null".split()
 

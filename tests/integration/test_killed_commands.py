@@ -31,7 +31,7 @@ SMALL = ("--no-check --noprogressbar --step_seconds 4 --max_batch_seconds 20 --n
          "--precision fp32 --ckpt_interval_minutes 0 --ckpt_interval_steps 4 --log_interval 0 "
          "--spec_augment null").split()
 #: Enough for the labels that are wrong to stand out.
-LEARNS = ("--no-check --noprogressbar --step_seconds 10 --least_steps 0 --number_of_epochs 10 --d_model 48 --nhead 2 "
+LEARNS = ("--no-check --noprogressbar --step_seconds 10 --min_steps 0 --number_of_epochs 10 --d_model 48 --nhead 2 "
           "--num_encoder_layers 1 --d_ffn 96 --kernel_size 7 --cnn_first_channels 4 --cnn_channels 8 --dropout 0 "
           "--CNN.dropout 0 --schedule.warmup 30 --lr 0.004 --num_workers 0 --precision fp32 --ckpt_interval_minutes 0 "
           "--ckpt_interval_steps 25 --spec_augment null --nonspeech null").split()
@@ -94,15 +94,15 @@ def replay(home):
         path.write_text(text)
     words = ["train", ROOT / "hparams" / "ctc.yaml", *SMALL, "--cnn_first_channels", 4, "--schedule.max_rise_per_step",
              "null", "--schedule.max_lr_at_chance", "null"]
-    processes.sbkit(*words, "--data_folder", "old", "--output_folder", "source", "--least_steps", 60, cwd=home)
+    processes.sbkit(*words, "--data_folder", "old", "--output_folder", "source", "--min_steps", 60, cwd=home)
     return [*words, "--data_folder", "new", "--language", "de", "--init_from", "source", "--replay", 0.3,
-            "--least_steps", 60, "--output_folder"], trained
+            "--min_steps", 60, "--output_folder"], trained
 
 
 def transducer(home):
     tones(home / "data", 60, 12)
     return ["train", ROOT / "hparams" / "transducer.yaml", *SMALL, "--language", "und", "--data_folder", "data",
-            "--least_steps", 60, "--output_folder"], trained
+            "--min_steps", 60, "--output_folder"], trained
 
 
 @pytest.mark.long
@@ -147,7 +147,7 @@ def launched(ranks, *given):
 def test_a_run_one_of_whose_processes_is_killed_ends_as_the_one_never_stopped(ranks, tmp_path):
     tones(tmp_path / "data", 60, 12)
     words = ["train", ROOT / "hparams" / "ctc.yaml", *SMALL, "--cnn_first_channels", 4, "--language", "und",
-             "--data_folder", "data", "--least_steps", 60, "--output_folder"]
+             "--data_folder", "data", "--min_steps", 60, "--output_folder"]
     began = time.monotonic()
     processes.sbkit(*words, "whole", cwd=tmp_path, ranks=ranks)
     seconds, wanted = time.monotonic() - began, trained(tmp_path / "whole")

@@ -10,7 +10,7 @@ from trained_runs import ROOT, TONES, tone, tones
 from sbkit.data.manifest import Manifest
 
 # Its words are tones, which are silence otherwise.
-SMALL = ("--nonspeech null --language und --no-check --noprogressbar --least_steps 250 --step_seconds 4 "
+SMALL = ("--nonspeech null --language und --no-check --noprogressbar --min_steps 250 --step_seconds 4 "
          "--number_of_epochs 1 --d_model 32 --nhead 2 --d_ffn 64 --num_encoder_layers 1 --cnn_channels 4 "
          "--cnn_first_channels 4 --lr 0.01 --num_workers 0 --precision fp32 --spec_augment null "
          "--schedule.max_rise_per_step 0.001 --schedule.max_lr_at_chance 0.01").split()
@@ -34,7 +34,7 @@ def test_a_run_labels_what_the_next_one_learns_from(tmp_path):
     right = sum(row["text"] == said[row["id"]] for row in rows)
     assert len(rows) >= 10 and right >= 0.7 * len(rows), "of what is kept most is right"
     source = {"train": ["data/train.csv", "labels/train.jsonl"], "dev": "data/dev.csv", "test": "data/test.csv"}
-    sbkit(*train, "--data_folder", json.dumps(source), "--output_folder", "second", "--least_steps", 0, cwd=tmp_path)
+    sbkit(*train, "--data_folder", json.dumps(source), "--output_folder", "second", "--min_steps", 0, cwd=tmp_path)
     learnt = Manifest.read(tmp_path / "second/manifests/train.csv")
     assert len(learnt) == 60 + len(rows)
     texts = dict(zip(learnt.ids, learnt.texts, strict=True))

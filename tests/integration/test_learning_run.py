@@ -16,7 +16,7 @@ from tools.gpu import corpus
 SMALL = (
     "--d_model 48 --nhead 2 --num_encoder_layers 1 --d_ffn 96 --kernel_size 7 --cnn_first_channels 4 --cnn_channels 8 "
     "--dropout 0 --CNN.dropout 0 --schedule.warmup 30 --precision fp32 --num_workers 0 --noprogressbar --no-check "
-    "--step_seconds 10 --least_steps 0 --ckpt_interval_minutes 0 --log_interval 0"
+    "--step_seconds 10 --min_steps 0 --ckpt_interval_minutes 0 --log_interval 0"
 ).split()
 BEGIN, WHOLE = 0.05, 0.95
 STEPS, STOP = 75, 65  # five epochs, and a step in the last: letters are tones, and some are heard after 50 steps

@@ -47,7 +47,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def learnt(folder) -> Path:
     """There, a run that has learnt the words."""
-    sbkit(*words(folder / "source", folder / "old", least_steps=500))
+    sbkit(*words(folder / "source", folder / "old", min_steps=500))
     return folder
 
 
@@ -58,7 +58,7 @@ def replaying(folder: Path, name: str, **keys: object) -> list[str]:
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(learnt):
-    run, given = learnt / "forgot", replaying(learnt, "forgot", replay=0.05, least_steps=250)
+    run, given = learnt / "forgot", replaying(learnt, "forgot", replay=0.05, min_steps=250)
     done = sbkit(*given, cards=True)
     said = done.stdout + done.stderr
     assert "The old test before training: WER" in said
@@ -95,7 +95,7 @@ def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(learnt):
 def test_a_run_that_is_killed_goes_on_to_the_bit_though_its_source_is_gone(folder):
     source = folder / "lent"
     here(*words(source, folder / "old", number_of_epochs=1))
-    whole, killed = (replaying(folder, name, init_from=source, replay=0.3, least_steps=32, ckpt_interval_steps=7)
+    whole, killed = (replaying(folder, name, init_from=source, replay=0.3, min_steps=32, ckpt_interval_steps=7)
                      for name in ("whole", "killed"))
     with copied(folder / "whole", 14, folder / "killed"):
         here(*whole)
@@ -114,6 +114,6 @@ def test_a_run_that_is_killed_goes_on_to_the_bit_though_its_source_is_gone(folde
 @pytest.mark.slow
 def test_two_ranks_score_the_old_test_as_one_does(learnt):
     for ranks in (1, 2):
-        sbkit(*replaying(learnt, str(ranks), replay=0.5, least_steps=4), ranks=ranks, cards=True)
+        sbkit(*replaying(learnt, str(ranks), replay=0.5, min_steps=4), ranks=ranks, cards=True)
     one, two = (OldSet.read(learnt / name) for name in "12")
     assert one.before == two.before < 50 and one.interval == two.interval

@@ -30,7 +30,7 @@ HERTZ = {"low": 300, "mid": 600, "top": 1200}
 SAID = ["top", "low", "mid", "top"]
 KEYS = ("--sample_rate 8000 --d_model 32 --nhead 2 --num_encoder_layers 1 --num_decoder_layers 1 --d_ffn 64 "
         "--cnn_first_channels 4 --cnn_channels 4 --dropout 0 --spec_augment null --intermediate_ctc 0 --num_workers 1 "
-        "--number_of_epochs 3 --least_steps 240 --step_seconds 8 --lr 0.008 --schedule.max_rise_per_step null "
+        "--number_of_epochs 3 --min_steps 240 --step_seconds 8 --lr 0.008 --schedule.max_rise_per_step null "
         "--precision fp32 --device cpu --noprogressbar").split()
 
 

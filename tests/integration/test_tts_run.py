@@ -29,7 +29,7 @@ SIZES = (30, 30)
 TINY = ("--size 16 --hidden 24 --frame_size 20 --frame_hidden 24 --text_encoder.layers 1 --durations.size 12 "
         "--durations.hidden 16 --durations.layers 1 --frame_decoder.layers 1 --quantiser.levels [6,5] "
         "--decoder.input_size 4 --decoder.size 12 --decoder.hidden 16 --decoder.slow_layers 1 --decoder.fast_layers 1 "
-        "--head.input_size 12 --step_seconds 8 --least_steps 0 --max_batch_seconds 6 --number_of_epochs 3 --lr 0.01 "
+        "--head.input_size 12 --step_seconds 8 --min_steps 0 --max_batch_seconds 6 --number_of_epochs 3 --lr 0.01 "
         "--num_workers 1 --precision fp32 --noprogressbar --ckpt_interval_minutes 0 --ckpt_interval_steps 2").split()
 
 

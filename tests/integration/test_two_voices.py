@@ -13,7 +13,7 @@ from sbkit.export.layout import VoiceConfig
 pytestmark = pytest.mark.long
 
 RATE = bundles.RATE
-FAST = ("--step_seconds 8 --least_steps 0 --max_batch_seconds 16 --precision fp32 --noprogressbar "
+FAST = ("--step_seconds 8 --min_steps 0 --max_batch_seconds 16 --precision fp32 --noprogressbar "
         "--no-check").split()
 CODEC = ("--n_mels 20 --encoder_layers 1 --fast_layers 1 --size 16 --hidden 24 --slow_layers 1 "
          "--number_of_epochs 1").split() + FAST

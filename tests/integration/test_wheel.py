@@ -16,7 +16,7 @@ SOURCES = ("sbkit", "hparams", "recipes", "train.py", "setup.cfg", "pyproject.to
 TINY = (
     "--data_folder ../data --number_of_epochs 1 --d_model 16 --nhead 2 --num_encoder_layers 1 --d_ffn 16 "
     "--cnn_first_channels 4 --cnn_channels 4 --num_workers 1 --precision fp32 --device cpu --noprogressbar "
-    "--step_seconds 30 --least_steps 0 --output_folder results/tiny"
+    "--step_seconds 30 --min_steps 0 --output_folder results/tiny"
 ).split()
 
 #: Runs commands one after another with one start of Python, which takes longer than they do.

@@ -12,13 +12,13 @@ from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.chunks import ChunkConfig, Chunks, mask_last_chunk_padding
 
-DRAWN = Chunks(sizes=[4, 8, 16], left=[16, 32], whole=0.25)
+DRAWN = Chunks(sizes=[4, 8, 16], left_context=[16, 32], whole=0.25)
 
 
 @given(st.integers(-(2**70), 2**70), st.integers(0, 10**9))
 def test_a_step_draws_the_same_again_and_what_it_may(seed, step):
     drawn = DRAWN.at(seed, step)
-    assert drawn == Chunks(sizes=[16, 8, 4, 4], left=[32, 16], whole=0.25).at(seed, step)
+    assert drawn == Chunks(sizes=[16, 8, 4, 4], left_context=[32, 16], whole=0.25).at(seed, step)
     assert drawn is None or (drawn.chunk_size in (4, 8, 16) and drawn.left_context_size_frames() in (16, 32))
 
 
@@ -36,7 +36,7 @@ def test_another_seed_and_another_step_draw_something_else():
 
 
 def test_what_is_only_looked_at_changes_what_a_stream_hears_and_no_step_of_training():
-    ahead = Chunks(sizes=[4, 8, 16], left=[16, 32], whole=0.25, ahead=3)
+    ahead = Chunks(sizes=[4, 8, 16], left_context=[16, 32], whole=0.25, lookahead=3)
     assert [ahead.at(1, step) for step in range(20)] == [DRAWN.at(1, step) for step in range(20)]
     assert not any(isinstance(ahead.at(1, step), ChunkConfig) for step in range(20))
     assert ahead.config(8) == ChunkConfig(8, 4, 3) and ahead.validation() == ChunkConfig(16, 2, 3)
@@ -57,13 +57,15 @@ def test_what_it_was_not_trained_for_is_refused_with_what_it_was():
     ({"sizes": []}, r"sizes is \[\], not a list of whole numbers above 0"),
     ({"sizes": "8"}, "sizes is '8', not a list"), ({"sizes": 8}, "sizes is 8, not a list"),
     ({"sizes": [8, 0]}, r"sizes is \[8, 0\], not a list"), ({"sizes": [8.0]}, r"sizes is \[8.0\], not a list"),
-    ({"left": [True]}, r"left_context is \[True\], not a list"), ({"left": None}, "left_context is None, not a list"),
-    ({"left": [64, 40]},
+    ({"left_context": [True]}, r"left_context is \[True\], not a list"),
+    ({"left_context": None}, "left_context is None, not a list"),
+    ({"left_context": [64, 40]},
      r"left_context is 40, not a multiple of each of sizes \(16, 32\): multiples of 32 are, such as 32"),
     ({"whole": 1.0}, "whole is 1.0, not a share of steps from 0 to below 1"), ({"whole": "half"}, "whole is 'half'"),
     ({"validate": 12}, r"validate is 12, not one of sizes \(8, 16, 32\) or null"),
-    ({"ahead": 8}, r"lookahead is 8, not a whole number from 0 to below the smallest of sizes \(8\)"),
-    ({"ahead": -1}, "lookahead is -1"), ({"ahead": True}, "lookahead is True"), ({"ahead": 1.0}, "lookahead is 1.0"),
+    ({"lookahead": 8}, r"lookahead is 8, not a whole number from 0 to below the smallest of sizes \(8\)"),
+    ({"lookahead": -1}, "lookahead is -1"), ({"lookahead": True}, "lookahead is True"),
+    ({"lookahead": 1.0}, "lookahead is 1.0"),
 ])
 def test_what_a_recipe_gives_it_is_checked(given, told):
     with pytest.raises(ValueError, match=told):

@@ -66,9 +66,9 @@ def test_a_whole_object_may_be_given_too(tmp_path):
 def test_the_check_says_what_the_run_would(tmp_path):
     path = chained(tmp_path)
     assert check(path, {"log_interval": 3}, run=False).errors == []
-    assert [str(error) for error in check(path, {"log_interval": -3, "tensorboard": 2}, run=False).errors] == [
+    assert [str(error) for error in check(path, {"log_interval": -3, "layer_decay": 2}, run=False).errors] == [
         "command line: error: log_interval: it is -3, and must be a number, 0 or more",
-        "command line: error: tensorboard: it is 2, and must be true or false"]
+        "command line: error: layer_decay: it is 2, and must be a number above 0, up to 1"]
 
 
 def test_it_is_no_typo_of_one_that_is_written(tmp_path):

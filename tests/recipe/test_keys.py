@@ -448,8 +448,6 @@ CASES = {
     "log_interval": (0.0, 1e6, lines, {"output_folder": From(lambda made: str(made.folder))}),
     "loggers": ([], ["tensorboard"], lambda made: refusal(made, files) or files(made),
                 {"output_folder": From(lambda made: str(made.folder))}),
-    "tensorboard": (False, True, lambda made: refusal(made, files) or files(made),
-                    {"output_folder": From(lambda made: str(made.folder))}),
     "brain": (CTC, Other, lambda made: type(made.brain())),
     "modules": (From(lambda made: {"model": made.recipe.hparams["model"]}),
                 From(lambda made: {"head": made.recipe.hparams["ctc_lin"]}), lambda made: list(made.brain().modules)),
@@ -501,7 +499,7 @@ CASES = {
     "label_smoothing": (0.0, 0.3, loss, JOINT),
     "intermediate_ctc": (0.0, 0.5, loss),
     "intermediate_layers": (None, [2], loss, {"intermediate_ctc": 0.5}),
-    "chunks": (None, Chunks(sizes=[2], left=[2], whole=0.0, validate=2), loss),
+    "chunks": (None, Chunks(sizes=[2], left_context=[2], whole=0.0, validate=2), loss),
     "consistency": (0.0, 0.5, loss, {"spec_augment": SpecAugment(ramp=None)}),
     "consistency_warmup": (0.0, 1.0, loss, {
         "consistency": 0.5, "spec_augment": SpecAugment(ramp=None),

@@ -42,7 +42,7 @@ def test_measured_steps_are_closer_and_a_cpu_has_no_known_power():
 def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys, monkeypatch):
     run_folders.corpus(tmp_path / "data", 3.0, train=8, dev=2, test=2)
     words = [str(ROOT / "hparams" / "ctc.yaml"), "--d_model", "16", "--nhead", "2", "--num_encoder_layers", "1",
-             "--d_ffn", "16", "--least_steps", "0", "--number_of_epochs", "2", "--num_workers", "0",
+             "--d_ffn", "16", "--min_steps", "0", "--number_of_epochs", "2", "--num_workers", "0",
              "--max_batch_seconds", "40", "--step_seconds", "40", "--nonspeech", "null",
              "--data_folder", str(tmp_path / "data"), "--output_folder", str(tmp_path / "out"), "--device", "cpu"]
     assert cli.main(["prepare", *words]) == 0

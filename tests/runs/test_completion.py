@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import run_folders
 from processes import Ended, program
+from trained_runs import latest
 
 from sbkit.cli import main
 from sbkit.recipe import flops
@@ -119,8 +120,9 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
     out = tmp_path / "out"
 
     def record():
-        made = json.loads((out / "reproduce.json").read_text())
-        return (out / "hyperparams.yaml").read_text(), made["recipe"], made["losses"]
+        lines = (out / "metrics.jsonl").read_text().splitlines()
+        return (out / "hyperparams.yaml").read_text(), [
+            line for line in lines if json.loads(line)["kind"] in ("step", "epoch")]
 
     before, written = record(), (out / "env.log").stat().st_mtime_ns
     code, added, said = started("--lr", "0.5")
@@ -140,12 +142,23 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
     assert "\nlr: 0.5" in (own / "hyperparams.yaml").read_text() and "0.5" in (own / "report.html").read_text()
     assert started()[:2] == (0, (0, 0)) and record() == before, "and is still done"
     assert started("--number_of_epochs", "2", "--lr", "0.5")[:2] == (0, (2, 1))
-    assert "\nlr: 0.5" in record()[0] and "lr: 0.5" in record()[1]
+    assert "\nlr: 0.5" in record()[0] and len(record()[1]) > len(before[1])
     [change] = re.findall(r"Steps after (\d+) ran with changed values: ([^<]*)\.<", (out / "report.html").read_text())
     assert change[0] == "2" and "lr, opt_class.lr, schedule.peak: 0.003 -&gt; 0.5" in change[1]
     made, last = record(), ("--number_of_epochs", "2", "--lr", "0.5")
-    (out / "metrics.jsonl").unlink()
     assert started(*last, "--test_only")[:2] == (0, (0, 1)) and record() == made and started(*last)[1] == (0, 0)
+
+
+def test_the_recipe_that_a_run_wrote_trains_the_same_weights_elsewhere(started, tmp_path):
+    out, again = tmp_path / "out", tmp_path / "again"
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = main(["train", str(out / "hyperparams.yaml"), "--output_folder", str(again), "--device", "cpu"])
+    assert code == 0
+    files = {path.name for path in latest(out).iterdir()} & {"model.ckpt", "ema.ckpt", "optimizer.ckpt"}
+    assert "model.ckpt" in files
+    for name in files:
+        assert (latest(again) / name).read_bytes() == (latest(out) / name).read_bytes(), name
+    assert f"{out}/" not in (again / "hyperparams.yaml").read_text().partition("\n\n")[2]
 
 
 def test_killed_in_its_test_it_tests_when_started_again(started):
@@ -158,7 +171,7 @@ def test_killed_in_its_test_it_tests_when_started_again(started):
 
 
 def test_a_key_that_only_the_command_line_has_is_the_runs_own(new, started, tmp_path):
-    out, words = tmp_path / "out", ("--log_interval", "0", "--tensorboard", "false")
+    out, words = tmp_path / "out", ("--log_interval", "0")
     assert started(*words, until="testing")[0] == -signal.SIGKILL
     assert started(*words)[:2] == (0, (0, 1)) and started(*words)[:2] == (0, (0, 0))
     told = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

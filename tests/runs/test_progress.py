@@ -84,7 +84,7 @@ def test_it_does_not_change_if_the_newest_checkpoint_is_damaged(tmp_path):
 
 
 def test_an_epoch_keeps_its_length_when_there_are_to_be_more(tmp_path):
-    batching, seconds = Batching(100, least_steps=60), [20.0] * 25  # 5 steps
+    batching, seconds = Batching(100, min_steps=60), [20.0] * 25  # 5 steps
     assert len(Plan(seconds, batching, epochs=BEGAN)) == 20
     assert read_progress(*shelf(tmp_path, 30)).epochs == 30
     stopped(tmp_path, None)

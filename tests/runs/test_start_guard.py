@@ -222,6 +222,13 @@ def test_an_output_folder_that_moved_changes_no_other_value(folder):
     assert changes(folder, there.format("en"), there.format("de")) == ["data_folder: data/en -> data/de"]
 
 
+def test_a_name_of_an_earlier_version_is_no_change(folder):
+    text = "schedule: !new:sbkit.train.schedule.Schedule {{peak: 1, {0}: {1}}}"
+    assert changes(folder, text.format("rise", 2), text.format("max_rise_per_step", 2)) == []
+    assert changes(folder, text.format("rise", 2), text.format("max_rise_per_step", 3)) == [
+        "schedule.max_rise_per_step: 2 -> 3"]
+
+
 def test_a_recipe_that_cannot_be_read_has_no_changes(folder):
     assert changes(folder, "lr: 1", "{") == []
 

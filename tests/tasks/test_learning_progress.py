@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from speechbrain.utils.checkpoints import Checkpointer
 
 from sbkit.nn.spec_augment import SpecAugment
 from sbkit.tasks.learning_progress import LAG, LearningProgress
@@ -34,8 +36,28 @@ def test_a_run_that_was_saved_anywhere_goes_on_as_if_it_never_had_been(losses, d
             second.load(path, False)
         each = first if step < cut else second
         assert whole.score_at(step) == each.score_at(step)
+        assert (whole.first, whole.lowest) == (each.first, each.lowest)
         whole.count(step, loss, 1.0)
         each.count(step, loss, 1.0)
+
+
+def test_a_checkpoint_of_an_earlier_version_gives_the_progress_that_it_had(tmp_path):
+    """It has no first and lowest loss, and has a file of what notices had been said."""
+    before, now = LearningProgress(3.0), LearningProgress(3.0)
+    for step in range(1, 40):
+        before.count(step, 6.0 / step, 1.0)
+        before.score_at(step)
+    checkpoint = Checkpointer(tmp_path, {"hearing": before, "alarm": LearningProgress()}).save_checkpoint()
+    path = checkpoint.paramfiles["hearing"]
+    state = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({name: state[name] for name in ("loss", "comparable", "recent")}))
+
+    assert Checkpointer(tmp_path, {"hearing": now}).recover_if_possible() is not None
+    for step in range(40, 80):
+        assert now.score_at(step) == before.score_at(step) > 0
+        now.count(step, 2.0, 1.0)
+        before.count(step, 2.0, 1.0)
+    assert now.lowest > before.lowest, "since it was resumed"
 
 
 def test_chance_is_nothing_and_no_loss_is_all():

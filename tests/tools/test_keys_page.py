@@ -19,7 +19,6 @@ def test_the_arguments_of_what_recipes_build_are_listed_with_their_defaults():
                 "| `warmup` | 0.1 | Steps until `peak`; ", "| `orthogonalize_every` | 1 | The momentum ",
                 "| `limit_splits` | ['train'] | "):
         assert row in page
-    assert "least_steps" not in page, "no former names"
 
 
 def test_what_bundles_are_used_with_is_listed():

@@ -292,6 +292,26 @@ def test_a_resumed_run_reaches_the_same_bits(every, stop):
     assert all(torch.equal(*pair) for pair in zip(whole, second, strict=True))
 
 
+def test_a_checkpoint_of_an_earlier_version_whose_groups_had_other_names_is_loaded():
+    weights = parameters((8, 8), (8, 8))
+    before = Muon(weights, modules=[holder(*weights)], update_rms=0.2, orthogonalize_every=2)
+    descend(before, weights, 3)
+    saved = copy.deepcopy(before.state_dict())
+    [group] = saved["param_groups"]
+    group["strength"], group["every"] = group.pop("update_rms"), group.pop("orthogonalize_every")
+
+    other = parameters((8, 8), (8, 8))
+    with torch.no_grad():
+        for same, weight in zip(other, weights, strict=True):
+            same.copy_(weight)
+    resumed = Muon(other, modules=[holder(*other)], update_rms=0.2, orthogonalize_every=2)
+    resumed.load_state_dict(saved)
+    assert resumed.param_groups[0].keys() == before.param_groups[0].keys()
+    descend(before, weights, 3)
+    descend(resumed, other, 3)
+    assert all(torch.equal(*pair) for pair in zip(weights, other, strict=True))
+
+
 def test_a_run_with_adamw_can_be_resumed_with_muon(caplog):
     weights = parameters((8, 8), (8,), (8, 8), (8, 8))
     before = torch.optim.AdamW(weights, lr=0.5)
@@ -302,7 +322,7 @@ def test_a_run_with_adamw_can_be_resumed_with_muon(caplog):
     assert "Muon's momentum starts at 0" in caplog.text
     squares = optimizer.state[weights[1]]["exp_avg_sq"].clone()
     descend(optimizer, weights, 1)
-    assert optimizer.param_groups[0]["strength"] == 0.3 and optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.param_groups[0]["update_rms"] == 0.3 and optimizer.param_groups[0]["lr"] == 0.5
     assert all(optimizer.state[weight]["direction"].abs().min() > 0 for weight in matrices)
     kept = optimizer.state[weights[1]]
     assert kept["step"] == 3 and not torch.equal(squares, kept["exp_avg_sq"])

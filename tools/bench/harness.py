@@ -8,7 +8,6 @@ import json
 import math
 import os
 import resource
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.errors import SbkitError
-from sbkit.score.run_files import REPRODUCE
 from sbkit.system.console import atomic_write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,13 +113,6 @@ def processor_seconds() -> float:
     """Return the processor time of all programs that this one has run and that have ended, with theirs."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def discard(folder: Path) -> None:
-    """Delete a run, except the file for sbkit reproduce, which moves beside its folder."""
-    for kept in folder.rglob(REPRODUCE):
-        kept.replace(folder.with_name(f"{folder.name}.{REPRODUCE}"))
-    shutil.rmtree(folder)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

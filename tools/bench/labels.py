@@ -86,9 +86,9 @@ class Bench:
         wer, steps = {GREEDY: rates_of(folder)["wer"]}, read_lines(folder / "metrics.jsonl")[-1]["step"]
         if self.lm:
             if not self.lm.exists():
-                sbkit("the language model", ["lm", self.out / "round-0", "--out", self.lm], log)
+                sbkit("the language model", ["lm", self.out / "round-0", "--to", self.lm], log)
             scores = self.out / "evaluations" / name
-            sbkit("the search", ["evaluate", folder, "--lm", self.lm, "--out", scores], log)
+            sbkit("the search", ["evaluate", folder, "--lm", self.lm, "--to", scores], log)
             [result] = scores.glob("*/result.json")
             wer["with the language model"] = json.loads(result.read_text())["WER"]
         return {"steps": steps, "wer": wer}

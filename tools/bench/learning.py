@@ -39,7 +39,7 @@ from sbkit.system.console import atomic_write, table
 from sbkit.system.cores import usable_cores
 from tools.bench import corpora, harness, systems
 from tools.bench.figure import figure
-from tools.bench.harness import RECIPE, discard, positive, whole_numbers
+from tools.bench.harness import RECIPE, positive, whole_numbers
 from tools.bench.systems import NAMES, SYSTEMS, Cell
 
 OWN = ("number_of_epochs", "seed", "data_folder", "language", "output_folder")  # keys that it sets
@@ -282,7 +282,7 @@ class Bench:
         print(f"{cell.name} ...", end=" ", file=sys.stderr, flush=True)
         run = systems.Run(cell, corpus, self.setting, folder, self.out / "logs" / f"{cell.name}.log")
         facts = systems.measure(run)
-        discard(folder)
+        shutil.rmtree(folder)
         self.results.put(cell.name, {**asdict(cell), **facts})
         self.write()
         print(f"dev WER {facts['dev_wer']:.2f} %, test {facts['test_wer']:.2f} %, {facts['train_seconds']:.0f} s of "

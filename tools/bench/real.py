@@ -41,7 +41,6 @@ from tools.bench.harness import (
     as_words,
     call,
     check_keys,
-    discard,
     markdown,
     positive,
     processor_seconds,
@@ -159,7 +158,7 @@ class Bench:
             found = rates_of(folder)
             found = {**found, "epochs": epochs, "train_seconds": share * found["train_seconds"],
                      "curve": curve(read_lines(folder / "metrics.jsonl"), share)}
-        discard(folder)
+        shutil.rmtree(folder)
         return found
 
     def other(self, cell: systems.Cell, spec: corpora.Spec, folder: Path, log: Path) -> dict[str, Any]:

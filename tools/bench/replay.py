@@ -81,8 +81,8 @@ class Bench:
         shutil.rmtree(folder, ignore_errors=True)  # one that was stopped would be resumed
         words = as_words({**given, "init_from": self.source, "min_steps": 0, "output_folder": folder})
         sbkit(name, ["train", RECIPE, "--noprogressbar", *words, *self.keys], log)
-        sbkit(name, ["evaluate", folder, "--on", self.source / "manifests" / "test.csv", "--name", "old", "--workers",
-                     0], log)
+        sbkit(name, ["evaluate", folder, "--data_folder", self.source / "manifests" / "test.csv", "--name", "old",
+                     "--workers", 0], log)
         tested = json.loads((folder / TESTED).read_text(encoding="utf-8"))
         old = json.loads((folder / EVALUATIONS / "old-best" / RESULT).read_text(encoding="utf-8"))
         before = OldSet.read(folder)

@@ -90,7 +90,7 @@ def train_sbkit(run: Run) -> dict[str, Any]:
     transcripts = {}
     for split in ("dev", "test"):
         run.call([sys.executable, "-m", "sbkit", "evaluate", run.folder / "run", "--checkpoint", "last", "--split",
-                  split, "--name", split, "--out", run.folder / "transcripts", "--device", run.setting.device],
+                  split, "--name", split, "--to", run.folder / "transcripts", "--device", run.setting.device],
                  waits=False)
         rows = read_lines(run.folder / "transcripts" / f"{split}-last" / "utterances.jsonl")
         transcripts[split] = {row["id"]: row["hypothesis"] for row in rows}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.score.run_files import EVALUATIONS, RESULT
 from sbkit.system.console import atomic_write
-from tools.bench.harness import RECIPE, Results, as_words, discard, markdown, parse_checked, program, sbkit
+from tools.bench.harness import RECIPE, Results, as_words, markdown, parse_checked, program, sbkit
 
 RATE, ROOMS, OWN = 16_000, {"train": 40, "test": 20}, ("augment", "output_folder", "sample_rate")
 #: The stages of each way, in their order.
@@ -76,7 +77,7 @@ def measure(out: Path, way: str, keys: Sequence[str]) -> dict[str, Any]:
         result = run / EVALUATIONS / f"{corpus.name}-best" / RESULT
         said = json.loads(result.read_text(encoding="utf-8"))
         rates[name] = [said["WER"], *said["WER_interval"]]
-    discard(run)
+    shutil.rmtree(run)
     return {"rates": rates}
 
 

@@ -218,7 +218,7 @@ def _transcribed(bench: Bench, bundle: Path, model: str, device: str, clips: lis
     """Transcribe each clip by the command line; returns the error as a string if that failed."""
     out = bench.folder / f"{model}-{device.replace(':', '')}-{time.monotonic_ns()}"
     done = bench.program(["transcribe", str(bundle), *map(str, clips), "--model", model, "--device", device,
-                          "--output", str(out)])
+                          "--to", str(out)])
     if done.code:
         return done.last_line()
     return [(out / f"{clip.stem}.txt").read_text(encoding="utf-8").strip() for clip in clips]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.nn.guard import guard_indices
-from sbkit.system.renamed import FORMER, argument
 
 
 class Quantised(NamedTuple):
@@ -101,19 +100,17 @@ class ResidualVectors(Quantiser):
 
     size : D
     codebooks : codes for each frame
-    books : the former name of ``codebooks``
     entries : vectors of a book
     code_size : dimensions of these vectors; in a small space, more of them are used
     commitment : weight of the commitment loss; that of the codebook loss is 1
     """
 
     def __init__(self, size: int, codebooks: int = 2, entries: int = 1024, code_size: int = 8,
-                 commitment: float = 0.25, *, books: int = FORMER):
-        books = argument("quantiser", books=books, codebooks=codebooks)
+                 commitment: float = 0.25):
         super().__init__()
-        self.size, self.sizes, self.commitment = size, (entries,) * books, commitment
+        self.size, self.sizes, self.commitment = size, (entries,) * codebooks, commitment
         self.books: Sequence[Book] = nn.ModuleList(  # type: ignore[assignment]  # which doesn't say what it holds
-            [Book(size, entries, code_size) for _ in range(books)])
+            [Book(size, entries, code_size) for _ in range(codebooks)])
 
     def forward(self, vectors: Tensor) -> Quantised:
         residual, codes, penalty = vectors.float(), [], 0.0
@@ -134,7 +131,6 @@ class FiniteScalars(Quantiser):
 
     levels : of each number of a book: [8, 5, 5, 5] has 1,000 codes
     codebooks : codes for each frame
-    books : the former name of ``codebooks``
     noise : share of utterances that get noise as strong as rounding, instead of rounding, in training, so that the
         decoder has a gradient between two levels
     """
@@ -142,16 +138,15 @@ class FiniteScalars(Quantiser):
     level: Tensor
     step: Tensor
 
-    def __init__(self, levels: Sequence[int] = (8, 5, 5, 5), codebooks: int = 1, noise: float = 0.0, *,
-                 books: int = FORMER):
-        books = argument("quantiser", books=books, codebooks=codebooks)
+    def __init__(self, levels: Sequence[int] = (8, 5, 5, 5), codebooks: int = 1, noise: float = 0.0):
         super().__init__()
-        if not levels or min(levels) < 2 or books < 1:
-            raise ValueError(f"levels are {list(levels)} and books {books}: use 1 book or more, and 2 levels or more")
+        if not levels or min(levels) < 2 or codebooks < 1:
+            raise ValueError(f"levels are {list(levels)} and codebooks {codebooks}: use 1 codebook or more, and 2 "
+                             "levels or more")
         if not 0 <= noise <= 1:
             raise ValueError(f"noise is {noise}, not a share between 0 and 1")
-        self.levels, self.books, self.noise = tuple(levels), books, noise
-        self.size, self.sizes = books * len(levels), (math.prod(levels),) * books
+        self.levels, self.books, self.noise = tuple(levels), codebooks, noise
+        self.size, self.sizes = codebooks * len(levels), (math.prod(levels),) * codebooks
         steps = [math.prod(levels[:i]) for i in range(len(levels))]
         self.register_buffer("level", torch.tensor(levels), persistent=False)
         self.register_buffer("step", torch.tensor(steps), persistent=False)

@@ -9,7 +9,6 @@ from torch.nn import functional
 from sbkit.nn.enhance.transform import Frames
 from sbkit.nn.kaldi import full_precision
 from sbkit.nn.lengths import lengths_to_mask
-from sbkit.system.renamed import FORMER, argument
 
 
 class CausalBlock(nn.Module):
@@ -117,17 +116,14 @@ class Enhancer(nn.Module):
     transform : waveforms to coefficients of frames and back, such as ``FourierFrames``
     mask_network : features of frames to masks: ``CausalConvolutions``, or a module with its ``forward`` and ``state``
     lookahead : of the network, in frames
-    ahead : the former name of ``lookahead``
     """
 
-    def __init__(self, transform: Frames, mask_network: CausalConvolutions, lookahead: int = 0, *,
-                 ahead: int = FORMER):
-        ahead = argument("enhancer", ahead=ahead, lookahead=lookahead)
+    def __init__(self, transform: Frames, mask_network: CausalConvolutions, lookahead: int = 0):
         super().__init__()
-        if ahead < 0:
-            raise ValueError(f"lookahead is {ahead}, and must be 0 or more")
-        self.transform, self.mask_network, self.ahead = transform, mask_network, ahead
-        self.hop, self.delay = transform.hop, transform.overlap + ahead * transform.hop
+        if lookahead < 0:
+            raise ValueError(f"lookahead is {lookahead}, and must be 0 or more")
+        self.transform, self.mask_network, self.ahead = transform, mask_network, lookahead
+        self.hop, self.delay = transform.hop, transform.overlap + lookahead * transform.hop
 
     def forward(self, signals: Tensor, lengths: Tensor) -> Tensor:
         size = signals.shape[1]

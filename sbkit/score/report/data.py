@@ -272,7 +272,10 @@ def read(run: str | Path, utterances_file: str | Path | None = None) -> RunData:
     for line in lines:
         if line["kind"] == "epoch" and isinstance(line.get("epoch"), int):
             epochs.setdefault(line["epoch"], {}).update(line)
-    warnings = {line.get("what"): line for line in lines if line["kind"] == "warning"}  # the last one of each kind
+    # Each start that trains watches anew and says again what still holds; one that only tests has no steps.
+    trained = max((at for at, line in enumerate(lines) if line["kind"] in ("step", "epoch")), default=0)
+    began = max((at for at, line in enumerate(lines[:trained]) if line["kind"] == "run"), default=0)
+    warnings = {line.get("what"): line for line in lines[began:] if line["kind"] == "warning"}  # the last of each kind
     return RunData(
         folder=folder, run=folder, steps=[line for line in lines if line["kind"] == "step"],
         epochs=[epochs[number] for number in sorted(epochs)],

@@ -101,8 +101,7 @@ class EnhancementKeys(TaskKeys):
     """Keys of the model and of its loss."""
 
     enhancer: Enhancer = key("noisy waveforms [B, S] and sample counts [B] to clean ones, a sbkit.nn.enhance.Enhancer")
-    max_db: float = key("ratio in decibels at which the loss of an utterance saturates", 30.0, NOT_NEGATIVE,
-                        "most_decibels")
+    max_db: float = key("ratio in decibels at which the loss of an utterance saturates", 30.0, NOT_NEGATIVE)
 
 
 class Enhancement(Task):

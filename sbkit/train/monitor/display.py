@@ -174,8 +174,6 @@ class Progress(StageDisplay):
         self.skipped += result.skipped
         if self.metrics is not None:
             self._results.append(result._replace(batches=[]))
-            if result.number in (1, 10) or result.number % 100 == 0:
-                self.metrics.write("loss", step=result.number, loss=result.loss)  # of this step alone: sbkit reproduce
 
     def show(self, loss: float | None, rate: Rate | None) -> None:
         """Draw the bar and write a line, each if it is due."""

@@ -51,15 +51,15 @@ class MetricsLog(ResumableLog):
         values : the recipe's values by key; loggers get the plain ones
         """
         if keys.output_folder is None:
-            if keys.loggers or keys.tensorboard:
+            if keys.loggers:
                 logger.warning("loggers: nothing is sent to them, as the recipe has no output_folder")
             return None
-        names = [*keys.loggers, *(["tensorboard"] if keys.tensorboard else [])] if if_main_process() else []
+        names = keys.loggers if if_main_process() else []
         plain = {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str))}
         return cls(keys.output_folder, make(names, Run(Path(keys.output_folder), plain)))
 
     def write(self, kind: str, **values: Any) -> None:
-        """Add a line, with ``time`` (seconds since 1970) and ``kind``: step, loss, epoch, warning, test or run."""
+        """Add a line, with ``time`` (seconds since 1970) and ``kind``: step, epoch, warning, test or run."""
         if not self.enabled:
             return
         line = {"time": round(time.time(), 3), "kind": kind}
@@ -85,7 +85,7 @@ class MetricsLog(ResumableLog):
             line = {k: _plain(v) for k, v in self._waiting.popleft().items()}
             self._file.append(json.dumps(line, ensure_ascii=False, allow_nan=False))
             self._step = line.get("step", self._step)
-            if line["kind"] == "loss" or self._step is None or self._file.waiting:
+            if self._step is None or self._file.waiting:
                 continue  # nothing is sent before there is a step
             numbers = {f"{line['kind']}/{name}": value for name, value in line.items()
                        if name not in ("time", "step", "epoch") and type(value) in (int, float)}
@@ -95,6 +95,7 @@ class MetricsLog(ResumableLog):
 
 def _written_again(line: str) -> bool:
     try:
+        # Runs of earlier versions have lines of kind loss, too.
         return json.loads(line).get("kind") in ("step", "loss", "epoch", "warning")
     except (ValueError, AttributeError):  # not a line of this class
         return True

@@ -10,7 +10,7 @@ SIZE = {"size": 16, "hidden": 24}
 
 def coder(quantiser=None):
     torch.manual_seed(0)
-    quantiser = quantiser or FiniteScalars([8, 5, 5, 5], books=2)
+    quantiser = quantiser or FiniteScalars([8, 5, 5, 5], codebooks=2)
     made = Coder(LogMel(n_mels=20), CodecEncoder(20, quantiser.size, **SIZE, layers=2), quantiser,
                  CodecDecoder(quantiser.size, **SIZE, slow_layers=2, fast_layers=1), WaveHead(16))
     return made.eval()
@@ -28,7 +28,7 @@ def batched(utterances, beyond=0):
             torch.tensor([len(each) for each in utterances]))
 
 
-@pytest.mark.parametrize("quantiser", [None, ResidualVectors(12, books=2, entries=64)])
+@pytest.mark.parametrize("quantiser", [None, ResidualVectors(12, codebooks=2, entries=64)])
 @pytest.mark.parametrize("beyond", [0, 777])
 def test_an_utterance_has_the_same_codes_and_sound_alone_and_in_a_batch(utterances, beyond, quantiser):
     codec = coder(quantiser)

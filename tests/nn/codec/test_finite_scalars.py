@@ -70,7 +70,7 @@ def test_noise_takes_the_place_of_rounding_for_its_share_of_the_utterances_in_tr
 
 @pytest.mark.parametrize("wrong", [-1, 1000, 1063])
 def test_a_code_outside_its_book_is_refused_and_named(wrong):
-    quantiser = FiniteScalars([8, 5, 5, 5], books=2)
+    quantiser = FiniteScalars([8, 5, 5, 5], codebooks=2)
     codes = torch.zeros(1, 4, 2, dtype=torch.long)
     codes[0, 3, 1] = wrong
     with pytest.raises(SbkitError, match=f"^codebook 1: row 0, position 3: index {wrong} is outside"):
@@ -78,7 +78,7 @@ def test_a_code_outside_its_book_is_refused_and_named(wrong):
     assert quantiser.embed(torch.full((1, 1, 2), 999)).shape == (1, 1, 8)
 
 
-@pytest.mark.parametrize("options", [{"levels": []}, {"levels": [8, 1]}, {"books": 0}, {"noise": 1.5}])
+@pytest.mark.parametrize("options", [{"levels": []}, {"levels": [8, 1]}, {"codebooks": 0}, {"noise": 1.5}])
 def test_impossible_options_are_refused(options):
-    with pytest.raises(ValueError, match=r"use 1 book or more|not a share"):
+    with pytest.raises(ValueError, match=r"use 1 codebook or more|not a share"):
         FiniteScalars(**options)

@@ -10,7 +10,7 @@ from sbkit.nn.codec import ResidualVectors
 @pytest.fixture
 def quantiser():
     torch.manual_seed(0)
-    return ResidualVectors(16, books=3, entries=32, code_size=4)
+    return ResidualVectors(16, codebooks=3, entries=32, code_size=4)
 
 
 def test_codes_give_back_the_vectors_they_were_made_with(quantiser):

@@ -22,8 +22,8 @@ from sbkit.nn.streaming.encoder import StreamingEncoder
 from sbkit.nn.streaming.layers import EncoderState
 
 EACH = 4
-CHUNKS = Chunks(sizes=[1, 2, 4, 8], left=[8, 16], validate=4)
-AHEAD = {ahead: Chunks(sizes=[4, 8], left=[8, 16], validate=4, ahead=ahead) for ahead in (1, 3)}
+CHUNKS = Chunks(sizes=[1, 2, 4, 8], left_context=[8, 16], validate=4)
+AHEAD = {ahead: Chunks(sizes=[4, 8], left_context=[8, 16], validate=4, lookahead=ahead) for ahead in (1, 3)}
 
 
 class Scaled(nn.Module):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow  # each takes a fraction of a second, and there ar
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "hparams" / "finetune.yaml"
 LORA = ROOT / "recipes" / "CommonVoice" / "ASR" / "CTC" / "hparams" / "lora.yaml"
-TINY = {"num_workers": 0, "least_steps": 0}
+TINY = {"num_workers": 0, "min_steps": 0}
 
 
 def kept(folder, data, recipe=RECIPE, **keys):

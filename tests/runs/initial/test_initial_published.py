@@ -22,7 +22,7 @@ from sbkit.score.metric import Metric
 pytestmark = pytest.mark.slow
 
 RECIPE = Path(__file__).parents[3] / "hparams" / "finetune.yaml"
-TINY = {"num_workers": 0, "least_steps": 0, "head_kernel": 0}
+TINY = {"num_workers": 0, "min_steps": 0, "head_kernel": 0}
 SMALL = [letter.lower() if len(letter) == 1 else letter for letter in published.LETTERS]
 
 

@@ -236,6 +236,20 @@ def warned(run, *lines):
     return [(one.headline, one.detail) for one in findings(read(run))]
 
 
+def test_a_warning_of_an_earlier_start_is_no_finding_once_a_later_one_trains(tmp_path):
+    """Each start watches anew and says again what still holds."""
+    run = run_folders.finished_run(tmp_path, run_folders.scored(60))
+
+    def headlines():
+        return [each.headline for each in findings(read(run)) if each.headline == "Nothing yet"]
+
+    assert warned(run, ("chance", "Nothing yet", True, False)) and headlines()
+    run_folders.log(run, {"time": 1.9e9, "kind": "run"}, {"time": 1.9e9, "kind": "test"})
+    assert headlines(), "a start that only tests trains nothing"
+    run_folders.log(run, {"time": 1.9e9, "kind": "run"}, {"time": 1.9e9, "kind": "step", "step": 900})
+    assert not headlines()
+
+
 def test_what_training_was_warned_of_and_holds_stands_first(tmp_path):
     rows = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis="") for one in run_folders.scored(60)]
     run = run_folders.finished_run(tmp_path, rows)

@@ -22,7 +22,7 @@ CONFIG = Config(sample_rate=16_000, codec="0" * 64, books=[40, 40], stride=320, 
 
 def coder(quantiser=None, layers=1, **features):
     torch.manual_seed(0)
-    quantiser = quantiser or FiniteScalars([8, 5], books=2)
+    quantiser = quantiser or FiniteScalars([8, 5], codebooks=2)
     made = Coder(LogMel(n_mels=10, **features), CodecEncoder(10, quantiser.size, **SIZE, layers=layers), quantiser,
                  CodecDecoder(quantiser.size, **SIZE, slow_layers=1, fast_layers=1), WaveHead(8))
     return made.eval()
@@ -39,7 +39,7 @@ def clips(seconds=(0.05, 0.4, 0.7, 1.3)):
 
 @pytest.mark.parametrize("part", ["encoder", "decoder", "head", "quantiser"])
 def test_another_weight_is_another_codec(part):
-    made = coder(ResidualVectors(6, books=2, entries=16))
+    made = coder(ResidualVectors(6, codebooks=2, entries=16))
     before = fingerprint(made)
     with torch.no_grad():
         next(getattr(made, part).parameters()).view(-1)[0].add_(1e-6)
@@ -47,7 +47,7 @@ def test_another_weight_is_another_codec(part):
 
 
 def test_the_same_weights_with_other_numbers_are_another_codec():
-    one, other = coder(FiniteScalars([8, 5], books=2)), coder(FiniteScalars([5, 8], books=2))
+    one, other = coder(FiniteScalars([8, 5], codebooks=2)), coder(FiniteScalars([5, 8], codebooks=2))
     later = coder(size=320)  # of a feature frame
     other.load_state_dict(one.state_dict())
     later.load_state_dict(one.state_dict())
@@ -55,11 +55,11 @@ def test_the_same_weights_with_other_numbers_are_another_codec():
 
 
 def test_the_weights_are_those_of_the_parts_by_name(tmp_path):
-    made = coder(ResidualVectors(6, books=2, entries=16))
+    made = coder(ResidualVectors(6, codebooks=2, entries=16))
     ExportedCodec.of(made).write_beside(tmp_path, CONFIG)
     found = load_file(tmp_path / "model.safetensors")
     assert {name.split(".")[0] for name in found} == {"encoder", "quantiser", "decoder", "head"}
-    another = coder(ResidualVectors(6, books=2, entries=16), layers=1)
+    another = coder(ResidualVectors(6, codebooks=2, entries=16), layers=1)
     another.load_state_dict(found)
     assert fingerprint(another) == fingerprint(made)
 

@@ -27,7 +27,7 @@ from sbkit.tasks.ctc.task import CTC
 from sbkit.tasks.recognise.live import LiveTest
 
 PIECES = Letters(["<unk>", "▁", "a", "b", "c"])
-CHUNKS = Chunks(sizes=[2, 4], left=[4], validate=None)
+CHUNKS = Chunks(sizes=[2, 4], left_context=[4], validate=None)
 
 
 def listener(chunk, chunks=CHUNKS, encode=None):
@@ -68,7 +68,8 @@ def test_a_word_is_shown_at_the_end_of_its_last_chunk():
 
 
 def test_what_is_only_looked_at_is_said_with_the_next_chunk():
-    ahead = Chunks(sizes=[4], left=[4], validate=None, ahead=2)  # each says two frames, 0.08 s before its end
+    # Each says two frames, 0.08 s before its end.
+    ahead = Chunks(sizes=[4], left_context=[4], validate=None, lookahead=2)
     row = seen([160, None], ["_a-_b--_cc"] * 3, "a b c", 0.4, ahead)
     assert row.live[0].text == "a b c"
     assert row.live[0].latencies == pytest.approx([0.08, 0.12, 0.0], abs=1e-6)

@@ -106,7 +106,7 @@ def test_the_check_tries_the_front_end_whatever_its_weights_are(data, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"Transformer": {"attention_type": "RelPosMHAXL"}, "chunks": {"ahead": 0}},
+    {}, {"Transformer": {"attention_type": "RelPosMHAXL"}, "chunks": {"lookahead": 0}},
     {"compute_features": {"frame_length": 8.0}}])
 def test_the_check_warns_of_just_what_the_export_refuses(data, tmp_path, changes):
     warned = [str(each) for each in check(RECIPE, {**SMALL, **changes, "output_folder": str(tmp_path)}).warnings]

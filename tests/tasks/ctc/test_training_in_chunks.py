@@ -71,7 +71,7 @@ def batch(lengths, **place):
     return noise(*lengths, tokens=[[2, 3]] * n, texts=["aa"] * n, level=1.0, **place)
 
 
-CHUNKS = Chunks(sizes=[2, 4], left=[4, 8], whole=0.3, validate=4)
+CHUNKS = Chunks(sizes=[2, 4], left_context=[4, 8], whole=0.3, validate=4)
 
 
 # ------------------------------------------------------------ what a stage sees
@@ -98,7 +98,7 @@ def test_each_stage_sees_what_it_is_to_see(monkeypatch):
 
 
 def test_inner_layers_have_their_loss_in_chunks_too():
-    made = brain(Chunks(sizes=[2], left=[2], whole=0.0, validate=2), intermediate_ctc=0.3)
+    made = brain(Chunks(sizes=[2], left_context=[2], whole=0.0, validate=2), intermediate_ctc=0.3)
     made.modules.train()
     scores = made.compute_forward(batch([160, 40]), Stage.TRAIN)
     assert len(scores.intermediate) == 1 and not torch.equal(scores.intermediate[0], scores.ctc)
@@ -237,7 +237,7 @@ def test_the_check_refuses_encoders_that_have_no_chunks(given, told, tmp_path):
 @pytest.mark.slow
 def test_memory_is_counted_for_the_chunks_that_need_the_most_whatever_a_step_draws(tmp_path):
     def counted(sizes, whole):
-        given = {"sizes": sizes, "whole": whole, "validate": None, "ahead": 0}
+        given = {"sizes": sizes, "whole": whole, "validate": None, "lookahead": 0}
         report = check(STREAMING, {"chunks": given, "output_folder": str(tmp_path), "num_encoder_layers": 2})
         return report.sections["cost"].values["batch_bytes"]
 

@@ -119,7 +119,7 @@ def test_a_recipe_is_checked_with_as_many_tokens_as_the_prepared_corpus_has_char
 
 @pytest.mark.slow
 def test_an_epoch_that_goes_through_its_corpus_several_times_is_counted_so(prepared):
-    report = check(SMALL, prepared(nonspeech=None) | {"batching": {"least_steps": 198}})
+    report = check(SMALL, prepared(nonspeech=None) | {"batching": {"min_steps": 198}})
     assert [row[0] for row in report.sections["cost"].rows][-2:] == [
         "time of an epoch, 33 min of audio, 99 times 20 s, one cpu", "time of the run, 2 epochs, one cpu"]
 

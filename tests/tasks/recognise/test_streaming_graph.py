@@ -30,7 +30,7 @@ def test_it_gives_what_the_checkpoint_does_for_every_chunk_alone_and_in_a_batch(
 
 
 def test_it_does_so_where_a_chunk_looks_ahead():
-    made = recogniser(chunks=Chunks(sizes=[4, 8], left=[8, 16], validate=4, ahead=3))
+    made = recogniser(chunks=Chunks(sizes=[4, 8], left_context=[8, 16], validate=4, lookahead=3))
     streaming = StreamingGraph(made)
     agrees(eager(streaming), made, described(streaming))
 

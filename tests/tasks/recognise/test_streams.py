@@ -130,7 +130,7 @@ def test_eight_bits_alone_leave_no_other_file(shared, traced_before, tmp_path):
 def test_a_model_that_cannot_stream_is_exported_for_whole_recordings(
         shared, traced_before, tmp_path, monkeypatch, caplog):
     (tmp_path / "run").mkdir()
-    run = trained(tmp_path / "run", shared.data, Transformer={"attention_type": "RelPosMHAXL"}, chunks={"ahead": 0})
+    run = trained(tmp_path / "run", shared.data, Transformer={"attention_type": "RelPosMHAXL"}, chunks={"lookahead": 0})
     told = "for whole recordings only: this model can't run on a stream: its attention is RelPosMHAXL"
     assert source.open_run(run).exported.companions == () and told in caplog.text
     caplog.clear()

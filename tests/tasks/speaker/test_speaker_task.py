@@ -182,7 +182,7 @@ def test_the_recipe_with_xvectors_is_checked_before_there_is_a_corpus(tmp_path):
 def test_it_learns_voices_and_knows_strangers_and_its_bundle_gives_its_vectors(tmp_path):
     run, bundle = tmp_path / "run", tmp_path / "bundle"
     small = {"corpus.demo_hours": 0.12, "channels": 32, "embedding_model.res2net_scale": 2, "embedding_size": 32,
-             "crop_seconds": 1.5, "step_seconds": 24, "least_steps": 90, "lr": 0.005, "number_of_epochs": 2,
+             "crop_seconds": 1.5, "step_seconds": 24, "min_steps": 90, "lr": 0.005, "number_of_epochs": 2,
              "precision": "fp32", "output_folder": run}
     processes.sbkit("train", RECIPE, *options(**small), "--noprogressbar", "--no-check", cwd=tmp_path, cards=True)
     found = json.loads((run / "test_results.json").read_text())

@@ -257,7 +257,7 @@ def test_a_head_of_another_quantiser_is_found_by_the_check(tmp_path):
 recipe: !include:{toy_voice.RECIPE}
     code_head: !new:sbkit.nn.voice.CodeHead
         input_size: 256
-        quantiser: !new:sbkit.nn.codec.FiniteScalars {{levels: [8, 5, 5, 5], books: 1}}
+        quantiser: !new:sbkit.nn.codec.FiniteScalars {{levels: [8, 5, 5, 5], codebooks: 1}}
 """)
     report = check(recipe, {"output_folder": str(tmp_path / "out")})
     assert "code_head.quantiser" in {finding.key.removeprefix("recipe.") for finding in report.findings

@@ -1,0 +1,45 @@
+"""The names that keys and arguments had in recipes of earlier versions, so that the runs of these still open.
+
+A recipe that a user writes or names is refused with such a name, as with any unknown one. A run that is trained already
+can't be asked to change: its ``hyperparams.yaml`` is the only description of its checkpoints.
+"""
+
+from __future__ import annotations
+
+from sbkit.recipe.overrides import from_python
+from sbkit.recipe.source import Node
+
+#: By the class that takes the arguments, the present name of each former one.
+ARGUMENTS = {
+    "Batching": {"least_steps": "min_steps"},
+    "Chunks": {"left": "left_context", "ahead": "lookahead"},
+    "Enhancer": {"ahead": "lookahead"},
+    "FiniteScalars": {"books": "codebooks"},
+    "Muon": {"of": "modules", "strength": "update_rms", "every": "orthogonalize_every"},
+    "ResidualVectors": {"books": "codebooks"},
+    "Schedule": {"rise": "max_rise_per_step", "unheard": "max_lr_at_chance"},
+}
+#: Keys of the recipe itself.
+KEYS = {"most_decibels": "max_db"}
+
+
+def rename(tree: Node) -> Node:
+    """Give the keys and arguments of a run's resolved recipe their present names, in place."""
+    _rename(tree, KEYS)
+    if tree.at("tensorboard"):  # it was a key beside the list of loggers
+        tree.value.setdefault("loggers", from_python(["tensorboard"], "loggers", tree.place))
+    tree.value.pop("tensorboard", None)
+
+    for node in tree.walk():
+        _, _, path = node.tag.partition(":")
+        if path.startswith("sbkit."):
+            _rename(node, ARGUMENTS.get(path.rpartition(".")[2], {}))
+    return tree
+
+
+def _rename(node: Node, names: dict[str, str]) -> None:
+    """Rename keys of a mapping, which stay where they are; one that is there under its present name wins."""
+    if isinstance(node.value, dict) and names.keys() & node.value.keys():
+        present = {names.get(key, key): value for key, value in node.value.items()
+                   if names.get(key) not in node.value}
+        node.value = present
