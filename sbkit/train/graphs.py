@@ -138,12 +138,14 @@ class Captured:
         #: The parameters that train, and the tensors that graphs add their gradients to.
         self._gradients = []
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: what has this key runs without
+        self._update_graphs: dict[Hashable, _Graph | None] = {}  # the same; all ranks have the same keys
         self._pool: Any = None  # torch's handle of the memory that all graphs share
-        self._captures: bool | None = None  # not decided before the first update
+        self._decided = False  # after the first update, alike on all ranks
+        self._captures = False  # may end on one rank alone
 
     def decide(self) -> None:
         """Decide whether to capture, after the first update."""
-        self._captures = True
+        self._decided = self._captures = True
         reason = self.parallel.not_captured or self.model.capture_refusal()
         if reason is None and ranks.world_size() > 1 and any(
                 map(communicates_in_forward, self.model.modules.modules())):
@@ -154,6 +156,7 @@ class Captured:
     def _stop(self, reason: str) -> None:
         """Capture nothing from now on, and free the memory of graphs."""
         self._captures, self._pool, self._graphs = False, None, {}
+        self._update_graphs = dict.fromkeys(self._update_graphs)
         release(self.device)
         if ranks.is_main():
             logger.info("Steps are not captured as CUDA graphs: %s", reason)
@@ -208,13 +211,13 @@ class Captured:
                 if hasattr(optimizer, "count_step"):
                     optimizer.count_step()
             values = graph.result
-        if self._captures is None:
+        if not self._decided:
             self.decide()
         return values
 
     def _update_graph(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> _Graph | None:
         """Return the graph of an update, captured now if it is new; None if it has to be done without."""
-        if not self._captures:
+        if not self._decided:
             return None
         if not self._gradients and self.parallel.exchange is not None:
             # Also on a rank that had only dummies so far: an optimizer may communicate, so all capture it together.
@@ -223,14 +226,20 @@ class Captured:
         hooked = any(vars(optimizer).get(f"_optimizer_step_{when}_hooks")  # with Python
                      for optimizer in optimizers for when in ("pre", "post"))
         waits = any(rate is None for rate in rates)  # for the host, or has rates of its own
-        if not self._gradients or frozen or hooked or waits:
+        if frozen or hooked or waits:
             return None
         addresses = tuple(id(rate) for own in rates for rate in own or ())
-        key = "update", len(sums), self.eager.max_norm, *map(_settings, optimizers), *addresses
-        if key not in self._graphs:
-            self._attach_gradients()
-            self._graphs[key] = self._try("update", lambda: self._capture_update(optimizers, sums, rates))
-        return self._graphs.get(key)
+        key = len(sums), self.eager.max_norm, *map(_settings, optimizers), *addresses
+        if key not in self._update_graphs:
+            able = self._captures and bool(self._gradients)
+            # A comparison communicates if the optimizer does, so it takes all ranks, also those that have stopped.
+            compares = not ranks.any_of({"unable": not able})["unable"]
+            self._update_graphs[key] = None
+            if able:
+                self._attach_gradients()
+                self._update_graphs[key] = self._try(
+                    "update", lambda: self._capture_update(optimizers, sums, rates, compares))
+        return self._update_graphs[key]
 
     @torch.no_grad()
     def _attach_gradients(self) -> None:
@@ -397,8 +406,11 @@ class Captured:
             raise _NotRepeatable(f"a replay computes another {'loss' if first < len(row) else 'gradient'} than the "
                                  f"step: {now[first]:g}, not {expected[first]:g}")
 
-    def _capture_update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> _Graph:
-        """Capture an update, after a first replay has changed the weights as the update itself does."""
+    def _capture_update(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates, compares: bool) -> _Graph:
+        """Capture an update.
+
+        compares : whether a first replay has to change the weights as the update itself does; alike on all ranks
+        """
         static = sums.clone()
 
         def work() -> Tensor:
@@ -406,29 +418,37 @@ class Captured:
             torch._foreach_zero_([gradient for _, gradient in self._gradients])
             return values
 
-        with self._on_own_stream():
-            with _as_capturable(optimizers):
+        graph: _Graph | None = None
+        try:
+            with self._on_own_stream(), _as_capturable(optimizers):
                 captured, values = self._capture("update", work)
             graph = _Graph(captured, [static], values, held=rates)
-            self._compare_update(graph, optimizers, sums, rates)
+        finally:  # also where it failed, as the other ranks compare together or not at all
+            if compares:
+                with self._on_own_stream():
+                    self._compare_update(graph, optimizers, sums, rates)
         return graph
 
     @torch.no_grad()
-    def _compare_update(self, graph: _Graph, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> None:
+    def _compare_update(self, graph: _Graph | None, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates
+                        ) -> None:
         """Update once with Python and once by the graph, from the same state, and compare; then put the state back.
 
-        All ranks do so at the same update, since an optimizer may communicate; without memory on one of them, none.
+        All ranks do so at the same update, since an optimizer may communicate. If one of them has no graph, or no
+        memory for the comparison, none does.
         """
         weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
         written = [*weights, *(gradient for _, gradient in self._gradients), *self.eager.written_by_update(optimizers)]
+        before: list[Tensor] = []
+        expected: list[Tensor] = []
         try:
-            before: list[Tensor] | None = [tensor.detach().clone() for tensor in written]
-            expected = [torch.empty_like(weight) for weight in weights]
+            if graph is not None:
+                before = [tensor.detach().clone() for tensor in written]
+                expected = [torch.empty_like(weight) for weight in weights]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            before = None
-        if ranks.any_of({"memory": before is None})["memory"] or before is None:
+        if ranks.any_of({"unable": not expected})["unable"] or graph is None:
             return
         counters = [(state, dict(state)) for optimizer in optimizers for state in optimizer.state.values()]
         self.eager.compute_update(optimizers, sums.clone(), rates)

@@ -42,10 +42,10 @@ from sbkit.recipe.source import Findings, Place
 from sbkit.runs import initial, preparation, pretrained, training
 from sbkit.system.schema import Number
 from sbkit.tasks.ctc import CTC
+from sbkit.train import graphs
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
-from sbkit.train.graphs import StepGraphs
 from sbkit.train.schedule import Schedule
 from sbkit.train.train_log import TrainLog
 
@@ -297,7 +297,7 @@ def wrapped(made):
 
 def captures(made):
     """Whether steps on a GPU would be captured."""
-    return StepGraphs(made.brain(), torch.device("cuda"), None, None).enabled
+    return graphs.wanted(torch.device("cuda"), made.brain().trainer.settings.graphs)
 
 
 def loaded(made):
