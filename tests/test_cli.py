@@ -179,14 +179,14 @@ def test_errors_of_arguments_paths_and_keys_come_before_torch_is_imported(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_preparation_that_fails_leaves_nothing_in_a_folder_that_it_made(tmp_path, capsys):
+def test_a_preparation_that_fails_leaves_only_the_list_of_its_rows(tmp_path, capsys):
     for split in ("train", "dev", "test"):
         (tmp_path / f"{split}.csv").write_text("ID,duration,wav,wrd\na,1.0,no.wav,hello\n")
-    before = sorted(tmp_path.rglob("*"))
+    before = {path.name for path in tmp_path.iterdir()}
     assert main(["prepare", str(ROOT / "hparams/ctc.yaml"), "--data", str(tmp_path),
                  "--output_folder", str(tmp_path / "results" / "run")]) == 2
     assert "rows of the test split were left out: 1 missing clip" in capsys.readouterr().err
-    assert sorted(tmp_path.rglob("*")) == before
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {*before, "left_out.csv"}
 
 
 def test_options_take_hyphens_and_underscores(tmp_path, capsys):
