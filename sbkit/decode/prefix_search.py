@@ -85,6 +85,37 @@ class Extensions(NamedTuple):
     extended: np.ndarray  # [N] the extended hypothesis's
 
 
+class Spelled(NamedTuple):
+    """Extensions [N] with their tokens appended."""
+
+    key: np.ndarray  # equal for hypotheses that are one
+    done: np.ndarray  # hash of the finished words
+    word: np.ndarray  # hash of the unfinished word
+    last: np.ndarray  # the last tokens
+    closes: np.ndarray  # bool: whether the token ends a word that was begun
+
+
+class Results(NamedTuple):
+    """The hypotheses [K] after merging: each stays as it was, or is fresh, which means extended by a token."""
+
+    key: np.ndarray
+    blank: np.ndarray  # probability of all paths that end in a blank
+    other: np.ndarray  # the same for paths that end in the last token
+    source: np.ndarray  # the hypothesis [M] that it was, or that was extended
+    fresh: np.ndarray  # the rows [F] of fresh ones
+    extension: np.ndarray  # [F] their extensions
+
+
+class Scores(NamedTuple):
+    """Scores of the words of results [K], natural logarithms."""
+
+    total: np.ndarray  # with the acoustic score
+    text: np.ndarray  # of finished words
+    lookahead: np.ndarray  # expected of the unfinished word
+    state: np.ndarray  # [F] the language model's state of fresh ones
+    hot: np.ndarray  # [F] that of the hot words
+
+
 class Search(ABC):
     """One search over a batch. Subclasses compute how hypotheses are extended.
 
@@ -154,16 +185,20 @@ class Search(ABC):
         """Process the next event [B] of each active utterance."""
         return self._advance(beams, event, self._extend(beams, event))
 
-    def _advance(self, beams: Beams, event: np.ndarray, found: Extensions) -> Beams:
+    def _advance(self, beams: Beams, event: np.ndarray, extensions: Extensions) -> Beams:
         """Merge and score extended hypotheses at events [B], and keep the best."""
-        # Three sets of rows: the hypotheses [M] as they were; their extensions [N], of which ``parent`` is the
-        # hypothesis; and the results [K] of merging both. A result stays (its row is a hypothesis) or is fresh (an
-        # extension): ``source`` is the hypothesis it comes from, ``fresh`` the places of fresh ones among the results,
-        # ``pick`` their extensions.
-        active = len(event)
-        stay_blank, stay_other, parent, token, probs, extended = found
-        # The effect of each token on its hypothesis's last word.
-        opens, unfinished = self.pieces.opens[token], beams.word[parent]
+        spelled = self._spell(beams, extensions)
+        results = self._merge_equal(beams, extensions, spelled)
+        scores = self._score(beams, extensions, spelled, results)
+        kept = self._prune(beams.utterance[results.source], scores.total, len(event))
+        new = self._record(beams, event, extensions, spelled, results, scores, kept)
+        return self._rescaled(new, len(event))
+
+    def _spell(self, beams: Beams, extensions: Extensions) -> Spelled:
+        """Append the tokens of extensions [N] to the words and last tokens of their hypotheses."""
+        parent, token = extensions.parent, extensions.token
+        opens = self.pieces.opens[token]
+        unfinished = beams.word[parent]
         closes = opens & (unfinished != 0)
         word = np.where(opens, np.uint64(0), unfinished) * self.pieces.power[token] + self.pieces.hash[token]
         done = beams.done[parent]
@@ -176,52 +211,69 @@ class Search(ABC):
         last, ending = self._append(beams.last[parent], token)
         key = mix(done + word * _WORD + ending) >> _SHIFT
         key |= beams.utterance[parent].astype(np.uint64) << _HASH_BITS
+        return Spelled(key, done, word, last, closes)
 
-        # Equal hypotheses are merged: the most likely one represents all.
-        keys = np.concatenate([beams.key, key])
-        chosen, blank, other = _merge(keys, np.concatenate([stay_blank, np.zeros(len(key))]),
-                                      np.concatenate([stay_other, extended]))
+    @staticmethod
+    def _merge_equal(beams: Beams, extensions: Extensions, spelled: Spelled) -> Results:
+        """Merge equal hypotheses; the most likely one represents all."""
+        keys = np.concatenate([beams.key, spelled.key])
+        ending_in_blank = np.concatenate([extensions.stay_blank, np.zeros(len(spelled.key))])
+        ending_in_token = np.concatenate([extensions.stay_other, extensions.extended])
+        chosen, blank, other = _merge(keys, ending_in_blank, ending_in_token)
         fresh = np.flatnonzero(chosen >= len(beams))
-        pick = chosen[fresh] - len(beams)
+        extension = chosen[fresh] - len(beams)
         source = chosen.copy()
-        source[fresh] = parent[pick]
-        self._complete(beams, parent[pick[closes[pick]]])
+        source[fresh] = extensions.parent[extension]
+        return Results(keys[chosen], blank, other, source, fresh, extension)
 
-        # A word that a fresh token closes is scored now, by language model and hot words; ``soft`` is the best that the
-        # unfinished word can get.
-        text, soft = beams.text[source], beams.soft[source]
-        above, ends = parent[pick], closes[pick]
-        state = beams.state[above]
-        state[ends] = beams.after[above[ends]]
-        hot = np.where(ends, beams.hot_after[above], beams.hot[above])
-        text[fresh] += np.where(ends, beams.gain[above], 0.0)
+    def _score(self, beams: Beams, extensions: Extensions, spelled: Spelled, results: Results) -> Scores:
+        """Score the words of results: a word that a fresh token closes now, by language model and hot words, and the
+        unfinished one by the best that it can get."""
+        extension, fresh = results.extension, results.fresh
+        parent = extensions.parent[extension]  # the hypotheses of fresh results
+        closes = spelled.closes[extension]
+        self._complete(beams, parent[closes])
+
+        text, lookahead = beams.text[results.source], beams.soft[results.source]
+        state = beams.state[parent]
+        state[closes] = beams.after[parent[closes]]
+        hot = np.where(closes, beams.hot_after[parent], beams.hot[parent])
+        text[fresh] += np.where(closes, beams.gain[parent], 0.0)
         if self.fusion.per_piece:
-            gain, state = self.fusion.extend(beams.state[above], token[pick], self.weights)
+            gain, state = self.fusion.extend(beams.state[parent], extensions.token[extension], self.weights)
             text[fresh] += gain
-        expected = self.fusion.expect(word[pick], self.weights)
-        soft[fresh] = expected + self.fusion.hot.expect(hot, word[pick]) if self.fusion.hot else expected
-        utterance = beams.utterance[source]
+        expected = self.fusion.expect(spelled.word[extension], self.weights)
+        if self.fusion.hot:
+            expected = expected + self.fusion.hot.expect(hot, spelled.word[extension])
+        lookahead[fresh] = expected
         with np.errstate(divide="ignore"):  # a hypothesis without any path left is pruned
-            score = np.log(blank + other) + text + soft
-        keep = self._prune(utterance, score, active)
+            total = np.log(results.blank + results.other) + text + lookahead
+        return Scores(total, text, lookahead, state, hot)
 
-        # Only kept hypotheses are recorded in the history.
-        new = beams.take(source[keep])
-        new.key, new.blank, new.other = keys[chosen[keep]], blank[keep], other[keep]
-        new.text, new.soft = text[keep], soft[keep]
-        place = np.full(len(source), -1)
-        place[fresh] = np.arange(len(fresh))
-        place = place[keep]
+    def _record(self, beams: Beams, event: np.ndarray, extensions: Extensions, spelled: Spelled, results: Results,
+                scores: Scores, kept: np.ndarray) -> Beams:
+        """Make the new hypotheses of the results that are kept, and add the tokens of fresh ones to the history."""
+        new = beams.take(results.source[kept])
+        new.key, new.blank, new.other = results.key[kept], results.blank[kept], results.other[kept]
+        new.text, new.soft = scores.text[kept], scores.lookahead[kept]
+
+        # Fresh ones among those kept: their rows, and their places among all fresh results.
+        place = np.full(len(results.source), -1)
+        place[results.fresh] = np.arange(len(results.fresh))
+        place = place[kept]
         rows = np.flatnonzero(place >= 0)
         place = place[rows]
-        new.state[rows], new.hot[rows], new.known[rows] = state[place], hot[place], False
-        pick = pick[place]
-        new.done[rows], new.word[rows], new.last[rows] = done[pick], word[pick], last[pick]
-        new.predicted[rows], new.event[rows] = self._predict(last[pick]), event[new.utterance[rows]]
-        self.history.append((new.node[rows], token[pick], new.event[rows], probs[pick]))
+        extension = results.extension[place]
+        new.state[rows], new.hot[rows], new.known[rows] = scores.state[place], scores.hot[place], False
+        new.done[rows], new.word[rows] = spelled.done[extension], spelled.word[extension]
+        new.last[rows] = spelled.last[extension]
+        new.predicted[rows] = self._predict(spelled.last[extension])
+        new.event[rows] = event[new.utterance[rows]]
+        token, probs = extensions.token[extension], extensions.probs[extension]
+        self.history.append((new.node[rows], token, new.event[rows], probs))
         new.node[rows] = self.nodes + np.arange(len(rows))
         self.nodes += len(rows)
-        return self._rescaled(new, active)
+        return new
 
     def _rescaled(self, beams: Beams, active: int) -> Beams:
         """Divide probabilities by the highest of each utterance."""
