@@ -83,11 +83,11 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 def remove_unheld(folder: Path, unless_older: float = 0.0,
-                  remove: Callable[[Path], object] = shutil.rmtree) -> bool:
+                  remove: Callable[[Path], object] | None = None) -> bool:
     """Delete a folder unless a living process holds its lock; return whether it was deleted.
 
     unless_older : on a file system without locks, delete it only if it is older than this many seconds
-    remove : deletes it, or decides to leave it
+    remove : deletes it, or decides to leave it; None: deletes it with all that it holds
     """
     with Lock(folder) as lock:
         free = lock.acquire()
@@ -95,7 +95,7 @@ def remove_unheld(folder: Path, unless_older: float = 0.0,
             return False
         if free is None and time.time() - folder.stat().st_mtime < unless_older:
             return False
-        remove(folder)
+        (remove or shutil.rmtree)(folder)
     return not folder.exists()
 
 

@@ -21,7 +21,7 @@ from sbkit.decode.spans import WORD_START
 from sbkit.decode.workspace import Workspace, add_by_row, chunks
 from sbkit.errors import SbkitError
 from sbkit.system.console import table, time_span
-from sbkit.system.disk import nearest_folder
+from sbkit.system.disk import disk_errors_as_user_error, nearest_folder
 from sbkit.system.untrusted import standard_input
 
 if TYPE_CHECKING:
@@ -96,19 +96,20 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
             return text
         return " ".join(map(tokenizer.piece, tokenizer.encode(text)))
 
-    files = Workspace(nearest_folder(out.parent))  # where the model goes, there is room for its like
-    corpus = kneser_ney.read(map(spell, texts), min_count, files)
-    model, discounts, counted = kneser_ney.estimate(corpus, order, cutoffs)
-    if isinstance(prune, float):
-        model = prune_by_entropy(model, prune)
-    if not model.counts[-1]:  # sentences too short, or an order fully pruned: other tools reject empty orders
-        model = NGram(model.words, [level for level in model.levels if len(level.word)], files)
-    fallback = [str(order) for order, each in enumerate(discounts, start=1) if each.fallback]
-    if fallback:
-        logger.info("The text is too small to estimate the discounts of order %s; using %s.", ", ".join(fallback),
-                    kneser_ney.FALLBACK)
-    quality = model.quality(corpus.texts() if evaluate is None else map(spell, evaluate))
-    arpa.write(model, out)
+    with disk_errors_as_user_error(out):  # large arrays are in files beside it
+        files = Workspace(nearest_folder(out.parent))  # where the model goes, there is room for its like
+        corpus = kneser_ney.read(map(spell, texts), min_count, files)
+        model, discounts, counted = kneser_ney.estimate(corpus, order, cutoffs)
+        if isinstance(prune, float):
+            model = prune_by_entropy(model, prune)
+        if not model.counts[-1]:  # sentences too short, or an order fully pruned: other tools reject empty orders
+            model = NGram(model.words, [level for level in model.levels if len(level.word)], files)
+        fallback = [str(order) for order, each in enumerate(discounts, start=1) if each.fallback]
+        if fallback:
+            logger.info("The text is too small to estimate the discounts of order %s; using %s.", ", ".join(fallback),
+                        kneser_ney.FALLBACK)
+        quality = model.quality(corpus.texts() if evaluate is None else map(spell, evaluate))
+        arpa.write(model, out)
     return LMReport(out, unit, model.counts, counted, discounts, corpus.sentences, corpus.tokens,
                     len(corpus.words) - len(SPECIAL), quality, "" if evaluate is None else held_out,
                     time.perf_counter() - began)
