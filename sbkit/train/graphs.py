@@ -451,17 +451,23 @@ class Captured:
         if ranks.any_of({"unable": not expected})["unable"] or graph is None:
             return
         counters = [(state, dict(state)) for optimizer in optimizers for state in optimizer.state.values()]
-        self.eager.compute_update(optimizers, sums.clone(), rates)
-        torch._foreach_copy_(expected, weights)
-        torch._foreach_copy_(written, before)
-        for state, held in counters:  # what the host counts, such as Muon's turns
-            state.clear()
-            state.update(held)
-        graph.graph.replay()
-        changes = torch._foreach_sub(expected, before[:len(weights)])
-        errors = torch._foreach_sub(expected, weights)
-        torch._foreach_copy_(written, before)
-        figures = [*torch._foreach_norm(changes), *torch._foreach_norm(errors)]
+
+        def put_back() -> None:
+            torch._foreach_copy_(written, before)
+            for state, held in counters:  # what the host counts, such as Muon's turns
+                state.clear()
+                state.update(held)
+
+        try:
+            self.eager.compute_update(optimizers, sums.clone(), rates)
+            torch._foreach_copy_(expected, weights)
+            put_back()
+            graph.graph.replay()
+            changes = torch._foreach_norm(torch._foreach_sub(expected, before[:len(weights)]))
+            errors = torch._foreach_norm(torch._foreach_sub(expected, weights))
+        finally:  # also without memory for the differences: this update is still to be taken, once
+            put_back()
+        figures = [*changes, *errors]
         size, distance = np.split(Peek(torch.stack([each.float() for each in figures])).numpy(), 2)
         allowed = NEAR * np.maximum(size, SMALL * np.linalg.norm(size))
         apart = np.isfinite(size) & ~(distance <= allowed)
