@@ -229,7 +229,7 @@ class Captured:
         if frozen or hooked or waits:
             return None
         addresses = tuple(id(rate) for own in rates for rate in own or ())
-        key = len(sums), self.eager.max_norm, *map(_settings, optimizers), *addresses
+        key = len(sums), self.eager.optimizing.max_grad_norm, *map(_settings, optimizers), *addresses
         if key not in self._update_graphs:
             able = self._captures and bool(self._gradients)
             # A comparison communicates if the optimizer does, so it takes all ranks, also those that have stopped.
