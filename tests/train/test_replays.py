@@ -99,21 +99,20 @@ def test_a_rank_that_stops_capturing_alone_keeps_no_other_waiting(kind, of_other
 
 
 def test_an_update_that_there_is_no_memory_to_compare_is_taken_once(monkeypatch):
+    compare = Captured._compare_update
+
+    def without_memory(*args):
+        with pytest.MonkeyPatch.context() as full:
+            full.setattr(torch, "_foreach_sub", out_of_memory)
+            return compare(*args)
+
     found = []
     for wanted in (True, False):
         with monkeypatch.context() as patched:
             replayed.on_cpu(patched)
-            own = Captured._compare_update
-
-            def without_memory(*args):
-                with pytest.MonkeyPatch.context() as full:
-                    full.setattr(torch, "_foreach_sub", out_of_memory)
-                    return own(*args)
-
             patched.setattr(Captured, "_compare_update", without_memory)
-            model = layers()
-            toy = brain(modules=model, opt_class=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-                        hparams={"graphs": wanted})
+            optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+            toy = brain(modules=layers(), opt_class=optimizer, hparams={"graphs": wanted})
             toy.fit(range(1, 2), ToyTrainLoader(steps=6, size=9))
             found.append(state(toy))
     assert furthest(*found) < 1e-6
