@@ -142,6 +142,7 @@ class Captured:
         self._pool: Any = None  # torch's handle of the memory that all graphs share
         self._decided = False  # after the first update, alike on all ranks
         self._captures = False  # may end on one rank alone
+        self._refused = False  # by all ranks, when they decided
 
     def decide(self) -> None:
         """Decide whether to capture, after the first update."""
@@ -150,6 +151,7 @@ class Captured:
         if reason is None and ranks.world_size() > 1 and any(
                 map(communicates_in_forward, self.model.modules.modules())):
             reason = "layers communicate with other ranks"
+        self._refused = reason is not None
         if reason is not None:
             self._stop(reason)
 
@@ -217,7 +219,7 @@ class Captured:
 
     def _update_graph(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> _Graph | None:
         """Return the graph of an update, captured now if it is new; None if it has to be done without."""
-        if not self._decided:
+        if not self._decided or self._refused:
             return None
         if not self._gradients and self.parallel.exchange is not None:
             # Also on a rank that had only dummies so far: an optimizer may communicate, so all capture it together.
