@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class BrainHooks:
     """The hooks of a Brain, for ``sbkit.train.trainer.Trainer``.
 
-    Attributes are read when they are asked for, since a script may set them until its ``fit`` begins.
+    Attributes are read when they are asked for, since a script may set them, also in its hooks while it trains.
     """
 
     def __init__(self, brain: Any):  # an sbkit.Brain, whose module imports this one
@@ -44,11 +44,15 @@ class BrainHooks:
     def settings(self) -> LoopSettings:
         brain = self.brain
         return LoopSettings(
-            grad_accumulation_factor=brain.grad_accumulation_factor, max_grad_norm=brain.max_grad_norm,
-            nonfinite_patience=brain.nonfinite_patience, step_limit=brain.optimizer_step_limit,
+            grad_accumulation_factor=brain.grad_accumulation_factor, nonfinite_patience=brain.nonfinite_patience,
+            step_limit=brain.optimizer_step_limit,
             batch_limit=brain.debug_batches if brain.debug else None, save_minutes=brain.ckpt_interval_minutes,
             save_steps=brain.ckpt_interval_steps, log_interval=brain.keys.log_interval, graphs=brain.keys.graphs,
             bar_colour=brain.tqdm_barcolor["train"] or None)
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        return self.brain.max_grad_norm
 
     @property
     def checkpointer(self) -> Checkpointer | None:

@@ -235,7 +235,8 @@ def clean_up(to: Path, kind: FolderKind) -> None:
     """Restore, finish or remove what a killed process left here, with a warning."""
     kept, before = kept_meanwhile(to), replaced(to)
     with contextlib.suppress(OSError):  # another process did it first, or we lack the permission
-        if to.is_dir() and to.stat().st_mode & stat.S_ISVTX:  # killed just after the exchange
+        # Killed just after the exchange. A folder of the user's own may have this bit, too, and keeps it.
+        if to.is_dir() and stat.S_IMODE(to.stat().st_mode) == _WAITING and kind.listed(to) is not None:
             to.chmod(_PUBLISHED)
         if kept.exists() and not kept.stat().st_mode & stat.S_ISVTX:
             if to.exists():

@@ -47,7 +47,10 @@ class Workspace:
         if self.folder is None or count <= CHUNK:
             return np.empty(count, dtype)
         with tempfile.TemporaryFile(dir=self.folder) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, and a crash in a mapped file
+            if hasattr(os, "posix_fallocate"):  # a full disk is an error here, and a crash in a mapped file
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:  # macOS
+                file.truncate(size)
             return np.frombuffer(mmap.mmap(file.fileno(), size), dtype)
 
     def full(self, count: int, value: float, dtype: DTypeLike) -> np.ndarray:

@@ -142,6 +142,7 @@ class Captured:
         self._pool: Any = None  # torch's handle of the memory that all graphs share
         self._decided = False  # after the first update, alike on all ranks
         self._captures = False  # may end on one rank alone
+        self._refused = False  # by all ranks, when they decided
 
     def decide(self) -> None:
         """Decide whether to capture, after the first update."""
@@ -150,6 +151,7 @@ class Captured:
         if reason is None and ranks.world_size() > 1 and any(
                 map(communicates_in_forward, self.model.modules.modules())):
             reason = "layers communicate with other ranks"
+        self._refused = reason is not None
         if reason is not None:
             self._stop(reason)
 
@@ -217,7 +219,7 @@ class Captured:
 
     def _update_graph(self, optimizers: Sequence[Optimizer], sums: Tensor, rates: Rates) -> _Graph | None:
         """Return the graph of an update, captured now if it is new; None if it has to be done without."""
-        if not self._decided:
+        if not self._decided or self._refused:
             return None
         if not self._gradients and self.parallel.exchange is not None:
             # Also on a rank that had only dummies so far: an optimizer may communicate, so all capture it together.
@@ -229,7 +231,7 @@ class Captured:
         if frozen or hooked or waits:
             return None
         addresses = tuple(id(rate) for own in rates for rate in own or ())
-        key = len(sums), self.eager.max_norm, *map(_settings, optimizers), *addresses
+        key = len(sums), self.eager.optimizing.max_grad_norm, *map(_settings, optimizers), *addresses
         if key not in self._update_graphs:
             able = self._captures and bool(self._gradients)
             # A comparison communicates if the optimizer does, so it takes all ranks, also those that have stopped.
@@ -451,17 +453,23 @@ class Captured:
         if ranks.any_of({"unable": not expected})["unable"] or graph is None:
             return
         counters = [(state, dict(state)) for optimizer in optimizers for state in optimizer.state.values()]
-        self.eager.compute_update(optimizers, sums.clone(), rates)
-        torch._foreach_copy_(expected, weights)
-        torch._foreach_copy_(written, before)
-        for state, held in counters:  # what the host counts, such as Muon's turns
-            state.clear()
-            state.update(held)
-        graph.graph.replay()
-        changes = torch._foreach_sub(expected, before[:len(weights)])
-        errors = torch._foreach_sub(expected, weights)
-        torch._foreach_copy_(written, before)
-        figures = [*torch._foreach_norm(changes), *torch._foreach_norm(errors)]
+
+        def put_back() -> None:
+            torch._foreach_copy_(written, before)
+            for state, held in counters:  # what the host counts, such as Muon's turns
+                state.clear()
+                state.update(held)
+
+        try:
+            self.eager.compute_update(optimizers, sums.clone(), rates)
+            torch._foreach_copy_(expected, weights)
+            put_back()
+            graph.graph.replay()
+            changes = torch._foreach_norm(torch._foreach_sub(expected, before[:len(weights)]))
+            errors = torch._foreach_norm(torch._foreach_sub(expected, weights))
+        finally:  # also without memory for the differences: this update is still to be taken, once
+            put_back()
+        figures = [*changes, *errors]
         size, distance = np.split(Peek(torch.stack([each.float() for each in figures])).numpy(), 2)
         allowed = NEAR * np.maximum(size, SMALL * np.linalg.norm(size))
         apart = np.isfinite(size) & ~(distance <= allowed)

@@ -23,12 +23,10 @@ from sbkit.train.step import Computed, StepResult
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Numbers that a run keeps from its first step to its last."""
+    """Numbers of a run. A script's hooks may change them between two steps, so they are asked for anew."""
 
     grad_accumulation_factor: int
     """Micro-batches of a step, if the data doesn't say where a step ends."""
-    max_grad_norm: float | None
-    """The norm to which gradients are clipped; None or 0: they aren't."""
     nonfinite_patience: int
     """Steps of an epoch that may be skipped because something was not finite."""
     step_limit: int | None
@@ -63,6 +61,10 @@ class Hooks(Protocol):
 
     @property
     def settings(self) -> LoopSettings: ...
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm to which gradients are clipped now; None or 0: they aren't."""
+
     @property
     def checkpointer(self) -> Checkpointer | None: ...
     @property

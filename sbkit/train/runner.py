@@ -58,7 +58,11 @@ class Runner(Protocol):
 
 
 class Optimizing(Protocol):
-    """What a runner asks of the model's optimizers."""
+    """What a runner asks of the model about its updates."""
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm to which gradients are clipped now; None or 0: they aren't."""
 
     def optimizers(self) -> list[Optimizer]:
         """Return those that update in this step."""
@@ -71,14 +75,13 @@ class Eager:
     """Computes a step with Python.
 
     modules : what trains
-    max_norm : the norm to which gradients are clipped; None: they aren't
     """
 
     updates = 1
 
-    def __init__(self, modules: nn.Module, optimizing: Optimizing, max_norm: float | None,
-                 parallel: Single, precision: Unscaled, average: EMA | None, times: StepTimes, device: torch.device):
-        self.modules, self.optimizing, self.max_norm = modules, optimizing, max_norm
+    def __init__(self, modules: nn.Module, optimizing: Optimizing, parallel: Single, precision: Unscaled,
+                 average: EMA | None, times: StepTimes, device: torch.device):
+        self.modules, self.optimizing = modules, optimizing
         self.parallel, self.precision, self.average = parallel, precision, average
         self.times, self.device = times, device
         self.nodes: dict[str, int] = {}
@@ -129,7 +132,8 @@ class Eager:
         count = sums[1]
         counted, finite = count > 0, torch.isfinite(sums[0])
         factor = torch.where(counted, self.parallel.divided_by / count, torch.zeros_like(count))
-        norm, skipped = update(optimizers, self.precision.unscaled(factor), self.max_norm, finite & counted, rates)
+        max_norm = self.optimizing.max_grad_norm
+        norm, skipped = update(optimizers, self.precision.unscaled(factor), max_norm, finite & counted, rates)
         # A step that counts nothing is not taken either, as weights would decay and move by momentum; it didn't fail.
         failed = torch.where(counted, skipped, (~finite).to(skipped))
         values = torch.cat([torch.stack([norm.float(), failed, *self.precision.scales()]), sums])

@@ -33,7 +33,7 @@ from sbkit.train.distributed.equality import Buffers
 from sbkit.train.distributed.parallel import Single
 from sbkit.train.freezing import Freezing
 from sbkit.train.graphs import Captured
-from sbkit.train.hooks import EpochBatches, Hooks
+from sbkit.train.hooks import EpochBatches, Hooks, LoopSettings
 from sbkit.train.memory.oom import is_out_of_memory, release
 from sbkit.train.monitor.display import Progress
 from sbkit.train.monitor.timing import StepTimes
@@ -101,11 +101,9 @@ class Trainer:
     def set_up(self, parallel: Single) -> None:
         """Choose how steps are computed from now on."""
         hooks = self.hooks
-        self.settings = hooks.settings
         self.parallel = parallel
         runner = Eager if hooks.updates_weights else GradientsOnly
-        eager = runner(self.modules, hooks, self.settings.max_grad_norm, parallel, self.precision, self.average,
-                       self.times, self.device)
+        eager = runner(self.modules, hooks, parallel, self.precision, self.average, self.times, self.device)
         self.eager, self.runner = eager, eager
         if eager.updates and graphs.wanted(self.device, self.settings.graphs):
             self.runner = Captured(eager, hooks)
@@ -137,6 +135,11 @@ class Trainer:
             yield
         finally:
             self.signals = signals
+
+    @property
+    def settings(self) -> LoopSettings:
+        """The numbers of the run, read anew each time: a script's hooks may change them between any two steps."""
+        return self.hooks.settings
 
     @property
     def asked_to_stop(self) -> bool:
@@ -204,7 +207,7 @@ class Trainer:
     def begin_fit(self, validates: bool) -> None:
         """Begin a ``fit``; ``validates``: whether each epoch ends with a validation."""
         state = self.state
-        self.set_up(self.parallel)  # hooks may have changed settings, and made optimizers
+        self.set_up(self.parallel)  # hooks may have made optimizers
         self.hooks.open_step(state.optimizer_step + 1)
         self.buffers = Buffers(self.modules)
         state.first_step_checked, state.validates, state.largest_tried = False, validates, False
@@ -280,13 +283,13 @@ class Trainer:
 
     def _micro_batches(self, epoch_batches: EpochBatches, progress: Progress) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield the epoch's micro-batches, each with whether its step ends with it."""
-        settings, state = self.settings, self.state
+        state = self.state
         batches = epoch_batches.start()
         self._generators.restore()  # after that: starting workers draws random numbers
         for batch in batches:
             state.step += 1
             state.batches_since_save += 1
-            planned = is_last(batch)
+            settings, planned = self.settings, is_last(batch)
             last = state.step % settings.grad_accumulation_factor == 0 if planned is None else planned
             last = last or state.step == state.last_batch
             progress.count(batch, 1 if planned is None else int(last))

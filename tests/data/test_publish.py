@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 from pathlib import Path
 
 import pytest
@@ -337,3 +338,11 @@ def test_many_files_and_those_below_are_synced_at_once(tmp_path, monkeypatch, na
         publish.publish(aside, tmp_path / "b", FOLDER, False)
     assert synced == [aside]
     assert all((tmp_path / "b" / name).read_text() == name for name in names)
+
+
+def test_tidying_up_leaves_the_permissions_of_a_folder_of_the_users_own(tmp_path):
+    for name, mode in (("shared", 0o1777), ("own", 0o1755)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
+        publish.clean_up(tmp_path / name, FOLDER)
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode

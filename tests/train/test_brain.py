@@ -10,6 +10,7 @@ import pickle
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from speechbrain.nnet import losses
 from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.run_opts import RunOptions
 from torch.utils.data import DataLoader
-from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furthest, layers, state
+from toys import SIZE, ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furthest, layers, state
 
 import sbkit
 from sbkit.errors import SbkitError
@@ -735,3 +736,24 @@ def test_losses_that_count_nothing_and_factors_that_mean_nothing_are_told(caplog
 def test_loggers_without_a_folder_are_told(caplog):
     brain(hparams={"loggers": ["tensorboard"]})
     assert "nothing is sent to them, as the recipe has no output_folder" in caplog.text
+
+
+class ChangesOptions(ToyBrain):
+    """Sets options in a hook, which SpeechBrain reads at each step."""
+
+    def on_stage_start(self, stage, epoch=None):
+        super().on_stage_start(stage, epoch)
+        if epoch == 2:
+            self.max_grad_norm, self.grad_accumulation_factor = 1e-12, 3
+
+
+def test_options_that_a_script_sets_in_a_hook_count_from_then_on():
+    toy, ends = brain(ChangesOptions, opt_class=partial(torch.optim.SGD, lr=0.1)), []
+    drawn = torch.Generator().manual_seed(0)
+    data = DataLoader([SimpleNamespace(x=torch.randn(2, SIZE, generator=drawn), tokens=torch.ones(2))
+                       for _ in range(6)], batch_size=None)
+    toy.on_stage_end = lambda *given: ends.append((toy.optimizer_step, state(toy)))
+    toy.fit(range(1, 3), data)
+    (steps, before), (all_steps, after) = ends
+    assert steps == 6 and all_steps == 6 + 2
+    assert furthest(before, after) < 1e-9, "gradients are clipped to nothing"

@@ -73,6 +73,55 @@ def test_ranks_that_sum_within_graphs_get_the_gradients_of_those_without_to_the_
     assert furthest(replays[0][1], replays[1][1]) == 0
 
 
+def out_of_memory_on_a_rank(kind):
+    """Train on two ranks, of which the second has no memory for graphs of this kind."""
+    with pytest.MonkeyPatch.context() as patched:
+        replayed.on_cpu(patched)
+        capture = Captured._capture
+
+        def on_a_full_card(captured, of_kind, work):
+            if ranks.rank() == 1 and of_kind == kind:
+                out_of_memory()
+            return capture(captured, of_kind, work)
+
+        patched.setattr(Captured, "_capture", on_a_full_card)
+        toy = brain(modules=layers(), opt_class=partial(torch.optim.SGD, lr=0.01), hparams={"graphs": True})
+        toy.fit(range(1, 2), ToyTrainLoader(6, 3, ranks.rank(), 2, micros=2))
+        return state(toy), set(toy.trainer.runner.nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, of_other", [("micro-step", set()), ("update", {"micro-step"})])
+def test_a_rank_that_stops_capturing_alone_keeps_no_other_waiting(kind, of_other):
+    (first, nodes), (second, nodes_of_other) = results(out_of_memory_on_a_rank, kind, timeout=60)
+    assert "micro-step" in nodes and nodes_of_other == of_other
+    assert furthest(first, second) == 0
+
+
+def test_an_update_that_there_is_no_memory_to_compare_is_taken_once(monkeypatch):
+    compare = Captured._compare_update
+
+    def without_memory(*args):
+        with pytest.MonkeyPatch.context() as full:
+            full.setattr(torch, "_foreach_sub", out_of_memory)
+            return compare(*args)
+
+    found = []
+    for wanted in (True, False):
+        with monkeypatch.context() as patched:
+            replayed.on_cpu(patched)
+            patched.setattr(Captured, "_compare_update", without_memory)
+            optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+            toy = brain(modules=layers(), opt_class=optimizer, hparams={"graphs": wanted})
+            toy.fit(range(1, 2), ToyTrainLoader(steps=6, size=9))
+            found.append(state(toy))
+    assert furthest(*found) < 1e-6
+
+
+def out_of_memory(*args, **kwargs):
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+
 class OtherLoss(ToyBrain):
     """Counts its calls where nobody looks, and with them weights the loss."""
 
