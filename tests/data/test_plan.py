@@ -157,7 +157,7 @@ def test_a_short_run_goes_through_the_corpus_several_times_in_an_epoch():
             assert [made.step(i).tolist() for i in steps] == steps_of(once, visit)
 
 
-def test_a_run_has_its_least_steps_and_not_one_pass_more():
+def test_a_run_has_its_min_steps_and_not_one_pass_more():
     steps = 2 * len(Plan(corpus(60), Batching(100)))
     for least, passes in ((steps, 1), (steps + 1, 2), (2 * steps, 2)):
         assert Plan(corpus(60), Batching(100, min_steps=least), epochs=2).passes == passes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 #: The share of texts with a space above which spaces separate words, and how many texts are looked at.
 _SPACED, _TEXTS = 0.1, 1000
+#: Scripts that are written without spaces between words, as the names of their characters in Unicode begin.
+_WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
 
 
 def frame_seconds(model: Recognizer, keys: EncoderKeys) -> float:
@@ -44,6 +47,12 @@ def separates_words(corpus: Any) -> bool:  # a Corpus, a Mixture, or one of a us
         texts = Manifest.open_prepared(path).texts
         places = np.unique(np.linspace(0, len(texts) - 1, min(_TEXTS, len(texts))).astype(np.int64))
         sample = [text for i in places.tolist() if (text := texts[i])]
-        if sample:
-            return sum(" " in text for text in sample) > _SPACED * len(sample)
+        if not sample:
+            continue
+        if sum(" " in text for text in sample) > _SPACED * len(sample):
+            return True
+        # Single words, such as keywords, have no spaces either.
+        letters = [character for text in sample for character in text if character.isalpha()]
+        unspaced = sum(unicodedata.name(letter, "").startswith(_WITHOUT_SPACES) for letter in letters)
+        return 2 * unspaced <= len(letters)
     return True

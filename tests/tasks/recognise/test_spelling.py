@@ -122,7 +122,7 @@ def manifest(path, texts):
 
 @pytest.mark.parametrize("train, test, expected", [
     (["one two", ""], None, True), (["你好", "老农", "世界"], ["a b"], False), (None, ["你好"], False),
-    (None, None, True), ([""], ["你好"], False)])
+    (None, None, True), ([""], ["你好"], False), (["yes", "no", "стоп"], None, True), (["สวัสดี"], None, False)])
 def test_texts_with_spaces_say_whether_spaces_separate_words(tmp_path, train, test, expected):
     for split, texts in (("train", train), ("test", test)):
         if texts is not None:
