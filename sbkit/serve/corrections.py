@@ -25,7 +25,7 @@ from sbkit.errors import SbkitError, printable
 from sbkit.serve.correction_rows import parse_rows
 from sbkit.serve.errors import SERVER, ApiError, invalid, no_room
 from sbkit.serve.limits import MEGABYTE
-from sbkit.system import disk
+from sbkit.system import disk, untrusted
 from sbkit.system.console import atomic_write, remove_partials
 
 #: The longest recording that is corrected as one: longer ones are left out of training by most recipes.
@@ -175,18 +175,25 @@ class Corrections:
 
     def _drop_partial_row(self) -> None:
         """Remove the part of a row that a server left which was killed while it appended."""
-        data = self._list.read_bytes() if self._list.exists() else b""
+        data = self._bytes_of_list() if self._list.exists() else b""
         whole = data.rfind(b"\n") + 1
         if data[whole:].strip():
             try:  # whoever edited the list may have left out its last line break
                 parse_rows(data[whole:])
             except ValueError:
+                last = printable(data[whole:].decode(errors="replace"))[:500]
+                _log.warning("%s: the last line is no row, as a killed server leaves it, and is cut off: %s", self._list,
+                             last)
                 os.truncate(self._list, whole)
+
+    def _bytes_of_list(self) -> bytes:
+        with untrusted.open_regular(self._list) as file:  # a pipe would never end
+            return file.read()
 
     def _read(self) -> None:
         """Read the list; raises ``ValueError`` or ``OSError``, and changes nothing, if it can't be read."""
         state = _file_state(self._list)  # before it is read: what is edited meanwhile is read the next time
-        data = b"" if state is None else self._list.read_bytes()
+        data = b"" if state is None else self._bytes_of_list()
         self._rows = parse_rows(data)
         self._last_line_open = bool(data) and not data.endswith(b"\n")
         self._state = state

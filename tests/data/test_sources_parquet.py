@@ -1,6 +1,7 @@
 """Parquet files that are small and unpack to what fills a machine, and honest ones with large pages."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -76,6 +77,22 @@ def one_recording_in_many_rows(path):
     pq.write_table(table, path, compression="zstd", store_schema=False)
 
 
+def nulls_of_a_wide_type(path):
+    """Each null takes the width of its type in memory, and nothing in the file."""
+    width, count = 8 * MEGABYTE, 64
+    memory = pa.py_buffer(np.zeros(width * count, np.uint8))
+    nulls = pa.Array.from_buffers(pa.binary(width), count, [pa.py_buffer(bytes(count // 8)), memory], null_count=count)
+    table = pa.table({"audio": recordings(nulls, count), "text": [f"text {i}" for i in range(count)]})
+    pq.write_table(table, path, store_schema=False, use_dictionary=False, write_statistics=False)
+
+
+def one_recording_in_a_column_with_a_dot(path):
+    data = pa.DictionaryArray.from_arrays(pa.array(np.zeros(256, np.int32)), pa.array([bytes(65 * MEGABYTE)]))
+    table = pa.table({"my.audio": recordings(data, 256), "text": [f"text {i}" for i in range(256)]})
+    pq.write_table(table, path, compression="zstd", store_schema=False, write_statistics=False,
+                   dictionary_pagesize_limit=1 << 30)
+
+
 def a_footer_that_lies(path):
     """The same text, and a footer that says that it has a byte."""
     one_large_text(path)
@@ -105,6 +122,8 @@ def varint(value):
     (one_large_recording, r"of recordings and texts that unpack to 419\.4 MB"),
     (thirty_million_rows, r"30,000,000 rows in \d"),
     (one_recording_in_many_rows, r"its rows unpack to more than 268\.4 MB"),
+    (nulls_of_a_wide_type, r"of recordings and texts that unpack to 5\d\d\.\d MB"),
+    (one_recording_in_a_column_with_a_dot, r"of recordings and texts that unpack to 68\.2 MB"),
     (a_footer_that_lies, r"of recordings and texts that unpack to 419\.4 MB"),
 ])
 def test_a_small_file_that_unpacks_to_a_large_one_is_refused_in_little_memory(tmp_path, write, message):
@@ -159,3 +178,9 @@ def test_a_damaged_page_is_an_error_in_a_line(tmp_path):
             open_source({"train": path}, cache=tmp_path / f"{place}", show_progress=False).read("train", False)
         except SbkitError as error:
             assert "\n" not in str(error)
+
+
+def test_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "train.parquet")
+    with pytest.raises(SbkitError, match=r"train\.parquet"):
+        open_source(tmp_path, cache=tmp_path / "cache", show_progress=False).read("train", False)

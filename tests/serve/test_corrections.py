@@ -304,6 +304,30 @@ def test_a_list_that_an_edit_broke_is_left_as_it_is_and_nothing_is_saved_until_i
     assert f"rows that are gone: {', '.join(sorted([first['id'], second['id']]))}" in caplog.text
 
 
+def test_a_list_that_became_a_pipe_saves_nothing_until_it_is_a_file_again(tmp_path):
+    with contextlib.closing(Corrections(tmp_path, 1 << 20)) as kept:
+        first = kept.save(np.full(160, 0.1), 16_000, "one", heard=None)
+        listed = tmp_path / "corrections.jsonl"
+        listed.rename(tmp_path / "aside")
+        os.mkfifo(listed)
+        with pytest.raises(ApiError, match="was edited and can't be read") as error:
+            kept.save(np.full(160, 0.2), 16_000, "two", heard=None)
+        assert error.value.status == 503
+        listed.unlink()
+        (tmp_path / "aside").rename(listed)
+        second = kept.save(np.full(160, 0.2), 16_000, "two", heard=None)
+        assert rows(tmp_path) == [first, second]
+
+
+def test_the_last_line_that_is_no_row_is_logged_when_it_is_cut_off(tmp_path, caplog):
+    with contextlib.closing(Corrections(tmp_path, 1 << 20)) as kept:
+        kept.save(np.full(160, 0.1), 16_000, "one", heard=None)
+    with open(tmp_path / "corrections.jsonl", "a") as out:
+        out.write('{"id": "mine", "text": "my typed row",}')
+    Corrections(tmp_path, 1 << 20).close()
+    assert "my typed row" in caplog.text and len(rows(tmp_path)) == 1
+
+
 def test_words_that_no_correction_has_any_more_are_forgotten(tmp_path):
     with contextlib.closing(Corrections(tmp_path, 1 << 20)) as kept:
         for number in range(20):

@@ -24,7 +24,7 @@ from sbkit.data.sources.embedded import is_stored, store_rows
 from sbkit.data.sources.files import MAX_LINE_BYTES
 from sbkit.data.sources.parquet import BATCH, ParquetFiles
 from sbkit.errors import SbkitError
-from sbkit.system import disk
+from sbkit.system import disk, untrusted
 from sbkit.system.console import atomic_write, stored_json
 
 if TYPE_CHECKING:
@@ -251,7 +251,8 @@ class Parquet(HuggingFace):
 
     def header(self, name: str) -> list[str] | None:
         try:
-            return list(pq.read_schema(self.files[name][0]).names)
+            with untrusted.open_regular(self.files[name][0]) as file:
+                return list(pq.read_schema(file).names)
         except (OSError, pa.ArrowInvalid):  # reading it raises the error
             return None
 

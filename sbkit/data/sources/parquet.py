@@ -55,7 +55,8 @@ class ParquetFiles:
 
     def __init__(self, paths: Sequence[Path]):
         self.paths = list(paths)
-        self.schema = pq.read_schema(self.paths[0])
+        with untrusted.open_regular(self.paths[0]) as file:
+            self.schema = pq.read_schema(file)
 
     @cached_property
     def features(self) -> datasets.Features | dict[str, Any]:
@@ -67,7 +68,11 @@ class ParquetFiles:
 
     @cached_property
     def rows(self) -> int:
-        return sum(pq.read_metadata(path).num_rows for path in self.paths)
+        count = 0
+        for path in self.paths:
+            with untrusted.open_regular(path) as file:
+                count += pq.read_metadata(file).num_rows
+        return count
 
     def batches(self, columns: Sequence[str], skip: int) -> Iterator[pa.Table]:
         """Yield tables of a few rows with these columns, from a row number on."""
@@ -115,7 +120,7 @@ def _check(path: Path, file: BinaryIO, parquet: pq.ParquetFile, columns: Sequenc
         packed = unpacked = widest = 0
         for index in range(group.num_columns):
             column = group.column(index)
-            if column.path_in_schema.split(".")[0] not in columns:
+            if not _is_of(column.path_in_schema, columns):
                 continue
             starts = [column.data_page_offset]
             if column.has_dictionary_page and column.dictionary_page_offset:
@@ -124,8 +129,10 @@ def _check(path: Path, file: BinaryIO, parquet: pq.ParquetFile, columns: Sequenc
             packed += column.total_compressed_size
             unpacked += sum(page.unpacked for page in pages)
             repeated = max((page.unpacked for page in pages if page.repeats), default=0)
-            widest = max(widest, repeated)
             values = sum(page.values for page in pages)
+            width = _fixed_width(parquet.schema.column(index))
+            unpacked += values * width
+            widest = max(widest, repeated, width)
             in_lists = parquet.schema.column(index).max_repetition_level > 0
             if values > most_values or (in_lists and values * repeated > max(untrusted.MAX_PACKED * size, _ALL_ANYHOW)):
                 raise SbkitError(f"{path} has {values:,} values of {column.path_in_schema} in {disk.size(size)}, which "
@@ -140,6 +147,17 @@ def _check(path: Path, file: BinaryIO, parquet: pq.ParquetFile, columns: Sequenc
         raise SbkitError(f"{path} has {disk.size(size)}, and its columns have {disk.size(packed_so_far)}: some overlap",
                          hint=_HINT)
     return rows_at_once
+
+
+def _is_of(path_in_schema: str, columns: Sequence[str]) -> bool:
+    """Return whether the reader takes a leaf for one of these columns: by the beginning of its path, also where a
+    column's own name has a dot."""
+    return any(path_in_schema == name or path_in_schema.startswith(f"{name}.") for name in columns)
+
+
+def _fixed_width(column: pq.ColumnSchema) -> int:
+    """Return the bytes that each value takes in memory, nulls too, if the type says so and pages needn't hold them."""
+    return max(0, column.length) if column.physical_type == "FIXED_LEN_BYTE_ARRAY" else 0
 
 
 def _pages(path: Path, file: BinaryIO, start: int, size: int) -> Iterator[_Page]:
