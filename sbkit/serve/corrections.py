@@ -182,8 +182,7 @@ class Corrections:
                 parse_rows(data[whole:])
             except ValueError:
                 last = printable(data[whole:].decode(errors="replace"))[:500]
-                _log.warning("%s: the last line is no row, as a killed server leaves it, and is cut off: %s", self._list,
-                             last)
+                _log.warning("%s: the last line is no row, as of a killed server, and is cut off: %s", self._list, last)
                 os.truncate(self._list, whole)
 
     def _bytes_of_list(self) -> bytes:
