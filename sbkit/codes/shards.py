@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -24,15 +24,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from sbkit.codes.books import Books, InvalidCode
-from sbkit.data import exclusions, publish
+from sbkit.data import publish
 from sbkit.errors import SbkitError, first_line, shown
 from sbkit.system import disk, untrusted
 from sbkit.system.schema import SHA256, Record, String, integer
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "sbkit codes", 1
-FOLDER = publish.FolderKind("a folder of codes", MANIFEST, FORMAT,
-                            lambda values: [exclusions.NAME, *(shard["file"] for shard in values["shards"])])
+
+
+def _files_in(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the files that a folder of codes has beside its manifest."""
+    from sbkit.data.exclusions import NAME  # here, as it imports pyarrow, which running a codec doesn't need
+
+    return [NAME, *(shard["file"] for shard in manifest["shards"])]
+
+
+FOLDER = publish.FolderKind("a folder of codes", MANIFEST, FORMAT, _files_in)
 #: Limits of a shard: about six hours at 50 frames per second.
 MAX_FRAMES, MAX_ROWS, MAX_ROW_BYTES = 1 << 20, 1 << 16, 1 << 20
 _MANIFEST_BYTES = 64 << 20

@@ -77,6 +77,8 @@ def _shape(value: Any) -> tuple[int, ...]:  # a tensor, or what else a state dic
 
 
 def _differ_only_by(saved: tuple[int, ...], own: tuple[int, ...], sizes: set[tuple[int, int]]) -> bool:
-    """Whether two shapes differ, and in these sizes alone."""
-    return saved != own and len(saved) == len(own) and all(
-        was == now or (was, now) in sizes for was, now in zip(saved, own, strict=True))
+    """Whether two shapes differ, and by as much as these sizes: a table may have a row more than a key says."""
+    if saved == own or len(saved) != len(own):
+        return False
+    differences_of_keys = {now - was for was, now in sizes}
+    return all(was == now or now - was in differences_of_keys for was, now in zip(saved, own, strict=True))

@@ -312,10 +312,10 @@ def test_a_step_that_was_not_finite_is_replayed_from_the_run_alone(run, capsys):
     batch.signals[1] = float("nan")
     brain.modules.train()
     report(brain, run, StepResult(float("nan"), 1, 1.0, True, 1.0, 1.0, {}, [KeptBatch(batch)], number=7))
-    assert main(["replay", str(run), "--device", "cpu"]) == 0
+    assert main(["rerun", str(run), "--device", "cpu"]) == 0
     told = capsys.readouterr().out
     assert batch.ids[1] in told and "Step 7 of rank 0" in told and "those of that step" in told
-    assert main(["replay", str(run / "manifests")]) == 2
+    assert main(["rerun", str(run / "manifests")]) == 2
     assert "holds no culprit" in capsys.readouterr().err
 
 

@@ -124,7 +124,7 @@ def test_a_step_that_is_not_finite_is_replayed(home):
     """tests/train/test_bad_batch.py has what breaks of any model."""
     command = "train", LORA, *words("bad")[2:]
     assert "is not finite" in sbkit(home, *command, "--lr", "1e25", "--max_grad_norm", "0", code=1)
-    said = sbkit(home, "replay", "results/bad")
+    said = sbkit(home, "rerun", "results/bad")
     assert "Weights: those of that step." in said and "the first that is not finite is" in said
     wrong = next(line for line in said.splitlines() if line.startswith(">"))
     assert "lora" in wrong, "what learns has gone wrong"

@@ -157,7 +157,10 @@ class Spelling:
         return 1.0
 
     def pieces(self):
-        return list("_abcdefghijklmnopqrstuvwxyz'")
+        return [self.sign + letter for letter in "_abcdefghijklmnopqrstuvwxyz'"]
+
+    def silent_ids(self):
+        return []
 
     def load(self):
         return self

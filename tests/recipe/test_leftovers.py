@@ -112,7 +112,7 @@ class Model:
 
     def __init__(self, keep):
         self.modules, self.keep = nn.ModuleDict({"layer": Caching()}).to("meta"), keep
-        self.trainer = self
+        self.trainer = SimpleNamespace(parallel=self)
         self.objects = SimpleNamespace(rule=LengthRule.identity())
 
     def stand_in(self, utterances, seconds):

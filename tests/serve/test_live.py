@@ -12,7 +12,6 @@ import pytest
 import serving
 import soxr
 import websockets
-from hypothesis import settings
 from websockets.sync.client import connect
 
 from sbkit.serve.limits import Limits
@@ -114,7 +113,6 @@ def test_the_clients_own_rate_is_resampled(server):
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
 @pytest.mark.parametrize("first, param, words", [
     ('{"type": "start", "model": "nobody", "sample_rate": 16000}', "model", "does not exist"),
     ('{"type": "start", "model": ["level"], "sample_rate": 16000}', "model", "a name, not ['level']"),
