@@ -203,12 +203,13 @@ class Work:
     def due_with(self, units: float) -> float:
         """When it would be due with so many units. What an address asks for is due one after another, so that others
         have their turns between."""
-        if self._start is None:
-            self._start = self.until - self.seconds
-            if self.client is not None:
-                dues = [work.due for work in self._backlog._works
-                        if work.client == self.client and work is not self]
-                self._start = max([self._start, *dues])
+        with self._backlog._lock:  # requests come and go in other threads
+            if self._start is None:
+                self._start = self.until - self.seconds
+                if self.client is not None:
+                    dues = [work.due for work in self._backlog._works
+                            if work.client == self.client and work is not self]
+                    self._start = max([self._start, *dues])
         return self._start + _STRETCH * self._backlog.seconds_alone(units)
 
     def expect(self, size: int) -> None:
