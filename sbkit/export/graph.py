@@ -126,6 +126,11 @@ def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], output
                                          output_names=list(outputs), optimize=False, verbose=False)
             assert exported is not None, "torch returns None only where it is given a file name"
             simplify(exported.model)
+            # An input that is an output too has lost its name to it.
+            named = exported.model.graph
+            for value, name in (*zip(named.inputs, inputs, strict=True), *zip(named.outputs, outputs, strict=True)):
+                if value.name != name:
+                    value.name = name
             return exported.model_proto
     except Exception as error:
         raise SbkitError(f"the model can't be written as ONNX: {_cause(error)}") from error

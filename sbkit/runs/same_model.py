@@ -30,7 +30,9 @@ def check_checkpoints(trace: Trace, findings: Findings, sized_by_corpus: Sequenc
     newest_first = sorted(readable_checkpoints(checkpoints_of(trace))[0], key=ckpt_recency, reverse=True)
     if not newest_first or not isinstance(output, str):
         return
-    sizes = _sizes_of_run(trace, Path(output), sized_by_corpus)
+    # A start that was killed while it prepared has left another recipe there, until the next start puts this one back.
+    interrupted = any(Path(output).glob(".before*"))
+    sizes = None if interrupted else _sizes_of_run(trace, Path(output), sized_by_corpus)
     if sizes is None:
         return
     for name, module in (recoverables(trace.built) or {}).items():
