@@ -44,15 +44,16 @@ class BrainHooks:
     def settings(self) -> LoopSettings:
         brain = self.brain
         return LoopSettings(
-            grad_accumulation_factor=brain.grad_accumulation_factor, nonfinite_patience=brain.nonfinite_patience,
+            grad_accumulation_factor=brain.grad_accumulation_factor,
+            max_grad_norm=brain.max_grad_norm,
+            nonfinite_patience=brain.nonfinite_patience,
             step_limit=brain.optimizer_step_limit,
-            batch_limit=brain.debug_batches if brain.debug else None, save_minutes=brain.ckpt_interval_minutes,
-            save_steps=brain.ckpt_interval_steps, log_interval=brain.keys.log_interval, graphs=brain.keys.graphs,
+            batch_limit=brain.debug_batches if brain.debug else None,
+            save_minutes=brain.ckpt_interval_minutes,
+            save_steps=brain.ckpt_interval_steps,
+            log_interval=brain.keys.log_interval,
+            graphs=brain.keys.graphs,
             bar_colour=brain.tqdm_barcolor["train"] or None)
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        return self.brain.max_grad_norm
 
     @property
     def checkpointer(self) -> Checkpointer | None:

@@ -218,8 +218,8 @@ def _finished(folder: Path, made_with: dict[str, Any]) -> bool:
     """Whether the folder exists and was made with these arguments; an error if it contains something else."""
     if not folder.exists():
         return False
-    found = stored_json(folder / provenance.RECORD)
-    if any(found.get(key) != value for key, value in {"voices": None, **made_with}.items()):
+    record = stored_json(folder / provenance.RECORD)
+    if any(record.get(key) != value for key, value in {"voices": None, **made_with}.items()):
         raise SbkitError(f"{folder} already exists and is not this demo corpus "
                          f"({', '.join(f'{key} {value}' for key, value in made_with.items())})",
                          hint="choose another folder or remove it first")

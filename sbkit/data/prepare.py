@@ -245,7 +245,8 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         starts=rows.starts, meta=meta, remote=remote)
     manifest = everything.select(kept)
     report.kept, report.hours = len(manifest), manifest.hours
-    report.speakers, report.synthesised = speakers_in(manifest), hours_by_synthesiser(manifest)
+    report.speakers = speakers_in(manifest)
+    report.synthesised = hours_by_synthesiser(manifest)
     report.outside_alphabet = dict(outside.most_common(100))
     unspoken = np.flatnonzero((codes == 0) & np.asarray(pc.match_substring_regex(rows.texts.arrow, _UNSPOKEN)))
     if limits.text and len(unspoken):

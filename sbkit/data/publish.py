@@ -233,7 +233,8 @@ def _put_in_keep(to: Path, kind: FolderKind, keep: Path) -> None:
 
 def clean_up(to: Path, kind: FolderKind) -> None:
     """Restore, finish or remove what a killed process left here, with a warning."""
-    kept, before = kept_meanwhile(to), replaced(to)
+    kept = kept_meanwhile(to)
+    before = replaced(to)
     with contextlib.suppress(OSError):  # another process did it first, or we lack the permission
         # Killed just after the exchange. A folder of the user's own may have this bit, too, and keeps it.
         if to.is_dir() and stat.S_IMODE(to.stat().st_mode) == _WAITING and kind.listed(to) is not None:

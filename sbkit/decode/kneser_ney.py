@@ -124,13 +124,13 @@ def read(texts: Iterable[str], min_count: int = 1, files: Workspace | None = Non
         if counts[numbers[word]] > sentences:
             raise SbkitError(f"the text contains the word {word}, which marks where sentences begin and end",
                              hint="remove it from the text")
-    kept = counts >= min_count
-    kept[:len(SPECIAL)] = True
-    new_numbers = np.where(kept, np.cumsum(kept) - 1, 0).astype(np.int32)
+    is_kept = counts >= min_count
+    is_kept[:len(SPECIAL)] = True
+    new_numbers = np.where(is_kept, np.cumsum(is_kept) - 1, 0).astype(np.int32)
     ids = encoded.finish()
     for part in chunks(len(ids)):
         ids[part] = new_numbers[ids[part]]
-    words = [word for word, keep in zip(numbers, kept.tolist(), strict=True) if keep]
+    words = [word for word, keep in zip(numbers, is_kept.tolist(), strict=True) if keep]
     return EncodedText(words, ids, sentences, files)
 
 
@@ -173,7 +173,9 @@ def _keys(corpus: EncodedText, rows: np.ndarray, k: int) -> Iterator[tuple[np.nd
 
     rows : of the n-grams of the order below that end at each position
     """
-    ids, size, begin = corpus.ids, len(corpus.words), corpus.words.index(BEGIN)
+    ids = corpus.ids
+    size = len(corpus.words)
+    begin = corpus.words.index(BEGIN)
     start = 0  # of the sentence of the last position
     for part in chunks(len(ids)):
         words = ids[part]
@@ -188,28 +190,33 @@ def _keys(corpus: EncodedText, rows: np.ndarray, k: int) -> Iterator[tuple[np.nd
 def _distinct(corpus: EncodedText, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the keys of all n-grams of order ``k``, sorted, and how often each occurs."""
     files = corpus.files
-    written, written_counts = Appended(files, np.int64), Appended(files, np.int64)
+    written_keys = Appended(files, np.int64)
+    written_counts = Appended(files, np.int64)
     ends = [0]  # of runs: the distinct keys of a chunk of text each, sorted
     for _, keys in _keys(corpus, rows, k):
         keys, counts = np.unique(keys, return_counts=True)
-        written.add(keys)
+        written_keys.add(keys)
         written_counts.add(counts)
-        ends.append(written.count)
+        ends.append(written_keys.count)
     runs = [slice(first, end) for first, end in itertools.pairwise(ends)]
-    all_keys, all_counts = written.finish(), written_counts.finish()
+    all_keys = written_keys.finish()
+    all_counts = written_counts.finish()
     # Runs are merged range by range: limits, from a sample of all runs, leave about a chunk of entries in each.
     step = max(1, workspace.CHUNK // _SAMPLES)
     sample = np.sort(np.concatenate([np.zeros(0, np.int64), *(all_keys[run][::step] for run in runs)]))
     limits = np.unique(sample[::max(1, workspace.CHUNK // step)][1:])
     cuts = [run.start + np.concatenate([[0], np.searchsorted(all_keys[run], limits), [run.stop - run.start]])
             for run in runs]
-    unique, raw = Appended(files, np.int64), Appended(files, np.int64)
+    unique = Appended(files, np.int64)
+    raw = Appended(files, np.int64)
     for number in range(len(limits) + 1):
         parts = [slice(int(cut[number]), int(cut[number + 1])) for cut in cuts]
-        keys, counts = (np.concatenate([np.zeros(0, np.int64), *(values[part] for part in parts)])
-                        for values in (all_keys, all_counts))
+        none = np.zeros(0, np.int64)
+        keys = np.concatenate([none, *(all_keys[part] for part in parts)])
+        counts = np.concatenate([none, *(all_counts[part] for part in parts)])
         order = np.argsort(keys, kind="stable")
-        keys, counts = keys[order], counts[order]
+        keys = keys[order]
+        counts = counts[order]
         first = np.flatnonzero(np.diff(keys, prepend=-1))
         if len(first):
             unique.add(keys[first])
@@ -246,7 +253,9 @@ def estimate(corpus: EncodedText, order: int, cutoffs: Sequence[int] = ()) -> Es
     cutoffs : n-grams with this count or less are dropped, one number per order; the last also holds for higher orders,
         and words are never dropped. Their probability goes to shorter n-grams.
     """
-    levels, files, size = count(corpus, order), corpus.files, len(corpus.words)
+    levels = count(corpus, order)
+    files = corpus.files
+    size = len(corpus.words)
     begin = corpus.words.index(BEGIN)
     levels[0].adjusted[begin] = 0  # not predicted, so without a share of the probability
     taken = [_discounts_of(level, size, begin) for level in levels]

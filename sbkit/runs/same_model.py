@@ -16,7 +16,7 @@ from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import Trace
 from sbkit.recipe.values import static
 from sbkit.runs.initial import checkpoints_of
-from sbkit.score.run_files import RECIPE
+from sbkit.score.run_files import BEFORE_START, RECIPE
 from sbkit.train.checkpoint.files import CheckpointError, readable_checkpoints
 from sbkit.train.checkpoint.state import differences, hook_for, other_model, read_state
 
@@ -31,7 +31,7 @@ def check_checkpoints(trace: Trace, findings: Findings, sized_by_corpus: Sequenc
     if not newest_first or not isinstance(output, str):
         return
     # A start that was killed while it prepared has left another recipe there, until the next start puts this one back.
-    interrupted = any(Path(output).glob(".before*"))
+    interrupted = (Path(output) / BEFORE_START).is_dir()
     sizes = None if interrupted else _sizes_of_run(trace, Path(output), sized_by_corpus)
     if sizes is None:
         return

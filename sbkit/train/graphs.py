@@ -20,14 +20,13 @@ import ctypes
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -56,28 +55,6 @@ MAX_NODES = 20_000
 NEAR = 0.01
 #: A tensor's change of less than this share of the whole change is compared with the whole one's, as it is rounding.
 SMALL = 1e-3
-
-
-class Capturable(Protocol):
-    """What is asked of the model whose steps are captured."""
-
-    modules: nn.Module
-
-    def graph_key(self) -> Hashable:
-        """Return what decides, besides the shapes of a batch, which kernels the next step has."""
-
-    def capture_refusal(self) -> str | None:
-        """Return why steps of this model are not to be captured; None if they are."""
-
-    def restoring(self) -> AbstractContextManager[None]:
-        """Undo on exit all changes by computing losses and gradients."""
-
-    def state_owners(self) -> Iterable[tuple[str, object]]:
-        """Yield whatever a step might leave a value in, with its name."""
-
-    @property
-    def reads_outputs(self) -> bool:
-        """Whether a hook gets the outputs of a micro-step."""
 
 
 @dataclass
@@ -123,9 +100,11 @@ class Captured:
 
     updates = 1
 
-    def __init__(self, eager: Eager, model: Capturable):
-        self.eager, self.model, self.device = eager, model, eager.device
+    def __init__(self, eager: Eager):
+        self.eager = eager
+        self.hooks = eager.hooks
         self.parallel = eager.parallel
+        self.device = eager.device
         self.nodes: dict[str, int] = {}
         self._gradients: list[tuple[Parameter, Tensor]] = []
         self._stream: torch.cuda.Stream | None = None
@@ -147,9 +126,9 @@ class Captured:
     def decide(self) -> None:
         """Decide whether to capture, after the first update."""
         self._decided = self._captures = True
-        reason = self.parallel.not_captured or self.model.capture_refusal()
+        reason = self.parallel.not_captured or self.hooks.capture_refusal()
         if reason is None and ranks.world_size() > 1 and any(
-                map(communicates_in_forward, self.model.modules.modules())):
+                map(communicates_in_forward, self.hooks.modules.modules())):
             reason = "layers communicate with other ranks"
         self._refused = reason is not None
         if reason is not None:
@@ -191,7 +170,7 @@ class Captured:
             self._said_beyond_shape = True
             return None
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in _tensors(batch))
-        key = exchanges, self.model.graph_key(), shapes
+        key = exchanges, self.hooks.graph_key(), shapes
         if key not in self._graphs:
             if len(self._graphs) >= MAX_GRAPHS:
                 self._stop(f"batches have more than {MAX_GRAPHS} shapes")
@@ -224,14 +203,14 @@ class Captured:
         if not self._gradients and self.parallel.exchange is not None:
             # Also on a rank that had only dummies so far: an optimizer may communicate, so all capture it together.
             self._gradients = list(self.parallel.exchange.views().items())
-        frozen = len(optimizers) < len(self.eager.optimizing.all_optimizers())  # whose gradients stay
+        frozen = len(optimizers) < len(self.hooks.all_optimizers())  # whose gradients stay
         hooked = any(vars(optimizer).get(f"_optimizer_step_{when}_hooks")  # with Python
                      for optimizer in optimizers for when in ("pre", "post"))
         waits = any(rate is None for rate in rates)  # for the host, or has rates of its own
         if frozen or hooked or waits:
             return None
         addresses = tuple(id(rate) for own in rates for rate in own or ())
-        key = len(sums), self.eager.optimizing.max_grad_norm, *map(_settings, optimizers), *addresses
+        key = len(sums), self.hooks.settings.max_grad_norm, *map(_settings, optimizers), *addresses
         if key not in self._update_graphs:
             able = self._captures and bool(self._gradients)
             # A comparison communicates if the optimizer does, so it takes all ranks, also those that have stopped.
@@ -288,7 +267,7 @@ class Captured:
         static = _copied(batch, self.device)
         if not _tensors(static):
             raise _NotRepeatable("batches hold no tensors to copy new ones to")
-        with self.model.restoring(), self._on_own_stream(), self.eager.times.paused(), guard.collecting():
+        with self.hooks.restoring(), self._on_own_stream(), self.eager.times.paused(), guard.collecting():
             trial = self._try_micro_step(static)
             for parameter, own in self._gradients:
                 parameter.grad = own
@@ -312,11 +291,11 @@ class Captured:
         """
         try:
             self.eager.micro_step(static, last=False)  # a first call may fill caches
-            parameters = [parameter for parameter in self.model.modules.parameters() if parameter.requires_grad]
+            parameters = [parameter for parameter in self.hooks.modules.parameters() if parameter.requires_grad]
             for parameter in parameters:
                 parameter.grad = None
             before = self._host_state()
-            with self.model.restoring():
+            with self.hooks.restoring():
                 with _refusing_waits():
                     row = self.eager.micro_step(static, last=False).row
                 self._refuse_changes(before)
@@ -359,7 +338,7 @@ class Captured:
         """Return what Python knows of the model, of its layers and of random numbers, with what holds it."""
         state: dict[tuple[str, int], Any] = {(f"{name}'s random numbers on the host", 0): (value.tolist(), value)
                                              for name, value in rng.capture("cpu").items()}
-        for kind, owner in self.model.state_owners():
+        for kind, owner in self.hooks.state_owners():
             for name, value in vars(owner).items():
                 for inner, held in value.items() if name == "_buffers" else [(name, value)]:
                     plain = held is None or isinstance(held, (bool, int, float, str))
@@ -376,10 +355,10 @@ class Captured:
                 return step, torch.stack(results) if results else None
 
             graph, (result, checks) = self._capture("micro-step", work)
-        if not self.model.reads_outputs:  # graphs of autograd must not outlive this
+        if not self.hooks.reads_outputs:  # graphs of autograd must not outlive this
             result = result._replace(outputs=None, objectives=None)
         result = tree_map_only(Tensor, Tensor.detach, result)
-        held = static, [dict(vars(owner)) for _, owner in self.model.state_owners()]
+        held = static, [dict(vars(owner)) for _, owner in self.hooks.state_owners()]
         return _Graph(graph, _tensors(static), result, checks, [call._replace(result=None) for call in guarded], held)
 
     def _compare_micro_step(self, graph: _Graph, trial: _Trial) -> None:

@@ -27,6 +27,8 @@ class LoopSettings:
 
     grad_accumulation_factor: int
     """Micro-batches of a step, if the data doesn't say where a step ends."""
+    max_grad_norm: float | None
+    """The norm to which gradients are clipped; None or 0: they aren't."""
     nonfinite_patience: int
     """Steps of an epoch that may be skipped because something was not finite."""
     step_limit: int | None
@@ -61,10 +63,6 @@ class Hooks(Protocol):
 
     @property
     def settings(self) -> LoopSettings: ...
-    @property
-    def max_grad_norm(self) -> float | None:
-        """The norm to which gradients are clipped now; None or 0: they aren't."""
-
     @property
     def checkpointer(self) -> Checkpointer | None: ...
     @property

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from sbkit.errors import SbkitError
@@ -19,6 +19,7 @@ from sbkit.train.averaging import EMA
 from sbkit.train.batches import MicroBatch, Objectives, Outputs
 from sbkit.train.distributed import equality, ranks
 from sbkit.train.distributed.parallel import Single
+from sbkit.train.hooks import Hooks
 from sbkit.train.monitor.timing import StepTimes
 from sbkit.train.precision import Unscaled
 from sbkit.train.step import Loss, gradients, row_of, update, write_rates
@@ -57,33 +58,19 @@ class Runner(Protocol):
         """Forget what was captured: other parameters train from now on, or gradients are exchanged in another way."""
 
 
-class Optimizing(Protocol):
-    """What a runner asks of the model about its updates."""
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        """The norm to which gradients are clipped now; None or 0: they aren't."""
-
-    def optimizers(self) -> list[Optimizer]:
-        """Return those that update in this step."""
-
-    def all_optimizers(self) -> list[Optimizer]:
-        """Return all, frozen ones too."""
-
-
 class Eager:
-    """Computes a step with Python.
-
-    modules : what trains
-    """
+    """Computes a step with Python."""
 
     updates = 1
 
-    def __init__(self, modules: nn.Module, optimizing: Optimizing, parallel: Single, precision: Unscaled,
-                 average: EMA | None, times: StepTimes, device: torch.device):
-        self.modules, self.optimizing = modules, optimizing
-        self.parallel, self.precision, self.average = parallel, precision, average
-        self.times, self.device = times, device
+    def __init__(self, hooks: Hooks, parallel: Single, precision: Unscaled, average: EMA | None, times: StepTimes,
+                 device: torch.device):
+        self.hooks = hooks
+        self.parallel = parallel
+        self.precision = precision
+        self.average = average
+        self.times = times
+        self.device = device
         self.nodes: dict[str, int] = {}
 
     def micro_step(self, batch: MicroBatch, last: bool) -> MicroStep:
@@ -94,7 +81,7 @@ class Eager:
         self.times.mark("loss")
         row, names = row_of(loss, self.device)
         self.precision.begin(row[1])
-        with equality.zeroed(self.modules) if _is_dummy(loss) else contextlib.nullcontext():
+        with equality.zeroed(self.hooks.modules) if _is_dummy(loss) else contextlib.nullcontext():
             self.precision.scaled(loss.total).backward()
         self.times.mark("backward")
         return MicroStep(row, names, outputs, objectives)
@@ -108,7 +95,7 @@ class Eager:
 
         What the host alone knows of an update is counted here, so that the rest can be captured.
         """
-        optimizers = self.optimizing.optimizers()
+        optimizers = self.hooks.optimizers()
         if self.average is not None:
             self.average.count_update()
         return optimizers, write_rates(optimizers, self.device)
@@ -132,7 +119,7 @@ class Eager:
         count = sums[1]
         counted, finite = count > 0, torch.isfinite(sums[0])
         factor = torch.where(counted, self.parallel.divided_by / count, torch.zeros_like(count))
-        max_norm = self.optimizing.max_grad_norm
+        max_norm = self.hooks.settings.max_grad_norm
         norm, skipped = update(optimizers, self.precision.unscaled(factor), max_norm, finite & counted, rates)
         # A step that counts nothing is not taken either, as weights would decay and move by momentum; it didn't fail.
         failed = torch.where(counted, skipped, (~finite).to(skipped))
@@ -158,7 +145,7 @@ class Eager:
         Yields those gradients.
         """
         active = {id(optimizer) for optimizer in optimizers}
-        frozen = [optimizer for optimizer in self.optimizing.all_optimizers() if id(optimizer) not in active]
+        frozen = [optimizer for optimizer in self.hooks.all_optimizers() if id(optimizer) not in active]
         kept = gradients(frozen)
         before = self.precision.gradient_scale() if kept else None
         yield kept

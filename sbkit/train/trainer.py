@@ -103,10 +103,10 @@ class Trainer:
         hooks = self.hooks
         self.parallel = parallel
         runner = Eager if hooks.updates_weights else GradientsOnly
-        eager = runner(self.modules, hooks, parallel, self.precision, self.average, self.times, self.device)
+        eager = runner(hooks, parallel, self.precision, self.average, self.times, self.device)
         self.eager, self.runner = eager, eager
         if eager.updates and graphs.wanted(self.device, self.settings.graphs):
-            self.runner = Captured(eager, hooks)
+            self.runner = Captured(eager)
 
     def compute(self, batch: MicroBatch) -> Computed:
         """Run forward and loss of a training micro-batch."""

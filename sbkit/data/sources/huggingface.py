@@ -317,7 +317,8 @@ class _Layout:
             if pa.types.is_struct(audio.type):
                 data, path = pc.struct_field(audio, "bytes"), pc.struct_field(audio, "path")
             elif pa.types.is_binary(audio.type) or pa.types.is_large_binary(audio.type):
-                data, path = audio, pa.nulls(len(table), pa.string())
+                data = audio
+                path = pa.nulls(len(table), pa.string())
             else:
                 data, path = pa.nulls(len(table), pa.binary()), audio
             paths = [each if each is None or embedded or "://" in each else os.path.abspath(each) for each, embedded in

@@ -165,7 +165,8 @@ def _pages(path: Path, file: BinaryIO, start: int, size: int) -> Iterator[_Page]
     place, end = start, start + size
     while place < end:
         header, length = _page_header(path, file, place, end - place)
-        unpacked, packed = header.get(2), header.get(3)
+        unpacked = header.get(2)
+        packed = header.get(3)
         if not isinstance(unpacked, int) or not isinstance(packed, int) or min(unpacked, packed) < 0:
             raise _damaged(path)
         is_dictionary = header.get(1) == _DICTIONARY_PAGE
