@@ -26,6 +26,10 @@ long ones, a long one doesn't wait for ever, and those of equal length go in the
 _UPLOAD_BYTES = 32_000.0
 """Bytes of an upload per unit, until some were decoded: a second of a WAV file of 16 kHz and 16 bits."""
 
+_FIRST_UPLOADS = 0.25
+"""Share of what the model could do within a time limit that is uploaded at once, until a batch of uploads has run. How
+fast uploads are read is not known before: too many at once are all late, so that no batch ever tells."""
+
 _UPLOADS_KEPT = 3600.0
 """Units in uploads after which older ones count half."""
 
@@ -75,16 +79,27 @@ class Backlog:
         self._speed = Speed()
         self._next_retry = 0.0
         self._upload_units = self._upload_bytes = 0.0
+        self._upload_share: float | None = _FIRST_UPLOADS  # None: a batch has told the speed of uploads, too
 
     @property
     def speed(self) -> float | None:
         """Units a second that the model delivered recently; None while that is unknown."""
         return self._speed.recent(idle=not self.running) or None
 
-    def record_batch(self, units: float, seconds: float) -> None:
-        """Record the units of a batch, and the seconds since the batch before it if the model had work all the time."""
+    def record_batch(self, units: float, seconds: float, uploaded: bool = True) -> None:
+        """Record the units of a batch, and the seconds since the batch before it if the model had work all the time.
+
+        uploaded : whether clients sent it; a first batch before any request says nothing of uploads
+        """
         with self._lock:
             self._speed.record(units, seconds)
+            if uploaded:
+                self._upload_share = None
+
+    def record_late_upload(self) -> None:
+        """Record that an upload was not read within its time limit: fewer are read at once, until a batch has run."""
+        with self._lock:
+            self._upload_share = (self._upload_share or 2 * _FIRST_UPLOADS) / 2
 
     def record_upload(self, units: float, size: int) -> None:
         """Record how much work an upload of so many bytes was."""
@@ -225,6 +240,10 @@ class Work:
             units = min(backlog.expected(size), speed * (self.until - time.monotonic()) / 2)
             if any(work.remaining for work in backlog._works):
                 backlog._check(self, units)
+            if backlog._upload_share is not None:
+                uploading = sum(work.remaining for work in backlog._works if not work.started)
+                if uploading and uploading + units > backlog._upload_share * speed * self.seconds:
+                    raise busy(f"other uploads ({uploading:.0f} {backlog.unit}) are read first", units / speed)
             self._set(units)
 
     def grow(self, units: float) -> None:
@@ -264,6 +283,8 @@ class Work:
 
     def close(self) -> None:
         with self._backlog._lock:
+            if self._total and not self.started and time.monotonic() >= self.until:
+                self._backlog.record_late_upload()
             self._backlog._works.pop(self, None)
             self._total = self._done = 0.0
 

@@ -86,7 +86,7 @@ class Batcher:
                 batch: list[Any] = [signal] * rows  # whatever the engine takes
                 self.engine.submit(batch).result()
                 seconds = time.monotonic() - began
-                self.backlog.record_batch(self._cost(signal) * rows, seconds)
+                self.backlog.record_batch(self._cost(signal) * rows, seconds, uploaded=False)
                 if seconds > _MEASURED:
                     break
 

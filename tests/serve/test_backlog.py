@@ -103,6 +103,39 @@ def test_an_upload_is_refused_before_it_is_read_by_what_others_were(backlog):
     third.expect(40_000)
 
 
+def test_few_uploads_are_read_at_once_until_a_batch_of_uploads_has_run():
+    """How fast uploads are read is not known before; here each is of 100 s, and a model at 10 s a second."""
+    backlog = Backlog()
+    backlog.record_upload(100.0, 10_000)
+    backlog.record_batch(20.0, 2.0, uploaded=False)
+    first, second, third = (hold(backlog, None) for _ in range(3))
+    first.expect(10_000)
+    second.expect(10_000)
+    with pytest.raises(ApiError, match="other uploads") as error:
+        third.expect(10_000)
+    assert error.value.status == 429
+    first.grow(100.0)  # it is read
+    third.expect(10_000)
+    backlog.record_batch(20.0, 2.0)
+    hold(backlog, None).expect(10_000)
+
+
+def test_after_uploads_that_were_late_fewer_are_read_at_once(clock, backlog):
+    backlog.record_batch(20.0, 2.0)
+    backlog.record_upload(100.0, 10_000)
+    late = hold(backlog, None)
+    late.expect(10_000)
+    clock[0] += 101.0
+    late.close()
+    first, second, third = (hold(backlog, None) for _ in range(3))
+    first.expect(10_000)
+    second.expect(10_000)
+    with pytest.raises(ApiError, match="other uploads"):
+        third.expect(10_000)
+    backlog.record_batch(20.0, 2.0)
+    third.expect(10_000)
+
+
 def test_what_an_upload_may_hold_refuses_nobody_who_is_alone(backlog):
     backlog.record_upload(10.0, 1)
     only = hold(backlog, None)
