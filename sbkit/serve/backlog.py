@@ -243,7 +243,7 @@ class Work:
             if backlog._upload_share is not None:
                 uploading = sum(work.remaining for work in backlog._works if not work.started)
                 if uploading and uploading + units > backlog._upload_share * speed * self.seconds:
-                    raise busy(f"other uploads ({uploading:.0f} {backlog.unit}) are read first", units / speed)
+                    raise busy(f"other uploads ({uploading:.1f} {backlog.unit}) are read first", units / speed)
             self._set(units)
 
     def grow(self, units: float) -> None:
@@ -266,10 +266,17 @@ class Work:
         if excess is not None:
             raise self.error(self.remaining, excess)
 
-    def done(self, units: float) -> None:
-        """Record that ``units`` are done; raises ``ApiError`` if the rest can't be done in time."""
+    def computed(self, units: float) -> None:
+        """Record that the model did ``units`` more. A batch may hold several parts of a request, which are read one
+        after another: the later ones are no work any more while the first is read."""
         with self._backlog._lock:
-            self._done = min(units, self._total)
+            self._done = min(self._done + units, self._total)
+
+    def done(self, units: float) -> None:
+        """Record that its first ``units`` are done, silence among them, which takes no computing; raises ``ApiError``
+        if the rest can't be done in time."""
+        with self._backlog._lock:
+            self._done = max(self._done, min(units, self._total))
             speed, left = self._backlog.speed, self.until - time.monotonic()
             if speed is not None and self.remaining / speed > left:
                 raise self.error(self.remaining, self.remaining / speed - left)
@@ -283,8 +290,6 @@ class Work:
 
     def close(self) -> None:
         with self._backlog._lock:
-            if self._total and not self.started and time.monotonic() >= self.until:
-                self._backlog.record_late_upload()
             self._backlog._works.pop(self, None)
             self._total = self._done = 0.0
 

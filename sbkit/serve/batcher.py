@@ -204,6 +204,8 @@ class Batcher:
             if isinstance(result, BaseException):
                 each.future.set_exception(result)
             else:
+                if each.work is not None:
+                    each.work.computed(self._cost(each.signal))
                 each.future.set_result(result)
         with self._lock:
             self._running = self.backlog.running = False

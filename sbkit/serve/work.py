@@ -100,6 +100,9 @@ class RequestContext:
             return await asyncio.wait_for(reading, max(self.until - time.monotonic(), 0.0))
         except (asyncio.TimeoutError, TimeoutError):
             self._metrics.cancelled.labels("slow upload").inc()
+            for backlog, work in self._works.items():
+                if work.remaining:
+                    backlog.record_late_upload()
             raise too_slow(f"took longer than {self._seconds:g} s") from None
 
     def work(self, backlog: Backlog) -> Work:

@@ -120,13 +120,10 @@ def test_few_uploads_are_read_at_once_until_a_batch_of_uploads_has_run():
     hold(backlog, None).expect(10_000)
 
 
-def test_after_uploads_that_were_late_fewer_are_read_at_once(clock, backlog):
+def test_after_uploads_that_were_late_fewer_are_read_at_once(backlog):
     backlog.record_batch(20.0, 2.0)
     backlog.record_upload(100.0, 10_000)
-    late = hold(backlog, None)
-    late.expect(10_000)
-    clock[0] += 101.0
-    late.close()
+    backlog.record_late_upload()
     first, second, third = (hold(backlog, None) for _ in range(3))
     first.expect(10_000)
     second.expect(10_000)
@@ -217,6 +214,19 @@ def test_what_was_heard_is_no_longer_ahead(backlog):
     assert refused(hold(backlog, None), 500).status == 429
     first.done(600)
     hold(backlog, None).grow(500)
+
+
+def test_parts_of_a_batch_that_was_computed_are_no_work_while_the_first_of_them_is_read(clock):
+    """The rest was judged to take 4 s of the 3.5 that are left, and a request that was done was refused."""
+    backlog = Backlog()
+    backlog.record_batch(20.0, 2.0)
+    request = hold(backlog, None)
+    request.grow(500)
+    clock[0] += 60.0  # of its 100 s
+    for _ in range(5):
+        request.computed(100)
+    request.done(20)
+    assert request.remaining == 0
 
 
 def test_a_header_that_claimed_too_much_is_corrected(backlog):
