@@ -84,8 +84,8 @@ def _open(request: ImportRequest, run: Path) -> Trained:
         model = SpeechBrainModel(request.source, folder, request.trust_code)
         brain, tokenizer = _brain(request, run, "ctc", model.piece_model, sample_rate=model.sample_rate, d_model=8,
                                   nhead=1, d_ffn=8, num_encoder_layers=1)
-        brain.recognizer = type(brain.recognizer)(model.features, model.layers, nn.Identity(),
-                                                  normalize=model.normalize, hop_samples=model.hop_samples)
+        brain.use_recognizer(type(brain.recognizer)(model.features, model.layers, nn.Identity(),
+                                                    normalize=model.normalize, hop_samples=model.hop_samples))
         brain.modules = nn.ModuleDict({"model": model.layers})
         return _trained(request, run, brain, ("SpeechBrain", _own_code(model.own_code(), model.order, tokenizer, 1)))
     published = PublishedSource.of(request.source)

@@ -13,6 +13,7 @@ import copy
 import hashlib
 import json
 import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -31,8 +32,10 @@ from sbkit.export.features import is_input_normalization
 from sbkit.nn.fast import front_end
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.lengths import feature_frames, takes_lengths
+from sbkit.runs import initial
 from sbkit.system.console import atomic_write, progress
 from sbkit.system.cores import usable_cores
+from sbkit.tasks.corpus_part import CorpusPart, TaskValues
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +176,33 @@ def compute(settings: FeatureSettings, manifest: Manifest, workers: int | None =
     deviation = np.sqrt(np.maximum(sums[1] / frames - np.square(mean), 0.0))
     constant = deviation < _MIN_DEVIATION * np.maximum(np.abs(mean), 1.0)
     return mean, np.where(constant, 1.0, deviation), frames, unread
+
+
+class FeatureStatistics(CorpusPart):
+    """The statistics of the recipe's ``normalize``, if it uses those of the training split."""
+
+    def prepare(self, keys: TaskValues, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Compute them, unless checkpoints hold them."""
+        norm, features = keys.normalize, keys.compute_features
+        if is_global(norm) and features is not None and initial.fresh(keys):
+            settings = FeatureSettings(features, keys.hop_samples, keys.sample_rate)
+            prepare(norm, settings, manifests["train"], keys.output_folder)
+        return {}
+
+    def is_prepared(self, keys: TaskValues) -> bool:
+        norm = keys.normalize
+        return not is_global(norm) or path_of(norm, keys.output_folder).exists()
+
+    def load(self, keys: TaskValues) -> Iterable[tuple[str, object]]:
+        norm = keys.normalize
+        if not is_global(norm):
+            return []
+        load(norm, keys.output_folder)
+        return [("normalize", norm)]
+
+    def allow_missing(self, keys: TaskValues) -> None:
+        if is_global(keys.normalize):
+            allow_missing(keys.normalize)
 
 
 class _Sums(Dataset[Any]):

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import soundfile
 import torch
-from speechbrain.core import Stage
 
 from sbkit.data.manifest import Manifest
 from sbkit.recipe.build import Built
@@ -26,7 +25,6 @@ from sbkit.recipe.source import Findings
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Player, Results, SoundSample
 from sbkit.score.significance import interval
-from sbkit.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -119,23 +117,19 @@ def random_order(name: str) -> str:
     return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
 
 
-class SpeechTask(Task):
-    """A task whose tests generate speech, which a recogniser may transcribe, and of which a few clips are kept."""
+class SpeechTest:
+    """Times the speech that tests generate, has a recogniser transcribe it, and keeps a few clips of it."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self) -> None:
         self.transcribe: Callable[[Sequence[np.ndarray]], list[str]] | None = None
         """Transcribes waveforms [S] at the recipe's sample rate; None: there is no recogniser."""
         self.batch_seconds = 0.0
         """How long it took to generate the last batch's speech."""
         self.clips = ClipSampler()
 
-    def take_recogniser(self, transcribe: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
-        self.transcribe = transcribe
-
-    def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
+    def begin_stage(self) -> None:
+        """Forget the clips of the validation or test before."""
         self.clips = ClipSampler()
-        super().open_stage(stage, epoch)
 
     @contextlib.contextmanager
     def timed(self, device: torch.device) -> Iterator[None]:
@@ -148,7 +142,7 @@ class SpeechTask(Task):
             torch.cuda.synchronize(device)
         self.batch_seconds = time.perf_counter() - began
 
-    def test_rows(self, rows: Sequence[Row], recordings: Sequence[np.ndarray],
+    def complete(self, rows: Sequence[Row], recordings: Sequence[np.ndarray],
                   outputs: Sequence[np.ndarray]) -> list[Row]:
         """Add to the rows of a test batch the time for each output, transcripts, and the sounds of clips to keep."""
         samples, count = sum(map(len, outputs)), len(rows)

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,15 +40,22 @@ from sbkit.runs.same_model import check_checkpoints
 from sbkit.score.estimate import MetricEstimate, estimate
 from sbkit.score.metric import Metric
 from sbkit.score.results import Results, describe_unread
+from sbkit.tasks.corpus_part import CorpusPart
 from sbkit.tasks.keys import TaskKeys
+from sbkit.tasks.learning import LearningMonitor
 from sbkit.tasks.mixture_parts import ALL, MixtureParts
+from sbkit.tasks.text_tokens import TextTokens
 from sbkit.train.averaging import load_mean
+from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 from sbkit.train.early_stopping import EarlyStopping
 from sbkit.train.schedule import Annealing, SpeechBrainScheduler, log_limits
+from sbkit.train.step import StepResult
 
 if TYPE_CHECKING:
     from sbkit.export.exported import Exported
+    from sbkit.tasks.generation import SpeechTest
+    from sbkit.tasks.recognise.transcriber import Transcriber
 
 __all__ = ["Metric", "Task"]
 
@@ -67,6 +74,9 @@ class Task(Brain):
     and overrides those methods below whose defaults do not fit. The recipe's values are in ``self.keys``, an object of
     the class under ``Keys``; class methods, which are called before there is a model, get it as ``keys``.
 
+    What several tasks share they hold as objects, not as base classes: ``corpus_parts`` and ``tokens`` of the class,
+    ``learning``, ``transcriber`` and ``speech_test`` of a Brain. A task sets those that it has; this class asks them.
+
     The hooks ``begin_run``, ``begin_step`` and ``validated``, and those that are empty in SpeechBrain
     (``on_stage_start``, ``on_stage_end``, ``on_fit_batch_start``, ``on_fit_batch_end``), do nothing here: an override
     need not call ``super()``. The task's own work around them is in the methods ``open_...`` and ``close_...``, which a
@@ -79,6 +89,10 @@ class Task(Brain):
     columns: ClassVar[Declared] = {}
     """Columns of the corpus that batches hold besides recordings and texts, by name: ``LabelColumn`` or
     ``SignalColumn``."""
+    corpus_parts: ClassVar[tuple[CorpusPart, ...]] = ()
+    """What is computed from the corpus, or limited in it, in this order."""
+    tokens: ClassVar[TextTokens | None] = None
+    """The tokens of an utterance's text, which are its labels; None: a batch has none, or ``encoder`` makes them."""
     sized_by_corpus: ClassVar[tuple[str, ...]] = ()
     """Keys with sizes that ``prepare`` returns, so that another corpus gives tensors of other shapes."""
     metric: ClassVar[Metric] = Metric("loss")
@@ -88,6 +102,12 @@ class Task(Brain):
     writes_words: ClassVar[bool] = False
     """Whether its rows have a ``hypothesis``, which is empty where nobody speaks."""
     keys: TaskKeys
+    learning: LearningMonitor | None = None
+    """Warns if a recogniser doesn't learn; None: nothing watches the loss."""
+    transcriber: Transcriber | None = None
+    """Transcribes validations and tests, by the search that an evaluation asks for; None: the task has no search."""
+    speech_test: SpeechTest | None = None
+    """Times, transcribes and samples the speech that tests generate; None: they generate none."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -99,11 +119,11 @@ class Task(Brain):
         self.planned_steps = 0
         """The optimizer steps of the whole run, once ``open_run`` was called; 0 if they are unknown."""
         self._unreadable: dict[str, str] = {}
-        given = self.keys.schedule
-        self.annealing = Annealing(given) if isinstance(given, SpeechBrainScheduler) else None
-        self.schedule: Any = given if self.annealing is None else None  # a Schedule, or a recipe's own that is like one
+        schedule = self.keys.schedule
+        self.annealing = Annealing(schedule) if isinstance(schedule, SpeechBrainScheduler) else None
+        self.schedule: Any = schedule if self.annealing is None else None  # a Schedule, or a recipe's own like one
         if self.annealing is not None:
-            self.save_too("schedule", given)
+            self.save_too("schedule", schedule)
         self.save_too("train_logger", self.keys.train_logger)
         self.early_stopping = EarlyStopping(vars(self.keys).get("epoch_counter"), self.checkpointer)
         self.mixture_parts = MixtureParts(vars(self.keys).get("corpus"), self.checkpointer)
@@ -112,6 +132,9 @@ class Task(Brain):
         if self.trainer.average is not None and self.keys.average_checkpoints > 1:
             raise SbkitError("ema and average_checkpoints both average weights",
                              hint="use one of them: ema_decay: 0, or average_checkpoints: 1")
+        for part in self.corpus_parts:
+            for name, statistics in part.load(self.keys):
+                self.save_too(name, statistics)
 
     def save_too(self, name: str, obj: object) -> None:
         """Have checkpoints hold an object of the recipe that has a state, unless the recipe's recoverables do."""
@@ -129,7 +152,10 @@ class Task(Brain):
 
         Returns the keys whose values follow from the corpus; the recipe is then loaded again with them.
         """
-        return {}
+        follows: dict[str, Any] = {}
+        for part in cls.corpus_parts:
+            follows |= part.prepare(keys, manifests, given)
+        return follows
 
     @classmethod
     def label(cls, keys: OwnKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> None:
@@ -141,7 +167,7 @@ class Task(Brain):
     @classmethod
     def is_prepared(cls, keys: OwnKeys) -> bool:
         """Whether the results of ``prepare`` exist already."""
-        return True
+        return all(part.is_prepared(keys) for part in cls.corpus_parts)
 
     @classmethod
     def encoder(cls, keys: OwnKeys) -> SupportsEncode | None:
@@ -149,12 +175,12 @@ class Task(Brain):
 
         Any object with ``encode(text) -> list[int]`` that can be pickled will do: the processes that read audio use it.
         """
-        return None
+        return None if cls.tokens is None else cls.tokens.encoder(keys)
 
     @classmethod
     def needs_text(cls) -> bool:
-        """Whether rows of a corpus without a text are left out: true if the task has an ``encoder``."""
-        return cls.encoder.__func__ is not Task.encoder.__func__  # type: ignore[attr-defined]  # a bound method's
+        """Whether rows of a corpus without a text are left out: true if the task has ``tokens`` or an ``encoder``."""
+        return cls.tokens is not None or cls.encoder.__func__ is not Task.encoder.__func__  # type: ignore[attr-defined]  # a bound method's
 
     @classmethod
     def check_parts(cls, keys: OwnKeys, built: Built, findings: Findings) -> bool:
@@ -164,6 +190,8 @@ class Task(Brain):
     @classmethod
     def check_outputs(cls, trace: Trace, findings: Findings) -> None:
         """Check the shapes of a stand-in batch in the model, up to where it failed."""
+        if cls.tokens is not None:
+            cls.tokens.check_outputs(trace, findings)
 
     @classmethod
     def check_start(cls, trace: Trace, findings: Findings) -> Section | None:
@@ -185,7 +213,7 @@ class Task(Brain):
 
         nodes : where the recipe's keys are written; while a run starts, only the recipe's file
         """
-        return None
+        return None if cls.tokens is None else cls.tokens.check_labels(keys, manifests, findings, nodes)
 
     def describe(self) -> tuple[list[str], dict[str, Any]]:
         """Return lines for the check to print below its table of shapes, and the same facts for ``--json``."""
@@ -194,6 +222,8 @@ class Task(Brain):
     @classmethod
     def check_manifest(cls, keys: OwnKeys, split: str, manifest: Manifest) -> None:
         """Warn about texts that the model can't output in a manifest to score; raise if it can't be scored at all."""
+        for part in cls.corpus_parts:
+            part.check_manifest(keys, split, manifest)
 
     # ------------------------------------------------------------ initial weights
 
@@ -209,6 +239,8 @@ class Task(Brain):
 
         noise : fill it with noise and random labels; otherwise the values may be anything
         """
+        for part in self.corpus_parts:
+            part.allow_missing(self.keys)
         samples, labels = round(seconds * self.keys.sample_rate), max(1, round(seconds * self.labels_per_second))
         size, lengths = (utterances, samples), torch.full((utterances,), samples)
         signals = 0.1 * torch.randn(size) if noise else torch.empty(size)
@@ -222,10 +254,12 @@ class Task(Brain):
     @property
     def labels_per_second(self) -> float:
         """The number of labels per second in a typical utterance, for stand-in batches."""
-        return 0.0
+        return 0.0 if self.tokens is None else self.tokens.per_second(self.keys)
 
     def stand_in_labels(self, shape: tuple[int, int], noise: bool) -> torch.Tensor:
         """Return valid labels of this shape for a stand-in batch."""
+        if noise and self.tokens is not None:
+            return self.tokens.random(self.keys, shape)
         return torch.ones(shape, dtype=torch.long)
 
     def why_not_padded(self) -> str | None:
@@ -252,10 +286,14 @@ class Task(Brain):
     def open_run(self, texts: Sequence[str], steps: int) -> None:
         """Give the schedule the number of optimizer steps, log what the run is too short for, call ``begin_run``."""
         self.planned_steps = steps
+        if self.learning is not None:
+            self.learning.begin_run(
+                texts, steps, max_norm=self.max_grad_norm, anneals=self.annealing is not None, thaws_at=self.thaws_at,
+                schedule=self.schedule if self.opt_class is not None else None, recipe_keys=vars(self.hparams))
         if self.schedule is not None and not self.test_only:
             self.schedule.total_steps = steps
         if self.keys.schedule is not None and not self.test_only and ranks.is_main():
-            log_limits(self.keys.schedule, steps, self.tracks_learning)
+            log_limits(self.keys.schedule, steps, self.learning is not None and self.learning.knows_chance)
         if self.thaws_at >= steps > 0 and not self.test_only and ranks.is_main():
             logger.warning("What is frozen until step %d never trains, because the run has %d steps: take more "
                            "(--min_steps 1000), or freeze for fewer", self.thaws_at, steps)
@@ -267,21 +305,43 @@ class Task(Brain):
         return int(max(filter(math.isfinite, self.trainer.freezing.until.values()), default=0))
 
     @property
-    def tracks_learning(self) -> bool:
-        """Whether the loss can be compared with chance, as ``schedule.max_lr_at_chance`` needs."""
-        return False
-
-    @property
     def peak_rate(self) -> float | None:
         """The peak of the schedule, if there is one."""
         return super().peak_rate if self.schedule is None else self.schedule.warmup_end()[1]
 
     def open_step(self, number: int) -> None:
-        """Set the learning rate of an optimizer step and the numbers of its kernels, and call ``begin_step``."""
+        """Set what depends on the step: masks, the numbers of kernels, and the learning rate; call ``begin_step``."""
+        if self.learning is not None:
+            self.learning.apply(number, vars(self.keys).get("spec_augment"), self.schedule)
         self.write_numbers(number)
         if self.schedule is not None and self.opt_class is not None:
             self.learning_rate = self.schedule.apply(self.optimizer, number)
         self.begin_step(number)
+        if self.learning is not None and self.learning.is_due(number):
+            self._log_notices(self.learning, number)
+
+    def close_step(self, result: StepResult) -> None:
+        """Record a step's loss, on which masks, learning rate and warnings depend; call ``on_step_known``."""
+        if self.learning is not None:
+            self.learning.count(result)
+        super().close_step(result)
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """Train, and warn at the end if nothing was learnt."""
+        super().fit(*args, **kwargs)
+        if self.learning is not None and not self.test_only:
+            self.learning.end(self.optimizer_step + 1)
+            self._log_notices(self.learning, self.optimizer_step + 1, ended=True)
+
+    def _log_notices(self, learning: LearningMonitor, number: int, ended: bool = False) -> None:
+        """Log notices on the main rank; they are the same on all ranks."""
+        rate = self.trainer.learning_rate if self.learning_rate is None else self.learning_rate
+        known_rate = None if isinstance(rate, torch.Tensor) else rate  # a recipe's own may be on a device
+        for notice in learning.look(number, known_rate, ended):
+            if ranks.is_main():
+                logger.log(logging.WARNING if notice.holds else logging.INFO, "%s", notice.text())
+            if self.metrics_log is not None:
+                self.metrics_log.write("warning", **notice._asdict())
 
     def end_step(self, number: int) -> None:
         """Let SpeechBrain's scheduler set the next rate, which a checkpoint of this step holds."""
@@ -295,6 +355,8 @@ class Task(Brain):
     def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
         """Clear the rows, and call ``on_stage_start``."""
         self.rows, self._unreadable = [], {}
+        if self.speech_test is not None:
+            self.speech_test.begin_stage()
         super().open_stage(stage, epoch)
 
     def close_batch(self, batch: object, stage: Stage) -> None:
@@ -307,17 +369,21 @@ class Task(Brain):
 
     def stats(self, rows: Sequence[Any]) -> dict[str, float]:
         """Compute the statistics of a validation or test, the metric among them unless that is the loss."""
-        return {}
+        return {} if self.transcriber is None else self.transcriber.stats(rows)
 
     def results(self, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Results:
         """Build the results of a test, for the screen, the files and the report.
 
         unread : recordings that could not be read, and why
         """
+        if self.transcriber is not None:
+            return self.transcriber.results(rows, loss, unread)
         return Results({"loss": loss, **self.stats(rows)}, utterances=len(rows), unread=dict(unread))
 
     def estimate(self, rows: Sequence[Any]) -> MetricEstimate | None:
         """Estimate the uncertainty of a test's metric by a bootstrap over rows, unless ``stats`` compares rows."""
+        if self.transcriber is not None:
+            return None  # the intervals of error rates are bootstrapped over words
         return estimate(self.metric, rows, self.stats)
 
     def tested_results(self, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Results:
@@ -336,53 +402,79 @@ class Task(Brain):
         if stage == Stage.TRAIN:
             self.train_stats = {"loss": loss, **self.mixture_parts.close_epoch(epoch, self.metrics_log)}
             super().close_stage(stage, loss, epoch)
-            return
+        elif stage == Stage.VALID:
+            self._close_validation(loss, epoch)
+        else:
+            self._close_test(loss, epoch)
+
+    def _close_test(self, loss: float, epoch: int | None) -> None:
         rows, unread = self.all_rows(), dict(self.gather(self._unreadable.items()))
-        if stage == Stage.TEST:
-            self.tested = self.tested_results(rows, loss, unread)
-            super().close_stage(stage, loss, epoch)
-            if self.tested.unread:
-                logger.warning("%s", describe_unread("test", self.tested.unread, self.tested.utterances))
-            stats = {**self.tested.stats, **({"unread": len(unread)} if unread else {})}
-            loaded = getattr(self.keys.epoch_counter, "current", None)
-            if self.keys.train_logger is not None:
-                self.keys.train_logger.log_stats({"Epoch loaded": loaded},
-                                                 test_stats=self.mixture_parts.for_log(stats, ALL))
-            self._log("test", loaded, stats)
-            return
+        self.tested = self.tested_results(rows, loss, unread)
+        super().close_stage(Stage.TEST, loss, epoch)
+        if self.tested.unread:
+            logger.warning("%s", describe_unread("test", self.tested.unread, self.tested.utterances))
+
+        stats = dict(self.tested.stats)
+        if unread:
+            stats["unread"] = len(unread)
+        epoch_loaded = getattr(self.keys.epoch_counter, "current", None)
+        if self.keys.train_logger is not None:
+            self.keys.train_logger.log_stats({"Epoch loaded": epoch_loaded},
+                                             test_stats=self.mixture_parts.for_log(stats, ALL))
+        self._log("test", epoch_loaded, stats)
+
+    def _close_validation(self, loss: float, epoch: int | None) -> None:
+        rows, unread = self.all_rows(), dict(self.gather(self._unreadable.items()))
         stats = {"loss": loss, **self.mixture_parts.validation_stats(rows, self.stats)}
         if unread:  # rates leave them out, so they are always shown together
             stats["unread"] = len(unread)
             logger.warning("%s", describe_unread("valid", unread, len(rows)))
         self.validated(rows, stats)
+
         if self.annealing is not None and self.opt_class is not None and epoch is not None:
             self.annealing.after_validation(self.optimizer, epoch, loss)
         if self.metric.name in stats:
             self.early_stopping.after_validation(self.metric.name, stats[self.metric.name])
-        super().close_stage(stage, loss, epoch)
+        super().close_stage(Stage.VALID, loss, epoch)
+
         progress: dict[str, Any] = {"epoch": epoch, "steps": self.optimizer_step}
         if self.opt_class is not None:
             progress["lr"] = self.trainer.learning_rate
         if self.keys.train_logger is not None:
             self.keys.train_logger.log_stats(progress, self.train_stats, self.mixture_parts.for_log(stats))
         self._log("epoch", epoch, stats)
-        if self.checkpointer is None:
-            return
+        if self.checkpointer is not None:
+            self._save_epoch(self.checkpointer, stats, epoch)
+        self._warn_if_held_back()
+
+    def _save_epoch(self, checkpointer: Checkpointer, stats: Mapping[str, float], epoch: int | None) -> None:
+        """Save a checkpoint after a validation, and delete those that are neither the best nor to be kept."""
         if self.metric.name not in stats:  # the epoch is saved first, so that it needn't be trained again
-            self.checkpointer.save_checkpoint(meta={"loss": stats["loss"], "epoch": epoch})
+            checkpointer.save_checkpoint(meta={"loss": stats["loss"], "epoch": epoch})
             ranks.raise_on_main(SbkitError(
                 f"{type(self).__name__} chooses the best checkpoint by {self.metric.name!r}, but its validation gives "
                 f"{', '.join(stats)}", hint="return it from stats, or name one of these in metric; the epoch is saved"))
         meta = {self.metric.name: stats[self.metric.name], "loss": stats["loss"], "epoch": epoch}
-        self.checkpointer.save_and_keep_only(
+        checkpointer.save_and_keep_only(
             meta=meta, num_to_keep=self.keys.keep_checkpoints, keep_every=self.keys.keep_every or None,
             **{"min_keys" if self.metric.lower_is_better else "max_keys": [self.metric.name]},
         )
+
+    def _warn_if_held_back(self) -> None:
+        """Warn of a run that trained initial weights hold back, if a finished run beside it shows that."""
+        if self.learning is None or self.metrics_log is None or not ranks.is_main():
+            return
+        warning = self.learning.held_back_by()
+        if warning is not None:
+            logger.warning("%s", warning)
 
     # ------------------------------------------------------------ evaluation
 
     def take_search(self, request: EvaluateRequest) -> None:
         """Use the search that the options of ``sbkit evaluate`` describe."""
+        if self.transcriber is not None:
+            self.transcriber.use_search(request)
+            return
         options = [name for name in ("lm", "tune_lm", "lm_weight", "word_score", "beam", "hot_words", "nbest", "joint",
                                      "ctc_weight") if getattr(request, name)]
         if options:
@@ -394,8 +486,37 @@ class Task(Brain):
 
         chunk : milliseconds; None is the whole utterance. The transcripts of the first are written
         """
-        raise SbkitError(f"{type(self).__name__} doesn't recognise in chunks, so it can't use --chunk", hint="leave "
-                                                                                                             "it out")
+        if self.transcriber is None:
+            raise SbkitError(f"{type(self).__name__} doesn't recognise in chunks, so it can't use --chunk",
+                             hint="leave it out")
+        self.transcriber.use_chunks(chunk)
+
+    def tune_search(self, manifest: Manifest, evaluate: Callable[[Manifest], object]) -> dict[str, Any]:
+        """Tune the search's weights on a dev split; returns facts for result.json.
+
+        evaluate : runs the model over a manifest, which fills ``rows``
+        """
+        assert self.transcriber is not None, "take_search refuses --tune-lm without one"
+
+        def evaluated_rows(dev: Manifest) -> list[Any]:
+            evaluate(dev)
+            return self.rows
+
+        return self.transcriber.tune(manifest, evaluated_rows)
+
+    @contextlib.contextmanager
+    def searching(self) -> Iterator[None]:
+        """Context for a pass over a test set, at whose end a search may run over the whole set."""
+        if self.transcriber is None:
+            yield
+            return
+        with self.transcriber.searching_at_the_end() as finish:
+            yield
+        self.rows = finish(self.rows)
+
+    def search_facts(self) -> dict[str, Any]:
+        """Describe the search for result.json."""
+        return {} if self.transcriber is None else self.transcriber.search_facts()
 
     @property
     def recogniser(self) -> str | None:
@@ -404,23 +525,10 @@ class Task(Brain):
 
     def take_recogniser(self, transcribe: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
         """Use a recogniser in tests, which transcribes waveforms [S] at the recipe's sample rate."""
-        raise SbkitError(f"{type(self).__name__} generates no speech, so it can't use --recogniser",
-                         hint="leave it out")
-
-    def tune_search(self, manifest: Manifest, evaluate: Callable[[Manifest], object]) -> dict[str, Any]:
-        """Tune the search's weights on a dev split; returns facts for result.json.
-
-        evaluate : runs the model over a manifest, which fills ``rows``
-        """
-        raise SbkitError(f"{type(self).__name__} has no search to tune", hint="leave out --tune-lm")
-
-    def searching(self) -> contextlib.AbstractContextManager[object]:
-        """Context for a pass over a test set, at whose end a search may run over the whole set."""
-        return contextlib.nullcontext()
-
-    def search_facts(self) -> dict[str, Any]:
-        """Describe the search for result.json."""
-        return {}
+        if self.speech_test is None:
+            raise SbkitError(f"{type(self).__name__} generates no speech, so it can't use --recogniser",
+                             hint="leave it out")
+        self.speech_test.transcribe = transcribe
 
     # ------------------------------------------------------------ export
 

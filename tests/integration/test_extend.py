@@ -44,6 +44,19 @@ def pairs(folder):
         (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
 
 
+def spoken_names(home):
+    """A folder with lists of the recordings of ``parts``, whose names are what is said in them."""
+    folder = home / "spoken"
+    folder.mkdir(exist_ok=True)
+    for split in ("train", "dev", "test"):
+        lines = ["ID,duration,wav,wrd"]
+        for path in sorted((home / "recordings").glob(f"{split}-*.wav")):
+            lines.append(f"{path.stem.partition(' ')[0]},{soundfile.info(path).duration},{path},"
+                         f"{path.stem.partition(' ')[2]}")
+        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A folder with the page's two files and a corpus."""
@@ -58,8 +71,9 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def parts(home):
     """The same folder with recordings for the recipe of the second half of the page."""
-    recipe = home / "mine.yaml"
-    recipe.write_text(recipe.read_text().replace("FLAGSHIP", str(ROOT / "hparams" / "ctc.yaml")))
+    for name in ("mine.yaml", "focal.yaml"):
+        recipe = home / name
+        recipe.write_text(recipe.read_text().replace("FLAGSHIP", str(ROOT / "hparams" / "ctc.yaml")))
     for split, count in (("train", 12), ("dev", 3), ("test", 3)):
         for i in range(count):
             path = home / "recordings" / f"{split}-{i} {TONES[i % 3]} {TONES[i % 2]}.wav"
@@ -234,6 +248,19 @@ def test_parts_of_ones_own_are_trained_and_shipped(parts):
     config = layout.read(parts / "mine")
     assert {"onnx", "speechbrain"} <= config.models.keys() and config.batching
     sbkit(parts, "transcribe", "mine", next((parts / "recordings").glob("*.wav")))
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_loss_of_ones_own_is_checked_trained_evaluated_by_a_search_and_shipped(parts):
+    data = ("--data_folder", spoken_names(parts))
+    report = json.loads(sbkit(parts, "check", "focal.yaml", *TINY[:-6], *data, "--json"))
+    assert report["errors"] == []
+    assert "test WER" in sbkit(parts, "train", "focal.yaml", *TINY, *data, "--output_folder", "results/focal")
+    evaluated = sbkit(parts, "evaluate", "results/focal", "--beam", 4, "--device", "cpu")
+    assert "WER" in evaluated and list((parts / "results" / "focal" / "evaluations").glob("*beam4*"))
+    sbkit(parts, "export", "results/focal", "--to", "focal", "--formats", "onnx", "--clips", 3)
+    sbkit(parts, "transcribe", "focal", next((parts / "recordings").glob("*.wav")))
 
 
 @pytest.mark.long

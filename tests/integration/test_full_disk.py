@@ -40,7 +40,7 @@ from sbkit.score.rates import ErrorRates
 from sbkit.score.report import write_report
 from sbkit.system import disk
 from sbkit.system.console import LogFile
-from sbkit.tasks.asr import write_nbest
+from sbkit.tasks.recognise.transcripts import write_nbest
 from sbkit.train import bad_batch
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.monitor.loggers import Run, TensorBoard

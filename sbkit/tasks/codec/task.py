@@ -20,9 +20,9 @@ from sbkit.recipe.keys import Problem, key
 from sbkit.recipe.source import Findings
 from sbkit.system.schema import COUNT, NOT_NEGATIVE
 from sbkit.tasks.codec.results import CodecFacts, CodecResults, CodecRow, measures, pesq
-from sbkit.tasks.generation import Fit, SpeechTask, all_fit, drop_other_sounds, stoi
+from sbkit.tasks.generation import Fit, SpeechTest, all_fit, drop_other_sounds, stoi
 from sbkit.tasks.keys import TaskKeys
-from sbkit.tasks.task import Metric
+from sbkit.tasks.task import Metric, Task
 from sbkit.train.step import Loss
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class CodecKeys(TaskKeys):
 FRAME, HOP, BANDS = 0.04, 0.01, 80
 
 
-class Codec(SpeechTask):
+class Codec(Task):
     """The Brain of ``hparams/codec.yaml``.
 
     - The loss is the distance of spectra at several resolutions, a mean over code frames.
@@ -85,6 +85,7 @@ class Codec(SpeechTask):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.speech_test: SpeechTest = SpeechTest()
         keys, rate = self.keys, self.keys.sample_rate
         self.coder = Coder(keys.compute_features, keys.encoder, keys.quantiser, keys.decoder, keys.head)
         self.mel_distance = MelDistance(rate, round(FRAME * rate), round(HOP * rate), BANDS).to(self.device)
@@ -121,7 +122,7 @@ class Codec(SpeechTask):
         """Encode waveforms [B, S], and decode the codes."""
         if stage != Stage.TEST:
             return self.coder(batch.signals, batch.signal_lengths)
-        with self.timed(batch.signals.device):
+        with self.speech_test.timed(batch.signals.device):
             return self.coder(batch.signals, batch.signal_lengths)
 
     def compute_objectives(self, outputs: CodecOutput, batch: Batch, stage: Stage) -> Loss:
@@ -171,7 +172,7 @@ class Codec(SpeechTask):
                                for waves in (batch.signals, sound))
         rate = self.keys.sample_rate
         return [row._replace(stoi=stoi(before, after, rate), pesq=pesq(before, after, rate)) for row, before, after in
-                zip(self.test_rows(rows, recordings, decoded), recordings, decoded, strict=True)]
+                zip(self.speech_test.complete(rows, recordings, decoded), recordings, decoded, strict=True)]
 
     def stats(self, rows: Sequence[CodecRow]) -> dict[str, float]:
         """Compute the mel distance and the use of the codebooks."""

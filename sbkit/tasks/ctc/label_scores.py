@@ -47,7 +47,7 @@ def score(run: Path, manifest: Manifest, device: str | torch.device) -> list[Lab
     unit = "word" if units(labels) == "word" else "piece"
     lm.build(labels, path, unit=unit, tokenizer=brain.keys.tokenizer)
     search = BeamSearch(brain.keys.tokenizer, lm=path, unit=unit, blank_id=brain.keys.blank_index)
-    brain.prepare_search(search).load()
+    brain.transcriber.complete(search).load()
     loader = EvalLoader(
         manifest, recipe.task.encoder(keys), columns=BatchColumns(recipe.task.columns, keys),
         max_batch_seconds=keys.batching.max_batch_seconds, workers=keys.num_workers, sample_rate=keys.sample_rate)

@@ -12,23 +12,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.data.batch import Batch
-from sbkit.decode.beam import BeamSearch
-from sbkit.decode.greedy import greedy
 from sbkit.decode.joint import JointSearch, Step
-from sbkit.decode.spans import TokenSpans
 from sbkit.errors import SbkitError
 from sbkit.nn.ctc import CTCLoss, consistency, ctc_loss
 from sbkit.nn.device_numbers import DeviceNumbers
 from sbkit.nn.pretrained import Encoder
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings
-from sbkit.runs.evaluation import EvaluateRequest
+from sbkit.runs.initial.source import TokenTables
+from sbkit.score.metric import Metric
+from sbkit.tasks.ctc.decoding import CTCDecoding
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.parts import has_decoder, has_inner_layers, layer_outputs, stack
+from sbkit.tasks.feature_statistics import FeatureStatistics
 from sbkit.tasks.keys import TaskKeys
+from sbkit.tasks.learning import LearningMonitor
+from sbkit.tasks.recognise.contexts import FrameContexts
+from sbkit.tasks.recognise.duration_limit import DurationLimit
+from sbkit.tasks.recognise.labels import FrameTokens, safe_tokens, token_tables
 from sbkit.tasks.recognise.parts import parts_fit
-from sbkit.tasks.recognise.search import options
-from sbkit.tasks.recognise.task import RecognitionTask
+from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.transcriber import Transcriber
+from sbkit.tasks.task import Task
 from sbkit.train.step import Loss
 
 if TYPE_CHECKING:
@@ -46,7 +51,7 @@ class Scores(NamedTuple):
     live: Sequence[Tensor] = ()  # [B, T, V] each: those of ``LiveTest.scores``, in a test in chunks
 
 
-class CTC(RecognitionTask):
+class CTC(Task):
     """The Brain of ``hparams/ctc.yaml``.
 
     - ``decoder``, a ``sbkit.decode.beam.BeamSearch`` or, with joint training, a ``sbkit.decode.joint.JointSearch``,
@@ -63,27 +68,42 @@ class CTC(RecognitionTask):
     capturable: ClassVar[bool] = True
     Keys: ClassVar[type[TaskKeys]] = CTCKeys
     parts = ("ctc_lin", "modules")
-    heads = ("ctc_lin", "seq_lin")
-    Search = BeamSearch
-    loss_of_tokens: ClassVar[str] = "ctc"
+    metric = Metric("WER")
+    tokens = FrameTokens("ctc_lin", "seq_lin")
+    corpus_parts = (DurationLimit(), tokens, FeatureStatistics())
+    sized_by_corpus = ("output_neurons",)
+    writes_words = True
     counts_real_rows: ClassVar[bool] = True
     keys: CTCKeys
+    transcriber: Transcriber
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if isinstance(self.decoder, JointSearch) and not self.joint:
+        if isinstance(self.keys.decoder, JointSearch) and not self.joint:
             raise SbkitError("the recipe's decoder is a JointSearch, but ctc_weight: 1.0 trains no attention decoder",
                              hint="set ctc_weight below 1, such as 0.3, or use another decoder")
+        self.learning = LearningMonitor("ctc", self.keys, self.checkpointer)
+        # Built now, since it probes the layers, which must not happen while a failing step is diagnosed.
+        self.use_recognizer(Recognizer.of(self.keys, self.keys.ctc_lin))
         self._consistency_weight = DeviceNumbers([self.keys.consistency])
 
-    def head(self) -> nn.Module:
-        return self.keys.ctc_lin
+    def use_recognizer(self, recognizer: Recognizer) -> None:
+        """Train, test and export this model: the recipe's own, or one that was made elsewhere."""
+        self.recognizer = recognizer
+        self.contexts = FrameContexts(self.keys, recognizer)
+        self.transcriber = Transcriber(recognizer, self.keys, CTCDecoding(recognizer, self.keys))
 
     # ------------------------------------------------------------ the check
 
     @classmethod
     def check_parts(cls, keys: CTCKeys, built: Built, findings: Findings) -> bool:
         return parts_fit(keys, built, findings, has_decoder, has_inner_layers)
+
+    def describe(self) -> tuple[list[str], dict[str, Any]]:
+        return self.recognizer.describe(self.keys.sample_rate)
+
+    def token_tables(self) -> TokenTables:
+        return token_tables(self.keys, [self.keys.ctc_lin, self.keys.seq_lin])
 
     # ------------------------------------------------------------ training
 
@@ -103,16 +123,16 @@ class CTC(RecognitionTask):
             inner = [middle] if middle else []
         with layer_outputs(model.encoder, inner) as states:
             if self.joint:
-                tokens = functional.pad(self.safe_tokens(batch), (1, 0), value=self.keys.ends[0])
+                tokens = functional.pad(safe_tokens(batch, self.keys), (1, 0), value=self.keys.ends[0])
                 encoded, frames, decoded = model.encode_and_decode(feats, feat_frames, tokens.repeat(views, 1))
                 attention = self.keys.seq_lin(decoded)
             else:
-                chunks = None if model.chunks is None else self.visible_context(stage, batch)
-                encoded, frames = model.encode(feats, feat_frames, chunks)
+                context = self.contexts.visible(batch, stage, self.optimizer_step, self.transcriber.test_context)
+                encoded, frames = model.encode(feats, feat_frames, context)
                 attention = None
-        joint_search = stage == Stage.TEST and isinstance(self.decoder, JointSearch)
+        joint_search = stage == Stage.TEST and isinstance(self.transcriber.search, JointSearch)
         ctc = model.head(encoded)
-        live = self.live.scores(feats, feat_frames, ctc) if self.live is not None and stage == Stage.TEST else ()
+        live = self.transcriber.live_scores(feats, feat_frames, ctc, stage)
         return Scores(ctc, frames, attention, [model.head(state) for state in states],
                       encoded if joint_search else None, live)
 
@@ -135,7 +155,7 @@ class CTC(RecognitionTask):
             weight, = self._consistency_weight.on(log_probs.device)
             total = total + weight * consistency(log_probs, scores.frames * ctc.feasible)
         if scores.attention is not None:  # cross-entropy of the tokens and of the end of sentence
-            share, target = self.keys.ctc_weight, functional.pad(self.safe_tokens(batch), (0, 1))
+            share, target = self.keys.ctc_weight, functional.pad(safe_tokens(batch, self.keys), (0, 1))
             target = target.scatter(1, batch.token_lengths[:, None], self.keys.ends[1])
             beyond = torch.arange(target.shape[1], device=target.device) > batch.token_lengths[:, None]
             beyond = beyond | ~ctc.feasible[:, None]  # utterances that aren't in the step's mean
@@ -145,9 +165,10 @@ class CTC(RecognitionTask):
             total = share * total + (1 - share) * attention
         if stage == Stage.TRAIN:
             spoken = (ctc.losses * (batch.token_lengths > 0)).sum()
-            return Loss(total, count, {self.loss_of_tokens: (spoken, tokens)})
+            return Loss(total, count, {"ctc": (spoken, tokens)})
         more = () if scores.encoded is None else (self.next_token(scores),)
-        self.transcribe(self.search_input(scores.ctc), scores.frames, batch, stage, scores.live, *more)
+        inputs = self.transcriber.decoding.search_input(scores.ctc)
+        self.rows += self.transcriber.rows(inputs, scores.frames, batch, stage, scores.live, *more)
         return Loss(total, count)
 
     @property
@@ -184,30 +205,8 @@ class CTC(RecognitionTask):
             real=batch.real
         )
 
-    # ------------------------------------------------------------ transcripts
-
-    def search_input(self, scores: Tensor) -> Tensor:
-        return scores.float().log_softmax(-1)
-
-    def greedy(self, scores: Tensor, frames: Tensor) -> list[TokenSpans]:
-        return greedy(scores, frames, blank_id=self.keys.blank_index)
-
-    def take_search(self, request: EvaluateRequest) -> None:
-        if not request.joint:
-            super().take_search(request)
-            return
-        given, weight = options(request, self.keys), self.keys.ctc_weight
-        if set(given) - {"beam", "nbest"} or request.tune_lm:
-            raise SbkitError("the joint search takes no language model, no word score and no hot words",
-                             hint="leave them out, or --joint")
-        if not self.joint:
-            raise SbkitError(f"{request.run} has no trained attention decoder: its recipe says ctc_weight: {weight}",
-                             hint="train with less than 1, such as --ctc_weight 0.3, or leave out --joint")
-        if request.ctc_weight is not None:
-            given["ctc_weight"] = request.ctc_weight
-        begin, end = self.keys.ends
-        self.decoder = JointSearch(self.keys.tokenizer, blank_id=self.keys.blank_index, bos_id=begin, eos_id=end,
-                                   **given)
+    def graph_key(self) -> tuple[int, int] | None:
+        return self.contexts.graph_key(self.optimizer_step)
 
     def exported(self, run: Path) -> ExportedCTC:
         from sbkit.tasks.ctc.exported import ExportedCTC

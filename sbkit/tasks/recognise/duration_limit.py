@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
 from sbkit.recipe.report import listed
 from sbkit.recipe.source import Findings, Node
+from sbkit.tasks.corpus_part import CorpusPart
 from sbkit.tasks.recognise.keys import EncoderKeys
 
 
@@ -63,3 +65,14 @@ def refuse_longer(keys: EncoderKeys, manifests: Mapping[str, Manifest]) -> None:
 
 def _max_duration(keys: EncoderKeys, max_seconds: float) -> float:
     return max_seconds if keys.augment is None else int(10 * max_seconds / keys.augment.stretch) / 10
+
+
+class DurationLimit(CorpusPart):
+    """The longest utterance that the encoder takes."""
+
+    def prepare(self, keys: EncoderKeys, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
+        refuse_longer(keys, manifests)
+        return {}
+
+    def check_manifest(self, keys: EncoderKeys, split: str, manifest: Manifest) -> None:
+        refuse_longer(keys, {split: manifest})

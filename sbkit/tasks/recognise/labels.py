@@ -1,4 +1,5 @@
-"""Checks of tokens: that vocabulary, special ids, tokenizer and model agree, and that a corpus's labels fit them."""
+"""The tokens that a model scores frame by frame: that vocabulary, special ids, tokenizer and model agree, and that a
+corpus's labels fit them."""
 
 from __future__ import annotations
 
@@ -8,23 +9,51 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
 from sbkit.data.reader import SupportsEncode
 from sbkit.errors import SbkitError
+from sbkit.nn.guard import guard_indices
 from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.trace import Trace
 from sbkit.runs.initial.source import TokenRows, TokenTables
 from sbkit.tasks.recognise.keys import ENCODERS, EncoderKeys
 from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.text_tokens import TextTokens
 
 _INDICES = ("blank_index", "bos_index", "eos_index")
 #: The most utterances of a split whose labels are checked: those with the most text per second.
 MAX_CHECKED = 200_000
 #: If the loss can't align a larger share of a split's utterances than this, the recipe is wrong and not the data.
 TOO_MANY = 0.5
+
+
+class FrameTokens(TextTokens):
+    """Tokens of texts that a model scores frame by frame.
+
+    heads : the keys of the heads whose outputs are scores of tokens
+    """
+
+    def __init__(self, *heads: str):
+        self.heads = heads
+
+    def check_outputs(self, trace: Trace, findings: Findings) -> None:
+        check_sizes(trace, findings, self.heads)
+
+    def check_labels(self, keys: EncoderKeys, manifests: Mapping[str, Manifest], findings: Findings,
+                     nodes: Mapping[str, Node], *, ctc: bool = True, alone: bool = True) -> Section:
+        """Check the labels of each split; see :func:`check_labels`."""
+        keys.tokenizer.load()
+        return check_labels(keys, Recognizer.of(keys), manifests, findings, nodes, ctc=ctc, alone=alone)
+
+
+def safe_tokens(batch: Batch, keys: EncoderKeys) -> Tensor:
+    """Return the tokens [B, U], safe to look up in an embedding; tokens outside the vocabulary are reported."""
+    return guard_indices(batch.tokens, keys.output_neurons, name="tokens", ids=batch.ids,
+                         lengths=batch.token_lengths, forbidden=(keys.blank_index,))
 
 
 def token_tables(keys: EncoderKeys, heads: Iterable[object]) -> TokenTables:

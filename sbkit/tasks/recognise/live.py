@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -15,19 +14,18 @@ from torch import Tensor
 
 from sbkit.data.batch import Batch
 from sbkit.decode.greedy import align
-from sbkit.decode.spans import Spelling, TokenSpans, Word
+from sbkit.decode.spans import Spelling, Word
 from sbkit.decode.token_search import TokenSearch
 from sbkit.errors import SbkitError
 from sbkit.nn.chunks import ChunkConfig
 from sbkit.nn.ctc import ctc_frames_needed
 from sbkit.score import chunk_size
 from sbkit.score.latency import COLUMNS, LiveRates, LiveTranscript, live_transcript, rates
-from sbkit.tasks.asr import ASR, ASRResults, NBestEntry, TranscribedUtterance, nbest_entries
+from sbkit.tasks.recognise.decoding import DecoderScores, Decoding
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.recognizer import Recognizer
-from sbkit.tasks.recognise.spelling import frame_seconds, spelling_of
-
-DecoderScores = Any  # a tensor, or several: the outputs that the task decodes
+from sbkit.tasks.recognise.spelling import frame_seconds
+from sbkit.tasks.recognise.transcripts import ASRResults, NBestEntry, TranscribedUtterance, nbest_entries
 
 
 class PartialTranscript(NamedTuple):
@@ -38,51 +36,25 @@ class PartialTranscript(NamedTuple):
     nbest: Sequence[NBestEntry] = ()  # of a whole utterance: a stream has only one transcript
 
 
-class DecodingTask(ASR):
-    """A recogniser that decodes transcripts from scores of its encoder states."""
-
-    keys: EncoderKeys
-    recognizer: Recognizer
-
-    @cached_property
-    def spelling(self) -> Spelling:
-        """How the model's tokens are written, as in its bundle."""
-        return spelling_of(self.recognizer, self.keys)
-
-    def compute_scores(self, encoded: Tensor) -> DecoderScores:
-        """Compute the scores to decode from encoder states [B, T, D]."""
-        return self.recognizer.head(encoded)
-
-    def ctc_scores(self, scores: DecoderScores) -> Tensor | None:
-        """Return the CTC head's scores [B, T, V], for aligning words; None if there is no such head."""
-        return scores
-
-    @abstractmethod
-    def search_input(self, scores: DecoderScores) -> Tensor:
-        """Return the input of ``Search.decode``."""
-
-    @abstractmethod
-    def greedy(self, scores: Tensor, frames: Tensor) -> Iterable[TokenSpans]:
-        """Decode the input of a search [B, T, ...] of ``frames`` [B] greedily."""
-
-
 class LiveTest:
     """Transcribes each utterance of a test in chunks of several sizes.
 
     The encoder computes all chunks of a batch at once, with the same scores as on a stream. The transcript after each
     chunk is that of a stream's search on the scores so far.
 
-    task : whose model is tested
+    recognizer, keys, decoding : of the model that is tested
     chunk : sizes in milliseconds; None is the whole utterance. The first one's transcripts are the test's
     """
 
-    def __init__(self, task: DecodingTask, chunk: Sequence[int | None]):
-        keys = task.keys
+    def __init__(self, recognizer: Recognizer, keys: EncoderKeys, decoding: Decoding, chunk: Sequence[int | None]):
         if keys.chunks is None:
             raise SbkitError("--chunk needs a model that was trained in chunks, but the recipe has no chunks",
                              hint="train one with hparams/streaming.yaml, or leave out --chunk")
-        self.task, self.keys, self.chunk = task, keys, tuple(chunk)
-        self.frame_seconds = frame_seconds(task.recognizer, keys)
+        self.recognizer = recognizer
+        self.keys = keys
+        self.decoding = decoding
+        self.chunk = tuple(chunk)
+        self.frame_seconds = frame_seconds(recognizer, keys)
         sizes = keys.chunks.in_milliseconds(self.frame_seconds)
         self.configs: dict[int | None, ChunkConfig | None] = {}
         """The context of frames with chunks of each size; None: the whole utterance."""
@@ -100,21 +72,21 @@ class LiveTest:
         found: dict[int | None, DecoderScores] = {self.chunk[0]: first}
         for chunk, config in self.configs.items():
             if chunk not in found:
-                encoded, _ = self.task.recognizer.encode(feats, frames, config)
-                found[chunk] = self.task.compute_scores(encoded)
+                encoded, _ = self.recognizer.encode(feats, frames, config)
+                found[chunk] = self.decoding.scores(encoded)
         return [found[chunk] for chunk in (*self.chunk, None)]
 
     def partials(self, scores: DecoderScores, frames: Tensor, cuts: Sequence[Sequence[int]], search: TokenSearch | None,
-                 live: bool) -> list[list[PartialTranscript]]:
+                 spelling: Spelling, live: bool) -> list[list[PartialTranscript]]:
         """Transcribe each utterance of a batch up to each of its ``cuts``, the last of which is its end.
 
         search : finds the transcripts; None: they are decoded greedily
         live : decode as a stream, whose words settle; False: there is one cut, and the whole utterance is known
         """
-        inputs = self.task.search_input(scores)
+        inputs = self.decoding.search_input(scores)
         if search is None:
-            spelling, decoded = self.task.spelling, list[list[PartialTranscript]]()
-            for spans, ends in zip(self.task.greedy(inputs, frames), cuts, strict=True):
+            decoded: list[list[PartialTranscript]] = []
+            for spans, ends in zip(self.decoding.greedy(inputs, frames), cuts, strict=True):
                 # Each token is final from its first frame on.
                 starts = spans.starts.tolist()
                 mean = float(spans.confidence.mean()) if len(spans) else None
@@ -124,7 +96,7 @@ class LiveTest:
         if not live:
             return [[PartialTranscript(best[0].text, best[0].confidence, nbest_entries(best))]
                     for best in search.decode(inputs, frames)]
-        spelling, transcripts = self.task.spelling, []
+        transcripts = []
         for row, ends in zip(inputs.cpu().numpy(), cuts, strict=True):
             stream = search.stream(spelling)  # which ends with the utterance's last chunk
             settled: list[Word] = []
@@ -141,14 +113,15 @@ class LiveTest:
         return transcripts
 
     def rows(self, scores: Sequence[DecoderScores], frames: Tensor, batch: Batch,
-             search: TokenSearch | None) -> Iterator[TranscribedUtterance]:
+             search: TokenSearch | None, spelling: Spelling) -> Iterator[TranscribedUtterance]:
         """Yield the row of each utterance, with the transcripts after each chunk of each size.
 
         scores : as returned by :meth:`scores`
         frames : [B], frames of each utterance
         search : as for :meth:`partials`
+        spelling : how the model's tokens are written
         """
-        ctc = self.task.ctc_scores(scores[-1])
+        ctc = self.decoding.ctc_scores(scores[-1])
         ends = [None] * len(batch.ids) if ctc is None else \
             self._word_ends(ctc.float().log_softmax(-1), frames, batch)
         seconds = (batch.signal_lengths / self.keys.sample_rate).tolist()
@@ -160,7 +133,7 @@ class LiveTest:
             if config is not None:
                 ahead, shift = config.ahead, config.chunk_size - config.ahead
                 cuts = [[*range(shift, count - ahead, shift), count] for count in frames.tolist()]
-            partials = self.partials(each, frames, cuts, search, config is not None)
+            partials = self.partials(each, frames, cuts, search, spelling, config is not None)
             for i, transcripts in enumerate(partials):
                 times = [min((cut + ahead) * self.frame_seconds, seconds[i]) for cut in cuts[i][:-1]] + [seconds[i]]
                 texts = [one.text for one in transcripts]

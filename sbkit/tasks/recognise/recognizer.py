@@ -91,6 +91,25 @@ class Recognizer:
                    frontend=keys.CNN, normalize=keys.normalize, augment=keys.spec_augment, n_features=keys.n_mels,
                    hop_samples=keys.hop_samples, chunks=keys.chunks, scores_tokens=scores_tokens)
 
+    def describe(self, sample_rate: int) -> tuple[list[str], dict[str, Any]]:
+        """Describe the lengths of a feature frame, of an encoder frame and of a chunk, for the check's report."""
+        hop = 1000 * self.hop_samples / sample_rate
+        frame = hop * self.subsampling
+        features = ""
+        if self.compute_features is not None:
+            features = f"features every {hop:g} ms, subsampled by {self.subsampling}: "
+        lines = [f"{features}an encoder frame every {frame:g} ms, {1000 / frame:g} a second"]
+        if self.frontend is not None:
+            lines.append(f"the front end gets {GUARD_FRAMES} more feature frames of zeros, whose output is cut off")
+        if self.chunks is not None:
+            sizes = ", ".join(f"{frame * size:g}" for size in self.chunks.sizes)
+            left = ", ".join(f"{frame * size:g}" for size in self.chunks.left)
+            again = ""
+            if self.chunks.ahead:
+                again = f"; its last {frame * self.chunks.ahead:g} ms are lookahead, and computed again with the next"
+            lines.append(f"trained to run live in chunks of {sizes} ms, each with {left} ms of left context{again}")
+        return lines, {"subsampling": self.subsampling, "frames_per_second": 1000 / frame}
+
     @property
     def subsampling(self) -> int:
         """Feature frames (or samples) per encoder frame."""

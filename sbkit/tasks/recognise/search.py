@@ -1,4 +1,4 @@
-"""The search of ``sbkit evaluate``: builds it, tunes its weights, and runs it over a whole test set at once."""
+"""The search of ``sbkit evaluate``: its options, the tuning of its weights, and its processes."""
 
 from __future__ import annotations
 
@@ -8,27 +8,21 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-from speechbrain.core import Stage
 from torch import Tensor
 
-from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
 from sbkit.decode.fusion import FusionWeights
-from sbkit.decode.joint import JointSearch
 from sbkit.decode.search_options import hot_words
 from sbkit.decode.spans import TokenSpans
 from sbkit.decode.token_search import Hypothesis, TokenSearch
 from sbkit.errors import SbkitError
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.score.edits import count
-from sbkit.system.console import counted
 from sbkit.system.cores import usable_cores
-from sbkit.tasks.asr import TranscribedUtterance, nbest_entries
 from sbkit.tasks.recognise.keys import EncoderKeys
-from sbkit.tasks.recognise.live import DecodingTask, LiveTest
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -108,110 +102,6 @@ def best_weights(recorder: Recorder, rows: Sequence[Any]) -> tuple[FusionWeights
 
 _PER_PROCESS = 1000  # utterances for which starting another process pays off
 LARGE = 200e6  # bytes of an ARPA file that is too large to hold in every process
-
-
-class SearchingTask(DecodingTask):
-    """A recogniser whose tests may use a search: the recipe's ``decoder``, or the one of an evaluation's options."""
-
-    Search: ClassVar[type[TokenSearch]]
-    decoder: Any  # of any kind
-    """A search, a recorder instead of it, or a recipe's own; None: greedy decoding."""
-    live: LiveTest | None
-    """Tests in chunks; None: on whole utterances only."""
-
-    def prepare_search(self, search: Any) -> Any:  # a TokenSearch, or a recipe's own
-        """Give a search the parts of the model that it needs; returns it."""
-        if search.tokenizer is None:
-            search.tokenizer = self.keys.tokenizer
-        if isinstance(search, (TokenSearch, JointSearch)):
-            search.model_spelling = self.spelling
-        return search
-
-    def transcribe(self, scores: Tensor, frames: Tensor, batch: Batch, stage: Stage, live: Sequence[Any] = (),
-                   *more: Any) -> None:  # of ``LiveTest.scores``; further arguments of a recipe's own search
-        """Add a row for each utterance of a batch, decoded by ``decoder`` in a test, otherwise greedily."""
-        if not batch.weight:  # a placeholder for an empty batch
-            return
-        decoder = self.prepare_search(self.decoder) if stage == Stage.TEST and self.decoder is not None else None
-        if self.live is not None and live:
-            self.rows += self.live.rows(live, frames, batch, decoder)
-        elif decoder is None:
-            decoded = list(self.greedy(scores, frames))
-            texts = map(self.spelling.text, decoded)
-            confidences = (float(spans.confidence.mean()) if len(spans) else None for spans in decoded)
-            self.rows += map(TranscribedUtterance, batch.ids, batch.texts, texts, confidences)
-        else:
-            for name, text, nbest in zip(batch.ids, batch.texts, decoder.decode(scores, frames, *more), strict=True):
-                best = nbest[0]
-                self.rows.append(TranscribedUtterance(name, text, best.text, best.confidence, nbest_entries(nbest)))
-
-    def take_search(self, request: EvaluateRequest) -> None:
-        """Build and load the search of an ``EvaluateRequest``, by default the recipe's own."""
-        if request.joint:
-            raise SbkitError(f"{type(self).__name__} has no attention decoder, so it can't use --joint",
-                             hint="leave it out")
-        if request.ctc_weight is not None:
-            raise SbkitError("--ctc-weight is for the search with CTC and the attention decoder", hint="add --joint")
-        if not request.lm and (request.tune_lm or request.lm_weight is not None):
-            raise SbkitError("there is no language model to weight", hint="name one: --lm FILE.arpa (see sbkit lm)")
-        search, keys = self.keys.decoder, self.keys
-        if given := options(request, keys):
-            search = self.Search(keys.tokenizer, blank_id=keys.blank_index, **given)
-        if search is not None:
-            self.prepare_search(search)
-        self.decoder = search.load() if isinstance(search, TokenSearch) else search
-
-    def tune_search(self, manifest: Manifest, evaluate: Callable[[Manifest], object]) -> dict[str, Any]:
-        """Set the weights of the search that give the fewest errors on dev; returns facts for result.json."""
-        search, manifest = self.decoder, tuning_subset(manifest)
-        live, self.live = self.live, None  # tuning only needs final transcripts, with chunks of the first size
-        self.decoder = recorder = Recorder(search, self.greedy, self.spelling.text)
-        try:
-            evaluate(manifest)
-        finally:
-            self.decoder, self.live = search, live
-        with search_processes(search, len(recorder)):
-            weights, rate, greedy = best_weights(recorder, self.rows)
-        search.weights = weights
-        if ranks.is_main():
-            print(f"tuned on {counted(len(manifest), 'utterance')} of dev: --lm-weight {weights.lm:g} --word-score "
-                  f"{weights.word:g} (WER {rate:.2f} %, greedy {greedy:.2f} %)")
-        return {"tuned_on": len(manifest), "dev_WER": rate, "dev_WER_greedy": greedy}
-
-    @contextlib.contextmanager
-    def searching(self) -> Iterator[None]:
-        """Context in which a search that ``keeps_events`` only records its inputs; at its end it searches all
-        utterances and updates the rows.
-
-        Searching many utterances at once is faster, and can use several processes.
-        """
-        search = self.decoder
-        if self.live is not None or not isinstance(search, TokenSearch) or not search.keeps_events:
-            yield
-            return
-        self.prepare_search(search)
-        self.decoder = recorder = Recorder(search, self.greedy, self.spelling.text)
-        try:
-            yield
-        finally:
-            self.decoder = search
-        with search_processes(search, len(recorder)):
-            hypotheses = search.search(search.join(recorder.batches))
-        self.rows = [
-            row._replace(hypothesis=nbest[0].text, confidence=nbest[0].confidence, nbest=nbest_entries(nbest))
-            for row, nbest in zip(self.rows, hypotheses, strict=True)]
-
-    def search_facts(self) -> dict[str, Any]:
-        search = self.decoder
-        if search is None:
-            return {}
-        if isinstance(search, JointSearch):
-            return {"joint": True, "ctc_weight": search.ctc_weight, "beam": search.beam}
-        if not isinstance(search, TokenSearch):
-            return {"class": type(search).__name__}
-        weights = search.weights
-        return {"lm": None if search.lm is None else str(search.lm), "lm_weight": weights.lm,
-                "word_score": weights.word, "beam": search.beam, "hot_words": search.hot_words.boosts}
 
 
 def options(request: EvaluateRequest, keys: EncoderKeys) -> dict[str, Any]:

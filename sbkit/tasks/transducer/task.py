@@ -4,30 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from speechbrain.core import Stage
-from torch import Tensor, nn
+from torch import Tensor
 
 from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
-from sbkit.decode.spans import TokenSpans
-from sbkit.decode.transducer import TransducerSearch
-from sbkit.decode.transducer_beam import TransducerBeam
 from sbkit.nn.ctc import ctc_loss
 from sbkit.nn.transducer import transducer_loss
 from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
 from sbkit.runs.initial.source import TokenTables
+from sbkit.score.metric import Metric
+from sbkit.tasks.feature_statistics import FeatureStatistics
 from sbkit.tasks.keys import TaskKeys
-from sbkit.tasks.recognise.labels import check_labels, token_tables
+from sbkit.tasks.learning import LearningMonitor
+from sbkit.tasks.recognise.contexts import FrameContexts
+from sbkit.tasks.recognise.duration_limit import DurationLimit
+from sbkit.tasks.recognise.labels import FrameTokens, safe_tokens, token_tables
 from sbkit.tasks.recognise.parts import parts_fit
 from sbkit.tasks.recognise.recognizer import Recognizer
-from sbkit.tasks.recognise.task import RecognitionTask
+from sbkit.tasks.recognise.transcriber import Transcriber
+from sbkit.tasks.task import Task
+from sbkit.tasks.transducer.decoding import TransducerDecoding
 from sbkit.tasks.transducer.keys import TransducerKeys
-from sbkit.tasks.transducer.search import TorchJoint
 from sbkit.train.step import Loss
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ class TransducerScores(NamedTuple):
     live: Sequence[tuple[Tensor, Tensor | None]] = ()  # those of ``LiveTest.scores``, in a test in chunks
 
 
-class Transducer(RecognitionTask):
+class Transducer(Task):
     """The Brain of ``hparams/transducer.yaml``.
 
     ``ctc_weight: 0.3`` is the share of the loss of a CTC head on the same encoder, which makes it learn sooner and is
@@ -54,11 +57,26 @@ class Transducer(RecognitionTask):
     capturable: ClassVar[bool] = True
     Keys: ClassVar[type[TaskKeys]] = TransducerKeys
     parts = ("transducer", "modules")
-    heads, scores_tokens = ("ctc_lin",), False
-    Search = TransducerBeam
-    loss_of_tokens: ClassVar[str] = "ctc"
+    metric = Metric("WER")
+    tokens = FrameTokens("ctc_lin")
+    corpus_parts = (DurationLimit(), tokens, FeatureStatistics())
+    sized_by_corpus = ("output_neurons",)
+    writes_words = True
     counts_real_rows: ClassVar[bool] = True
     keys: TransducerKeys
+    transcriber: Transcriber
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # A transducer's own loss doesn't stay at chance until something is learnt; that of a CTC head does.
+        self.learning = LearningMonitor("ctc" if self.keys.ctc_lin is not None else None, self.keys, self.checkpointer)
+        self.use_recognizer(Recognizer.of(self.keys, self.keys.transducer.of_encoder, scores_tokens=False))
+
+    def use_recognizer(self, recognizer: Recognizer) -> None:
+        """Train, test and export this model."""
+        self.recognizer = recognizer
+        self.contexts = FrameContexts(self.keys, recognizer)
+        self.transcriber = Transcriber(recognizer, self.keys, TransducerDecoding(recognizer, self.keys))
 
     @classmethod
     def check_parts(cls, keys: TransducerKeys, built: Built, findings: Findings) -> bool:
@@ -67,38 +85,28 @@ class Transducer(RecognitionTask):
     @classmethod
     def check_labels(cls, keys: TransducerKeys, manifests: Mapping[str, Manifest], findings: Findings,
                      nodes: Mapping[str, Node]) -> Section:
-        keys.tokenizer.load()
-        return check_labels(keys, Recognizer.of(keys), manifests, findings, nodes, ctc=keys.ctc_lin is not None,
-                            alone=False)
+        return cls.tokens.check_labels(keys, manifests, findings, nodes, ctc=keys.ctc_lin is not None, alone=False)
 
-    def head(self) -> nn.Module:
-        return self.keys.transducer.of_encoder
+    def describe(self) -> tuple[list[str], dict[str, Any]]:
+        return self.recognizer.describe(self.keys.sample_rate)
 
     def token_tables(self) -> TokenTables:
         return token_tables(self.keys, [self.keys.transducer, self.keys.ctc_lin])
 
     # ------------------------------------------------------------ training
 
-    @property
-    def tracks_learning(self) -> bool:
-        return self.keys.ctc_lin is not None
-
     def compute_forward(self, batch: Batch, stage: Stage) -> TransducerScores:
         """Compute scores [B, T, U + 1, V] of waveforms [B, S] and the tokens of their texts [B, U]."""
         model, head = self.recognizer, self.keys.transducer
         feats, feat_frames = model.features(batch.signals, batch.signal_lengths, training=stage == Stage.TRAIN,
                                             real=batch.real)
-        encoded, frames = model.encode(feats, feat_frames, self.visible_context(stage, batch))
-        states, ctc = self.compute_scores(encoded)
-        predicted = head.predict(head.with_start(self.safe_tokens(batch)))
+        context = self.contexts.visible(batch, stage, self.optimizer_step, self.transcriber.test_context)
+        encoded, frames = model.encode(feats, feat_frames, context)
+        states, ctc = self.transcriber.decoding.scores(encoded)
+        predicted = head.predict(head.with_start(safe_tokens(batch, self.keys)))
         joined = head.join(states[:, :, None], predicted[:, None])
-        test = self.live if stage == Stage.TEST else None
-        live = () if test is None else test.scores(feats, feat_frames, (states, ctc))
+        live = self.transcriber.live_scores(feats, feat_frames, (states, ctc), stage)
         return TransducerScores(states, frames, joined, ctc, live)
-
-    def compute_scores(self, encoded: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute the states that are joined [B, T, J], and the CTC head's scores [B, T, V] if there is one."""
-        return self.recognizer.head(encoded), None if self.keys.ctc_lin is None else self.keys.ctc_lin(encoded)
 
     def compute_objectives(self, scores: TransducerScores, batch: Batch, stage: Stage) -> Loss:
         """Compute the loss, summed over the batch, and the number of its tokens."""
@@ -112,28 +120,15 @@ class Transducer(RecognitionTask):
                            ids=batch.ids, real=batch.real)
             total = torch.lerp(total, ctc.total, self.keys.ctc_weight)
             spoken = (ctc.losses * (batch.token_lengths > 0)).sum()
-            extras = {self.loss_of_tokens: (spoken, (batch.token_lengths * ctc.feasible).sum())}
+            extras = {"ctc": (spoken, (batch.token_lengths * ctc.feasible).sum())}
         if stage == Stage.TRAIN:
             return Loss(total, count, extras)
-        self.transcribe(scores.states, scores.frames, batch, stage, scores.live)
+        inputs = self.transcriber.decoding.search_input((scores.states, scores.ctc))
+        self.rows += self.transcriber.rows(inputs, scores.frames, batch, stage, scores.live)
         return Loss(total, count)
 
-    # ------------------------------------------------------------ transcripts
-
-    def ctc_scores(self, scores: tuple[Tensor, Tensor | None]) -> Tensor | None:
-        return scores[1]
-
-    def search_input(self, scores: tuple[Tensor, Tensor | None]) -> Tensor:
-        return scores[0].float()
-
-    def greedy(self, scores: Tensor, frames: Tensor) -> list[TokenSpans]:
-        rows = scores.float().cpu().numpy()
-        search = TransducerSearch(TorchJoint(self.keys.transducer, self.keys.blank_index), len(rows))
-        return search.feed([row[:count] for row, count in zip(rows, frames.tolist(), strict=True)])
-
-    def prepare_search(self, search: TransducerBeam) -> TransducerBeam:
-        search.joint = TorchJoint(self.keys.transducer, self.keys.blank_index)
-        return super().prepare_search(search)
+    def graph_key(self) -> tuple[int, int] | None:
+        return self.contexts.graph_key(self.optimizer_step)
 
     def exported(self, run: Path) -> ExportedTransducer:
         from sbkit.tasks.transducer.exported import ExportedTransducer

@@ -24,9 +24,9 @@ from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import Trace
 from sbkit.runs.keys import Bundles
-from sbkit.tasks.generation import Fit, SpeechTask, all_fit, drop_other_sounds
+from sbkit.tasks.generation import Fit, SpeechTest, all_fit, drop_other_sounds
 from sbkit.tasks.keys import TaskKeys
-from sbkit.tasks.task import Metric
+from sbkit.tasks.task import Metric, Task
 from sbkit.tasks.tts import labels
 from sbkit.tasks.tts.keys import CODEC_PARTS, TTSKeys
 from sbkit.tasks.tts.labels import Label, Targets, VoiceLabels
@@ -55,7 +55,7 @@ class VoiceOutput(NamedTuple):
     samples: Tensor | None = None  # [B]
 
 
-class TTS(SpeechTask):
+class TTS(Task):
     """The Brain of ``hparams/tts.yaml``.
 
     - Before training, the corpus is labelled with the codec's codes, and with the duration of each character by the
@@ -72,6 +72,7 @@ class TTS(SpeechTask):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.speech_test: SpeechTest = SpeechTest()
         keys = self.keys
         self.voice = VoiceModel(keys.text_encoder, keys.durations, keys.frame_decoder, keys.code_head, keys.quantiser,
                                 keys.decoder, keys.head)
@@ -179,7 +180,7 @@ class TTS(SpeechTask):
         states, durations = self.voice.teacher_forced(text, lengths, speaker, targets.frames, targets.chosen.shape[1])
         if stage != Stage.TEST:
             return VoiceOutput(states, durations, targets)
-        with self.timed(text.device):
+        with self.speech_test.timed(text.device):
             sound, samples, _ = self.voice(text, lengths, speaker, torch.ones(len(text), device=text.device))
         return VoiceOutput(states, durations, targets, sound, samples)
 
@@ -215,7 +216,7 @@ class TTS(SpeechTask):
             [wave[:size] for wave, size in zip(waves.cpu().numpy(), sizes.tolist(), strict=True)]
             for waves, sizes in ((batch.signals, batch.signal_lengths), (outputs.sound, outputs.samples)))
         return [row._replace(spoken=len(sound) / rate) for row, sound in
-                zip(self.test_rows(rows, recordings, spoken), spoken, strict=True)]
+                zip(self.speech_test.complete(rows, recordings, spoken), spoken, strict=True)]
 
     def stats(self, rows: Sequence[SpokenRow]) -> dict[str, float]:
         """Compute the share of right choices, and the error of durations."""
@@ -229,4 +230,4 @@ class TTS(SpeechTask):
     def exported(self, run: Path) -> ExportedVoice:
         from sbkit.tasks.tts.exported import ExportedVoice
 
-        return ExportedVoice.of(self.voice, self.keys, self.transcribe)
+        return ExportedVoice.of(self.voice, self.keys, self.speech_test.transcribe)

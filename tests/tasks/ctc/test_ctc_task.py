@@ -177,7 +177,7 @@ def test_the_decoders_part_is_the_smoothed_cross_entropy_of_tokens_and_end(tmp_p
 
 def test_of_a_stand_in_no_transcript_is_made(tmp_path, batch):
     made = brain(tmp_path)
-    made.spelling, made.rows = AS_NUMBERS, []
+    made.transcriber.spelling, made.rows = AS_NUMBERS, []
     for stage in (Stage.VALID, Stage.TEST):
         loss(made, dataclasses.replace(batch, weight=0.0), stage)
     assert made.rows == []
@@ -186,7 +186,7 @@ def test_of_a_stand_in_no_transcript_is_made(tmp_path, batch):
 @pytest.mark.parametrize("weight", [1.0, 0.3])
 def test_validations_loss_is_trainings_and_it_transcribes(tmp_path, batch, hopeless, weight):
     made = brain(tmp_path, ctc_weight=weight)
-    made.spelling = AS_NUMBERS
+    made.transcriber.spelling = AS_NUMBERS
     for given in (batch, hopeless):
         made.modules.train()
         scores, expected = loss(made, given)
@@ -207,13 +207,13 @@ def test_validations_loss_is_trainings_and_it_transcribes(tmp_path, batch, hopel
 
 def test_a_joint_search_hears_the_test_with_the_decoder(tmp_path, batch):
     made = brain(tmp_path, ctc_weight=0.3)
-    made.spelling, made.keys.tokenizer, made.rows = AS_NUMBERS, SimpleNamespace(), []
-    made.decoder = JointSearch(beam=4)
+    made.transcriber.spelling, made.keys.tokenizer, made.rows = AS_NUMBERS, SimpleNamespace(), []
+    made.transcriber.search = JointSearch(beam=4)
     made.modules.eval()
     with torch.no_grad():
         _, expected = loss(made, batch, Stage.VALID)
         scores, found = loss(made, batch, Stage.TEST)
-        straight = made.decoder.decode(scores.ctc.log_softmax(-1), scores.frames, made.next_token(scores))
+        straight = made.transcriber.search.decode(scores.ctc.log_softmax(-1), scores.frames, made.next_token(scores))
         one, two = (made.next_token(scores)(torch.tensor(tokens), torch.arange(2))
                     for tokens in ([[1], [1]], [[1, 3], [1, 6]]))
     torch.testing.assert_close(found.total, expected.total)

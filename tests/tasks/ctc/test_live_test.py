@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from types import SimpleNamespace
 
@@ -23,10 +22,11 @@ from sbkit.errors import SbkitError
 from sbkit.nn.chunks import Chunks
 from sbkit.score import utterances
 from sbkit.score.latency import stable_words
-from sbkit.tasks.ctc.task import CTC
+from sbkit.tasks.ctc.decoding import CTCDecoding
 from sbkit.tasks.recognise.live import LiveTest
 
 PIECES = Letters(["<unk>", "▁", "a", "b", "c"])
+SPELLING = Spelling(PIECES, 0.04)
 CHUNKS = Chunks(sizes=[2, 4], left_context=[4], validate=None)
 
 
@@ -34,10 +34,7 @@ def listener(chunk, chunks=CHUNKS, encode=None):
     """Its frames are 40 ms long."""
     model = SimpleNamespace(subsampling=4, hop_samples=160, encode=encode, head=lambda states: states)
     keys = SimpleNamespace(chunks=chunks, sample_rate=16_000, blank_index=0, tokenizer=PIECES)
-    task = SimpleNamespace(recognizer=model, keys=keys, spelling=Spelling(PIECES, 0.04))
-    for name in ("compute_scores", "ctc_scores", "search_input", "greedy"):
-        setattr(task, name, functools.partial(getattr(CTC, name), task))
-    return LiveTest(task, chunk)
+    return LiveTest(model, keys, CTCDecoding(model, keys), chunk)
 
 
 def said(path):
@@ -54,7 +51,8 @@ def batch(text, seconds, tokens=None):
 def seen(chunk, paths, text, seconds, chunks=CHUNKS, **more):
     """The row of an utterance; a path for each size, and that of the whole."""
     live = listener(chunk, chunks)
-    [row] = live.rows([said(path) for path in paths], torch.tensor([len(paths[0])]), batch(text, seconds, **more), None)
+    [row] = live.rows([said(path) for path in paths], torch.tensor([len(paths[0])]), batch(text, seconds, **more), None,
+                       SPELLING)
     return row
 
 
@@ -100,7 +98,7 @@ def test_what_a_search_takes_back_has_changed():
         for token, value in likely.items():
             scores[0, frame, token] = value
     search = BeamSearch(PIECES, lexicon=["a", "bc"])
-    [row] = listener([80]).rows([scores, scores], torch.tensor([4]), batch("bc", 0.16), search)
+    [row] = listener([80]).rows([scores, scores], torch.tensor([4]), batch("bc", 0.16), search, SPELLING)
     assert row.hypothesis == "bc"
     assert row.live[0].changed == 1 and len(row.live[0].latencies) == 1
 
@@ -115,7 +113,7 @@ def test_a_search_in_chunks_shows_what_a_stream_does_and_one_of_the_whole_what_i
     frames = torch.tensor([60, 31])
     together = noise(*(640 * frames).tolist(), tokens=[[1, 2]] * 2, texts=["a"] * 2)
     search, live = BeamSearch(PIECES, beam=8, hot_words={"ab": 3.0}, nbest=2), listener([160, None])
-    rows = list(live.rows([scores] * 3, frames, together, search))
+    rows = list(live.rows([scores] * 3, frames, together, search, SPELLING))
     log_probs = scores.log_softmax(-1)
     for row, one, count, best in zip(rows, log_probs, frames.tolist(), search.decode(log_probs, frames), strict=True):
         stream, texts, settled = search.stream(search.spelling(0.04)), [], []

@@ -92,7 +92,7 @@ def test_each_stage_sees_what_it_is_to_see(monkeypatch):
         assert seen(made, Stage.TRAIN, monkeypatch)[0] == CHUNKS.at(3, step)
     assert seen(made, Stage.VALID, monkeypatch)[0] == ChunkConfig(4, 2)
     assert seen(made, Stage.TEST, monkeypatch)[0] is None
-    made.test_context = CHUNKS.config(2)
+    made.take_chunks([16])
     assert seen(made, Stage.TEST, monkeypatch)[0] == ChunkConfig(2, 4)
     assert seen(brain(None), Stage.TRAIN, monkeypatch)[0] is None
 
@@ -156,13 +156,13 @@ class Noting(CTC):
 
     last_step = None
 
-    def visible_context(self, stage, batch):
-        found = super().visible_context(stage, batch)
+    def compute_forward(self, batch, stage):
         if stage == Stage.TRAIN:
             if self.optimizer_step == self.last_step:
                 raise KeyboardInterrupt
-            self.noted = [*getattr(self, "noted", []), (self.optimizer_step, found)]
-        return found
+            context = self.contexts.visible(batch, stage, self.optimizer_step, None)
+            self.noted = [*getattr(self, "noted", []), (self.optimizer_step, context)]
+        return super().compute_forward(batch, stage)
 
 
 @dataclasses.dataclass

@@ -13,8 +13,8 @@ from sbkit.decode.fusion import FusionWeights
 from sbkit.decode.greedy import greedy
 from sbkit.decode.spans import Spelling
 from sbkit.errors import SbkitError
-from sbkit.tasks.asr import TranscribedUtterance
 from sbkit.tasks.recognise import search as evaluation
+from sbkit.tasks.recognise.transcripts import TranscribedUtterance
 
 PIECES = Letters(["<unk>", "<s>", "</s>", "▁", "a", "b"])
 

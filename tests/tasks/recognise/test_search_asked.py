@@ -9,9 +9,10 @@ from letters import Letters
 
 from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
-from sbkit.decode.greedy import greedy
-from sbkit.tasks.asr import TranscribedUtterance
+from sbkit.tasks.ctc.decoding import CTCDecoding
 from sbkit.tasks.recognise import search as search_asked
+from sbkit.tasks.recognise.transcriber import Transcriber
+from sbkit.tasks.recognise.transcripts import TranscribedUtterance
 from tests.decode import exhaustive
 
 PIECES = Letters(["<unk>", "▁a", "b", "▁ab", "▁"])
@@ -29,15 +30,18 @@ def test_what_is_searched_at_the_end_is_what_each_batch_would_have_given(arpa):
                 torch.full((size,), 9)) for size in (2, 1, 3)]
     search = BeamSearch(PIECES, lm=arpa, nbest=2)
     expected = [several for batch in batches for several in search.decode(*batch)]
-    brain = SimpleNamespace(decoder=search, rows=[], greedy=greedy, live=None, prepare_search=lambda search: search,
-                            spelling=search.spelling(0.04))
-    with search_asked.SearchingTask.searching(brain):
+    keys = SimpleNamespace(decoder=search, tokenizer=PIECES, blank_index=0)
+    transcriber = Transcriber(SimpleNamespace(), keys, CTCDecoding(SimpleNamespace(), keys))
+    transcriber.spelling = search.spelling(0.04)
+    rows = []
+    with transcriber.searching_at_the_end() as finish:
         for log_probs, lengths in batches:
-            brain.rows += [TranscribedUtterance("id", "a", several[0].text)
-                           for several in brain.decoder.decode(log_probs, lengths)]
-    assert brain.decoder is search
-    assert [row.hypothesis for row in brain.rows] == [several[0].text for several in expected]
-    assert [[(one.text, one.score) for one in row.nbest] for row in brain.rows] == [
+            rows += [TranscribedUtterance("id", "a", several[0].text)
+                     for several in transcriber.search.decode(log_probs, lengths)]
+    rows = finish(rows)
+    assert transcriber.search is search
+    assert [row.hypothesis for row in rows] == [several[0].text for several in expected]
+    assert [[(one.text, one.score) for one in row.nbest] for row in rows] == [
         [(one.text, pytest.approx(one.score)) for one in several] for several in expected]
 
 

@@ -65,7 +65,7 @@ def brain(tmp_path):
     hparams["checkpointer"] = None
     feature_statistics.allow_missing(hparams["normalize"])
     made = CTC(modules=hparams["modules"], hparams=hparams, run_opts={"device": "cpu"})
-    made.recognizer = Recognizer(None, Level(), nn.Identity(), hop_samples=1)
+    made.use_recognizer(Recognizer(None, Level(), nn.Identity(), hop_samples=1))
     made.keys.tokenizer, made.rows = Pieces(bundles.PIECES), []
     made.modules.eval()
     return made
@@ -89,12 +89,12 @@ def test_a_pause_ends_a_word_in_validation_and_test_as_in_the_bundle(brain, tmp_
     decoder = decoding.decoder(vocabulary, search)
     [tokens] = decoder.tokens([[decoder.keep(log_probs)]])
     transcribed = vocabulary.text(assembly.words(tokens, vocabulary))
-    brain.decoder = None if search is None else BeamSearch(brain.keys.tokenizer, **search)
+    brain.transcriber.search = None if search is None else BeamSearch(brain.keys.tokenizer, **search)
     assert judged(brain, Stage.VALID) == judged(brain, Stage.TEST) == transcribed == SAID
 
 
 def test_it_does_where_the_searches_of_a_test_set_run_at_its_end(brain):
-    brain.decoder = BeamSearch(brain.keys.tokenizer, beam=8)
+    brain.transcriber.search = BeamSearch(brain.keys.tokenizer, beam=8)
     with brain.searching():
         judged(brain, Stage.TEST)
     assert brain.rows[-1].hypothesis == SAID
@@ -103,13 +103,13 @@ def test_it_does_where_the_searches_of_a_test_set_run_at_its_end(brain):
 @pytest.mark.parametrize("kind", [BeamSearch, JointSearch, TransducerBeam])
 def test_each_search_of_a_task_writes_by_the_models_spelling(brain, kind):
     search = kind(None)
-    assert brain.prepare_search(search) is search
-    assert search.model_spelling is brain.spelling and search.tokenizer is brain.keys.tokenizer
+    assert brain.transcriber.complete(search) is search
+    assert search.model_spelling is brain.transcriber.spelling and search.tokenizer is brain.keys.tokenizer
 
 
 def test_the_bundle_has_the_spelling_of_the_task(brain, tmp_path):
     with sbkit.infer.load(bundles.make(tmp_path / "bundle"), device="cpu") as model:
-        exported, own = model.engine.vocabulary.spelling, brain.spelling
+        exported, own = model.engine.vocabulary.spelling, brain.transcriber.spelling
     assert list(exported.symbols) == list(own.symbols) and set(exported.silent) == set(own.silent) == {0, 1, 2}
     assert (exported.frame_seconds, exported.pause, exported.separator) == (own.frame_seconds, own.pause, own.separator)
 

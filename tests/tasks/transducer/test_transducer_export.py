@@ -177,7 +177,7 @@ def test_a_test_is_searched_with_a_tuned_language_model_whole_and_in_chunks(run,
     assert [each["chunk"] for each in chunks["chunks"]] == [640, "whole"]
     capsys.readouterr()
     assert main([*evaluate, "--joint"]) == 2
-    assert "Transducer has no attention decoder, so it can't use --joint" in capsys.readouterr().err
+    assert "a transducer has no attention decoder, so it can't use --joint" in capsys.readouterr().err
 
 
 @pytest.mark.slow

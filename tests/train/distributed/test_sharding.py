@@ -11,7 +11,7 @@ from toys import SIZE, ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, furthest,
 
 from sbkit.errors import SbkitError
 from sbkit.runs import restore
-from sbkit.tasks.asr import ASR
+from sbkit.tasks.task import Task
 from sbkit.train.averaging import average
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks, sharding
@@ -106,7 +106,7 @@ def test_a_checkpoint_can_be_resumed_sharded_or_not(tmp_path):
     assert furthest(divided[0], whole[0]) < 1e-5
 
 
-class Averaged(DeepBrain, ASR):
+class Averaged(DeepBrain, Task):
     """Tests the mean of its two best checkpoints, as a recogniser does."""
 
     def on_stage_start(self, stage, epoch=None):

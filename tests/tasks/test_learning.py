@@ -14,9 +14,11 @@ from sbkit.errors import SbkitError
 from sbkit.nn.spec_augment import SpecAugment
 from sbkit.score.report.data import read
 from sbkit.score.report.findings import findings
-from sbkit.tasks.asr import ASR, TranscribedUtterance, score
+from sbkit.tasks.keys import RecogniserKeys
+from sbkit.tasks.learning import LearningMonitor
 from sbkit.tasks.learning_progress import LAG
-from sbkit.tasks.task import Metric
+from sbkit.tasks.recognise.transcripts import ASRResults, TranscribedUtterance, rates_by_name, score
+from sbkit.tasks.task import Metric, Task
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.monitor.metrics import MetricsLog
@@ -25,10 +27,25 @@ from sbkit.train.step import StepResult
 from sbkit.train.train_log import TrainLog
 
 
-class Parrot(ASR):
+class Parrot(Task):
     """Hears what was said."""
 
+    Keys = RecogniserKeys
+    metric = Metric("WER")
     loss_of_tokens = "spelling"
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.learning = LearningMonitor(self.loss_of_tokens, self.keys, self.checkpointer)
+
+    def stats(self, rows):
+        return rates_by_name(rows)
+
+    def results(self, rows, loss, unread):
+        return ASRResults.of(rows, loss, unread)
+
+    def estimate(self, rows):
+        return None
 
     def compute_forward(self, batch, stage):
         return batch.signals
@@ -139,7 +156,7 @@ def following(folder, chance=3.0, task=Parrot):
     schedule = Schedule(peak=0.003, warmup=1, shape="constant", max_lr_at_chance=0.001)
     brain = task({"layer": layer}, partial(torch.optim.SGD, lr=9.0), {"spec_augment": masks, "schedule": schedule},
                  run_opts={"device": "cpu"}, checkpointer=shelf)
-    brain.progress.chance = chance
+    brain.learning.progress.chance = chance
     return brain, masks
 
 
@@ -223,8 +240,8 @@ def test_what_a_recipe_does_with_its_rate_and_its_parts_is_known_to_its_notices(
     brain = Thermostat({"layer": layer}, hparams=hparams, run_opts={"device": "cpu"}, **opt)
     vars(brain.keys).update(TOKENS)
     brain.open_run(["yes"], 9000)
-    assert brain.notices.setup.thaw == 30 and brain.notices.setup.schedule is None
-    assert brain.notices.setup.fastest == 7 and brain.notices.setup.freezes
+    assert brain.learning.notices.setup.thaw == 30 and brain.learning.notices.setup.schedule is None
+    assert brain.learning.notices.setup.fastest == 7 and brain.learning.notices.setup.freezes
     begin(brain)
     brain.open_step(2)
     assert brain.trainer.learning_rate == 2e-6

@@ -12,8 +12,7 @@ from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
 from sbkit.runs import initial
 from sbkit.runs.initial.source import WeightSource
-from sbkit.tasks import asr
-from sbkit.tasks.asr import keep_tokenizer
+from sbkit.tasks.text_tokens import KEPT_TOKENIZER, keep_tokenizer
 
 TEXTS = ["a cab", "bad cab", "a bee"]
 
@@ -35,7 +34,7 @@ def keys(tmp_path, init_from="there", checkpoints=()):
 
 def test_it_becomes_the_runs_own_and_sizes_follow(tmp_path, source):
     tokenizer, follows = keep_tokenizer(keys(tmp_path), ["bad bee"], {"tokenizer": {"max_texts": 3}})
-    path = tmp_path / "ours" / asr.KEPT_TOKENIZER
+    path = tmp_path / "ours" / KEPT_TOKENIZER
     assert path.read_bytes() == source.tokenizer.read_bytes()
     theirs = Tokenizer(tmp_path, model=source.tokenizer).load()
     assert tokenizer.pieces() == theirs.pieces()
@@ -73,4 +72,4 @@ def test_where_there_is_no_tokenizer_none_is_copied(tmp_path, source, init_from,
     change(source)
     with pytest.raises(SbkitError, match=told):
         keep_tokenizer(keys(tmp_path, init_from), TEXTS, {})
-    assert not (tmp_path / "ours" / asr.KEPT_TOKENIZER).exists()
+    assert not (tmp_path / "ours" / KEPT_TOKENIZER).exists()
