@@ -79,6 +79,57 @@ class Setup(NamedTuple):
         return f"--{name if name in self.keys else otherwise}"
 
 
+class Standing(NamedTuple):
+    """Where the loss is, compared with chance and with where it began.
+
+    below, best : the share by which the loss is below chance, now and at its lowest; 0 if chance is unknown
+    """
+
+    loss: float
+    first: float
+    lowest: float
+    chance: float | None
+    below: float
+    best: float
+
+    @classmethod
+    def of(cls, progress: LearningProgress) -> Standing | None:
+        """Return where the loss is; None if it is not known yet."""
+        loss, first, lowest = progress.loss, progress.first, progress.lowest
+        if loss is None or first is None or lowest is None:
+            return None
+        if not (progress.known and progress.chance > 0):
+            return cls(loss, first, lowest, None, 0.0, 0.0)
+        below = max(0.0, 1 - loss / progress.chance)
+        best = max(0.0, 1 - lowest / progress.chance)
+        return cls(loss, first, lowest, progress.chance, below, best)
+
+    @property
+    def lost_progress(self) -> bool:
+        """Whether half of what was gained is lost, on a logarithmic scale."""
+        return self.best >= GAINED and 1 - self.below > math.sqrt(max(1 - self.best, LOWEST))
+
+    @property
+    def beginning(self) -> float:
+        """The loss from which growth counts: chance, if the loss has ever come down to it."""
+        came_down = self.chance is not None and self.lowest <= (1 + NOTHING) * self.chance
+        return self.chance if self.chance is not None and came_down else self.first
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the loss is far above where it began."""
+        return self.loss > GROWN * self.beginning > 0
+
+    def against_chance(self) -> str:
+        """Compare the loss with chance in words; empty if chance is unknown."""
+        if self.chance is None:
+            return ""
+        share = 100 * abs(1 - self.loss / self.chance)
+        side = "below" if self.loss < self.chance else "above"
+        return (f"The loss is {self.loss:.3g} per token, {share:.0f} % {side} chance ({self.chance:.3g}: guessing from "
+                "token frequencies)")
+
+
 class LearningNotices:
     """Monitors the training loss, and returns a notice when a problem begins and when it is over.
 
@@ -102,64 +153,83 @@ class LearningNotices:
         """Return notices when ``step`` begins, each ``EVERY`` steps; ``progress.score_at(step)`` has been called.
 
         rate : the learning rate; None: unknown, so that the notice about chance comes at the end
-        ended : whether training has ended, so that a loss at chance is told however few steps there were
+        ended : whether training has ended, so that a loss at chance is reported however few steps there were
         """
-        setup, loss = self.setup, progress.loss
         if step <= self._last_look and not ended:  # a second call of fit begins its first step again
             return []
         self._last_look = step
-        usual = TRAINED_RATE if setup.trained else USUAL_RATE
-        done = step - 1
-        if rate is not None and done > setup.thaw and not ended:
-            peak = usual if setup.schedule is None else setup.schedule.warmup_end()[1]
-            low, high = TRAINED_PATIENCE
-            patience = min(high, max(low, TRAINED_SHARE * setup.planned)) if setup.trained else PATIENCE
-            patience *= min(MAX_TIMES, max(1.0, usual / max(peak, 1e-12)))
-            self._used_patience += EVERY * min(1.0, rate / max(peak, 1e-12)) / patience
-            self._highest_rate = max(self._highest_rate, rate)
-        first, lowest = progress.first, progress.lowest
-        if loss is None or first is None or lowest is None or done < 2 * EVERY:
+        completed = step - 1
+        if rate is not None and completed > self.setup.thaw and not ended:
+            self._use_patience(rate)
+        standing = Standing.of(progress)
+        if standing is None or completed < 2 * EVERY:
             return []
-        chance = progress.chance if progress.known and progress.chance > 0 else None
-        below = 0.0 if chance is None else max(0.0, 1 - loss / chance)
-        best = 0.0 if chance is None else max(0.0, 1 - lowest / chance)
-        against = "" if chance is None else (
-            f"The loss is {loss:.3g} per token, {100 * abs(1 - loss / chance):.0f} % "
-            f"{'below' if loss < chance else 'above'} chance ({chance:.3g}: guessing from token frequencies)")
 
-        lost = best >= GAINED and 1 - below > math.sqrt(max(1 - best, LOWEST))
-        came_down = chance is not None and lowest <= (1 + NOTHING) * chance
-        began = chance if chance is not None and came_down else first
-        too_high = lost or loss > GROWN * began > 0
+        too_high = standing.lost_progress or standing.has_grown
+        notice = self._divergence(completed, standing, too_high) or self._chance(completed, standing, too_high, ended)
+        return [] if notice is None else [notice]
+
+    def _use_patience(self, rate: float) -> None:
+        """Count the steps since the last look towards those after which the loss should have left chance. Steps below
+        the peak of the learning rate count less, and at a lower peak more of them are needed."""
+        setup = self.setup
+        usual = self._usual_rate
+        peak = max(usual if setup.schedule is None else setup.schedule.warmup_end()[1], 1e-12)
+        patience: float = PATIENCE
+        if setup.trained:
+            fewest, most = TRAINED_PATIENCE
+            patience = min(most, max(fewest, TRAINED_SHARE * setup.planned))
+        patience *= min(MAX_TIMES, max(1.0, usual / peak))
+        self._used_patience += EVERY * min(1.0, rate / peak) / patience
+        self._highest_rate = max(self._highest_rate, rate)
+
+    @property
+    def _usual_rate(self) -> float:
+        return TRAINED_RATE if self.setup.trained else USUAL_RATE
+
+    def _divergence(self, completed: int, standing: Standing, too_high: bool) -> Notice | None:
+        """Return the notice that training has diverged, or that it has recovered."""
         if not too_high:
             self._too_high_since = None
-        elif self._too_high_since is None:
-            self._too_high_since = done
-        diverged = self._too_high_since is not None and done - self._too_high_since >= LASTING
-        if diverged and DIVERGENCE not in self._said_at:
-            self._said_at[DIVERGENCE] = done
-            clip = f"{setup.max_norm / 5:.2g} (now {setup.max_norm:g})" if setup.max_norm else "1"
-            detail = against if lost else f"The loss is {loss:.3g}; it began at {began:.3g}"
-            return [Notice(DIVERGENCE, done, "Training has diverged: the " + (
-                "model loses what it has learnt" if lost else "loss grows beyond where it began"),
-                f"{detail}. The best checkpoint is kept.",
-                (*self._lower_rate(), f"stronger gradient clipping: --max_grad_norm {clip}",
-                 "--precision fp32, to rule out rounding errors"))]
-        if DIVERGENCE in self._said_at and not too_high:
+            if DIVERGENCE not in self._said_at:
+                return None
             since = self._said_at.pop(DIVERGENCE)
-            return [Notice(DIVERGENCE, done, "Training has recovered", f"The warning of step {since:,} is over.",
-                           holds=False)]
+            return Notice(DIVERGENCE, completed, "Training has recovered", f"The warning of step {since:,} is over.",
+                          holds=False)
 
-        if CHANCE in self._said_at and below >= LEARNS:
+        if self._too_high_since is None:
+            self._too_high_since = completed
+        if DIVERGENCE in self._said_at or completed - self._too_high_since < LASTING:
+            return None
+        self._said_at[DIVERGENCE] = completed
+        norm = self.setup.max_norm
+        clip = f"{norm / 5:.2g} (now {norm:g})" if norm else "1"
+        advice = (*self._lower_rate(), f"stronger gradient clipping: --max_grad_norm {clip}",
+                  "--precision fp32, to rule out rounding errors")
+        if standing.lost_progress:
+            headline = "Training has diverged: the model loses what it has learnt"
+            detail = standing.against_chance()
+        else:
+            headline = "Training has diverged: the loss grows beyond where it began"
+            detail = f"The loss is {standing.loss:.3g}; it began at {standing.beginning:.3g}"
+        return Notice(DIVERGENCE, completed, headline, f"{detail}. The best checkpoint is kept.", advice)
+
+    def _chance(self, completed: int, standing: Standing, too_high: bool, ended: bool) -> Notice | None:
+        """Return the notice that nothing has been learnt, or that the model learns now."""
+        if CHANCE in self._said_at:
+            if standing.below < LEARNS:
+                return None
             since = self._said_at.pop(CHANCE)
-            return [Notice(CHANCE, done, "The model learns now", f"The warning of step {since:,} is over. {against}.",
-                           holds=False)]
-        stays = chance is not None and below < NOTHING and best < LEARNS and not too_high
-        if stays and CHANCE not in self._said_at and (ended or self._used_patience >= 1):
-            self._said_at[CHANCE] = done
-            return [Notice(CHANCE, done, "The model has learnt nothing" + ("" if self._used_patience >= 1 else " yet"),
-                           f"{against}.", tuple(self._leave_chance(usual)))]
-        return []
+            return Notice(CHANCE, completed, "The model learns now",
+                          f"The warning of step {since:,} is over. {standing.against_chance()}.", holds=False)
+
+        stays = standing.chance is not None and standing.below < NOTHING and standing.best < LEARNS and not too_high
+        if not stays or not (ended or self._used_patience >= 1):
+            return None
+        self._said_at[CHANCE] = completed
+        yet = "" if self._used_patience >= 1 else " yet"
+        return Notice(CHANCE, completed, f"The model has learnt nothing{yet}", f"{standing.against_chance()}.",
+                      tuple(self._leave_chance(self._usual_rate)))
 
     def _leave_chance(self, usual: float) -> list[str]:
         """Return advice for a loss that stays at chance, the likeliest first."""

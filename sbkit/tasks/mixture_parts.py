@@ -41,35 +41,38 @@ class MixtureParts:
         if self._mixture is None or self.loader is None or epoch is None:
             return {}
         train = self.loader.reader.manifest
-        found: dict[str, float] = {}
+        trained_on: dict[str, float] = {}
         self._hours[str(epoch)] = hours_of(train, self.loader.epoch_plan(epoch).members)
         for name, size in hours_of(train).items():
             trained = sum(hours.get(name, 0.0) for hours in self._hours.values())
-            found |= {f"hours {name}": trained, f"epochs {name}": trained / size}
+            trained_on |= {f"hours {name}": trained, f"epochs {name}": trained / size}
         if log is not None:
-            log.write("epoch", epoch=epoch, **found)
-        return found
+            log.write("epoch", epoch=epoch, **trained_on)
+        return trained_on
 
     def rows(self, rows: Sequence[Any]) -> dict[str, list[Any]]:
         """Group rows by part; returns nothing if all are of one part, or some of another corpus."""
         if self._mixture is None:
             return {}
-        found: dict[str, list[Any]] = {}
+        by_part: dict[str, list[Any]] = {}
         for row in rows:
-            found.setdefault(self._mixture.part_of(row.id), []).append(row)
-        return found if len(found) > 1 and found.keys() <= self._mixture.parts.keys() else {}
+            by_part.setdefault(self._mixture.part_of(row.id), []).append(row)
+        known = by_part.keys() <= self._mixture.parts.keys()
+        return by_part if known and len(by_part) > 1 else {}
 
     def validation_stats(self, rows: Sequence[Any], stats: Callable[[Sequence[Any]], Stats]) -> dict[str, float]:
         """Compute ``stats`` of each part's rows, named with the part; those without a part are of ``best_by``."""
-        found, parts = dict(stats(rows)), {name: stats(some) for name, some in self.rows(rows).items()}
+        overall = dict(stats(rows))
+        of_parts = {part: stats(part_rows) for part, part_rows in self.rows(rows).items()}
         best_by = MEAN if self._mixture is None else self._mixture.best_by
-        for name in found:
-            each = [values[name] for part, values in parts.items() if name in values and best_by in (MEAN, part)]
-            if each:
-                found[name] = sum(each) / len(each)
-        for part, values in parts.items():
-            found |= _named(values, part)
-        return found
+        for name in overall:
+            values = [part_stats[name] for part, part_stats in of_parts.items()
+                      if name in part_stats and best_by in (MEAN, part)]
+            if values:
+                overall[name] = sum(values) / len(values)
+        for part, part_stats in of_parts.items():
+            overall |= _named(part_stats, part)
+        return overall
 
     def for_log(self, stats: Stats, of: str = "") -> dict[str, float]:
         """Add ``of`` (by default ``best_by``) to the names of statistics that have no part in them."""
@@ -79,11 +82,11 @@ class MixtureParts:
         return {f"{name} {of}" if any(f"{name} {part}" in stats for part in parts) else name: value
                 for name, value in stats.items()}
 
-    def add_results(self, found: Results, rows: Sequence[Any], results: Callable[[Sequence[Any]], Results]) -> None:
+    def add_results(self, of_all: Results, rows: Sequence[Any], results: Callable[[Sequence[Any]], Results]) -> None:
         """Add to a test's results the ``results`` of each part's rows."""
-        found.parts = {part: results(some) for part, some in self.rows(rows).items()}
-        for part, each in found.parts.items():
-            found.stats |= _named(each.stats, part)
+        of_all.parts = {part: results(part_rows) for part, part_rows in self.rows(rows).items()}
+        for part, part_results in of_all.parts.items():
+            of_all.stats |= _named(part_results.stats, part)
 
     @mark_as_saver
     def _save(self, path: str | PathLike[str]) -> None:

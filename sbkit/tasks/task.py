@@ -138,7 +138,7 @@ class Task(Brain):
 
     def save_too(self, name: str, obj: object) -> None:
         """Have checkpoints hold an object of the recipe that has a state, unless the recipe's recoverables do."""
-        saved = self.checkpointer is None or any(each is obj for each in self.checkpointer.recoverables.values())
+        saved = self.checkpointer is None or any(other is obj for other in self.checkpointer.recoverables.values())
         if not saved and get_default_hook(obj, DEFAULT_SAVE_HOOKS) is not None:
             self.checkpointer.add_recoverable(name, obj, optional_load=True)
 
@@ -388,11 +388,12 @@ class Task(Brain):
 
     def tested_results(self, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Results:
         """Build the results of a test and their uncertainty."""
-        found = self.results(rows, loss, unread)
-        found.estimate = self.estimate(rows)
+        results = self.results(rows, loss, unread)
+        results.estimate = self.estimate(rows)
         if self.metric.name != "loss":
-            self.mixture_parts.add_results(found, rows, lambda some: self.tested_results(some, loss, {}))
-        return found
+            self.mixture_parts.add_results(results, rows,
+                                           lambda part_rows: self.tested_results(part_rows, loss, {}))
+        return results
 
     def validated(self, rows: Sequence[Any], stats: Mapping[str, float]) -> None:
         """Called on every rank after a validation with the rows of all ranks and their ``stats``."""

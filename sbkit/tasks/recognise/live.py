@@ -105,7 +105,7 @@ class LiveTest:
                 results = stream.feed(row[start:end])
                 if end == ends[-1]:
                     results.append(stream.finish())
-                settled += [word for each in results for word in each.settled]
+                settled += [word for result in results for word in result.settled]
                 words = settled + results[-1].partial
                 confidence = sum(word.confidence for word in words) / len(words) if words else None
                 partials.append(PartialTranscript(spelling.join(words), confidence))
@@ -127,13 +127,13 @@ class LiveTest:
         seconds = (batch.signal_lengths / self.keys.sample_rate).tolist()
         live_transcripts: list[list[LiveTranscript]] = [[] for _ in batch.ids]
         finals: list[PartialTranscript] = []
-        for chunk, each in zip(self.chunk, scores, strict=False):
+        for chunk, chunk_scores in zip(self.chunk, scores, strict=False):
             config = self.configs[chunk]
             cuts, ahead = [[count] for count in frames.tolist()], 0  # the number of final frames after each chunk
             if config is not None:
                 ahead, shift = config.ahead, config.chunk_size - config.ahead
                 cuts = [[*range(shift, count - ahead, shift), count] for count in frames.tolist()]
-            partials = self.partials(each, frames, cuts, search, spelling, config is not None)
+            partials = self.partials(chunk_scores, frames, cuts, search, spelling, config is not None)
             for i, transcripts in enumerate(partials):
                 times = [min((cut + ahead) * self.frame_seconds, seconds[i]) for cut in cuts[i][:-1]] + [seconds[i]]
                 texts = [one.text for one in transcripts]
@@ -181,12 +181,12 @@ class LiveResults(ASRResults):
                 for number, chunk in enumerate(self.chunk)]
 
     def facts(self) -> dict[str, Any]:
-        return {**super().facts(), "chunks": [each.facts() for each in self.live]}
+        return {**super().facts(), "chunks": [rates_of_size.facts() for rates_of_size in self.live]}
 
     def table_rows(self) -> list[list[tuple[str, Any]]]:
-        return [list(zip(COLUMNS, each.row(), strict=True)) for each in self.live]
+        return [list(zip(COLUMNS, rates_of_size.row(), strict=True)) for rates_of_size in self.live]
 
     def figures(self, name: str) -> Mapping[str, float]:
         if name != "WER":
             return super().figures(name)
-        return {f"(chunk: {chunk_size.to_label(each.chunk)})": each.WER for each in self.live}
+        return {f"(chunk: {chunk_size.to_label(size.chunk)})": size.WER for size in self.live}

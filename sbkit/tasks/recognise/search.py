@@ -96,8 +96,8 @@ def best_weights(recorder: Recorder, rows: Sequence[Any]) -> tuple[FusionWeights
         before, best = best, attempt(itertools.product(lms, words))
         if best == before:
             break
-    found = dataclasses.replace(search.weights, lm=best[0], word=best[1])
-    return found, tried[best], rate([row.hypothesis.split() for row in rows])
+    weights = dataclasses.replace(search.weights, lm=best[0], word=best[1])
+    return weights, tried[best], rate([row.hypothesis.split() for row in rows])
 
 
 _PER_PROCESS = 1000  # utterances for which starting another process pays off
@@ -107,7 +107,8 @@ LARGE = 200e6  # bytes of an ARPA file that is too large to hold in every proces
 def options(request: EvaluateRequest, keys: EncoderKeys) -> dict[str, Any]:
     """Return the given options of a search."""
     names = "lm", "lm_weight", "word_score", "beam", "nbest"
-    given = {name: value for name in names if (value := getattr(request, name)) is not None}
+    values = {name: getattr(request, name) for name in names}
+    arguments = {name: value for name, value in values.items() if value is not None}
     if request.hot_words:
         normalised: dict[str, float] = {}  # by the rules of the run's transcripts: case, punctuation
         for phrase, boost in hot_words(request.hot_words).items():
@@ -116,8 +117,8 @@ def options(request: EvaluateRequest, keys: EncoderKeys) -> dict[str, Any]:
                 raise SbkitError(f"the run's text rules leave nothing of the hot word {phrase!r}",
                                  hint="write words as they are spoken")
             normalised[text] = max(boost, normalised.get(text, boost))
-        given["hot_words"] = normalised
-    return given
+        arguments["hot_words"] = normalised
+    return arguments
 
 
 @contextlib.contextmanager

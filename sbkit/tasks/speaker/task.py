@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 #: Trials of each kind in the table of the worst.
 WORST = 6
+_TRIALS_AT_ONCE = 100_000  # so that their embeddings fit into memory
 
 
 class SpeakerRow(NamedTuple):
@@ -61,8 +62,8 @@ class ScoredTrials(NamedTuple):
 
     def resampled(self, times: np.ndarray) -> ScoredTrials:
         """Return the trials with each recording repeated ``times`` [R], but none with itself."""
-        each = times[self.trials.first] * times[self.trials.second]
-        return self._replace(rates=verification.rates(self.scores, self.trials.same, times=each))
+        trial_times = times[self.trials.first] * times[self.trials.second]
+        return self._replace(rates=verification.rates(self.scores, self.trials.same, times=trial_times))
 
     def worst(self) -> list[int]:
         """Return the trials furthest on the wrong side of the threshold: of the same speaker, and of different ones."""
@@ -70,7 +71,7 @@ class ScoredTrials(NamedTuple):
         accepted = np.flatnonzero(~self.trials.same)[np.argsort(-self.scores[~self.trials.same])[:WORST]]
         wrong = [*rejected[self.scores[rejected] < self.rates.threshold],
                  *accepted[self.scores[accepted] >= self.rates.threshold]]
-        return [int(each) for each in wrong]
+        return [int(trial) for trial in wrong]
 
 
 def scored(rows: Sequence[SpeakerRow], path: str | None = None) -> ScoredTrials:
@@ -80,10 +81,11 @@ def scored(rows: Sequence[SpeakerRow], path: str | None = None) -> ScoredTrials:
     else:
         trials, _ = verification.from_list(verification.read_list(path), [row.id for row in rows])
     embeddings = np.stack([row.embedding for row in rows]) if rows else np.zeros((0, 1), np.float32)
-    scores = np.concatenate([np.zeros(0, np.float32), *(
-        np.einsum("nd,nd->n", embeddings[first], embeddings[second])
-        for first, second in zip(*(np.array_split(side, 1 + len(side) // 100_000)
-                                   for side in (trials.first, trials.second)), strict=True))])
+    parts = 1 + len(trials.first) // _TRIALS_AT_ONCE
+    products = [np.zeros(0, np.float32)]
+    for first, second in zip(np.array_split(trials.first, parts), np.array_split(trials.second, parts), strict=True):
+        products.append(np.einsum("nd,nd->n", embeddings[first], embeddings[second]))
+    scores = np.concatenate(products)
     return ScoredTrials(trials, scores, verification.rates(scores, trials.same))
 
 
@@ -97,21 +99,24 @@ class VerificationResults(Results):
     @classmethod
     def of(cls, scored: ScoredTrials, rows: Sequence[SpeakerRow], unread: Mapping[str, str]) -> VerificationResults:
         """Make the results of a test."""
-        found = cls(scored.stats, len(rows), dict(unread), scored=scored, rows=rows)
-        trials, kinds, threshold = scored.trials, [], scored.rates.threshold
+        results = cls(scored.stats, len(rows), dict(unread), scored=scored, rows=rows)
+        trials, threshold = scored.trials, scored.rates.threshold
+        kinds = []
         for name, chosen in (("same", trials.same), ("different", ~trials.same)):
             scores = scored.scores[chosen]
             wrong = scores < threshold if name == "same" else scores >= threshold
-            kinds.append([name, len(scores), f"{scores.mean():.3f}" if len(scores) else "", f"{wrong.mean():.2%}"
-                          if len(scores) else ""])
-        worst = [[found._kind(each), f"{scored.scores[each]:.3f}", rows[trials.first[each]].id,
-                  rows[trials.second[each]].id] for each in scored.worst()]
-        found.tables = [
+            mean, errors = "", ""
+            if len(scores):
+                mean, errors = f"{scores.mean():.3f}", f"{wrong.mean():.2%}"
+            kinds.append([name, len(scores), mean, errors])
+        worst = [[results._kind(trial), f"{scored.scores[trial]:.3f}", rows[trials.first[trial]].id,
+                  rows[trials.second[trial]].id] for trial in scored.worst()]
+        results.tables = [
             Table("Trials", ["speakers", "trials", "mean score", "errors"], kinds,
                   f"from a score of {threshold:.3f} on, a trial counts as the same speaker; there, both kinds of "
                   "errors are equally frequent"),
             Table("The worst trials", ["error", "score", "first", "second"], worst)]
-        return found
+        return results
 
     def headline(self) -> str:
         same = self.scored.trials.same

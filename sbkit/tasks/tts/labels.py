@@ -65,10 +65,12 @@ class VoiceLabels:
     def __init__(self, folders: Sequence[Path], symbols: Symbols, books: Books | None = None):
         self._places: dict[str, dict[tuple[str, str], tuple[Codes, int, np.ndarray]]] = {}
         for folder in folders:
-            codes, path = Codes(folder / CODES, books), folder / DURATIONS
+            codes = Codes(folder / CODES, books)
+            path = folder / DURATIONS
             try:
-                found = load_file(path)
-                durations, ends = (found[name].astype(np.int64) for name in ("frames", "ends"))
+                tensors = load_file(path)
+                durations = tensors["frames"].astype(np.int64)
+                ends = tensors["ends"].astype(np.int64)
             except (OSError, SafetensorError, KeyError) as error:
                 raise SbkitError(f"{path} cannot be read: {first_line(error)}", hint=_AGAIN) from None
             if durations.ndim != 1 or ends.ndim != 1 or list(ends[-1:]) != [len(durations)] \
@@ -95,9 +97,10 @@ class VoiceLabels:
 
         All three are needed: an utterance of another split or corpus may have the same id, or even the same text.
         """
-        if (found := self._places.get(split, {}).get((name, text))) is None:
+        place = self._places.get(split, {}).get((name, text))
+        if place is None:
             return None
-        codes, number, frames = found
+        codes, number, frames = place
         utterance = codes[number]
         return Label(utterance.codes, frames, utterance.speaker or "")
 
@@ -199,7 +202,7 @@ def _label(folder: Path, manifest: Manifest, keys: TTSKeys, codec: CodecBundle, 
             raise SbkitError(f"{len(left_out)} of {count} rows of {split} can't be labelled: {first}",
                              hint="is the recogniser one of this language and alphabet?")
     save_file({"frames": np.concatenate(frames).astype(np.int32),
-               "ends": np.cumsum([len(each) for each in frames])}, folder / DURATIONS)
+               "ends": np.cumsum([len(row) for row in frames])}, folder / DURATIONS)
     return {"rows": len(manifest), "kept": len(frames), "left_out": len(left_out)}
 
 
@@ -231,7 +234,7 @@ def _batch(rows: Sequence[Utterance], keys: TTSKeys, codec: CodecBundle, aligner
             yield row, "its text has no symbol of the voice"
 
 
-def targets(found: Sequence[Label | None], symbols: int, frames: int, quantiser: Quantiser, device: torch.device,
+def targets(labels: Sequence[Label | None], symbols: int, frames: int, quantiser: Quantiser, device: torch.device,
             ) -> Targets:
     """Collate the labels of a batch; an utterance without any gets an even share of ``frames`` for each symbol.
 
@@ -239,13 +242,14 @@ def targets(found: Sequence[Label | None], symbols: int, frames: int, quantiser:
     quantiser : maps codes to choices; it is on the device
     """
     even = np.diff(np.linspace(0, frames, symbols + 3).round().astype(np.int64))
-    rows = [even if label is None else label.frames for label in found]
+    rows = [even if label is None else label.frames for label in labels]
     spread = np.zeros((len(rows), symbols + 2), np.int64)
     codes = torch.zeros(len(rows), max(int(row.sum()) for row in rows), len(quantiser.sizes), dtype=torch.int64)
-    for i, (label, row) in enumerate(zip(found, rows, strict=True)):
+    for i, (label, row) in enumerate(zip(labels, rows, strict=True)):
         spread[i, :len(row)] = row
         if label is not None:
             codes[i, :len(label.codes)] = torch.from_numpy(label.codes)
-    host = codes, torch.from_numpy(spread), torch.tensor([label is not None for label in found])
-    there, durations_there, known = (each.to(device, non_blocking=True) for each in host)
-    return Targets(quantiser.chosen(there), durations_there, known)
+    known = torch.tensor([label is not None for label in labels])
+    codes_there = codes.to(device, non_blocking=True)
+    return Targets(quantiser.chosen(codes_there), torch.from_numpy(spread).to(device, non_blocking=True),
+                   known.to(device, non_blocking=True))
