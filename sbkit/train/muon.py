@@ -21,7 +21,7 @@ from sbkit.train.distributed import ranks
 logger = logging.getLogger(__name__)
 
 #: Layers whose weight is a matrix; a convolution's has a column for each input channel and tap.
-_MULTIPLIES = (nn.Linear, nn.Conv1d, nn.Conv2d)
+_MATRIX_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
 #: Coefficients of an iteration that takes singular values in [0.002, 1] to [0.65, 1.25] in five steps.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -63,33 +63,18 @@ class Muon(Optimizer):
     def __init__(self, params: Iterable[Any], modules: Sequence[nn.Module] = (), lr: float = 1e-3,
                  update_rms: float = 0.4, momentum: float = 0.95, orthogonalize_every: int = 1,
                  betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.01):
-        shares = {"momentum": momentum, **{f"betas[{i}]": beta for i, beta in enumerate(betas)}}
-        for name, value in {"lr": lr, "update_rms": update_rms, "eps": eps, "weight_decay": weight_decay,
-                            **shares}.items():
-            if not value >= 0 or (name in shares and value >= 1):
-                raise SbkitError(f"{name} is {value}, and must be at least 0{' and below 1' if name in shares else ''}")
+        for name, value in {"lr": lr, "update_rms": update_rms, "eps": eps, "weight_decay": weight_decay}.items():
+            if not value >= 0:
+                raise SbkitError(f"{name} is {value}, and must be at least 0")
+        for name, value in {"momentum": momentum, **{f"betas[{i}]": beta for i, beta in enumerate(betas)}}.items():
+            if not 0 <= value < 1:
+                raise SbkitError(f"{name} is {value}, and must be at least 0 and below 1")
         if isinstance(orthogonalize_every, bool) or not isinstance(orthogonalize_every, int) or orthogonalize_every < 1:
             raise SbkitError(f"orthogonalize_every is {orthogonalize_every}, and must be a whole number, 1 or more")
         if not isinstance(modules, (list, tuple)) or not all(isinstance(module, nn.Module) for module in modules):
             raise SbkitError(f"modules is {modules!r}, which is not a list of modules",
                              hint="list keys of the recipe: modules: [!ref <KEY>]")
-        found, embeddings = set(), set()
-        for part in (part for module in modules for part in module.modules()):
-            whole = isinstance(part, _MULTIPLIES) and getattr(part, "groups", 1) == 1
-            for name, parameter in part.named_parameters(recurse=False):
-                if name == "in_proj_weight" or (name == "weight" and whole):
-                    found.add(id(parameter))
-                elif isinstance(part, nn.Embedding):
-                    embeddings.add(id(parameter))
-        if not found:
-            layers = {type(part).__name__: None for module in modules for part in module.modules()
-                      if next(part.parameters(recurse=False), None) is not None}
-            held = f" ({', '.join(layers)})" if layers else ""
-            raise SbkitError(
-                f"modules holds no layer whose weight Muon updates{held}, so Muon would be the same as AdamW",
-                hint="take AdamW, opt_class: !name:torch.optim.AdamW {lr: !ref <lr>}; or name modules with linear "
-                     "layers, attention or ungrouped convolutions, but not the output layer")
-        self.matrices = found - embeddings
+        self.matrices = _matrices_of(modules)
         """The ids of the parameters that Muon updates; AdamW updates the rest."""
         super().__init__(params, {
             "lr": lr, "update_rms": update_rms, "momentum": momentum, "orthogonalize_every": orthogonalize_every,
@@ -104,152 +89,226 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._update_matrices(self._turns(group), group)
-            others = [each for each in group["params"] if id(each) not in self.matrices and each.grad is not None]
-            if not others:
-                continue
-            states = self._states(others, "exp_avg", "exp_avg_sq")
-            averages, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
-            beta1, beta2 = group["betas"]
-            grads = [each.grad for each in others if each.grad is not None]
-            adamw(others, grads, averages, squares, [], steps, fused=True, amsgrad=False,
-                  beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
-                  maximize=False, grad_scale=getattr(self, "grad_scale", None),
-                  found_inf=getattr(self, "found_inf", None))
+            self._update_matrices(group)
+            self._update_others(group)
         return loss
-
-    def _turns(self, group: Mapping[str, Any]) -> list[tuple[torch.Tensor, bool]]:
-        """Return the matrices of a group that have a gradient, each with whether this step orthogonalises it."""
-        matrices = [parameter for parameter in group["params"] if id(parameter) in self.matrices]
-        states = [self.state[each] if each.grad is not None else {} for each in matrices]
-        every = group["orthogonalize_every"]
-        turns = [state.get("turn", 0) if every == 1 or "direction" in state else 0 for state in states]
-        return [(each, turn == 0 or (turn + place) % every == 0)
-                for place, (each, turn) in enumerate(zip(matrices, turns, strict=True)) if each.grad is not None]
 
     def graph_key(self) -> tuple[bool, ...]:
         """Return what decides, besides the groups' numbers, which kernels the next step has."""
-        return tuple(due for group in self.param_groups for _, due in self._turns(group))
+        return tuple(is_due for group in self.param_groups for _, is_due in self._turns(group))
 
     def count_step(self) -> None:
         """Count a step that was captured as a CUDA graph, which was replayed."""
         for group in self.param_groups:
-            for parameter, _ in self._turns(group):
-                self.state[parameter]["turn"] += 1
+            for matrix, _ in self._turns(group):
+                self.state[matrix]["turn"] += 1
 
-    def _update_matrices(self, turns: Sequence[tuple[torch.Tensor, bool]], group: Mapping[str, Any]) -> None:
+    def _turns(self, group: Mapping[str, Any]) -> list[tuple[torch.Tensor, bool]]:
+        """Return the matrices of a group that have a gradient, each with whether this step orthogonalises it."""
+        every = group["orthogonalize_every"]
+        matrices = [parameter for parameter in group["params"] if id(parameter) in self.matrices]
+        turns = []
+        for place, matrix in enumerate(matrices):
+            if matrix.grad is None:
+                continue
+            state = self.state[matrix]
+            # Without a direction of an earlier step to follow, a matrix is due at once.
+            turn = state.get("turn", 0) if every == 1 or "direction" in state else 0
+            turns.append((matrix, turn == 0 or (turn + place) % every == 0))
+        return turns
+
+    def _update_matrices(self, group: Mapping[str, Any]) -> None:
+        """Update the matrices of a group that have a gradient."""
+        turns = self._turns(group)
         if not turns:
             return
-        weights, due = map(list, zip(*turns, strict=True))
-        # A direction is kept only for the steps until a matrix has its turn again.
-        states = self._states(weights, "momentum", *(["direction"] if group["orthogonalize_every"] > 1 else []))
-        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):  # which computes nothing
+        weights = [weight for weight, _ in turns]
+        due = [is_due for _, is_due in turns]
+        # A direction is stored only for the steps until a matrix has its turn again.
+        stores_directions = group["orthogonalize_every"] > 1
+        states = self._matrix_states(weights, stores_directions)
+        is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if not is_capturing:  # a capture computes nothing; ``count_step`` counts each replay
             for state in states:  # counted by the host, which doesn't know of skipped steps
                 state["turn"] += 1
+
+        found_inf = getattr(self, "found_inf", None)
+        grad_scale = getattr(self, "grad_scale", None)
         momenta = [state["momentum"] for state in states]
-        found, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        # A copy, which may be overwritten; all have a gradient (see _turns).
+        # A flat copy, which may be overwritten; all weights have a gradient (see _turns).
         grads = torch.cat([weight.grad.flatten() for weight in weights])
-        if divisor is not None:
-            grads.div_(divisor)
-        if found is not None:  # with itself as gradient, the momentum does not change
-            grads = torch.where(found > 0, _flatten_dense_tensors(momenta), grads)
+        if grad_scale is not None:
+            grads.div_(grad_scale)
+        if found_inf is not None:  # with itself as gradient, the momentum does not change
+            grads = torch.where(found_inf > 0, _flatten_dense_tensors(momenta), grads)
         updates = _unflatten_dense_tensors(grads, weights)
         torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
-        keep = torch.ones((), device=weights[0].device) if found is None else 1 - found
-        updates, now = ([each for each, is_due in zip(tensors, due, strict=True) if is_due]
-                        for tensors in (updates, momenta))
-        directions: list[torch.Tensor] = []
-        if updates:
-            torch._foreach_lerp_(updates, now, group["momentum"])
-            directions = orthogonalise(updates)
-        if group["orthogonalize_every"] > 1:
-            kept = [state["direction"] for state, is_due in zip(states, due, strict=True) if is_due]
-            if kept and found is not None:
-                flat = torch.where(found > 0, _flatten_dense_tensors(kept), _flatten_dense_tensors(directions))
-                directions = list(_unflatten_dense_tensors(flat, kept))
-            if kept:
-                torch._foreach_copy_(kept, directions)
-            directions = [state["direction"] for state in states]
-        # A rate in a tensor has fp64 on a CPU, so that its products are rounded as those of a number.
-        decay, step = ((keep * (group["lr"] * share)).to(keep.dtype)
-                       for share in (group["weight_decay"], -group["update_rms"]))
-        torch._foreach_mul_(weights, 1 - decay)
-        if step.device.type == "cpu":  # rounds once
-            torch._foreach_addcmul_(weights, directions, [step] * len(weights))
-        else:  # a list of factors would launch a kernel for each weight
-            torch._foreach_add_(weights, torch._foreach_mul(directions, step))
 
-    def _states(self, parameters: Sequence[torch.Tensor], *names: str) -> list[dict[str, Any]]:
+        due_updates = [update for update, is_due in zip(updates, due, strict=True) if is_due]
+        due_momenta = [momentum for momentum, is_due in zip(momenta, due, strict=True) if is_due]
+        directions: list[torch.Tensor] = []
+        if due_updates:
+            torch._foreach_lerp_(due_updates, due_momenta, group["momentum"])  # Nesterov's momentum
+            directions = orthogonalise(due_updates)
+        if stores_directions:
+            due_stored = [state["direction"] for state, is_due in zip(states, due, strict=True) if is_due]
+            if due_stored:
+                _store(due_stored, directions, found_inf)
+            directions = [state["direction"] for state in states]
+
+        # The factor is 0 if the step is skipped. A rate in a tensor has fp64 on a CPU, so that its products are rounded
+        # as those of a number.
+        factor = torch.ones((), device=weights[0].device) if found_inf is None else 1 - found_inf
+        decay = (factor * (group["lr"] * group["weight_decay"])).to(factor.dtype)
+        step_size = (factor * (group["lr"] * -group["update_rms"])).to(factor.dtype)
+        torch._foreach_mul_(weights, 1 - decay)
+        if step_size.device.type == "cpu":  # rounds once
+            torch._foreach_addcmul_(weights, directions, [step_size] * len(weights))
+        else:  # a list of factors would launch a kernel for each weight
+            torch._foreach_add_(weights, torch._foreach_mul(directions, step_size))
+
+    def _update_others(self, group: Mapping[str, Any]) -> None:
+        """Update the parameters of a group that are no matrices and have a gradient, as AdamW does."""
+        parameters = [parameter for parameter in group["params"]
+                      if id(parameter) not in self.matrices and parameter.grad is not None]
+        if not parameters:
+            return
+        states = self._adamw_states(parameters)
+        beta1, beta2 = group["betas"]
+        adamw(parameters, [parameter.grad for parameter in parameters],
+              exp_avgs=[state["exp_avg"] for state in states],
+              exp_avg_sqs=[state["exp_avg_sq"] for state in states],
+              max_exp_avg_sqs=[], state_steps=[state["step"] for state in states], fused=True, amsgrad=False,
+              beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+              maximize=False, grad_scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None))
+
+    def _matrix_states(self, weights: Sequence[torch.Tensor], stores_directions: bool) -> list[dict[str, Any]]:
+        """Return the states of matrices, with what they lack at its first value."""
+        states: list[dict[str, Any]] = [self.state[weight] for weight in weights]
+        for weight, state in zip(weights, states, strict=True):
+            if "momentum" not in state:  # new, or of another optimizer
+                state.clear()
+            if "turn" not in state or (stores_directions and "direction" not in state):
+                state["turn"] = 0  # it is due now
+            if not stores_directions:
+                state.pop("direction", None)
+            for name in ("momentum", "direction") if stores_directions else ("momentum",):
+                if name not in state:
+                    state[name] = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+        return states
+
+    def _adamw_states(self, parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+        """Return the states of parameters that AdamW updates, with what they lack at its first value."""
         states: list[dict[str, Any]] = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
-            if not set(names) - {"direction"} <= state.keys():  # new, or of another optimizer
+            if not {"exp_avg", "exp_avg_sq"} <= state.keys():  # new, or of another optimizer
                 state.clear()
-            if "momentum" in names and ("turn" not in state or ("direction" in names) > ("direction" in state)):
-                state["turn"] = 0  # its turn is now
-            elif "exp_avg" in names and "step" not in state:
+            if "step" not in state:
                 state["step"] = torch.zeros((), device=parameter.device)
-            if "direction" not in names:
-                state.pop("direction", None)
-            for name in names:
+            state.pop("direction", None)
+            for name in ("exp_avg", "exp_avg_sq"):
                 if name not in state:
                     state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         return states
+
+
+def _matrices_of(modules: Sequence[nn.Module]) -> set[int]:
+    """Return the ids of the matrices in modules that Muon updates."""
+    layers = [layer for module in modules for layer in module.modules()]
+    matrices: set[int] = set()
+    embeddings: set[int] = set()
+    for layer in layers:
+        has_matrix = isinstance(layer, _MATRIX_LAYERS) and getattr(layer, "groups", 1) == 1
+        for name, parameter in layer.named_parameters(recurse=False):
+            if name == "in_proj_weight" or (name == "weight" and has_matrix):
+                matrices.add(id(parameter))
+            elif isinstance(layer, nn.Embedding):
+                embeddings.add(id(parameter))
+    if not matrices:
+        kinds = dict.fromkeys(type(layer).__name__ for layer in layers
+                              if next(layer.parameters(recurse=False), None) is not None)
+        listed = f" ({', '.join(kinds)})" if kinds else ""
+        raise SbkitError(
+            f"modules holds no layer whose weight Muon updates{listed}, so Muon would be the same as AdamW",
+            hint="take AdamW, opt_class: !name:torch.optim.AdamW {lr: !ref <lr>}; or name modules with linear "
+                 "layers, attention or ungrouped convolutions, but not the output layer")
+    return matrices - embeddings  # an output layer may share the matrix of an embedding
+
+
+def _store(stored: list[torch.Tensor], directions: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+    """Overwrite stored directions with new ones, unless the step is skipped."""
+    if found_inf is not None:
+        flat = torch.where(found_inf > 0, _flatten_dense_tensors(stored), _flatten_dense_tensors(directions))
+        directions = list(_unflatten_dense_tensors(flat, stored))
+    torch._foreach_copy_(stored, directions)
 
 
 def _with_defaults(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Give groups that were saved with another optimizer, or by an earlier version, the options that they lack."""
     if ranks.is_main() and any("momentum" not in saved for saved in state["param_groups"]):
         logger.warning("The checkpoint is from another optimizer, so Muon's momentum starts at 0")
-    groups = [{**own, **{_GROUP_NAMES.get(name, name): value for name, value in saved.items()}}
-              for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)]
+    groups = []
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        renamed = {_GROUP_NAMES.get(name, name): value for name, value in saved.items()}
+        groups.append({**group, **renamed})
     return {**state, "param_groups": groups}
 
 
-def orthogonalise(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return weights orthogonalised, and scaled to a root mean square of 1.
+def orthogonalise(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors (height, ...) as orthogonalised matrices, scaled to a root mean square of 1, in the same shapes.
 
     Matrices of one size, wide or tall, are computed together. Each is computed by one rank, so that all ranks get the
     same bits even on different processors.
     """
-    shapes: dict[torch.Size, list[int]] = {}
-    for index, weight in enumerate(weights):
-        shapes.setdefault(weight.shape, []).append(index)
-    sizes: dict[tuple[int, ...], list[torch.Size]] = {}
-    for shape in shapes:
-        sizes.setdefault(tuple(sorted((shape[0], shape[1:].numel()))), []).append(shape)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    before, results = 0, list(weights)
-    for (low, width), alike in sizes.items():
-        stacks = [torch.stack([weights[index] for index in shapes[shape]]).flatten(2) for shape in alike]
-        wide = [each.mT if each.shape[1] > each.shape[2] else each for each in stacks]  # at least as wide as high
-        matrices = torch.cat(wide) if len(wide) > 1 else wide[0].contiguous()
-        own = slice((rank - before) % world, None, world)
-        before += len(matrices)
-        found = newton_schulz(matrices[own])
-        if world > 1:
+    indices_of: dict[torch.Size, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        indices_of.setdefault(tensor.shape, []).append(index)
+    shapes_of: dict[tuple[int, ...], list[torch.Size]] = {}
+    for shape in indices_of:
+        size = tuple(sorted((shape[0], shape[1:].numel())))
+        shapes_of.setdefault(size, []).append(shape)
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    matrices_before = 0  # ranks take turns over the matrices of all sizes, so that they have equally many
+    results = list(tensors)
+    for (height, width), shapes in shapes_of.items():
+        stacks = []  # of each shape (N, height, width)
+        for shape in shapes:
+            stack = torch.stack([tensors[index] for index in indices_of[shape]]).flatten(2)
+            stacks.append(stack.mT if shape[0] > height else stack)
+        matrices = torch.cat(stacks) if len(stacks) > 1 else stacks[0].contiguous()
+
+        of_this_rank = slice((rank - matrices_before) % world_size, None, world_size)
+        matrices_before += len(matrices)
+        orthogonal = newton_schulz(matrices[of_this_rank])
+        if world_size > 1:
             shared = torch.zeros_like(matrices)
-            shared[own] = found
-            found = ranks.sum_across(shared)
-        found.mul_(math.sqrt(width))
-        for shape, part in zip(alike, found.split([len(shapes[shape]) for shape in alike]), strict=True):
-            part = part.mT.contiguous() if shape[0] > low else part
-            for index, each in zip(shapes[shape], part.view(-1, *shape), strict=True):
-                results[index] = each
+            shared[of_this_rank] = orthogonal
+            orthogonal = ranks.sum_across(shared)
+        orthogonal.mul_(math.sqrt(width))
+
+        parts = orthogonal.split([len(indices_of[shape]) for shape in shapes])
+        for shape, part in zip(shapes, parts, strict=True):
+            if shape[0] > height:
+                part = part.mT.contiguous()
+            for index, result in zip(indices_of[shape], part.view(-1, *shape), strict=True):
+                results[index] = result
     return results
 
 
 def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
-    """Return wide matrices with their singular vectors, and values near 1 for their singular values.
+    """Return wide matrices (N, height, width) with their singular vectors, and values near 1 for their singular values.
 
     Computed in bfloat16 if the device is fast at that: the iteration corrects its own errors.
     """
     a, b, c = _COEFFICIENTS
-    found = matrices / matrices.abs().amax((-2, -1), keepdim=True).clamp_min(_TINY)  # so that no square underflows
-    found = found / torch.linalg.matrix_norm(found, keepdim=True).clamp_min(1)
+    x = matrices / matrices.abs().amax((-2, -1), keepdim=True).clamp_min(_TINY)  # so that no square underflows
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(1)
     if native_precision(matrices.device) == "bf16":
-        found = found.to(torch.bfloat16)
+        x = x.to(torch.bfloat16)
     for _ in range(_ITERATIONS):
-        gram = torch.bmm(found, found.mT)
-        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.to(matrices.dtype)
+        gram = torch.bmm(x, x.mT)
+        # a x + (b gram + c gram^2) x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.to(matrices.dtype)
