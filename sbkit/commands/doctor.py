@@ -11,9 +11,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine the machine; exit code 1 if something is in the way."""
+    """Examine the machine; exit code 1 if there is an error."""
     from sbkit import doctor
 
-    found = doctor.examine()
-    print(doctor.as_json(found) if args.json else doctor.as_table(found, shutil.get_terminal_size().columns))
-    return 1 if any(each.in_the_way for each in found) else 0
+    findings = doctor.examine()
+    print(doctor.as_json(findings) if args.json else doctor.as_table(findings, shutil.get_terminal_size().columns))
+    return 1 if any(finding.is_error for finding in findings) else 0
