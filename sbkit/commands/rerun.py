@@ -11,7 +11,7 @@ from sbkit.commands.options import RUNS_CODE, require_run
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = RUNS_CODE
     parser.add_argument("folder", metavar="FOLDER", type=Path,
-                        help="RUN/culprits/step-N-rank-R, or RUN for the newest")
+                        help="RUN/bad_batches/step-N-rank-R, or RUN for the newest")
     parser.add_argument("--device")
 
 
@@ -20,9 +20,9 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.runs import restore
     from sbkit.train.bad_batch import find_saved, replay
 
-    culprit, saved = find_saved(args.folder)
-    brain = restore.build(restore.read_run(culprit.parent.parent), args.device, precision=saved["precision"])
-    if brain.checkpointer.list_checkpoints():  # overwritten by the culprit's weights, if they were kept
+    bad_batch, saved = find_saved(args.folder)
+    brain = restore.build(restore.read_run(bad_batch.parent.parent), args.device, precision=saved["precision"])
+    if brain.checkpointer.list_checkpoints():  # overwritten by the bad batch's weights, if they were saved
         restore.take_weights(brain, restore.LAST)
-    print(replay(brain, culprit))
+    print(replay(brain, bad_batch))
     return 0

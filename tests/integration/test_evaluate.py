@@ -316,7 +316,7 @@ def test_a_step_that_was_not_finite_is_replayed_from_the_run_alone(run, capsys):
     told = capsys.readouterr().out
     assert batch.ids[1] in told and "Step 7 of rank 0" in told and "those of that step" in told
     assert main(["rerun", str(run / "manifests")]) == 2
-    assert "holds no culprit" in capsys.readouterr().err
+    assert "holds no bad batch" in capsys.readouterr().err
 
 
 def test_behaviour_is_tried_shown_and_gated(run, capsys):

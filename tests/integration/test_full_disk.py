@@ -234,13 +234,13 @@ def test_the_log_says_once_that_it_lacks_lines(room, capfd):
     assert "there is room" in (room.path / "log.txt").read_text()
 
 
-def test_a_culprit_that_is_not_kept_ends_no_training(room, caplog):
+def test_a_bad_batch_that_is_not_saved_ends_no_training(room, caplog):
     kept = bad_batch.KeptBatch(toys.batch_of(range(3000)))
     result = StepResult(math.nan, 1, 1.0, True, 1.0, 1.0, {}, [kept], number=3)
     with room.full():
         bad_batch.report(toys.brain(), room.path, result)
-    assert re.search(rf"The culprit of step 3 is not saved: .* could not be written: {REFUSED}", caplog.text)
-    assert list((room.path / "culprits").iterdir()) == []
+    assert re.search(rf"The bad batch of step 3 is not saved: .* could not be written: {REFUSED}", caplog.text)
+    assert list((room.path / "bad_batches").iterdir()) == []
 
 
 # ------------------------------------------------------------------ around a command

@@ -154,7 +154,7 @@ def test_what_a_report_says_and_a_replay_shows(tmp_path, breaks, spoil, total, p
         if spoil is not None:
             spoil(recipe, batch)
     text = told(recipe, batch, folder=tmp_path, total=total)
-    for part in [*parts, f"bad_batch.replay(brain, '{tmp_path}/culprits/step-12-rank-0') in your script"]:
+    for part in [*parts, f"bad_batch.replay(brain, '{tmp_path}/bad_batches/step-12-rank-0') in your script"]:
         assert part in text
     torch.manual_seed(99)
     again = replay(recipe, tmp_path)
@@ -217,41 +217,41 @@ def test_a_replay_uses_the_weights_of_the_step_if_they_were_kept(tmp_path):
     recipe = Recipe("layer", seed=7)
     for step in (5, 6, 7, 9):
         told(recipe, clips(), folder=tmp_path, step=step)
-    assert [path.parent.name for path in tmp_path.glob("culprits/*/model.safetensors")] == ["step-5-rank-0"]
+    assert [path.parent.name for path in tmp_path.glob("bad_batches/*/model.safetensors")] == ["step-5-rank-0"]
     other = Recipe("layer", seed=8)
-    assert "Weights: those of that step." in replay(other, tmp_path / "culprits" / "step-7-rank-0")
+    assert "Weights: those of that step." in replay(other, tmp_path / "bad_batches" / "step-7-rank-0")
     for name, value in other.modules.named_parameters():
         assert torch.equal(value, recipe.modules.get_parameter(name))
     assert "Weights: the checkpoint's, not those of that step." in replay(Recipe(seed=8), tmp_path), "8 was taken"
     other.modules["extra"] = nn.Linear(2, 2)
     with pytest.raises(SbkitError, match=r"another model: extra\.bias, extra\.weight differ"):
-        replay(other, tmp_path / "culprits" / "step-5-rank-0")
+        replay(other, tmp_path / "bad_batches" / "step-5-rank-0")
 
 
-def test_the_number_of_culprits_is_limited_and_the_newest_is_found(tmp_path):
+def test_the_number_of_bad_batches_is_limited_and_the_newest_is_found(tmp_path):
     for step in range(1, LIMIT):
-        (tmp_path / f"culprits/step-{step}-rank-0").mkdir(parents=True)
+        (tmp_path / f"bad_batches/step-{step}-rank-0").mkdir(parents=True)
     told(Recipe("layer"), clips(), folder=tmp_path, step=50)
     text = told(Recipe("layer"), clips(), folder=tmp_path, step=51)
     assert f"already has reports of {LIMIT} such steps" in text
-    assert len(list((tmp_path / "culprits").iterdir())) == LIMIT
-    for given in (tmp_path, tmp_path / "culprits", tmp_path / "culprits/step-50-rank-0"):
+    assert len(list((tmp_path / "bad_batches").iterdir())) == LIMIT
+    for given in (tmp_path, tmp_path / "bad_batches", tmp_path / "bad_batches/step-50-rank-0"):
         assert find_saved(given)[0].name == "step-50-rank-0"
 
 
 def test_with_a_recipe_a_command_shows_more(tmp_path):
     recipe = Recipe("layer")
     recipe.keys = TrainKeys()  # as a task's, which has more
-    assert told(recipe, clips(), folder=tmp_path).endswith(f"sbkit rerun {tmp_path}/culprits/step-12-rank-0")
+    assert told(recipe, clips(), folder=tmp_path).endswith(f"sbkit rerun {tmp_path}/bad_batches/step-12-rank-0")
 
 
-def test_a_run_without_culprits_and_a_damaged_one(tmp_path):
-    with pytest.raises(SbkitError, match="holds no culprit"):
+def test_a_run_without_bad_batches_and_a_damaged_one(tmp_path):
+    with pytest.raises(SbkitError, match="holds no bad batch"):
         find_saved(tmp_path)
     with pytest.raises(SbkitError, match="nowhere does not exist; name the output_folder of a run"):
         find_saved(tmp_path / "nowhere")
     told(Recipe(), clips(), folder=tmp_path, step=5)
-    (tmp_path / "culprits/step-5-rank-0/culprit.json").write_text("{", encoding="utf-8")
+    (tmp_path / "bad_batches/step-5-rank-0/bad_batch.json").write_text("{", encoding="utf-8")
     with pytest.raises(SbkitError, match="is damaged"):
         replay(Recipe(), tmp_path)
 
@@ -260,22 +260,24 @@ def test_the_folder_is_json_for_readers_and_batches_for_a_replay(tmp_path):
     batch = clips()
     batch.signals[0, 0] = math.inf
     told(Recipe(), batch, folder=tmp_path)
-    folder = tmp_path / "culprits/step-12-rank-0"
-    assert sorted(path.name for path in folder.iterdir()) == ["batches.pt", "culprit.json", "model.safetensors"]
-    content = json.loads((folder / "culprit.json").read_text(), parse_constant=pytest.fail)
+    folder = tmp_path / "bad_batches/step-12-rank-0"
+    assert sorted(path.name for path in folder.iterdir()) == ["bad_batch.json", "batches.pt", "model.safetensors"]
+    content = json.loads((folder / "bad_batch.json").read_text(), parse_constant=pytest.fail)
     assert content["accounts"][0]["bad_ids"] == ["clip-0"] and content["step"] == 12
 
 
 def test_a_folder_of_an_earlier_version_is_replayed(tmp_path):
-    """Its batches are the same, and its JSON has fewer names."""
+    """Its batches are the same, its files have other names, and its JSON has fewer entries."""
     told(Recipe("layer"), clips(), folder=tmp_path)
+    (tmp_path / "bad_batches").rename(tmp_path / "culprits")
+    (tmp_path / "culprits/step-12-rank-0/bad_batch.json").unlink()
     saved = tmp_path / "culprits/step-12-rank-0/culprit.json"
     saved.write_text(json.dumps({"step": 12, "epoch": 3, "rank": 0, "what": "loss", "scale": 1.0, "lr": 0.25,
                                  "precision": "fp32", "device": "cpu", "accounts": []}), encoding="utf-8")
     assert "is model.0.norm (BatchNorm1d)" in replay(Recipe("layer"), tmp_path)
 
 
-def test_a_placeholder_batch_is_never_a_culprit(tmp_path):
+def test_a_dummy_batch_is_never_bad(tmp_path):
     good, stand_in = clips(), dataclasses.replace(clips(), weight=0.0)
     stand_in.signals = stand_in.signals * math.nan
     good.token_lengths[0] = 30
@@ -289,11 +291,11 @@ def test_a_placeholder_batch_is_never_a_culprit(tmp_path):
 ], ids=["a disk", "a batch that can't be pickled"])
 def test_what_cannot_be_saved_costs_the_replay_and_not_the_run(tmp_path, caplog, batch, said):
     if batch is None:
-        (tmp_path / "culprits").write_text("", encoding="utf-8")
+        (tmp_path / "bad_batches").write_text("", encoding="utf-8")
     text = told(Recipe("layer"), batch or clips(), folder=tmp_path)
     assert "replay" not in text and "rerun" not in text
-    assert re.search(f"The culprit of step 12 is not saved: .*({said})", caplog.text)
-    assert batch is None or not list((tmp_path / "culprits").iterdir())
+    assert re.search(f"The bad batch of step 12 is not saved: .*({said})", caplog.text)
+    assert batch is None or not list((tmp_path / "bad_batches").iterdir())
 
 
 # ------------------------------------------------------------------ the pieces
@@ -315,7 +317,7 @@ class Bare(Recipe):
         return predictions.sum()
 
 
-def test_a_mask_of_minus_infinity_is_no_culprit():
+def test_a_mask_of_minus_infinity_is_not_bad():
     class Mask(nn.Module):
         def forward(self, x):
             return torch.zeros_like(x).masked_fill(x > 0, -math.inf)
@@ -360,7 +362,7 @@ BATCHES = [
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: type(batch).__name__)
 def test_batches_of_any_kind_are_read_back(batch, tmp_path):
     told(Recipe(), batch, folder=tmp_path)
-    [saved] = load_batches(tmp_path / "culprits/step-12-rank-0/batches.pt", "cpu")
+    [saved] = load_batches(tmp_path / "bad_batches/step-12-rank-0/batches.pt", "cpu")
     again = saved["batch"]
     assert type(again) is type(batch) and utterance_ids(again) == utterance_ids(batch)
     for (name, one), (of, other) in zip(tensors_in(again), tensors_in(batch), strict=True):
@@ -393,7 +395,7 @@ def test_a_file_that_would_make_a_process_is_refused(tmp_path):
 
 
 def test_a_file_that_would_run_something_is_refused(tmp_path, monkeypatch):
-    recipe, folder = Recipe("layer"), tmp_path / "culprits/step-12-rank-0"
+    recipe, folder = Recipe("layer"), tmp_path / "bad_batches/step-12-rank-0"
     told(recipe, clips(), folder=tmp_path)
     Thief.folder = tmp_path / "taken"
     torch.save([Thief()], folder / "batches.pt")
@@ -423,5 +425,5 @@ def test_every_rank_gets_the_report_of_the_rank_that_failed(tmp_path):
     for text in processes.results(report_of_two, str(tmp_path / "run")):
         assert "rank 1, micro-batch 1" in text and "rank 0" not in text.replace("step-3-rank-0", ""), text
         assert "every layer's output is finite, but the loss is inf" in text and "clip-2" in text
-    assert [path.name for path in (tmp_path / "run/culprits").iterdir()] == ["step-3-rank-1"]
-    assert (tmp_path / "run/culprits/step-3-rank-1/model.safetensors").exists()
+    assert [path.name for path in (tmp_path / "run/bad_batches").iterdir()] == ["step-3-rank-1"]
+    assert (tmp_path / "run/bad_batches/step-3-rank-1/model.safetensors").exists()

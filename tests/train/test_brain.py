@@ -192,9 +192,9 @@ def bad_third_step(folder, lag=None, **options):
     toy = brain(Weights, hparams={"output_folder": str(folder)}, nonfinite_patience=3, **options)
     toy.trainer.lag = toy.trainer.lag if lag is None else lag
     toy.fit([1], ToyTrainLoader(6, touch=lambda batch: batch.x.fill_(math.nan if batch.step == 2 else 1.0)))
-    (culprit,) = folder.glob("culprits/*")
-    kept = load_file(culprit / "model.safetensors")["model.0.weight"]
-    return toy, json.loads((culprit / "culprit.json").read_text()), kept, replay(toy, culprit)
+    (bad_batch,) = folder.glob("bad_batches/*")
+    kept = load_file(bad_batch / "model.safetensors")["model.0.weight"]
+    return toy, json.loads((bad_batch / "bad_batch.json").read_text()), kept, replay(toy, bad_batch)
 
 
 def test_a_report_says_which_weights_it_was_made_with(tmp_path, caplog):
@@ -235,7 +235,7 @@ def test_in_fp16_a_step_that_overflows_is_skipped_and_one_that_is_nan_is_examine
     toy.fit([1], ToyTrainLoader(6, touch=spoil))
     assert [fact.number for fact in toy.facts if fact.skipped] == [3, 5]
     assert "Step 5 was skipped" in caplog.text and "Step 3 was skipped" not in caplog.text
-    (told,) = (json.loads(path.read_text()) for path in tmp_path.glob("culprits/*/culprit.json"))
+    (told,) = (json.loads(path.read_text()) for path in tmp_path.glob("bad_batches/*/bad_batch.json"))
     assert told["scale"] == 2.0**15 and told["sum_scale"] == toy.facts[4].sum_scale < 2.0**-12
 
 
@@ -570,7 +570,7 @@ class NanOnce(Normalised):
         return loss._replace(total=loss.total * (math.nan if batch.step == 1 else 1.0))
 
 
-def test_the_search_for_a_culprit_counts_its_features_only_once(tmp_path, caplog):
+def test_the_search_for_a_bad_batch_counts_its_features_only_once(tmp_path, caplog):
     toy = brain(NanOnce, hparams={"normalize": InputNormalization(), "output_folder": str(tmp_path)})
     toy.fit([1], ToyTrainLoader(3, 5))
     assert "Step 2 was skipped" in caplog.text and toy.hparams.normalize.count == 15

@@ -258,4 +258,4 @@ def _training(run: RunData) -> Iterator[RunFinding]:
     if skipped:
         yield RunFinding(
             0.2, f"{skipped} steps were skipped because a value was not finite",
-            "The run's folder culprits/ names the utterances and layers; sbkit rerun shows more.", "curves")
+            "The run's folder bad_batches/ names the utterances and layers; sbkit rerun shows more.", "curves")

@@ -153,7 +153,7 @@ def test_a_value_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(torch.isfinite(value).all() for value in first.values())
     assert steps == 10 and all(loss == pytest.approx(loss) for _, loss in ends)
-    assert list((tmp_path / "culprits").iterdir())
+    assert list((tmp_path / "bad_batches").iterdir())
 
 
 def test_patience_ends_all_ranks(tmp_path):
